@@ -1,0 +1,40 @@
+# make serve    a speech server on port 8000, on a demo checkpoint (random weights: it makes noise, not words)
+# make test     every test          make lint    ruff and mypy          make fixtures    remake what the parity tests compare with
+# Needs Python 3.11 or newer: `make PYTHON=python3.12 serve`.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= demo/qwen3_tts
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# Threads that wait must sleep, or a busy machine turns milliseconds into tens of them.
+export OMP_WAIT_POLICY ?= passive
+export GOMP_SPINCOUNT ?= 0
+
+.PHONY: serve test lint fixtures
+
+serve: $(VENV)/.installed $(MODEL)
+	$(BIN)/zoo serve $(MODEL) --port $(PORT)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fixtures: $(VENV)/.installed
+	tests/parity/remake.sh $(VENV)
+
+demo/qwen3_tts: | $(VENV)/.installed
+	$(BIN)/zoo demo-checkpoint qwen3_tts $@
+
+# torch first and pinned: left to itself, pip would take the newest there is.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, for example: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

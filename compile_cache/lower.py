@@ -1,0 +1,24 @@
+"""A plain function and a strategy -> the fast function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compile_cache.strategy import Eager, Lowering
+
+
+def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
+    """Whole: one graph with no break (an error says where one would be); Eager: the function itself."""
+    if isinstance(how, Eager):
+        return function
+    return torch.compile(function, fullgraph=True, options={"cpp.threads": 1})
+
+
+def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:
+    """The graph compiled with these tensors holds for every size of `dim`, 1 included; equal names mean equal sizes."""
+    for tensor in tensors:
+        torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)

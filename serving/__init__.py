@@ -1,0 +1,1 @@
+"""Requests, time and memory: serves any family of the zoo through its contract, and knows none by name."""

@@ -1,0 +1,380 @@
+"""The command `zoo`. What a user gets wrong is one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from serving.voices import Voices
+    from serving.wire import Clip
+
+# Threads that wait must sleep, or a busy machine turns milliseconds into tens of them. Read when torch is imported, here or in a child.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+app = typer.Typer(add_completion=False, help="Speech language models: serve them, or let them speak from the shell.")
+voices = typer.Typer(help="Uploaded voices: recordings that a model for clones can speak in, by name.")
+app.add_typer(voices, name="voices")
+
+FORMAT_OF = {".wav": "wav", ".mp3": "mp3", ".opus": "opus", ".ogg": "opus", ".aac": "aac", ".flac": "flac", ".pcm": "pcm"}
+MAX_REFERENCE_S = 60.0
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+Model = Annotated[str, Option("-m", "--model", help="A model directory.")]
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one.")]
+VoicesDir = Annotated[
+    Path | None, Option(envvar="ZOO_VOICES_DIR", help="Where uploaded voices are kept; speechzoo/voices in your data directory otherwise.")
+]
+DType = Annotated[Literal["float32", "bfloat16"] | None, Option(help="bfloat16 on a GPU and float32 on a CPU, when left out.")]
+
+
+@app.command()
+def serve(
+    model: Annotated[str, Argument(help="A model directory, or NAME=DIR to choose the model's id for clients.")],
+    host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    device: Device = None,
+    dtype: DType = None,
+    max_slots: Annotated[int, Option(min=1, help="How many requests speak at once.")] = 8,
+    kv_memory: Annotated[str | None, Option(help="Memory for keys and values: 4GiB, 512MiB or bytes.")] = None,
+    policy: Annotated[Literal["streaming", "throughput"], Option(help="First audio early, or most audio in all.")] = "streaming",
+    warm: Annotated[bool, Option(help="Run every shape before the first request.")] = True,
+    compile: Annotated[bool, Option(help="Compile the model, or run it eagerly.")] = True,
+    cache_dir: Annotated[Path | None, Option(help="Where compiled code is kept between starts.")] = None,
+    api_key: Annotated[str | None, Option(envvar="ZOO_API_KEY", help="Ask clients for this key (Authorization: Bearer KEY).")] = None,
+    max_text: Annotated[int, Option(min=1, help="The longest input, in characters.")] = 8000,
+    voices_dir: VoicesDir = None,
+    max_voices: Annotated[int, Option(min=0, help="How many voices may be uploaded.")] = 1000,
+    max_reference: Annotated[str, Option(help="The largest reference audio: 10MiB or bytes.")] = "10MiB",
+    max_reference_s: Annotated[float, Option(min=1, max=MAX_REFERENCE_S, help="The longest reference audio.")] = MAX_REFERENCE_S,
+    allow_url_references: Annotated[bool, Option(help="Fetch reference audio from URLs that clients send.")] = False,
+) -> int:
+    """Serve a model over HTTP, as OpenAI's speech API."""
+    from serving import supervisor
+
+    name, directory = named_directory(model)
+    engine = {
+        "directory": str(directory),
+        "name": name,
+        "device": device,
+        "dtype": dtype,
+        "max_slots": max_slots,
+        "kv_bytes": None if kv_memory is None else num_bytes(kv_memory),
+        "policy": policy,
+        "warm": warm,
+        "compile": compile,
+    }
+    env = dict(os.environ)
+    if api_key is not None:
+        if not re.fullmatch("[!-~]+", api_key):
+            raise ValueError("an API key is made of printable ASCII characters without blanks")
+        env["ZOO_API_KEY"] = api_key
+    if cache_dir is not None:
+        env["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
+    limits = {
+        "text_chars": max_text,
+        "reference_bytes": num_bytes(max_reference),
+        "reference_s": max_reference_s,
+        "reference_urls": allow_url_references,
+        "voices": max_voices,
+    }
+    http = {"limits": limits, "voices_dir": None if voices_dir is None else str(voices_dir.resolve())}
+    return supervisor.serve(host, port, engine, http, env)
+
+
+@app.command()
+def say(
+    text: Annotated[str, Argument(help="What to say; - reads it from stdin.")],
+    model: Model,
+    out: Annotated[Path, Option("-o", "--out", help="The file to write: .wav, .mp3, .opus, .aac, .flac or .pcm.")] = Path("out.wav"),
+    voice: Annotated[str | None, Option(help="One of the model's voices (zoo inspect).")] = None,
+    reference: Annotated[Path | None, Option(help="A recording of the voice to speak in, for models that take one.")] = None,
+    reference_text: Annotated[str | None, Option(help="What the recording says, word for word.")] = None,
+    x_vector_only: Annotated[bool, Option("--x-vector-only", help="Take only the sound of the voice from the recording.")] = False,
+    language: Annotated[str | None, Option(help="One of the model's languages.")] = None,
+    instructions: Annotated[str | None, Option(help="How to speak, in words.")] = None,
+    layout: Annotated[Literal["whole", "streaming"] | None, Option(help="How the text is laid out for the model.")] = None,
+    seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
+    temperature: Annotated[float | None, Option(min=0, max=2, help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, Option(min=0, help="0 is off.")] = None,
+    top_p: Annotated[float | None, Option(min=0, max=1)] = None,
+    repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
+    device: Device = None,
+    dtype: DType = None,
+) -> int:
+    """Speak one text into a file."""
+    if (form := FORMAT_OF.get(out.suffix.lower())) is None:
+        raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
+    if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
+        raise ValueError(f"{out} cannot be written: it must be a file in a directory that exists and may be written to")
+    if text == "-":
+        text = sys.stdin.read()
+    if not text.strip():
+        raise ValueError("there is no text to say")
+    directory = existing_directory(model)
+
+    import numpy as np
+    import torch
+
+    import zoo
+    from serving import encode
+    from serving.audio import pcm16
+    from zoo.contract import Clip
+
+    clip = None
+    if reference is not None:
+        heard = recording(reference)
+        clip = Clip(np.frombuffer(heard.samples, "<f4").copy(), heard.sample_rate_hz)
+    family = zoo.load(directory, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
+    request = zoo.Request(
+        text=text,
+        voice=voice,
+        language=language,
+        instructions=instructions,
+        reference=clip,
+        reference_text=reference_text,
+        x_vector_only=x_vector_only,
+        layout=layout,
+        seed=seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        max_frames=max_new_tokens,
+    )
+    began = time.perf_counter()
+    speech = zoo.generate(family, request)
+    took_s = time.perf_counter() - began
+    out.write_bytes(encode.file(form, pcm16(speech.samples.numpy()), speech.sample_rate_hz))
+    audio_s = len(speech.samples) / speech.sample_rate_hz
+    rtf = f", RTF {took_s / audio_s:.2f}" if audio_s else ""
+    print(f"{out}: {len(speech.frames)} frames, {audio_s:.2f} s of audio in {took_s:.2f} s{rtf}")
+    return 0
+
+
+@app.command()
+def inspect(
+    directory: Annotated[str, Argument(help="A model directory.")],
+    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+) -> int:
+    """What a model directory holds, without loading its weights."""
+    existing_directory(directory)
+
+    import zoo
+
+    facts = zoo.inspect(directory)
+    if as_json:
+        print(json.dumps(facts))
+        return 0
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=directory, show_header=False, title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name, readable(value))
+    Console().print(table)
+    return 0
+
+
+@app.command()
+def bench(
+    model: Annotated[str, Argument(help="A model directory.")],
+    streams: Annotated[list[int], Option(min=1, help="How many requests at once; may be given several times.")] = [1, 8],  # noqa: B006
+    frames: Annotated[int, Option(min=1, help="Of each request.")] = 50,
+    rounds: Annotated[int, Option(min=1, help="Requests per stream, one after the other.")] = 2,
+    voice: Annotated[str | None, Option(help="Which preset voice.")] = None,
+    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1; the GPU where there is one.")] = None,
+    dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None,
+    policy: Annotated[str, Option(help="streaming or throughput.")] = "streaming",
+    compile: Annotated[bool, Option(help="Compile the step.")] = True,
+    against: Annotated[str | None, Option(help="reference: run the reference implementation on the same work, in the same run.")] = None,
+    reference_python: Annotated[
+        Path, Option(help="The Python of the reference's environment, which `make fixtures` builds.")
+    ] = Path(".venv-parity/bin/python"),
+    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+) -> int:
+    """Measure a model on this machine: real-time factor, first audio, audio-s/s, and how near it comes to the hardware's limit."""
+    if against not in (None, "reference"):
+        raise ValueError(f"--against {against}: possible is: reference")
+    existing_directory(model)
+
+    from functools import partial
+
+    from serving.bench import bench as measure
+
+    result = measure(
+        model,
+        streams=tuple(streams),
+        frames=frames,
+        rounds=rounds,
+        device=device,
+        dtype=dtype,
+        compile=compile,
+        policy=policy,
+        voice=voice,
+        reference_python=str(reference_python) if against else None,
+        say=partial(print, file=sys.stderr, flush=True),
+    )
+    if as_json:
+        print(json.dumps(result))
+    return 0
+
+
+@app.command()
+def demo_checkpoint(
+    family: Annotated[str, Argument(help="Which family of models.")],
+    directory: Annotated[Path, Argument(help="The directory to write; it must not exist, or be empty.")],
+    size: Annotated[str, Option(help="tiny, or one of the family's published sizes.")] = "tiny",
+    seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
+) -> int:
+    """Write a checkpoint of random weights in the published layout: it makes noise, at the speed and in the shape of the real one."""
+    import zoo
+
+    families = zoo.families()
+    if family not in families:
+        raise ValueError(f"there is no family {family!r}; there is: {', '.join(families)}")
+    demo = importlib.import_module(f"{families[family].__name__}.demo")
+    try:
+        demo.write(directory, size=size, seed=seed)
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be written: {error.strerror}") from None
+    print(f"{directory}: {family}, {size}, seed {seed}")
+    return 0
+
+
+@voices.command("add")
+def add_voice(
+    name: Annotated[str, Argument(help="The voice's name: letters, digits, '_', '-' and '.'.")],
+    sample: Annotated[Path, Argument(help="A recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM.")],
+    text: Annotated[str | None, Option(help="What the recording says, word for word; a clone sounds better with it.")] = None,
+    voices_dir: VoicesDir = None,
+) -> int:
+    """Keep a recording as a voice."""
+    there = store(voices_dir)
+    try:
+        voice = there.add(name, recording(sample), text)
+    except OSError as error:
+        raise ValueError(f"voices cannot be kept in {there.directory}: {error.strerror}") from None
+    print(f"{voice.name}: {voice.lasts_s:.2f} s" + ("" if voice.ref_text else ", without a text"))
+    return 0
+
+
+@voices.command("list")
+def list_voices(
+    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+    voices_dir: VoicesDir = None,
+) -> int:
+    """The voices that are kept."""
+    import msgspec
+
+    there = store(voices_dir)
+    kept = there.list()
+    if as_json:
+        print(json.dumps({"directory": str(there.directory), "voices": msgspec.to_builtins(kept)}))
+    else:
+        for voice in kept:
+            print(f"{voice.name}: {voice.lasts_s:.2f} s, {voice.ref_text or 'without a text'}")
+    return 0
+
+
+@voices.command("remove")
+def remove_voice(name: Annotated[str, Argument(help="The voice's name.")], voices_dir: VoicesDir = None) -> int:
+    """Forget a voice."""
+    there = store(voices_dir)
+    try:
+        removed = there.remove(name)
+    except OSError as error:
+        raise ValueError(f"voices cannot be removed from {there.directory}: {error.strerror}") from None
+    if not removed:
+        raise ValueError(f"there is no voice {name!r} in {there.directory}; there is: {', '.join(there.names()) or 'none'}")
+    return 0
+
+
+def store(directory: Path | None) -> Voices:
+    from serving.voices import Voices, default_directory
+
+    return Voices(directory or default_directory())
+
+
+def recording(path: Path) -> Clip:
+    """Raises ValueError."""
+    from serving.decode import decode
+
+    try:
+        return decode(path.read_bytes(), MAX_REFERENCE_S)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {error}") from None
+
+
+def named_directory(model: str) -> tuple[str, Path]:
+    """DIR or NAME=DIR -> the name for clients and the directory. Raises ValueError."""
+    name, equals, directory = model.partition("=")
+    if not equals or Path(model).is_dir():
+        path = existing_directory(model)
+        return path.resolve().name, path
+    if not name:
+        raise ValueError(f"{model!r} has no name before '='; a model is DIR or NAME=DIR")
+    return name, existing_directory(directory)
+
+
+def existing_directory(directory: str) -> Path:
+    path = Path(directory)
+    if not path.is_dir():
+        raise ValueError(f"{directory!r} is not a directory; a model is a directory with config.json and model.safetensors")
+    return path
+
+
+def num_bytes(text: str) -> int:
+    """'4GiB' -> 4294967296. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|)", text)
+    if match is None or (count := int(float(match[1]) * UNITS[match[2]])) == 0:
+        raise ValueError(f"{text!r} is not an amount of memory; 4GiB, 512MiB or a number of bytes is")
+    return count
+
+
+def readable(value: Any) -> str:
+    match value:
+        case list():
+            return ", ".join(map(str, value))
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
+
+
+def main() -> None:
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(prog_name="zoo", standalone_mode=False)
+    except typer.TyperException as error:
+        fail(f"{error.format_message().removesuffix('.')} (zoo --help says more)", error.exit_code)
+    except ValueError as error:
+        fail(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        fail("interrupted", 130)
+    sys.exit(status)
+
+
+def fail(line: str, status: int) -> None:
+    print(f"zoo: {line}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The only file where host meets device: the arena, the slots' state, the launches, and what comes back of them.
+
+The host counts every position itself, so page tables and lengths never wait for the device. What comes back is one small report per
+launch (frames ready, done) and the rendered samples; both are asked for when the launch is made and read a launch later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compile_cache.graphs import Graphs
+from compile_cache.lower import any_size, lower
+from compile_cache.strategy import Eager, Lowering, Whole
+from serving.scheduler import Chunk, Render
+from zoo.contract import Batch, Family, Prompt, View
+
+PAGE_TOKENS = 16
+INT = np.int64
+
+
+class Arena:
+    """Pages of bytes on the device. A family reads them as rows of its own keys and values."""
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device):
+        self.num_pages, self.page_bytes = num_pages, page_bytes
+        self.bytes = torch.zeros(num_pages * page_bytes, dtype=torch.uint8, device=device)
+
+    def rows(self, family: Family) -> Tensor:
+        """-> [rows, H, D], the whole arena in the family's shape."""
+        kv = family.spec.kv
+        row_bytes = kv.row_values * family.dtype.itemsize
+        assert self.page_bytes % row_bytes == 0, f"pages of {self.page_bytes} bytes do not hold whole rows of {row_bytes} bytes"
+        return self.bytes.view(family.dtype).view(-1, kv.num_heads, kv.head_dim)
+
+
+class Pending:
+    """Something the device was asked for. `read` gives it to the host, and waits only if the device is not there yet."""
+
+    def __init__(self, value: Tensor):
+        if value.device.type == "cuda":
+            self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._host.copy_(value, non_blocking=True)
+            self._event: torch.cuda.Event | None = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host, self._event = value, None
+
+    def read(self) -> np.ndarray:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
+
+
+class Runner:
+    """A family on a device with `num_slots` slots and as many pages as fit into `kv_bytes`."""
+
+    def __init__(self, family: Family, num_slots: int, kv_bytes: int, compile: bool = True):
+        spec, kv, self.device = family.spec, family.spec.kv, family.device
+        self.family, self.num_slots = family, num_slots
+        page_bytes = PAGE_TOKENS * kv.token_bytes(family.dtype)
+        if kv_bytes < 2 * page_bytes:
+            raise ValueError(f"{kv_bytes} bytes of KV memory hold no page: a page of this model takes {page_bytes}, and two are the least")
+        self.arena = Arena(kv_bytes // page_bytes, page_bytes, self.device)
+        self.kv = self.arena.rows(family)
+        self.page_rows = 2 * kv.num_layers * PAGE_TOKENS
+        self.state = family.state(num_slots)
+        self.most_pages = -(-spec.max_positions // PAGE_TOKENS)
+
+        # by slot, and the spare one at the end: its only page is page 0, which is nobody's
+        self.table = np.zeros((num_slots + 1, self.most_pages), INT)
+        self.lengths = np.zeros(num_slots + 1, INT)
+        self.prompts: dict[int, Tensor] = {}
+
+        strategy = family.strategy
+        self.buckets = [n for n in strategy.batches if n < num_slots] + [num_slots]
+        self.graphs = Graphs(self.device)
+        self.slate = Slate(self.device)
+        self.hows = (strategy.step, strategy.prefill, strategy.render) if compile else (Eager(), Eager(), Eager())
+        verbs: tuple[Callable[..., Any], ...] = (family.step, family.hidden, family.render)
+        self._step, self._hidden, self._render = (lower(verb, how) for verb, how in zip(verbs, self.hows, strict=True))
+
+    # slots
+
+    def open(self, slot: int, prompt: Prompt, pages: Sequence[int], skip: int) -> None:
+        """A request moves in. skip: positions that its pages already hold."""
+        self.table[slot, : len(pages)] = np.asarray(pages, INT) * self.page_rows
+        self.lengths[slot] = skip
+        self.prompts[slot] = prompt.inputs
+        with torch.inference_mode():
+            self.family.admit(self.state, slot, prompt)
+
+    def close(self, slot: int) -> None:
+        self.prompts.pop(slot, None)
+
+    # launches
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Fill the pages of stretches of prompts. Nothing is emitted and nothing comes back."""
+        slots = np.array([chunk.slot for chunk in chunks], INT)
+        counts = np.array([chunk.stop - chunk.start for chunk in chunks], INT)
+        self.lengths[slots] += counts
+        positions = np.concatenate([np.arange(chunk.start, chunk.stop, dtype=INT) for chunk in chunks])
+        batch = self._batch(slots, np.repeat(slots, counts), positions, np.concatenate(([0], np.cumsum(counts))))
+        self._hidden(torch.cat([self.prompts[chunk.slot][chunk.start : chunk.stop] for chunk in chunks]), batch)
+
+    @torch.inference_mode()
+    def step(self, slots: np.ndarray) -> Pending:
+        """One frame for each of `slots` [B] -> the report [B, 2]: frames ready, and whether it is done. The work here is vectors of B."""
+        self.lengths[slots] += 1
+        self.lengths[-1] = 1
+        padded = np.full(self._bucket(len(slots)), self.state.spare, INT)
+        padded[: len(slots)] = slots
+        batch = self._batch(padded, padded, self.lengths[padded] - 1, np.arange(len(padded) + 1, dtype=INT))
+        self.graphs.run((len(padded), batch.rows.shape[1]), lambda: self._step(self.state, batch))
+        at = batch.slots[: len(slots)]
+        return Pending(torch.stack((self.state.ready[at], self.state.done[at].long()), 1))
+
+    @torch.inference_mode()
+    def render(self, due: Render) -> Pending:
+        """-> samples [B, frames * frame_samples], of which count * frame_samples are valid."""
+        view = View(self._place(due.slots), self._place(due.start), self._place(due.count), due.frames)
+        return Pending(self._render(self.state, view))
+
+    def _bucket(self, count: int) -> int:
+        """The launch's size: any on a CPU, where one graph serves all; a recorded one on a GPU."""
+        return count if self.device.type == "cpu" else next(n for n in self.buckets if n >= count)
+
+    def _width(self, owners: np.ndarray) -> int:
+        """Columns of the page table that a launch needs, up to a power of two so that launches look alike."""
+        pages = int(-(-self.lengths[owners].max() // PAGE_TOKENS))
+        return min(1 << (pages - 1).bit_length(), self.most_pages)
+
+    def _batch(self, slots: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray, columns: int = 0) -> Batch:
+        """slots [B]; owner [T] and positions [T] say whose position each input is; columns of the page table, else as many as needed."""
+        return self.slate.fill(
+            self.kv,
+            slots=slots,
+            positions=positions,
+            writes=self.table[owner, positions // PAGE_TOKENS] + positions % PAGE_TOKENS,
+            rows=self.table[slots, : columns or self._width(slots)],
+            lengths=self.lengths[slots],
+            starts=starts,
+        )
+
+    def _place(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    # warm-up
+
+    @torch.inference_mode()
+    def warm(self, progress: Callable[[float, str], None]) -> None:
+        """Compile and record everything a request can need, on the spare slot alone: no slot, page or tape changes."""
+        stages: list[tuple[str, Callable[[], None]]] = [("step", self._warm_step), ("prefill", self._warm_prefill)]
+        stages += [(f"render {n}", partial(self._warm_render, n)) for n in reversed(self.family.spec.window.new)]
+        for i, (name, stage) in enumerate(stages):
+            progress(i / len(stages), name)
+            stage()
+        progress(1.0, "warm")
+
+    def _warm_batch(self, how: Lowering, size: int, tokens: int, columns: int = 1) -> Batch:
+        """A launch of `size` sequences with `tokens` inputs each, which writes where nobody reads."""
+        spare = np.full(size, self.state.spare, INT)
+        self.lengths[-1] = tokens
+        positions = np.tile(np.arange(tokens, dtype=INT), size)
+        batch = self._batch(spare, np.repeat(spare, tokens), positions, np.arange(size + 1, dtype=INT) * tokens, columns)
+        if how == Whole():
+            any_size((batch.slots, batch.lengths, batch.rows), 0, "batch")
+            any_size((batch.positions, batch.writes), 0, "batch" if tokens == 1 else "tokens")
+            any_size((batch.starts,), 0, "edges")
+            any_size((batch.rows,), 1, "pages")
+        return batch
+
+    def _warm_step(self) -> None:
+        """On a CPU one graph serves every size; on a GPU every size and page-table width is recorded, the largest first."""
+        sizes, widths = [2], [1]
+        if self.device.type == "cuda":
+            sizes = sorted(self.buckets, reverse=True)
+            widths = [1 << i for i in reversed(range((self.most_pages - 1).bit_length() + 1))]
+        for size in sizes:
+            for width in widths:
+                batch = self._warm_batch(self.hows[0], size, 1, min(width, self.most_pages))
+                self.graphs.record((size, batch.rows.shape[1]), partial(self._step, self.state, batch))
+
+    def _warm_prefill(self) -> None:
+        batch = self._warm_batch(self.hows[1], 2, 3)
+        inputs = torch.zeros(6, self.family.spec.width, dtype=self.family.dtype, device=self.device)
+        if self.hows[1] == Whole():
+            any_size((inputs,), 0, "tokens")
+        self._hidden(inputs, batch)
+
+    def _warm_render(self, frames: int) -> None:
+        slots, start, count = (self._place(np.full(2, value, INT)) for value in (self.state.spare, 0, 0))
+        if self.hows[2] == Whole():
+            any_size((slots, start, count), 0, "batch")
+        self._render(self.state, View(slots, start, count, frames))
+
+
+class Slate:
+    """The inputs of a launch. On a GPU every field has a place of its own that never moves, so a recorded launch reads the new values."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.places: dict[str, Tensor] = {}
+
+    def fill(self, kv: Tensor, **fields: np.ndarray) -> Batch:
+        tensors = {name: self._put(name, np.ascontiguousarray(value)) for name, value in fields.items()}
+        return Batch(**tensors, kv=kv, page_tokens=PAGE_TOKENS)
+
+    def _put(self, name: str, value: np.ndarray) -> Tensor:
+        source = torch.from_numpy(value)
+        if self.device.type == "cpu":
+            return source
+        place = self.places.get(name)
+        if place is None or place.numel() < value.size:
+            place = self.places[name] = torch.empty(value.size, dtype=source.dtype, device=self.device)
+        target = place[: value.size].view(value.shape)
+        target.copy_(source)
+        return target

@@ -1,0 +1,223 @@
+"""`zoo serve`: keeps two processes alive, the engine and HTTP, so that either may end without the other.
+
+            supervisor --- holds the HTTP port, watches, starts again what dies
+             /       \\
+    engine process   HTTP process         (a Unix socket between them)
+
+An engine is started again only once it has been ready: one that dies while it loads would do so again. Children end with the supervisor,
+even if it is killed, because it holds the write end of a pipe they wait on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from serving import wire
+
+REFUSED = 2  # the exit status of a child that says itself what is wrong
+STEADY_S = 60.0  # a child that lived this long starts with a clean record
+MAX_DEATHS = 5
+FIRST_BACKOFF_S = 0.5
+GRACE_S = 5  # for open streams, when the server is stopped
+KILL_AFTER_S = 5  # and then for the processes themselves
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"zoo: {line}\n")  # in one piece: three processes share it
+    sys.stderr.flush()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound, not yet listening socket. Raises ValueError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}") from None
+    return listener
+
+
+def socket_directory() -> tempfile.TemporaryDirectory[str]:
+    """A private directory for the Unix socket. Raises ValueError."""
+    try:
+        directory = tempfile.TemporaryDirectory(prefix="zoo-")
+    except OSError as error:
+        raise ValueError(f"no directory for the engine's socket: {error}; set TMPDIR to a writable one") from None
+    if len(directory.name) > 90:  # an address of a Unix socket has 108 bytes, 104 on some systems
+        directory.cleanup()
+        raise ValueError(f"{directory.name} is too long for the address of a Unix socket; set TMPDIR to a shorter directory")
+    return directory
+
+
+class Child:
+    """A process that is started again when it dies, within bounds."""
+
+    def __init__(self, name: str, command: Sequence[str], fds: Sequence[int], env: dict[str, str], *, proven: bool):
+        self.name = name
+        self.command = command
+        self.fds = fds
+        self.env = env
+        self.proven = proven  # whether it has worked before, so that starting it again makes sense
+        self.process: asyncio.subprocess.Process | None = None
+        self.stopping = False
+
+    async def keep(self) -> int:
+        """Until it ends for good; returns the exit status for the whole server."""
+        deaths = 0
+        while not self.stopping:
+            began = time.monotonic()
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                pass_fds=self.fds,
+                env=self.env,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is ours to handle
+            )
+            status = await self.process.wait()
+            if self.stopping:
+                break
+            if status == REFUSED:
+                return REFUSED
+            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            if not self.proven:
+                say(f"the {self.name} ended {how} before it was ready")
+                return 1
+            deaths = deaths + 1 if time.monotonic() - began < STEADY_S else 1
+            if deaths > MAX_DEATHS:
+                say(f"the {self.name} ended {how}, {MAX_DEATHS} times in a row: giving up")
+                return 1
+            delay_s = FIRST_BACKOFF_S * 2 ** (deaths - 1)
+            say(f"the {self.name} ended {how}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+        return 0
+
+    async def stop(self, patience_s: float) -> None:
+        self.stopping = True
+        if self.process is None or self.process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), patience_s)
+        except TimeoutError:
+            say(f"the {self.name} did not end within {patience_s:g} s: killing it")
+            self.kill()
+            await self.process.wait()
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+
+
+def serve(host: str, port: int, engine: dict[str, Any], http: dict[str, Any], env: dict[str, str]) -> int:
+    """Until a signal ends it. `engine` and `http`: fields of worker.Options and app.Options. Returns the exit status. Raises ValueError."""
+    with bind(host, port) as listener, socket_directory() as directory:
+        lifeline, held = os.pipe()
+        path = f"{directory}/engine.sock"
+        engine |= {"socket": path, "lifeline": lifeline}
+        http |= {"socket": path, "lifeline": lifeline, "fd": listener.fileno(), "grace_s": GRACE_S}
+        python = [sys.executable, "-m"]
+        engine_command = [*python, "serving.worker", json.dumps(engine)]
+        http_command = [*python, "serving.app", json.dumps(http)]
+        try:
+            return asyncio.run(supervise(engine_command, http_command, listener, path, lifeline, env))
+        finally:
+            os.close(held)
+            os.close(lifeline)
+
+
+async def supervise(
+    engine_command: Sequence[str],
+    http_command: Sequence[str],
+    listener: socket.socket,
+    path: str,
+    lifeline: int,
+    env: dict[str, str],
+) -> int:
+    """Runs both commands until a signal, or until one cannot be kept. Returns the exit status."""
+    engine = Child("engine", engine_command, [lifeline], env, proven=False)
+    http = Child("HTTP process", http_command, [lifeline, listener.fileno()], env, proven=True)
+    signalled = asyncio.Event()
+
+    def stop() -> None:
+        if signalled.is_set():  # asked twice: at once, then
+            http.kill()
+            engine.kill()
+        signalled.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    endings = [asyncio.create_task(child.keep()) for child in (engine, http)]
+    watching = asyncio.create_task(watch(path, engine, url(listener)))
+    waiting = asyncio.create_task(signalled.wait())
+    done, pending = await asyncio.wait([*endings, watching, waiting], return_when=asyncio.FIRST_COMPLETED)
+    if waiting in done:
+        say("stopping")
+    listener.close()
+    await http.stop(GRACE_S + KILL_AFTER_S)  # first: open streams may still end
+    await engine.stop(KILL_AFTER_S)
+    for task in pending:
+        task.cancel()
+    return next((task.result() for task in (*endings, watching) if task in done), 0)
+
+
+async def watch(path: str, engine: Child, url: str) -> int:
+    """Tells how far the engine is, and when it is ready what to try. Ends only by being cancelled."""
+    models: list[wire.ModelInfo] = []
+    greeted = False
+    while True:
+        try:
+            reader, writer = await asyncio.open_unix_connection(path)
+        except OSError:  # not there yet
+            await asyncio.sleep(0.1)
+            continue
+        shown = ""
+        async for message in wire.read(reader, wire.to_http):
+            match message:
+                case wire.Models():
+                    models = message.models
+                case wire.Status(state, progress, detail):
+                    line = f"{state} {round(10 * progress) * 10:3d} %" + (f"  {detail}" if detail else "")
+                    if state == "ready":
+                        engine.proven = True
+                        say(f"ready on {url}" + ("" if greeted else f"\n\n    {try_it(url, models[0])}\n"))
+                        greeted = True
+                    elif line != shown:
+                        say(line)
+                    shown = line
+        writer.close()
+
+
+def url(listener: socket.socket) -> str:
+    """Where a browser on this machine finds a bound socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def try_it(url: str, model: wire.ModelInfo) -> str:
+    """A line for the shell that speaks, after another one that gives a voice to a model that has none."""
+    upload = ""
+    if model.voices:
+        voice = f'"voice": "{model.voices[0]}"'
+    elif "design" in model.modes:
+        voice = '"instructions": "A calm, low voice."'
+    else:
+        voice = '"voice": "me"'
+        upload = f"curl {url}/v1/audio/voices -F name=me -F audio_sample=@me.wav -F ref_text='What I say in me.wav.'\n    "
+    body = f'{{"input": "Hello from the zoo.", {voice}}}'
+    return f"{upload}curl -N {url}/v1/audio/speech -H 'content-type: application/json' -d '{body}' -o hello.mp3"

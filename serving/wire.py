@@ -1,0 +1,152 @@
+"""What the HTTP process and the engine process say to each other: msgpack structs, each behind its length, over a Unix socket.
+
+    HTTP -> engine   Speak, Cancel
+    engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio*, then
+                     Finished or Failed
+
+A Cancel is answered by silence: whoever sent it listens no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import msgspec
+
+MAX_CLIP_BYTES = 48 << 20  # a minute of mono float32 at 192 kHz
+MAX_FRAME_BYTES = MAX_CLIP_BYTES + (16 << 20)  # more than any message needs; a longer one is not ours
+
+State = Literal["away", "loading", "warming", "ready"]
+
+
+class Message(msgspec.Struct, tag=True):
+    """One frame on the wire; the class name is its tag."""
+
+
+class Clip(msgspec.Struct):
+    """Reference audio, decoded."""
+
+    samples: bytes  # float32, little-endian, mono
+    sample_rate_hz: int
+
+    @property
+    def lasts_s(self) -> float:
+        return len(self.samples) / 4 / self.sample_rate_hz
+
+
+class Speak(Message):
+    id: str
+    request: dict[str, Any]  # the fields of zoo.contract.Request, but its reference
+    reference: Clip | None = None
+
+
+class Cancel(Message):
+    id: str
+
+
+class Status(Message):
+    state: State
+    progress: float = 0.0  # 0 to 1
+    detail: str = ""
+
+
+class ModelInfo(msgspec.Struct):
+    """What a served model can do."""
+
+    id: str
+    family: str
+    variant: str
+    sample_rate_hz: int
+    frame_rate_hz: float
+    max_audio_s: float
+    voices: list[str]
+    languages: list[str]
+    modes: list[str]
+    reference_s: tuple[float, float] | None = None  # the shortest and the longest reference, where references are taken
+
+
+class Models(Message):
+    models: list[ModelInfo]
+
+
+class Stats(Message):
+    """What the engine holds now, and what it has counted since it started."""
+
+    slots: int
+    running: int
+    waiting: int
+    pages: int
+    pages_free: int
+    pages_shared: int  # counted
+    pages_evicted: int  # counted
+    underruns: int  # counted
+    graph_misses: int  # counted
+
+
+class Rejected(Message):
+    """The request never ran: what came, what is possible. `param` is a field of zoo.contract.Request."""
+
+    id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+    retry_after_s: float | None = None
+
+
+class Audio(Message):
+    id: str
+    pcm: bytes  # int16, little-endian, mono
+    frames: int
+
+
+class Finished(Message):
+    id: str
+    reason: str  # "stop" (the model ended), "length" (the cap) or "cancelled"
+    frames: int
+    usage: dict[str, int] = {}
+
+
+class Failed(Message):
+    """The request ran and broke. Whatever audio was sent is not the whole of it."""
+
+    id: str
+    message: str
+    status: int = 500
+
+
+ToEngine = Speak | Cancel
+ToHTTP = Status | Models | Stats | Rejected | Audio | Finished | Failed
+Outcome = Rejected | Audio | Finished | Failed  # what a Speak is answered by
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+to_http = msgspec.msgpack.Decoder(ToHTTP)
+
+
+class WireError(Exception):
+    """The other side does not speak this protocol."""
+
+
+def pack(message: Message) -> bytes:
+    body = _encoder.encode(message)
+    assert len(body) <= MAX_FRAME_BYTES, f"a {type(message).__name__} of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}"
+    return len(body).to_bytes(4, "big") + body
+
+
+async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> AsyncIterator[Any]:
+    """Yields messages until the other side is gone, in whatever manner. Raises WireError for bytes that are no message."""
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(4), "big")
+            if size > MAX_FRAME_BYTES:
+                raise WireError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
+            body = await reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        try:
+            yield decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise WireError(f"a frame of {size} bytes that is no message: {error}") from error

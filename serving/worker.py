@@ -1,0 +1,218 @@
+"""The engine process: loads a model, warms it, runs the engine, and answers the wire.
+
+    python -m serving.worker '{"socket": PATH, "directory": DIR, ...}'     (Options, below; the supervisor does this)
+
+The engine's loop has the main thread. The wire lives on an event loop in a second one, prompts are built in a small pool beside it, and
+the three meet only through thread-safe calls: nothing that happens on the wire can hold up a step.
+Exit status 2: the model cannot be loaded as asked; one line on stderr says why, and starting again would not help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+import zoo
+from compile_cache import artifacts, threads
+from serving import logs, wire
+from serving.audio import pcm16
+from serving.engine import Audio, Engine, Event, Failed, Finished, Full
+from serving.lifeline import hold
+from zoo.contract import Clip, Request, Spec
+
+REFUSED = 2
+PROMPT_THREADS = 2
+STATS_S = 1.0
+
+log = structlog.get_logger()
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    """What the engine process is started with."""
+
+    socket: str
+    directory: str
+    name: str  # the model's id for clients
+    device: str | None = None  # the GPU where there is one
+    dtype: str | None = None
+    max_slots: int = 8
+    kv_bytes: int | None = None
+    policy: str = "streaming"
+    warm: bool = True
+    compile: bool = True
+    lifeline: int | None = None
+
+
+class Client:
+    """A connection, and which of its requests are still of interest to it."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self.writer = writer
+        self.open: set[str] = set()
+
+    def send(self, message: wire.Message) -> None:
+        self.writer.write(wire.pack(message))
+
+
+class Bridge:
+    """Between the wire and an engine. What begins with _ runs on the event loop's thread; the rest may be called from any."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.status = wire.Status("loading")
+        self.models = wire.Models([])
+        self.clients: set[Client] = set()
+        self.loop = asyncio.new_event_loop()
+        self.pool = ThreadPoolExecutor(PROMPT_THREADS, "prompt")
+
+    def listen(self, path: str) -> None:
+        """Raises OSError."""
+        threading.Thread(target=self.loop.run_forever, name="wire", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(asyncio.start_unix_server(self._connection, path), self.loop).result()
+        self.loop.call_soon_threadsafe(self._tell_stats)
+
+    def tell(self, status: wire.Status) -> None:
+        self.loop.call_soon_threadsafe(self._tell, status)
+
+    def open(self, engine: Engine, models: list[wire.ModelInfo]) -> None:
+        """From now on requests are taken."""
+        self.engine = engine
+        self.models = wire.Models(models)
+        self.tell(wire.Status("ready", 1.0))
+
+    def _tell(self, status: wire.Status) -> None:
+        self.status = status
+        for client in self.clients:
+            client.send(self.models)
+            client.send(status)
+
+    def _tell_stats(self) -> None:
+        """Once a second, for as long as the process lives."""
+        self.loop.call_later(STATS_S, self._tell_stats)
+        if self.engine is not None:
+            stats = wire.Stats(**self.engine.stats())
+            for client in self.clients:
+                client.send(stats)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = Client(writer)
+        self.clients.add(client)
+        client.send(self.models)
+        client.send(self.status)
+        try:
+            async for message in wire.read(reader, wire.to_engine):
+                match message:
+                    case wire.Speak(id, request, reference):
+                        self._speak(client, id, request, reference)
+                    case wire.Cancel(id):
+                        self._cancel(client, id)
+        except wire.WireError as error:
+            log.error("wire", error=str(error))
+        finally:
+            self.clients.discard(client)
+            for id in tuple(client.open):
+                self._cancel(client, id)
+            writer.close()
+
+    def _speak(self, client: Client, id: str, fields: dict[str, Any], reference: wire.Clip | None) -> None:
+        engine = self.engine
+        if engine is None:
+            return client.send(wire.Rejected(id, "the engine is not ready", code="engine_not_ready", status=503, retry_after_s=1))
+
+        def deliver(event: Event) -> None:
+            self.loop.call_soon_threadsafe(self._deliver, client, id, event)
+
+        client.open.add(id)
+        future = self.pool.submit(lambda: engine.speak(id, Request(**fields, reference=clip(reference)), deliver))
+        future.add_done_callback(lambda future: self.loop.call_soon_threadsafe(self._spoke, client, id, future))
+
+    def _spoke(self, client: Client, id: str, future: Future[None]) -> None:
+        """The engine has the request, or has refused it."""
+        error = future.exception()
+        if error is None:
+            if id not in client.open:  # cancelled while the prompt was built, when the engine did not know it yet
+                self._cancel(client, id)
+            return
+        client.open.discard(id)
+        match error:
+            case Full(retry_after_s=retry_after_s):
+                client.send(wire.Rejected(id, str(error), code="engine_full", status=503, retry_after_s=retry_after_s))
+            case ValueError():
+                client.send(wire.Rejected(id, str(error), getattr(error, "param", None)))
+            case _:
+                log.error("unexpected", id=id, exc_info=error)
+                client.send(wire.Failed(id, "an error in the engine; its log says more"))
+
+    def _cancel(self, client: Client, id: str) -> None:
+        client.open.discard(id)
+        if self.engine is not None:
+            self.engine.cancel(id)
+
+    def _deliver(self, client: Client, id: str, event: Event) -> None:
+        if id not in client.open:
+            return
+        match event:
+            case Audio():
+                client.send(wire.Audio(id, pcm16(event.samples), event.frames))
+            case Finished():
+                client.open.discard(id)
+                client.send(wire.Finished(id, event.reason, event.frames, event.usage))
+            case Failed():
+                client.open.discard(id)
+                client.send(wire.Failed(id, event.message))
+
+
+def clip(reference: wire.Clip | None) -> Clip | None:
+    if reference is None:
+        return None
+    return Clip(np.frombuffer(reference.samples, "<f4").copy(), reference.sample_rate_hz)  # a copy can be written to, as tensors ask for
+
+
+def describe(name: str, spec: Spec) -> wire.ModelInfo:
+    return wire.ModelInfo(
+        id=name,
+        family=spec.family,
+        variant=spec.variant,
+        sample_rate_hz=spec.sample_rate_hz,
+        frame_rate_hz=spec.frame_rate_hz,
+        max_audio_s=spec.max_frames / spec.frame_rate_hz,
+        voices=list(spec.voices),
+        languages=list(spec.languages),
+        modes=list(spec.modes),
+        reference_s=spec.reference_s,
+    )
+
+
+def main() -> None:
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    logs.configure("engine")
+    if options.lifeline is not None:
+        hold(options.lifeline)
+    bridge = Bridge()
+    bridge.listen(options.socket)
+    try:
+        family = zoo.load(options.directory, device=options.device, dtype=options.dtype)
+        threads.fit(family)
+        artifacts.keep()
+        engine = Engine(family, max_slots=options.max_slots, kv_bytes=options.kv_bytes, policy=options.policy, compile=options.compile)
+    except ValueError as error:
+        sys.stderr.write(f"zoo: {error}\n")
+        sys.exit(REFUSED)
+    if options.warm:
+        engine.warm(lambda progress, detail: bridge.tell(wire.Status("warming", progress, detail)))
+    bridge.open(engine, [describe(options.name, family.spec)])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: bridge.loop.call_soon_threadsafe(engine.stop))  # here a lock may be held
+    engine.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""Set before anything imports torch: threads that wait must sleep, or a busy machine turns milliseconds into tens of them."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "2")

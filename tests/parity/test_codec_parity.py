@@ -1,0 +1,66 @@
+"""The codec against the reference implementation, float32, tiny: codec.safetensors, made by oracle_qwen3_tts.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zoo.nn.checkpoint import load, read_json
+from zoo.qwen3_tts import weights
+from zoo.qwen3_tts.codec import Codec, DecoderConfig
+from zoo.qwen3_tts.demo import write
+from zoo.qwen3_tts.encoder import EncoderConfig
+
+HERE = Path(__file__).parent / "qwen3_tts"
+FACTS = json.loads((HERE / "codec.json").read_text())
+FOUND = load_file(HERE / "codec.safetensors")
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    directory = write(tmp_path_factory.mktemp("demo") / "tiny", FACTS["size"], FACTS["seed"]) / "speech_tokenizer"
+    config = read_json(directory / "config.json")
+    configs = DecoderConfig.from_json(config), EncoderConfig.from_json(config)
+    with torch.device("meta"):
+        codec = Codec(*configs).eval()
+    load(codec, weights.codec(*configs), directory, torch.device("cpu"), torch.float32)
+    codec.decoder.finish()
+    codec.encoder.finish()
+    return codec.requires_grad_(False)
+
+
+def output_of(module, call):
+    """What `module` returns during `call()`, and what that returns."""
+    seen = []
+    hook = module.register_forward_hook(lambda module, args, output: seen.append(output))
+    result = call()
+    hook.remove()
+    (inner,) = seen
+    return inner, result
+
+
+def test_codebooks(codec):
+    for name in ("decoder", "encoder"):
+        for k in (0, 15):
+            torch.testing.assert_close(getattr(codec, name).quantizer.table[k], FOUND[f"{name}.codebook_{k}"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("frames", [1, 7, 40, 120])  # the window is 6
+def test_decoder(codec, frames):
+    """Measured: transformer 2e-6, samples 2e-5. It is rounding: in float64 the two agree to 1e-14."""
+    codes = FOUND[f"decode_{frames}.codes"].long()[None]
+    past, start = torch.zeros(1, codec.decoder.past_values), torch.zeros(1, dtype=torch.int64)
+    transformer, (samples, _) = output_of(codec.decoder.transformer, lambda: codec.decoder(codes, past, start, start + frames))
+    torch.testing.assert_close(transformer[0], FOUND[f"decode_{frames}.transformer"], rtol=1e-5, atol=1e-5)
+    stride = 1 if frames < 10 else FACTS["stride"]
+    torch.testing.assert_close(samples[0, ::stride], FOUND[f"decode_{frames}.samples"], rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("samples", [1920, 3940, 30001])  # the last is past the window, which the reference does not apply
+def test_encoder(codec, samples):
+    audio = FOUND[f"encode_{samples}.audio"].float()[None] / 32768
+    latent, codes = output_of(codec.encoder.downsample, lambda: codec.encoder(audio))
+    torch.testing.assert_close(latent[0].T, FOUND[f"encode_{samples}.latent"], rtol=1e-5, atol=1e-5)
+    assert torch.equal(codes[0], FOUND[f"encode_{samples}.codes"].long())

@@ -1,0 +1,148 @@
+"""An engine process without a model: it speaks the wire, and the text of a request says what it does with it.
+
+"frames 3"     3 frames of 100 samples, then "stop"            "hold 3"       3 frames, then nothing until cancelled
+"silent"       finished without audio                           "queued"       nothing at all until cancelled
+"reject"       a ValueError's answer about the field text       "full"         no room: come again in 7 s
+"fail 2"       2 frames, then broken                            "fail 0"       broken before any audio
+"tone 25"      25 frames of 80 ms, 20 ms apart, then "stop"
+"die"          the whole process goes away (as the connection does when an engine crashes)
+
+Run as a program (fake_engine.py SOCKET LIFELINE [refuse|crash]) it is an engine process for the supervisor: "die" kills it, "refuse" is a
+model that cannot be loaded, and "crash" ends while it loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import numpy as np
+
+from serving import wire
+from serving.audio import pcm16
+from serving.lifeline import hold
+
+RATE_HZ = 24000
+MODEL = wire.ModelInfo(
+    id="fake",
+    family="fake",
+    variant="custom_voice",
+    sample_rate_hz=RATE_HZ,
+    frame_rate_hz=12.5,
+    max_audio_s=60.0,
+    voices=["vivian", "ryan"],
+    languages=["english"],
+    modes=["voice"],
+)
+CLONER = wire.ModelInfo("cloner", "fake", "base", RATE_HZ, 12.5, 60.0, [], ["english"], ["clone"], (1.0, 30.0))
+READY = wire.Status("ready", 1.0)
+STATS = wire.Stats(slots=8, running=2, waiting=1, pages=100, pages_free=60, pages_shared=7, pages_evicted=3, underruns=5, graph_misses=0)
+TONE_SAMPLES = 1920
+
+
+def frame(index: int) -> bytes:
+    """100 samples whose values tell which frame they are of."""
+    return pcm16(np.full(100, (index + 1) / 1000, np.float32))
+
+
+def tone(index: int) -> bytes:
+    """80 ms of a tone that goes on from frame to frame."""
+    at = np.arange(index * TONE_SAMPLES, (index + 1) * TONE_SAMPLES) / RATE_HZ
+    return pcm16((0.5 * np.sin(2 * np.pi * 220 * at)).astype(np.float32))
+
+
+class FakeEngine:
+    """`asked`, `references` and `cancelled` record what came; `go` may be cleared to hold back what comes after a request's first frame."""
+
+    def __init__(self, models: tuple[wire.ModelInfo, ...] = (MODEL,), status: wire.Status = READY) -> None:
+        self.models = models
+        self.status = status
+        self.asked: dict[str, dict] = {}
+        self.references: dict[str, wire.Clip | None] = {}
+        self.cancelled: list[str] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.writers: set[asyncio.StreamWriter] = set()
+        self.tasks: set[asyncio.Task] = set()
+
+    async def listen(self, path: str) -> None:
+        self.server = await asyncio.start_unix_server(self.connection, path)
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.add(writer)
+        writer.write(wire.pack(wire.Models(list(self.models))))
+        writer.write(wire.pack(self.status))
+        writer.write(wire.pack(STATS))
+        async for message in wire.read(reader, wire.to_engine):
+            match message:
+                case wire.Speak(id, request, reference):
+                    self.asked[id] = request
+                    self.references[id] = reference
+                    task = asyncio.create_task(self.speak(writer, id, request["text"].split()))
+                    self.tasks.add(task)
+                    task.add_done_callback(self.tasks.discard)
+                case wire.Cancel(id):
+                    self.cancelled.append(id)
+        self.writers.discard(writer)
+        writer.close()
+
+    async def speak(self, writer: asyncio.StreamWriter, id: str, words: list[str]) -> None:
+        def say(message: wire.Message) -> None:
+            writer.write(wire.pack(message))
+
+        what, count = words[0], int(words[1]) if len(words) > 1 else 0
+        match what:
+            case "reject":
+                return say(wire.Rejected(id, "voice 'x' is not in this checkpoint; it has: ryan, vivian", "voice"))
+            case "badtext":
+                return say(wire.Rejected(id, "text has no sound", "text"))
+            case "badreference":
+                return say(wire.Rejected(id, "what the reference says is needed", "reference_text"))
+            case "full":
+                return say(wire.Rejected(id, "256 requests wait already", None, "engine_full", 503, 7.0))
+            case "die":
+                return self.away()
+            case "queued":
+                return
+            case "tone":
+                for index in range(count):
+                    say(wire.Audio(id, tone(index), 1))
+                    await asyncio.sleep(0.02)
+                return say(wire.Finished(id, "stop", count, {"input_tokens": 2}))
+        for index in range(count):
+            say(wire.Audio(id, frame(index), 1))
+            await self.go.wait()
+        match what:
+            case "fail":
+                say(wire.Failed(id, "the codec broke"))
+            case "frames" | "silent":
+                say(wire.Finished(id, "stop", count, {"output_frames": count}))
+
+    def tell(self, message: wire.Message) -> None:
+        for writer in self.writers:
+            writer.write(wire.pack(message))
+
+    def away(self) -> None:
+        """Ends every connection and listens no more."""
+        self.server.close()
+        for writer in self.writers:
+            writer.transport.abort()
+
+
+async def main(path: str) -> None:
+    engine = FakeEngine()
+    engine.away = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    await engine.listen(path)
+    await asyncio.get_running_loop().create_future()
+
+
+if __name__ == "__main__":
+    hold(int(sys.argv[2]))
+    if "refuse" in sys.argv:
+        print("zoo: this directory holds no model", file=sys.stderr)
+        sys.exit(2)
+    if "crash" in sys.argv:
+        sys.exit(70)
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""The HTTP process on a real port, in front of an engine process without a model (fake_engine.py)."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx
+import uvicorn
+from fake_engine import MODEL, FakeEngine
+
+from serving.app import create_app
+from serving.link import Link
+
+
+class Server:
+    """uvicorn, the app and a fake engine on one event loop in a thread of its own."""
+
+    def __init__(self, directory, models=(MODEL,), **options):
+        self.models = models
+        self.voices_dir = options.setdefault("voices_dir", directory / "voices")
+        self.path = str(directory / "engine.sock")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        config = uvicorn.Config(create_app(Link(self.path), **options), log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        self.uvicorn = uvicorn.Server(config)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])])
+        self.http = httpx.Client(base_url=self.url, timeout=10)
+
+    def __enter__(self):
+        self.thread.start()
+        self.start_engine()
+        return self
+
+    def __exit__(self, *_):
+        self.http.close()
+        self.uvicorn.should_exit = True
+        self.thread.join(10)
+        assert not self.thread.is_alive(), "uvicorn did not stop"
+
+    def start_engine(self):
+        self.engine = FakeEngine(self.models)
+        asyncio.run_coroutine_threadsafe(self.engine.listen(self.path), self.loop).result(5)
+        until(lambda: self.http.get("/ready").status_code == 200)
+
+    def call(self, function, *args):
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def speak(self, text, **fields):
+        """In WAV, unless another format is asked for."""
+        return self.http.post("/v1/audio/speech", json={"input": text, "response_format": "wav", **fields})
+
+    def stream(self, text, **fields):
+        return self.http.stream("POST", "/v1/audio/speech", json={"input": text, "response_format": "wav", **fields})
+
+
+def until(fact, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+def error(answer, status):
+    """The error object of an answer, after its status and shape are checked."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return body["error"]

@@ -1,0 +1,207 @@
+"""The command `zoo`, as a user runs it."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import wave
+
+import numpy as np
+import pytest
+import shell
+import soundfile
+from shell import ROOT
+
+from serving.decode import decode
+
+
+@pytest.fixture(scope="module")
+def zoo():
+    return shell.zoo
+
+
+def process(*arguments):
+    command = [sys.executable, "-m", "serving", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def refused(done):
+    """The one line on stderr of a command that was refused."""
+    assert done.returncode == 2, done
+    assert done.stdout == "" and done.stderr.startswith("zoo: ") and done.stderr.count("\n") == 1, done
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(zoo, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("cli") / "demo"
+    done = zoo("demo-checkpoint", "qwen3_tts", directory, "--seed", 3)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_help_is_there_at_once():
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = process("--help")
+        took.append(time.perf_counter() - began)
+        assert done.returncode == 0 and all(name in done.stdout for name in ("serve", "say", "inspect", "demo-checkpoint"))
+    imported = subprocess.run(
+        [sys.executable, "-c", "import sys, serving.__main__, serving.supervisor, serving.app; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert imported.stdout == "False\n"  # what makes it slow
+    assert min(took) < 2, took  # half a second on a machine that does nothing else
+
+
+@pytest.mark.parametrize("command", ["serve", "say", "inspect", "demo-checkpoint", "voices"])
+def test_every_command_has_help(zoo, command):
+    done = zoo(command, "--help")
+    assert done.returncode == 0 and "Usage: zoo " + command in done.stdout
+
+
+BAD = [
+    ([], "Missing command"),
+    (["sing"], "No such command 'sing'"),
+    (["serve"], "Missing argument"),
+    (["serve", "/no/such"], "'/no/such' is not a directory"),
+    (["serve", "name=/no/such"], "'/no/such' is not a directory"),
+    (["serve", "=."], "DIR or NAME=DIR"),
+    (["serve", ".", "--port", "65536"], "--port"),
+    (["serve", ".", "--port", "http"], "--port"),
+    (["serve", ".", "--policy", "fast"], "'streaming', 'throughput'"),
+    (["serve", ".", "--dtype", "int4"], "'float32', 'bfloat16'"),
+    (["serve", ".", "--max-slots", "0"], "--max-slots"),
+    (["serve", ".", "--kv-memory", "4GB"], "4GiB, 512MiB"),
+    (["serve", ".", "--kv-memory", "0"], "4GiB, 512MiB"),
+    (["serve", ".", "--api-key", "a b"], "printable ASCII"),
+    (["serve", ".", "--host", "no.such.host.invalid", "--port", "0"], "cannot listen on no.such.host.invalid"),
+    (["serve", ".", "--sing"], "--sing"),
+    (["say", "Hello."], "--model"),
+    (["say", "Hello.", "-m", "/no/such"], "'/no/such' is not a directory"),
+    (["say", "Hello.", "-m", ".", "-o", "out.wma"], "must end in one of: .wav, .mp3, .opus, .ogg, .aac, .flac, .pcm"),
+    (["say", "Hello.", "-m", ".", "--reference", "/no/such.wav"], "/no/such.wav cannot be read: No such file"),
+    (["say", "Hello.", "-m", ".", "--reference", "README.md"], "README.md cannot be used: it is not audio that is known here: WAV"),
+    (["serve", ".", "--max-reference", "ten"], "4GiB, 512MiB"),
+    (["serve", ".", "--max-reference-s", "61"], "--max-reference-s"),
+    (["serve", ".", "--max-voices", "-1"], "--max-voices"),
+    (["say", "Hello.", "-m", ".", "-o", "/no/such/out.wav"], "cannot be written"),
+    (["say", " ", "-m", "."], "no text"),
+    (["say", "-", "-m", "."], "no text"),
+    (["say", "Hello.", "-m", ".", "--temperature", "9"], "--temperature"),
+    (["say", "Hello.", "-m", ".", "--seed", "-1"], "--seed"),
+    (["inspect", "/no/such"], "'/no/such' is not a directory"),
+    (["inspect", "tests"], "is not a model"),
+    (["demo-checkpoint", "gpt", "/tmp/x"], "there is no family 'gpt'; there is: qwen3_tts"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_a_bad_argument_is_one_line_that_says_what_is_possible(zoo, arguments, says):
+    assert says in refused(zoo(*arguments))
+
+
+def test_a_demo_checkpoint_that_cannot_be_written(zoo, tmp_path, checkpoint):
+    assert "tiny" in refused(zoo("demo-checkpoint", "qwen3_tts", tmp_path / "x", "--size", "huge"))
+    assert str(checkpoint) in refused(zoo("demo-checkpoint", "qwen3_tts", checkpoint))
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in refused(zoo("demo-checkpoint", "qwen3_tts", tmp_path / "file"))
+    assert "cannot be written" in refused(zoo("demo-checkpoint", "qwen3_tts", tmp_path / "file" / "below"))
+
+
+def test_a_refusal_in_a_shell():
+    assert "no such" in refused(process("inspect", "/no such"))
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(zoo):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(zoo("serve", ".", "--port", port))
+
+
+def test_a_directory_that_is_no_model_ends_the_server(tmp_path):
+    done = process("serve", tmp_path, "--port", 0)
+    assert done.returncode == 2 and f"zoo: {tmp_path} is not a model: it has no config.json" in done.stderr.splitlines()
+
+
+def test_a_device_that_is_not_there_ends_the_server(checkpoint):
+    done = process("serve", checkpoint, "--port", 0, "--device", "nowhere")
+    assert done.returncode == 2 and any(line.startswith("zoo: device 'nowhere'") for line in done.stderr.splitlines())
+
+
+def test_inspect(zoo, checkpoint):
+    done = zoo("inspect", checkpoint, "--json")
+    facts = json.loads(done.stdout)
+    assert (facts["family"], facts["sample_rate_hz"]) == ("qwen3_tts", 24000) and "vivian" in facts["voices"]
+    table = zoo("inspect", checkpoint).stdout
+    assert "qwen3_tts" in table and "vivian" in table and f"{facts['parameters']:,}" in table
+
+
+def test_say_speaks_into_a_file(zoo, checkpoint, tmp_path):
+    out = tmp_path / "out.wav"
+    fields = ["-m", checkpoint, "-o", out, "--voice", "vivian", "--temperature", 0, "--max-new-tokens", 12]
+    done = zoo("say", "Hello.", *fields)
+    assert done.returncode == 0, done.stderr
+    with wave.open(str(out)) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 24000)
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    frames = int(done.stdout.split(": ")[1].split()[0])
+    assert 0 < frames <= 12 and len(samples) == 1920 * frames and samples.any()
+    assert f"{frames * 0.08:.2f} s of audio" in done.stdout and "RTF" in done.stdout
+    again = tmp_path / "again.wav"
+    fields[3] = again
+    assert zoo("say", "-", *fields, stdin="Hello.").returncode == 0
+    assert again.read_bytes() == out.read_bytes()
+
+
+def test_say_passes_on_what_the_model_refuses(zoo, checkpoint, tmp_path):
+    line = refused(zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", "--voice", "alloy"))
+    assert "alloy" in line and "vivian" in line
+    assert not (tmp_path / "out.wav").exists()
+
+
+@pytest.mark.parametrize("suffix", [".mp3", ".opus", ".ogg", ".aac", ".flac", ".pcm", ".WAV"])
+def test_say_writes_every_format(zoo, checkpoint, tmp_path, suffix):
+    out = tmp_path / f"out{suffix}"
+    done = zoo("say", "Hello.", "-m", checkpoint, "-o", out, "--voice", "vivian", "--temperature", 0, "--max-new-tokens", 3)
+    assert done.returncode == 0, done.stderr
+    frames = int(done.stdout.split(": ")[1].split()[0])
+    if suffix == ".pcm":
+        assert len(out.read_bytes()) == 2 * 1920 * frames
+    else:
+        assert 0 <= decode(out.read_bytes(), 60).lasts_s - 0.08 * frames < 0.1
+
+
+def test_say_in_the_voice_of_a_recording(zoo, tmp_path):
+    assert zoo("demo-checkpoint", "qwen3_tts", tmp_path / "base", "--size", "tiny-base").returncode == 0
+    sample = tmp_path / "sample.flac"
+    soundfile.write(sample, np.random.default_rng(0).uniform(-0.3, 0.3, (16000, 2)), 16000)
+
+    def say(*more):
+        out = tmp_path / "out.wav"
+        fields = ["-m", tmp_path / "base", "-o", out, "--temperature", 0, "--max-new-tokens", 3]
+        done = zoo("say", "Hello.", *fields, *more)
+        return done if done.returncode else out.read_bytes()
+
+    with_text, sound = say("--reference", sample, "--reference-text", "Hi."), say("--reference", sample, "--x-vector-only")
+    assert len(with_text) > 44 and len(sound) > 44 and with_text != sound
+    assert "reference" in refused(say())
+    assert "text" in refused(say("--reference", sample))
+
+
+def test_bench_measures_a_model(checkpoint):
+    done = process("bench", checkpoint, "--streams", 1, "--streams", 2, "--frames", 5, "--rounds", 1, "--no-compile", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [run["streams"] for run in result["runs"]] == [1, 2]
+    assert all(run["frames"] == 5 * run["streams"] and run["rtf"] > 0 and run["audio_s"] == run["frames"] * 0.08 for run in result["runs"])
+    assert 0 < result["step_weight_bytes"] < 10_000_000 and result["frame_flops"] > 1_000_000
+
+
+def test_bench_refuses_what_it_cannot_compare(checkpoint):
+    assert "possible is: reference" in refused(process("bench", checkpoint, "--against", "nobody"))

@@ -1,0 +1,219 @@
+"""The whole of `zoo serve` on the demo checkpoint, and OpenAI's own client in front of it."""
+
+import base64
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+from test_encode import decoded
+
+from zoo.qwen3_tts import demo
+
+ROOT = Path(__file__).parents[2]
+FRAME_BYTES = 2 * 1920
+
+
+@contextmanager
+def serving(size, directory):
+    """The address of a server of a demo checkpoint, once it is ready. It must end by itself, and well, when it is told to."""
+    made = demo.write(directory / "demo", size)
+    command = [sys.executable, "-m", "serving", "serve", f"demo={made}", "--port", "0", "--no-compile", "--device", "cpu"]
+    command += ["--voices-dir", directory / "voices"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "ZOO_API_KEY": "sk-demo"})
+    lines = []
+    while "ready on" not in (line := process.stderr.readline()):
+        lines.append(line)
+        assert line, "".join(lines)
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(process.stderr.read)  # or the pipe fills up
+        yield line.split()[-1]
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(20) == 0, rest.result()
+        finally:
+            process.kill()
+
+
+def connected(url):
+    return openai.OpenAI(base_url=url + "/v1", api_key="sk-demo", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving("tiny", tmp_path_factory.mktemp("served")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def cloner(tmp_path_factory):
+    """A client of a server whose model takes references."""
+    with serving("tiny-base", tmp_path_factory.mktemp("served")) as url, connected(url) as client:
+        yield client
+
+
+def same(one: bytes, other: bytes) -> bool:
+    """The same PCM but for the last bits: which frames share a window depends on the clock."""
+    a, b = (np.frombuffer(pcm, "<i2").astype(int) for pcm in (one, other))
+    return len(a) == len(b) and np.abs(a - b).max() <= 2
+
+
+@pytest.fixture
+def client(server):
+    with connected(server) as client:
+        yield client
+
+
+def test_it_streams_speech(client):
+    fields = {"model": "demo", "voice": "vivian", "response_format": "pcm"}
+    extra = {"seed": 1, "max_new_tokens": 40, "repetition_penalty": 1.05}
+    with client.audio.speech.with_streaming_response.create(input="Hello from the zoo.", extra_body=extra, **fields) as answer:
+        chunks = list(answer.iter_bytes(FRAME_BYTES))
+        assert answer.headers["x-sample-rate"] == "24000"
+    streamed = b"".join(chunks)
+    assert 0 < len(streamed) <= 40 * FRAME_BYTES and len(streamed) % FRAME_BYTES == 0 and any(streamed)
+    whole = client.audio.speech.create(input="Hello from the zoo.", extra_body={**extra, "stream": False}, **fields)
+    assert same(whole.content, streamed)  # the same seed, the same speech
+
+
+def test_audio_begins_before_it_ends(client):
+    """Chunks are handed on one by one: the first is less than the whole."""
+    fields = {"model": "demo", "voice": "vivian", "response_format": "pcm", "extra_body": {"seed": 1, "max_new_tokens": 60}}
+    with client.audio.speech.with_streaming_response.create(input="A somewhat longer text to speak.", **fields) as answer:
+        chunks = list(answer.iter_bytes())
+    assert len(chunks) > 2 and len(chunks[0]) < sum(map(len, chunks)) / 2
+
+
+@pytest.mark.parametrize("name", ["mp3", "opus", "aac", "flac", "wav", "pcm"])
+def test_every_format_of_openais(client, tmp_path, name):
+    extra = {"seed": 1, "max_new_tokens": 10, "repetition_penalty": 1.05}
+    fields = {"model": "demo", "voice": "vivian", "input": "Hello.", "extra_body": extra}
+    with client.audio.speech.with_streaming_response.create(response_format=name, **fields) as answer:
+        answer.stream_to_file(tmp_path / name)
+        rate_hz = int(answer.headers["x-sample-rate"])
+    truth_s = len(client.audio.speech.create(response_format="pcm", **fields).content) / 2 / 24000
+    heard_s = len(decoded(name, (tmp_path / name).read_bytes(), rate_hz)) / rate_hz
+    assert 0 <= heard_s - truth_s < 0.1 if name in ("mp3", "aac") else heard_s == truth_s
+
+
+def test_mp3_is_openais_default_and_ours(client):
+    answer = client.audio.speech.create(model="demo", voice="vivian", input="Hello.", extra_body={"max_new_tokens": 5})
+    assert answer.response.headers["content-type"] == "audio/mpeg" and len(decoded("mp3", answer.content, 24000)) > 0
+
+
+def test_events(client):
+    extra = {"seed": 1, "max_new_tokens": 10}
+    fields = {"model": "demo", "voice": "vivian", "input": "Hello.", "response_format": "pcm", "extra_body": extra}
+    with client.audio.speech.with_streaming_response.create(stream_format="sse", **fields) as answer:
+        *deltas, done = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line]
+    assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
+    pcm = b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
+    assert pcm == client.audio.speech.create(**fields).content
+    usage = done.pop("usage")
+    assert done == {"type": "speech.audio.done"} and usage["output_tokens"] == len(pcm) // FRAME_BYTES
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] > usage["output_tokens"]
+
+
+def test_several_at_once_are_as_each_alone(client):
+    def speak(seed):
+        fields = {"model": "demo", "voice": "ryan", "response_format": "pcm", "input": "Hello."}
+        return client.audio.speech.create(extra_body={"seed": seed, "max_new_tokens": 20}, **fields).content
+
+    alone = [speak(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(speak, range(4)))
+    for one, among_others in zip(alone, together, strict=True):
+        assert same(one, among_others)
+    assert len(set(alone)) == 4  # other seeds, other speech
+
+
+def test_models(client):
+    [model] = client.models.list().data
+    assert model.id == "demo" and "vivian" in model.voices
+    assert client.models.retrieve("demo") == model
+
+
+def test_errors_are_openais(server, client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.audio.speech.create(input="Hello.", model="demo", voice="alloy")
+    assert refused.value.param == "voice" and "vivian" in refused.value.message
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.audio.speech.create(input="Hello.", model="demo", voice="vivian", speed=1.5)
+    assert refused.value.param == "speed"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.audio.speech.create(input="Hello.", model="demo", voice="vivian", extra_body={"sede": 1})
+    assert refused.value.param == "sede"
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.audio.speech.create(input="Hello.", model="tts-1", voice="vivian")
+    assert refused.value.code == "model_not_found"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=server + "/v1", api_key="wrong", max_retries=0).models.list()
+
+
+# a model that takes references
+
+
+def recording(seed=0, seconds=2.0):
+    file = io.BytesIO()
+    soundfile.write(file, np.random.default_rng(seed).uniform(-0.3, 0.3, int(16000 * seconds)), 16000, format="FLAC")
+    return file.getvalue()
+
+
+def clone(client, **fields):
+    """The PCM of the same short text and seed."""
+    extra = {"seed": 1, "max_new_tokens": 6, **fields.pop("extra_body", {})}
+    fields = {"model": "demo", "input": "Hello.", "response_format": "pcm", "voice": openai.omit, **fields}
+    return client.audio.speech.create(extra_body=extra, **fields).content
+
+
+def test_a_voice_is_uploaded_spoken_in_and_deleted(cloner):
+    sample = ("anna.flac", recording())
+    voice = cloner.audio.voices.create(name="Anna", audio_sample=sample, consent="I agree.", extra_body={"ref_text": "Hi."})
+    assert (voice.id, voice.name, voice.object, voice.type) == ("anna", "anna", "audio.voice", "audio_sample") and voice.created_at > 0
+    by_name, again = clone(cloner, voice="anna"), clone(cloner, voice={"id": "Anna"})
+    inline = {"ref_audio": base64.b64encode(recording()).decode(), "ref_text": "Hi."}
+    assert same(by_name, again) and same(by_name, clone(cloner, extra_body=inline)) and any(by_name)
+    assert not same(by_name, clone(cloner, extra_body={**inline, "ref_audio": base64.b64encode(recording(1)).decode()}))
+    with pytest.raises(openai.ConflictError):
+        cloner.audio.voices.create(name="ANNA", audio_sample=recording(), consent="I agree.")
+    deleted = cloner.audio.voices.delete("anna")
+    assert deleted.deleted and deleted.id == "anna"
+    with pytest.raises(openai.NotFoundError):
+        cloner.audio.voices.delete("anna")
+    with pytest.raises(openai.BadRequestError, match="no voice 'anna'"):
+        clone(cloner, voice="anna")
+
+
+def test_the_sound_of_a_voice_alone(cloner):
+    cloner.audio.voices.create(name="bert", audio_sample=recording(), consent="")
+    inline = {"ref_audio": "data:audio/flac;base64," + base64.b64encode(recording()).decode()}
+    sound = clone(cloner, voice="bert")
+    assert same(sound, clone(cloner, extra_body={**inline, "x_vector_only_mode": True}))
+    assert not same(sound, clone(cloner, extra_body={**inline, "ref_text": "Hi."}))
+    cloner.audio.voices.delete("bert")
+
+
+def test_references_that_the_model_refuses(cloner):
+    def fault(seconds=2.0, loud=1.0, **extra):
+        samples = loud * np.random.default_rng(0).uniform(-0.3, 0.3, int(16000 * seconds))
+        file = io.BytesIO()
+        soundfile.write(file, samples, 16000, format="WAV")
+        with pytest.raises(openai.BadRequestError) as refused:
+            clone(cloner, extra_body={"ref_audio": base64.b64encode(file.getvalue()).decode(), **extra})
+        return refused.value.param, refused.value.message
+
+    assert fault(loud=0, ref_text="Hi.")[0] == "ref_audio" and "silent" in fault(loud=0, ref_text="Hi.")[1]
+    assert fault(seconds=0.01, ref_text="Hi.")[0] == "ref_audio" and "lasts" in fault(seconds=0.01, ref_text="Hi.")[1]
+    assert fault()[0] == "ref_text"
+    with pytest.raises(openai.BadRequestError) as refused:
+        clone(cloner)
+    assert refused.value.param == "ref_audio"

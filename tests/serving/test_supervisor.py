@@ -1,0 +1,244 @@
+"""The supervisor over the real HTTP process and an engine process without a model (fake_engine.py)."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from fake_engine import CLONER, MODEL, frame
+
+from serving import supervisor
+
+HERE = Path(__file__).parent
+ENV = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(*how) -> a running supervisor as a task, its client, and its children by name; all gone at the end."""
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
+
+    @asynccontextmanager
+    async def start(*how):
+        lifeline, held = os.pipe()
+        path = str(tmp_path / "engine.sock")
+        with supervisor.bind("127.0.0.1", 0) as listener:
+            engine = [sys.executable, str(HERE / "fake_engine.py"), path, str(lifeline), *how]
+            options = {"socket": path, "fd": listener.fileno(), "lifeline": lifeline, "grace_s": 1}
+            http = [sys.executable, "-m", "serving.app", json.dumps(options)]
+            task = asyncio.create_task(supervisor.supervise(engine, http, listener, path, lifeline, ENV))
+            try:
+                async with httpx.AsyncClient(base_url=supervisor.url(listener), timeout=10) as client:
+                    yield task, client
+            finally:
+                if not task.done():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                await task
+                os.close(held)
+                os.close(lifeline)
+
+    return start
+
+
+async def until_ready(client):
+    async with asyncio.timeout(10):
+        while (await client.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.02)
+
+
+def speak(client, text):
+    return client.post("/v1/audio/speech", json={"input": text, "response_format": "wav"})
+
+
+def children():
+    """Process ids by what they are."""
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_text()
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == os.getpid():
+            found |= {name: pid for name in ("fake_engine", "serving.app") if name in line}
+    return found
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+
+
+def test_an_engine_that_dies_is_started_again(start, capfd):
+    async def scene():
+        async with start() as (task, client):
+            await until_ready(client)
+            async with client.stream("POST", "/v1/audio/speech", json={"input": "hold 1", "response_format": "wav"}) as answer:
+                assert (await speak(client, "die")).status_code == 503
+                with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+                    await answer.aread()
+            await until_ready(client)
+            assert (await speak(client, "frames 2")).content[44:] == frame(0) + frame(1)
+            assert not task.done()
+
+    asyncio.run(scene())
+    said = capfd.readouterr().err
+    assert "zoo: the engine ended by SIGKILL; starting it again in 0.02 s" in said
+    assert said.count("zoo: ready on http://127.0.0.1:") == 2 and said.count("curl -N") == 1
+
+
+@needs_proc
+def test_an_http_process_that_dies_is_started_again_on_its_port(start, capfd):
+    async def scene():
+        async with start() as (_, client):
+            await until_ready(client)
+            before = children()
+            os.kill(before["serving.app"], signal.SIGKILL)
+            async with asyncio.timeout(10):
+                while children().get("serving.app") in (None, before["serving.app"]):
+                    await asyncio.sleep(0.01)
+            assert (await client.get("/health")).status_code == 200  # it waited for the new process: the port was never closed
+            await until_ready(client)
+            assert children()["fake_engine"] == before["fake_engine"]
+
+    asyncio.run(scene())
+    assert "zoo: the HTTP process ended by SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [("refuse", 2, "zoo: this directory holds no model\n"), ("crash", 1, "zoo: the engine ended with status 70 before it was ready\n")],
+)
+def test_an_engine_that_cannot_start_ends_the_server(start, capfd, how, status, says):
+    async def scene():
+        async with start(how) as (task, _):
+            async with asyncio.timeout(10):
+                assert await asyncio.shield(task) == status
+
+    asyncio.run(scene())
+    assert capfd.readouterr().err.endswith(says)
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up(start, capfd):
+    async def scene():
+        async with start() as (task, client):
+            while not task.done():
+                try:
+                    await until_ready(client)
+                    await speak(client, "die")
+                except (httpx.TransportError, TimeoutError):
+                    await asyncio.sleep(0.02)
+            assert task.result() == 1
+
+    asyncio.run(scene())
+    said = capfd.readouterr().err
+    assert said.count("starting it again") == supervisor.MAX_DEATHS and "giving up" in said
+
+
+def test_a_signal_ends_all_with_open_streams(start):
+    async def scene():
+        async with start() as (task, client):
+            await until_ready(client)
+            async with client.stream("POST", "/v1/audio/speech", json={"input": "hold 1", "response_format": "wav"}) as answer:
+                os.kill(os.getpid(), signal.SIGTERM)
+                with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+                    await answer.aread()
+            async with asyncio.timeout(5):
+                assert await task == 0
+            assert not children()
+
+    asyncio.run(scene())
+
+
+@needs_proc
+def test_the_children_end_with_a_supervisor_that_is_killed():
+    script = f"""
+import asyncio, json, os, sys, tempfile
+from serving import supervisor
+lifeline, held = os.pipe()
+path = tempfile.mkdtemp() + "/engine.sock"
+listener = supervisor.bind("127.0.0.1", 0)
+options = {{"socket": path, "fd": listener.fileno(), "lifeline": lifeline}}
+engine = [sys.executable, {str(HERE / "fake_engine.py")!r}, path, str(lifeline)]
+http = [sys.executable, "-m", "serving.app", json.dumps(options)]
+asyncio.run(supervisor.supervise(engine, http, listener, path, lifeline, dict(os.environ)))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], env=ENV, stderr=subprocess.PIPE, text=True)
+    while "ready on" not in (line := process.stderr.readline()):
+        assert line, "it ended before it was ready"
+    url = line.split()[-1]
+    assert httpx.get(url + "/health").status_code == 200
+    process.kill()
+    process.wait()
+    assert process.stderr.read() is not None  # ends only when nobody holds stderr: both children are gone
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url + "/health")
+    process.stderr.close()
+
+
+def test_a_port_in_use_is_one_clear_line():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"cannot listen on 127\.0\.0\.1 port {port}: Address"):
+            supervisor.bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1", "\x00"])
+def test_an_address_that_is_not_ours_is_one_clear_line(host):
+    with pytest.raises(ValueError, match="cannot listen on"):
+        supervisor.bind(host, 0)
+
+
+def test_a_directory_that_cannot_hold_a_socket_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match="set TMPDIR to a writable one"):
+        supervisor.socket_directory()
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ValueError, match="too long"):
+        supervisor.socket_directory()
+    assert not list(long.iterdir())
+
+
+def test_addresses_as_a_browser_writes_them():
+    with supervisor.bind("0.0.0.0", 0) as listener:
+        assert supervisor.url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_deaths_far_apart_are_no_row(monkeypatch):
+    """A child that lived long starts with a clean record."""
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(supervisor, "STEADY_S", 0.0)
+
+    async def scene():
+        child = supervisor.Child("child", [sys.executable, "-c", "raise SystemExit(7)"], [], ENV, proven=True)
+        task = asyncio.create_task(child.keep())
+        began = time.monotonic()
+        seen = set()
+        while len(seen) <= supervisor.MAX_DEATHS + 1 and time.monotonic() - began < 20:
+            if child.process is not None:
+                seen.add(child.process.pid)
+            await asyncio.sleep(0.005)
+        assert not task.done()
+        await child.stop(5)
+        await task
+        return len(seen)
+
+    assert asyncio.run(scene()) > supervisor.MAX_DEATHS + 1
+
+
+def test_what_to_try_first_fits_the_model():
+    designer = msgspec.structs.replace(CLONER, modes=["design"], reference_s=None)
+    lines = [supervisor.try_it("http://here", model).splitlines() for model in (MODEL, designer, CLONER)]
+    assert [len(line) for line in lines] == [1, 1, 2]
+    assert '"voice": "vivian"' in lines[0][0] and '"instructions"' in lines[1][0]
+    assert "-F name=me" in lines[2][0] and '"voice": "me"' in lines[2][1]

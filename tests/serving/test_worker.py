@@ -1,0 +1,223 @@
+"""The engine process's side of the wire, with an engine that does what the test says."""
+
+import asyncio
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from toy import Toy
+
+from serving import wire, worker
+from serving.audio import pcm16
+from serving.engine import Audio, Engine, Failed, Finished, Full
+from serving.worker import Bridge
+from zoo.contract import Request
+
+STATS = wire.Stats(8, 2, 1, 100, 60, 7, 3, 5, 0)
+INFO = wire.ModelInfo("m", "toy", "v", 24000, 12.5, 60.0, ["a"], ["english"], ["voice"])
+
+
+class ScriptedEngine:
+    """The engine's thread-safe half. `speak` waits for `prompt_built`; the test delivers by hand."""
+
+    def __init__(self):
+        self.deliver = {}
+        self.requests = {}
+        self.cancelled = []
+        self.prompt_built = threading.Event()
+        self.prompt_built.set()
+
+    def speak(self, request_id, request, deliver):
+        self.prompt_built.wait(5)
+        if request.text == "bad":
+            error = ValueError("voice 'x' is not in this checkpoint; it has: a")
+            error.param = "voice"
+            raise error
+        if request.text == "full":
+            raise Full("256 requests are waiting already", retry_after_s=2.5)
+        if request.text == "broken":
+            raise KeyError("a mistake of ours")
+        self.requests[request_id] = request
+        self.deliver[request_id] = deliver
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
+
+    def stats(self):
+        return msgspec.structs.asdict(STATS)
+
+
+class Peer:
+    """A plain blocking client of the wire."""
+
+    def __init__(self, path):
+        self.loop = asyncio.new_event_loop()
+        self.reader, self.writer = self.loop.run_until_complete(asyncio.open_unix_connection(path))
+        self.messages = wire.read(self.reader, wire.to_http)
+
+    def send(self, message):
+        self.writer.write(wire.pack(message))
+        self.loop.run_until_complete(self.writer.drain())
+
+    def next(self):
+        """The next message but Stats, which may come at any time."""
+        while isinstance(message := self.any(), wire.Stats):
+            pass
+        return message
+
+    def any(self):
+        return self.loop.run_until_complete(asyncio.wait_for(anext(self.messages), 5))
+
+    def close(self):
+        self.loop.run_until_complete(self.messages.aclose())
+        self.writer.close()
+        self.loop.run_until_complete(self.writer.wait_closed())
+        self.loop.close()
+
+
+@pytest.fixture
+def bridge(tmp_path):
+    bridge = Bridge()
+    bridge.path = str(tmp_path / "engine.sock")
+    bridge.listen(bridge.path)
+    yield bridge
+    until(lambda: not bridge.clients)
+    bridge.pool.shutdown()
+    bridge.loop.call_soon_threadsafe(bridge.loop.stop)
+
+
+@pytest.fixture
+def engine(bridge):
+    engine = ScriptedEngine()
+    bridge.open(engine, [INFO])
+    return engine
+
+
+@pytest.fixture
+def peer(bridge):
+    peer = Peer(bridge.path)
+    yield peer
+    peer.close()
+
+
+def until(fact):
+    end = time.monotonic() + 5
+    while not fact():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.005)
+
+
+def test_status_goes_to_whoever_is_there_and_whoever_comes(bridge, peer):
+    assert [peer.next(), peer.next()] == [wire.Models([]), wire.Status("loading")]
+    peer.send(wire.Speak("r", {"text": "too early"}))
+    early = peer.next()
+    assert (early.id, early.status, early.code) == ("r", 503, "engine_not_ready")
+    bridge.tell(wire.Status("warming", 0.5, "step"))
+    assert [peer.next(), peer.next()] == [wire.Models([]), wire.Status("warming", 0.5, "step")]
+    bridge.open(ScriptedEngine(), [INFO])
+    assert [peer.next(), peer.next()] == [wire.Models([INFO]), wire.Status("ready", 1.0)]
+    late = Peer(bridge.path)
+    assert [late.next(), late.next()] == [wire.Models([INFO]), wire.Status("ready", 1.0)]
+    late.close()
+
+
+def test_a_request_and_its_audio(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(wire.Speak("r", {"text": "Hello.", "voice": "a", "seed": 7, "max_frames": 9}))
+    until(lambda: "r" in engine.deliver)
+    assert engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9)
+    samples = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0], np.float32)
+    engine.deliver["r"](Audio(samples, 1))
+    engine.deliver["r"](Finished("length", 1, {"output_frames": 1}))
+    expected = np.array([0, 16384, -16384, 32767, -32767, 32767, -32767], "<i2")
+    assert peer.next() == wire.Audio("r", expected.tobytes(), 1) == wire.Audio("r", pcm16(samples), 1)
+    assert peer.next() == wire.Finished("r", "length", 1, {"output_frames": 1})
+    assert engine.cancelled == []
+
+
+def test_a_reference(bridge, engine, peer):
+    samples = np.linspace(-1, 1, 5, dtype=np.float32)
+    peer.send(wire.Speak("r", {"text": "Hello.", "reference_text": "Hi.", "x_vector_only": True}, wire.Clip(samples.tobytes(), 16000)))
+    until(lambda: "r" in engine.deliver)
+    request = engine.requests["r"]
+    assert (request.reference_text, request.x_vector_only, request.reference.sample_rate_hz) == ("Hi.", True, 16000)
+    assert np.array_equal(request.reference.samples, samples) and request.reference.samples.dtype == np.float32
+    assert request.reference.samples.flags.writeable  # or torch warns
+
+
+def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypatch):
+    monkeypatch.setattr(worker, "STATS_S", 0.01)
+    assert [peer.any(), peer.any()] == [wire.Models([]), wire.Status("loading")]
+    bridge.open(ScriptedEngine(), [INFO])
+    assert [peer.any(), peer.any()] == [wire.Models([INFO]), wire.Status("ready", 1.0)]
+    assert [peer.any(), peer.any()] == [STATS, STATS]
+
+
+def test_the_engines_stats_are_what_the_wire_carries():
+    engine = Engine(Toy(), max_slots=2, compile=False)
+    assert wire.Stats(**engine.stats()).slots == 2
+
+
+def test_refusals_and_failures(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(wire.Speak("r", {"text": "bad"}))
+    assert peer.next() == wire.Rejected("r", "voice 'x' is not in this checkpoint; it has: a", "voice")
+    peer.send(wire.Speak("s", {"text": "full"}))
+    full = peer.next()
+    assert (full.id, full.status, full.code, full.retry_after_s) == ("s", 503, "engine_full", 2.5)
+    peer.send(wire.Speak("t", {"text": "broken"}))
+    assert peer.next() == wire.Failed("t", "an error in the engine; its log says more")
+    peer.send(wire.Speak("u", {"text": "x", "no_such_field": 1}))
+    assert peer.next() == wire.Failed("u", "an error in the engine; its log says more")
+    peer.send(wire.Speak("v", {"text": "Hello."}))
+    until(lambda: "v" in engine.deliver)
+    engine.deliver["v"](Failed("the codec broke"))
+    assert peer.next() == wire.Failed("v", "the codec broke")
+
+
+def test_a_cancelled_request_is_silent(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(wire.Speak("r", {"text": "Hello."}))
+    until(lambda: "r" in engine.deliver)
+    peer.send(wire.Cancel("r"))
+    until(lambda: engine.cancelled == ["r"])
+    engine.deliver["r"](Audio(np.zeros(4, np.float32), 1))
+    engine.deliver["r"](Finished("cancelled", 1, {}))
+    peer.send(wire.Speak("s", {"text": "bad"}))
+    assert peer.next().id == "s"  # and nothing of r came before
+
+
+def test_a_cancel_while_the_prompt_is_built_is_not_lost(bridge, engine, peer):
+    engine.prompt_built.clear()
+    peer.send(wire.Speak("r", {"text": "Hello."}))
+    peer.send(wire.Cancel("r"))
+    until(lambda: engine.cancelled == ["r"])  # too early: the engine does not know r yet
+    engine.prompt_built.set()
+    until(lambda: engine.cancelled == ["r", "r"])
+    assert "r" in engine.deliver
+
+
+def test_a_connection_that_goes_takes_its_own_requests_along(bridge, engine, peer):
+    other = Peer(bridge.path)
+    for client, id in ((other, "r"), (other, "s"), (peer, "t")):
+        client.send(wire.Speak(id, {"text": "Hello."}))
+    until(lambda: len(engine.deliver) == 3)
+    other.close()
+    until(lambda: sorted(engine.cancelled) == ["r", "s"])
+    engine.deliver["r"](Audio(np.zeros(4, np.float32), 1))
+    engine.deliver["t"](Finished("stop", 0, {}))
+    assert [peer.next() for _ in range(3)][-1] == wire.Finished("t", "stop", 0, {})
+
+
+def test_bytes_that_are_no_message_end_their_connection_alone(bridge, engine, peer):
+    peer.next(), peer.next()
+    stranger = Peer(bridge.path)
+    stranger.writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    stranger.next(), stranger.next()
+    with pytest.raises(StopAsyncIteration):
+        stranger.next()
+    peer.send(wire.Speak("r", {"text": "bad"}))
+    assert peer.next().id == "r"
+    stranger.close()

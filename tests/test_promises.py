@@ -1,0 +1,363 @@
+"""What every family promises, and the engine with it. Run over `toy.py` and over every folder of `zoo/`, as tiny random models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import numpy as np
+import pytest
+import torch
+from models import NAMES, Clock, Ear, alone, family, requests, serve
+from torch import Tensor
+
+from compile_cache.lower import num_graphs
+from compile_cache.strategy import Eager, Strategy, Whole
+from serving.engine import Engine, Finished
+from serving.runner import PAGE_TOKENS, Runner
+from serving.scheduler import Chunk, Policy, Render
+from zoo.contract import Family, Request, State, View
+
+every_family = pytest.mark.parametrize("name", NAMES)
+SAMPLES = {"rtol": 0, "atol": 5e-5}  # fp32, other shapes, loud random weights: up to 2e-5 is rounding, which the test in float64 shows
+
+
+class Stage:
+    """A runner driven by hand. Every slot has as many pages as it can need, dealt in no order."""
+
+    def __init__(self, name: str, num_slots: int, compile: bool = False):
+        self.name, self.family = name, family(name)
+        spec = self.family.spec
+        each = 12
+        self.runner = Runner(self.family, num_slots, (1 + num_slots * each) * PAGE_TOKENS * spec.kv.token_bytes(self.family.dtype), compile)
+        dealt = random.Random(0).sample(range(1, 1 + num_slots * each), num_slots * each)
+        self.pages = [dealt[slot * each : (slot + 1) * each] for slot in range(num_slots)]
+        self.is_done = np.ones(num_slots, bool)
+
+    def open(self, slot: int, request: Request, pages: Sequence[int] | None = None, skip: int = 0) -> int:
+        """-> positions to prefill: all of the prompt but the last, which the first step reads"""
+        prompt = self.family.prompt(request)
+        assert len(prompt.inputs) + prompt.max_frames <= len(self.pages[slot]) * PAGE_TOKENS
+        self.runner.open(slot, prompt, pages or self.pages[slot], skip)
+        self.is_done[slot] = False
+        return len(prompt.inputs) - 1
+
+    def start(self, *pairs: tuple[int, Request]) -> None:
+        """Open slots and prefill their whole prompts in one launch."""
+        self.prefill({slot: (0, self.open(slot, request)) for slot, request in pairs})
+
+    def prefill(self, stretches: dict[int, tuple[int, int]]) -> None:
+        """{slot: (start, stop)} in one launch; who has nothing to fill is left out."""
+        chunks = [Chunk(slot, start, stop, is_last=False) for slot, (start, stop) in stretches.items() if start < stop]
+        if chunks:
+            self.runner.prefill(chunks)
+
+    def step(self, slots: np.ndarray | None = None) -> None:
+        slots = np.flatnonzero(~self.is_done) if slots is None else slots
+        self.is_done[slots] = self.runner.step(slots).read()[:, 1]
+
+    def finish(self) -> None:
+        while not self.is_done.all():
+            self.step()
+
+    def codes(self, slot: int) -> Tensor:
+        return self.runner.state.tape[slot, : self.runner.state.ready[slot]]
+
+    def agrees(self, pairs: Iterable[tuple[int, Request]]) -> None:
+        """Every slot holds the codes that its request has alone."""
+        for slot, request in pairs:
+            assert self.codes(slot).tolist() == alone(self.name, request).frames.tolist(), (slot, request)
+
+
+def snapshot(state: State) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in vars(state).items() if isinstance(value, Tensor)}
+
+
+# codes do not depend on company
+
+
+@every_family
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_alone_equals_batched(name, batch):
+    """Requests come and go at different times, in slots of no order, and all are sampled differently."""
+    stage, asked = Stage(name, 8), requests(name, batch)
+    slots = random.Random(batch).sample(range(8), batch)
+    late = list(zip(slots, asked, strict=True))
+    for tick in range(100):
+        arriving, late = (late[:2], late[2:]) if tick % 3 == 0 else ([], late)
+        if arriving:
+            stage.start(*arriving)
+        if not stage.is_done.all():
+            stage.step()
+    assert not late and stage.is_done.all()
+    stage.agrees(zip(slots, asked, strict=True))
+
+
+@every_family
+def test_padding_changes_nothing(name, monkeypatch):
+    stage, (asked, resting) = Stage(name, 8), requests(name, 2)
+    monkeypatch.setattr(stage.runner, "_bucket", lambda count: 8)
+    stage.start((2, asked), (5, resting))
+    state, kv = snapshot(stage.runner.state), stage.runner.kv.clone()
+    while not stage.is_done[2]:
+        stage.step(np.array([2]))
+    stage.agrees([(2, asked)])
+    others = torch.tensor([slot for slot in range(8) if slot != 2])  # and not the spare row, which is there to be written to
+    for field, before in state.items():
+        assert torch.equal(getattr(stage.runner.state, field)[others], before[others]), field
+    pages = torch.tensor([page for page in range(1, stage.runner.arena.num_pages) if page not in stage.pages[2]])  # page 0 is scratch
+    by_page = (stage.runner.arena.num_pages, -1)
+    assert torch.equal(stage.runner.kv.view(by_page)[pages], kv.view(by_page)[pages])
+
+
+@every_family
+def test_a_step_after_done_changes_nothing(name):
+    stage, asked = Stage(name, 3), requests(name, 3)
+    stage.start(*enumerate(asked))
+    stage.finish()
+    before = snapshot(stage.runner.state)
+    stage.step(np.arange(3))
+    assert stage.is_done.all()
+    for field, value in snapshot(stage.runner.state).items():
+        assert torch.equal(value, before[field]), field
+
+
+@every_family
+def test_a_reused_slot_is_a_fresh_one(name):
+    """Whoever was there before: one that ended, or one that was cut off in the middle."""
+    stage, (first, second, third) = Stage(name, 1), requests(name, 7, most_frames=40)[2::2]
+    stage.start((0, first))
+    stage.finish()
+    samples = [render_in(stage.family, stage.runner.state, [0], [[4]])[0]]
+    stage.start((0, second))
+    stage.step()
+    stage.start((0, third))
+    stage.finish()
+    stage.agrees([(0, third)])
+    samples += render_in(stage.family, stage.runner.state, [0], [[4]])
+    for heard, request in zip(samples, (first, third), strict=True):
+        torch.testing.assert_close(heard, alone(name, request).samples, **SAMPLES)
+
+
+# prompts
+
+
+@every_family
+@pytest.mark.parametrize("sizes", [(1,), (5,), (16,), (3, 1, 16, 2)], ids=str)
+def test_chunked_prefill_equals_whole(name, sizes):
+    """Three prompts advance side by side, each in stretches of its own, and a fourth speaks in between."""
+    stage, asked = Stage(name, 4), requests(name, 4)
+    *chunked, speaking = asked
+    stage.start((3, speaking))
+    lengths = [stage.open(slot, request) for slot, request in enumerate(chunked)]
+    at, size = [0, 0, 0], [cycle(sizes[slot % len(sizes) :] + sizes[: slot % len(sizes)]) for slot in range(3)]
+    while at != lengths:
+        stop = [min(at[slot] + next(size[slot]), lengths[slot]) for slot in range(3)]
+        stage.prefill({slot: (at[slot], stop[slot]) for slot in range(3)})
+        at = stop
+        if not stage.is_done[3]:
+            stage.step(np.array([3]))
+    stage.finish()
+    stage.agrees(enumerate(asked))
+
+
+@every_family
+def test_shared_pages_equal_recomputed_ones(name):
+    """The second request reads the first one's pages and computes only what is left of the prompt."""
+    stage, (long, *_) = Stage(name, 2), requests(name, 3)[2:]
+    other = replace(long, seed=long.seed + 1)
+    stage.start((0, long))
+    length = stage.open(1, other)
+    shared = length // PAGE_TOKENS
+    assert shared >= 1 and length % PAGE_TOKENS
+    stage.open(1, other, [*stage.pages[0][:shared], *stage.pages[1]], skip=shared * PAGE_TOKENS)
+    stage.prefill({1: (shared * PAGE_TOKENS, length)})
+    stage.finish()
+    stage.agrees([(0, long), (1, other)])
+
+
+@every_family
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_engine_shares_the_pages_of_equal_prompts(name, lag):
+    long = requests(name, 3)[2]
+    asked = [long, replace(long, seed=7), replace(long, seed=8)]
+    engine = Engine(family(name), max_slots=2, compile=False, lag=lag, clock=Clock())
+    ears = serve(engine, {0: asked[:1], 2: asked[1:2], 60: asked[2:]})  # one beside the first, one long after it
+    for ear, request in zip(ears, asked, strict=True):
+        np.testing.assert_allclose(ear.samples, alone(name, request).samples, **SAMPLES)
+    whole_pages = (len(family(name).prompt(long).inputs) - 1) // PAGE_TOKENS
+    assert engine.stats()["pages_shared"] == 2 * whole_pages > 0
+
+
+# samples
+
+
+def render_in(family: Family, state: State, slots: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The slots' tapes rendered side by side, each in windows of its own sizes over and over; who is through has windows of nothing."""
+    spec = family.spec
+    where, ready = torch.tensor(slots), state.ready[list(slots)]
+    start, pieces = torch.zeros_like(ready), [[torch.zeros(0)] for _ in slots]
+    wanted = [cycle(size) for size in sizes]
+    while (start < ready).any():
+        count = torch.minimum(torch.tensor([next(want) for want in wanted]), ready - start)
+        frames = spec.window.fit(int(count.max()))
+        samples = family.render(state, View(where, start, count, frames))
+        assert samples.shape == (len(slots), frames * spec.frame_samples) and samples.dtype == torch.float32
+        for row, valid in enumerate(count * spec.frame_samples):
+            pieces[row].append(samples[row, :valid])
+        start = start + count
+    return [torch.cat(parts) for parts in pieces]
+
+
+@every_family
+@pytest.mark.parametrize("sizes", [[[1]] * 3, [[2]] * 3, [[4]] * 3, [[25]] * 3, [[1, 4, 25], [3], [25, 2]]], ids=str)
+def test_windows_joined_equal_the_tape_at_once(name, sizes):
+    """In float64, where nothing but a mistake can make a difference that float32 samples show."""
+    asked = [replace(requests(name, 1)[0], text="a", seed=seed, max_frames=frames) for seed, frames in enumerate((60, 33, 8))]
+    stage, exact = Stage(name, 4), family(name, "float64")
+    stage.start(*enumerate(asked, 1))
+    stage.finish()
+    tape, ready = stage.runner.state.tape, stage.runner.state.ready
+    assert ready.max() > 25 and ready[1:4].min() > 1
+
+    def state() -> State:
+        fresh = exact.state(4)
+        fresh.tape.copy_(tape)
+        fresh.ready.copy_(ready)
+        return fresh
+
+    for slot, heard in enumerate(render_in(exact, state(), [1, 2, 3], sizes), 1):
+        frames = int(ready[slot])
+        whole = exact.render(state(), View(torch.tensor([slot]), torch.tensor([0]), torch.tensor([frames]), frames))
+        torch.testing.assert_close(heard, whole[0], rtol=0, atol=1e-6)
+
+
+@every_family
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("policy", ["streaming", "throughput"])
+def test_streamed_equals_generated(name, policy, lag):
+    """More requests than slots, prompts in stretches of 7 positions."""
+    asked = requests(name, 8, most_frames=30)
+    engine = Engine(family(name), max_slots=3, compile=False, lag=lag, policy=policy, clock=Clock())
+    engine.scheduler.policy = replace(engine.scheduler.policy, prefill_tokens=7)
+    ears = serve(engine, {0: asked[:2], 3: asked[2:3], 4: asked[3:7], 20: asked[7:]})
+    for ear, request in zip(ears, asked, strict=True):
+        truth = alone(name, request)
+        np.testing.assert_allclose(ear.samples, truth.samples, **SAMPLES)
+        reason = "length" if len(truth.frames) == request.max_frames else "stop"
+        assert isinstance(ear.end, Finished) and (ear.end.reason, ear.end.frames) == (reason, len(truth.frames))
+        assert len(ear.chunks) > 1 or ear.frames < 8 or policy == "throughput"
+
+
+# speed changes nothing
+
+
+EVERYTHING = Strategy(Whole(), Whole(), Whole())
+
+
+def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
+    """One graph per verb and window shape, built for two rows of the spare slot, serves every batch there is."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(family(name), "strategy", strategy)
+    windows = family(name).spec.window.new
+    num_expected = (strategy.step == Whole()) + (strategy.prefill == Whole()) + len(windows) * (strategy.render == Whole())
+    before = num_graphs()
+    stage = Stage(name, 5, compile=True)
+    stage.runner.warm(lambda fraction, stage: None)
+    assert num_graphs() - before == num_expected
+    asked = requests(name, 8, most_frames=20)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch in (asked[:1], asked[1:3], asked[3:]):
+            pairs = list(enumerate(batch))
+            ends = {slot: stage.open(slot, request) for slot, request in pairs}
+            for start, stop in ((0, 1), (1, 4), (4, 100)):
+                stage.prefill({slot: (start, min(stop, end)) for slot, end in ends.items()})
+            stage.finish()
+            stage.agrees(pairs)
+            rows = np.array([slot for slot in ends if stage.runner.state.ready[slot] > 0])
+            count = stage.runner.state.ready[rows].numpy()
+            heard = stage.runner.render(Render(rows, np.zeros_like(rows), count, windows[-1])).read()
+            for row, slot in enumerate(rows):
+                samples = heard[row, : count[row] * family(name).spec.frame_samples]
+                np.testing.assert_allclose(samples, alone(name, batch[slot]).samples, **SAMPLES)
+    assert num_graphs() - before == num_expected
+
+
+@every_family
+@pytest.mark.parametrize(("backend", "strategy"), [("eager", EVERYTHING), ("aot_eager", None)], ids=["everything", "as asked for"])
+def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
+    def lower(function, how):
+        return torch.compile(function, backend=backend, fullgraph=True) if how == Whole() else function
+
+    monkeypatch.setattr("serving.runner.lower", lower)
+    lowered_equals_eager(name, strategy or family(name).strategy, monkeypatch)
+
+
+def test_compiled_equals_eager(monkeypatch):
+    """The toy's layers through the whole compiler; a real family takes it minutes."""
+    lowered_equals_eager("toy", Strategy(Whole(), Whole(), Eager()), monkeypatch)
+
+
+# cancel
+
+
+def at_rest(engine: Engine) -> dict[str, object]:
+    """Everything that a request could leave behind."""
+    return {
+        "pages": engine.pages.free,
+        "slots": sorted(engine._free_slots),
+        "jobs": (dict(engine._known), list(engine._waiting), dict(engine._running), list(engine._inbox), set(engine._cancelled)),
+        "in flight": (list(engine._launches), list(engine._renders)),
+        "prompts": (dict(engine.runner.prompts), dict(engine.scheduler.waiting)),
+        "open": engine.scheduler.is_open.tolist(),
+    }
+
+
+def moment(engine: Engine, id: str) -> str:
+    """Where a request is."""
+    if id not in engine._known:
+        return "in the inbox" if any(job.id == id for job in engine._inbox) else "ended"
+    slot = engine._known[id].slot
+    if slot < 0:
+        return "waiting"
+    if slot in engine.scheduler.waiting:
+        return "in its prompt" if engine.scheduler.num_prefilled[slot] else "admitted"
+    return "speaking"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("name", "num_requests"), [(name, 2000 if name == "toy" else 50) for name in NAMES])
+def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, lag):
+    chance = random.Random(lag)
+    token_bytes = family(name).spec.kv.token_bytes(family(name).dtype)
+    engine = Engine(family(name), max_slots=8, kv_bytes=24 * PAGE_TOKENS * token_bytes, compile=False, lag=lag, clock=Clock())
+    engine.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=20)  # so that there are moments inside a prompt
+    before = at_rest(engine)
+    kinds = requests(name, 40, most_frames=10)
+    ears: dict[str, Ear] = {}
+    cancels: dict[int, list[str]] = {}
+    moments = set()
+    turn = 0
+    while len(ears) < num_requests or engine._known or turn <= max(cancels):
+        for _ in range(chance.choice((0, 0, 1, 2, 5)) if len(engine._known) < 20 else 0):
+            if len(ears) < num_requests:
+                id = f"request-{len(ears)}"
+                ears[id] = Ear()
+                engine.speak(id, replace(chance.choice(kinds), seed=chance.getrandbits(63)), ears[id])
+                cancels.setdefault(turn + chance.choice((0, 0, 1, 2, 3, 5, 8, 13, 30, 1000)), []).append(id)
+        for id in cancels.get(turn, ()):
+            moments.add(moment(engine, id))
+            engine.cancel(id)
+        engine.turn()
+        engine.clock.now_s += 0.05
+        turn += 1
+    while engine.turn():
+        pass
+    engine.turn()  # what was in flight when the last one ended
+    assert len(ears) == num_requests and all(isinstance(ear.end, Finished) for ear in ears.values())
+    assert {ear.end.reason for ear in ears.values()} >= {"length", "cancelled"}
+    assert moments == {"in the inbox", "waiting", "admitted", "in its prompt", "speaking", "ended"}
+    assert at_rest(engine) == before
+    assert engine.pages.shared > 0

@@ -1,0 +1,120 @@
+"""A whole family on one screen: it reads bytes and hums. That it keeps every promise shows that the engine knows no model.
+
+A frame is two codes; the first may be the end. A frame's codes set the speed of an oscillator whose phase runs on from frame to frame, so
+a window that is rendered out of order, or from a past of its own, is heard.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from compile_cache.strategy import Strategy
+from zoo.contract import KV, Batch, Family, Prompt, Request, Spec, State, View, Window
+from zoo.nn.attention import Paged, attend
+from zoo.nn.linear import FusedLinear
+from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rope_table, rotate
+from zoo.nn.sampling import draw, gumbel
+
+CODES, END = 32, 0
+HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
+FRAME_SAMPLES = 4
+TURN = 1 << 14  # one turn of the oscillator, in steps of its phase
+
+
+class ToyState(State):
+    """Adds: sampling values, and the oscillator's phase [S+1] int64, so that adding up is exact."""
+
+    def __init__(self, spec: Spec, slots: int, max_frames: int):
+        super().__init__(spec, slots, max_frames, torch.float32, torch.device("cpu"))
+        self.temperature = torch.zeros(slots + 1)
+        self.top_k = torch.zeros(slots + 1, dtype=torch.int64)
+        self.top_p = torch.ones(slots + 1)
+        self.phase = torch.zeros(slots + 1, dtype=torch.int64)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = RMSNorm(WIDTH, 1e-6)
+        self.qkv = FusedLinear(WIDTH, (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM))
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)) for part in self.qkv(self.norm(x)))  # [T, H, dim]
+        return x + self.out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, HEAD_DIM**-0.5).flatten(1))
+
+
+class Toy(Family):
+    def __init__(self, max_frames: int = 60, seed: int = 5):
+        super().__init__()
+        self.device, self.dtype, self.strategy = torch.device("cpu"), torch.float32, Strategy()
+        self.spec = Spec(
+            family="toy",
+            variant="hum",
+            frame_shape=(2,),
+            frame_dtype=torch.int64,
+            frame_samples=FRAME_SAMPLES,
+            sample_rate_hz=50,
+            kv=KV(2, KV_HEADS, HEAD_DIM),
+            width=WIDTH,
+            max_frames=max_frames,
+            max_positions=256,
+            window=Window(new=(1, 4, 25)),
+        )
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.codes = nn.Embedding(2 * CODES, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.heads = nn.Linear(WIDTH, 2 * CODES, bias=False)
+        self.after = nn.Embedding(CODES, CODES)  # what the second code owes to the first
+        random = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=random) / parameter.shape[-1] ** 0.25
+        self.eval().requires_grad_(False)
+
+    def prompt(self, request: Request) -> Prompt:
+        keys = tuple(request.text.encode())
+        most = self.spec.max_frames if request.max_frames is None else min(request.max_frames, self.spec.max_frames)
+        if not keys or len(keys) + most > self.spec.max_positions:
+            raise ValueError(f"text has {len(keys)} bytes; 1 to {self.spec.max_positions - most} are possible")
+        given = {"seed": request.seed, "temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p}
+        defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        slot = defaults | {name: value for name, value in given.items() if value is not None}
+        return Prompt(self.bytes(torch.tensor(keys)), keys, most, slot, usage={"input_tokens": len(keys)})
+
+    def state(self, slots: int, max_frames: int | None = None) -> ToyState:
+        return ToyState(self.spec, slots, max_frames or self.spec.max_frames)
+
+    def admit(self, state: ToyState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
+        state.open(slot, prompt)
+        for name, value in prompt.slot.items():
+            getattr(state, name)[slot] = value
+        state.phase[slot] = 0
+
+    def embed(self, state: ToyState, slots: Tensor) -> Tensor:  # type: ignore[override]
+        frame = state.tape[slots, (state.ready[slots] - 1).clamp(min=0)]  # [B, 2]
+        return self.codes(frame + torch.tensor((0, CODES))).sum(1)
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        cos, sin = rope_table(batch.positions, HEAD_DIM, 1e4, inputs.dtype)
+        for i, layer in enumerate(self.layers):
+            inputs = layer(inputs, cos[:, None], sin[:, None], Paged(batch, i))
+        return inputs
+
+    def emit(self, state: ToyState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
+        how = state.temperature[slots], state.top_k[slots], state.top_p[slots]
+        logits = self.heads(h).unflatten(-1, (2, CODES))  # [B, 2, V]
+        noise = gumbel(state.seed[slots], state.steps[slots], range(2), CODES)
+        first = draw(logits[:, 0], *how, noise[:, 0])
+        second = draw(logits[:, 1] + self.after(first), *how, noise[:, 1])
+        state.append(slots, torch.stack((first, second), 1), first == END)
+
+    def render(self, state: ToyState, view: View) -> Tensor:  # type: ignore[override]
+        frame = torch.arange(view.frames)
+        at = (view.start[:, None] + frame).clamp(max=state.tape.shape[1] - 1)
+        codes = state.tape[view.slots[:, None], at]  # [B, F, 2]
+        speed = (codes[..., 0] + CODES * codes[..., 1]) * (frame < view.count[:, None])  # [B, F], no two frames alike
+        phase = state.phase[view.slots][:, None] + speed[..., None].expand(-1, -1, FRAME_SAMPLES).flatten(1).cumsum(1)  # [B, N]
+        state.phase[view.slots] = phase[:, -1]
+        return (phase % TURN * (2 * math.pi / TURN)).sin()

@@ -1,0 +1,176 @@
+"""Attention over pages against plain causal attention over whole sequences."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.contract import Batch
+from zoo.nn.attention import Paged, attend
+
+HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 16, 3
+SCALE = DIM**-0.5
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+@dataclass
+class Sequence:
+    """q [T, H, D], k and v [T, Hkv, D] of one whole sequence, and how many of its positions are in the cache."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pages: list[int]
+    length: int = 0
+
+    def truth(self) -> Tensor:
+        """Plain causal attention over the whole sequence."""
+        q, k, v = (part.transpose(0, 1) for part in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True).transpose(0, 1)
+
+
+class Cache:
+    """Sequences over pages that were dealt in no order. What nobody wrote is loud, so that reading it is heard."""
+
+    def __init__(self, lengths: list[int], page_tokens: int, seed: int = 0):
+        self.page_tokens = page_tokens
+        need = [-(-length // page_tokens) for length in lengths]
+        dealt = random.Random(seed).sample(range(1, sum(need) + 1), sum(need))
+        self.kv = torch.full(((sum(need) + 1) * 2 * LAYERS * page_tokens, KV_HEADS, DIM), 1e4)
+        self.sequences = []
+        for length, pages in zip(lengths, need, strict=True):
+            shapes = (HEADS, KV_HEADS, KV_HEADS)
+            parts = [torch.randn(length, heads, DIM, generator=GENERATOR) for heads in shapes]
+            self.sequences.append(Sequence(*parts, pages=[dealt.pop() for _ in range(pages)]))
+
+    def row(self, sequence: Sequence, position: int) -> int:
+        page, within = divmod(position, self.page_tokens)
+        return sequence.pages[page] * 2 * LAYERS * self.page_tokens + within
+
+    def launch(self, which: list[int], counts: list[int], layer: int, padding: int = 0) -> list[Tensor]:
+        """The next counts[i] positions of each sequence which[i] in one launch, with `padding` rows of page 0 behind -> outputs."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in "qkv"}
+        positions, writes, lengths, starts = [], [], [], [0]
+        columns = max(len(self.sequences[i].pages) for i in which) + 1
+        rows = torch.zeros(len(which) + padding, columns, dtype=torch.int64)
+        for b, (i, count) in enumerate(zip(which, counts, strict=True)):
+            sequence = self.sequences[i]
+            new = range(sequence.length, sequence.length + count)
+            sequence.length += count
+            for name, part in parts.items():
+                part.append(getattr(sequence, name)[new.start : new.stop])
+            positions += new
+            writes += [self.row(sequence, position) for position in new]
+            lengths.append(sequence.length)
+            starts.append(starts[-1] + count)
+            rows[b, : len(sequence.pages)] = torch.tensor(sequence.pages) * 2 * LAYERS * self.page_tokens
+        for _ in range(padding):
+            for name, part in parts.items():
+                part.append(torch.full((1, HEADS if name == "q" else KV_HEADS, DIM), 7.0))
+            positions.append(0)
+            writes.append(0)
+            lengths.append(1)
+            starts.append(starts[-1] + 1)
+        batch = Batch(
+            slots=torch.arange(len(lengths)),
+            positions=torch.tensor(positions),
+            writes=torch.tensor(writes),
+            rows=rows,
+            lengths=torch.tensor(lengths),
+            starts=torch.tensor(starts),
+            kv=self.kv,
+            page_tokens=self.page_tokens,
+        )
+        q, k, v = (torch.cat(parts[name]) for name in "qkv")
+        return list(attend(q, k, v, Paged(batch, layer), SCALE).split([*counts, *[1] * padding]))
+
+
+def agrees(cache: Cache, which: list[int], outputs: list[Tensor]) -> None:
+    for i, found in zip(which, outputs, strict=False):
+        sequence = cache.sequences[i]
+        truth = sequence.truth()[sequence.length - len(found) : sequence.length]
+        torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 50])
+def test_a_whole_prompt(length, page_tokens, layer):
+    cache = Cache([length], page_tokens)
+    agrees(cache, [0], cache.launch([0], [length], layer))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ragged_launches(seed):
+    """Whole prompts, stretches of prompts and single steps side by side, until every sequence is done."""
+    chance = random.Random(seed)
+    lengths = [chance.randint(1, 60) for _ in range(6)]
+    cache = Cache(lengths, 16, seed)
+    while True:
+        which = [i for i, sequence in enumerate(cache.sequences) if sequence.length < lengths[i] and chance.random() < 0.7]
+        counts = [min(chance.choice((1, 1, 2, 5, 16, 40)), lengths[i] - cache.sequences[i].length) for i in which]
+        if which:
+            agrees(cache, which, cache.launch(which, counts, layer=1))
+        elif all(sequence.length == length for sequence, length in zip(cache.sequences, lengths, strict=True)):
+            return
+
+
+def test_steps_of_sequences_of_different_lengths():
+    lengths = [1, 2, 16, 17, 33, 64]
+    cache = Cache([length + 20 for length in lengths], 16)
+    which = list(range(len(lengths)))
+    cache.launch(which, lengths, layer=2)
+    for _ in range(20):
+        agrees(cache, which, cache.launch(which, [1] * len(which), layer=2))
+
+
+def test_padding_stays_on_page_zero():
+    cache = Cache([20, 9], 16)
+    cache.launch([0, 1], [19, 8], layer=0)
+    before = cache.kv.clone()
+    outputs = cache.launch([0, 1], [1, 1], layer=0, padding=3)
+    agrees(cache, [0, 1], outputs)
+    assert all(output.isfinite().all() for output in outputs)
+    changed = {row for row in range(len(before)) if not torch.equal(before[row], cache.kv[row])}
+    own = {cache.row(cache.sequences[0], 19), cache.row(cache.sequences[1], 8)}
+    assert changed == {row + part for row in own | {0} for part in (0, 16)}  # a key, and its value a page further
+
+
+def test_layers_do_not_meet():
+    """Each layer writes and reads rows of its own."""
+    cache = Cache([40], 16)
+    whole = cache.launch([0], [40], layer=0)[0]
+    first = cache.kv.clone()
+    cache.sequences[0].length = 0
+    cache.sequences[0].k.neg_()
+    other = cache.launch([0], [40], layer=1)[0]
+    assert not torch.allclose(whole, other)
+    written = (first < 1e4).flatten(1).any(1)
+    assert torch.equal(cache.kv[written], first[written]) and written.sum() == 2 * 40
+
+
+def test_shared_pages_are_read_by_both():
+    """Two sequences with the same beginning: the second one's table names the first one's page, and it writes only behind."""
+    cache = Cache([24, 30], 16)
+    first, second = cache.sequences
+    for name in "kv":
+        getattr(second, name)[:16] = getattr(first, name)[:16]
+    cache.launch([0], [24], layer=0)
+    second.pages[0], second.length = first.pages[0], 16
+    agrees(cache, [1], cache.launch([1], [14], layer=0))
+
+
+def test_bfloat16_is_close():
+    cache = Cache([37], 16)
+    truth = cache.sequences[0].truth()
+    cache.kv = cache.kv.bfloat16()
+    for name in "qkv":
+        setattr(cache.sequences[0], name, getattr(cache.sequences[0], name).bfloat16())
+    found = cache.launch([0], [37], layer=0)[0]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), truth, rtol=0, atol=0.03)

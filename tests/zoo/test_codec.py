@@ -1,0 +1,230 @@
+"""The codec at a tiny size: streamed equals one-shot, the encoder is causal, names and shapes are the published ones."""
+
+import copy
+import hashlib
+
+import pytest
+import torch
+from torch._dynamo.decorators import mark_unbacked
+
+from zoo.nn.checkpoint import load, published
+from zoo.nn.vq import SplitVQ
+from zoo.qwen3_tts import weights
+from zoo.qwen3_tts.codec import Codec, DecoderConfig
+from zoo.qwen3_tts.demo import CODEC, TINY_CODEC, write_tensors
+from zoo.qwen3_tts.encoder import EncoderConfig
+
+# Source: hashes of the published file's header, taken by kadirnar/voicehub, voicehub/models/qwen3tts/native/metadata.py.
+FINGERPRINTS = {
+    "": (496, "b0493e243c89bbf06ef06ecf80e2a06152fcf2802add4da2915992db4de3542e"),
+    "encoder.": (225, "5e8d7354d9c30a170d083126d8f73ed15e48395cc12814f1eb9cabe8a320e6e2"),
+    "decoder.": (271, "804f87cf403a839dd152466b8a53afaef776aacfdf90b6ad0f246534d9c5d5c9"),
+}
+FRAMES = 53  # in a stream; the tiny window is 6
+
+
+def configs(config):
+    return DecoderConfig.from_json(config), EncoderConfig.from_json(config)
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    """Tiny, with random weights; the decoder in fp64, the encoder in fp32."""
+    directory = tmp_path_factory.mktemp("codec")
+    decoder, encoder = configs(TINY_CODEC)
+    with torch.device("meta"):
+        codec = Codec(decoder, encoder).eval()
+    table = weights.codec(decoder, encoder)
+    write_tensors(directory / "model.safetensors", published(codec, table), 0, torch.float32)
+    load(codec, table, directory, torch.device("cpu"), torch.float32)
+    codec.decoder.double().finish()
+    codec.encoder.finish()
+    return codec.requires_grad_(False)
+
+
+def random_codes(*shape):
+    return torch.randint(TINY_CODEC["decoder_config"]["codebook_size"], shape)
+
+
+def fresh(decoder, batch):
+    return torch.zeros(batch, decoder.past_values, dtype=decoder.dtype), torch.zeros(batch, dtype=torch.int64)
+
+
+def one_shot(decoder, codes):
+    past, start = fresh(decoder, codes.shape[0])
+    return decoder(codes, past, start, torch.full_like(start, codes.shape[1]))[0]
+
+
+def test_published_names_and_shapes():
+    decoder, encoder = configs(CODEC)
+    with torch.device("meta"):
+        codec = Codec(decoder, encoder)
+    assert not list(codec.buffers())
+    shapes = published(codec, weights.codec(decoder, encoder))
+    for prefix, (count, fingerprint) in FINGERPRINTS.items():
+        rows = sorted(f"{name}|F32|{'x'.join(map(str, shape))}" for name, shape in shapes.items() if name.startswith(prefix))
+        assert (len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()) == (count, fingerprint)
+    # keys and values of 8 layers; the inputs' ends of the plain convolutions; the last inputs of the transposed ones
+    assert codec.decoder.past_values == 8 * 71 * 2 * 1024 + (2 * 512 + 18 * 1024 + 78 * 1440 + 6 * 96) + 2880
+
+
+@pytest.mark.parametrize("shapes", [(1,), (2,), (4,), (25,), (1, 4, 25), (60,)])
+def test_streamed_equals_one_shot(codec, shapes):
+    """Three streams, each with its own share of every call (none at all sometimes), rubbish behind the valid frames; then the same rows
+    for three new streams."""
+    decoder = codec.decoder
+    torch.manual_seed(1)
+    for _ in range(2):
+        codes = random_codes(3, FRAMES, 16)
+        whole = one_shot(decoder, codes)
+        assert whole.shape == (3, FRAMES * decoder.config.frame_samples)
+        assert whole.std() > 0.01 and whole.abs().max() < 1
+        past, start = fresh(decoder, 3)
+        parts = [[] for _ in range(3)]
+        calls = 0
+        while (start < FRAMES).any():
+            frames = shapes[calls % len(shapes)]
+            wish = torch.tensor([frames, calls % (frames + 1), max(frames - 1, calls % 2)])
+            count = torch.minimum(wish, FRAMES - start)
+            part = random_codes(3, frames, 16)
+            for b in range(3):
+                part[b, : count[b]] = codes[b, start[b] : start[b] + count[b]]
+            samples, past = decoder(part, past, start, count)
+            for b in range(3):
+                parts[b].append(samples[b, : count[b] * decoder.config.frame_samples])
+            start, calls = start + count, calls + 1
+        for b in range(3):
+            torch.testing.assert_close(torch.cat(parts[b]), whole[b], rtol=0, atol=1e-10)
+
+
+def test_no_valid_frame_changes_nothing(codec):
+    torch.manual_seed(2)
+    past = torch.randn(2, codec.decoder.past_values, dtype=torch.float64)
+    _, after = codec.decoder(random_codes(2, 4, 16), past, torch.tensor([9, 3]), torch.tensor([0, 2]))
+    assert torch.equal(after[0], past[0]) and not torch.equal(after[1], past[1])
+
+
+@pytest.mark.parametrize(("window", "last"), [(5, 20), (6, 22), (FRAMES, FRAMES - 1)])
+def test_decoder_window(codec, window, last):
+    """The last frame that hears the first: 2 through the first convolution, window - 1 through each of two layers, 10 in the rest."""
+    config = copy.deepcopy(TINY_CODEC)
+    config["decoder_config"]["sliding_window"] = window
+    decoder = Codec(*configs(config)).decoder.double().eval().requires_grad_(False)
+    decoder.load_state_dict(codec.decoder.state_dict())
+    decoder.finish()
+    torch.manual_seed(3)
+    codes = random_codes(1, FRAMES, 16)
+    other = codes.clone()
+    other[:, 0] = (codes[:, 0] + 1) % 64
+    changed = (one_shot(decoder, codes) != one_shot(decoder, other)).unflatten(1, (FRAMES, -1)).any(-1)[0]
+    assert changed.nonzero().max() == last
+
+
+def test_decoder_knows_where_it_is(codec):
+    """Zeros before the start are no keys, and zeros after it are."""
+    decoder = codec.decoder
+    codes = random_codes(1, 1, 16).expand(2, -1, -1)
+    past, _ = fresh(decoder, 2)
+    samples, _ = decoder(codes, past, torch.tensor([0, 5]), torch.tensor([1, 1]))
+    assert (samples[0] - samples[1]).abs().max() > 1e-4
+
+
+def test_one_graph_for_every_batch_size(codec):
+    decoder = codec.decoder
+
+    def arguments(batch):
+        past = torch.randn(batch, decoder.past_values, dtype=torch.float64)
+        return random_codes(batch, 4, 16), past, torch.arange(batch), torch.arange(batch) % 5
+
+    compiled = torch.compile(decoder, fullgraph=True, backend="eager")
+    first = arguments(3)
+    for tensor in first:
+        mark_unbacked(tensor, 0, shape_id="batch")
+    compiled(*first)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch in (1, 2, 7):
+            values = arguments(batch)
+            for ours, plain in zip(compiled(*values), decoder(*values), strict=True):
+                torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [1, 960, 1919, 1920, 1921, 40000])
+def test_encoder_frames(codec, samples):
+    codes = codec.encoder(torch.randn(2, samples))
+    assert codes.shape == (2, -(-samples // 1920), 16)
+    assert codes.dtype == torch.int64 and codes.min() >= 0 and codes.max() < 64
+
+
+def test_encoder_is_causal(codec):
+    torch.manual_seed(4)
+    audio = torch.randn(1, 20 * 1920)
+    whole = codec.encoder(audio)
+    assert len(whole.unique()) > 30
+    for frames in (1, 7, 19):
+        assert torch.equal(codec.encoder(audio[:, : frames * 1920]), whole[:, :frames])
+    padded = torch.cat((audio[:, : 7 * 1920 + 500], torch.zeros(1, 5000)), 1)  # a last frame that is partial, and its padding
+    assert torch.equal(codec.encoder(padded)[:, :7], whole[:, :7])
+
+
+def test_encoder_window(codec):
+    """Codes are the same until the audio is longer than the window (10 positions, two per frame), and differ after."""
+    torch.manual_seed(5)
+    audio = torch.randn(1, 40 * 1920)
+    whole, windowed = codec.encoder(audio), codec.encoder(audio, window=codec.encoder.config.window)
+    assert torch.equal(whole[:, :5], windowed[:, :5])
+    assert not torch.equal(whole, windowed)
+    assert torch.equal(codec.encoder(audio, window=80), whole)
+
+
+def test_quantizer_finds_the_nearest_row(codec):
+    """Against the definition: the least distance to the mean of the vectors that a row stands for."""
+    quantizer = codec.encoder.quantizer
+    torch.manual_seed(6)
+    latent = torch.randn(2, 32, 11)
+    rows = (quantizer.sums / quantizer.usage.clamp(min=1e-5)[:, None]).unflatten(0, (32, 64))
+    first = quantizer.first_in(latent).mT
+    assert torch.equal(quantizer.encode(latent)[..., 0], (first[:, :, None] - rows[0]).norm(dim=-1).argmin(-1))
+    rest = quantizer.rest_in(latent).mT
+    for k in range(1, 16):
+        code = (rest[:, :, None] - rows[k]).norm(dim=-1).argmin(-1)
+        assert torch.equal(quantizer.encode(latent)[..., k], code)
+        rest = rest - rows[k][code]
+
+
+def test_usage_of_zero():
+    """A row that training never used is divided by 1e-5, not by zero."""
+    quantizer = SplitVQ(2, 2, 4, 3, 5).requires_grad_(False)
+    quantizer.sums.fill_(2e-5)
+    quantizer.usage.copy_(torch.tensor([0.0, 1e-5, 2e-5, 1.0] * 2))
+    quantizer.finish()
+    torch.testing.assert_close(quantizer.table[1, :, 0], torch.tensor([2.0, 2.0, 1.0, 2e-5]))
+
+
+@pytest.mark.parametrize("block", ["decoder_config", "encoder_config"])
+def test_missing_key_is_named(block):
+    read = DecoderConfig if block == "decoder_config" else EncoderConfig
+    for key in ("hidden_size", "sliding_window", "num_quantizers"):
+        config = copy.deepcopy(CODEC)
+        del config[block][key]
+        with pytest.raises(ValueError, match=f"{block} has no '{key}'"):
+            read.from_json(config)
+    with pytest.raises(ValueError, match=f"has no '{block}'"):
+        read.from_json({})
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "value", "message"),
+    [
+        ("decoder_config", "upsample_rates", [8, 5, 4], "decode_upsample_rate is 1920, .* 640"),
+        ("decoder_config", "num_key_value_heads", 8, "only num_attention_heads is known"),
+        ("encoder_config", "upsampling_ratios", [8, 6, 5], "encode_downsample_rate is 1920, .* 480"),
+        ("encoder_config", "num_key_value_heads", 4, "only num_attention_heads is known"),
+        ("encoder_config", "use_causal_conv", False, "use_causal_conv=False; only True is known"),
+    ],
+)
+def test_unknown_config_is_refused(block, key, value, message):
+    config = copy.deepcopy(CODEC)
+    config[block][key] = value
+    read = DecoderConfig if block == "decoder_config" else EncoderConfig
+    with pytest.raises(ValueError, match=message):
+        read.from_json(config)

@@ -1,0 +1,167 @@
+"""Loading a directory: what it gives, and what is said of one that is not a model we can run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import NAMES, directory, family
+from safetensors import safe_open
+
+import zoo
+from zoo.contract import Request
+from zoo.qwen3_tts import demo
+
+TINY = directory("qwen3_tts", "tiny")
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    return shutil.copytree(TINY, tmp_path / "model")
+
+
+def change(file: Path, **values: Any) -> None:
+    """Set keys of a JSON file; None takes one away."""
+    content = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+# what it gives
+
+
+def test_every_folder_is_a_family():
+    assert list(zoo.families()) == [name for name in NAMES if name != "toy"]
+    for module in zoo.families().values():
+        assert not module.claims({"model_type": "llama"})
+    assert zoo.families()["qwen3_tts"].claims({"model_type": "qwen3_tts"})
+    assert zoo.families()["qwen3_tts"].claims({"architectures": ["Qwen3TTSForConditionalGeneration"]})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
+    """The talker in the dtype asked for, the codec in float32 always, each holding what the files hold."""
+    loaded = family("qwen3_tts", dtype)
+    for module, expected in ((loaded.talker, getattr(torch, dtype)), (loaded.codec, torch.float32)):
+        tensors = dict(module.named_parameters())
+        assert tensors and not any(tensor.is_meta or tensor.requires_grad for tensor in tensors.values())
+        assert {tensor.dtype for tensor in tensors.values()} == {expected}
+    assert not any(buffer.is_meta for buffer in loaded.buffers()) and not loaded.training
+    with safe_open(TINY / "model.safetensors", framework="pt") as file:
+        query = file.get_tensor("talker.model.layers.2.self_attn.q_proj.weight")
+        head = file.get_tensor("talker.code_predictor.lm_head.14.weight")
+    assert torch.equal(loaded.talker.layers[2].qkv.weight[: len(query)], query.to(loaded.dtype))
+    assert torch.equal(loaded.talker.depth.heads.table(14), head.to(loaded.dtype))
+    assert (loaded.dtype, loaded.device.type) == (getattr(torch, dtype), "cpu")
+
+
+def test_the_facts_of_a_model():
+    spec = family("qwen3_tts").spec
+    assert (spec.family, spec.variant, spec.frame_shape, spec.frame_samples, spec.sample_rate_hz) == (
+        "qwen3_tts",
+        "custom_voice",
+        (16,),
+        1920,
+        24000,
+    )
+    assert spec.frame_rate_hz == 12.5 and spec.modes == ("voice",)
+    assert spec.voices == tuple(sorted(demo.VOICES)) and spec.languages[0] == "auto" and len(spec.languages) == 11
+    assert family("qwen3_tts", size="tiny-1.7b").spec.modes == ("voice", "instruct")
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("0.6b", 905_788_672), ("1.7b", 1_916_676_352)])
+def test_inspect_reads_no_weights(size, parameters, tmp_path):
+    """As many parameters as the published files have, the codec's 170,557,441 among them."""
+    found = zoo.inspect(demo.write_texts(tmp_path / "model", size))
+    assert found["parameters"] == parameters + 170_557_441
+    assert (found["family"], found["variant"]) == ("qwen3_tts", "custom_voice")
+    assert (found["sample_rate_hz"], found["codes_per_frame"]) == (24000, [16])
+    assert found["kv_bytes_per_audio_s"] == 114_688 * 12.5
+
+
+@pytest.mark.parametrize("dialect", [False, "sichuan_dialect"])
+def test_a_fine_tuned_directory_has_one_voice_and_needs_no_name_for_it(dialect, copied):
+    """It keeps a block of the Base model that it comes from, without the tensors."""
+    config = json.loads((copied / "config.json").read_text())
+    talker = config["talker_config"] | {"spk_id": {"Anna": 100}, "spk_is_dialect": {"Anna": dialect}}
+    change(copied / "config.json", talker_config=talker, speaker_encoder_config={"enc_dim": 32, "sample_rate": 24000})
+    tuned = zoo.load(copied, "cpu")
+    assert tuned.spec.voices == ("anna",)
+    named, unnamed = (tuned.prompt(Request(text="hello", voice=voice)) for voice in ("ANNA", None))
+    assert named.keys == unnamed.keys and torch.equal(named.inputs, unnamed.inputs)
+
+
+# what is said
+
+
+def refused(path: Path | str, message: str, **arguments: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        zoo.load(path, **{"device": "cpu", **arguments})
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_model(tmp_path, copied):
+    refused(tmp_path / "nothing", "nothing is not a directory; a model is a directory with config.json and model.safetensors")
+    refused(TINY / "config.json", r"config.json is not a directory")
+    refused(tmp_path, "is not a model: it has no config.json")
+    (copied / "config.json").write_text("{")
+    refused(copied, r"config.json cannot be read: Expecting property name")
+
+
+def test_what_no_family_claims(copied):
+    change(copied / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
+    refused(copied, "has model_type 'llama'; known families: qwen3_tts")
+    change(copied / "config.json", model_type=None, architectures=None)
+    refused(copied, "has model_type None; known families: qwen3_tts")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tokenizer_type": "qwen3_tts_tokenizer_25hz"}, "_25hz' is not supported; supported: qwen3_tts_tokenizer_12hz"),
+        ({"tts_model_type": "singer"}, "tts_model_type 'singer' is not supported; supported: .*custom_voice"),
+        ({"tts_pad_token_id": None}, "config.json: the root has no 'tts_pad_token_id'"),
+        ({"talker_config": {}}, "config.json: talker_config has no 'code_predictor_config'"),
+    ],
+    ids=["25 Hz", "variant", "no key", "no block"],
+)
+def test_what_the_family_cannot_run(values, message, copied):
+    change(copied / "config.json", **values)
+    refused(copied, message)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generation_config.json",
+        "vocab.json",
+        "merges.txt",
+        "model.safetensors",
+        "speech_tokenizer/config.json",
+        "speech_tokenizer/model.safetensors",
+    ],
+)
+def test_a_missing_file_is_named(name, copied):
+    (copied / name).unlink()
+    refused(copied, f"{name} does not exist")
+
+
+def test_a_vocabulary_that_is_none(copied):
+    (copied / "merges.txt").write_text("#version: 0.2\nnot in the vocabulary at all\n")
+    refused(copied, r"vocab.json and merges.txt are not a byte-level BPE: ")
+
+
+def test_a_config_that_does_not_fit_the_tensors(copied):
+    config = json.loads((copied / "config.json").read_text())
+    change(copied / "config.json", talker_config=config["talker_config"] | {"num_hidden_layers": 4})
+    refused(copied, r"does not hold the tensors its config promises: missing talker.model.layers.3.*\(and 3 more\)")
+
+
+def test_dtype_and_device():
+    refused(TINY, "dtype 'float16' is not possible; possible: float32, bfloat16", dtype="float16")
+    refused(TINY, "device 'tpu' is not to be had here: ", device="tpu")
+    refused(TINY, "device 'cuda:99' is not to be had here: ", device="cuda:99")
+    assert zoo.load(TINY, "cpu").dtype == torch.float32  # what a CPU has unless told otherwise

@@ -1,0 +1,95 @@
+"""A zoo of speech language models. `load` a directory, `generate` speech.
+
+    family = zoo.load("Qwen3-TTS-12Hz-1.7B-CustomVoice")
+    speech = zoo.generate(family, zoo.Request(text="Good morning.", voice="vivian"))
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zoo.contract import Clip, Family, Request, Speech
+    from zoo.loop import generate
+
+__all__ = ["Clip", "Family", "Request", "Speech", "families", "generate", "inspect", "load"]
+DTYPES = ("float32", "bfloat16")
+
+
+def __getattr__(name: str) -> Any:
+    """torch is imported when the first model is, not with the package."""
+    if name in ("Clip", "Family", "Request", "Speech"):
+        return getattr(importlib.import_module("zoo.contract"), name)
+    if name == "generate":
+        return importlib.import_module("zoo.loop").generate
+    raise AttributeError(f"module 'zoo' has no attribute {name!r}")
+
+
+def families() -> dict[str, ModuleType]:
+    """Every folder of this package that is a family: one that has `claims`."""
+    names = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and module.name != "nn"]
+    return {name: importlib.import_module(f"zoo.{name}") for name in names}
+
+
+def find(directory: str | Path) -> tuple[ModuleType, Path]:
+    """The family that claims a model directory. Raises ValueError."""
+    from zoo.nn.checkpoint import read_json
+
+    path = Path(directory)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory; a model is a directory with config.json and model.safetensors")
+    if not (path / "config.json").exists():
+        raise ValueError(f"{path} is not a model: it has no config.json")
+    config = read_json(path / "config.json")
+    known = families()
+    for family in known.values():
+        if family.claims(config):
+            return family, path
+    raise ValueError(f"{path} has model_type {config.get('model_type')!r}; known families: {', '.join(known)}")
+
+
+def load(directory: str | Path, device: str | None = None, dtype: str | None = None) -> Family:
+    """A model directory -> its family, with weights. device None: the GPU where there is one; dtype None: bfloat16
+    there, float32 on a CPU. Raises ValueError."""
+    import torch
+
+    family, path = find(directory)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} is not to be had here: {str(error).splitlines()[0]}") from None
+    dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not possible; possible: {', '.join(DTYPES)}")
+    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32: a reference's codes can hang on its last bits
+    return family.load(path, where, getattr(torch, dtype))
+
+
+def inspect(directory: str | Path) -> dict[str, Any]:
+    """What a model directory holds, without loading its weights. Raises ValueError."""
+    import torch
+
+    family, path = find(directory)
+    spec, parameters = family.survey(path)
+    token_bytes = spec.kv.token_bytes(torch.bfloat16)
+    return {
+        "family": spec.family,
+        "variant": spec.variant,
+        "parameters": parameters,
+        "sample_rate_hz": spec.sample_rate_hz,
+        "frame_rate_hz": spec.frame_rate_hz,
+        "codes_per_frame": list(spec.frame_shape),
+        "voices": list(spec.voices),
+        "languages": list(spec.languages),
+        "modes": list(spec.modes),
+        "reference_s": list(spec.reference_s or ()),
+        "max_audio_s": spec.max_frames / spec.frame_rate_hz,
+        "kv_bytes_per_audio_s": round(token_bytes * spec.frame_rate_hz),
+        "weight_bytes_bf16": 2 * parameters,
+    }

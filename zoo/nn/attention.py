@@ -1,0 +1,87 @@
+"""Attention over pages: keys and values are written in the graph, and read by one opaque operator with a kernel per device.
+
+The cache is rows [rows, H, D] cut out of the byte arena. Layer l of a page whose first row is r keeps its keys in rows
+r + 2 l n ... and its values n rows further, n being the tokens of a page. Writing in the graph and reading in an operator that changes
+nothing keeps whole-step compilation free of graph breaks and lets equal blocks share one compiled region.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.contract import Batch
+
+
+class Paged:
+    """One layer's side of a launch: where its keys go, and where its sequences' pages begin."""
+
+    def __init__(self, batch: Batch, layer: int):
+        offset = 2 * layer * batch.page_tokens
+        self.kv = batch.kv
+        self.writes = batch.writes + offset  # [T]
+        self.rows = batch.rows + offset  # [B, P]
+        self.lengths = batch.lengths
+        self.starts = batch.starts
+        self.page_tokens = batch.page_tokens
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tensor:
+    """q [T, H, D], k and v [T, Hkv, D], causal, grouped queries -> [T, H, D]. Writes k and v into the pages."""
+    paged.kv.index_copy_(0, paged.writes, k)
+    paged.kv.index_copy_(0, paged.writes + paged.page_tokens, v)
+    return torch.ops.zoo.paged_attention.default(q, paged.kv, paged.rows, paged.lengths, paged.starts, paged.page_tokens, scale)
+
+
+@torch.library.custom_op("zoo::paged_attention", mutates_args=())
+def paged_attention(
+    q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, starts: Tensor, page_tokens: int, scale: float
+) -> Tensor:
+    """q [T, H, D] over the pages at rows [B, P]; sequence b holds lengths[b] positions, the last of which are q[starts[b]:starts[b+1]]."""
+    if q.shape[0] == rows.shape[0]:  # every sequence has one query: no length has to be known here, so a CUDA graph can hold it
+        longest = int(lengths.max()) if q.device.type == "cpu" else rows.shape[1] * page_tokens
+        return _one_query_each(q, kv, rows, lengths, page_tokens, scale, longest)
+    out = torch.empty_like(q)
+    edges, counts = starts.tolist(), lengths.tolist()
+    for b, (start, stop) in enumerate(pairwise(edges)):
+        if stop > start:
+            out[start:stop] = _one_sequence(q[start:stop], kv, rows[b], counts[b], page_tokens, scale)
+    return out
+
+
+@paged_attention.register_fake
+def _(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, starts: Tensor, page_tokens: int, scale: float) -> Tensor:
+    return torch.empty_like(q)
+
+
+def _positions(rows: Tensor, page_tokens: int, count: int) -> Tensor:
+    """The row of every position's key: rows [..., P] -> [..., count]."""
+    pages = -(-count // page_tokens)
+    within = torch.arange(page_tokens, device=rows.device)
+    return (rows[..., :pages, None] + within).flatten(-2)[..., :count]
+
+
+def _one_query_each(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: int, scale: float, longest: int) -> Tensor:
+    heads = kv.shape[1]
+    at = _positions(rows, page_tokens, longest)  # [B, n]
+    k = kv[at].transpose(1, 2)  # [B, Hkv, n, D]
+    v = kv[at + page_tokens].transpose(1, 2)
+    seen = torch.arange(longest, device=q.device) < lengths[:, None]  # [B, n]
+    # the queries of a group stand where the query positions of a plain attention would
+    grouped = q.unflatten(1, (heads, -1))  # [B, Hkv, G, D]
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
+    return out.flatten(1, 2)  # [B, H, D]
+
+
+def _one_sequence(q: Tensor, kv: Tensor, rows: Tensor, length: int, page_tokens: int, scale: float) -> Tensor:
+    heads, new = kv.shape[1], q.shape[0]
+    at = _positions(rows, page_tokens, length)  # [n]
+    k = kv[at].transpose(0, 1)  # [Hkv, n, D]
+    v = kv[at + page_tokens].transpose(0, 1)
+    key = torch.arange(length, device=q.device)
+    causal = key <= key[-new:, None]  # [L, n]
+    grouped = q.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [Hkv, G, L, D]
+    groups = grouped.shape[1]
+    out = F.scaled_dot_product_attention(grouped.flatten(1, 2), k, v, attn_mask=causal.repeat(groups, 1), scale=scale)
+    return out.unflatten(1, (groups, new)).permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # [L, H, D]

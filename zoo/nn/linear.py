@@ -1,0 +1,48 @@
+"""Several matrices of the checkpoint as one."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class FusedLinear(nn.Module):
+    """y_0, y_1, ... = x W_0^T, x W_1^T, ...: one read of x, one kernel. The checkpoint keeps the parts apart (see `checkpoint`)."""
+
+    def __init__(self, width: int, parts: tuple[int, ...]):
+        super().__init__()
+        self.parts = parts
+        self.weight = nn.Parameter(torch.empty(sum(parts), width))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return F.linear(x, self.weight).split(self.parts, -1)
+
+
+class Tables(nn.Module):
+    """Equal tables one above the other: embeddings, or heads, that are chosen by index."""
+
+    def __init__(self, count: int, rows: int, width: int):
+        super().__init__()
+        self.parts = (rows,) * count
+        self.weight = nn.Parameter(torch.empty(count * rows, width))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """index [B, count], one row of each table -> [B, count, D]"""
+        first = torch.arange(len(self.parts), device=index.device) * self.parts[0]
+        return F.embedding(index + first, self.weight)
+
+    def table(self, which: int) -> Tensor:
+        """-> [rows, D]"""
+        return self.weight.narrow(0, which * self.parts[0], self.parts[0])
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_up = FusedLinear(width, (inner, inner))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x)
+        return self.down(F.silu(gate) * up)

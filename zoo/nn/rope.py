@@ -1,0 +1,18 @@
+"""Rotary position embedding over halves (the GPT-NeoX pairing: value i turns with value i + dim/2)."""
+
+import torch
+from torch import Tensor
+
+
+def rope_table(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """positions [...] -> cos, sin, each [..., dim]. Angles in fp32, the table then in the activations' dtype."""
+    frequency = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)  # [dim/2]
+    angle = positions.float()[..., None] * frequency
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., dim], cos and sin broadcast against it."""
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin

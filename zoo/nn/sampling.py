@@ -1,0 +1,68 @@
+"""Sampling by row. What a request draws depends on its seed, step and stream (codebook) alone: never on its slot or its neighbours."""
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit values held in int64 (constants below 2^31, so no product overflows). Source: C. Wellons, hash-prospector."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _LOW
+    return x ^ (x >> 15)
+
+
+@torch.library.custom_op("zoo::noise_keys", mutates_args=())
+def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
+    """One 32-bit key [B, streams] per row and stream. Opaque to the compiler: each line of `_mix` names x twice, so a chain of them, fused
+    into one kernel, doubles at every line and would take minutes to compile."""
+    key = _mix((seed & _LOW) ^ 0x6A09E667)
+    key = _mix(key ^ ((seed >> 32) & _LOW))
+    key = _mix(key ^ (step & _LOW))  # [B]
+    return _mix(key[:, None] ^ torch.arange(first, first + streams, device=seed.device))
+
+
+@noise_keys.register_fake
+def _(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
+    return seed.new_empty(seed.shape[0], streams)
+
+
+def gumbel(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
+    """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, the same wherever the row stands."""
+    keys = torch.ops.zoo.noise_keys.default(seed, step, streams.start, len(streams))  # [B, streams]
+    index = torch.arange(width, device=seed.device) * 0x9E3779B1 & _LOW
+    bits = _mix(keys[:, :, None] ^ index)  # [B, streams, width]
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # 23 bits: never 0, never 1 in fp32
+    return -torch.log(-torch.log(uniform))
+
+
+def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """logits [B, V] with all but each row's top_k (0: all), and of those all but the smallest set that holds top_p, at -inf."""
+    width = logits.shape[-1]
+    ranked = logits.sort(-1, descending=True).values
+    top_k = torch.where(top_k > 0, top_k, width).clamp(max=width)[:, None]
+    by_rank = ranked.gather(-1, top_k - 1)  # [B, 1]
+    mass = ranked.masked_fill(ranked < by_rank, -torch.inf).softmax(-1)
+    before = mass.cumsum(-1) - mass  # what stands above each entry
+    kept = ((before < top_p[:, None]) | (top_p[:, None] >= 1)).sum(-1, keepdim=True).clamp(min=1)  # a sum in fp32 can reach 1 too early
+    by_mass = ranked.gather(-1, kept - 1)
+    return logits.masked_fill(logits < torch.maximum(by_rank, by_mass), -torch.inf)
+
+
+@torch.compiler.nested_compile_region
+def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
+    """One token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the largest.
+
+    Order: temperature, top-k, top-p, draw. The largest of logits plus noise is a draw from their softmax.
+    """
+    hot = temperature > 0
+    scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
+    noisy = keep_likely(scaled, top_k, top_p) + noise
+    return torch.where(hot[:, None], noisy, logits).argmax(-1)
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Tokens already produced become less likely: seen [B, V] bool, penalty [B]. Source: the CTRL paper (arXiv 1909.05858), section 4.1."""
+    penalty = penalty[:, None]
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

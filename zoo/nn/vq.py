@@ -1,0 +1,59 @@
+"""Vector quantisation: rows of codebooks in place of vectors."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MIN_USAGE = 1e-5
+
+
+class SplitVQ(nn.Module):
+    """Residual vector quantisation in two branches that read the same latent: the first codebook alone ("semantic"), and the others, each
+    of which quantises what the one before left over. A branch has its own way in (width -> dim) and out (dim -> width).
+
+    A checkpoint keeps each row as the training left it, a sum of vectors and how often the row was used. `finish` divides them, once, for
+    the `used` first codebooks. Source: Defossez et al., "Moshi" (2024), section 3.3; transformers, models/mimi,
+    MimiSplitResidualVectorQuantizer.
+    """
+
+    table: Tensor  # [K, V, dim], after finish()
+    half_square: Tensor  # [K, V], half the squared length of each row
+
+    def __init__(self, codebooks: int, used: int, size: int, dim: int, width: int):
+        super().__init__()
+        self.parts = (size,) * codebooks  # the checkpoint keeps the codebooks apart
+        self.sums = nn.Parameter(torch.empty(codebooks * size, dim))
+        self.usage = nn.Parameter(torch.empty(codebooks * size))
+        self.first_in = nn.Conv1d(width, dim, 1, bias=False)
+        self.first_out = nn.Conv1d(dim, width, 1, bias=False)
+        self.rest_in = nn.Conv1d(width, dim, 1, bias=False)
+        self.rest_out = nn.Conv1d(dim, width, 1, bias=False)
+        self.used = used
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Call once, with the weights in place."""
+        wide = torch.promote_types(self.sums.dtype, torch.float32)
+        table = self.sums.to(wide) / self.usage.to(wide).clamp(min=MIN_USAGE)[:, None]
+        table = table.unflatten(0, (len(self.parts), -1))[: self.used]  # [K, V, dim]
+        self.register_buffer("half_square", table.square().sum(-1) / 2, persistent=False)
+        self.register_buffer("table", table.to(self.sums.dtype).contiguous(), persistent=False)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """codes [B, F, K] -> latent [B, width, F]."""
+        first = torch.arange(self.used, device=codes.device) * self.table.shape[1]
+        rows = F.embedding(codes + first, self.table.flatten(0, 1))  # [B, F, K, dim]
+        return self.first_out(rows[:, :, 0].mT) + self.rest_out(rows[:, :, 1:].sum(2).mT)
+
+    def encode(self, latent: Tensor) -> Tensor:
+        """latent [B, width, F] -> codes [B, F, K]; distances are Euclidean."""
+        residual = self.rest_in(latent).mT  # [B, F, dim]
+        codes = [self._nearest(0, self.first_in(latent).mT)]
+        for k in range(1, self.used):
+            codes.append(self._nearest(k, residual))
+            residual = residual - self.table[k][codes[-1]]
+        return torch.stack(codes, -1)
+
+    def _nearest(self, k: int, x: Tensor) -> Tensor:
+        """|x - c|^2 is least where x c - |c|^2 / 2 is greatest. x [B, F, dim] -> [B, F]."""
+        return F.linear(x, self.table[k], -self.half_square[k]).argmax(-1)

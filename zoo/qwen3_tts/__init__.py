@@ -1,0 +1,98 @@
+"""Qwen3-TTS 12 Hz (Qwen team, Apache-2.0): text to 24 kHz speech, 16 codes per 80 ms frame. See README.md beside this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from zoo.qwen3_tts.model import Qwen3TTS
+
+NAME = "qwen3_tts"
+
+
+def claims(config: dict[str, Any]) -> bool:
+    """Whether this family reads a directory whose config.json is `config`."""
+    known = ("qwen3_tts", "qwen3_tts_tokenizer_12hz", "qwen3_tts_tokenizer_25hz")  # codecs alone are claimed to be refused by name
+    return config.get("model_type") in known or config.get("architectures") == ["Qwen3TTSForConditionalGeneration"]
+
+
+def load(directory: Path, device: torch.device, dtype: torch.dtype) -> Qwen3TTS:
+    """The family with its weights: the talker in `dtype`, codec and speaker encoder in fp32. Raises ValueError that names what is wrong."""
+    import torch
+
+    from zoo.nn import checkpoint
+    from zoo.qwen3_tts import weights
+    from zoo.qwen3_tts.clone import Cloner
+    from zoo.qwen3_tts.model import Qwen3TTS
+    from zoo.qwen3_tts.prompt import PromptWriter
+
+    config, defaults, codec_configs, spec = describe(directory)
+    talker, codec = build(config, codec_configs)
+    checkpoint.load(talker, weights.root(config), directory, device, dtype)
+    skip = "encoder" if talker.speaker is None else None
+    checkpoint.load(codec, weights.codec(*codec_configs), directory / "speech_tokenizer", device, torch.float32, skip)
+    codec.decoder.finish()
+    if talker.speaker is None:
+        codec.encoder = None  # only references need it; its tensors were checked above
+        cloner = None
+    else:
+        codec.encoder.finish()
+        cloner = Cloner(talker.speaker.float().eval(), codec, device)
+    return Qwen3TTS(config, defaults, spec, talker, codec, PromptWriter(config, directory, cloner)).eval().requires_grad_(False)
+
+
+def build(config, codec_configs):
+    """Talker and codec on `meta`: names and shapes, no memory."""
+    import torch
+
+    from zoo.qwen3_tts.codec import Codec
+    from zoo.qwen3_tts.model import Talker
+
+    with torch.device("meta"):
+        return Talker(config), Codec(*codec_configs)
+
+
+def describe(directory: Path):
+    """Config, defaults, codec configs and Spec, read from the JSON files alone."""
+    import torch
+
+    from zoo.contract import KV, Spec
+    from zoo.nn.checkpoint import read_json
+    from zoo.qwen3_tts.clone import reference_s
+    from zoo.qwen3_tts.codec import DecoderConfig
+    from zoo.qwen3_tts.config import Config, Defaults
+    from zoo.qwen3_tts.encoder import EncoderConfig
+    from zoo.qwen3_tts.strategy import WINDOW
+
+    config = Config.read(read_json(directory / "config.json"))
+    defaults = Defaults.read(read_json(directory / "generation_config.json"))
+    codec = read_json(directory / "speech_tokenizer" / "config.json")
+    codec_configs = DecoderConfig.from_json(codec), EncoderConfig.from_json(codec)
+    spec = Spec(
+        family=NAME,
+        variant=config.variant,
+        frame_shape=(config.codebooks,),
+        frame_dtype=torch.int64,
+        frame_samples=codec["decode_upsample_rate"],
+        sample_rate_hz=codec["output_sample_rate"],
+        kv=KV(config.talker.layers, config.talker.kv_heads, config.talker.head_dim),
+        width=config.talker.hidden,
+        max_frames=defaults.max_new_tokens - 1,  # the reference counts the token that ends the prefill
+        max_positions=config.max_positions,
+        window=WINDOW,
+        voices=tuple(sorted(config.voices)),
+        languages=("auto", *sorted(name for name in config.languages if "dialect" not in name)),
+        modes=config.modes,
+        reference_s=reference_s(config.speaker) if config.speaker else None,
+    )
+    return config, defaults, codec_configs, spec
+
+
+def survey(directory: Path):
+    """Spec and number of parameters, weights unread."""
+    config, _, codec_configs, spec = describe(directory)
+    modules = build(config, codec_configs)
+    return spec, sum(p.numel() for module in modules for p in module.parameters())

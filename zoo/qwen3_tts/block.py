@@ -1,0 +1,38 @@
+"""What the talker's and the code predictor's blocks have in common: all but how they attend."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.norm import RMSNorm
+from zoo.qwen3_tts.config import StackConfig
+
+
+class Qwen3Block(nn.Module):
+    """Grouped-query attention with a norm per head, then a gated MLP, each behind a norm and added to its input.
+
+    Source: transformers, models/qwen3, Qwen3DecoderLayer.
+    """
+
+    def __init__(self, config: StackConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.norm = RMSNorm(config.hidden, config.eps)
+        self.qkv = FusedLinear(config.hidden, (queries, keys, keys))
+        self.q_norm = RMSNorm(config.head_dim, config.eps)
+        self.k_norm = RMSNorm(config.head_dim, config.eps)
+        self.out = nn.Linear(queries, config.hidden, bias=False)
+        self.mlp_norm = RMSNorm(config.hidden, config.eps)
+        self.mlp = SwiGLU(config.hidden, config.inner)
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., D] -> normed queries [..., H, dim] and keys [..., Hkv, dim], and values [..., Hkv, dim]."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
+        return self.q_norm(q), self.k_norm(k), v
+
+    def write(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """x [..., D] and what its heads made of it [..., H * dim] -> the block's output [..., D]."""
+        x = x + self.out(mixed)
+        return x + self.mlp(self.mlp_norm(x))

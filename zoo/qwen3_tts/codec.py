@@ -1,0 +1,277 @@
+"""The 12 Hz codec. The decoder turns frames of 16 codes (80 ms) into 24 kHz samples, exactly, however the frames are cut into calls.
+
+    codes [B, F, K] ─ codebooks ─ conv ─ transformer ─ upsample x2 x2 ─ conv ─ x8 ─ x5 ─ x4 ─ x3 ─ conv ─ samples [B, 1920 F]
+                        512       1024   8 layers          1024         1536  768  384  192   96     1     channels
+                                         12.5 Hz          25, 50 Hz           0.4   2    8    24  kHz
+
+Every layer looks back only. What the layers must remember of a stream, their inputs' ends and the last 71 keys and values, is one row of
+`past_values` values: zeros for a new stream, handed in and out. Source: QwenLM/Qwen3-TTS,
+qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py, whose own streaming (300 frames with 25 of context) is an approximation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past
+from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rope_table, rotate
+from zoo.nn.vq import SplitVQ
+from zoo.qwen3_tts.config import StackConfig, need
+from zoo.qwen3_tts.encoder import Encoder, EncoderConfig
+
+DILATIONS = (1, 3, 9)  # of a block's residual units
+KERNEL = 7  # of every convolution that is neither 1 wide nor named in the checkpoint's config
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    codebooks: int
+    codebook_size: int
+    codebook_width: int  # of the latent that the codebooks add up to; a row has half of it
+    latent: int  # channels around the transformer
+    transformer: StackConfig
+    window: int  # frames that a frame attends to, itself included
+    ratios: tuple[int, ...]  # upsampling after the transformer
+    channels: int  # of the first block, halved by each
+    rates: tuple[int, ...]  # upsampling of the blocks
+
+    @property
+    def frame_samples(self) -> int:
+        return prod(self.ratios + self.rates)
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> DecoderConfig:
+        """The codec's whole config.json. Raises ValueError for what is missing and for what is not known."""
+        where = "decoder_config"
+        decoder = need(config, where, "the codec")
+        read = cls(
+            codebooks=need(decoder, "num_quantizers", where),
+            codebook_size=need(decoder, "codebook_size", where),
+            codebook_width=need(decoder, "codebook_dim", where),
+            latent=need(decoder, "latent_dim", where),
+            transformer=StackConfig.read(decoder, where),
+            window=need(decoder, "sliding_window", where),
+            ratios=tuple(need(decoder, "upsampling_ratios", where)),
+            channels=need(decoder, "decoder_dim", where),
+            rates=tuple(need(decoder, "upsample_rates", where)),
+        )
+        stated = need(config, "decode_upsample_rate", "the codec")
+        if stated != read.frame_samples:
+            raise ValueError(f"config.json: decode_upsample_rate is {stated}, but the decoder's rates multiply to {read.frame_samples}")
+        if read.transformer.heads != read.transformer.kv_heads:
+            raise ValueError(f"config.json: {where} has {read.transformer.kv_heads} num_key_value_heads; only num_attention_heads is known")
+        return read
+
+
+class Layer(nn.Module):
+    """A transformer layer over a sliding window."""
+
+    def __init__(self, config: StackConfig, window: int):
+        super().__init__()
+        self.heads = config.heads
+        width = config.heads * config.head_dim
+        self.attention_norm = RMSNorm(config.hidden, config.eps)
+        self.qkv = FusedLinear(config.hidden, (width, width, width))
+        self.out = nn.Linear(width, config.hidden, bias=False)
+        self.attention_scale = nn.Parameter(torch.empty(config.hidden))
+        self.mlp_norm = RMSNorm(config.hidden, config.eps)
+        self.mlp = SwiGLU(config.hidden, config.inner)
+        self.mlp_scale = nn.Parameter(torch.empty(config.hidden))
+        self.past_length = window - 1
+        self.past_values = self.past_length * 2 * width
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, past: Past) -> Tensor:
+        """x [B, F, D]; cos and sin [B, F, 1, head_dim]; seen [B, 1, F, window - 1 + F]: which key a frame may read."""
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.attention_norm(x)))  # [B, F, H, head_dim]
+        k = rotate(k, cos, sin)
+        kv = past.extend(torch.cat((k, v), -2).flatten(2), self.past_length, 1)  # [B, window - 1 + F, 2D]
+        k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (2 * self.heads, -1)).chunk(2, -2))  # [B, H, window - 1 + F, head_dim]
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin).transpose(1, 2), k, v, attn_mask=seen)
+        x = torch.addcmul(x, self.attention_scale, self.out(y.transpose(1, 2).flatten(2)))
+        return torch.addcmul(x, self.mlp_scale, self.mlp(self.mlp_norm(x)))
+
+
+class Transformer(nn.Module):
+    """latent -> latent, [B, F, C]. Positions count from the start of the stream."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        stack = config.transformer
+        self.config, self.past_length = stack, config.window - 1
+        self.input = nn.Linear(config.latent, stack.hidden)
+        self.layers = nn.ModuleList(Layer(stack, config.window) for _ in range(stack.layers))
+        self.norm = RMSNorm(stack.hidden, stack.eps)
+        self.output = nn.Linear(stack.hidden, config.latent)
+
+    def forward(self, x: Tensor, start: Tensor, past: Past) -> Tensor:
+        frame = torch.arange(x.shape[1], device=x.device)
+        cos, sin = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
+        # Key j stands past_length - j frames before this call's first frame. Zeros before the stream began are no keys: they are masked.
+        key = torch.arange(self.past_length + x.shape[1], device=x.device)
+        window = (key >= frame[:, None]) & (key <= frame[:, None] + self.past_length)  # [F, past_length + F]
+        seen = window & (key >= self.past_length - start[:, None])[:, None]  # [B, F, past_length + F]
+        x = self.input(x)
+        for layer in self.layers:
+            x = layer(x, cos[:, :, None], sin[:, :, None], seen[:, None], past)
+        return self.output(self.norm(x))
+
+
+class Upsample(nn.Module):
+    """A transposed convolution, then a ConvNeXt block (Liu et al. 2022). [B, C, N] -> [B, C, ratio N]."""
+
+    def __init__(self, channels: int, ratio: int):
+        super().__init__()
+        self.up = CausalConvTranspose1d(channels, channels, ratio, ratio)
+        self.conv = CausalConv1d(channels, channels, KERNEL, groups=channels)
+        self.norm = nn.LayerNorm(channels, eps=1e-6)
+        self.widen = nn.Linear(channels, 4 * channels)
+        self.narrow = nn.Linear(4 * channels, channels)
+        self.scale = nn.Parameter(torch.empty(channels))
+
+    def forward(self, x: Tensor, past: Past) -> Tensor:
+        x = self.up(x, past)
+        y = self.norm(self.conv(x, past).mT)
+        y = self.narrow(F.gelu(self.widen(y)))
+        return x + (y * self.scale).mT
+
+
+class SnakeBeta(nn.Module):
+    """x + sin^2(x e^alpha) / e^beta, by channel. Source: Ziyin et al. 2020 (arXiv 2006.08195); BigVGAN's variant with two parameters."""
+
+    frequency: Tensor  # [C, 1], after finish()
+    gain: Tensor  # [C, 1]
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(channels))
+        self.beta = nn.Parameter(torch.empty(channels))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Call once, with the weights in place."""
+        self.register_buffer("frequency", self.alpha.exp()[:, None], persistent=False)
+        self.register_buffer("gain", (1 / (self.beta.exp() + 1e-9))[:, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.frequency).sin_().square_().mul_(self.gain).add_(x)  # in place: large tensors are dear to allocate
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, dilation: int):
+        super().__init__()
+        self.snake1 = SnakeBeta(channels)
+        self.conv1 = CausalConv1d(channels, channels, KERNEL, dilation)
+        self.snake2 = SnakeBeta(channels)
+        self.conv2 = CausalConv1d(channels, channels, 1)
+
+    def forward(self, x: Tensor, past: Past) -> Tensor:
+        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), past)), past)
+
+
+class Block(nn.Module):
+    """[B, C, N] -> [B, C / 2, rate N]."""
+
+    def __init__(self, channels: int, rate: int):
+        super().__init__()
+        self.snake = SnakeBeta(channels)
+        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * rate, rate)
+        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
+
+    def forward(self, x: Tensor, past: Past) -> Tensor:
+        x = self.up(self.snake(x), past)
+        for residual in self.residuals:
+            x = residual(x, past)
+        return x
+
+
+class Decoder(nn.Module):
+    """Codes to samples, in the dtype of its weights. Call `finish` once they are in place."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        width, last = config.codebook_width, config.channels >> len(config.rates)
+        self.quantizer = SplitVQ(config.codebooks, config.codebooks, config.codebook_size, width // 2, width)
+        self.conv = CausalConv1d(width, config.latent, 3)
+        self.transformer = Transformer(config)
+        self.upsample = nn.ModuleList(Upsample(config.latent, ratio) for ratio in config.ratios)
+        self.stem = CausalConv1d(config.latent, config.channels, KERNEL)
+        self.blocks = nn.ModuleList(Block(config.channels >> i, rate) for i, rate in enumerate(config.rates))
+        self.snake = SnakeBeta(last)
+        self.tail = CausalConv1d(last, 1, KERNEL)
+
+    @property
+    def past_values(self) -> int:
+        """Values that one stream carries from call to call."""
+        return sum(m.past_values for m in self.modules() if isinstance(m, CausalConv1d | CausalConvTranspose1d | Layer))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tail.weight.dtype
+
+    def finish(self) -> None:
+        """Compute once what follows from the weights alone."""
+        for module in self.modules():
+            if isinstance(module, SnakeBeta | SplitVQ):
+                module.finish()
+
+    def forward(self, codes: Tensor, past: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """codes [B, F, K] int64; past [B, past_values], zeros for a new stream; start [B], frames of the stream before these; count [B],
+        how many of the F frames are valid (0 to F) -> samples [B, F * frame_samples] in [-1, 1], and the past for the next call.
+        Samples of frames that are not valid mean nothing."""
+        pasts = Past(past, codes.shape[1], count)
+        return self._speak(self._read(codes, start, pasts), pasts), pasts.next()
+
+    def prime(self, codes: Tensor) -> Tensor:
+        """codes [B, F, K] -> the past [B, past_values] of a stream that has said them. Their samples are not made: behind the transformer,
+        where nearly all of the work is, only the last frames are needed, as far as the convolutions look back."""
+        start = codes.new_zeros(codes.shape[0])
+        pasts = Past(codes.new_zeros(codes.shape[0], self.past_values, dtype=self.dtype), codes.shape[1], start + codes.shape[1])
+        x = self._read(codes, start, pasts)[:, :, -self.reach :]
+        pasts.frames = x.shape[2]
+        pasts.count = start + x.shape[2]
+        self._speak(x, pasts)
+        return pasts.next()
+
+    @property
+    def reach(self) -> int:
+        """Frames that the convolutions behind the transformer look back from the first sample of a new one."""
+        rate, frames = 1, 0.0  # positions per frame so far; frames looked back
+        for part in (*self.upsample, self.stem, *self.blocks, self.tail):
+            for conv in part.modules():
+                if isinstance(conv, CausalConv1d | CausalConvTranspose1d):
+                    frames += conv.past_length / rate
+                    rate *= conv.stride if isinstance(conv, CausalConvTranspose1d) else 1
+        return ceil(frames)
+
+    def _read(self, codes: Tensor, start: Tensor, pasts: Past) -> Tensor:
+        """-> [B, C, F] at the frame rate"""
+        x = self.conv(self.quantizer.decode(codes), pasts)
+        return self.transformer(x.mT, start, pasts).mT
+
+    def _speak(self, x: Tensor, pasts: Past) -> Tensor:
+        """-> samples [B, F * frame_samples]"""
+        for upsample in self.upsample:
+            x = upsample(x, pasts)
+        x = self.stem(x, pasts)
+        for block in self.blocks:
+            x = block(x, pasts)
+        x = self.tail(self.snake(x), pasts)  # [B, 1, N]
+        return x.squeeze(1).clamp(-1, 1)
+
+
+class Codec(nn.Module):
+    """What speech_tokenizer/model.safetensors holds: the decoder, and the encoder for references."""
+
+    def __init__(self, decoder: DecoderConfig, encoder: EncoderConfig):
+        super().__init__()
+        self.decoder = Decoder(decoder)
+        self.encoder: Encoder | None = Encoder(encoder)

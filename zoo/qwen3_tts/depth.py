@@ -1,0 +1,89 @@
+"""The code predictor: from the talker's hidden state and a frame's first code to its other fifteen.
+
+A small transformer with a fresh cache every frame. Position 0 is the talker's hidden state, position 1 the talker's embedding of the
+first code, position g+1 this module's embedding of code g; the output there, through head g, gives code g+1. The last code is never
+fed back.
+
+    position   0       1    2    3   ...  15
+    input      hidden  c0   c1   c2  ...  c14
+    gives      -       c1   c2   c3  ...  c15
+
+Norms' variances, RoPE and attention stay in fp32: bf16 there is audible (vllm-omni #2274).
+Source: QwenLM/Qwen3-TTS, modeling_qwen3_tts.py, Qwen3TTSTalkerCodePredictorModelForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.nn.linear import Tables
+from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rope_table, rotate
+from zoo.qwen3_tts.block import Qwen3Block
+from zoo.qwen3_tts.config import Config
+
+
+class DepthBlock(Qwen3Block):
+    """A block over a dense cache. Its place in the frame comes in as tensors: all blocks and steps are one compiled region."""
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, L, D] at the positions of cos and sin [L, dim] -> x, and the cache k, v [B, Hkv, K, dim] fp32 with these positions in it.
+
+        seen [L, K] bool: what each position sees; its last one is its own. L is 2 at the frame's start, then 1.
+        """
+        length = x.shape[1]
+        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.read(x))  # [B, H or Hkv, L, dim]
+        q, new_k = rotate(q, cos, sin), rotate(new_k, cos, sin)
+        if length > 1:
+            k, v = torch.cat((new_k, k[:, :, length:]), 2), torch.cat((new_v, v[:, :, length:]), 2)
+        else:
+            own = (seen[0] & ~F.pad(seen[0, 1:], (0, 1)))[:, None]  # [K, 1]
+            k, v = torch.where(own, new_k, k), torch.where(own, new_v, v)
+        q = q.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G * L, dim]
+        scores = (q @ k.transpose(2, 3)).unflatten(2, (-1, length)) * self.head_dim**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).flatten(2, 3)  # [B, Hkv, G * L, K]
+        mixed = (weights @ v).unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2).to(x.dtype)  # [B, L, H * dim]
+        return self.write(x, mixed), k, v
+
+
+class CodePredictor(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        depth = config.depth
+        self.config = depth
+        self.codebooks = config.codebooks
+        self.embeddings = Tables(config.codebooks - 1, config.depth_vocab, config.talker.hidden)  # of the talker's width
+        self.project = nn.Linear(config.talker.hidden, depth.hidden) if config.projects else nn.Identity()
+        self.layers = nn.ModuleList(DepthBlock(depth) for _ in range(depth.layers))
+        self.norm = RMSNorm(depth.hidden, depth.eps)
+        self.heads = Tables(config.codebooks - 1, config.depth_vocab, depth.hidden)
+
+    def forward(self, hidden: Tensor, first: Tensor, first_row: Tensor, noise: Tensor, pick: Callable[..., Tensor]) -> Tensor:
+        """hidden [B, D] after the talker's final norm, first [B] code 0, first_row [B, D] its embedding -> the frame's codes [B, K].
+
+        pick(logits=, noise=) [B, V] fp32 -> [B] chooses each code; noise [B, K - 1, V].
+        """
+        c = self.config
+        cos, sin = rope_table(torch.arange(self.codebooks, device=hidden.device), c.head_dim, c.rope_theta, torch.float32)
+        seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()  # [K, K]
+        empty = torch.zeros(hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device)
+        cache = [(empty, empty)] * c.layers
+        codes = [first]
+        x = torch.stack((hidden, first_row), 1)  # [B, 2, D]
+        for step in range(self.codebooks - 1):
+            here = slice(0, 2) if step == 0 else slice(step + 1, step + 2)
+            x = self.project(x)
+            for i, layer in enumerate(self.layers):
+                x, *grown = layer(x, cos[here], sin[here], seen[here], *cache[i])
+                cache[i] = tuple(grown)
+            logits = F.linear(self.norm(x[:, -1]), self.heads.table(step)).float()  # [B, V]
+            code = pick(logits=logits, noise=noise[:, step])
+            codes.append(code)
+            if step + 2 < self.codebooks:
+                x = F.embedding(code, self.embeddings.table(step))[:, None]  # [B, 1, D]
+        return torch.stack(codes, 1)

@@ -1,0 +1,178 @@
+"""The codec's encoder: reference audio to codes, all of it at once. It is Mimi's.
+
+    samples [B, N] ─ conv ─ (residual, strided conv) x4 ─ conv ─ transformer ─ downsample ─ codebooks ─ codes [B, N / 1920, K]
+                                4, 5, 6, 8: 24 kHz to 25 Hz       25 Hz         12.5 Hz
+
+Source: Defossez et al., "Moshi" (2024), section 3.3; transformers 4.57, models/mimi/modeling_mimi.py, as QwenLM/Qwen3-TTS runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.nn.linear import FusedLinear
+from zoo.nn.rope import rope_table, rotate
+from zoo.nn.vq import SplitVQ
+from zoo.qwen3_tts.config import need
+
+# What this file builds; a config that says otherwise is of another model.
+FIXED = {
+    "audio_channels": 1,
+    "use_causal_conv": True,
+    "pad_mode": "constant",
+    "use_conv_shortcut": False,
+    "num_residual_layers": 1,
+    "hidden_act": "gelu",
+    "attention_bias": False,
+    "num_semantic_quantizers": 1,
+}
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    filters: int  # channels of the first convolution, doubled by each strided one
+    kernel: int
+    residual_kernel: int
+    last_kernel: int
+    compress: int  # a residual's middle has this many times fewer channels
+    strides: tuple[int, ...]  # in the order of the audio's way
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    head_dim: int
+    eps: float
+    rope_theta: float
+    window: int  # stated, but the reference reads all of the past unless its attention is FlashAttention
+    codebooks: int  # in the checkpoint
+    used: int  # by the model
+    codebook_size: int
+    codebook_dim: int
+
+    @property
+    def frame_samples(self) -> int:
+        return 2 * prod(self.strides)
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> EncoderConfig:
+        """The codec's whole config.json. Raises ValueError for what is missing and for what is not known."""
+        where = "encoder_config"
+        encoder = need(config, where, "the codec")
+        for key, known in FIXED.items():
+            if need(encoder, key, where) != known:
+                raise ValueError(f"config.json: {where} has {key}={encoder[key]!r}; only {known!r} is known")
+        read = cls(
+            filters=need(encoder, "num_filters", where),
+            kernel=need(encoder, "kernel_size", where),
+            residual_kernel=need(encoder, "residual_kernel_size", where),
+            last_kernel=need(encoder, "last_kernel_size", where),
+            compress=need(encoder, "compress", where),
+            strides=tuple(reversed(need(encoder, "upsampling_ratios", where))),
+            hidden=need(encoder, "hidden_size", where),
+            inner=need(encoder, "intermediate_size", where),
+            layers=need(encoder, "num_hidden_layers", where),
+            heads=need(encoder, "num_attention_heads", where),
+            head_dim=need(encoder, "head_dim", where),
+            eps=need(encoder, "norm_eps", where),
+            rope_theta=need(encoder, "rope_theta", where),
+            window=need(encoder, "sliding_window", where),
+            codebooks=need(encoder, "num_quantizers", where),
+            used=need(config, "encoder_valid_num_quantizers", "the codec"),
+            codebook_size=need(encoder, "codebook_size", where),
+            codebook_dim=need(encoder, "vector_quantization_hidden_dimension", where),
+        )
+        stated = need(config, "encode_downsample_rate", "the codec")
+        if stated != read.frame_samples:
+            raise ValueError(f"config.json: encode_downsample_rate is {stated}, but the encoder's strides multiply to {read.frame_samples}")
+        if (kv_heads := need(encoder, "num_key_value_heads", where)) != read.heads:
+            raise ValueError(f"config.json: {where} has {kv_heads} num_key_value_heads; only num_attention_heads is known")
+        return read
+
+
+class Conv(nn.Conv1d):
+    """Causal: padded on the left by kernel - stride, and on the right to a whole stride. [B, C, N] -> [B, Cout, ceil(N / stride)]."""
+
+    def __init__(self, channels: int, out_channels: int, kernel: int, stride: int = 1, bias: bool = True, pad: str = "constant"):
+        super().__init__(channels, out_channels, kernel, stride, bias=bias)
+        self.pad = pad
+
+    def forward(self, x: Tensor) -> Tensor:
+        (kernel,), (stride,) = self.kernel_size, self.stride
+        return super().forward(F.pad(x, (kernel - stride, -x.shape[-1] % stride), self.pad))
+
+
+class Residual(nn.Sequential):
+    def __init__(self, channels: int, middle: int, kernel: int):
+        super().__init__(nn.ELU(), Conv(channels, middle, kernel), nn.ELU(), Conv(middle, channels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Layer(nn.Module):
+    """A transformer layer."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        self.heads = config.heads
+        width = config.heads * config.head_dim
+        self.attention_norm = nn.LayerNorm(config.hidden, config.eps)
+        self.qkv = FusedLinear(config.hidden, (width, width, width))
+        self.out = nn.Linear(width, config.hidden, bias=False)
+        self.attention_scale = nn.Parameter(torch.empty(config.hidden))
+        self.mlp_norm = nn.LayerNorm(config.hidden, config.eps)
+        self.widen = nn.Linear(config.hidden, config.inner, bias=False)
+        self.narrow = nn.Linear(config.inner, config.hidden, bias=False)
+        self.mlp_scale = nn.Parameter(torch.empty(config.hidden))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None) -> Tensor:
+        """x [B, T, D]; seen [T, T], or None for all of the past."""
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.attention_norm(x)))  # [B, H, T, head_dim]
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=seen, is_causal=seen is None)
+        x = x + self.attention_scale * self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp_scale * self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
+
+
+class Encoder(nn.Module):
+    """Samples to codes. Run it in fp32: in less, near ties between rows fall the other way. Call `finish` once the weights are in."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        self.config = config
+        channels = config.filters
+        convs: list[nn.Module] = [Conv(1, channels, config.kernel)]
+        for stride in config.strides:
+            convs += [Residual(channels, channels // config.compress, config.residual_kernel), nn.ELU()]
+            convs += [Conv(channels, 2 * channels, 2 * stride, stride)]
+            channels *= 2
+        self.convs = nn.Sequential(*convs, nn.ELU(), Conv(channels, config.hidden, config.last_kernel))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.downsample = Conv(config.hidden, config.hidden, 4, 2, bias=False, pad="replicate")
+        self.quantizer = SplitVQ(config.codebooks, config.used, config.codebook_size, config.codebook_dim, config.hidden)
+        self.initialized = nn.ParameterList(torch.empty(1) for _ in range(config.codebooks))  # of the codebooks; published, read by nothing
+
+    def finish(self) -> None:
+        """Compute once what follows from the weights alone."""
+        self.quantizer.finish()
+
+    def forward(self, samples: Tensor, window: int | None = None) -> Tensor:
+        """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes no code but that of a last, partial frame.
+
+        window: how many positions (40 ms each) a position attends to, itself included; None is all, as in the reference.
+        """
+        x = self.convs(samples[:, None]).mT  # [B, T, D]
+        position = torch.arange(x.shape[1], device=x.device)
+        cos, sin = rope_table(position, self.config.head_dim, self.config.rope_theta, x.dtype)
+        seen = None
+        if window is not None:
+            before = position[:, None] - position
+            seen = (before >= 0) & (before < window)
+        for layer in self.layers:
+            x = layer(x, cos, sin, seen)
+        return self.quantizer.encode(self.downsample(x.mT))

@@ -1,0 +1,105 @@
+"""The text vocabulary of the demo checkpoints: a small byte-level BPE that is made here, at the published place and size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+_SPECIAL = """
+<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|>
+<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|>
+<|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think> <|audio_start|> <|audio_end|>
+<tts_pad> <tts_text_bos> <tts_text_eod>
+"""
+SPECIAL = tuple(_SPECIAL.split())
+ROLES = ("assistant", "user", "system")  # a header must be one token: prompts are cut at fixed places
+# Pieces that show how a text was split: five that only a wrong split (or no NFC) can make, then some of the right one.
+TRAPS = ("12", "n't", "Tis", " 1", "e\u0301", "iPhone", ".\n", "\n\n", "  ", " !", "'s")
+PUBLISHED_IDS = {"assistant": 77091, "user": 872, "system": 8948}  # the rest of the published vocabulary is filler here
+PUBLISHED_WORDS = 151643
+NUM_MERGES = 400
+CORPUS = """
+the quick brown fox jumps over the lazy dog and then the other fox says hello to the world this is a test of the voice that reads your
+text out loud please speak slowly and clearly when you are ready good morning good evening how are you doing today thank you very much
+there was once a small house near the river where an old man lived with his daughter and they would listen to the water every night
+some people like tea others like coffee but everyone likes a good story what is your name my name is long and it is not easy to say
+one two three four five six seven eight nine ten numbers and words and more words make the vocabulary of this little model with care
+we were walking through the forest talking singing and laughing while the wind was blowing it should have been raining but it was not
+naïve café déjà vu über straße señor mañana 你好 世界 今天 天气 很好 我们 大家 こんにちは ありがとう 안녕하세요 привет мир спасибо
+"""
+
+
+def _symbols() -> dict[int, str]:
+    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's byte-level BPE."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def _join(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    joined: list[str] = []
+    for symbol in word:
+        if joined and (joined[-1], symbol) == pair:
+            joined[-1] += symbol
+        else:
+            joined.append(symbol)
+    return tuple(joined)
+
+
+@cache
+def merges() -> tuple[tuple[str, str], ...]:
+    """The BPE merges: chains that make each of ROLES and TRAPS one piece, then the most frequent pairs of CORPUS."""
+    symbols = _symbols()
+    found: list[tuple[str, str]] = []
+    for text in (*ROLES, *TRAPS):
+        piece = "".join(symbols[byte] for byte in text.encode())
+        found += [(piece[:i], piece[i]) for i in range(1, len(piece))]
+    words = Counter(tuple(symbols[byte] for byte in f" {word}".encode()) for word in CORPUS.split())
+    while len(found) < NUM_MERGES:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, count in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += count
+        best = max(pairs.keys() - set(found), key=lambda pair: (pairs[pair], pair))
+        found.append(best)
+        words = Counter({_join(word, best): count for word, count in words.items()})
+    return tuple(found)
+
+
+def vocabulary(full: bool) -> dict[str, int]:
+    """vocab.json: bytes, merged pieces and, at the published size, filler that no merge can reach."""
+    tokens = list(dict.fromkeys([*_symbols().values(), *(left + right for left, right in merges())]))  # two merges can make one piece
+    if not full:
+        return {token: index for index, token in enumerate(tokens)}
+    fixed = {index: token for token, index in PUBLISHED_IDS.items()}
+    rest = iter([token for token in tokens if token not in PUBLISHED_IDS])
+    return {fixed.get(i) or next(rest, f"<filler {i}>"): i for i in range(PUBLISHED_WORDS)}
+
+
+def text_ids(full: bool) -> dict[str, int]:
+    """The ids that config.json names: each special token, and `assistant`."""
+    words = vocabulary(full)
+    return {"assistant": words["assistant"], **{token: len(words) + i for i, token in enumerate(SPECIAL)}}
+
+
+def tokenizer_config(first: int) -> dict[str, Any]:
+    """tokenizer_config.json. first: the id of the first of SPECIAL."""
+    plain = {token for token in SPECIAL if token.startswith(("<|fim", "<|repo", "<|file", "<tool", "</", "<think"))}
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    return {
+        "add_prefix_space": False,
+        "added_tokens_decoder": {str(first + i): {"content": t, **flags, "special": t not in plain} for i, t in enumerate(SPECIAL)},
+        "additional_special_tokens": [token for token in SPECIAL[1:] if token not in plain],
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "model_max_length": 131072,
+        "pad_token": "<|endoftext|>",
+        "processor_class": "Qwen3TTSProcessor",
+        "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }

@@ -1,0 +1,157 @@
+"""Published name -> our name, as tables (see zoo.nn.checkpoint)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zoo.qwen3_tts.codec import DecoderConfig
+    from zoo.qwen3_tts.config import Config, SpeakerConfig
+    from zoo.qwen3_tts.encoder import EncoderConfig
+
+
+def root(config: Config) -> dict[str, str]:
+    """model.safetensors -> Talker."""
+    names = {
+        "talker.model.text_embedding.weight": "text.embedding.weight",
+        "talker.model.codec_embedding.weight": "codec_embedding.weight",
+        "talker.model.norm.weight": "norm.weight",
+        "talker.codec_head.weight": "codec_head.weight",
+        "talker.code_predictor.model.norm.weight": "depth.norm.weight",
+    }
+    for fc in ("fc1", "fc2"):
+        for kind in ("weight", "bias"):
+            names[f"talker.text_projection.linear_{fc}.{kind}"] = f"text.{fc}.{kind}"
+    if config.projects:
+        for kind in ("weight", "bias"):
+            names[f"talker.code_predictor.small_to_mtp_projection.{kind}"] = f"depth.project.{kind}"
+    for g in range(config.codebooks - 1):
+        names[f"talker.code_predictor.model.codec_embedding.{g}.weight"] = f"depth.embeddings.weight[{g}]"
+        names[f"talker.code_predictor.lm_head.{g}.weight"] = f"depth.heads.weight[{g}]"
+    for i in range(config.talker.layers):
+        names |= _block(f"talker.model.layers.{i}", f"layers.{i}")
+    for i in range(config.depth.layers):
+        names |= _block(f"talker.code_predictor.model.layers.{i}", f"depth.layers.{i}")
+    if config.speaker is not None:
+        names |= _speaker(config.speaker)
+    return names
+
+
+def _speaker(config: SpeakerConfig) -> dict[str, str]:
+    pairs = {"blocks.0.conv": "stem", "mfa.conv": "join", "asp.tdnn.conv": "pooling.squeeze", "asp.conv": "pooling.attend", "fc": "out"}
+    for i in range(len(config.channels) - 2):
+        theirs, ours = f"blocks.{i + 1}", f"blocks.{i}"
+        pairs |= {f"{theirs}.tdnn1.conv": f"{ours}.into", f"{theirs}.tdnn2.conv": f"{ours}.out"}
+        pairs |= {f"{theirs}.se_block.conv1": f"{ours}.squeeze", f"{theirs}.se_block.conv2": f"{ours}.excite"}
+        pairs |= {f"{theirs}.res2net_block.blocks.{k}.conv": f"{ours}.chain.convs.{k}" for k in range(config.parts - 1)}
+    return {f"speaker_encoder.{a}.{leaf}": f"speaker.{b}.{leaf}" for a, b in pairs.items() for leaf in ("weight", "bias")}
+
+
+def _block(theirs: str, ours: str) -> dict[str, str]:
+    pairs = {
+        "input_layernorm": "norm",
+        "post_attention_layernorm": "mlp_norm",
+        "self_attn.q_norm": "q_norm",
+        "self_attn.k_norm": "k_norm",
+        "self_attn.o_proj": "out",
+        "mlp.down_proj": "mlp.down",
+    }
+    names = {f"{theirs}.{a}.weight": f"{ours}.{b}.weight" for a, b in pairs.items()}
+    names |= {f"{theirs}.self_attn.{part}_proj.weight": f"{ours}.qkv.weight[{i}]" for i, part in enumerate("qkv")}
+    names |= {f"{theirs}.mlp.{part}_proj.weight": f"{ours}.mlp.gate_up.weight[{i}]" for i, part in enumerate(("gate", "up"))}
+    return names
+
+
+def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
+    """speech_tokenizer/model.safetensors -> zoo.qwen3_tts.codec.Codec."""
+    table: dict[str, str] = {}
+
+    def both(theirs: str, ours: str) -> None:
+        table.update({f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in ("weight", "bias")})
+
+    # decoder
+    theirs, ours = "decoder.quantizer", "decoder.quantizer"
+    for k in range(decoder.codebooks):
+        book = f"{theirs}.rvq_first.vq.layers.0" if k == 0 else f"{theirs}.rvq_rest.vq.layers.{k - 1}"
+        table[f"{book}._codebook.embedding_sum"] = f"{ours}.sums[{k}]"
+        table[f"{book}._codebook.cluster_usage"] = f"{ours}.usage[{k}]"
+    for branch in ("first", "rest"):
+        table[f"{theirs}.rvq_{branch}.input_proj.weight"] = f"{ours}.{branch}_in.weight"
+        table[f"{theirs}.rvq_{branch}.output_proj.weight"] = f"{ours}.{branch}_out.weight"
+    both("decoder.pre_conv.conv", "decoder.conv")
+    both("decoder.pre_transformer.input_proj", "decoder.transformer.input")
+    both("decoder.pre_transformer.output_proj", "decoder.transformer.output")
+    table["decoder.pre_transformer.norm.weight"] = "decoder.transformer.norm.weight"
+    for i in range(decoder.transformer.layers):
+        theirs, ours = f"decoder.pre_transformer.layers.{i}", f"decoder.transformer.layers.{i}"
+        table |= _attention(theirs, ours)
+        table[f"{theirs}.input_layernorm.weight"] = f"{ours}.attention_norm.weight"
+        table[f"{theirs}.post_attention_layernorm.weight"] = f"{ours}.mlp_norm.weight"
+        table[f"{theirs}.mlp.gate_proj.weight"] = f"{ours}.mlp.gate_up.weight[0]"
+        table[f"{theirs}.mlp.up_proj.weight"] = f"{ours}.mlp.gate_up.weight[1]"
+        table[f"{theirs}.mlp.down_proj.weight"] = f"{ours}.mlp.down.weight"
+    for i in range(len(decoder.ratios)):
+        theirs, ours = f"decoder.upsample.{i}", f"decoder.upsample.{i}"
+        both(f"{theirs}.0.conv", f"{ours}.up")
+        both(f"{theirs}.1.dwconv.conv", f"{ours}.conv")
+        both(f"{theirs}.1.norm", f"{ours}.norm")
+        both(f"{theirs}.1.pwconv1", f"{ours}.widen")
+        both(f"{theirs}.1.pwconv2", f"{ours}.narrow")
+        table[f"{theirs}.1.gamma"] = f"{ours}.scale"
+
+    def snake(theirs: str, ours: str) -> None:
+        table.update({f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in ("alpha", "beta")})
+
+    both("decoder.decoder.0.conv", "decoder.stem")
+    num_blocks = len(decoder.rates)
+    for i in range(num_blocks):
+        theirs, ours = f"decoder.decoder.{i + 1}.block", f"decoder.blocks.{i}"
+        snake(f"{theirs}.0", f"{ours}.snake")
+        both(f"{theirs}.1.conv", f"{ours}.up")
+        for j in range(3):
+            unit, residual = f"{theirs}.{j + 2}", f"{ours}.residuals.{j}"
+            for n in (1, 2):
+                snake(f"{unit}.act{n}", f"{residual}.snake{n}")
+                both(f"{unit}.conv{n}.conv", f"{residual}.conv{n}")
+    snake(f"decoder.decoder.{num_blocks + 1}", "decoder.snake")
+    both(f"decoder.decoder.{num_blocks + 2}.conv", "decoder.tail")
+
+    # encoder
+    num_strides = len(encoder.strides)
+    both("encoder.encoder.layers.0.conv", "encoder.convs.0")
+    for n in range(1, 3 * num_strides, 3):
+        both(f"encoder.encoder.layers.{n}.block.1.conv", f"encoder.convs.{n}.1")
+        both(f"encoder.encoder.layers.{n}.block.3.conv", f"encoder.convs.{n}.3")
+        both(f"encoder.encoder.layers.{n + 2}.conv", f"encoder.convs.{n + 2}")
+    both(f"encoder.encoder.layers.{3 * num_strides + 2}.conv", f"encoder.convs.{3 * num_strides + 2}")
+    for i in range(encoder.layers):
+        theirs, ours = f"encoder.encoder_transformer.layers.{i}", f"encoder.layers.{i}"
+        table |= _attention(theirs, ours)
+        both(f"{theirs}.input_layernorm", f"{ours}.attention_norm")
+        both(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm")
+        table[f"{theirs}.mlp.fc1.weight"] = f"{ours}.widen.weight"
+        table[f"{theirs}.mlp.fc2.weight"] = f"{ours}.narrow.weight"
+    table["encoder.downsample.conv.weight"] = "encoder.downsample.weight"
+    theirs, ours = "encoder.quantizer", "encoder.quantizer"
+    for k in range(encoder.codebooks):
+        branch, layer = ("semantic", 0) if k == 0 else ("acoustic", k - 1)
+        book = f"{theirs}.{branch}_residual_vector_quantizer.layers.{layer}"
+        table[f"{book}.codebook.embed_sum"] = f"{ours}.sums[{k}]"
+        table[f"{book}.codebook.cluster_usage"] = f"{ours}.usage[{k}]"
+        table[f"{book}.codebook.initialized"] = f"encoder.initialized.{k}"
+    for branch, part in (("semantic", "first"), ("acoustic", "rest")):
+        table[f"{theirs}.{branch}_residual_vector_quantizer.input_proj.weight"] = f"{ours}.{part}_in.weight"
+        table[f"{theirs}.{branch}_residual_vector_quantizer.output_proj.weight"] = f"{ours}.{part}_out.weight"
+    return table
+
+
+def _attention(theirs: str, ours: str) -> dict[str, str]:
+    """What the layers of both transformers of the codec have in common."""
+    return {
+        f"{theirs}.self_attn.q_proj.weight": f"{ours}.qkv.weight[0]",
+        f"{theirs}.self_attn.k_proj.weight": f"{ours}.qkv.weight[1]",
+        f"{theirs}.self_attn.v_proj.weight": f"{ours}.qkv.weight[2]",
+        f"{theirs}.self_attn.o_proj.weight": f"{ours}.out.weight",
+        f"{theirs}.self_attn_layer_scale.scale": f"{ours}.attention_scale",
+        f"{theirs}.mlp_layer_scale.scale": f"{ours}.mlp_scale",
+    }
