@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 import zoo
-from compile_cache import artifacts
 from serving.bench import bench
 from serving.engine import Audio, Engine
+from serving.fit import fit
 from zoo.qwen3_tts import demo
 
 TEXTS = ("Good morning.", "The quick brown fox jumps over the lazy dog.", "It is a quarter to eight, and the train leaves now.")
@@ -59,6 +59,7 @@ def check(device: str) -> dict[str, object]:
         path = Path(directory) / "tiny"
         demo.write(path, size="tiny", dtype=torch.float32)
         here, there = zoo.load(path, device="cpu", dtype="float32"), zoo.load(path, device=device, dtype="float32")
+        fit(there)
         alone = [zoo.generate(here, request) for request in requests(0)]
         results["greedy_codes_equal_cpu"] = all(
             torch.equal(zoo.generate(there, request).frames, speech.frames) for request, speech in zip(requests(0), alone, strict=True)
@@ -71,6 +72,7 @@ def check(device: str) -> dict[str, object]:
             gap = max(float(np.abs(a - b).max()) for a, b in zip(apart, batched, strict=True) if len(a) == len(b)) if any(same) else None
             results["batched_compiled" if compile else "batched_eager"] = {"lengths_equal": same, "largest_sample_gap": gap}
         half = zoo.load(path, device=device, dtype="bfloat16")
+        fit(half)
         results["bf16_frames"] = [len(samples) // half.spec.frame_samples for samples in together(half, requests(None), True)]
     return results
 
@@ -82,7 +84,6 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--frames", type=int, default=100)
     options = parser.parse_args()
-    artifacts.keep()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result: dict[str, object] = {
         "date": datetime.date.today().isoformat(),

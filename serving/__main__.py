@@ -8,6 +8,8 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -233,6 +235,94 @@ def bench(
 
 
 @app.command()
+def warm(
+    models: Annotated[list[str], Argument(metavar="MODEL...", help="Model directories.")],
+    device: Device = None,
+    dtype: DType = None,
+    max_slots: Annotated[int, Option(min=1, help="As the server will be started with.")] = 8,
+    cache_dir: Annotated[Path | None, Option(help="Where compiled code is kept; ZOO_CACHE_DIR or ~/.cache/speechzoo otherwise.")] = None,
+    as_json: Annotated[bool, Option("--json", help="One JSON object a model, for programs.")] = False,
+) -> int:
+    """Compile a model ahead of time, so that a server of it is ready in seconds."""
+    for model in models:
+        existing_directory(model)
+    if cache_dir is not None:
+        os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
+
+    from serving.warm import warm as compile_all
+
+    for model in models:
+        with progress_bar(model) as advance:
+            done = compile_all(model, device=device, dtype=dtype, max_slots=max_slots, say=advance)
+        if as_json:
+            print(json.dumps(done))
+        else:
+            print(
+                f"{model}: {done['graphs']} graphs ({done['found']} found, {done['compiled']} compiled), "
+                f"loaded in {done['load_s']:.1f} s, warm in {done['warm_s']:.1f} s; kept in {done['cache']}"
+            )
+    return 0
+
+
+@app.command()
+def parity(
+    model: Annotated[str, Argument(help="A model directory.")],
+    frames: Annotated[int, Option(min=1, help="Of each request.")] = 50,
+    device: Device = None,
+    dtype: DType = None,
+    compile: Annotated[bool, Option(help="Compile the served form.")] = True,
+    reference_python: Annotated[
+        Path, Option(help="The Python of the reference's environment, which `make fixtures` builds.")
+    ] = Path(".venv-parity/bin/python"),
+    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+) -> int:
+    """Measure how exact a model is: its served form against the plain fp32 one, and that against the reference implementation."""
+    existing_directory(model)
+
+    from functools import partial
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from serving.parity import parity as measure
+
+    python = str(reference_python) if reference_python.exists() else None
+    result = measure(
+        model,
+        device=device,
+        dtype=dtype,
+        compile=compile,
+        frames=frames,
+        reference_python=python,
+        say=partial(print, file=sys.stderr, flush=True),
+    )
+    if as_json:
+        print(json.dumps(result))
+        return 0
+    form = f"{'compiled' if compile else 'eager'} {result['dtype']} on {result['device']}"
+    table = Table(title=f"{model}: {result['family']} {result['variant']}", title_justify="left")
+    for column in ("request", "compared", "equal steps", "equal audio", "largest difference", "SNR"):
+        table.add_column(column)
+    compared = [(name, f"{form} with plain fp32", run) for name, run in result["served"].items()]
+    if result["reference"] is not None:
+        compared += [(name, f"plain fp32 with {result['reference']['name']}", run) for name, run in result["reference"]["runs"].items()]
+    for name, what, run in compared:
+        steps = f"{run['steps_equal']} of {run['steps']}" if "steps" in run else ""
+        table.add_row(
+            name,
+            what,
+            steps,
+            f"{run['equal_s']:.2f} of {run['expected_s']:.2f} s",
+            f"{run['largest_sample_difference']:.1e}",
+            f"{run['snr_db']:.0f} dB",
+        )
+    Console().print(table)
+    if result["reference"] is None:
+        print(f"Not compared with the reference: {reference_python} does not exist; `make fixtures` builds it in a source tree.")
+    return 0
+
+
+@app.command()
 def demo_checkpoint(
     family: Annotated[str, Argument(help="Which family of models.")],
     directory: Annotated[Path, Argument(help="The directory to write; it must not exist, or be empty.")],
@@ -344,6 +434,18 @@ def num_bytes(text: str) -> int:
     if match is None or (count := int(float(match[1]) * UNITS[match[2]])) == 0:
         raise ValueError(f"{text!r} is not an amount of memory; 4GiB, 512MiB or a number of bytes is")
     return count
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar on stderr, where that is a terminal -> what moves it: the fraction that is done, and what comes next."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.fields[title]}"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=1.0, title=title)
+        yield lambda fraction, stage: bar.update(task, completed=fraction, description=stage)
 
 
 def readable(value: Any) -> str:

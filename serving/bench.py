@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from compile_cache import artifacts, threads
 from serving.engine import Audio, Engine, Failed
+from serving.fit import fit
 from serving.runner import Pending, Runner
 from zoo.contract import Family, Request, View
 
@@ -49,11 +49,11 @@ def bench(
 ) -> dict[str, Any]:
     """Closed loop: `streams` requests at once, `rounds` times over, of `frames` frames (fewer if the model ends). Raises ValueError."""
     family = zoo.load(directory, device=device, dtype=dtype)
-    threads.fit(family)
-    artifacts.keep()
     spec = family.spec
     request: dict[str, Any] = {"text": TEXT, "voice": voice or (spec.voices[0] if spec.voices else None), "max_frames": frames}
-    limits, floor = machine(family), work(family, Request(**request))
+    floor = work(family, Request(**request))
+    fit(family)
+    limits = machine(family)
     say(f"this machine: {limits['bytes_per_s'] / 1e9:.1f} GB/s, {limits['flops_per_s'] / 1e9:.0f} GFLOP/s in {family.dtype}")
     engine = Engine(family, max_slots=max(streams), policy=policy, compile=compile)
     began = time.perf_counter()

@@ -61,18 +61,21 @@ class Render:
 
 
 class Scheduler:
-    """The state of every slot, as far as time is concerned. window: the renderer's shapes in frames, ascending; frame_s: a frame's length.
+    """The state of every slot, as far as time is concerned. window: the renderer's shapes in frames, ascending; frame_s: a frame's length;
+    right: the renderer's lookahead, so frames are pending only once so many more are ready behind them, or no more come.
 
     A slot's frames pass three counters: ready (on the tape, reported), rendered (handed to a launch), delivered (given to the listener).
     The listener plays from the first delivery on, and `plays_until_s` is when all that was delivered is played (-inf before the first).
     A delivery that comes later than that is an underrun, and playback goes on from there.
     """
 
-    def __init__(self, num_slots: int, policy: Policy, window: tuple[int, ...], frame_s: float):
+    def __init__(self, num_slots: int, policy: Policy, window: tuple[int, ...], frame_s: float, right: int = 0):
         assert num_slots > 0 and frame_s > 0, f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
         assert window and window[0] > 0 and all(np.diff(window) > 0), f"window {window}, ascending frame counts expected"
+        assert right >= 0, f"a lookahead of {right} frames"
         self.policy = policy
         self.frame_s = frame_s
+        self.right = right
         self.window = np.array(window)
         self.waiting: dict[int, None] = {}  # slots whose prompt is not wholly prefilled, in order of arrival
         self.is_open = np.zeros(num_slots, bool)
@@ -156,7 +159,8 @@ class Scheduler:
         any frame.
         """
         smallest, middle, largest = self.window[0], self.window[:2][-1], self.window[-1]
-        pending = self.num_ready - self.num_rendered  # [S]
+        known = self.num_ready - np.where(self.is_done, 0, self.right)  # [S], how far the renderer has all that it reads
+        pending = np.maximum(known - self.num_rendered, 0)  # [S]
         in_flight = self.num_rendered - self.num_delivered  # [S], as good as heard: the next window need not be hurried because of them
         left_s = np.maximum(self.plays_until_s - now, 0) + in_flight * self.frame_s  # [S]
         is_first = self.num_rendered == 0

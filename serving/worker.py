@@ -21,10 +21,10 @@ import numpy as np
 import structlog
 
 import zoo
-from compile_cache import artifacts, threads
 from serving import logs, wire
 from serving.audio import pcm16
 from serving.engine import Audio, Engine, Event, Failed, Finished, Full
+from serving.fit import fit
 from serving.lifeline import hold
 from zoo.contract import Clip, Request, Spec
 
@@ -200,8 +200,7 @@ def main() -> None:
     bridge.listen(options.socket)
     try:
         family = zoo.load(options.directory, device=options.device, dtype=options.dtype)
-        threads.fit(family)
-        artifacts.keep()
+        fit(family)
         engine = Engine(family, max_slots=options.max_slots, kv_bytes=options.kv_bytes, policy=options.policy, compile=options.compile)
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")

@@ -41,6 +41,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"top_k": 1, "depth_top_k": 3},
     {"depth_top_p": 0.5, "repetition_penalty": 1.0, "layout": "streaming"},
 )
+# What a family has no use for and so refuses; its requests go without.
+REFUSES: dict[str, tuple[str, ...]] = {"higgs_v3": ("repetition_penalty", "depth_temperature", "depth_top_k", "depth_top_p", "layout")}
 
 
 @cache
@@ -71,7 +73,7 @@ def requests(name: str, count: int, most_frames: int = 14) -> list[Request]:
             voice=voices[i % len(voices)],
             seed=(i << 40) + i,
             max_frames=1 + (5 * i + 9) % most_frames,
-            **SAMPLING[i % len(SAMPLING)],
+            **{key: value for key, value in SAMPLING[i % len(SAMPLING)].items() if key not in REFUSES.get(name, ())},
         )
         for i in range(count)
     ]

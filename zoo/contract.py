@@ -40,6 +40,8 @@ class Request:
     `reference` is a voice to speak in and `reference_text` what it says; `x_vector_only` takes the sound of the voice alone from it.
     `layout` says how the text is laid out for the model: "whole" gives all of it before the first frame, "streaming" a token a frame.
     `depth_*` rule the codes after a frame's first one; a temperature of 0 makes them greedy too unless `depth_temperature` says otherwise.
+    `guidance` says how far to go from what the model would do without the text (0) to what it does with it (1) and beyond;
+    `solver_steps` in how many steps noise becomes a frame. A family refuses what it has no use for.
     """
 
     text: str
@@ -57,6 +59,8 @@ class Request:
     depth_temperature: float | None = None
     depth_top_k: int | None = None
     depth_top_p: float | None = None
+    guidance: float | None = None
+    solver_steps: int | None = None
     max_frames: int | None = None
     layout: Layout | None = None
 
@@ -76,7 +80,8 @@ _BOUNDS: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("top_k", "depth_top_k"), 0, 2**31),
     (("top_p", "depth_top_p"), _TINY, 1),
     (("repetition_penalty",), 0.01, 100),
-    (("max_frames",), 1, 2**31),
+    (("guidance",), 0, 100),
+    (("solver_steps", "max_frames"), 1, 2**31),
 )
 
 
@@ -99,9 +104,13 @@ class KV:
 
 @dataclass(frozen=True)
 class Window:
-    """Which stretches of the tape `render` takes, in frames: `new` frames each (ascending; a shorter stretch is padded up to one)."""
+    """Which stretches of the tape `render` takes, in frames: `new` frames each (ascending; a shorter stretch is padded up to one).
+
+    right: how many frames beyond a stretch `render` reads. They must be on the tape before it is rendered, unless the tape ends there.
+    """
 
     new: tuple[int, ...] = (1, 4, 25)
+    right: int = 0
 
     def fit(self, frames: int) -> int:
         """The smallest shape that holds `frames` frames, or the largest shape."""
@@ -124,6 +133,8 @@ class Spec:
     max_positions: int  # the longest prompt and tape together
     window: Window
     lanes: int = 1
+    delay: int = 0  # steps from a frame's first code to its last: so many positions follow those of the prompt and the frames
+    noise_shape: tuple[int, ...] = ()  # of the noise that one frame is solved from; () where frames are not solved from noise
     voices: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()  # "voice" of its own, "instruct", "design" from instructions, "clone" of a reference
@@ -187,7 +198,8 @@ class State:
     """One row per slot, and a spare row (the last) that padding reads and writes. Tensors only; families add their own.
 
     tape [S+1, F, *frame]; ready [S+1] frames on the tape, at most limit [S+1]; steps [S+1] emissions made; done [S+1]; seed [S+1];
-    first [S+1, D], the prompt's last input, which the first step reads.
+    first [S+1, D], the prompt's last input, which the first step reads. noise [F, *noise] takes the place of what each step draws, in
+    every slot alike, where it is not None: see zoo.generate.
     """
 
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
@@ -200,6 +212,7 @@ class State:
         self.limit = torch.zeros(rows, dtype=torch.int64, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.first = torch.zeros(rows, spec.width, dtype=dtype, device=device)
+        self.noise: Tensor | None = None
 
     def open(self, slot: int, prompt: Prompt) -> None:
         """Make a row new: nothing of the request that held it before is left."""

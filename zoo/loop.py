@@ -11,12 +11,23 @@ PAGE_TOKENS = 16
 
 
 @torch.inference_mode()
-def generate(family: Family, request: Request, max_frames: int | None = None) -> Speech:
-    """Speak one request from its first frame to its last, then render the whole tape at once. Raises ValueError for a bad request."""
+def generate(family: Family, request: Request, max_frames: int | None = None, noise: Tensor | None = None) -> Speech:
+    """Speak one request from its first frame to its last, then render the whole tape at once. Raises ValueError for a bad request.
+
+    noise [F, *noise] is used in place of what the seed gives, so that another implementation can be compared; F frames are then the most.
+    """
+    shape = family.spec.noise_shape
+    if noise is not None:
+        if not shape:
+            raise ValueError(f"{family.spec.family} takes no noise: its frames are not solved from any")
+        if noise.shape[1:] != shape or len(noise) == 0:
+            raise ValueError(f"noise has shape {list(noise.shape)}; [frames, {', '.join(map(str, shape))}] is needed")
+        max_frames = min(len(noise), max_frames or len(noise))
     prompt = family.prompt(request)
     if max_frames is not None:
         prompt.max_frames = min(prompt.max_frames, max_frames)
     state = family.state(1, prompt.max_frames)
+    state.noise = None if noise is None else noise.to(family.device)
     family.admit(state, 0, prompt)
     whole = SoloBatches(family, prompt)
     if whole.length:
@@ -38,7 +49,7 @@ class SoloBatches:
     def __init__(self, family: Family, prompt: Prompt):
         kv, self.device = family.spec.kv, family.device
         self.length = len(prompt.inputs) - 1  # positions in the cache
-        pages = -(-(self.length + 1 + prompt.max_frames) // PAGE_TOKENS)
+        pages = -(-(self.length + 1 + prompt.max_frames + family.spec.delay) // PAGE_TOKENS)
         page_rows = 2 * kv.num_layers * PAGE_TOKENS
         self.kv = torch.zeros(pages * page_rows, kv.num_heads, kv.head_dim, dtype=family.dtype, device=self.device)
         self.rows = torch.arange(0, pages * page_rows, page_rows, device=self.device)  # [P]

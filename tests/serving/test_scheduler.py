@@ -15,9 +15,9 @@ FRAME_S = 0.08
 WINDOW = (1, 4, 25)
 
 
-def speaking(num_slots=1, policy=Policy.STREAMING, window=WINDOW, slots=None) -> Scheduler:
+def speaking(num_slots=1, policy=Policy.STREAMING, window=WINDOW, slots=None, right=0) -> Scheduler:
     """A scheduler whose slots (all of them, unless said otherwise) are past their prompts."""
-    scheduler = Scheduler(num_slots, policy, window, FRAME_S)
+    scheduler = Scheduler(num_slots, policy, window, FRAME_S, right)
     for slot in range(num_slots) if slots is None else slots:
         scheduler.open(slot, prompt_tokens=1)
         scheduler.prefilled(Chunk(slot, 0, 1, is_last=True))
@@ -241,6 +241,49 @@ def test_the_nearest_deadline_goes_first_whatever_its_shape():
     assert due(scheduler, 3.8) == [({2: (0, 25)}, 25)]
 
 
+# lookahead
+
+
+def test_a_first_window_waits_for_its_lookahead():
+    scheduler = speaking(window=(4, 25), right=10)
+    report(scheduler, {0: 13})
+    assert due(scheduler, 0.0) == []
+    report(scheduler, {0: 14})
+    assert due(scheduler, 0.0) == [({0: (0, 4)}, 4)]
+    report(scheduler, {0: 14})
+    assert due(scheduler, 99.0) == []  # dry, and yet no frame has all that it is rendered from
+
+
+def test_what_the_lookahead_holds_back_goes_when_the_slot_is_done():
+    scheduler = speaking(num_slots=2, window=(4, 25), right=10)
+    report(scheduler, {0: 14, 1: 3})
+    assert due(scheduler, 0.0) == [({0: (0, 4)}, 4)]
+    report(scheduler, {0: 14, 1: 3}, done=[0, 1])
+    assert due(scheduler, 0.0) == [({1: (0, 3)}, 4), ({0: (4, 10)}, 25)]
+    assert due(scheduler, 0.0) == []
+    deliver(scheduler, {0: 14, 1: 3}, 0.0)
+    assert scheduler.finished().tolist() == [0, 1]
+
+
+def test_full_windows_count_behind_the_lookahead():
+    scheduler = speaking(policy=Policy.THROUGHPUT, window=(4, 25), right=10)
+    report(scheduler, {0: 34})
+    assert due(scheduler, 1e6) == []
+    report(scheduler, {0: 36})
+    assert due(scheduler, 1e6) == [({0: (0, 25)}, 25)]
+
+
+def test_a_closed_slot_with_a_lookahead_asks_for_nothing_and_starts_anew():
+    scheduler = speaking(window=(4, 25), right=10)
+    report(scheduler, {0: 20})
+    assert due(scheduler, 0.0) == [({0: (0, 4)}, 4)]
+    scheduler.close(0)
+    assert due(scheduler, 99.0) == []
+    scheduler.open(0, prompt_tokens=1, skip=1)
+    report(scheduler, {0: 14})
+    assert due(scheduler, 99.0) == [({0: (0, 4)}, 4)]
+
+
 # the playback clock
 
 
@@ -329,6 +372,8 @@ def test_broken_promises_are_told_with_both_values():
         deliver(scheduler, {0: 1}, 0.0)
     with pytest.raises(AssertionError, match="ascending frame counts expected"):
         Scheduler(1, Policy.STREAMING, (4, 1), FRAME_S)
+    with pytest.raises(AssertionError, match="a lookahead of -1 frames"):
+        Scheduler(1, Policy.STREAMING, WINDOW, FRAME_S, right=-1)
 
 
 def test_a_prompt_that_shared_pages_hold_wholly_speaks_at_once():
@@ -405,8 +450,8 @@ class Server:
     """A model on a simulated clock. A turn takes step_s, plus prefill_s for each 256 prompt positions, plus render_s per launch; reports
     come a turn late, and audio reaches its listener a turn after its window was launched."""
 
-    def __init__(self, num_slots, policy, window=WINDOW, step_s=0.010, prefill_s=0.015, render_s=0.004):
-        self.scheduler = Scheduler(num_slots, policy, window, FRAME_S)
+    def __init__(self, num_slots, policy, window=WINDOW, step_s=0.010, prefill_s=0.015, render_s=0.004, right=0):
+        self.scheduler = Scheduler(num_slots, policy, window, FRAME_S, right)
         self.step_s, self.prefill_s, self.render_s = step_s, prefill_s, render_s
         self.now = 0.0
         self.frames = np.zeros(num_slots, int)  # on the device's tape
@@ -452,6 +497,8 @@ class Server:
             self.first_s.setdefault(slot, self.now - self.opened_s[slot])
             assert start == sum(n for _, n, _ in self.heard[slot])
             assert 1 <= count <= render.frames
+            end = start + count  # of what is heard, and the lookahead behind it is on the tape by now, unless the tape ends before
+            assert self.frames[slot] >= min(end + self.scheduler.right, self.total[slot])
             self.heard[slot].append((int(start), int(count), render.frames))
         self.scheduler.delivered(render.slots, render.count, self.now)
 
@@ -465,6 +512,17 @@ def crowd(num, every_s, rng):
 def test_sixteen_listeners_hear_no_gap_when_the_model_is_fast_enough(window, every_s):
     server = Server(16, Policy.STREAMING, window)
     arrivals = crowd(16, every_s, random.Random(3))
+    server.run(arrivals)
+    assert server.underruns == 0
+    for _, slot, _, num_frames in arrivals:
+        assert sum(count for _, count, _ in server.heard[slot]) == num_frames
+
+
+@pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
+def test_sixteen_listeners_of_a_renderer_that_looks_ahead(policy):
+    """Whoever is shorter than the lookahead is heard whole too."""
+    server, rng = Server(16, policy, (4, 25), right=10), random.Random(3)
+    arrivals = [(0.05 * slot, slot, rng.randrange(20, 700), rng.choice((1, 9, 10, 11, 14, 15, 120))) for slot in range(16)]
     server.run(arrivals)
     assert server.underruns == 0
     for _, slot, _, num_frames in arrivals:

@@ -54,7 +54,7 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
         query = file.get_tensor("talker.model.layers.2.self_attn.q_proj.weight")
         head = file.get_tensor("talker.code_predictor.lm_head.14.weight")
     assert torch.equal(loaded.talker.layers[2].qkv.weight[: len(query)], query.to(loaded.dtype))
-    assert torch.equal(loaded.talker.depth.heads.table(14), head.to(loaded.dtype))
+    assert torch.equal(loaded.talker.depth.heads[14].weight, head.to(loaded.dtype))
     assert (loaded.dtype, loaded.device.type) == (getattr(torch, dtype), "cpu")
 
 

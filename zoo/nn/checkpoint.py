@@ -6,8 +6,9 @@ A table maps each published name to ours: `{"talker.model.norm.weight": "norm.we
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,18 +46,92 @@ def published(module: nn.Module, table: Table) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load(module: nn.Module, table: Table, directory: Path, device: torch.device, dtype: torch.dtype, skip: str | None = None) -> None:
+def load(
+    module: nn.Module,
+    table: Table,
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    skip: str | None = None,
+    fp32: str | None = None,
+    optional: frozenset[str] = frozenset(),
+) -> None:
     """Fill a module that was built on `meta`. Names and shapes are checked before a byte is read.
 
-    skip: a submodule whose tensors are checked but not read (it stays on `meta`). Raises ValueError that names what is wrong.
+    skip: a submodule whose tensors are checked but not read (it stays on `meta`). fp32: a submodule that is float32 whatever `dtype` is.
+    optional: published names that the files may lack. Raises ValueError that names what is wrong.
     """
     files = _files(directory)
     shapes = published(module, table)
-    _check(shapes, {name: tuple(handle.get_slice(name).get_shape()) for name, handle in files.items()}, directory)
+    expected = {name: shape for name, shape in shapes.items() if name not in optional or name in files}
+    _check(expected, {name: tuple(handle.get_slice(name).get_shape()) for name, handle in files.items()}, directory)
+    _fill(module, table, lambda name: files[name].get_tensor(name), device, dtype, skip, fp32)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one file: safetensors, or a PyTorch pickle of tensors, by themselves or as its `state_dict`. Raises ValueError."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
+    if path.suffix == ".safetensors":
+        handle = _open(path)
+        return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is not a whole PyTorch file ({str(error).splitlines()[0]}): it may have been cut short; copy it again") from None
+    found = found.get("state_dict", found) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{path} does not hold tensors by name")
+    return found
+
+
+def weight_normed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape, each convolution's `weight` replaced by the two that weight norm makes of it: `weight_g`, its size, and `weight_v`."""
+    split: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name.endswith(".weight") and len(shape) == 3:
+            split |= {f"{name}_g": (shape[0], 1, 1), f"{name}_v": shape}
+        else:
+            split[name] = shape
+    return split
+
+
+def load_weight_normed(module: nn.Module, table: Table, tensors: Mapping[str, Tensor], path: Path, device: torch.device) -> None:
+    """As `load`, in fp32, from tensors that were read from `path`, whose convolutions are weight-normed over all axes but the first.
+
+    Both ways to write that down are read: weight_g and weight_v, and the parametrizations of newer releases of PyTorch.
+    """
+    newer = (("parametrizations.weight.original0", "weight_g"), ("parametrizations.weight.original1", "weight_v"))
+    found = {}
+    for name, value in tensors.items():
+        for theirs, ours in newer:
+            name = name.replace(theirs, ours)
+        found[name] = value
+    _check(weight_normed(published(module, table)), {name: tuple(value.shape) for name, value in found.items()}, path)
+
+    def fold(name: str) -> Tensor:
+        if name in found:
+            return found[name]
+        size, direction = found[f"{name}_g"].float(), found[f"{name}_v"].float()
+        return direction * (size / direction.flatten(1).norm(dim=1)[:, None, None])
+
+    _fill(module, table, fold, device, torch.float32)
+
+
+def _fill(
+    module: nn.Module,
+    table: Table,
+    get: Callable[[str], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    skip: str | None = None,
+    fp32: str | None = None,
+) -> None:
     tensors = _tensors(module)
     wanted = {name for name in tensors if skip is None or not name.startswith(skip + ".")}
     for name in wanted:
-        _place(module, name, torch.empty(tensors[name].shape, dtype=dtype, device=device))
+        kept = torch.float32 if fp32 is not None and name.startswith(fp32 + ".") else dtype
+        _place(module, name, torch.empty(tensors[name].shape, dtype=kept, device=device))
     tensors = _tensors(module)
     for theirs, ours in table.items():
         name, part = _split(ours)
@@ -65,7 +140,7 @@ def load(module: nn.Module, table: Table, directory: Path, device: torch.device,
         target = tensors[name]
         if part is not None:
             target = target.split(_parts(module, name))[part]
-        target.copy_(files[theirs].get_tensor(theirs))
+        target.copy_(get(theirs))
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -101,15 +176,19 @@ def _files(directory: Path) -> dict:
     for path in (directory / name for name in names):
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-        try:
-            handle = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file ({error}): it may have been cut short; copy it again") from None
+        handle = _open(path)
         handles.update(dict.fromkeys(handle.keys(), handle))
     return handles
 
 
-def _check(expected: dict[str, tuple], found: dict[str, tuple], directory: Path) -> None:
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}): it may have been cut short; copy it again") from None
+
+
+def _check(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: Path) -> None:
     problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
     problems += [f"unknown {name} {list(found[name])}" for name in found if name not in expected]
     problems += [
@@ -119,4 +198,4 @@ def _check(expected: dict[str, tuple], found: dict[str, tuple], directory: Path)
     ]
     if problems:
         more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
-        raise ValueError(f"{directory} does not hold the tensors its config promises: {'; '.join(problems[:8])}{more}")
+        raise ValueError(f"{where} does not hold the tensors its config promises: {'; '.join(problems[:8])}{more}")

@@ -18,7 +18,7 @@ class FusedLinear(nn.Module):
 
 
 class Tables(nn.Module):
-    """Equal tables one above the other: embeddings, or heads, that are chosen by index."""
+    """Equal tables one above the other: embeddings that are chosen by index."""
 
     def __init__(self, count: int, rows: int, width: int):
         super().__init__()

@@ -1,5 +1,7 @@
 """Sampling by row. What a request draws depends on its seed, step and stream (codebook) alone: never on its slot or its neighbours."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,11 +32,20 @@ def _(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
 
 def gumbel(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
     """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, the same wherever the row stands."""
+    return -torch.log(-torch.log(_uniform(seed, step, streams, width)))
+
+
+def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
+    """seed, step [B] int64 -> standard normal noise [B, width] float32, the same wherever the row stands; at most 5.3 either way."""
+    return math.sqrt(2) * torch.erfinv(2 * _uniform(seed, step, range(1), width)[:, 0] - 1)
+
+
+def _uniform(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
+    """-> [B, streams, width] float32 between 0 and 1"""
     keys = torch.ops.zoo.noise_keys.default(seed, step, streams.start, len(streams))  # [B, streams]
     index = torch.arange(width, device=seed.device) * 0x9E3779B1 & _LOW
     bits = _mix(keys[:, :, None] ^ index)  # [B, streams, width]
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # 23 bits: never 0, never 1 in fp32
-    return -torch.log(-torch.log(uniform))
+    return ((bits >> 9).float() + 0.5) * 2.0**-23  # 23 bits: never 0, never 1 in fp32
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

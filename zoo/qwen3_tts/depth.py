@@ -61,7 +61,7 @@ class CodePredictor(nn.Module):
         self.project = nn.Linear(config.talker.hidden, depth.hidden) if config.projects else nn.Identity()
         self.layers = nn.ModuleList(DepthBlock(depth) for _ in range(depth.layers))
         self.norm = RMSNorm(depth.hidden, depth.eps)
-        self.heads = Tables(config.codebooks - 1, config.depth_vocab, depth.hidden)
+        self.heads = nn.ModuleList(nn.Linear(depth.hidden, config.depth_vocab, bias=False) for _ in range(config.codebooks - 1))
 
     def forward(self, hidden: Tensor, first: Tensor, first_row: Tensor, noise: Tensor, pick: Callable[..., Tensor]) -> Tensor:
         """hidden [B, D] after the talker's final norm, first [B] code 0, first_row [B, D] its embedding -> the frame's codes [B, K].
@@ -81,7 +81,7 @@ class CodePredictor(nn.Module):
             for i, layer in enumerate(self.layers):
                 x, *grown = layer(x, cos[here], sin[here], seen[here], *cache[i])
                 cache[i] = tuple(grown)
-            logits = F.linear(self.norm(x[:, -1]), self.heads.table(step)).float()  # [B, V]
+            logits = self.heads[step](self.norm(x[:, -1])).float()  # [B, V]
             code = pick(logits=logits, noise=noise[:, step])
             codes.append(code)
             if step + 2 < self.codebooks:

@@ -92,6 +92,9 @@ class PromptWriter:
 
     def __call__(self, request: Request) -> Script:
         c, control = self.config, self.config.control
+        for param in ("guidance", "solver_steps"):
+            if getattr(request, param) is not None:
+                raise refuse(param, f"{self.which} takes no {param}: it draws codes and solves nothing")
         text = self._tokens("text", request.text)
         if not text:
             raise refuse("text", "text is empty")

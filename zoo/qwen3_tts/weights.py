@@ -27,7 +27,7 @@ def root(config: Config) -> dict[str, str]:
             names[f"talker.code_predictor.small_to_mtp_projection.{kind}"] = f"depth.project.{kind}"
     for g in range(config.codebooks - 1):
         names[f"talker.code_predictor.model.codec_embedding.{g}.weight"] = f"depth.embeddings.weight[{g}]"
-        names[f"talker.code_predictor.lm_head.{g}.weight"] = f"depth.heads.weight[{g}]"
+        names[f"talker.code_predictor.lm_head.{g}.weight"] = f"depth.heads.{g}.weight"
     for i in range(config.talker.layers):
         names |= _block(f"talker.model.layers.{i}", f"layers.{i}")
     for i in range(config.depth.layers):

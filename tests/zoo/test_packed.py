@@ -1,0 +1,72 @@
+"""Packed matrices: what the plain ones give, and the same for a row whoever stands beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import directory, family
+from torch import nn
+
+import zoo
+from zoo.contract import Request
+from zoo.nn.linear import FusedLinear
+from zoo.nn.packed import PackedLinear, pack
+
+DTYPES = [torch.float32, torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [torch.float32]
+CLOSE = {torch.float32: {"rtol": 0, "atol": 2e-6}, torch.bfloat16: {"rtol": 0.02, "atol": 0.02}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_matrix_gives_what_the_plain_one_gives(dtype, bias):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(70, 200, bias=bias)).to(dtype)
+    x = torch.randn(2, 3, 70).to(dtype)  # positions may have any number of dimensions before them
+    with torch.inference_mode():
+        expected = plain(x)
+        pack(plain)
+        torch.testing.assert_close(plain(x), expected, **CLOSE[dtype])
+    assert isinstance(plain[0], PackedLinear) and not list(plain.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_parts_of_a_fused_matrix_stay_apart(dtype):
+    torch.manual_seed(0)
+    plain = FusedLinear(64, (96, 32))
+    nn.init.normal_(plain.weight)
+    holder = nn.ModuleDict({"qkv": plain.to(dtype)})
+    x = torch.randn(5, 64).to(dtype)
+    with torch.inference_mode():
+        expected = plain(x)
+        pack(holder)
+        for part, same in zip(holder["qkv"](x), expected, strict=True):
+            torch.testing.assert_close(part, same, rtol=0.02, atol=1e-4 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
+    torch.manual_seed(0)
+    packed = nn.Sequential(nn.Linear(96, 160)).to(dtype)
+    x = torch.randn(17, 96).to(dtype)
+    with torch.inference_mode():
+        pack(packed)
+        together = packed(x)
+        for rows in (slice(0, 1), slice(3, 5), slice(5, 13)):
+            assert torch.equal(packed(x[rows]), together[rows])
+
+
+def test_other_dtypes_and_devices_are_left_as_they_are():
+    for module in (nn.Sequential(nn.Linear(4, 4).double()), nn.Sequential(nn.Linear(4, 4, device="meta"))):
+        pack(module)
+        assert type(module[0]) is nn.Linear
+
+
+def test_a_packed_family_says_the_same():
+    request = Request(text="Good morning, everybody.", voice="vivian", temperature=0.0, max_frames=6)
+    plain = zoo.generate(family("qwen3_tts"), request)
+    packed = zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32")
+    pack(packed)
+    assert not any(isinstance(module, nn.Linear | FusedLinear) for module in packed.modules())
+    speech = zoo.generate(packed, request)
+    assert torch.equal(speech.frames, plain.frames)
+    torch.testing.assert_close(speech.samples, plain.samples, rtol=0, atol=5e-5)

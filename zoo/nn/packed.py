@@ -1,0 +1,56 @@
+"""Matrices laid out as the CPU's kernels read them.
+
+A plain product rearranges its weights, or reads them badly, every time; a packed one was rearranged once, by oneDNN. With few rows, which
+is what a step has, that is twice as fast and more (benchmarks/LOG.md), and a row's result does not depend on how many rows there are.
+Source: oneDNN's weight prepacking, as PyTorch's own inductor uses it when it freezes a model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zoo.nn.linear import FusedLinear
+
+
+def pack(model: nn.Module) -> None:
+    """Replace every `nn.Linear` and `FusedLinear` of a model on a CPU by a packed one, in place; the plain weights are let go. Elsewhere,
+    and where this build or machine has no such kernels, nothing is done."""
+    for module in tuple(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear | FusedLinear) and _can_be_packed(child.weight):
+                setattr(module, name, PackedLinear(child))
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class PackedLinear(nn.Module):
+    """What the plain module gives, for the same input: x [..., in] -> [..., out], or one such for each part of a `FusedLinear`."""
+
+    weight: Tensor  # [out, in], opaque
+
+    def __init__(self, plain: nn.Linear | FusedLinear):
+        super().__init__()
+        self.parts = plain.parts if isinstance(plain, FusedLinear) else None
+        self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None), persistent=False)
+        bias = plain.bias if isinstance(plain, nn.Linear) else None
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        y = torch.ops.zoo.packed_linear.default(x, self.weight, self.bias)
+        return y if self.parts is None else y.split(self.parts, -1)
+
+
+@torch.library.custom_op("zoo::packed_linear", mutates_args=())
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. An operator, since inductor cannot look into a packed weight."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@packed_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -1,0 +1,36 @@
+"""Resampling by a windowed sinc, for models that were trained behind one in particular."""
+
+from math import ceil, gcd, pi
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ZEROS, ROLLOFF = 6, 0.99  # zero crossings of the sinc to each side; where the low-pass ends, as a part of half the lower rate
+
+
+class Resample(nn.Module):
+    """samples [B, N] at one rate -> [B, ceil(N * to / from)] at another: a low-pass under a Hann window, one filter per output phase.
+
+    Source: J. O. Smith, Digital Audio Resampling (ccrma.stanford.edu/~jos/resample); torchaudio 2.11, functional.resample, whose defaults
+    these are. The filters are made on the CPU, wherever the model is built.
+    """
+
+    filters: Tensor  # [to, 1, taps]
+
+    def __init__(self, from_hz: int, to_hz: int):
+        super().__init__()
+        shared = gcd(from_hz, to_hz)
+        self.step, self.phases = from_hz // shared, to_hz // shared
+        cutoff = min(self.step, self.phases) * ROLLOFF
+        self.reach = ceil(ZEROS * self.step / cutoff)
+        tap = torch.arange(-self.reach, self.reach + self.step, dtype=torch.float64, device="cpu") / self.step
+        phase = torch.arange(self.phases, dtype=torch.float64, device="cpu") / self.phases
+        t = ((tap - phase[:, None]) * cutoff).clamp(-ZEROS, ZEROS)  # [to, taps], in zero crossings
+        filters = torch.sinc(t) * (t * pi / ZEROS / 2).cos().square() * cutoff / self.step
+        self.register_buffer("filters", filters[:, None].float(), persistent=False)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        padded = F.pad(samples, (self.reach, self.reach + self.step))[:, None]
+        resampled = F.conv1d(padded, self.filters, stride=self.step).mT.flatten(1)
+        return resampled[:, : -(-samples.shape[1] * self.phases // self.step)]

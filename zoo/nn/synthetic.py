@@ -1,0 +1,63 @@
+"""Random tensors for demo checkpoints: a tensor's values follow from (salt, published name, shape) alone, by integer arithmetic, so they are
+the same on every machine. And files of them, written a tensor at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# where the published name matches, middle, deviation, whether the deviation is divided by the root of the fan-in (all axes but the first)
+Rule = tuple[str, float, float, bool]
+Fill = Callable[[str, tuple[int, ...]], np.ndarray]  # name and shape -> values
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_CHUNK = 1 << 16  # stays in the cache
+_LANES = np.uint64(0x0000FFFF0000FFFF)
+
+
+def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule]) -> np.ndarray:
+    """Random float32 values by the first rule that matches. Raises ValueError for a name that no rule knows.
+
+    Four 16-bit words of a PCG64 stream are summed: bell-shaped, bounded by 3.5 deviations, and exact integers up to the last two steps.
+    """
+    shape = tuple(shape)
+    rule = next((rule for rule in rules if re.search(rule[0], name)), None)
+    if rule is None:
+        raise ValueError(f"no rule says how to fill {name!r}")
+    _, middle, deviation, scaled = rule
+    if scaled:
+        deviation /= math.sqrt(math.prod(shape[1:]))
+    stream = np.random.PCG64(int.from_bytes(hashlib.sha256(f"{salt}:{name}".encode()).digest()[:16], "little"))
+    step = np.float32(deviation * math.sqrt(3) / 65536)  # the sum's deviation is 65536 / sqrt(3)
+    values = np.empty(math.prod(shape), np.float32)
+    for start in range(0, values.size, _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        words = stream.random_raw(chunk.size)
+        pairs = (words & _LANES) + (words >> np.uint64(16) & _LANES)  # two sums of two in each word
+        total = ((pairs >> np.uint64(32)) + (pairs & np.uint64(0xFFFFFFFF))).astype(np.float32)
+        np.multiply(total - np.float32(131070), step, out=chunk)  # 131070 is the sum's mean
+        chunk += np.float32(middle)
+    return values.reshape(shape)
+
+
+def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill, dtype: torch.dtype) -> None:
+    """A safetensors file of tensors, made and written one at a time: the header's length, a JSON header, then the tensors' bytes in the header's order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(shapes):
+        start, end = end, end + math.prod(shapes[name]) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shapes[name]), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in sorted(shapes):
+            values = torch.from_numpy(fill(name, shapes[name])).to(dtype)
+            values.reshape(-1).view(torch.uint8).numpy().tofile(file)
