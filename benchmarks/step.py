@@ -1,9 +1,10 @@
 """One step of a model, as it is lowered: compile time cold and warm, and step time by batch size.
 
-    python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat regions bucket] [--json OUT]
+    python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat blocks regions bucket] [--json OUT]
 
 eager    the function as it is written
-flat     the whole step as one graph, every block unrolled
+flat     the whole step as one graph, every block unrolled; a graph per batch size, since inductor 2.13 fails on one for all
+blocks   each repeated block is a callable of its own, compiled once for all of them; what is between them runs as written
 regions  the whole step as one graph that holds each repeated block once; one graph for every batch size (what the server uses)
 bucket   the same, but one graph per batch size
 Each is measured in processes of its own: first with an empty cache directory, then again with what the first one left.
@@ -23,7 +24,7 @@ import time
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-HOWS = ("eager", "flat", "regions", "bucket")
+HOWS = ("eager", "flat", "blocks", "regions", "bucket")
 POSITIONS = 48  # in the cache of every slot when the clock starts
 
 
@@ -33,16 +34,21 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
 
     import zoo
     from serving import runner as running
+    from zoo.nn.packed import pack
 
-    if how == "flat":
+    if how in ("flat", "blocks"):
         unroll()
-    if how == "bucket":
+    if how in ("flat", "bucket"):
         running.any_size = lambda *_: None
     family = zoo.load(directory, dtype=dtype)
+    pack(family)
+    if how == "blocks":
+        compile_blocks()
     slots = max(batches)
     pages = -(-(POSITIONS + 64) // running.PAGE_TOKENS)
     page_bytes = running.PAGE_TOKENS * family.spec.kv.token_bytes(family.dtype)
-    runner = running.Runner(family, slots, (slots * pages + 2) * page_bytes, compile=how != "eager")
+    arena = running.Arena([family], (slots * pages + 2) * page_bytes)
+    runner = running.Runner(family, slots, arena, compile=how not in ("eager", "blocks"))
     request = zoo.Request(text="Hello there.", voice=family.spec.voices[0], temperature=0.9)
     for slot in range(slots):
         runner.open(slot, family.prompt(request), range(1 + slot * pages, 1 + (slot + 1) * pages), POSITIONS)
@@ -50,7 +56,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     before, began = usage(), time.perf_counter()
     with torch.inference_mode():
         runner._warm_step()
-    for batch in batches if how == "bucket" else []:
+    for batch in batches if how in ("flat", "blocks", "bucket") else []:
         runner.step(np.arange(batch)).read()
     result = {"how": how, "ready_s": time.perf_counter() - began, "ready_cpu_s": usage() - before, "step_ms": {}}
     for batch in batches:
@@ -69,8 +75,21 @@ def unroll() -> None:
     from zoo.qwen3_tts import depth, model
 
     for owner in (depth.DepthBlock, model.Block):
-        owner.forward = owner.forward.__wrapped__
-    model.draw = sampling.draw.__wrapped__
+        owner.forward = owner.forward.__marked_compile_region_fn__
+    model.draw = sampling.draw.__marked_compile_region_fn__
+
+
+def compile_blocks() -> None:
+    """Without the check that sizes which are equal once stay equal: the places of a frame's steps are such sizes."""
+    import torch
+    import torch.fx.experimental._config
+
+    torch.fx.experimental._config.use_duck_shape = False
+    torch._dynamo.config.recompile_limit = 64
+    from zoo.qwen3_tts import depth, model
+
+    for owner in (depth.DepthBlock, model.Block):
+        owner.forward = torch.compile(owner.forward, fullgraph=True, dynamic=True, options={"cpp.threads": 1})
 
 
 def usage() -> float:

@@ -1,4 +1,4 @@
-"""A loaded family -> the same family, as fast as this machine runs it."""
+"""Loaded families -> the same families, as fast as this machine runs them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from zoo.contract import Family
 from zoo.nn.packed import pack
 
 
-def fit(family: Family) -> Path:
-    """Threads for its size, matrices laid out for the CPU, and a place where its compiled code is kept -> that place. Call before it is
-    compiled. Raises ValueError if the place cannot be written."""
-    threads.fit(family)
-    pack(family)
+def fit(*families: Family) -> Path:
+    """Threads for the largest, matrices laid out for the CPU, and a place where compiled code is kept, the first one's -> that place. Call
+    it once for all of a process, before anything is compiled. Raises ValueError if the place cannot be written."""
+    threads.fit(max(families, key=lambda family: sum(parameter.numel() * parameter.itemsize for parameter in family.parameters())))
+    for family in families:
+        pack(family)
+    return keep(families[0])
+
+
+def keep(family: Family) -> Path:
+    """What is compiled from now on is this family's -> the place where it is kept. Raises ValueError if the place cannot be written."""
     here = Path(zoo.__file__).parent
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "contract.py")
     return artifacts.keep(family.spec.family, family, (family.spec, family.strategy), code)

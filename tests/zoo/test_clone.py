@@ -14,6 +14,7 @@ import torch
 from models import Clock, directory, family, serve
 
 import zoo
+from compile_cache.strategy import Whole
 from serving.engine import Engine
 from serving.runner import PAGE_TOKENS
 from zoo.contract import Clip, Request, View
@@ -297,7 +298,8 @@ def test_streamed_and_batched_equals_alone(policy, lag):
     """More clones than slots, so slots are used again, with words after sounds and sounds after words."""
     asked = requests()
     engine = Engine(BASE, max_slots=3, compile=False, lag=lag, policy=policy, clock=Clock())
-    engine.scheduler.policy = replace(engine.scheduler.policy, prefill_tokens=11)
+    [model] = engine.models.values()
+    model.scheduler.policy = replace(model.scheduler.policy, prefill_tokens=11)
     ears = serve(engine, {0: asked[:2], 3: asked[2:3], 4: asked[3:]})
     for ear, request in zip(ears, asked, strict=True):
         truth = zoo.generate(BASE, request)
@@ -333,3 +335,19 @@ def test_designs_are_served_too():
     ears = serve(Engine(DESIGN, max_slots=2, compile=False, lag=1, clock=Clock()), {0: asked})
     for ear, request in zip(ears, asked, strict=True):
         np.testing.assert_allclose(ear.samples, zoo.generate(DESIGN, request).samples, **SAMPLES)
+
+
+def test_lowered_equals_eager_with_references_in_play(monkeypatch):
+    """One graph serves clones with words, by sound, and those whose first pages are another's."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("serving.runner.lower", lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb)
+    engine = Engine(BASE, max_slots=3, lag=0, clock=Clock())
+    engine.warm(lambda progress, stage: None)
+    asked = [*requests(), requests()[0]]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        ears = serve(engine, {0: asked[:2], 3: asked[2:3], 4: asked[3:]})
+    assert engine.stats()["pages_shared"] > 0
+    for ear, request in zip(ears, asked, strict=True):
+        truth = zoo.generate(BASE, request)
+        assert ear.frames == len(truth.frames) > 0
+        np.testing.assert_allclose(ear.samples, truth.samples, **SAMPLES)

@@ -24,7 +24,7 @@ def test_a_packed_matrix_gives_what_the_plain_one_gives(dtype, bias):
     x = torch.randn(2, 3, 70).to(dtype)  # positions may have any number of dimensions before them
     with torch.inference_mode():
         expected = plain(x)
-        pack(plain)
+        pack(plain, 0)
         torch.testing.assert_close(plain(x), expected, **CLOSE[dtype])
     assert isinstance(plain[0], PackedLinear) and not list(plain.parameters())
 
@@ -38,7 +38,7 @@ def test_the_parts_of_a_fused_matrix_stay_apart(dtype):
     x = torch.randn(5, 64).to(dtype)
     with torch.inference_mode():
         expected = plain(x)
-        pack(holder)
+        pack(holder, 0)
         for part, same in zip(holder["qkv"](x), expected, strict=True):
             torch.testing.assert_close(part, same, rtol=0.02, atol=1e-4 if dtype == torch.float32 else 0.2)
 
@@ -49,7 +49,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
     packed = nn.Sequential(nn.Linear(96, 160)).to(dtype)
     x = torch.randn(17, 96).to(dtype)
     with torch.inference_mode():
-        pack(packed)
+        pack(packed, 0)
         together = packed(x)
         for rows in (slice(0, 1), slice(3, 5), slice(5, 13)):
             assert torch.equal(packed(x[rows]), together[rows])
@@ -57,15 +57,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
 
 def test_other_dtypes_and_devices_are_left_as_they_are():
     for module in (nn.Sequential(nn.Linear(4, 4).double()), nn.Sequential(nn.Linear(4, 4, device="meta"))):
-        pack(module)
+        pack(module, 0)
         assert type(module[0]) is nn.Linear
+
+
+def test_small_matrices_are_left_as_they_are():
+    module = nn.Sequential(nn.Linear(512, 255), nn.Linear(512, 256))  # in float32 just below and just 512 KiB
+    pack(module)
+    assert type(module[0]) is nn.Linear and type(module[1]) is PackedLinear
 
 
 def test_a_packed_family_says_the_same():
     request = Request(text="Good morning, everybody.", voice="vivian", temperature=0.0, max_frames=6)
     plain = zoo.generate(family("qwen3_tts"), request)
     packed = zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32")
-    pack(packed)
+    pack(packed, 0)
     assert not any(isinstance(module, nn.Linear | FusedLinear) for module in packed.modules())
     speech = zoo.generate(packed, request)
     assert torch.equal(speech.frames, plain.frames)

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from zoo.nn.linear import FusedLinear
 
+LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 
-def pack(model: nn.Module) -> None:
-    """Replace every `nn.Linear` and `FusedLinear` of a model on a CPU by a packed one, in place; the plain weights are let go. Elsewhere,
-    and where this build or machine has no such kernels, nothing is done."""
+
+def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
+    """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, in place; the plain weights are let go. Where the model
+    is not on a CPU, and where this build or machine has no such kernels, nothing is done."""
     for module in tuple(model.modules()):
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear | FusedLinear) and _can_be_packed(child.weight):
+            if isinstance(child, nn.Linear | FusedLinear) and child.weight.nbytes >= least_bytes and _can_be_packed(child.weight):
                 setattr(module, name, PackedLinear(child))
 
 
