@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from models import directory, family
+from toy import Toy
 
 import zoo
 from compile_cache.strategy import Whole
@@ -16,7 +17,6 @@ from serving import parity as measured
 from serving.parity import buzz, compare, follow, parity, requests
 from serving.warm import warm
 from zoo.contract import Request
-from zoo.qwen3_tts import demo
 
 TINY = str(directory("qwen3_tts", "tiny"))
 
@@ -90,7 +90,7 @@ def test_the_reference_is_asked_the_same_and_compared(tmp_path, monkeypatch):
 def test_a_reference_that_cannot_run_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match="did not run"):
         measured.reference(TINY, "qwen3_tts", "/bin/false", {})
-    with pytest.raises(ValueError, match="reference_toy.py does not exist"):
+    with pytest.raises(ValueError, match=r"reference_toy\.py does not exist"):
         measured.reference(TINY, "toy", "/bin/true", {})
 
 
@@ -99,10 +99,9 @@ def test_warm_says_what_it_made(monkeypatch, tmp_path):
         "serving.runner.lower", lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb
     )
     torch._dynamo.reset()
-    one_layer = {"num_hidden_layers": 1}
-    small = demo.write(tmp_path / "model", "tiny", talker_config={**one_layer, "code_predictor_config": one_layer})
+    monkeypatch.setattr(zoo, "load", lambda directory, device, dtype: Toy())
     steps: list[tuple[float, str]] = []
-    done = warm(str(small), device="cpu", max_slots=2, say=lambda fraction, stage: steps.append((fraction, stage)))
+    done = warm("toy", device="cpu", max_slots=2, say=lambda fraction, stage: steps.append((fraction, stage)))
     assert (done["graphs"], done["found"], done["compiled"]) == (1, 0, 0)  # this backend has no kernels to keep
     assert done["cache"].startswith(str(tmp_path / "cache")) and done["warm_s"] > 0
     assert steps[0][0] == 0 and steps[-1] == (1.0, "warm")

@@ -340,7 +340,11 @@ def test_designs_are_served_too():
 def test_lowered_equals_eager_with_references_in_play(monkeypatch):
     """One graph serves clones with words, by sound, and those whose first pages are another's."""
     torch._dynamo.reset()
-    monkeypatch.setattr("serving.runner.lower", lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb)
+
+    def lower(verb, how):
+        return torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb
+
+    monkeypatch.setattr("serving.runner.lower", lower)
     engine = Engine(BASE, max_slots=3, lag=0, clock=Clock())
     engine.warm(lambda progress, stage: None)
     asked = [*requests(), requests()[0]]
