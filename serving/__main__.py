@@ -42,13 +42,13 @@ DType = Annotated[Literal["float32", "bfloat16"] | None, Option(help="bfloat16 o
 
 @app.command()
 def serve(
-    model: Annotated[str, Argument(help="A model directory, or NAME=DIR to choose the model's id for clients.")],
+    models: Annotated[list[str], Argument(metavar="MODEL", help="Model directories; NAME=DIR chooses the id that clients ask for.")],
     host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     device: Device = None,
     dtype: DType = None,
-    max_slots: Annotated[int, Option(min=1, help="How many requests speak at once.")] = 8,
-    kv_memory: Annotated[str | None, Option(help="Memory for keys and values: 4GiB, 512MiB or bytes.")] = None,
+    max_slots: Annotated[int, Option(min=1, help="How many requests speak at once, of each model.")] = 8,
+    kv_memory: Annotated[str | None, Option(help="Memory for keys and values, of all models: 4GiB, 512MiB or bytes.")] = None,
     policy: Annotated[Literal["streaming", "throughput"], Option(help="First audio early, or most audio in all.")] = "streaming",
     warm: Annotated[bool, Option(help="Run every shape before the first request.")] = True,
     compile: Annotated[bool, Option(help="Compile the model, or run it eagerly.")] = True,
@@ -61,13 +61,11 @@ def serve(
     max_reference_s: Annotated[float, Option(min=1, max=MAX_REFERENCE_S, help="The longest reference audio.")] = MAX_REFERENCE_S,
     allow_url_references: Annotated[bool, Option(help="Fetch reference audio from URLs that clients send.")] = False,
 ) -> int:
-    """Serve a model over HTTP, as OpenAI's speech API."""
+    """Serve models over HTTP, as OpenAI's speech API."""
     from serving import supervisor
 
-    name, directory = named_directory(model)
     engine = {
-        "directory": str(directory),
-        "name": name,
+        "models": named_directories(models),
         "device": device,
         "dtype": dtype,
         "max_slots": max_slots,
@@ -419,6 +417,16 @@ def named_directory(model: str) -> tuple[str, Path]:
     if not name:
         raise ValueError(f"{model!r} has no name before '='; a model is DIR or NAME=DIR")
     return name, existing_directory(directory)
+
+
+def named_directories(models: list[str]) -> dict[str, str]:
+    """Their directories by name. Raises ValueError."""
+    directories: dict[str, str] = {}
+    for name, directory in map(named_directory, models):
+        if name in directories:
+            raise ValueError(f"two models have the name {name!r}; NAME=DIR gives one another name")
+        directories[name] = str(directory)
+    return directories
 
 
 def existing_directory(directory: str) -> Path:

@@ -98,6 +98,15 @@ def create_app(link: Link, *, api_key: str | None = None, limits: Limits = DEFAU
         message = f"model {id!r} is not served here; there is: {', '.join(model.id for model in models)}"
         raise refusal(404, message, "model", "model_not_found")
 
+    def choose(models: list[Model], id: str | None) -> Model:
+        """The model of a request, which need not say it where there is but one."""
+        if id is not None:
+            return find(models, id)
+        if len(models) > 1:
+            possible = ", ".join(model.id for model in models)
+            raise refusal(400, f"model is missing, and this server has several: {possible}", "model", "missing_field")
+        return models[0]
+
     @post(
         "/v1/audio/speech",
         guards=[check_key],
@@ -116,10 +125,10 @@ def create_app(link: Link, *, api_key: str | None = None, limits: Limits = DEFAU
             **refusals,
         },
     )
-    async def speech(data: SpeechRequest) -> ASGIApp:
+    async def speech(data: SpeechRequest, request: Request[Any, Any, Any]) -> ASGIApp:
         """Speak a text."""
-        models = served()
-        model = models[0] if data.model is None else find(models, data.model)
+        model = choose(served(), data.model)
+        request.state.model = model.id  # for the metrics, should it be refused
         if not data.input.strip():
             raise refusal(400, "input is empty: give a text to speak", "input")
         if len(data.input) > limits.text_chars:
@@ -148,7 +157,7 @@ def create_app(link: Link, *, api_key: str | None = None, limits: Limits = DEFAU
 
     @get("/v1/audio/voices", guards=[check_key], responses=refusals)
     async def list_voices() -> VoiceList:
-        """The voices of the served models, and the uploaded ones."""
+        """The voices of the served models, and the uploaded ones; `models` says which can speak in each."""
         models = served()
         own = dict.fromkeys(name for model in models for name in model.voices)
         presets = [VoiceObject(name, name, created, "preset", [model.id for model in models if name in model.voices]) for name in own]
@@ -171,7 +180,8 @@ def create_app(link: Link, *, api_key: str | None = None, limits: Limits = DEFAU
         models = served()
         possible_s = [model.reference_s for model in models if model.reference_s is not None]
         if not possible_s:
-            raise refusal(400, f"no model here takes reference audio, so an uploaded voice could not be used: {ways(models[0])}")
+            possible = ways(models[0]) if len(models) == 1 else "; ".join(f"{model.id}: {ways(model)}" for model in models)
+            raise refusal(400, f"no model here takes reference audio, so an uploaded voice could not be used: {possible}")
         if any(is_own(model.voices, data.name) for model in models):
             raise refusal(409, f"{data.name!r} is a voice of the model; take another name", "name", "voice_exists")
         if len(sample := await data.audio_sample.read()) > limits.reference_bytes:
@@ -224,6 +234,7 @@ def create_app(link: Link, *, api_key: str | None = None, limits: Limits = DEFAU
 
     @asynccontextmanager
     async def keep_link(_: Litestar) -> AsyncIterator[None]:
+        await asyncio.to_thread(voices.tidy)
         task = asyncio.create_task(link.run())
         yield
         task.cancel()

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from serving.engine import Audio, Engine, Failed
 from serving.fit import fit
-from serving.runner import Pending, Runner
+from serving.runner import PAGE_TOKENS, Arena, Pending, Runner, token_bytes
 from zoo.contract import Family, Request, View
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
@@ -103,7 +103,8 @@ def line(run: dict[str, Any]) -> str:
 
 def load(engine: Engine, streams: int, rounds: int, request: dict[str, Any]) -> dict[str, Any]:
     """`rounds` requests on each of `streams` lines, the next when the last is done."""
-    rate = engine.family.spec.sample_rate_hz
+    [model] = engine.models.values()
+    rate = model.family.spec.sample_rate_hz
     first, samples, frames, errors = [], [], [], []
     left, done = threading.Semaphore(0), threading.Lock()
 
@@ -129,7 +130,7 @@ def load(engine: Engine, streams: int, rounds: int, request: dict[str, Any]) -> 
 
         engine.speak(f"{line}-{turn}", Request(**request, seed=1000 * line + turn), deliver)
 
-    clock = Clock(engine.runner)
+    clock = Clock(model.runner)
     began = time.perf_counter()
     for line_ in range(streams):
         start(line_, 0)
@@ -203,8 +204,7 @@ class Traffic(TorchDispatchMode):
 @torch.no_grad()
 def work(family: Family, request: Request) -> dict[str, dict[str, int]]:
     """Weights read and arithmetic done by one eager step and one rendered frame of one stream."""
-    page = 16 * family.spec.kv.token_bytes(family.dtype)
-    runner = Runner(family, 1, 64 * page, compile=False)
+    runner = Runner(family, 1, Arena([family], 64 * PAGE_TOKENS * token_bytes(family)), compile=False)
     prompt = family.prompt(request)
     runner.open(0, prompt, range(1, 60), len(prompt.inputs) - 1)
     row = torch.zeros(1, dtype=torch.int64, device=family.device)

@@ -71,7 +71,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     log.info("refused", path=request.url.path, status=error.status_code, error=body.message, param=body.param, code=body.code)
     if path == "/v1/audio/speech":
         metrics: Metrics = request.app.state.metrics
-        metrics.ended("refused" if error.status_code < 500 else "unavailable" if error.status_code == 503 else "failed")
+        outcome = "refused" if error.status_code < 500 else "unavailable" if error.status_code == 503 else "failed"
+        metrics.ended(request.state.get("model", ""), outcome)
     return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
 
 

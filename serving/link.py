@@ -53,12 +53,12 @@ class Link:
             await asyncio.sleep(RETRY_S)
 
     @contextmanager
-    def speak(self, id: str, request: dict[str, Any], reference: wire.Clip | None = None) -> Iterator[Inbox]:
+    def speak(self, id: str, model: str, request: dict[str, Any], reference: wire.Clip | None = None) -> Iterator[Inbox]:
         """Sends the request and gives the inbox of its answers; leaving early cancels it. Raises Away."""
         if self._writer is None or self.status.state != "ready":
             raise Away(self.status)
         inbox = self._inboxes[id] = asyncio.Queue()
-        self._writer.write(wire.pack(wire.Speak(id, request, reference)))
+        self._writer.write(wire.pack(wire.Speak(id, model, request, reference)))
         try:
             yield inbox
         finally:

@@ -19,18 +19,22 @@ from hashlib import blake2b
 
 
 class Pages:
-    """Reference counts and a prefix index over `num_pages` pages. Page 0 is scratch: padding rows write to it, and nobody is given it.
+    """Reference counts and a prefix index over an arena's pages. The first `num_scratch` are scratch, one of each model: padding rows write
+    to them, and nobody is given them. `num_pages` are left.
 
-    `shared` counts pages handed out by `match`, `evicted` those that lost their place in the index. Raises ValueError below two pages.
+    `shared` counts pages handed out by `match`, `evicted` those that lost their place in the index. Raises ValueError where none is left.
     """
 
-    def __init__(self, num_pages: int):
-        if num_pages < 2:
-            raise ValueError(f"an arena of {num_pages} pages has none to hand out: page 0 is scratch, so at least 2 are needed")
+    def __init__(self, num_in_arena: int, num_scratch: int = 1):
+        self.num_pages = num_in_arena - num_scratch
+        if self.num_pages < 1:
+            raise ValueError(
+                f"an arena of {num_in_arena} pages has none to hand out: {num_scratch} are scratch, so {num_scratch + 1} are the least"
+            )
         self.shared = 0
         self.evicted = 0
-        self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, 0, -1))  # a stack, so that the pages used last are used next
+        self._references = [0] * num_in_arena
+        self._free = list(range(num_in_arena - 1, num_scratch - 1, -1))  # a stack, so that the pages used last are used next
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed pages without a holder, least recently used first
         self._page_of: dict[bytes, int] = {}  # the index: link of a chain -> page
         self._link_of: dict[int, bytes] = {}  # and back

@@ -23,7 +23,7 @@ from torch import Tensor
 import zoo
 from serving.bench import REFERENCES
 from serving.fit import fit
-from serving.runner import PAGE_TOKENS, Runner
+from serving.runner import PAGE_TOKENS, Arena, Runner, token_bytes
 from serving.scheduler import Chunk, Render
 from zoo.contract import Clip, Family, Request, Spec, State, View
 from zoo.loop import SoloBatches
@@ -102,7 +102,7 @@ def follow(plain: Family, served: Family, request: Request, compile: bool) -> di
     plain.admit(state, 0, prompt)
     needed = len(prompt.inputs) + prompt.max_frames
     pages = -(-needed // PAGE_TOKENS)
-    runner = Runner(served, 1, (pages + 1) * PAGE_TOKENS * served.spec.kv.token_bytes(served.dtype), compile)
+    runner = Runner(served, 1, Arena([served], (pages + 1) * PAGE_TOKENS * token_bytes(served)), compile)
     runner.warm(lambda progress, stage: None)
     runner.open(0, served.prompt(request), range(1, pages + 1), 0)
     if batches.length:

@@ -6,6 +6,7 @@ launch (frames ready, done) and the rendered samples; both are asked for when th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,23 +21,75 @@ from compile_cache.strategy import Eager, Lowering, Whole
 from serving.scheduler import Chunk, Render
 from zoo.contract import Batch, Family, Prompt, View
 
-PAGE_TOKENS = 16
+PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
 INT = np.int64
 
 
-class Arena:
-    """Pages of bytes on the device. A family reads them as rows of its own keys and values."""
+def row_bytes(family: Family) -> int:
+    """The keys, or the values, of one position in one layer."""
+    return family.spec.kv.row_values * family.dtype.itemsize
 
-    def __init__(self, num_pages: int, page_bytes: int, device: torch.device):
-        self.num_pages, self.page_bytes = num_pages, page_bytes
-        self.bytes = torch.zeros(num_pages * page_bytes, dtype=torch.uint8, device=device)
+
+def token_bytes(family: Family) -> int:
+    """All that one position keeps."""
+    return family.spec.kv.token_bytes(family.dtype)
+
+
+def common_page_bytes(families: Sequence[Family]) -> int:
+    """The size of a page that suits all: PAGE_TOKENS of the largest positions, and up to whole rows of everybody's.
+
+    The others get as many of their positions into a page as fit, so less than one position of a page is left over, at most a 16th of it.
+    Raises ValueError where whole rows of all would more than double the page.
+    """
+    most, step = max(PAGE_TOKENS * token_bytes(family) for family in families), math.lcm(*map(row_bytes, families))
+    size = -(-most // step) * step
+    if size > 2 * most:
+        rows = ", ".join(f"{family.spec.family} {row_bytes(family)}" for family in families)
+        raise ValueError(
+            f"no page suits all these models: rows of keys take (bytes) {rows}, so a page of whole rows takes {size}, where {most} are "
+            "needed: serve them apart"
+        )
+    return size
+
+
+class Arena:
+    """Pages of bytes on the device. Every family in it reads them as rows of its own keys and values, `page_tokens` positions a page.
+
+    Page i is the scratch of family i, which padding writes to. Raises ValueError for a size that leaves no other page.
+    """
+
+    def __init__(self, families: Sequence[Family], kv_bytes: int):
+        self.families, self.device = tuple(families), families[0].device
+        assert all(family.device == self.device for family in families), f"one arena, on {[str(family.device) for family in families]}"
+        self.page_bytes = common_page_bytes(families)
+        self.num_pages, self.num_scratch = kv_bytes // self.page_bytes, len(families)
+        if self.num_pages <= self.num_scratch:
+            whose, least = "this model" if len(families) == 1 else "these models", self.num_scratch + 1
+            raise ValueError(
+                f"{kv_bytes} bytes of KV memory hold no page: a page of {whose} takes {self.page_bytes}, and {least} are the least"
+            )
+        self.bytes = torch.zeros(self.num_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
+        self.dtypes: list[torch.dtype | None] = [None] * self.num_pages  # of what was last written to each page
+
+    def page_tokens(self, family: Family) -> int:
+        return self.page_bytes // token_bytes(family)
+
+    def page_rows(self, family: Family) -> int:
+        return self.page_bytes // row_bytes(family)
 
     def rows(self, family: Family) -> Tensor:
         """-> [rows, H, D], the whole arena in the family's shape."""
         kv = family.spec.kv
-        row_bytes = kv.row_values * family.dtype.itemsize
-        assert self.page_bytes % row_bytes == 0, f"pages of {self.page_bytes} bytes do not hold whole rows of {row_bytes} bytes"
         return self.bytes.view(family.dtype).view(-1, kv.num_heads, kv.head_dim)
+
+    def hand_over(self, pages: Sequence[int], family: Family) -> None:
+        """The family will write to these pages. What was written in another dtype is cleared: it may be NaN in this one, and attention
+        reads past a sequence's end with a weight of 0, which does not hide a NaN."""
+        foreign = [page for page in pages if self.dtypes[page] not in (None, family.dtype)]
+        if foreign:
+            self.bytes.view(self.num_pages, -1).index_fill_(0, torch.tensor(foreign, device=self.device), 0)
+        for page in pages:
+            self.dtypes[page] = family.dtype
 
 
 class Pending:
@@ -58,22 +111,18 @@ class Pending:
 
 
 class Runner:
-    """A family on a device with `num_slots` slots and as many pages as fit into `kv_bytes`."""
+    """A family on a device with `num_slots` slots, and pages of an arena that has the family in it."""
 
-    def __init__(self, family: Family, num_slots: int, kv_bytes: int, compile: bool = True):
-        spec, kv, self.device = family.spec, family.spec.kv, family.device
-        self.family, self.num_slots = family, num_slots
-        page_bytes = PAGE_TOKENS * kv.token_bytes(family.dtype)
-        if kv_bytes < 2 * page_bytes:
-            raise ValueError(f"{kv_bytes} bytes of KV memory hold no page: a page of this model takes {page_bytes}, and two are the least")
-        self.arena = Arena(kv_bytes // page_bytes, page_bytes, self.device)
-        self.kv = self.arena.rows(family)
-        self.page_rows = 2 * kv.num_layers * PAGE_TOKENS
+    def __init__(self, family: Family, num_slots: int, arena: Arena, compile: bool = True):
+        self.family, self.num_slots, self.arena, self.device = family, num_slots, arena, family.device
+        self.kv = arena.rows(family)
+        self.page_tokens, self.page_rows = arena.page_tokens(family), arena.page_rows(family)
         self.state = family.state(num_slots)
-        self.most_pages = -(-spec.max_positions // PAGE_TOKENS)
+        self.most_pages = -(-family.spec.max_positions // self.page_tokens)
 
-        # by slot, and the spare one at the end: its only page is page 0, which is nobody's
-        self.table = np.zeros((num_slots + 1, self.most_pages), INT)
+        # by slot, and the spare one at the end; where a sequence has no page stands the family's scratch
+        self.scratch = arena.families.index(family) * self.page_rows
+        self.table = np.full((num_slots + 1, self.most_pages), self.scratch, INT)
         self.lengths = np.zeros(num_slots + 1, INT)
         self.prompts: dict[int, Tensor] = {}
 
@@ -89,6 +138,8 @@ class Runner:
 
     def open(self, slot: int, prompt: Prompt, pages: Sequence[int], skip: int) -> None:
         """A request moves in. skip: positions that its pages already hold."""
+        self.arena.hand_over(pages, self.family)
+        self.table[slot] = self.scratch
         self.table[slot, : len(pages)] = np.asarray(pages, INT) * self.page_rows
         self.lengths[slot] = skip
         self.prompts[slot] = prompt.inputs
@@ -134,16 +185,17 @@ class Runner:
 
     def _width(self, owners: np.ndarray) -> int:
         """Columns of the page table that a launch needs, up to a power of two so that launches look alike."""
-        pages = int(-(-self.lengths[owners].max() // PAGE_TOKENS))
+        pages = int(-(-self.lengths[owners].max() // self.page_tokens))
         return min(1 << (pages - 1).bit_length(), self.most_pages)
 
     def _batch(self, slots: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray, columns: int = 0) -> Batch:
         """slots [B]; owner [T] and positions [T] say whose position each input is; columns of the page table, else as many as needed."""
         return self.slate.fill(
             self.kv,
+            self.page_tokens,
             slots=slots,
             positions=positions,
-            writes=self.table[owner, positions // PAGE_TOKENS] + positions % PAGE_TOKENS,
+            writes=self.table[owner, positions // self.page_tokens] + positions % self.page_tokens,
             rows=self.table[slots, : columns or self._width(slots)],
             lengths=self.lengths[slots],
             starts=starts,
@@ -209,9 +261,9 @@ class Slate:
         self.device = device
         self.places: dict[str, Tensor] = {}
 
-    def fill(self, kv: Tensor, **fields: np.ndarray) -> Batch:
+    def fill(self, kv: Tensor, page_tokens: int, **fields: np.ndarray) -> Batch:
         tensors = {name: self._put(name, np.ascontiguousarray(value)) for name, value in fields.items()}
-        return Batch(**tensors, kv=kv, page_tokens=PAGE_TOKENS)
+        return Batch(**tensors, kv=kv, page_tokens=page_tokens)
 
     def _put(self, name: str, value: np.ndarray) -> Tensor:
         source = torch.from_numpy(value)

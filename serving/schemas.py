@@ -60,7 +60,7 @@ class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/audio/speech. What is left out, or null, is the model's own default."""
 
     input: Annotated[str, Meta(description="the text to speak")]
-    model: Annotated[str | None, Meta(description="the id of a served model (GET /v1/models); may be left out")] = None
+    model: Annotated[str | None, Meta(description="the id of a served model (GET /v1/models); needed where there are several")] = None
     voice: Annotated[
         str | Voice | None, Meta(description='the name of a voice, the model\'s or an uploaded one (GET /v1/audio/voices), or {"id": name}')
     ] = None

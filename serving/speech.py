@@ -67,13 +67,13 @@ class Speech:
     async def answer(self, send: Send) -> None:
         fields, clip = await self.for_engine()
         whole = bytearray()  # of a request that does not stream
-        with self.link.speak(self.id, fields, clip) as inbox:
+        with self.link.speak(self.id, self.model.id, fields, clip) as inbox:
             while True:
                 match await inbox.get():
                     case wire.Audio(pcm=pcm):
                         if self.ttfa_s is None:
                             self.ttfa_s = time.perf_counter() - self.began
-                            self.metrics.began(self.ttfa_s)
+                            self.metrics.began(self.model.id, self.ttfa_s)
                         self.num_bytes += len(pcm)
                         if self.request.stream:
                             await self.send_audio(send, await self.encode(self.encoder.feed, pcm))
@@ -151,10 +151,11 @@ class Speech:
         """The request's one line, and its place in the metrics."""
         took_s = time.perf_counter() - self.began
         audio_s = self.num_bytes / 2 / self.model.sample_rate_hz
-        self.metrics.ended(outcome, took_s, audio_s)
+        self.metrics.ended(self.model.id, outcome, took_s, audio_s)
         rtf = round(took_s / audio_s, 4) if audio_s else None
         ttfa_ms = round(1000 * self.ttfa_s, 1) if self.ttfa_s is not None else None
-        log.info("speech", id=self.id, status=status, reason=outcome, ttfa_ms=ttfa_ms, audio_s=round(audio_s, 3), rtf=rtf, **more)
+        facts = {"status": status, "reason": outcome, "ttfa_ms": ttfa_ms, "audio_s": round(audio_s, 3), "rtf": rtf, **more}
+        log.info("speech", id=self.id, model=self.model.id, **facts)
 
 
 def event(message: msgspec.Struct) -> bytes:

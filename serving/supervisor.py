@@ -194,7 +194,7 @@ async def watch(path: str, engine: Child, url: str) -> int:
                     line = f"{state} {round(10 * progress) * 10:3d} %" + (f"  {detail}" if detail else "")
                     if state == "ready":
                         engine.proven = True
-                        say(f"ready on {url}" + ("" if greeted else f"\n\n    {try_it(url, models[0])}\n"))
+                        say(f"ready on {url}" + ("" if greeted else f"\n\n    {try_it(url, models)}\n"))
                         greeted = True
                     elif line != shown:
                         say(line)
@@ -209,9 +209,9 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def try_it(url: str, model: wire.ModelInfo) -> str:
-    """A line for the shell that speaks, after another one that gives a voice to a model that has none."""
-    upload = ""
+def try_it(url: str, models: Sequence[wire.ModelInfo]) -> str:
+    """A line for the shell that speaks with the first model, after another one that gives a voice to a model that has none."""
+    model, upload = models[0], ""
     if model.voices:
         voice = f'"voice": "{model.voices[0]}"'
     elif "design" in model.modes:
@@ -219,5 +219,6 @@ def try_it(url: str, model: wire.ModelInfo) -> str:
     else:
         voice = '"voice": "me"'
         upload = f"curl {url}/v1/audio/voices -F name=me -F audio_sample=@me.wav -F ref_text='What I say in me.wav.'\n    "
-    body = f'{{"input": "Hello from the zoo.", {voice}}}'
+    chosen = f'"model": {json.dumps(model.id)}, ' if len(models) > 1 else ""
+    body = f'{{{chosen}"input": "Hello from the zoo.", {voice}}}'
     return f"{upload}curl -N {url}/v1/audio/speech -H 'content-type: application/json' -d '{body}' -o hello.mp3"

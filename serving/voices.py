@@ -2,13 +2,15 @@
 
     VOICES/anna/voice.json, sample.wav       float32 and mono, as the upload was decoded
 
-A voice appears and disappears by one rename, so whoever reads it, in whichever process, finds all of it or nothing. Names are lower-cased:
-some file systems cannot tell Anna from anna, and neither can listeners.
+A voice appears and disappears by one rename, so whoever reads it, in whichever process, finds all of it or nothing. Before and after it is
+in a hidden directory, which stays behind if its maker is killed: `tidy`. Names are lower-cased: some file systems cannot tell Anna from
+anna, and neither can listeners.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import re
@@ -16,6 +18,8 @@ import shutil
 import tempfile
 import time
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -26,6 +30,7 @@ import structlog
 from serving.wire import Clip
 
 MAX_NAME_CHARS = 50
+HIDDEN = (".new-", ".old-")
 SILENT = 1e-3  # a peak of -60 dB of full scale
 
 log = structlog.get_logger()
@@ -108,17 +113,15 @@ class Voices:
         soundfile.write(wav, samples, sample.sample_rate_hz, subtype="FLOAT", format="WAV")
         voice = StoredVoice(name, int(time.time()), round(sample.lasts_s, 3), (ref_text or "").strip() or None, consent)
         self.directory.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=".new-", dir=self.directory))
-        try:
+        with self._hidden_place(".new-") as new:
             (new / "sample.wav").write_bytes(wav.getvalue())
             (new / "voice.json").write_bytes(msgspec.json.encode(voice))
-            new.rename(self.directory / name)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise Taken(f"there is a voice {name!r} already: remove it first, or take another name") from None
-            raise
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
+            try:
+                new.rename(self.directory / name)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise Taken(f"there is a voice {name!r} already: remove it first, or take another name") from None
+                raise
         return voice
 
     def remove(self, name: str) -> bool:
@@ -126,14 +129,41 @@ class Voices:
         place = self.directory / clean_name(name)
         if not place.is_dir():
             return False
-        old = Path(tempfile.mkdtemp(prefix=".old-", dir=self.directory))
-        try:
-            place.rename(old / "voice")
-        except FileNotFoundError:
-            return False
-        finally:
-            shutil.rmtree(old)
+        with self._hidden_place(".old-") as old:
+            try:
+                place.rename(old / "voice")
+            except FileNotFoundError:
+                return False
         return True
+
+    def tidy(self) -> None:
+        """Remove what was left behind by whoever was killed while adding or removing a voice. Where somebody is at it now, in whichever
+        process, nothing is done: the next start will find it."""
+        with suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for entry in os.scandir(self.directory):
+                if entry.name.startswith(HIDDEN):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+    @contextmanager
+    def _hidden_place(self, prefix: str) -> Iterator[Path]:
+        """A new directory in the store, gone afterwards unless it was renamed."""
+        assert prefix in HIDDEN, f"{prefix!r} is not of {HIDDEN}, which are tidied"
+        with self._locked(fcntl.LOCK_SH):
+            place = Path(tempfile.mkdtemp(prefix=prefix, dir=self.directory))
+            try:
+                yield place
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        """A lock on the store, which the system takes back from a process that ends. Raises OSError."""
+        place = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(place, how)
+            yield
+        finally:
+            os.close(place)
 
     def _read(self, name: str) -> StoredVoice | None:
         try:

@@ -38,6 +38,7 @@ class Clip(msgspec.Struct):
 
 class Speak(Message):
     id: str
+    model: str  # its id
     request: dict[str, Any]  # the fields of zoo.contract.Request, but its reference
     reference: Clip | None = None
 
@@ -71,18 +72,22 @@ class Models(Message):
     models: list[ModelInfo]
 
 
-class Stats(Message):
-    """What the engine holds now, and what it has counted since it started."""
-
+class ModelStats(msgspec.Struct):
     slots: int
     running: int
     waiting: int
+    underruns: int  # counted
+    graph_misses: int  # counted
+
+
+class Stats(Message):
+    """What the engine holds now, and what it has counted since it started."""
+
     pages: int
     pages_free: int
     pages_shared: int  # counted
     pages_evicted: int  # counted
-    underruns: int  # counted
-    graph_misses: int  # counted
+    models: dict[str, ModelStats]  # by id
 
 
 class Rejected(Message):

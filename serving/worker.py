@@ -1,10 +1,10 @@
-"""The engine process: loads a model, warms it, runs the engine, and answers the wire.
+"""The engine process: loads its models, warms them, runs the engine, and answers the wire.
 
-    python -m serving.worker '{"socket": PATH, "directory": DIR, ...}'     (Options, below; the supervisor does this)
+    python -m serving.worker '{"socket": PATH, "models": {NAME: DIR, ...}, ...}'     (Options, below; the supervisor does this)
 
 The engine's loop has the main thread. The wire lives on an event loop in a second one, prompts are built in a small pool beside it, and
 the three meet only through thread-safe calls: nothing that happens on the wire can hold up a step.
-Exit status 2: the model cannot be loaded as asked; one line on stderr says why, and starting again would not help.
+Exit status 2: a model cannot be loaded as asked; one line on stderr says why, and starting again would not help.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import asyncio
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,9 +27,9 @@ import zoo
 from serving import logs, wire
 from serving.audio import pcm16
 from serving.engine import Audio, Engine, Event, Failed, Finished, Full
-from serving.fit import fit
+from serving.fit import fit, keep
 from serving.lifeline import hold
-from zoo.contract import Clip, Request, Spec
+from zoo.contract import Clip, Family, Request, Spec
 
 REFUSED = 2
 PROMPT_THREADS = 2
@@ -39,8 +42,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     """What the engine process is started with."""
 
     socket: str
-    directory: str
-    name: str  # the model's id for clients
+    models: dict[str, str]  # their directories, by the id that clients know
     device: str | None = None  # the GPU where there is one
     dtype: str | None = None
     max_slots: int = 8
@@ -98,7 +100,7 @@ class Bridge:
         """Once a second, for as long as the process lives."""
         self.loop.call_later(STATS_S, self._tell_stats)
         if self.engine is not None:
-            stats = wire.Stats(**self.engine.stats())
+            stats = msgspec.convert(self.engine.stats(), wire.Stats)
             for client in self.clients:
                 client.send(stats)
 
@@ -110,8 +112,8 @@ class Bridge:
         try:
             async for message in wire.read(reader, wire.to_engine):
                 match message:
-                    case wire.Speak(id, request, reference):
-                        self._speak(client, id, request, reference)
+                    case wire.Speak(id, model, request, reference):
+                        self._speak(client, id, model, request, reference)
                     case wire.Cancel(id):
                         self._cancel(client, id)
         except wire.WireError as error:
@@ -122,7 +124,7 @@ class Bridge:
                 self._cancel(client, id)
             writer.close()
 
-    def _speak(self, client: Client, id: str, fields: dict[str, Any], reference: wire.Clip | None) -> None:
+    def _speak(self, client: Client, id: str, model: str, fields: dict[str, Any], reference: wire.Clip | None) -> None:
         engine = self.engine
         if engine is None:
             return client.send(wire.Rejected(id, "the engine is not ready", code="engine_not_ready", status=503, retry_after_s=1))
@@ -131,7 +133,7 @@ class Bridge:
             self.loop.call_soon_threadsafe(self._deliver, client, id, event)
 
         client.open.add(id)
-        future = self.pool.submit(lambda: engine.speak(id, Request(**fields, reference=clip(reference)), deliver))
+        future = self.pool.submit(lambda: engine.speak(id, Request(**fields, reference=clip(reference)), deliver, model))
         future.add_done_callback(lambda future: self.loop.call_soon_threadsafe(self._spoke, client, id, future))
 
     def _spoke(self, client: Client, id: str, future: Future[None]) -> None:
@@ -191,6 +193,27 @@ def describe(name: str, spec: Spec) -> wire.ModelInfo:
     )
 
 
+def load(models: dict[str, str], device: str | None, dtype: str | None, progress: Callable[[float, str], None]) -> dict[str, Family]:
+    """All of them or none: raises ValueError, which says whose directory is to blame where there are several."""
+
+    @contextmanager
+    def of(name: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"model {name!r}: {error}" if len(models) > 1 else str(error)) from None
+
+    for name, directory in models.items():
+        with of(name):
+            zoo.find(directory)  # a look at each, before the first takes its minutes
+    families = {}
+    for i, (name, directory) in enumerate(models.items()):
+        progress(i / len(models), name if len(models) > 1 else "")
+        with of(name):
+            families[name] = zoo.load(directory, device=device, dtype=dtype)
+    return families
+
+
 def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     logs.configure("engine")
@@ -198,16 +221,20 @@ def main() -> None:
         hold(options.lifeline)
     bridge = Bridge()
     bridge.listen(options.socket)
+
+    def tell(state: wire.State, progress: float, detail: str) -> None:
+        bridge.tell(wire.Status(state, progress, detail))
+
     try:
-        family = zoo.load(options.directory, device=options.device, dtype=options.dtype)
-        fit(family)
-        engine = Engine(family, max_slots=options.max_slots, kv_bytes=options.kv_bytes, policy=options.policy, compile=options.compile)
+        families = load(options.models, options.device, options.dtype, partial(tell, "loading"))
+        fit(*families.values())
+        engine = Engine(families, max_slots=options.max_slots, kv_bytes=options.kv_bytes, policy=options.policy, compile=options.compile)
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")
         sys.exit(REFUSED)
     if options.warm:
-        engine.warm(lambda progress, detail: bridge.tell(wire.Status("warming", progress, detail)))
-    bridge.open(engine, [describe(options.name, family.spec)])
+        engine.warm(partial(tell, "warming"), keep)
+    bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: bridge.loop.call_soon_threadsafe(engine.stop))  # here a lock may be held
     engine.run()

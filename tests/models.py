@@ -16,7 +16,7 @@ from toy import Toy
 
 import zoo
 from serving.engine import Audio, Engine, Event, Failed, Finished
-from zoo.contract import Family, Request, Speech
+from zoo.contract import Clip, Family, Request, Speech
 
 NAMES = ("toy", *zoo.families())
 _directories = tempfile.TemporaryDirectory(prefix="zoo-tests-")  # goes with the process
@@ -34,15 +34,26 @@ TEXTS = (
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.0},
-    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 0.7, "top_k": 5, "guidance": 1.3, "solver_steps": 4},
     {"top_p": 0.8, "repetition_penalty": 1.3},
     {"temperature": 1.5, "top_k": 0, "top_p": 0.95, "layout": "streaming"},
-    {"temperature": 0.0, "depth_temperature": 1.0},
+    {"temperature": 0.0, "depth_temperature": 1.0, "guidance": 2.5},
     {"top_k": 1, "depth_top_k": 3},
     {"depth_top_p": 0.5, "repetition_penalty": 1.0, "layout": "streaming"},
 )
 # What a family has no use for and so refuses; its requests go without.
-REFUSES: dict[str, tuple[str, ...]] = {"higgs_v3": ("repetition_penalty", "depth_temperature", "depth_top_k", "depth_top_p", "layout")}
+_CODES = ("guidance", "solver_steps")
+_DEPTH = ("repetition_penalty", "depth_temperature", "depth_top_k", "depth_top_p", "layout")
+REFUSES: dict[str, tuple[str, ...]] = {
+    "higgs_v3": (*_DEPTH, *_CODES),
+    "qwen3_tts": _CODES,
+    "voxcpm2": ("temperature", "top_k", "top_p", *_DEPTH),
+}
+_CLIP = Clip(np.sin(np.arange(3500) ** 1.5 / 30).astype(np.float32) / 4, 16000)
+# What else some families' requests ask for, in turn.
+EXTRAS: dict[str, tuple[dict[str, Any], ...]] = {
+    "voxcpm2": ({}, {"instructions": "slowly"}, {"reference": _CLIP}, {"reference": _CLIP, "reference_text": "Good evening."}),
+}
 
 
 @cache
@@ -66,7 +77,7 @@ def _family(name: str, dtype: str, size: str) -> Family:
 
 def requests(name: str, count: int, most_frames: int = 14) -> list[Request]:
     """`count` requests that differ in text, voice, sampling, seed and length."""
-    voices = family(name).spec.voices or (None,)
+    voices, extras = family(name).spec.voices or (None,), EXTRAS.get(name, ({},))
     return [
         Request(
             text=TEXTS[i % len(TEXTS)],
@@ -74,6 +85,7 @@ def requests(name: str, count: int, most_frames: int = 14) -> list[Request]:
             seed=(i << 40) + i,
             max_frames=1 + (5 * i + 9) % most_frames,
             **{key: value for key, value in SAMPLING[i % len(SAMPLING)].items() if key not in REFUSES.get(name, ())},
+            **extras[i % len(extras)],
         )
         for i in range(count)
     ]

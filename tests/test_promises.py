@@ -16,12 +16,13 @@ from torch import Tensor
 from compile_cache.counts import counts
 from compile_cache.strategy import Eager, Strategy, Whole
 from serving.engine import Engine, Finished
-from serving.runner import PAGE_TOKENS, Runner
+from serving.runner import PAGE_TOKENS, Arena, Runner, token_bytes
 from serving.scheduler import Chunk, Policy, Render
 from zoo.contract import Family, Request, State, View
 
 every_family = pytest.mark.parametrize("name", NAMES)
 SAMPLES = {"rtol": 0, "atol": 5e-5}  # fp32, other shapes, loud random weights: up to 2e-5 is rounding, which the test in float64 shows
+LATENTS = 5e-5  # frames that are no codes: fp32, other shapes; 1e-5 is rounding
 
 
 class Stage:
@@ -29,9 +30,9 @@ class Stage:
 
     def __init__(self, name: str, num_slots: int, compile: bool = False):
         self.name, self.family = name, family(name)
-        spec = self.family.spec
         each = 12
-        self.runner = Runner(self.family, num_slots, (1 + num_slots * each) * PAGE_TOKENS * spec.kv.token_bytes(self.family.dtype), compile)
+        arena = Arena([self.family], (1 + num_slots * each) * PAGE_TOKENS * token_bytes(self.family))
+        self.runner = Runner(self.family, num_slots, arena, compile)
         dealt = random.Random(0).sample(range(1, 1 + num_slots * each), num_slots * each)
         self.pages = [dealt[slot * each : (slot + 1) * each] for slot in range(num_slots)]
         self.is_done = np.ones(num_slots, bool)
@@ -68,7 +69,9 @@ class Stage:
     def agrees(self, pairs: Iterable[tuple[int, Request]]) -> None:
         """Every slot holds the codes that its request has alone."""
         for slot, request in pairs:
-            assert self.codes(slot).tolist() == alone(self.name, request).frames.tolist(), (slot, request)
+            truth = alone(self.name, request).frames
+            atol = LATENTS if truth.is_floating_point() else 0
+            torch.testing.assert_close(self.codes(slot), truth, rtol=0, atol=atol, msg=lambda text: f"{slot}, {request}: {text}")  # noqa: B023
 
 
 def snapshot(state: State) -> dict[str, Tensor]:
@@ -201,7 +204,7 @@ def render_in(family: Family, state: State, slots: Sequence[int], sizes: Sequenc
     start, pieces = torch.zeros_like(ready), [[torch.zeros(0)] for _ in slots]
     wanted = [cycle(size) for size in sizes]
     while (start < ready).any():
-        count = torch.minimum(torch.tensor([next(want) for want in wanted]), ready - start)
+        count = torch.minimum(torch.tensor([min(next(want), spec.window.new[-1]) for want in wanted]), ready - start)
         frames = spec.window.fit(int(count.max()))
         samples = family.render(state, View(where, start, count, frames))
         assert samples.shape == (len(slots), frames * spec.frame_samples) and samples.dtype == torch.float32
@@ -241,7 +244,8 @@ def test_streamed_equals_generated(name, policy, lag):
     """More requests than slots, prompts in stretches of 7 positions."""
     asked = requests(name, 8, most_frames=30)
     engine = Engine(family(name), max_slots=3, compile=False, lag=lag, policy=policy, clock=Clock())
-    engine.scheduler.policy = replace(engine.scheduler.policy, prefill_tokens=7)
+    [model] = engine.models.values()
+    model.scheduler.policy = replace(model.scheduler.policy, prefill_tokens=7)
     ears = serve(engine, {0: asked[:2], 3: asked[2:3], 4: asked[3:7], 20: asked[7:]})
     for ear, request in zip(ears, asked, strict=True):
         truth = alone(name, request)
@@ -277,11 +281,11 @@ def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
             stage.finish()
             stage.agrees(pairs)
             rows = np.array([slot for slot in ends if stage.runner.state.ready[slot] > 0])
-            count = stage.runner.state.ready[rows].numpy()
+            count = stage.runner.state.ready[rows].clamp(max=windows[-1]).numpy()
             heard = stage.runner.render(Render(rows, np.zeros_like(rows), count, windows[-1])).read()
             for row, slot in enumerate(rows):
                 samples = heard[row, : count[row] * family(name).spec.frame_samples]
-                np.testing.assert_allclose(samples, alone(name, batch[slot]).samples, **SAMPLES)
+                np.testing.assert_allclose(samples, alone(name, batch[slot]).samples[: len(samples)], **SAMPLES)
     assert counts().graphs - before == num_expected
 
 
@@ -305,13 +309,16 @@ def test_compiled_equals_eager(monkeypatch):
 
 def at_rest(engine: Engine) -> dict[str, object]:
     """Everything that a request could leave behind."""
-    return {
-        "pages": engine.pages.free,
-        "slots": sorted(engine._free_slots),
-        "jobs": (dict(engine._known), list(engine._waiting), dict(engine._running), list(engine._inbox), set(engine._cancelled)),
-        "in flight": (list(engine._launches), list(engine._renders)),
-        "prompts": (dict(engine.runner.prompts), dict(engine.scheduler.waiting)),
-        "open": engine.scheduler.is_open.tolist(),
+    shared = {"pages": engine.pages.free, "jobs": (dict(engine._known), list(engine._inbox), set(engine._cancelled))}
+    return shared | {
+        name: {
+            "slots": sorted(model.free_slots),
+            "jobs": (list(model.waiting), dict(model.running)),
+            "in flight": (list(model.launches), list(model.renders)),
+            "prompts": (dict(model.runner.prompts), dict(model.scheduler.waiting)),
+            "open": model.scheduler.is_open.tolist(),
+        }
+        for name, model in engine.models.items()
     }
 
 
@@ -319,21 +326,22 @@ def moment(engine: Engine, id: str) -> str:
     """Where a request is."""
     if id not in engine._known:
         return "in the inbox" if any(job.id == id for job in engine._inbox) else "ended"
-    slot = engine._known[id].slot
+    slot, scheduler = engine._known[id].slot, engine._known[id].model.scheduler
     if slot < 0:
         return "waiting"
-    if slot in engine.scheduler.waiting:
-        return "in its prompt" if engine.scheduler.num_prefilled[slot] else "admitted"
+    if slot in scheduler.waiting:
+        return "in its prompt" if scheduler.num_prefilled[slot] else "admitted"
     return "speaking"
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(("name", "num_requests"), [(name, 2000 if name == "toy" else 50) for name in NAMES])
 def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, lag):
-    chance = random.Random(lag)
-    token_bytes = family(name).spec.kv.token_bytes(family(name).dtype)
-    engine = Engine(family(name), max_slots=8, kv_bytes=24 * PAGE_TOKENS * token_bytes, compile=False, lag=lag, clock=Clock())
-    engine.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=12)  # so that there are moments inside a prompt
+    chance = random.Random(4 + lag)
+    kv_bytes = 24 * PAGE_TOKENS * token_bytes(family(name))
+    engine = Engine(family(name), max_slots=8, kv_bytes=kv_bytes, compile=False, lag=lag, clock=Clock())
+    [model] = engine.models.values()
+    model.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=20)  # so that there are moments inside a prompt
     before = at_rest(engine)
     kinds = requests(name, 40, most_frames=10)
     ears: dict[str, Ear] = {}

@@ -18,16 +18,17 @@ from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
 
 CODES, END = 32, 0
-HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 16
+HEADS, WIDTH = 4, 16
 FRAME_SAMPLES = 4
+HUM = KV(num_layers=2, num_heads=2, head_dim=8)
 TURN = 1 << 14  # one turn of the oscillator, in steps of its phase
 
 
 class ToyState(State):
     """Adds: sampling values, and the oscillator's phase [S+1] int64, so that adding up is exact."""
 
-    def __init__(self, spec: Spec, slots: int, max_frames: int):
-        super().__init__(spec, slots, max_frames, torch.float32, torch.device("cpu"))
+    def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype):
+        super().__init__(spec, slots, max_frames, dtype, torch.device("cpu"))
         self.temperature = torch.zeros(slots + 1)
         self.top_k = torch.zeros(slots + 1, dtype=torch.int64)
         self.top_p = torch.ones(slots + 1)
@@ -35,21 +36,22 @@ class ToyState(State):
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, kv: KV):
         super().__init__()
+        self.dim = kv.head_dim
         self.norm = RMSNorm(WIDTH, 1e-6)
-        self.qkv = FusedLinear(WIDTH, (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM))
-        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
+        self.qkv = FusedLinear(WIDTH, (HEADS * kv.head_dim, kv.row_values, kv.row_values))
+        self.out = nn.Linear(HEADS * kv.head_dim, WIDTH, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)) for part in self.qkv(self.norm(x)))  # [T, H, dim]
-        return x + self.out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, HEAD_DIM**-0.5).flatten(1))
+        q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in self.qkv(self.norm(x)))  # [T, H, dim]
+        return x + self.out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.dim**-0.5).flatten(1))
 
 
 class Toy(Family):
-    def __init__(self, max_frames: int = 60, seed: int = 5):
+    def __init__(self, max_frames: int = 60, seed: int = 5, kv: KV = HUM, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.device, self.dtype, self.strategy = torch.device("cpu"), torch.float32, Strategy()
+        self.device, self.dtype, self.strategy = torch.device("cpu"), dtype, Strategy()
         self.spec = Spec(
             family="toy",
             variant="hum",
@@ -57,7 +59,7 @@ class Toy(Family):
             frame_dtype=torch.int64,
             frame_samples=FRAME_SAMPLES,
             sample_rate_hz=50,
-            kv=KV(2, KV_HEADS, HEAD_DIM),
+            kv=kv,
             width=WIDTH,
             max_frames=max_frames,
             max_positions=256,
@@ -65,13 +67,13 @@ class Toy(Family):
         )
         self.bytes = nn.Embedding(256, WIDTH)
         self.codes = nn.Embedding(2 * CODES, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(Layer(kv) for _ in range(kv.num_layers))
         self.heads = nn.Linear(WIDTH, 2 * CODES, bias=False)
         self.after = nn.Embedding(CODES, CODES)  # what the second code owes to the first
         random = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=random) / parameter.shape[-1] ** 0.25
-        self.eval().requires_grad_(False)
+        self.to(dtype).eval().requires_grad_(False)
 
     def prompt(self, request: Request) -> Prompt:
         keys = tuple(request.text.encode())
@@ -84,7 +86,7 @@ class Toy(Family):
         return Prompt(self.bytes(torch.tensor(keys)), keys, most, slot, usage={"input_tokens": len(keys)})
 
     def state(self, slots: int, max_frames: int | None = None) -> ToyState:
-        return ToyState(self.spec, slots, max_frames or self.spec.max_frames)
+        return ToyState(self.spec, slots, max_frames or self.spec.max_frames, self.dtype)
 
     def admit(self, state: ToyState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
         state.open(slot, prompt)
@@ -97,14 +99,14 @@ class Toy(Family):
         return self.codes(frame + torch.tensor((0, CODES))).sum(1)
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        cos, sin = rope_table(batch.positions, HEAD_DIM, 1e4, inputs.dtype)
+        cos, sin = rope_table(batch.positions, self.spec.kv.head_dim, 1e4, inputs.dtype)
         for i, layer in enumerate(self.layers):
             inputs = layer(inputs, cos[:, None], sin[:, None], Paged(batch, i))
         return inputs
 
     def emit(self, state: ToyState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
         how = state.temperature[slots], state.top_k[slots], state.top_p[slots]
-        logits = self.heads(h).unflatten(-1, (2, CODES))  # [B, 2, V]
+        logits = self.heads(h).unflatten(-1, (2, CODES)).float()  # [B, 2, V]
         noise = gumbel(state.seed[slots], state.steps[slots], range(2), CODES)
         first = draw(logits[:, 0], *how, noise[:, 0])
         second = draw(logits[:, 1] + self.after(first), *how, noise[:, 1])

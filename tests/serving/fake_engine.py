@@ -38,7 +38,8 @@ MODEL = wire.ModelInfo(
 )
 CLONER = wire.ModelInfo("cloner", "fake", "base", RATE_HZ, 12.5, 60.0, [], ["english"], ["clone"], (1.0, 30.0))
 READY = wire.Status("ready", 1.0)
-STATS = wire.Stats(slots=8, running=2, waiting=1, pages=100, pages_free=60, pages_shared=7, pages_evicted=3, underruns=5, graph_misses=0)
+NUMBERS = wire.ModelStats(slots=8, running=2, waiting=1, underruns=5, graph_misses=0)
+STATS = wire.Stats(pages=100, pages_free=60, pages_shared=7, pages_evicted=3, models={"fake": NUMBERS})
 TONE_SAMPLES = 1920
 
 
@@ -54,12 +55,14 @@ def tone(index: int) -> bytes:
 
 
 class FakeEngine:
-    """`asked`, `references` and `cancelled` record what came; `go` may be cleared to hold back what comes after a request's first frame."""
+    """`asked`, `models_asked`, `references` and `cancelled` record what came; `go` may be cleared to hold back what comes after a request's
+    first frame."""
 
     def __init__(self, models: tuple[wire.ModelInfo, ...] = (MODEL,), status: wire.Status = READY) -> None:
         self.models = models
         self.status = status
         self.asked: dict[str, dict] = {}
+        self.models_asked: dict[str, str] = {}
         self.references: dict[str, wire.Clip | None] = {}
         self.cancelled: list[str] = []
         self.go = asyncio.Event()
@@ -77,8 +80,9 @@ class FakeEngine:
         writer.write(wire.pack(STATS))
         async for message in wire.read(reader, wire.to_engine):
             match message:
-                case wire.Speak(id, request, reference):
+                case wire.Speak(id, model, request, reference):
                     self.asked[id] = request
+                    self.models_asked[id] = model
                     self.references[id] = reference
                     task = asyncio.create_task(self.speak(writer, id, request["text"].split()))
                     self.tasks.add(task)

@@ -48,11 +48,15 @@ class Server:
         self.loop.call_soon_threadsafe(function, *args)
 
     def speak(self, text, **fields):
-        """In WAV, unless another format is asked for."""
-        return self.http.post("/v1/audio/speech", json={"input": text, "response_format": "wav", **fields})
+        return self.http.post("/v1/audio/speech", json=self.body(text, **fields))
 
     def stream(self, text, **fields):
-        return self.http.stream("POST", "/v1/audio/speech", json={"input": text, "response_format": "wav", **fields})
+        return self.http.stream("POST", "/v1/audio/speech", json=self.body(text, **fields))
+
+    def body(self, text, **fields):
+        """In WAV, unless another format is asked for, and where there are several models by the first of them."""
+        chosen = {"model": self.models[0].id} if len(self.models) > 1 else {}
+        return {"input": text, "response_format": "wav", **chosen, **fields}
 
 
 def until(fact, seconds=5.0):

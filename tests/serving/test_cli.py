@@ -72,6 +72,9 @@ BAD = [
     (["serve", "/no/such"], "'/no/such' is not a directory"),
     (["serve", "name=/no/such"], "'/no/such' is not a directory"),
     (["serve", "=."], "DIR or NAME=DIR"),
+    (["serve", "a=.", "a=tests"], "two models have the name 'a'; NAME=DIR gives one another name"),
+    (["serve", "tests", "./tests"], "two models have the name 'tests'"),
+    (["serve", "a=.", "b=/no/such"], "'/no/such' is not a directory"),
     (["serve", ".", "--port", "65536"], "--port"),
     (["serve", ".", "--port", "http"], "--port"),
     (["serve", ".", "--policy", "fast"], "'streaming', 'throughput'"),
@@ -97,7 +100,7 @@ BAD = [
     (["say", "Hello.", "-m", ".", "--seed", "-1"], "--seed"),
     (["inspect", "/no/such"], "'/no/such' is not a directory"),
     (["inspect", "tests"], "is not a model"),
-    (["demo-checkpoint", "gpt", "/tmp/x"], "there is no family 'gpt'; there is: qwen3_tts"),
+    (["demo-checkpoint", "gpt", "/tmp/x"], "there is no family 'gpt'; there is: "),
 ]
 
 
@@ -127,6 +130,11 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(zoo):
 def test_a_directory_that_is_no_model_ends_the_server(tmp_path):
     done = process("serve", tmp_path, "--port", 0)
     assert done.returncode == 2 and f"zoo: {tmp_path} is not a model: it has no config.json" in done.stderr.splitlines()
+
+
+def test_a_bad_directory_among_good_ones_ends_the_server_and_is_named(checkpoint, tmp_path):
+    done = process("serve", f"good={checkpoint}", f"bad={tmp_path}", "--port", 0)
+    assert done.returncode == 2 and f"zoo: model 'bad': {tmp_path} is not a model: it has no config.json" in done.stderr.splitlines()
 
 
 def test_a_device_that_is_not_there_ends_the_server(checkpoint):

@@ -11,11 +11,12 @@ import pytest
 from models import Clock, Ear, alone, family, requests, serve
 
 from serving.engine import Audio, Engine, Failed, Finished, Full
-from serving.runner import PAGE_TOKENS
+from serving.resident import Resident
+from serving.runner import PAGE_TOKENS, token_bytes
 from zoo.contract import Request
 
 TOY = family("toy")
-PAGE_BYTES = PAGE_TOKENS * TOY.spec.kv.token_bytes(TOY.dtype)
+PAGE_BYTES = PAGE_TOKENS * token_bytes(TOY)
 LAGS = pytest.mark.parametrize("lag", [0, 1])
 
 
@@ -26,6 +27,16 @@ def engine(**settings) -> Engine:
 def long(seed: int = 0, **fields) -> Request:
     """One that speaks until its cap."""
     return Request(**{"text": "hmmmmmmmmmm", "seed": seed, "temperature": 0.0, **fields})
+
+
+def toy(engine: Engine) -> Resident:
+    return engine.models["toy"]
+
+
+def numbers(engine: Engine) -> dict[str, int]:
+    """What the engine tells of itself and of its only model."""
+    stats = engine.stats()
+    return stats | stats.pop("models")["toy"]
 
 
 def speak(engine: Engine, *asked: Request) -> list[Ear]:
@@ -70,11 +81,17 @@ def test_a_request_that_can_never_fit_is_refused():
     assert ear.frames == 37
 
 
+def test_codes_that_come_late_have_positions_too(monkeypatch):
+    monkeypatch.setattr(TOY, "spec", replace(TOY.spec, delay=10))
+    with pytest.raises(ValueError, match="11 prompt positions and 60 frames need 6 pages"):
+        engine(kv_bytes=6 * PAGE_BYTES).speak("large", long(), Ear())
+
+
 def test_a_bad_request_is_refused_by_the_family_and_leaves_nothing():
     fresh = engine()
     with pytest.raises(ValueError, match="text has 0 bytes"):
         fresh.speak("empty", long(text=""), Ear())
-    assert not fresh.turn() and fresh.stats()["waiting"] == 0
+    assert not fresh.turn() and numbers(fresh)["waiting"] == 0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +129,7 @@ def test_who_lacks_pages_waits_for_them_and_nobody_overtakes():
     large, small = long(text="0123456789", max_frames=50), long(text="b", max_frames=1)  # four pages, one page
     ears = speak(scarce, large, replace(large, text="abcdefghij"), small)
     scarce.turn()
-    assert (scarce.stats()["running"], scarce.stats()["waiting"]) == (1, 2)
+    assert (numbers(scarce)["running"], numbers(scarce)["waiting"]) == (1, 2)
     while scarce.turn():
         assert ears[1].chunks or not ears[2].chunks
     for ear in ears:
@@ -126,7 +143,7 @@ def test_a_prompt_that_is_all_in_shared_pages_begins_with_its_first_step(lag):
     both = engine(lag=lag)
     [ear] = serve(both, {0: [asked]})
     [other] = serve(both, {0: [again]})
-    assert both.stats()["pages_shared"] == 2
+    assert numbers(both)["pages_shared"] == 2
     for heard, request in ((ear, asked), (other, again)):
         np.testing.assert_array_equal(heard.samples, alone("toy", request).samples)
 
@@ -164,20 +181,20 @@ def test_audio_comes_in_order_and_the_end_comes_last():
 def test_cancel_frees_the_slot_within_one_turn(lag):
     single = engine(max_slots=1, lag=lag)
     first, second = speak(single, long(), long(seed=1))
-    free = single.stats()["pages_free"]
+    free = numbers(single)["pages_free"]
     for _ in range(5):
         single.turn()
-    assert single.stats()["running"] == single.stats()["waiting"] == 1
+    assert numbers(single)["running"] == numbers(single)["waiting"] == 1
     single.cancel("request-0")
     single.turn()
     assert isinstance(first.end, Finished) and first.end.reason == "cancelled" and first.end.frames >= first.frames > 0
-    assert (single.stats()["running"], single.stats()["waiting"]) == (1, 0)  # the second has the slot already
+    assert (numbers(single)["running"], numbers(single)["waiting"]) == (1, 0)  # the second has the slot already
     single.cancel("request-1")
     single.cancel("request-1")
     single.cancel("nobody")
     assert not single.turn()
     assert second.end.reason == "cancelled"
-    assert single.stats()["pages_free"] == free and single.stats()["running"] == 0
+    assert numbers(single)["pages_free"] == free and numbers(single)["running"] == 0
 
 
 def test_a_listener_may_cancel_from_within_a_delivery():
@@ -211,7 +228,7 @@ def test_an_error_in_a_turn_fails_every_request_and_goes_on_to_the_caller(place,
     def breaks(*args, **kwargs):
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(broken.runner, place, breaks)
+    monkeypatch.setattr(toy(broken).runner, place, breaks)
     with pytest.raises(RuntimeError, match="the device is gone"):
         broken.run()
     assert ears[0].end.reason == "cancelled"
@@ -300,7 +317,7 @@ def test_stop_ends_whoever_is_there_as_cancelled():
         assert speaking.ended.wait(60) and waiting.ended.wait(60)
     assert speaking.end.reason == waiting.end.reason == "cancelled"
     assert waiting.end.frames == 0 and speaking.end.frames > 0
-    assert single.stats()["running"] == single.stats()["waiting"] == 0
+    assert numbers(single)["running"] == numbers(single)["waiting"] == 0
 
 
 # counting
@@ -319,14 +336,14 @@ def test_stats():
         "underruns": 0,
         "graph_misses": 0,
     }
-    assert fresh.stats() == rest
+    assert numbers(fresh) == rest
     speak(fresh, *(long(text="0123456789" * 2, seed=seed, max_frames=12) for seed in range(3)))
-    assert fresh.stats() == rest | {"waiting": 3}
+    assert numbers(fresh) == rest | {"waiting": 3}
     fresh.turn()
-    assert fresh.stats() == rest | {"running": 2, "waiting": 1, "pages_free": 6}
+    assert numbers(fresh) == rest | {"running": 2, "waiting": 1, "pages_free": 6}
     while fresh.turn():
         pass
-    assert fresh.stats() == rest | {"pages_shared": 1}  # the third read the first one's whole page
+    assert numbers(fresh) == rest | {"pages_shared": 1}  # the third read the first one's whole page
 
 
 def test_a_late_delivery_is_an_underrun():
@@ -334,7 +351,7 @@ def test_a_late_delivery_is_an_underrun():
     speak(slow, long())
     while slow.turn():
         slow.clock.now_s += 1.0
-    assert slow.stats()["underruns"] > 0
+    assert numbers(slow)["underruns"] > 0
 
 
 @pytest.mark.parametrize("speakers", [1, 8])
@@ -344,9 +361,9 @@ def test_a_turn_is_one_launch_however_many_speak(speakers, monkeypatch):
     speak(many, *(long(seed=seed) for seed in range(speakers)))
     many.turn()
     calls: Counter[str] = Counter()
-    monkeypatch.setattr(many.runner, "step", count(many.runner.step, calls, "step"))
-    monkeypatch.setattr(many.runner, "render", count(many.runner.render, calls, "render"))
-    monkeypatch.setattr(many.scheduler, "report", count(many.scheduler.report, calls, "report"))
+    monkeypatch.setattr(toy(many).runner, "step", count(toy(many).runner.step, calls, "step"))
+    monkeypatch.setattr(toy(many).runner, "render", count(toy(many).runner.render, calls, "render"))
+    monkeypatch.setattr(toy(many).scheduler, "report", count(toy(many).scheduler.report, calls, "report"))
     for _ in range(4):
         many.turn()
     assert calls["step"] == calls["report"] == 4 and calls["render"] <= 4

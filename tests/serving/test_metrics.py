@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from fake_engine import STATS
+from fake_engine import NUMBERS, STATS
 from http_server import Server, until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,8 +15,8 @@ def read(server):
     return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
 
-def outcomes(server):
-    return {key[1]: value for key, value in read(server).items() if key[0] == "zoo_requests_total"}
+def outcomes(server, model="fake"):
+    return {key[2]: value for key, value in read(server).items() if key[:2] == ("zoo_requests_total", model)}
 
 
 @pytest.fixture
@@ -38,41 +38,43 @@ def test_how_requests_ended(server):
     with server.stream("hold 1") as answer:
         next(answer.iter_raw())
     until(lambda: outcomes(server)["cancelled"] == 1)
-    assert outcomes(server) == {"stop": 2, "length": 0, "cancelled": 1, "refused": 3, "unavailable": 1, "failed": 2}
+    assert outcomes(server) == {"stop": 2, "length": 0, "cancelled": 1, "refused": 1, "unavailable": 1, "failed": 2}
+    assert outcomes(server, "") == {"refused": 2}  # whose model was never known
 
 
 def test_times(server):
     server.speak("frames 3")
     server.speak("silent")
     samples = read(server)
-    assert samples["zoo_time_to_first_audio_seconds_count",] == samples["zoo_real_time_factor_count",] == 1  # silence has neither
-    assert 0 < samples["zoo_time_to_first_audio_seconds_sum",] < 5
-    assert samples["zoo_audio_seconds_total",] == pytest.approx(300 / 24000)
-    assert samples["zoo_time_to_first_audio_seconds_bucket", "10.0"] == 1
+    assert samples["zoo_time_to_first_audio_seconds_count", "fake"] == samples["zoo_real_time_factor_count", "fake"] == 1  # not of silence
+    assert 0 < samples["zoo_time_to_first_audio_seconds_sum", "fake"] < 5
+    assert samples["zoo_audio_seconds_total", "fake"] == pytest.approx(300 / 24000)
+    assert samples["zoo_time_to_first_audio_seconds_bucket", "10.0", "fake"] == 1
 
 
 def test_what_the_engine_holds(server):
-    until(lambda: ("zoo_slots",) in read(server))
+    until(lambda: ("zoo_pages",) in read(server))
     samples = read(server)
-    names = {
-        "zoo_slots": STATS.slots,
-        "zoo_requests_running": STATS.running,
-        "zoo_requests_waiting": STATS.waiting,
-        "zoo_pages": STATS.pages,
-        "zoo_pages_free": STATS.pages_free,
-        "zoo_pages_shared_total": STATS.pages_shared,
-        "zoo_pages_evicted_total": STATS.pages_evicted,
-        "zoo_underruns_total": STATS.underruns,
-        "zoo_graph_misses_total": STATS.graph_misses,
-        "zoo_ready": 1,
+    expected = {
+        ("zoo_pages",): STATS.pages,
+        ("zoo_pages_free",): STATS.pages_free,
+        ("zoo_pages_shared_total",): STATS.pages_shared,
+        ("zoo_pages_evicted_total",): STATS.pages_evicted,
+        ("zoo_slots", "fake"): NUMBERS.slots,
+        ("zoo_requests_running", "fake"): NUMBERS.running,
+        ("zoo_requests_waiting", "fake"): NUMBERS.waiting,
+        ("zoo_underruns_total", "fake"): NUMBERS.underruns,
+        ("zoo_graph_misses_total", "fake"): NUMBERS.graph_misses,
+        ("zoo_ready",): 1,
     }
-    assert {name: samples[name,] for name in names} == names
+    assert {name: samples[name] for name in expected} == expected
 
 
 def test_an_engine_that_is_away_holds_nothing(server):
-    until(lambda: ("zoo_slots",) in read(server))
+    until(lambda: ("zoo_pages",) in read(server))
     server.call(server.engine.away)
-    until(lambda: ("zoo_slots",) not in read(server))
+    until(lambda: ("zoo_pages",) not in read(server))
+    assert not any(name == "zoo_slots" for name, *_ in read(server))
     assert read(server)["zoo_ready",] == 0
 
 

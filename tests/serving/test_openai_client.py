@@ -24,10 +24,10 @@ FRAME_BYTES = 2 * 1920
 
 
 @contextmanager
-def serving(size, directory):
-    """The address of a server of a demo checkpoint, once it is ready. It must end by itself, and well, when it is told to."""
-    made = demo.write(directory / "demo", size)
-    command = [sys.executable, "-m", "serving", "serve", f"demo={made}", "--port", "0", "--no-compile", "--device", "cpu"]
+def serving(directory, **sizes):
+    """The address of a server of demo checkpoints (name=size), once it is ready. It must end by itself, and well, when it is told to."""
+    models = [f"{name}={demo.write(directory / name, size)}" for name, size in sizes.items()]
+    command = [sys.executable, "-m", "serving", "serve", *models, "--port", "0", "--no-compile", "--device", "cpu"]
     command += ["--voices-dir", directory / "voices"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "ZOO_API_KEY": "sk-demo"})
     lines = []
@@ -50,14 +50,14 @@ def connected(url):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving("tiny", tmp_path_factory.mktemp("served")) as url:
+    with serving(tmp_path_factory.mktemp("served"), demo="tiny") as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def cloner(tmp_path_factory):
-    """A client of a server whose model takes references."""
-    with serving("tiny-base", tmp_path_factory.mktemp("served")) as url, connected(url) as client:
+    """A client of a server that has a model which takes references, and beside it the other server's."""
+    with serving(tmp_path_factory.mktemp("served"), demo="tiny-base", talker="tiny") as url, connected(url) as client:
         yield client
 
 
@@ -117,7 +117,7 @@ def test_events(client):
         *deltas, done = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line]
     assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
     pcm = b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
-    assert pcm == client.audio.speech.create(**fields).content
+    assert same(pcm, client.audio.speech.create(**fields).content)
     usage = done.pop("usage")
     assert done == {"type": "speech.audio.done"} and usage["output_tokens"] == len(pcm) // FRAME_BYTES
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] > usage["output_tokens"]
@@ -159,7 +159,25 @@ def test_errors_are_openais(server, client):
         openai.OpenAI(base_url=server + "/v1", api_key="wrong", max_retries=0).models.list()
 
 
-# a model that takes references
+# a model that takes references, beside one that does not
+
+
+def test_two_models_speak_side_by_side_as_each_alone(client, cloner):
+    [demo_model, talker] = cloner.models.list().data
+    assert (demo_model.id, demo_model.modes, talker.id, talker.modes) == ("demo", ["clone"], "talker", ["voice"])
+    with pytest.raises(openai.BadRequestError, match="several: demo, talker"):
+        cloner.audio.speech.create(model=openai.omit, voice="vivian", input="Hello.")
+
+    def talk(client, model, seed):
+        fields = {"voice": "vivian", "input": "Hello.", "response_format": "pcm"}
+        return client.audio.speech.create(model=model, extra_body={"seed": seed, "max_new_tokens": 15}, **fields).content
+
+    inline = {"ref_audio": base64.b64encode(recording()).decode(), "ref_text": "Hi."}
+    clone_alone, talk_alone = clone(cloner, extra_body=inline), [talk(client, "demo", seed) for seed in range(3)]
+    with ThreadPoolExecutor(4) as pool:
+        cloning = pool.submit(clone, cloner, extra_body=inline)
+        talking = list(pool.map(lambda seed: talk(cloner, "talker", seed), range(3)))
+    assert same(cloning.result(), clone_alone) and all(map(same, talking, talk_alone)) and len(set(talking)) == 3
 
 
 def recording(seed=0, seconds=2.0):

@@ -165,6 +165,7 @@ def test_scratch_is_never_handed_out():
     assert pages.take(1) is None
     with pytest.raises(AssertionError, match="page 0 is given back with 0 references"):
         pages.give_back([0])
+    assert sorted(Pages(5, num_scratch=3).take(2)) == [3, 4]
 
 
 def test_take_is_all_or_nothing():
@@ -300,5 +301,7 @@ def test_keys_are_any_int64():
 
 
 def test_an_arena_of_scratch_alone_is_refused():
-    with pytest.raises(ValueError, match="an arena of 1 pages has none to hand out: page 0 is scratch, so at least 2 are needed"):
+    with pytest.raises(ValueError, match="an arena of 1 pages has none to hand out: 1 are scratch, so 2 are the least"):
         Pages(1)
+    with pytest.raises(ValueError, match="an arena of 3 pages has none to hand out: 3 are scratch, so 4 are the least"):
+        Pages(3, num_scratch=3)

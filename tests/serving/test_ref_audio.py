@@ -209,7 +209,7 @@ def test_a_client_that_leaves_while_its_reference_is_fetched(fetching, host, pub
     with pytest.raises(httpx.ReadTimeout):
         url = f"http://127.0.0.1:{host.server_port}/silent"
         fetching.http.post("/v1/audio/speech", json={"input": "frames 1", "ref_audio": url}, timeout=0.3)
-    until(lambda: 'zoo_requests_total{outcome="cancelled"} 1.0' in fetching.http.get("/metrics").text)
+    until(lambda: 'zoo_requests_total{model="cloner",outcome="cancelled"} 1.0' in fetching.http.get("/metrics").text)
     assert len(fetching.engine.asked) == before
 
 

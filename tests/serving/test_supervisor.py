@@ -238,7 +238,9 @@ def test_deaths_far_apart_are_no_row(monkeypatch):
 
 def test_what_to_try_first_fits_the_model():
     designer = msgspec.structs.replace(CLONER, modes=["design"], reference_s=None)
-    lines = [supervisor.try_it("http://here", model).splitlines() for model in (MODEL, designer, CLONER)]
+    lines = [supervisor.try_it("http://here", [model]).splitlines() for model in (MODEL, designer, CLONER)]
     assert [len(line) for line in lines] == [1, 1, 2]
     assert '"voice": "vivian"' in lines[0][0] and '"instructions"' in lines[1][0]
     assert "-F name=me" in lines[2][0] and '"voice": "me"' in lines[2][1]
+    assert not any('"model"' in line for pair in lines for line in pair)
+    assert '"model": "fake", ' in supervisor.try_it("http://here", [MODEL, CLONER])

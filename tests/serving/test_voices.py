@@ -3,6 +3,9 @@
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 
 import msgspec
@@ -11,7 +14,7 @@ import pytest
 import soundfile
 from fake_engine import CLONER, MODEL, frame
 from http_server import Server, error
-from shell import zoo
+from shell import ROOT, zoo
 
 from serving.schemas import Limits
 from serving.voices import StoredVoice, Taken, TooMany, Voices, default_directory
@@ -121,6 +124,36 @@ def test_one_of_many_gets_the_name(store):
     assert sum(isinstance(outcome, StoredVoice) for outcome in outcomes) == 20 and len(outcomes) == 80
     assert all(int(text) == index for text, index in seen)
     assert os.listdir(store.directory) == []
+
+
+@pytest.mark.parametrize("doing", ["add", "remove"])
+def test_what_a_killed_process_left_behind_is_tidied(store, doing):
+    """It is killed at the worst moment: when its hidden directory is there."""
+    store.add("anna", CLIP)
+    kill = "from pathlib import Path; import os, signal; Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"
+    work = "add('bert', Clip(bytes(2000) + b'\\0\\0\\x80\\x3f', 16000))" if doing == "add" else "remove('anna')"
+    script = f"{kill}; from serving.voices import Voices; from serving.wire import Clip; Voices({str(store.directory)!r}).{work}"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    assert len(os.listdir(store.directory)) == 2
+    store.tidy()
+    assert os.listdir(store.directory) == ["anna"] and store.load("anna")[1] == CLIP
+
+
+def test_tidying_leaves_alone_what_is_being_added(store):
+    store.directory.mkdir()
+    with store._hidden_place(".new-") as place:
+        Voices(store.directory).tidy()
+        assert place.is_dir()
+    assert os.listdir(store.directory) == []
+    Voices(store.directory / "nowhere").tidy()  # is no error
+    assert not (store.directory / "nowhere").exists()
+
+
+def test_a_server_tidies_when_it_starts(tmp_path):
+    (tmp_path / "voices" / ".new-x").mkdir(parents=True)
+    with Server(tmp_path):
+        assert os.listdir(tmp_path / "voices") == []
 
 
 def test_a_damaged_voice_hides_no_other(store, capsys):

@@ -1,12 +1,14 @@
 """The engine process's side of the wire, with an engine that does what the test says."""
 
 import asyncio
+import shutil
 import threading
 import time
 
 import msgspec
 import numpy as np
 import pytest
+from models import directory
 from toy import Toy
 
 from serving import wire, worker
@@ -15,7 +17,7 @@ from serving.engine import Audio, Engine, Failed, Finished, Full
 from serving.worker import Bridge
 from zoo.contract import Request
 
-STATS = wire.Stats(8, 2, 1, 100, 60, 7, 3, 5, 0)
+STATS = wire.Stats(100, 60, 7, 3, {"m": wire.ModelStats(8, 2, 1, 5, 0)})
 INFO = wire.ModelInfo("m", "toy", "v", 24000, 12.5, 60.0, ["a"], ["english"], ["voice"])
 
 
@@ -24,12 +26,12 @@ class ScriptedEngine:
 
     def __init__(self):
         self.deliver = {}
-        self.requests = {}
+        self.requests, self.models = {}, {}
         self.cancelled = []
         self.prompt_built = threading.Event()
         self.prompt_built.set()
 
-    def speak(self, request_id, request, deliver):
+    def speak(self, request_id, request, deliver, model):
         self.prompt_built.wait(5)
         if request.text == "bad":
             error = ValueError("voice 'x' is not in this checkpoint; it has: a")
@@ -40,13 +42,14 @@ class ScriptedEngine:
         if request.text == "broken":
             raise KeyError("a mistake of ours")
         self.requests[request_id] = request
+        self.models[request_id] = model
         self.deliver[request_id] = deliver
 
     def cancel(self, request_id):
         self.cancelled.append(request_id)
 
     def stats(self):
-        return msgspec.structs.asdict(STATS)
+        return msgspec.to_builtins(STATS)
 
 
 class Peer:
@@ -111,7 +114,7 @@ def until(fact):
 
 def test_status_goes_to_whoever_is_there_and_whoever_comes(bridge, peer):
     assert [peer.next(), peer.next()] == [wire.Models([]), wire.Status("loading")]
-    peer.send(wire.Speak("r", {"text": "too early"}))
+    peer.send(wire.Speak("r", "m", {"text": "too early"}))
     early = peer.next()
     assert (early.id, early.status, early.code) == ("r", 503, "engine_not_ready")
     bridge.tell(wire.Status("warming", 0.5, "step"))
@@ -125,9 +128,9 @@ def test_status_goes_to_whoever_is_there_and_whoever_comes(bridge, peer):
 
 def test_a_request_and_its_audio(bridge, engine, peer):
     peer.next(), peer.next()
-    peer.send(wire.Speak("r", {"text": "Hello.", "voice": "a", "seed": 7, "max_frames": 9}))
+    peer.send(wire.Speak("r", "m", {"text": "Hello.", "voice": "a", "seed": 7, "max_frames": 9}))
     until(lambda: "r" in engine.deliver)
-    assert engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9)
+    assert engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9) and engine.models["r"] == "m"
     samples = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0], np.float32)
     engine.deliver["r"](Audio(samples, 1))
     engine.deliver["r"](Finished("length", 1, {"output_frames": 1}))
@@ -139,7 +142,7 @@ def test_a_request_and_its_audio(bridge, engine, peer):
 
 def test_a_reference(bridge, engine, peer):
     samples = np.linspace(-1, 1, 5, dtype=np.float32)
-    peer.send(wire.Speak("r", {"text": "Hello.", "reference_text": "Hi.", "x_vector_only": True}, wire.Clip(samples.tobytes(), 16000)))
+    peer.send(wire.Speak("r", "m", {"text": "Hello.", "reference_text": "Hi.", "x_vector_only": True}, wire.Clip(samples.tobytes(), 16000)))
     until(lambda: "r" in engine.deliver)
     request = engine.requests["r"]
     assert (request.reference_text, request.x_vector_only, request.reference.sample_rate_hz) == ("Hi.", True, 16000)
@@ -156,22 +159,49 @@ def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypa
 
 
 def test_the_engines_stats_are_what_the_wire_carries():
-    engine = Engine(Toy(), max_slots=2, compile=False)
-    assert wire.Stats(**engine.stats()).slots == 2
+    engine = Engine({"one": Toy(), "other": Toy()}, max_slots=2, compile=False)
+    stats = msgspec.convert(engine.stats(), wire.Stats)
+    assert list(stats.models) == ["one", "other"] and stats.models["other"].slots == 2
+    assert set(engine.stats()) == set(wire.Stats.__struct_fields__)
+    assert set(engine.stats()["models"]["one"]) == set(wire.ModelStats.__struct_fields__)
+
+
+def test_a_directory_that_is_no_model_is_named_before_any_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("zoo.load", None)
+    good = str(directory("qwen3_tts", "tiny"))
+    with pytest.raises(ValueError, match=f"^model 'bad': {tmp_path} is not a model: it has no config.json"):
+        worker.load({"good": good, "bad": str(tmp_path)}, "cpu", None, lambda *_: None)
+    with pytest.raises(ValueError, match=f"^{tmp_path} is not a model: it has no config.json"):
+        worker.load({"bad": str(tmp_path)}, "cpu", None, lambda *_: None)
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
+    good, bad = directory("qwen3_tts", "tiny"), tmp_path / "bad"
+    shutil.copytree(good, bad)
+    (bad / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=r"^model 'bad': .*model\.safetensors"):
+        worker.load({"good": str(good), "bad": str(bad)}, "cpu", None, lambda *_: None)
+
+
+def test_loading_tells_how_far_it_is():
+    models, told = {"one": str(directory("qwen3_tts", "tiny")), "other": str(directory("qwen3_tts", "tiny-base"))}, []
+    families = worker.load(models, "cpu", "float32", lambda *how_far: told.append(how_far))
+    assert told == [(0, "one"), (0.5, "other")]
+    assert {name: family.spec.variant for name, family in families.items()} == {"one": "custom_voice", "other": "base"}
 
 
 def test_refusals_and_failures(bridge, engine, peer):
     peer.next(), peer.next()
-    peer.send(wire.Speak("r", {"text": "bad"}))
+    peer.send(wire.Speak("r", "m", {"text": "bad"}))
     assert peer.next() == wire.Rejected("r", "voice 'x' is not in this checkpoint; it has: a", "voice")
-    peer.send(wire.Speak("s", {"text": "full"}))
+    peer.send(wire.Speak("s", "m", {"text": "full"}))
     full = peer.next()
     assert (full.id, full.status, full.code, full.retry_after_s) == ("s", 503, "engine_full", 2.5)
-    peer.send(wire.Speak("t", {"text": "broken"}))
+    peer.send(wire.Speak("t", "m", {"text": "broken"}))
     assert peer.next() == wire.Failed("t", "an error in the engine; its log says more")
-    peer.send(wire.Speak("u", {"text": "x", "no_such_field": 1}))
+    peer.send(wire.Speak("u", "m", {"text": "x", "no_such_field": 1}))
     assert peer.next() == wire.Failed("u", "an error in the engine; its log says more")
-    peer.send(wire.Speak("v", {"text": "Hello."}))
+    peer.send(wire.Speak("v", "m", {"text": "Hello."}))
     until(lambda: "v" in engine.deliver)
     engine.deliver["v"](Failed("the codec broke"))
     assert peer.next() == wire.Failed("v", "the codec broke")
@@ -179,19 +209,19 @@ def test_refusals_and_failures(bridge, engine, peer):
 
 def test_a_cancelled_request_is_silent(bridge, engine, peer):
     peer.next(), peer.next()
-    peer.send(wire.Speak("r", {"text": "Hello."}))
+    peer.send(wire.Speak("r", "m", {"text": "Hello."}))
     until(lambda: "r" in engine.deliver)
     peer.send(wire.Cancel("r"))
     until(lambda: engine.cancelled == ["r"])
     engine.deliver["r"](Audio(np.zeros(4, np.float32), 1))
     engine.deliver["r"](Finished("cancelled", 1, {}))
-    peer.send(wire.Speak("s", {"text": "bad"}))
+    peer.send(wire.Speak("s", "m", {"text": "bad"}))
     assert peer.next().id == "s"  # and nothing of r came before
 
 
 def test_a_cancel_while_the_prompt_is_built_is_not_lost(bridge, engine, peer):
     engine.prompt_built.clear()
-    peer.send(wire.Speak("r", {"text": "Hello."}))
+    peer.send(wire.Speak("r", "m", {"text": "Hello."}))
     peer.send(wire.Cancel("r"))
     until(lambda: engine.cancelled == ["r"])  # too early: the engine does not know r yet
     engine.prompt_built.set()
@@ -202,7 +232,7 @@ def test_a_cancel_while_the_prompt_is_built_is_not_lost(bridge, engine, peer):
 def test_a_connection_that_goes_takes_its_own_requests_along(bridge, engine, peer):
     other = Peer(bridge.path)
     for client, id in ((other, "r"), (other, "s"), (peer, "t")):
-        client.send(wire.Speak(id, {"text": "Hello."}))
+        client.send(wire.Speak(id, "m", {"text": "Hello."}))
     until(lambda: len(engine.deliver) == 3)
     other.close()
     until(lambda: sorted(engine.cancelled) == ["r", "s"])
@@ -218,6 +248,6 @@ def test_bytes_that_are_no_message_end_their_connection_alone(bridge, engine, pe
     stranger.next(), stranger.next()
     with pytest.raises(StopAsyncIteration):
         stranger.next()
-    peer.send(wire.Speak("r", {"text": "bad"}))
+    peer.send(wire.Speak("r", "m", {"text": "bad"}))
     assert peer.next().id == "r"
     stranger.close()
