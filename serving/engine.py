@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from compile_cache.counts import counts
 from serving.pages import Pages
 from serving.resident import Audio, Event, Failed, Finished, Job, Resident
 from serving.runner import PAGE_TOKENS, Arena, token_bytes
@@ -77,6 +78,7 @@ class Engine:
         self._is_over = False
         self._tickets = itertools.count()
         self._known: dict[str, Job] = {}  # everything taken and not yet ended
+        self._warm_graphs: int | None = None  # what the process had compiled by then
 
     # any thread
 
@@ -90,6 +92,7 @@ class Engine:
 
             begin(model.family)
             model.runner.warm(tell)
+        self._warm_graphs = counts().graphs
 
     def speak(self, request_id: str, request: Request, deliver: Callable[[Event], None], model: str | None = None) -> None:
         """Take a request for a model, which need not be named where there is but one; `deliver` is called on the engine's thread.
@@ -130,6 +133,7 @@ class Engine:
             "pages_free": self.pages.free,
             "pages_shared": self.pages.shared,
             "pages_evicted": self.pages.evicted,
+            "late_compiles": 0 if self._warm_graphs is None else counts().graphs - self._warm_graphs,
             "models": {name: model.stats(arriving[model]) for name, model in self.models.items()},
         }
 

@@ -89,6 +89,8 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("zoo_pages_free", "Pages that a request could have now.", value=stats.pages_free)
         yield CounterMetricFamily("zoo_pages_shared", "Pages that a request found filled already.", value=stats.pages_shared)
         yield CounterMetricFamily("zoo_pages_evicted", "Filled pages that were given up for others.", value=stats.pages_evicted)
+        late = "Functions that were compiled after the models were warm: each held up everybody."
+        yield CounterMetricFamily("zoo_late_compiles", late, value=stats.late_compiles)
         for kind, name, field, what in BY_MODEL:
             metric = kind(name, what, labels=["model"])
             for model, numbers in stats.models.items():

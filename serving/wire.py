@@ -87,6 +87,7 @@ class Stats(Message):
     pages_free: int
     pages_shared: int  # counted
     pages_evicted: int  # counted
+    late_compiles: int  # counted
     models: dict[str, ModelStats]  # by id
 
 

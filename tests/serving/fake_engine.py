@@ -39,7 +39,7 @@ MODEL = wire.ModelInfo(
 CLONER = wire.ModelInfo("cloner", "fake", "base", RATE_HZ, 12.5, 60.0, [], ["english"], ["clone"], (1.0, 30.0))
 READY = wire.Status("ready", 1.0)
 NUMBERS = wire.ModelStats(slots=8, running=2, waiting=1, underruns=5, graph_misses=0)
-STATS = wire.Stats(pages=100, pages_free=60, pages_shared=7, pages_evicted=3, models={"fake": NUMBERS})
+STATS = wire.Stats(pages=100, pages_free=60, pages_shared=7, pages_evicted=3, late_compiles=2, models={"fake": NUMBERS})
 TONE_SAMPLES = 1920
 
 

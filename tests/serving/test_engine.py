@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from models import Clock, Ear, alone, family, requests, serve
 
+from compile_cache.strategy import Strategy, Whole
 from serving.engine import Audio, Engine, Failed, Finished, Full
 from serving.resident import Resident
 from serving.runner import PAGE_TOKENS, token_bytes
@@ -333,6 +335,7 @@ def test_stats():
         "pages_free": 10,
         "pages_shared": 0,
         "pages_evicted": 0,
+        "late_compiles": 0,
         "underruns": 0,
         "graph_misses": 0,
     }
@@ -344,6 +347,22 @@ def test_stats():
     while fresh.turn():
         pass
     assert numbers(fresh) == rest | {"pages_shared": 1}  # the third read the first one's whole page
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
+    """Whatever number speaks, however long. Without the marks that make one graph serve every size, the same requests are seen to do."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("serving.runner.lower", lambda verb, how: torch.compile(verb, backend="eager") if how == Whole() else verb)
+    monkeypatch.setattr(TOY, "strategy", Strategy(Whole(), Whole(), Whole()))
+    if not is_prepared:
+        monkeypatch.setattr("serving.runner.any_size", lambda tensors, dim, name: None)
+    ready = engine(compile=True, max_slots=5)
+    assert numbers(ready)["late_compiles"] == 0
+    ready.warm(lambda progress, stage: None)
+    serve(ready, {0: requests("toy", 1), 3: requests("toy", 7, most_frames=40), 60: requests("toy", 2)})
+    assert (numbers(ready)["late_compiles"] == 0) == is_prepared
+    assert numbers(ready)["graph_misses"] == 0
 
 
 def test_a_late_delivery_is_an_underrun():

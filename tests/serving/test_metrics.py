@@ -60,6 +60,7 @@ def test_what_the_engine_holds(server):
         ("zoo_pages_free",): STATS.pages_free,
         ("zoo_pages_shared_total",): STATS.pages_shared,
         ("zoo_pages_evicted_total",): STATS.pages_evicted,
+        ("zoo_late_compiles_total",): STATS.late_compiles,
         ("zoo_slots", "fake"): NUMBERS.slots,
         ("zoo_requests_running", "fake"): NUMBERS.running,
         ("zoo_requests_waiting", "fake"): NUMBERS.waiting,

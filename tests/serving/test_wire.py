@@ -16,7 +16,7 @@ TO_HTTP = [
     wire.Status("warming", 0.25, "step, 4 slots"),
     wire.Models([wire.ModelInfo("m", "qwen3_tts", "custom_voice", 24000, 12.5, 655.4, ["vivian"], ["english"], ["voice"])]),
     wire.Models([wire.ModelInfo("m", "toy", "base", 24000, 12.5, 655.4, [], [], ["clone"], (0.5, 30.0))]),
-    wire.Stats(100, 60, 7, 3, {"m": wire.ModelStats(8, 2, 1, 5, 0), "n": wire.ModelStats(8, 0, 0, 0, 1)}),
+    wire.Stats(100, 60, 7, 3, 0, {"m": wire.ModelStats(8, 2, 1, 5, 0), "n": wire.ModelStats(8, 0, 0, 0, 1)}),
     wire.Rejected("a", "no", "voice", "c", 503, 1.5),
     wire.Audio("a", bytes(range(256)) * 300, 25),
     wire.Finished("a", "length", 7, {"output_frames": 7}),

@@ -17,7 +17,7 @@ from serving.engine import Audio, Engine, Failed, Finished, Full
 from serving.worker import Bridge
 from zoo.contract import Request
 
-STATS = wire.Stats(100, 60, 7, 3, {"m": wire.ModelStats(8, 2, 1, 5, 0)})
+STATS = wire.Stats(100, 60, 7, 3, 0, {"m": wire.ModelStats(8, 2, 1, 5, 0)})
 INFO = wire.ModelInfo("m", "toy", "v", 24000, 12.5, 60.0, ["a"], ["english"], ["voice"])
 
 
