@@ -1,13 +1,14 @@
-"""One step of a model, as it is lowered: compile time cold and warm, and step time by batch size.
+"""One step of a model, as it is lowered: compile time cold and warm, step time by batch size, and how many kernels a step runs.
 
-    python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat blocks regions bucket] [--json OUT]
+    python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat blocks regions] [--json OUT]
 
 eager    the function as it is written
 flat     the whole step as one graph, every block unrolled; a graph per batch size, since inductor 2.13 fails on one for all
 blocks   each repeated block is a callable of its own, compiled once for all of them; what is between them runs as written
 regions  the whole step as one graph that holds each repeated block once; one graph for every batch size (what the server uses)
-bucket   the same, but one graph per batch size
-Each is measured in processes of its own: first with an empty cache directory, then again with what the first one left.
+bucket   the same, but a graph per batch size
+Each is measured in processes of its own: first with an empty cache directory, then again with what the first one left. Kernels are what
+the profiler sees at the bottom: operators that call no other, and inductor's generated functions.
 """
 
 from __future__ import annotations
@@ -20,76 +21,90 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 HOWS = ("eager", "flat", "blocks", "regions", "bucket")
+USUAL = ("eager", "flat", "blocks", "regions")
 POSITIONS = 48  # in the cache of every slot when the clock starts
+MARK = "__marked_compile_region_fn__"  # where torch.compiler.nested_compile_region keeps what it marked
 
 
 def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     import numpy as np
     import torch
+    import torch._inductor.config
 
     import zoo
+    from compile_cache import threads
     from serving import runner as running
     from zoo.nn.packed import pack
 
-    if how in ("flat", "blocks"):
-        unroll()
+    torch._inductor.config.cpp.enable_kernel_profile = True
     if how in ("flat", "bucket"):
         running.any_size = lambda *_: None
     family = zoo.load(directory, dtype=dtype)
+    threads.fit(family)
     pack(family)
-    if how == "blocks":
-        compile_blocks()
+    if how in ("flat", "blocks"):
+        unmark(family, compile_blocks=how == "blocks")
     slots = max(batches)
     pages = -(-(POSITIONS + 64) // running.PAGE_TOKENS)
-    page_bytes = running.PAGE_TOKENS * family.spec.kv.token_bytes(family.dtype)
-    arena = running.Arena([family], (slots * pages + 2) * page_bytes)
+    arena = running.Arena([family], (slots * pages + 2) * running.common_page_bytes([family]))
     runner = running.Runner(family, slots, arena, compile=how not in ("eager", "blocks"))
-    request = zoo.Request(text="Hello there.", voice=family.spec.voices[0], temperature=0.9)
+    request = zoo.Request(text="Hello there.", voice=family.spec.voices[0] if family.spec.voices else None)
     for slot in range(slots):
-        runner.open(slot, family.prompt(request), range(1 + slot * pages, 1 + (slot + 1) * pages), POSITIONS)
+        runner.open(slot, family.prompt(request), [range(1 + slot * pages, 1 + (slot + 1) * pages)], [POSITIONS])
+
+    def step(batch: int) -> None:
+        runner.step(np.arange(batch)).read()
 
     before, began = usage(), time.perf_counter()
     with torch.inference_mode():
         runner._warm_step()
     for batch in batches if how in ("flat", "blocks", "bucket") else []:
-        runner.step(np.arange(batch)).read()
-    result = {"how": how, "ready_s": time.perf_counter() - began, "ready_cpu_s": usage() - before, "step_ms": {}}
+        step(batch)
+    result: dict[str, Any] = {"how": how, "ready_s": time.perf_counter() - began, "ready_cpu_s": usage() - before, "step_ms": {}}
     for batch in batches:
         times = []
-        for _ in range(10):
+        for _ in range(8):
             start = time.perf_counter()
-            runner.step(np.arange(batch)).read()
+            step(batch)
             times.append(time.perf_counter() - start)
         result["step_ms"][batch] = 1e3 * sorted(times)[len(times) // 2]
+    result["kernels"] = num_kernels(lambda: step(batches[0]))
     return result
 
 
-def unroll() -> None:
-    """Take the marks off the repeated blocks."""
-    from zoo.nn import sampling
-    from zoo.qwen3_tts import depth, model
-
-    for owner in (depth.DepthBlock, model.Block):
-        owner.forward = owner.forward.__marked_compile_region_fn__
-    model.draw = sampling.draw.__marked_compile_region_fn__
-
-
-def compile_blocks() -> None:
-    """Without the check that sizes which are equal once stay equal: the places of a frame's steps are such sizes."""
+def unmark(family: Any, compile_blocks: bool) -> None:
+    """Take the marks off everything that is marked as a region; repeated blocks may be compiled apart instead."""
     import torch
     import torch.fx.experimental._config
 
-    torch.fx.experimental._config.use_duck_shape = False
-    torch._dynamo.config.recompile_limit = 64
-    from zoo.qwen3_tts import depth, model
+    if compile_blocks:  # sizes that are equal once need not stay so: the places of a frame's steps are such sizes
+        torch.fx.experimental._config.use_duck_shape = False
+        torch._dynamo.config.recompile_limit = 64
+    for kind in {type(module) for module in family.modules()}:
+        if plain := vars(kind.forward).get(MARK):
+            kind.forward = torch.compile(plain, fullgraph=True, dynamic=True, options={"cpp.threads": 1}) if compile_blocks else plain
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("zoo."):
+            for key, value in tuple(vars(module).items()):
+                if plain := getattr(value, "__dict__", {}).get(MARK):
+                    setattr(module, key, plain)
 
-    for owner in (depth.DepthBlock, model.Block):
-        owner.forward = torch.compile(owner.forward, fullgraph=True, dynamic=True, options={"cpp.threads": 1})
+
+def num_kernels(call: Any) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        call()
+    operators = [event for event in seen.events() if event.name.startswith(("aten::", "zoo::", "mkldnn::", "cpp_fused"))]
+    return sum(not any(child.name.startswith(("aten::", "mkldnn::")) for child in event.cpu_children) for event in operators)
 
 
 def usage() -> float:
@@ -102,7 +117,7 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--how", nargs="+", choices=HOWS, default=list(HOWS))
+    parser.add_argument("--how", nargs="+", choices=HOWS, default=list(USUAL))
     parser.add_argument("--json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -119,8 +134,8 @@ def main() -> None:
                 result = {"cached": cached, **json.loads(out.stdout.splitlines()[-1])}
                 steps = "  ".join(f"{batch}: {ms:.1f}" for batch, ms in result["step_ms"].items())
                 print(
-                    f"{how:8} {'warm' if cached else 'cold'}  ready {result['ready_s']:6.1f} s  "
-                    f"CPU {result['ready_cpu_s']:6.1f} s  step ms by batch  {steps}",
+                    f"{how:8} {'warm' if cached else 'cold'}  ready {result['ready_s']:6.1f} s  CPU {result['ready_cpu_s']:6.1f} s  "
+                    f"{result['kernels']:5} kernels  step ms by batch  {steps}",
                     flush=True,
                 )
                 results.append(result)

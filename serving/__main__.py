@@ -40,6 +40,12 @@ VoicesDir = Annotated[
 DType = Annotated[Literal["float32", "bfloat16"] | None, Option(help="bfloat16 on a GPU and float32 on a CPU, when left out.")]
 
 
+ReferencePython = Annotated[
+    Path | None,
+    Option(help="The Python of the reference's environment; otherwise that of .venv-parity-FAMILY, which `make fixtures` builds."),
+]
+
+
 @app.command()
 def serve(
     models: Annotated[list[str], Argument(metavar="MODEL", help="Model directories; NAME=DIR chooses the id that clients ask for.")],
@@ -200,9 +206,7 @@ def bench(
     policy: Annotated[str, Option(help="streaming or throughput.")] = "streaming",
     compile: Annotated[bool, Option(help="Compile the step.")] = True,
     against: Annotated[str | None, Option(help="reference: run the reference implementation on the same work, in the same run.")] = None,
-    reference_python: Annotated[
-        Path, Option(help="The Python of the reference's environment, which `make fixtures` builds.")
-    ] = Path(".venv-parity/bin/python"),
+    reference_python: ReferencePython = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
     """Measure a model on this machine: real-time factor, first audio, audio-s/s, and how near it comes to the hardware's limit."""
@@ -224,7 +228,7 @@ def bench(
         compile=compile,
         policy=policy,
         voice=voice,
-        reference_python=str(reference_python) if against else None,
+        reference_python=str(reference_python or usual_reference(model)) if against else None,
         say=partial(print, file=sys.stderr, flush=True),
     )
     if as_json:
@@ -269,9 +273,7 @@ def parity(
     device: Device = None,
     dtype: DType = None,
     compile: Annotated[bool, Option(help="Compile the served form.")] = True,
-    reference_python: Annotated[
-        Path, Option(help="The Python of the reference's environment, which `make fixtures` builds.")
-    ] = Path(".venv-parity/bin/python"),
+    reference_python: ReferencePython = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
     """Measure how exact a model is: its served form against the plain fp32 one, and that against the reference implementation."""
@@ -284,33 +286,35 @@ def parity(
 
     from serving.parity import parity as measure
 
-    python = str(reference_python) if reference_python.exists() else None
+    reference_python = reference_python or usual_reference(model)
     result = measure(
         model,
         device=device,
         dtype=dtype,
         compile=compile,
         frames=frames,
-        reference_python=python,
+        reference_python=str(reference_python) if reference_python.exists() else None,
         say=partial(print, file=sys.stderr, flush=True),
     )
     if as_json:
         print(json.dumps(result))
         return 0
-    form = f"{'compiled' if compile else 'eager'} {result['dtype']} on {result['device']}"
+    form = f"{'compiled' if compile else 'eager'} {result['dtype']}"
     table = Table(title=f"{model}: {result['family']} {result['variant']}", title_justify="left")
-    for column in ("request", "compared", "equal steps", "equal audio", "largest difference", "SNR"):
+    for column in ("request", "ours", "theirs", "steps equal", "seconds equal", "most apart", "SNR"):
         table.add_column(column)
-    compared = [(name, f"{form} with plain fp32", run) for name, run in result["served"].items()]
+    compared = [(name, form, "plain float32", run) for name, run in result["served"].items()]
     if result["reference"] is not None:
-        compared += [(name, f"plain fp32 with {result['reference']['name']}", run) for name, run in result["reference"]["runs"].items()]
-    for name, what, run in compared:
+        theirs = result["reference"]["name"]
+        compared += [(name, "plain float32", theirs, run) for name, run in result["reference"]["runs"].items()]
+    for name, ours, theirs, run in compared:
         steps = f"{run['steps_equal']} of {run['steps']}" if "steps" in run else ""
         table.add_row(
             name,
-            what,
+            ours,
+            theirs,
             steps,
-            f"{run['equal_s']:.2f} of {run['expected_s']:.2f} s",
+            f"{run['equal_s']:.2f} of {run['expected_s']:.2f}",
             f"{run['largest_sample_difference']:.1e}",
             f"{run['snr_db']:.0f} dB",
         )
@@ -427,6 +431,13 @@ def named_directories(models: list[str]) -> dict[str, str]:
             raise ValueError(f"two models have the name {name!r}; NAME=DIR gives one another name")
         directories[name] = str(directory)
     return directories
+
+
+def usual_reference(model: str) -> Path:
+    """The Python of the environment that `make fixtures` builds for the model's family. Raises ValueError."""
+    import zoo
+
+    return Path(f".venv-parity-{zoo.find(model)[0].NAME}/bin/python")
 
 
 def existing_directory(directory: str) -> Path:

@@ -63,11 +63,12 @@ def parity(
         result["served"][name] = follow(plain, served, request, compile)
     if reference_python is not None:
         say("the reference")
-        said = reference(directory, plain.spec.family, reference_python, work)
+        noise = torch.from_numpy(np.random.default_rng(0).standard_normal((frames, *plain.spec.noise_shape), np.float32))
+        said = reference(directory, plain.spec, reference_python, work, noise)
         result["reference"] = {"name": said.pop("name"), "runs": {}}
         for name, samples in said["samples"].items():
             say(f"{name}: the reference and the plain form")
-            ours = zoo.generate(plain, work[name])
+            ours = zoo.generate(plain, work[name], noise=noise if plain.spec.noise_shape else None)
             result["reference"]["runs"][name] = compare(ours.samples.numpy(), samples, ours.sample_rate_hz)
     return result
 
@@ -100,14 +101,15 @@ def follow(plain: Family, served: Family, request: Request, compile: bool) -> di
     batches = SoloBatches(plain, prompt)
     state = plain.state(1)
     plain.admit(state, 0, prompt)
-    needed = len(prompt.inputs) + prompt.max_frames
-    pages = -(-needed // PAGE_TOKENS)
-    runner = Runner(served, 1, Arena([served], (pages + 1) * PAGE_TOKENS * token_bytes(served)), compile)
+    needed = max(prompt.most_positions(plain.spec))
+    lanes, pages = len(prompt.lanes), -(-needed // PAGE_TOKENS)
+    runner = Runner(served, 1, Arena([served], (lanes * pages + 1) * PAGE_TOKENS * token_bytes(served)), compile)
     runner.warm(lambda progress, stage: None)
-    runner.open(0, served.prompt(request), range(1, pages + 1), 0)
-    if batches.length:
-        plain.hidden(prompt.inputs[:-1], batches.prefill())
-        runner.prefill([Chunk(0, 0, batches.length, is_last=True)])
+    runner.open(0, served.prompt(request), [range(1 + lane * pages, 1 + (lane + 1) * pages) for lane in range(lanes)], [0] * lanes)
+    for i, (lane, length) in enumerate(zip(prompt.lanes, batches.lengths, strict=True)):
+        if length:
+            plain.hidden(lane.inputs[:-1], batches.prefill(i))
+            runner.prefill([Chunk(0, 0, length, is_last=True, lane=i)])
     gaps = []
     while not state.done[0]:
         copy(state, runner.state)
@@ -164,9 +166,9 @@ def compare(ours: np.ndarray, theirs: np.ndarray, rate_hz: int) -> dict[str, flo
     }
 
 
-def reference(directory: str, family: str, python: str, work: dict[str, Request]) -> dict[str, Any]:
-    """What the reference implementation says, greedy, in fp32. Raises ValueError if it cannot be run."""
-    script = REFERENCES / f"reference_{family}.py"
+def reference(directory: str, spec: Spec, python: str, work: dict[str, Request], noise: Tensor) -> dict[str, Any]:
+    """What the reference implementation says, greedy, or from the same noise, in fp32. Raises ValueError if it cannot be run."""
+    script = REFERENCES / f"reference_{spec.family}.py"
     if not script.exists():
         raise ValueError(f"{script} does not exist: comparing with the reference needs a source tree that has one for this family")
     with tempfile.TemporaryDirectory(prefix="zoo-parity-") as place:
@@ -176,6 +178,9 @@ def reference(directory: str, family: str, python: str, work: dict[str, Request]
             if request.reference is not None:
                 np.savez(Path(place) / "clip.npz", samples=request.reference.samples, rate_hz=request.reference.sample_rate_hz)
                 fields["reference"] = str(Path(place) / "clip.npz")
+            if spec.noise_shape:
+                np.save(Path(place) / "noise.npy", noise.numpy())
+                fields["noise"] = str(Path(place) / "noise.npy")
             said[name] = fields
         order = {"directory": str(Path(directory).resolve()), "out": str(out), "requests": said}
         env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}

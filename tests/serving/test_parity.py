@@ -89,9 +89,9 @@ def test_the_reference_is_asked_the_same_and_compared(tmp_path, monkeypatch):
 
 def test_a_reference_that_cannot_run_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match="did not run"):
-        measured.reference(TINY, "qwen3_tts", "/bin/false", {})
+        measured.reference(TINY, family("qwen3_tts").spec, "/bin/false", {}, torch.zeros(0))
     with pytest.raises(ValueError, match=r"reference_toy\.py does not exist"):
-        measured.reference(TINY, "toy", "/bin/true", {})
+        measured.reference(TINY, family("toy").spec, "/bin/true", {}, torch.zeros(0))
 
 
 def test_warm_says_what_it_made(monkeypatch, tmp_path):
