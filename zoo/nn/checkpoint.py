@@ -7,6 +7,7 @@ A table maps each published name to ours: `{"talker.model.norm.weight": "norm.we
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -46,6 +47,11 @@ def published(module: nn.Module, table: Table) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def names(directory: Path) -> set[str]:
+    """Of all tensors in the files. Raises ValueError."""
+    return set(_files(directory))
+
+
 def load(
     module: nn.Module,
     table: Table,
@@ -56,16 +62,17 @@ def load(
     fp32: str | None = None,
     optional: frozenset[str] = frozenset(),
 ) -> None:
-    """Fill a module that was built on `meta`. Names and shapes are checked before a byte is read.
+    """Fill a module that was built on `meta`, from model.safetensors, its shards, or pytorch_model.bin where there is neither. Names and
+    shapes are checked before a byte is read.
 
     skip: a submodule whose tensors are checked but not read (it stays on `meta`). fp32: a submodule that is float32 whatever `dtype` is.
     optional: published names that the files may lack. Raises ValueError that names what is wrong.
     """
-    files = _files(directory)
+    found = _files(directory)
     shapes = published(module, table)
-    expected = {name: shape for name, shape in shapes.items() if name not in optional or name in files}
-    _check(expected, {name: tuple(handle.get_slice(name).get_shape()) for name, handle in files.items()}, directory)
-    _fill(module, table, lambda name: files[name].get_tensor(name), device, dtype, skip, fp32)
+    expected = {name: shape for name, shape in shapes.items() if name not in optional or name in found}
+    _check(expected, {name: shape for name, (shape, _) in found.items()}, directory)
+    _fill(module, table, lambda name: found[name][1](), device, dtype, skip, fp32)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -77,8 +84,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is not a whole PyTorch file ({str(error).splitlines()[0]}): it may have been cut short; copy it again") from None
+    except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise ValueError(
+            f"{path} is not a whole PyTorch file ({str(error).splitlines()[0]}): it may have been cut short; copy it again"
+        ) from None
     found = found.get("state_dict", found) if isinstance(found, dict) else None
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(f"{path} does not hold tensors by name")
@@ -165,20 +174,23 @@ def _place(module: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[leaf] = value
 
 
-def _files(directory: Path) -> dict:
-    """Tensor name -> open file, from model.safetensors or its shards."""
-    index = directory / "model.safetensors.index.json"
+def _files(directory: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
+    """Tensor name -> its shape, and what reads it."""
+    index, pickle = directory / "model.safetensors.index.json", directory / "pytorch_model.bin"
+    if pickle.exists() and not index.exists() and not (directory / "model.safetensors").exists():
+        return {name: (tuple(tensor.shape), partial(Tensor.detach, tensor)) for name, tensor in read_tensors(pickle).items()}
     if index.exists():
         names = sorted(set(read_json(index)["weight_map"].values()))
     else:
         names = ["model.safetensors"]
-    handles = {}
+    found: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]] = {}
     for path in (directory / name for name in names):
         if not path.exists():
             raise ValueError(f"{path} does not exist")
         handle = _open(path)
-        handles.update(dict.fromkeys(handle.keys(), handle))
-    return handles
+        for name in handle.keys():  # noqa: SIM118 (no mapping)
+            found[name] = (tuple(handle.get_slice(name).get_shape()), partial(handle.get_tensor, name))
+    return found
 
 
 def _open(path: Path) -> safe_open:

@@ -1,5 +1,5 @@
-"""Random tensors for demo checkpoints: a tensor's values follow from (salt, published name, shape) alone, by integer arithmetic, so they are
-the same on every machine. And files of them, written a tensor at a time."""
+"""Random tensors for demo checkpoints, and files of them. A tensor's values follow from (salt, published name, shape) alone, by integer
+arithmetic, so they are the same on every machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule]) -> n
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill, dtype: torch.dtype) -> None:
-    """A safetensors file of tensors, made and written one at a time: the header's length, a JSON header, then the tensors' bytes in the header's order."""
+    """A safetensors file, its tensors made and written one at a time: the header's length, a JSON header, then the tensors' bytes in the
+    header's order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(shapes):

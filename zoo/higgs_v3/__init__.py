@@ -1,0 +1,89 @@
+"""Higgs Audio V3 TTS (Boson AI): text to 24 kHz speech, 8 codes per 40 ms frame. See README.md beside this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from zoo.higgs_v3.model import HiggsV3
+
+NAME = "higgs_v3"
+
+
+def claims(config: dict[str, Any]) -> bool:
+    """Whether this family reads a directory whose config.json is `config`."""
+    from zoo.higgs_v3.config import CODEC_ALONE, MODEL, V2  # what is claimed beside the model is claimed to be refused by name
+
+    return config.get("model_type") in (MODEL, *V2, CODEC_ALONE)
+
+
+def load(directory: Path, device: torch.device, dtype: torch.dtype) -> HiggsV3:
+    """The family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError that names what is wrong."""
+    from zoo.higgs_v3 import weights
+    from zoo.higgs_v3.clone import Cloner
+    from zoo.higgs_v3.model import HiggsV3
+    from zoo.higgs_v3.prompt import PromptWriter
+    from zoo.nn import checkpoint
+
+    config, spec = describe(directory)
+    if any(name.startswith(("audio_embedding.", "audio_head.")) for name in checkpoint.names(directory)):
+        raise ValueError(
+            f"{directory} names its tensors as fine-tuning tools do (audio_embedding.*, model.*), and has no codec; needed are the "
+            "published names (body.*, tied.embedding.*)"
+        )
+    module = build(config)
+    checkpoint.load(module, weights.table(config), directory, device, dtype, skip="unread", fp32="codec", optional=frozenset(weights.HEADS))
+    module.codec.finish()
+    module.eval().requires_grad_(False)
+    writer = PromptWriter(config, directory, Cloner(config, module.codec, device))
+    return HiggsV3(config, spec, module.backbone, module.codec, writer).eval().requires_grad_(False)
+
+
+def build(config):
+    """All of the checkpoint on `meta`: names and shapes, no memory."""
+    import torch
+
+    from zoo.higgs_v3.weights import Checkpoint
+
+    with torch.device("meta"):
+        return Checkpoint(config)
+
+
+def describe(directory: Path):
+    """Config and Spec, read from config.json alone."""
+    import torch
+
+    from zoo.contract import KV, Spec
+    from zoo.higgs_v3.clone import REFERENCE_S
+    from zoo.higgs_v3.config import MAX_ROWS, SAMPLE_RATE_HZ, Config
+    from zoo.higgs_v3.strategy import WINDOW
+    from zoo.nn.checkpoint import read_json
+
+    config = Config.read(read_json(directory / "config.json"))
+    spec = Spec(
+        family=NAME,
+        variant="tts",
+        frame_shape=(config.codebooks,),
+        frame_dtype=torch.int64,
+        frame_samples=config.codec.frame_samples,
+        sample_rate_hz=SAMPLE_RATE_HZ,
+        kv=KV(config.stack.layers, config.stack.kv_heads, config.stack.head_dim),
+        width=config.stack.hidden,
+        max_frames=min(MAX_ROWS, config.max_positions) - config.delay,
+        max_positions=config.max_positions,
+        window=WINDOW,
+        delay=config.delay,
+        modes=("voice", "clone"),  # without a reference, a voice by chance
+        reference_s=REFERENCE_S,
+    )
+    return config, spec
+
+
+def survey(directory: Path):
+    """Spec and number of parameters, weights unread. The heads are copies, and counted once."""
+    config, spec = describe(directory)
+    module = build(config)
+    return spec, sum(p.numel() for part in (module.backbone, module.codec) for p in part.parameters())

@@ -1,0 +1,142 @@
+"""The codec at 25 Hz. The decoder turns frames of 8 codes (40 ms) into 24 kHz samples, exactly, however the frames are cut into windows.
+
+    codes [B, 10 + F + 10, K] ─ tables ─ conv ─ x8 ─ x5 ─ x4 ─ x2 ─ x3 ─ conv ─ samples [B, 960 F]
+                                 256     1024   512  256  128   64   32     1    channels
+                                         25 Hz  0.2    1    4    8   24   kHz
+
+A frame is heard ten frames early and ten frames late, so a window comes with ten more frames on both sides, and every convolution gives
+only what it knows in full: each layer's stretch is a little shorter than the one before, until the window alone is left. Where the tape
+begins and where it ends the layers see zeros, as the padding of a decoder that is given the whole tape.
+Source: transformers 5.23, models/higgs_audio_v2_tokenizer and models/dac; Kumar et al. 2023 (arXiv 2306.06546).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.higgs_v3.config import CodecConfig
+from zoo.higgs_v3.encoder import Encoder
+from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Quantizer, Residual, Snake
+
+
+class Stretch:
+    """Where a tensor's positions lie on the tape, at a layer's rate: `before` of them before the window's frames, `after` after.
+
+    start [B], end [B]: the window's first frame, and how many the tape holds. taped [B, 1, N] bool: which positions lie on the tape.
+    """
+
+    def __init__(self, start: Tensor, end: Tensor, frames: int, context: int):
+        self.start, self.end, self.frames = start, end, frames
+        self.rate, self.before, self.after = 1, context, context
+        self.taped = self._taped()
+
+    def _taped(self) -> Tensor:
+        window = torch.arange(-self.before, self.frames * self.rate + self.after, device=self.start.device)
+        at = self.start[:, None] * self.rate + window  # [B, N]
+        return ((at >= 0) & (at < self.end[:, None] * self.rate))[:, None]
+
+    def shorten(self, edge: int) -> None:
+        self.before, self.after = self.before - edge, self.after - edge
+        self.taped = self.taped[..., edge : self.taped.shape[2] - edge]
+
+    def upsample(self, stride: int, padding: int) -> None:
+        """A transposed convolution of two strides, `padding` positions of whose output are cut off: a position is known in full from the
+        second input on, and up to the last."""
+        self.rate *= stride
+        self.before, self.after = (self.before - 1) * stride + padding, self.after * stride - padding
+        self.taped = self._taped()
+
+    def silence(self, x: Tensor) -> Tensor:
+        """x [B, C, N] with zeros where there is no tape, in place."""
+        return x.mul_(self.taped)
+
+
+class Block(nn.Module):
+    """[B, C, N] -> [B, C / 2, about rate N]"""
+
+    def __init__(self, channels: int, rate: int):
+        super().__init__()
+        self.rate, self.padding = rate, -(-rate // 2)
+        self.snake = Snake(channels)
+        # of its output, the halves that the first and the last input would share with neighbours are cut off
+        self.up = nn.ConvTranspose1d(channels, channels // 2, 2 * rate, rate, padding=rate)
+        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
+
+    def forward(self, x: Tensor, stretch: Stretch) -> Tensor:
+        x = self.up(self.snake(x))
+        stretch.upsample(self.rate, self.padding)
+        for residual, edge in zip(self.residuals, EDGES, strict=True):
+            x = residual(stretch.silence(x))
+            stretch.shorten(edge)
+        return stretch.silence(x)
+
+
+class Decoder(nn.Module):
+    """Codes to samples, in the dtype of its weights. Call `finish` once they are in place."""
+
+    tables: Tensor  # [K * V, C], after finish(): a code's row behind the way out of its codebook and the projection
+    bias: Tensor  # [C, 1], all codebooks' and the projection's
+
+    def __init__(self, config: CodecConfig):
+        super().__init__()
+        channels = config.decoder_channels
+        self.books, self.size = config.codebooks, config.codebook_size
+        self.project = nn.Linear(config.width, config.latent)
+        self.stem = nn.Conv1d(config.latent, channels, KERNEL)
+        self.blocks = nn.ModuleList(Block(channels >> i, rate) for i, rate in enumerate(config.ratios))
+        self.snake = Snake(channels >> len(config.ratios))
+        self.tail = nn.Conv1d(channels >> len(config.ratios), 1, KERNEL)
+        need = KERNEL // 2  # positions on each side, from the samples back to the frames
+        for rate in reversed(config.ratios):
+            need, padding = need + sum(EDGES), -(-rate // 2)
+            need = max(-(-(need - padding) // rate) + 1, -(-(need + padding) // rate))
+        self.context = need + KERNEL // 2  # frames
+
+    @torch.no_grad()
+    def finish(self, quantizer: Quantizer) -> None:
+        """Codebook, way out and projection are linear, one after the other: a row per code is left of them. In fp64, then rounded once."""
+        project = self.project.weight.double()
+        tables = [project @ book.project_out.weight.double() @ book.rows.double().T for book in quantizer]  # [C, V] each
+        bias = project @ torch.stack([book.project_out.bias.double() for book in quantizer]).sum(0) + self.project.bias.double()
+        self.register_buffer("tables", torch.cat(tables, 1).T.contiguous().to(self.project.weight.dtype), persistent=False)
+        self.register_buffer("bias", bias[:, None].to(self.project.weight.dtype), persistent=False)
+        for module in self.modules():
+            if isinstance(module, Snake):
+                module.finish()
+
+    def forward(self, codes: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """codes [B, context + F + context, K] int64, of which the tape holds those of frames 0 .. end [B]; the F in the middle are frames
+        start [B] .. start + F -> their samples [B, F * frame_samples]."""
+        frames = codes.shape[1] - 2 * self.context
+        stretch = Stretch(start, end, frames, self.context)
+        first = torch.arange(self.books, device=codes.device) * self.size
+        x = F.embedding(codes + first, self.tables).sum(2).mT + self.bias  # [B, C, F + 2 context]
+        x = self.stem(stretch.silence(x))
+        stretch.shorten(KERNEL // 2)
+        x = stretch.silence(x)
+        for block in self.blocks:
+            x = block(x, stretch)
+        x = self.tail(self.snake(x)).squeeze(1)
+        stretch.shorten(KERNEL // 2)
+        return x[:, stretch.before : x.shape[1] - stretch.after]
+
+
+class Codec(nn.Module):
+    """Decoder and encoder over the same codebooks."""
+
+    def __init__(self, config: CodecConfig):
+        super().__init__()
+        self.quantizer = Quantizer(config)
+        self.decoder = Decoder(config)
+        self.encoder = Encoder(config)
+
+    def finish(self) -> None:
+        """Compute once what follows from the weights alone."""
+        self.decoder.finish(self.quantizer)
+        self.encoder.finish()
+
+    def encode(self, samples: Tensor) -> Tensor:
+        """samples [B, N] -> codes [B, F, K]"""
+        return self.quantizer.encode(self.encoder(samples))

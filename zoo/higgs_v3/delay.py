@@ -1,0 +1,67 @@
+"""The delay pattern: codebook k speaks k steps after codebook 0, so that each code can be drawn knowing the coarser ones of its frame.
+
+    step        0    1    2   ...  7    8   ...  r    r+1  ...  r+6      r is the first step whose code 0 is E: r frames were spoken
+    codebook 0  c00  c10  c20      c70  c80      E    .         .
+    codebook 1  B    c01  c11      c61  c71      .    .         .        c of frame f, codebook k: step f + k
+    ...                                                                  B "begin", E "end", . drawn, fed back, and dropped
+    codebook 7  B    B    B        c07  c17      .    .         c(r-1)7  frame f is whole after step f + 7
+
+On the tape a code stands where its frame is: the delay is an address that is written to, and whoever reads the tape never hears of it.
+Source: MusicGen (arXiv 2306.05284), section 2.2; sgl-project/sglang-omni 0.1.9, models/higgs_tts/sampler.py and utils.py; the idea of the
+write address: kyutai-labs/moshi, models/lm.py, LMGen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zoo.contract import Prompt, Spec, State
+
+
+class DelayState(State):
+    """Adds: row [S+1, K], the codes of the last step, specials among them; end [S+1], the frames that the tape will have: the cap, until
+    codebook 0 says where the speech ends."""
+
+    def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(spec, slots, max_frames, dtype, device)
+        self.row = torch.zeros(slots + 1, *spec.frame_shape, dtype=torch.int64, device=device)
+        self.end = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+
+    def open(self, slot: int, prompt: Prompt) -> None:
+        super().open(slot, prompt)
+        self.row[slot] = 0
+        self.end[slot] = prompt.max_frames
+
+    def step(self, slots: Tensor, drawn: Tensor, begin: int, end: int) -> None:
+        """One step's codes [B, K], as they were drawn, to where their frames stand; a slot that is done stays as it is.
+
+        An "end" of codebook 0 ends the speech at whichever step it comes. Specials inside of frames that are kept become code 0: clamped to
+        the last code, which is a real one, they would be heard.
+        """
+        steps, alive, books = self.steps[slots], ~self.done[slots], drawn.shape[1]
+        book = torch.arange(books, device=slots.device)
+        row = torch.where(book > steps[:, None], begin, drawn)  # [B, K]
+        ends = torch.where(alive & (row[:, 0] == end), torch.minimum(self.end[slots], steps), self.end[slots])  # [B]
+
+        frame = steps[:, None] - book  # [B, K], whose code this is
+        kept = alive[:, None] & (frame >= 0) & (frame < ends[:, None])
+        at = (slots[:, None], frame.clamp(min=0, max=self.tape.shape[1] - 1), book)
+        self.tape[at] = torch.where(kept, torch.where(row < begin, row, 0), self.tape[at])
+
+        taken = steps + alive
+        self.row[slots] = torch.where(alive[:, None], row, self.row[slots])
+        self.end[slots] = ends
+        self.steps[slots] = taken
+        self.ready[slots] = torch.minimum((taken - books + 1).clamp(min=0), ends)
+        self.done[slots] = ~alive | (ends == 0) | (taken >= ends + books - 1)
+
+
+def stagger(codes: Tensor, begin: int, end: int) -> Tensor:
+    """A reference's codes [F, K] as the rows the LM reads [F + K - 1, K]: codebook k moved down by k."""
+    frames, books = codes.shape
+    rows = torch.full((frames + books - 1, books), end, dtype=codes.dtype, device=codes.device)
+    for k in range(books):
+        rows[:k, k] = begin
+        rows[k : k + frames, k] = codes[:, k]
+    return rows

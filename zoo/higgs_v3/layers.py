@@ -1,0 +1,85 @@
+"""What both halves of the codec are made of. Source: transformers 5.23, models/dac and models/higgs_audio_v2_tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.higgs_v3.config import CodecConfig
+
+KERNEL = 7
+DILATIONS = (1, 3, 9)  # of a block's residual units
+EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)  # how far each looks to both sides
+
+
+class Snake(nn.Module):
+    """x + sin^2(alpha x) / alpha, by channel; zero stays zero. Source: Ziyin et al. 2020 (arXiv 2006.08195)."""
+
+    gain: Tensor  # [1, C, 1], after finish()
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(1, channels, 1))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Call once, with the weights in place."""
+        self.register_buffer("gain", 1 / (self.alpha + 1e-9), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.alpha).sin_().square_().mul_(self.gain).add_(x)  # in place: large tensors are dear to allocate
+
+
+class Residual(nn.Module):
+    """x [B, C, N] -> [B, C, N - 2 edge]: what it knows in full. For as many as came in, pad x with `edge` zeros on both sides first."""
+
+    def __init__(self, channels: int, dilation: int):
+        super().__init__()
+        self.edge = KERNEL // 2 * dilation
+        self.snake1 = Snake(channels)
+        self.conv1 = nn.Conv1d(channels, channels, KERNEL, dilation=dilation)
+        self.snake2 = Snake(channels)
+        self.conv2 = nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(self.snake2(self.conv1(self.snake1(x)))).add_(x[..., self.edge : x.shape[2] - self.edge])
+
+
+class Codebook(nn.Module):
+    """One level: a way in, rows to choose from, and a way out. Distances are Euclidean, between vectors as they are."""
+
+    def __init__(self, config: CodecConfig):
+        super().__init__()
+        self.project_in = nn.Linear(config.width, config.codebook_width)
+        self.rows = nn.Parameter(torch.empty(config.codebook_size, config.codebook_width))
+        self.project_out = nn.Linear(config.codebook_width, config.width)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """x [B, F, W] -> [B, F]. |x - c|^2 is least where x c - |c|^2 / 2 is greatest."""
+        return F.linear(self.project_in(x), self.rows, -self.rows.square().sum(-1) / 2).argmax(-1)
+
+    def forward(self, code: Tensor) -> Tensor:
+        """[B, F] -> [B, F, W]"""
+        return self.project_out(F.embedding(code, self.rows))
+
+
+class Quantizer(nn.Module):
+    """Residual vector quantisation: each level quantises what the ones before left over."""
+
+    def __init__(self, config: CodecConfig):
+        super().__init__()
+        self.books = nn.ModuleList(Codebook(config) for _ in range(config.codebooks))
+
+    def __iter__(self) -> Iterator[Codebook]:
+        return iter(self.books)  # type: ignore[arg-type]
+
+    def encode(self, latent: Tensor) -> Tensor:
+        """latent [B, F, W] -> codes [B, F, K]"""
+        codes = []
+        for book in self:
+            codes.append(book.nearest(latent))
+            latent = latent - book(codes[-1])
+        return torch.stack(codes, -1)

@@ -1,0 +1,172 @@
+"""Higgs Audio V3 as a family: embed, hidden, emit, render.
+
+    slot ── embed ──> [B, D] ── hidden: 36 paged blocks ──> [B, D] ── emit ──> 8 codes, each to its frame's place ── render ──> 24 kHz
+             │ codes of the last step, summed                         │ the same table as a head, 8 draws
+
+Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts; transformers, models/qwen3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.contract import Batch, Family, Prompt, Request, Spec, View, refuse
+from zoo.higgs_v3.codec import Codec
+from zoo.higgs_v3.config import Config, StackConfig
+from zoo.higgs_v3.delay import DelayState
+from zoo.higgs_v3.prompt import PromptWriter
+from zoo.higgs_v3.strategy import STRATEGY
+from zoo.nn.attention import Paged, attend
+from zoo.nn.linear import FusedLinear, SwiGLU, Tables
+from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rope_table, rotate
+from zoo.nn.sampling import draw, gumbel
+
+# What sglang-omni 0.1.9 gives to speech requests; the checkpoint names no defaults.
+TEMPERATURE, TOP_K, TOP_P = 0.8, 30, 0.8
+GREEDY = 1e-5  # at a temperature this low the reference takes the likeliest code
+FRAMES_PER_TEXT_TOKEN, LEAST_FRAMES = 24, 384  # the guard against a voice that never ends, where the request sets no cap
+
+
+class Block(nn.Module):
+    """Grouped-query attention over pages with a norm per head, then a gated MLP, each behind a norm and added to its input.
+
+    Source: transformers, models/qwen3, Qwen3DecoderLayer.
+    """
+
+    def __init__(self, config: StackConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.norm = RMSNorm(config.hidden, config.eps)
+        self.qkv = FusedLinear(config.hidden, (queries, keys, keys))
+        self.q_norm = RMSNorm(config.head_dim, config.eps)
+        self.k_norm = RMSNorm(config.head_dim, config.eps)
+        self.out = nn.Linear(queries, config.hidden, bias=False)
+        self.mlp_norm = RMSNorm(config.hidden, config.eps)
+        self.mlp = SwiGLU(config.hidden, config.inner)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
+        """x [T, D], cos and sin [T, 1, dim]"""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))  # [T, H or Hkv, dim]
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        x = x + self.out(attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Backbone(nn.Module):
+    """The LM: two tables, of text and of codes, and the blocks. A step's codes are read as the sum of their rows."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.text = nn.Embedding(config.text_vocab, config.stack.hidden)
+        self.codes = Tables(config.codebooks, config.vocab, config.stack.hidden)
+        self.layers = nn.ModuleList(Block(config.stack) for _ in range(config.stack.layers))
+        self.norm = RMSNorm(config.stack.hidden, config.stack.eps)
+
+    def rows(self, codes: Tensor) -> Tensor:
+        """codes [..., K] -> [..., D]"""
+        return self.codes(codes).sum(-2)
+
+
+class HiggsState(DelayState):
+    """Adds: sampling values [S+1] each, the same for all codebooks."""
+
+    def __init__(self, family: HiggsV3, slots: int, max_frames: int):
+        super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
+        self.temperature = torch.zeros(slots + 1, device=family.device)
+        self.top_k = torch.zeros(slots + 1, dtype=torch.int64, device=family.device)
+        self.top_p = torch.ones(slots + 1, device=family.device)
+
+
+class HiggsV3(Family):
+    def __init__(self, config: Config, spec: Spec, backbone: Backbone, codec: Codec, writer: PromptWriter):
+        super().__init__()
+        self.config, self.spec, self.strategy = config, spec, STRATEGY
+        self.backbone, self.codec = backbone, codec
+        self.writer = writer
+        assert codec.decoder.context == spec.window.right, f"the codec looks {codec.decoder.context} frames ahead, not {spec.window.right}"
+        table = backbone.codes.weight
+        self.dtype, self.device = table.dtype, table.device
+        self.head = nn.Linear(config.stack.hidden, config.codebooks * config.vocab, bias=False, device="meta")
+        self.head.weight = table  # tied: a code is scored by the row it is read as. The text's head is never run
+
+    # host, off the loop
+
+    @torch.inference_mode()
+    def prompt(self, request: Request) -> Prompt:
+        script = self.writer(request)
+        ids = torch.tensor(script.ids, device=self.device)  # [T]
+        inputs = self.backbone.text(ids.clamp(min=0))  # [T, D]
+        if script.reference is not None:
+            inputs[ids < 0] = self.backbone.rows(script.reference.rows)
+        room = self.spec.max_positions - len(script.ids) - self.spec.delay  # frames
+        guard = min(room, max(LEAST_FRAMES, FRAMES_PER_TEXT_TOKEN * script.text_tokens))
+        cap = min(self.spec.max_frames, _either(request.max_frames, guard))
+        if not 1 <= cap <= room:
+            raise refuse(
+                "text",
+                f"the prompt takes {len(script.ids)} positions and leaves room for {max(room, 0)} frames; {max(cap, 1)} are asked for",
+            )
+        temperature = _either(request.temperature, TEMPERATURE)
+        return Prompt(
+            inputs=inputs,
+            keys=script.keys,
+            max_frames=cap,
+            slot={
+                "seed": request.seed,
+                "temperature": temperature if temperature > GREEDY else 0.0,
+                "top_k": _either(request.top_k, TOP_K),
+                "top_p": _either(request.top_p, TOP_P),
+            },
+            usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.ids)},
+        )
+
+    # at the door
+
+    def state(self, slots: int, max_frames: int | None = None) -> HiggsState:
+        return HiggsState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
+
+    def admit(self, state: HiggsState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
+        state.open(slot, prompt)
+        for name, value in prompt.slot.items():
+            getattr(state, name)[slot] = value
+
+    # device
+
+    def embed(self, state: HiggsState, slots: Tensor) -> Tensor:  # type: ignore[override]
+        return self.backbone.rows(state.row[slots])
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        stack = self.config.stack
+        # In bf16 the table is rounded too, as it was in training (sglang-omni 0.1.9, models/higgs_tts/utils.py, truncate_rope_to_bf16).
+        cos, sin = rope_table(batch.positions, stack.head_dim, stack.rope_theta, inputs.dtype)
+        cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
+        x = inputs
+        for i, layer in enumerate(self.backbone.layers):
+            x = layer(x, cos, sin, Paged(batch, i))
+        return self.backbone.norm(x)
+
+    def emit(self, state: HiggsState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
+        """Eight codes per slot, drawn independently, each to the frame it belongs to (40 ms). h [B, D]."""
+        c = self.config
+        logits = self.head(h).float().unflatten(-1, (c.codebooks, c.vocab))  # [B, K, V]
+        noise = gumbel(state.seed[slots], state.steps[slots], range(c.codebooks), c.vocab)  # [B, K, V]
+        how = (value[slots, None].expand(-1, c.codebooks).flatten() for value in (state.temperature, state.top_k, state.top_p))  # [B K]
+        drawn = draw(logits.flatten(0, 1), *how, noise.flatten(0, 1)).unflatten(0, (-1, c.codebooks))  # [B, K]
+        state.step(slots, drawn, c.begin, c.end)
+
+    def render(self, state: HiggsState, view: View) -> Tensor:  # type: ignore[override]
+        """The codec looks ten frames to both sides: they are read from the tape, whose end is where no more frames are ready."""
+        context = self.spec.window.right
+        at = view.start[:, None] + torch.arange(-context, view.frames + context, device=view.start.device)  # [B, F + 20]
+        codes = state.tape[view.slots[:, None], at.clamp(min=0, max=state.tape.shape[1] - 1)]  # [B, F + 20, K]
+        return self.codec.decoder(codes, view.start, state.ready[view.slots]).float()
+
+
+def _either(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,84 @@
+"""HuBERT: what is said in a recording, as 50 vectors a second. Here the mean of all its layers is used.
+
+    samples [B, N] at 16 kHz ─ 7 strided convs ─ linear ─ + a wide conv (position) ─ norm ─ 12 layers, norms behind ─ mean of all [B, T, D]
+
+Source: Hsu et al. 2021 (arXiv 2106.07447); transformers 5.23, models/hubert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.higgs_v3.config import SemanticConfig
+
+
+class Layer(nn.Module):
+    def __init__(self, config: SemanticConfig):
+        super().__init__()
+        self.heads = config.heads
+        self.q, self.k, self.v, self.out = (nn.Linear(config.hidden, config.hidden) for _ in range(4))
+        self.attention_norm = nn.LayerNorm(config.hidden, config.eps)
+        self.widen = nn.Linear(config.hidden, config.inner)
+        self.narrow = nn.Linear(config.inner, config.hidden)
+        self.mlp_norm = nn.LayerNorm(config.hidden, config.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]; everybody attends to everybody."""
+        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))  # [B, H, T, dim]
+        x = self.attention_norm(x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        return self.mlp_norm(x + self.narrow(F.gelu(self.widen(x))))
+
+
+class Position(nn.Module):
+    """A convolution wide enough to tell where a frame is. Its kernel is published as a direction and, per tap, a length."""
+
+    weight: Tensor  # [D, D / groups, kernel], after finish()
+
+    def __init__(self, config: SemanticConfig):
+        super().__init__()
+        self.kernel, self.groups = config.position_kernel, config.position_groups
+        self.length = nn.Parameter(torch.empty(1, 1, config.position_kernel))
+        self.direction = nn.Parameter(torch.empty(config.hidden, config.hidden // config.position_groups, config.position_kernel))
+        self.bias = nn.Parameter(torch.empty(config.hidden))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Call once, with the weights in place."""
+        weight = self.direction * (self.length / self.direction.norm(dim=(0, 1), keepdim=True))
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]. An even kernel makes one frame too many: the last one goes."""
+        y = F.conv1d(x.mT, self.weight, self.bias, padding=self.kernel // 2, groups=self.groups)
+        return F.gelu(y[..., : x.shape[1]]).mT
+
+
+class Hubert(nn.Module):
+    """Run it in fp32. Call `finish` once the weights are in place."""
+
+    def __init__(self, config: SemanticConfig):
+        super().__init__()
+        widths = (1, *config.conv_widths)
+        shapes = zip(widths[:-1], widths[1:], config.conv_kernels, config.conv_strides, strict=True)
+        self.convs = nn.ModuleList(nn.Conv1d(*shape, bias=False) for shape in shapes)
+        self.conv_norm = nn.GroupNorm(widths[1], widths[1])  # each channel by itself, over time, behind the first convolution
+        self.input_norm = nn.LayerNorm(widths[-1], config.eps)
+        self.input = nn.Linear(widths[-1], config.hidden)
+        self.position = Position(config)
+        self.norm = nn.LayerNorm(config.hidden, config.eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """samples [B, N] at 16 kHz, as loud as they are -> [B, T, D], the mean of what goes into the first layer and of what each makes."""
+        x = samples[:, None]
+        for i, conv in enumerate(self.convs):
+            x = conv(x)
+            x = F.gelu(self.conv_norm(x) if i == 0 else x)
+        x = self.input(self.input_norm(x.mT))
+        x = self.norm(x + self.position(x))
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return torch.stack(states, 1).mean(1)

@@ -1,0 +1,136 @@
+"""The model's special tokens; and for the demo checkpoints a small byte-level BPE that is made here, at the published place and size."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+# The 43 control tags that the model card documents. They are all that a user's text may hold of the special tokens.
+_EMOTIONS = """
+elation amusement enthusiasm determination pride contentment affection relief contemplation confusion surprise awe longing arousal anger
+fear disgust bitterness sadness shame helplessness
+"""
+_STYLES = "singing shouting whispering"
+_SOUNDS = "cough laughter crying screaming burping humming sigh sniff sneeze"
+_PROSODY = "speed_very_slow speed_slow speed_fast speed_very_fast pitch_low pitch_high pause long_pause"
+_EXPRESSIVENESS = "expressive_high expressive_low"
+
+
+def _tags(kind: str, names: str) -> list[str]:
+    return [f"<|{kind}:{name}|>" for name in names.split()]
+
+
+CONTROL_TAGS = (
+    *_tags("emotion", _EMOTIONS),
+    *_tags("style", _STYLES),
+    *_tags("sfx", _SOUNDS),
+    *_tags("prosody", _PROSODY),
+    *_tags("prosody", _EXPRESSIVENESS),
+)
+# Added tokens in the order of their ids: those of Qwen2.5, then those of Higgs, which are from 151665 on.
+_QWEN = """
+<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|>
+<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
+"""
+_QWEN_PLAIN = "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>"
+_STRUCTURE = """
+<|asr|> <|streaming_asr|> <|tts|> <|streaming_tts|> <|audio_cont_txt|> <|audio|> <|audio_end|> <|text|> <|text_end|> <|eoc|> <|user|>
+<|assistant|> <|system|> <|await_audio|> <|ref_audio|> <|ref_text|>
+"""
+HIGGS = (
+    *_STRUCTURE.split(),
+    *_tags("emotion", _EMOTIONS),
+    *_tags("env", "music noise"),
+    *_tags("style", _STYLES),
+    *_tags("sfx", _SOUNDS),
+    *_tags("prosody", _PROSODY),
+    "<|chatml|>",
+    *_tags("prosody", _EXPRESSIVENESS),
+)
+ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *HIGGS)
+
+PUBLISHED_WORDS = 151643
+# The pieces of the one text whose published ids are known: "Hello from PegaInfer." (a public golden). All others are filler at that size.
+PUBLISHED_IDS = {"Hello": 9707, " from": 504, " P": 393, "ega": 11188, "In": 641, "fer": 802, ".": 13}
+WORDS = (" the", " to", " h", " s", " w", "ing", "er", "ou", "th", "'s", "n't")
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _symbols() -> dict[int, str]:
+    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's byte-level BPE."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+@cache
+def merges() -> tuple[tuple[str, str], ...]:
+    """The BPE merges: for each known piece and word the chain that makes it, letter by letter."""
+    symbols = _symbols()
+    chains = [[symbols[byte] for byte in piece.encode()] for piece in (*PUBLISHED_IDS, *WORDS)]
+    pairs = [("".join(chain[:i]), chain[i]) for chain in chains for i in range(1, len(chain))]
+    return tuple(dict.fromkeys(pairs))
+
+
+def vocabulary(full: bool) -> dict[str, int]:
+    """Token -> id: bytes, merged pieces and, at the published size, filler that no merge can reach."""
+    tokens = list(dict.fromkeys([*_symbols().values(), *(left + right for left, right in merges())]))
+    if not full:
+        return {token: index for index, token in enumerate(tokens)}
+    symbols = _symbols()
+    fixed = {index: "".join(symbols[byte] for byte in piece.encode()) for piece, index in PUBLISHED_IDS.items()}
+    rest = iter([token for token in tokens if token not in fixed.values()])
+    return {fixed.get(i) or next(rest, f"<filler {i}>"): i for i in range(PUBLISHED_WORDS)}
+
+
+def tokenizer(full: bool) -> dict[str, Any]:
+    """tokenizer.json"""
+    words = vocabulary(full)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": len(words) + i, "content": token, **flags, "special": token not in _QWEN_PLAIN.split()} for i, token in enumerate(ADDED)
+        ],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}, byte_level],
+        },
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": words,
+            "merges": [f"{left} {right}" for left, right in merges()],
+        },
+    }
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """tokenizer_config.json: the special tokens of Higgs as a list."""
+    return {
+        "add_prefix_space": False,
+        "backend": "tokenizers",
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|endoftext|>",
+        "errors": "replace",
+        "extra_special_tokens": list(HIGGS),
+        "is_local": False,
+        "model_max_length": 131072,
+        "pad_token": "<|endoftext|>",
+        "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }

@@ -1,0 +1,132 @@
+"""Published name -> our name, as one table (see zoo.nn.checkpoint)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zoo.higgs_v3.codec import Codec
+from zoo.higgs_v3.config import CodecConfig, Config
+from zoo.higgs_v3.model import Backbone
+
+CODEC = "tied.embedding.modality_embeddings.0.model"
+# Copies of the two embeddings. The file holds them, the index does not name them, so who walks the index leaves them behind.
+HEADS = ("tied.head.text_head.weight", "tied.head.modality_heads.0.weight")
+
+
+class Checkpoint(nn.Module):
+    """All that model.safetensors holds. `unread` stays on meta: it is checked, and nobody needs it."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.backbone = Backbone(config)
+        self.codec = Codec(config.codec)
+        self.unread = nn.ParameterList(torch.empty(shape, device="meta") for shape in unread(config).values())
+
+
+def table(config: Config) -> dict[str, str]:
+    """model.safetensors -> Checkpoint."""
+    names = {
+        "tied.embedding.text_embedding.weight": "backbone.text.weight",
+        "tied.embedding.modality_embeddings.0.embedding.weight": "backbone.codes.weight",
+        "body.norm.weight": "backbone.norm.weight",
+    }
+    for i in range(config.stack.layers):
+        names |= _block(f"body.layers.{i}", f"backbone.layers.{i}")
+    names |= {f"{CODEC}.{theirs}": f"codec.{ours}" for theirs, ours in _codec(config.codec).items()}
+    return names | {name: f"unread.{i}" for i, name in enumerate(unread(config))}
+
+
+def unread(config: Config) -> dict[str, tuple[int, ...]]:
+    """Published name -> shape of what nobody reads: heads that are copies, the codec's semantic decoder, its codebooks' counts."""
+    codec = config.codec
+    width, hidden = codec.width, codec.semantic.hidden
+    shapes = {HEADS[0]: (config.text_vocab, config.stack.hidden), HEADS[1]: (config.codebooks * config.vocab, config.stack.hidden)}
+    rest: dict[str, tuple[int, ...]] = {"semantic_model.masked_spec_embed": (hidden,), "fc1.weight": (hidden, width), "fc1.bias": (hidden,)}
+    for k in range(codec.codebooks):
+        book = f"quantizer.quantizers.{k}.codebook"
+        rest |= {f"{book}.inited": (1,), f"{book}.cluster_size": (codec.codebook_size,)}
+        rest[f"{book}.embed_avg"] = (codec.codebook_size, codec.codebook_width)  # a sum that nobody divided: no codebook
+    rest |= {f"decoder_semantic.{conv}.weight": (hidden, hidden, 3) for conv in ("conv1", "conv2")}
+    for i in range(2):
+        block = f"decoder_semantic.conv_blocks.{i}"
+        rest |= {f"{block}.conv.weight": (hidden, hidden, 3), f"{block}.conv.bias": (hidden,)}
+        for j in range(2):
+            rest |= {f"{block}.res_units.{j}.conv{n}.weight": (hidden, hidden, 5 - 2 * n) for n in (1, 2)}
+    return shapes | {f"{CODEC}.{name}": shape for name, shape in rest.items()}
+
+
+def _block(theirs: str, ours: str) -> dict[str, str]:
+    pairs = {
+        "input_layernorm": "norm",
+        "post_attention_layernorm": "mlp_norm",
+        "self_attn.q_norm": "q_norm",
+        "self_attn.k_norm": "k_norm",
+        "self_attn.o_proj": "out",
+        "mlp.down_proj": "mlp.down",
+    }
+    names = {f"{theirs}.{a}.weight": f"{ours}.{b}.weight" for a, b in pairs.items()}
+    names |= {f"{theirs}.self_attn.{part}_proj.weight": f"{ours}.qkv.weight[{i}]" for i, part in enumerate("qkv")}
+    names |= {f"{theirs}.mlp.{part}_proj.weight": f"{ours}.mlp.gate_up.weight[{i}]" for i, part in enumerate(("gate", "up"))}
+    return names
+
+
+def _codec(config: CodecConfig) -> dict[str, str]:
+    """Names within the codec -> within zoo.higgs_v3.codec.Codec."""
+    names: dict[str, str] = {}
+
+    def both(theirs: str, ours: str) -> None:
+        names.update({f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in ("weight", "bias")})
+
+    def residual(theirs: str, ours: str) -> None:
+        for n in (1, 2):
+            names[f"{theirs}.snake{n}.alpha"] = f"{ours}.snake{n}.alpha"
+            both(f"{theirs}.conv{n}", f"{ours}.conv{n}")
+
+    for k in range(config.codebooks):
+        theirs, ours = f"quantizer.quantizers.{k}", f"quantizer.books.{k}"
+        names[f"{theirs}.codebook.embed"] = f"{ours}.rows"
+        both(f"{theirs}.project_in", f"{ours}.project_in")
+        both(f"{theirs}.project_out", f"{ours}.project_out")
+    both("fc2", "decoder.project")
+    both("fc", "encoder.join")
+    for theirs, ours, sample in (
+        ("acoustic_decoder", "decoder", ("conv_t1", "up")),
+        ("acoustic_encoder", "encoder.acoustic", ("conv1", "down")),
+    ):
+        both(f"{theirs}.conv1", f"{ours}.stem")
+        for i in range(len(config.ratios)):
+            names[f"{theirs}.block.{i}.snake1.alpha"] = f"{ours}.blocks.{i}.snake.alpha"
+            both(f"{theirs}.block.{i}.{sample[0]}", f"{ours}.blocks.{i}.{sample[1]}")
+            for j in range(3):
+                residual(f"{theirs}.block.{i}.res_unit{j + 1}", f"{ours}.blocks.{i}.residuals.{j}")
+        names[f"{theirs}.snake1.alpha"] = f"{ours}.snake.alpha"
+        both(f"{theirs}.conv2", f"{ours}.tail")
+
+    names["encoder_semantic.conv.weight"] = "encoder.semantic.0.weight"
+    for i in range(2):
+        theirs, ours = f"encoder_semantic.conv_blocks.{i}", f"encoder.semantic.{i + 1}"
+        for j in range(2):
+            names |= {f"{theirs}.res_units.{j}.conv{n}.weight": f"{ours}.{j}.conv{n}.weight" for n in (1, 2)}
+        both(f"{theirs}.conv", f"{ours}.2")
+
+    theirs, ours = "semantic_model", "encoder.hubert"
+    for i in range(len(config.semantic.conv_widths)):
+        names[f"{theirs}.feature_extractor.conv_layers.{i}.conv.weight"] = f"{ours}.convs.{i}.weight"
+    both(f"{theirs}.feature_extractor.conv_layers.0.layer_norm", f"{ours}.conv_norm")
+    both(f"{theirs}.feature_projection.layer_norm", f"{ours}.input_norm")
+    both(f"{theirs}.feature_projection.projection", f"{ours}.input")
+    position = f"{theirs}.encoder.pos_conv_embed.conv"
+    names[f"{position}.parametrizations.weight.original0"] = f"{ours}.position.length"
+    names[f"{position}.parametrizations.weight.original1"] = f"{ours}.position.direction"
+    names[f"{position}.bias"] = f"{ours}.position.bias"
+    both(f"{theirs}.encoder.layer_norm", f"{ours}.norm")
+    for i in range(config.semantic.layers):
+        theirs, ours = f"semantic_model.encoder.layers.{i}", f"encoder.hubert.layers.{i}"
+        both(f"{theirs}.layer_norm", f"{ours}.attention_norm")
+        both(f"{theirs}.final_layer_norm", f"{ours}.mlp_norm")
+        both(f"{theirs}.feed_forward.intermediate_dense", f"{ours}.widen")
+        both(f"{theirs}.feed_forward.output_dense", f"{ours}.narrow")
+        for part in ("q", "k", "v", "out"):
+            both(f"{theirs}.attention.{part}_proj", f"{ours}.{part}")
+    return names
