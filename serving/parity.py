@@ -119,7 +119,8 @@ def follow(plain: Family, served: Family, request: Request, compile: bool) -> di
         if state.ready[0] != runner.state.ready[0] or state.done[0] != runner.state.done[0]:
             gaps.append(float("inf"))  # one of them ended
         else:
-            gaps.append(difference(state.tape[0, before], runner.state.tape[0, before]))
+            made = slice(before, before + plain.spec.delay + 1)  # a step's codes may belong to several frames
+            gaps.append(difference(state.tape[0, made], runner.state.tape[0, made]))
     copy(state, runner.state)
     count = int(state.ready[0])
     start = torch.zeros(1, dtype=torch.int64, device=plain.device)

@@ -11,6 +11,7 @@ GeeeekExplorer/nano-vllm, nanovllm/engine/scheduler.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,18 +37,20 @@ class Policy:
         return policies[name]
 
 
+PATIENCE = 3  # late deliveries in a row after which a listener's windows grow by a shape
 Policy.STREAMING = Policy("streaming", prefill_tokens=256, at_risk_s=1.0)
 Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions start .. stop of a slot's prompt, to be prefilled in one launch."""
+    """Positions start .. stop of one lane's prompt, to be prefilled in one launch. is_last: the prompt ends there."""
 
     slot: int
     start: int
     stop: int
     is_last: bool
+    lane: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +65,15 @@ class Render:
 
 class Scheduler:
     """The state of every slot, as far as time is concerned. window: the renderer's shapes in frames, ascending; frame_s: a frame's length;
-    right: the renderer's lookahead, so frames are pending only once so many more are ready behind them, or no more come.
+    right: the renderer's lookahead, so frames are pending only once so many more are ready behind them, or no more come; lanes: prompts
+    of a slot, all of which are prefilled before it decodes.
 
     A slot's frames pass three counters: ready (on the tape, reported), rendered (handed to a launch), delivered (given to the listener).
     The listener plays from the first delivery on, and `plays_until_s` is when all that was delivered is played (-inf before the first).
     A delivery that comes later than that is an underrun, and playback goes on from there.
     """
 
-    def __init__(self, num_slots: int, policy: Policy, window: tuple[int, ...], frame_s: float, right: int = 0):
+    def __init__(self, num_slots: int, policy: Policy, window: tuple[int, ...], frame_s: float, right: int = 0, lanes: int = 1):
         assert num_slots > 0 and frame_s > 0, f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
         assert window and window[0] > 0 and all(np.diff(window) > 0), f"window {window}, ascending frame counts expected"
         assert right >= 0, f"a lookahead of {right} frames"
@@ -81,29 +85,33 @@ class Scheduler:
         self.is_open = np.zeros(num_slots, bool)
         self.is_decoding = np.zeros(num_slots, bool)
         self.is_done = np.zeros(num_slots, bool)
-        self.prompt_tokens = np.zeros(num_slots, np.int64)
-        self.num_prefilled = np.zeros(num_slots, np.int64)
+        self.prompt_tokens = np.zeros((num_slots, lanes), np.int64)
+        self.num_prefilled = np.zeros((num_slots, lanes), np.int64)
         self.num_ready = np.zeros(num_slots, np.int64)
         self.num_rendered = np.zeros(num_slots, np.int64)
         self.num_delivered = np.zeros(num_slots, np.int64)
         self.num_underruns = np.zeros(num_slots, np.int64)
+        self.late_in_a_row = np.zeros(num_slots, np.int64)  # deliveries, the last one included
         self.past_underruns = 0  # of slots' earlier tenants
         self.plays_until_s = np.full(num_slots, -np.inf)
         self.rendered_s = np.zeros(num_slots)  # when the last window was handed out
         self.latency_s = 0.0  # from there to the listener, as measured of late
 
-    def open(self, slot: int, prompt_tokens: int, skip: int = 0) -> None:
-        """A request moves in. prompt_tokens: positions to fill before its first step; skip: those that shared pages already hold."""
+    def open(self, slot: int, prompt_tokens: int | Sequence[int], skip: int | Sequence[int] = 0) -> None:
+        """A request moves in. prompt_tokens: positions to fill before its first step; skip: those that shared pages already hold. Either
+        is a number for each lane, or one for all."""
         assert not self.is_open[slot], f"slot {slot} is opened, but it is in use"
-        assert 0 <= skip <= prompt_tokens, f"{skip} of {prompt_tokens} positions skipped"
+        skipped, tokens = np.asarray(skip), np.asarray(prompt_tokens)
+        assert ((skipped >= 0) & (skipped <= tokens)).all(), f"{skip} of {prompt_tokens} positions skipped"
         self.is_open[slot] = True
         self.past_underruns += int(self.num_underruns[slot])
-        self.is_decoding[slot] = skip == prompt_tokens
+        self.is_decoding[slot] = (skipped == tokens).all()
         self.is_done[slot] = False
-        self.prompt_tokens[slot], self.num_prefilled[slot] = prompt_tokens, skip
+        self.prompt_tokens[slot], self.num_prefilled[slot] = tokens, skipped
         self.num_ready[slot] = self.num_rendered[slot] = self.num_delivered[slot] = self.num_underruns[slot] = 0
+        self.late_in_a_row[slot] = 0
         self.plays_until_s[slot] = -np.inf
-        if skip < prompt_tokens:
+        if not self.is_decoding[slot]:
             self.waiting[slot] = None
 
     def close(self, slot: int) -> None:
@@ -119,26 +127,28 @@ class Scheduler:
         return self.past_underruns + int(self.num_underruns.sum())
 
     def prefill(self) -> list[Chunk]:
-        """The prompt positions of this turn, at most policy.prefill_tokens of them; short prompts share a turn, long ones take several."""
+        """The prompt positions of this turn, at most policy.prefill_tokens of them; short prompts share a turn, long ones take several.
+        A slot's lanes are filled one after the other."""
         chunks: list[Chunk] = []
         left = self.policy.prefill_tokens
         for slot in self.waiting:
+            for lane, (start, end) in enumerate(zip(self.num_prefilled[slot].tolist(), self.prompt_tokens[slot].tolist(), strict=True)):
+                stop = min(start + left, end)
+                if start < stop:
+                    chunks.append(Chunk(slot, start, stop, is_last=stop == end, lane=lane))
+                    left -= stop - start
             if left == 0:
                 break
-            start, end = int(self.num_prefilled[slot]), int(self.prompt_tokens[slot])
-            stop = min(start + left, end)
-            chunks.append(Chunk(slot, start, stop, is_last=stop == end))
-            left -= stop - start
         return chunks
 
     def prefilled(self, chunk: Chunk) -> None:
-        """The chunk is launched. After a prompt's last one the slot decodes."""
-        start = self.num_prefilled[chunk.slot]
-        assert chunk.slot in self.waiting and start == chunk.start, f"{chunk} is launched, but slot {chunk.slot} has {start} positions"
-        self.num_prefilled[chunk.slot] = chunk.stop
-        if chunk.is_last:
-            del self.waiting[chunk.slot]
-            self.is_decoding[chunk.slot] = True
+        """The chunk is launched. After the last one of all its lanes the slot decodes."""
+        slot, start = chunk.slot, self.num_prefilled[chunk.slot, chunk.lane]
+        assert slot in self.waiting and start == chunk.start, f"{chunk} is launched, but slot {slot} has {start} positions"
+        self.num_prefilled[slot, chunk.lane] = chunk.stop
+        if (self.num_prefilled[slot] == self.prompt_tokens[slot]).all():
+            del self.waiting[slot]
+            self.is_decoding[slot] = True
 
     def decode(self) -> np.ndarray:
         """The slots that take a step now, ascending. [B]"""
@@ -156,20 +166,22 @@ class Scheduler:
 
         Due is a slot whose frames fill the largest shape, or that is done (the rest goes). Where somebody listens, also a slot without
         audio whose frames fill the smallest shape; one that is at risk whose frames fill the middle shape; and one about to run dry, with
-        any frame.
+        any frame. Who is late time after time is late for want of speed, and is only helped by larger shapes, which cost less a frame.
         """
         smallest, middle, largest = self.window[0], self.window[:2][-1], self.window[-1]
         known = self.num_ready - np.where(self.is_done, 0, self.right)  # [S], how far the renderer has all that it reads
-        pending = np.maximum(known - self.num_rendered, 0)  # [S]
+        pending = known - self.num_rendered  # [S], below 0 where even less is known
         in_flight = self.num_rendered - self.num_delivered  # [S], as good as heard: the next window need not be hurried because of them
         left_s = np.maximum(self.plays_until_s - now, 0) + in_flight * self.frame_s  # [S]
         is_first = self.num_rendered == 0
-        is_dry = ~is_first & (left_s <= self._lead_s())
+        least = self.window[np.minimum(self.late_in_a_row // PATIENCE, len(self.window) - 1)]  # [S]
+        least[self.late_in_a_row < PATIENCE] = 1
+        is_dry = ~is_first & (left_s <= self._lead_s()) & (pending >= least)
         is_due = (pending >= largest) | (self.is_done & (pending > 0))
         if self.policy.at_risk_s is not None:
             is_due |= is_first & (pending >= smallest)
-            is_due |= (left_s < self.policy.at_risk_s) & (pending >= middle)
-            is_due |= is_dry & (pending > 0)
+            is_due |= (left_s < self.policy.at_risk_s) & (pending >= np.maximum(middle, least))
+            is_due |= is_dry
         slots = np.flatnonzero(is_due)  # [B]
 
         # Who is done or dry gets all there is, padded up to a shape. The others are due because they fill a shape, and can wait for
@@ -188,7 +200,9 @@ class Scheduler:
     def delivered(self, slots: np.ndarray, count: np.ndarray, now: float) -> None:
         """Frames were given to the listeners, both [B]; each slot once, and those that were closed since are left out."""
         until_s = self.plays_until_s[slots]
-        self.num_underruns[slots] += (self.num_delivered[slots] > 0) & (until_s < now)
+        is_late = (self.num_delivered[slots] > 0) & (until_s < now)
+        self.num_underruns[slots] += is_late
+        self.late_in_a_row[slots] = np.where(is_late, self.late_in_a_row[slots] + 1, 0)
         self.plays_until_s[slots] = np.maximum(until_s, now) + count * self.frame_s
         self.num_delivered[slots] += count
         # Turns are uneven, since some prefill a prompt: a long one is remembered for about twenty deliveries.

@@ -89,6 +89,37 @@ def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
     assert scheduler.decode().tolist() == [0]
 
 
+def test_a_slot_decodes_once_all_its_lanes_are_filled():
+    scheduler = Scheduler(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S, lanes=2)
+    scheduler.open(1, prompt_tokens=[6, 15])
+    scheduler.open(0, prompt_tokens=[9, 40], skip=[0, 40])
+    turns, decoding = [], []
+    while chunks := scheduler.prefill():
+        turns.append([(c.slot, c.lane, c.start, c.stop, c.is_last) for c in chunks])
+        for chunk in chunks:
+            scheduler.prefilled(chunk)
+        decoding.append(scheduler.decode().tolist())
+    assert turns == [
+        [(1, 0, 0, 6, True), (1, 1, 0, 4, False)],
+        [(1, 1, 4, 14, False)],
+        [(1, 1, 14, 15, True), (0, 0, 0, 9, True)],
+    ]
+    assert decoding == [[], [], [0, 1]]
+
+
+def test_lanes_in_shared_pages():
+    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S, lanes=2)
+    scheduler.open(1, prompt_tokens=[8, 3], skip=[8, 3])
+    assert scheduler.prefill() == [] and scheduler.decode().tolist() == [1]
+    with pytest.raises(AssertionError, match=r"\[8, 4\] of \[8, 3\] positions skipped"):
+        scheduler.open(0, prompt_tokens=[8, 3], skip=[8, 4])
+    scheduler.open(0, prompt_tokens=[8, 3], skip=[0, 3])
+    with pytest.raises(AssertionError, match="slot 0 has 3 positions"):
+        scheduler.prefilled(Chunk(0, 0, 3, is_last=True, lane=1))
+    scheduler.close(0)
+    assert scheduler.prefill() == []
+
+
 def test_speakers_do_not_starve_however_many_prompts_come():
     scheduler = speaking(num_slots=3, slots=[1])
     for _ in range(50):
@@ -155,6 +186,29 @@ def test_a_listener_about_to_run_dry_or_dry_gets_any_frame(now):
     assert due(scheduler, now) == []
     report(scheduler, {0: 50 + 3})
     assert due(scheduler, now) == [({0: (50, 3)}, 4)]
+
+
+def test_who_is_late_time_after_time_gets_larger_windows_until_in_time_again():
+    scheduler, now, ready, counts = playing(1), 1.0, 1, []
+    while len(counts) < 8:  # a frame comes every second, and is heard much later than it should be
+        ready, now = ready + 1, now + 1.0
+        report(scheduler, {0: ready})
+        for slots, frames in due(scheduler, now):
+            counts.append((slots[0][1], frames))
+            deliver(scheduler, {0: slots[0][1]}, now)
+    assert counts == [(1, 1)] * 3 + [(4, 4)] * 3 + [(25, 25)] * 2
+    report(scheduler, {0: ready + 25})
+    assert due(scheduler, now) == [({0: (ready, 25)}, 25)]
+    deliver(scheduler, {0: 25}, now)  # in time
+    report(scheduler, {0: ready + 27})
+    assert due(scheduler, now + 50 * FRAME_S) == [({0: (ready + 25, 2)}, 4)]
+
+
+def test_who_is_late_still_gets_the_rest_at_once():
+    scheduler = playing(1)
+    scheduler.late_in_a_row[0] = 100
+    report(scheduler, {0: 3}, done=[0])
+    assert due(scheduler, 9.0) == [({0: (1, 2)}, 4)]
 
 
 def test_windows_in_flight_count_as_heard():
@@ -533,6 +587,7 @@ def test_a_model_slower_than_time_is_told_by_the_underruns():
     server = Server(16, Policy.STREAMING, step_s=0.1)
     server.run(crowd(16, 0.05, random.Random(3)))
     assert server.underruns > 16
+    assert max(frames for windows in server.heard.values() for _, _, frames in windows) == 25  # no small ones for ever
 
 
 def test_first_audio_comes_soon_while_fifteen_others_play():

@@ -120,7 +120,7 @@ TINY_CODEC = _codec(
 MID_CODEC = _codec(
     1024,
     64,
-    {"encoder_hidden_size": 32},
+    {"encoder_hidden_size": 32, "decoder_hidden_size": 256},
     {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 6, "conv_dim": [256] * 7},
 )
 _WORDS = len(vocabulary(full=False))
