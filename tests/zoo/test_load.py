@@ -113,9 +113,9 @@ def test_what_is_no_model(tmp_path, copied):
 
 def test_what_no_family_claims(copied):
     change(copied / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
-    refused(copied, "has model_type 'llama'; known families: qwen3_tts")
+    refused(copied, "has model_type 'llama'; known families: .*qwen3_tts")
     change(copied / "config.json", model_type=None, architectures=None)
-    refused(copied, "has model_type None; known families: qwen3_tts")
+    refused(copied, "has model_type None; known families: .*qwen3_tts")
 
 
 @pytest.mark.parametrize(
