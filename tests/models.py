@@ -6,19 +6,22 @@ import copy
 import importlib
 import itertools
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from toy import Toy
+from toy import Guided, Toy
+from toy_delay import Scribe
 
 import zoo
-from serving.engine import Audio, Engine, Event, Failed, Finished
+from serving.engine import Audio, Engine, Event, Failed, Finished, Text
 from zoo.contract import Clip, Family, Request, Speech
 
-NAMES = ("toy", *zoo.families())
+TOYS: dict[str, Callable[[], Family]] = {"toy": Toy, "toy_guided": Guided, "toy_delay": Scribe}
+NAMES = (*TOYS, *zoo.families())
 _directories = tempfile.TemporaryDirectory(prefix="zoo-tests-")  # goes with the process
 
 TEXTS = (
@@ -47,11 +50,13 @@ _DEPTH = ("repetition_penalty", "depth_temperature", "depth_top_k", "depth_top_p
 REFUSES: dict[str, tuple[str, ...]] = {
     "higgs_v3": (*_DEPTH, *_CODES),
     "qwen3_tts": _CODES,
+    "toy": ("guidance",),
     "voxcpm2": ("temperature", "top_k", "top_p", *_DEPTH),
 }
 _CLIP = Clip(np.sin(np.arange(3500) ** 1.5 / 30).astype(np.float32) / 4, 16000)
 # What else some families' requests ask for, in turn.
 EXTRAS: dict[str, tuple[dict[str, Any], ...]] = {
+    "higgs_v3": ({}, {"reference": _CLIP}, {"reference": _CLIP, "reference_text": "Hm."}),
     "voxcpm2": ({}, {"instructions": "slowly"}, {"reference": _CLIP}, {"reference": _CLIP, "reference_text": "Good evening."}),
 }
 
@@ -72,7 +77,7 @@ def family(name: str, dtype: str = "float32", size: str = "tiny") -> Family:
 def _family(name: str, dtype: str, size: str) -> Family:
     if dtype == "float64":
         return copy.deepcopy(family(name, size=size)).double()
-    return Toy() if name == "toy" else zoo.load(directory(name, size), "cpu", dtype)
+    return TOYS[name]() if name in TOYS else zoo.load(directory(name, size), "cpu", dtype)
 
 
 def requests(name: str, count: int, most_frames: int = 14) -> list[Request]:
@@ -98,10 +103,11 @@ def alone(name: str, request: Request) -> Speech:
 
 
 class Ear:
-    """A listener: what it heard and how it ended. Nothing may come after the end."""
+    """A listener: what it heard and read, and how it ended. Nothing may come after the end."""
 
     def __init__(self) -> None:
         self.chunks: list[np.ndarray] = []
+        self.texts: list[str] = []
         self.frames = 0
         self.end: Finished | Failed | None = None
 
@@ -110,6 +116,8 @@ class Ear:
         if isinstance(event, Audio):
             self.chunks.append(event.samples)
             self.frames += event.frames
+        elif isinstance(event, Text):
+            self.texts.append(event.text)
         else:
             self.end = event
 

@@ -1,6 +1,6 @@
 """Makes the Qwen3-TTS fixtures and manifests from the reference package (qwen-tts 0.1.1, transformers 4.57.3); see README.md beside this.
 
-Runs in the reference environment that remake.sh builds:  PYTHONPATH=. .venv-parity/bin/python tests/parity/oracle_qwen3_tts.py
+Runs in the reference environment that remake.sh builds:  PYTHONPATH=. .venv-parity-qwen3_tts/bin/python tests/parity/oracle_qwen3_tts.py
 """
 
 # ruff: noqa: RUF001  (the Chinese texts have Chinese punctuation)

@@ -83,11 +83,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         handle = _open(path)
         return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(
-            f"{path} is not a whole PyTorch file ({str(error).splitlines()[0]}): it may have been cut short; copy it again"
-        ) from None
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path} is not a whole PyTorch file ({reason}): it may have been cut short; copy it again") from None
     found = found.get("state_dict", found) if isinstance(found, dict) else None
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(f"{path} does not hold tensors by name")

@@ -1,0 +1,105 @@
+"""VoxCPM2 (OpenBMB, Apache-2.0): text to 48 kHz speech, a patch of 4 continuous latents per 160 ms; and VoxCPM 0.5B and 1.5 before it.
+See README.md beside this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from zoo.voxcpm2.model import VoxCPM2
+
+NAME = "voxcpm2"
+
+
+def claims(config: dict[str, Any]) -> bool:
+    """Whether this family reads a directory whose config.json is `config`. The published one has no model_type."""
+    known = ("voxcpm", "voxcpm2")
+    return str(config.get("architecture", "")).lower() in known or config.get("model_type") in known or "residual_lm_no_rope" in config
+
+
+def load(directory: Path, device: torch.device, dtype: torch.dtype) -> VoxCPM2:
+    """The family with its weights: the nets in `dtype`, the VAE in fp32. Raises ValueError that names what is wrong."""
+    import torch
+
+    from zoo.nn import checkpoint
+    from zoo.voxcpm2 import weights
+    from zoo.voxcpm2.clone import Cloner
+    from zoo.voxcpm2.model import VoxCPM2
+    from zoo.voxcpm2.prompt import PromptWriter
+
+    config, spec = describe(directory, dtype)
+    net, vae = build(config)
+    checkpoint.load(net, weights.root(config), directory, device, dtype)
+    net.finish()
+    path = vae_file(directory)
+    tensors = checkpoint.read_tensors(path)
+    boundaries = tensors.pop(weights.BOUNDARIES, torch.empty(0)).tolist()
+    if tuple(boundaries) != config.vae.boundaries:
+        raise ValueError(f"{path} has {weights.BOUNDARIES} {boundaries}, but config.json says {list(config.vae.boundaries)}")
+    checkpoint.load_weight_normed(vae, weights.vae(config.vae), tensors, path, device)
+    writer = PromptWriter(config, directory, Cloner(config, vae, net.rows, device, dtype))
+    return VoxCPM2(config, spec, net, vae, writer).eval().requires_grad_(False)
+
+
+def vae_file(directory: Path) -> Path:
+    """The VAE's file. Raises ValueError."""
+    from zoo.voxcpm2.weights import VAE_FILES
+
+    for name in VAE_FILES:
+        if (directory / name).exists():
+            return directory / name
+    raise ValueError(f"{directory} has neither {' nor '.join(VAE_FILES)}; one of them is needed")
+
+
+def build(config):
+    """Net and VAE on `meta`: names and shapes, no memory."""
+    import torch
+
+    from zoo.voxcpm2.model import Net
+    from zoo.voxcpm2.vae import Vae
+
+    with torch.device("meta"):
+        return Net(config), Vae(config.vae)
+
+
+def describe(directory: Path, dtype=None):
+    """Config and Spec, read from config.json alone. dtype: of the tape; the model's."""
+    import torch
+
+    from zoo.contract import KV, Spec
+    from zoo.nn.checkpoint import read_json
+    from zoo.voxcpm2.clone import reference_s
+    from zoo.voxcpm2.config import Config
+    from zoo.voxcpm2.model import MAX_PATCHES
+    from zoo.voxcpm2.prompt import VOICE
+    from zoo.voxcpm2.strategy import WINDOW
+
+    config = Config.read(read_json(directory / "config.json"))
+    frame_shape = (config.patch, config.vae.latent)
+    spec = Spec(
+        family=NAME,
+        variant=config.name.lower(),
+        frame_shape=frame_shape,
+        frame_dtype=dtype or torch.bfloat16,
+        frame_samples=config.frame_samples,
+        sample_rate_hz=config.vae.out_rate_hz,
+        kv=KV(config.lm.layers + config.residual.layers, config.lm.kv_heads, config.lm.head_dim),
+        width=config.lm.hidden + 1,
+        max_frames=min(MAX_PATCHES, config.max_positions),
+        max_positions=config.max_positions,
+        window=WINDOW,
+        noise_shape=frame_shape,
+        voices=(VOICE,),
+        modes=("voice", "clone") if config.adds else ("voice", "design", "clone"),
+        reference_s=reference_s(config),
+    )
+    return config, spec
+
+
+def survey(directory: Path):
+    """Spec and number of parameters, weights unread."""
+    config, spec = describe(directory)
+    return spec, sum(p.numel() for module in build(config) for p in module.parameters())

@@ -1,0 +1,65 @@
+"""What a clone needs of its reference: its latents, their rows for the language model and, where speech goes on from it, where the decoder
+stands after it. All of it is encoded once and kept.
+
+    clip ─ mono, 16 kHz ─ padded to whole patches ─ VAE encoder ─> patches [R, P, D] ─┬─ LocEnc ─> rows [R, H]
+                                                                                     └─ prime ─> past: no seam after the reference
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.contract import Clip
+from zoo.references import References, content, mono
+from zoo.voxcpm2.config import Config
+from zoo.voxcpm2.vae import Vae
+
+LONGEST_S = 60.0  # 375 positions; the model was made for a few seconds
+
+
+def reference_s(config: Config) -> tuple[float, float]:
+    """The shortest reference, a patch, and the longest."""
+    return config.patch * config.vae.hop_samples / config.vae.rate_hz, LONGEST_S
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: bytes  # equal for equal clips with the same use
+    patches: Tensor  # [R, P, D], rounded to the model's dtype as the model hears them
+    rows: Tensor  # [R, H], the model's dtype
+    past: Tensor | None  # [values], the decoder's after these patches; where speech goes on from them
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.patches, self.rows, self.past) if tensor is not None)
+
+
+class Cloner:
+    """Clip -> Reference. May be called from several threads. rows: patches [R, P, D] -> what the language model reads of them [R, H]."""
+
+    def __init__(self, config: Config, vae: Vae, rows: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype):
+        self.config, self.vae, self.rows, self.device, self.dtype = config, vae, rows, device, dtype
+        self.reference_s = reference_s(config)
+        self.references: References[Reference] = References()
+
+    def __call__(self, clip: Clip, continues: bool) -> Reference:
+        """continues: speech goes on from the clip, so it is padded before, not after. Raises ValueError (`.param` "reference") for audio
+        that is no reference."""
+        name = content(clip, continues)
+        return self.references.get(name, lambda: self._encode(name, clip, continues))
+
+    @torch.inference_mode()
+    def _encode(self, name: bytes, clip: Clip, continues: bool) -> Reference:
+        samples = mono(clip, self.config.vae.rate_hz, self.reference_s)
+        missing = -len(samples) % (self.config.patch * self.config.vae.hop_samples)
+        samples = np.pad(samples, (missing, 0) if continues else (0, missing))
+        latents = self.vae.encoder(torch.tensor(samples, device=self.device)[None])  # [1, D, F]
+        heard = latents.to(self.dtype)
+        patches = heard[0].T.unflatten(0, (-1, self.config.patch)).contiguous()  # [R, P, D]
+        past = self.vae.decoder.prime(heard.to(latents.dtype))[0] if continues else None
+        return Reference(name, patches, self.rows(patches), past)

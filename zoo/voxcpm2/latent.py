@@ -1,0 +1,98 @@
+"""Within a patch: LocEnc makes one row for the language model of a patch of latents, LocDiT makes the next patch of the language models'
+hidden states, by flow matching.
+
+    LocEnc   [special, z0 z1 z2 z3] ─ 12 blocks ─> the special token's output: the patch's code
+    LocDiT   [lm, residual, time, c0 c1 c2 c3, x0 x1 x2 x3] ─ 12 blocks ─> the last four's output: the velocity of x
+              └── mu ─────┘        └ patch before ┘  the patch so far
+
+In the first generation lm, residual and time are one token, their sum.
+
+Source: OpenBMB/VoxCPM, modules/locenc/local_encoder.py, modules/locdit/local_dit_v2.py and unified_cfm.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.nn.cfm import euler_steps, guided, sinusoid, sway_times
+from zoo.voxcpm2.block import LocalStack
+from zoo.voxcpm2.config import Config
+
+MOST_STEPS = 10  # of the solver; every slot's solve makes as many, so that requests with fewer can share a launch with it
+
+
+class PatchEncoder(nn.Module):
+    """Patches of latents [N, P, D] -> [N, h]."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        width = config.encoder.hidden
+        self.special = nn.Parameter(torch.empty(1, 1, 1, width))
+        self.input = nn.Linear(config.vae.latent, width)
+        self.stack = LocalStack(config.encoder, 1 + config.patch)
+
+    def forward(self, patch: Tensor) -> Tensor:
+        special = self.special[0].expand(patch.shape[0], -1, -1)
+        return self.stack(torch.cat((special, self.input(patch)), 1))[:, 0]
+
+
+class TimeProjection(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.fc1 = nn.Linear(width, width)
+        self.fc2 = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.silu(self.fc1(x)))
+
+
+class PatchSolver(nn.Module):
+    """Hidden states to a patch of latents, for all rows at once and with nothing read back."""
+
+    times: Tensor  # [n + 1, n, h], after finish(): the time token of every step of every schedule of at most n steps
+    goes: Tensor  # [n + 1, n], how far each step goes; 0 beyond the schedule's end
+
+    def __init__(self, config: Config):
+        super().__init__()
+        latent, width = config.vae.latent, config.dit.hidden
+        self.patch, self.adds = config.patch, config.adds
+        self.input = nn.Linear(latent, width)
+        self.condition = nn.Linear(latent, width)
+        self.time = TimeProjection(width)
+        self.delta_time = TimeProjection(width)
+        self.stack = LocalStack(config.dit, (1 if config.adds else 3) + 2 * config.patch)
+        self.output = nn.Linear(width, latent)
+
+    @torch.no_grad()
+    def finish(self, most_steps: int) -> None:
+        """Call once, with the weights in place: what follows from the weights and the schedules alone. Schedules are made on the host."""
+        weight = self.input.weight
+        looks = torch.zeros(most_steps + 1, most_steps, dtype=weight.dtype)
+        goes = torch.zeros_like(looks)
+        for steps in range(1, most_steps + 1):
+            looks[steps, :steps], goes[steps, :steps] = euler_steps(sway_times(steps, weight.dtype))
+        width = weight.shape[0]
+        rows = self.time(sinusoid(looks, width).to(weight.device))
+        still = self.delta_time(sinusoid(torch.zeros(1, dtype=weight.dtype), width).to(weight.device))
+        self.register_buffer("times", rows + still, persistent=False)
+        self.register_buffer("goes", goes.to(weight.device), persistent=False)
+
+    def forward(self, mu: Tensor, before: Tensor, noise: Tensor, guidance: Tensor, steps: Tensor) -> Tensor:
+        """mu [B, M, h], M being 2, or 1 in the first generation; before [B, P, D], the patch before this one; noise [B, P, D]; guidance [B]
+        fp32; steps [B] -> patch [B, P, D].
+
+        The net sees every row twice, with its mu and with one of zeros: guidance is the difference.
+        """
+        mu = torch.stack((mu, torch.zeros_like(mu)), 1)  # [B, 2, M, h]
+        condition = self.condition(before)  # [B, P, h]
+        x = noise
+        for k in range(1, self.times.shape[1]):  # the first step of every schedule goes nowhere
+            time = self.times[steps, k][:, None, None]  # [B, 1, 1, h]
+            head = mu + time if self.adds else torch.cat((mu, time.expand(-1, 2, -1, -1)), 2)
+            patches = torch.cat((condition, self.input(x)), 1)[:, None]  # [B, 1, 2P, h]
+            tokens = torch.cat((head, patches.expand(-1, 2, -1, -1)), 2)
+            velocity, null = self.output(self.stack(tokens)[:, :, -self.patch :]).unbind(1)  # [B, P, D] each
+            x = x - self.goes[steps, k][:, None, None] * guided(velocity, null, guidance)
+        return x

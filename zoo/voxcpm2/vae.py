@@ -1,0 +1,196 @@
+"""The AudioVAE, in fp32 always. The decoder turns latent frames (40 ms) into 48 kHz samples, exactly, however the frames are cut into
+calls; the encoder makes latent frames of reference audio.
+
+    latents [B, D, F] ─ conv ─ x8 ─ x6 ─ x5 ─ x2 ─ x2 ─ x2 ─ conv, tanh ─ samples [B, 1920 F]
+                        2048  1024  512  256  128   64   32  channels
+
+Every layer looks back only. What the layers must remember of a stream, the ends of their inputs, is one row of `past_values` values: zeros
+for a new stream, handed in and out. Source: OpenBMB/VoxCPM, modules/audiovae/audio_vae_v2.py.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past
+from zoo.voxcpm2.config import VaeConfig
+
+DILATIONS = (1, 3, 9)  # of a block's residual units
+KERNEL = 7  # of every convolution that neither resamples nor is 1 wide
+LATENT_KERNEL = 3  # of the encoder's last convolution
+
+
+class Snake(nn.Module):
+    """x + sin^2(alpha x) / alpha, by channel. Source: Ziyin et al. 2020 (arXiv 2006.08195)."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(1, channels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.alpha).sin_().square_().div_(self.alpha + 1e-9).add_(x)  # in place: large tensors are dear to allocate
+
+
+class Residual(nn.Module):
+    """A convolution of each channel by itself, then one across channels; added to the input."""
+
+    def __init__(self, channels: int, dilation: int):
+        super().__init__()
+        self.snake1 = Snake(channels)
+        self.conv1 = CausalConv1d(channels, channels, KERNEL, dilation, groups=channels)
+        self.snake2 = Snake(channels)
+        self.conv2 = CausalConv1d(channels, channels, 1)
+
+    def forward(self, x: Tensor, past: Past) -> Tensor:
+        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), past)), past)
+
+
+class Rate(nn.Module):
+    """What the decoder is told of the rate that it is to make: a scale and a bias by channel, from tables by class of rates."""
+
+    def __init__(self, classes: int, which: int, channels: int):
+        super().__init__()
+        self.which = which
+        self.scale = nn.Embedding(classes, channels)
+        self.bias = nn.Embedding(classes, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.bias.weight[self.which][:, None], x, self.scale.weight[self.which][:, None])
+
+
+class Block(nn.Module):
+    """[B, C, N] -> [B, C / 2, stride N]."""
+
+    def __init__(self, channels: int, stride: int, config: VaeConfig):
+        super().__init__()
+        self.rate = Rate(len(config.boundaries) + 1, config.rate_class, channels) if config.boundaries else nn.Identity()
+        self.snake = Snake(channels)
+        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * stride, stride)
+        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
+
+    def forward(self, x: Tensor, past: Past) -> Tensor:
+        x = self.up(self.snake(self.rate(x)), past)
+        for residual in self.residuals:
+            x = residual(x, past)
+        return x
+
+
+class Decoder(nn.Module):
+    """Latents to samples, in the dtype of its weights."""
+
+    def __init__(self, config: VaeConfig):
+        super().__init__()
+        width, last = config.decoder_width, config.decoder_width >> len(config.decoder_rates)
+        self.conv = CausalConv1d(config.latent, config.latent, KERNEL, groups=config.latent)
+        self.widen = CausalConv1d(config.latent, width, 1)
+        self.blocks = nn.ModuleList(Block(width >> i, stride, config) for i, stride in enumerate(config.decoder_rates))
+        self.snake = Snake(last)
+        self.tail = CausalConv1d(last, 1, KERNEL)
+
+    def _convs(self) -> list[CausalConv1d | CausalConvTranspose1d]:
+        """In the order of the audio's way."""
+        return [module for module in self.modules() if isinstance(module, CausalConv1d | CausalConvTranspose1d)]
+
+    @property
+    def past_values(self) -> int:
+        """Values that one stream carries from call to call."""
+        return sum(conv.past_values for conv in self._convs())
+
+    @property
+    def reach(self) -> int:
+        """Latent frames that the first sample of a new one depends on, beside it."""
+        rate, frames = 1, 0.0  # positions per latent frame so far; frames looked back
+        for conv in self._convs():
+            frames += conv.past_length / rate
+            rate *= conv.stride if isinstance(conv, CausalConvTranspose1d) else 1
+        return ceil(frames)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tail.weight.dtype
+
+    def forward(self, latents: Tensor, past: Tensor, count: Tensor, frames: int) -> tuple[Tensor, Tensor]:
+        """latents [B, D, N], N a multiple of `frames`; past [B, past_values], zeros for a new stream; count [B], how many of the `frames`
+        equal stretches of N are valid (0 to all) -> samples in [-1, 1] and the past for the next call. Other samples mean nothing."""
+        pasts = Past(past, frames, count)
+        x = self.widen(self.conv(latents, pasts), pasts)
+        for block in self.blocks:
+            x = block(x, pasts)
+        x = self.tail(self.snake(x), pasts)  # [B, 1, N]
+        return x.squeeze(1).tanh(), pasts.next()
+
+    def prime(self, latents: Tensor) -> Tensor:
+        """latents [B, D, F] -> the past [B, past_values] of a stream that has said them. The last `reach` frames are enough."""
+        latents = latents[:, :, -self.reach :]
+        batch, _, frames = latents.shape
+        count = torch.full((batch,), frames, device=latents.device)
+        return self(latents, latents.new_zeros(batch, self.past_values), count, frames)[1]
+
+
+class EncoderConv(nn.Module):
+    """A causal convolution over all of its input at once; a strided one has a kernel of two strides. [B, C, N] -> [B, Cout, N / stride]."""
+
+    def __init__(self, channels: int, out_channels: int, kernel: int, stride: int = 1, dilation: int = 1, groups: int = 1, more: int = 0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_channels, channels // groups, kernel))
+        self.bias = nn.Parameter(torch.empty(out_channels))
+        self.stride, self.dilation, self.groups = stride, dilation, groups
+        self.pad = (kernel - 1) * dilation + 1 - stride + more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv1d(F.pad(x, (self.pad, 0)), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class EncoderResidual(nn.Module):
+    def __init__(self, channels: int, dilation: int):
+        super().__init__()
+        self.snake1 = Snake(channels)
+        self.conv1 = EncoderConv(channels, channels, KERNEL, dilation=dilation, groups=channels)
+        self.snake2 = Snake(channels)
+        self.conv2 = EncoderConv(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(self.snake2(self.conv1(self.snake1(x))))
+
+
+class EncoderBlock(nn.Module):
+    """[B, C, N] -> [B, 2 C, N / stride]."""
+
+    def __init__(self, channels: int, stride: int, pads_odd: bool):
+        super().__init__()
+        self.residuals = nn.Sequential(*(EncoderResidual(channels, dilation) for dilation in DILATIONS))
+        self.snake = Snake(channels)
+        self.down = EncoderConv(channels, 2 * channels, 2 * stride, stride, more=stride % 2 if pads_odd else 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.snake(self.residuals(x)))
+
+
+class Encoder(nn.Module):
+    """Samples to latents, in the dtype of its weights. The mean is the latent: nothing is drawn."""
+
+    def __init__(self, config: VaeConfig):
+        super().__init__()
+        width, last = config.encoder_width, config.encoder_width << len(config.encoder_rates)
+        self.conv = EncoderConv(1, width, KERNEL)
+        self.blocks = nn.Sequential(*(EncoderBlock(width << i, rate, config.pads_odd) for i, rate in enumerate(config.encoder_rates)))
+        self.mean = EncoderConv(last, config.latent, LATENT_KERNEL)
+        self.log_variance = EncoderConv(last, config.latent, LATENT_KERNEL)  # published; read by nothing
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """samples [B, N], N a multiple of a latent frame's -> latents [B, D, N / hop]."""
+        return self.mean(self.blocks(self.conv(samples[:, None])))
+
+
+class Vae(nn.Module):
+    """What audiovae.pth holds, weight norm folded."""
+
+    def __init__(self, config: VaeConfig):
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)

@@ -1,0 +1,141 @@
+"""The tokenizer of the demo checkpoints: a small BPE with byte fallback that is made here, in the form of the published one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+SPECIAL = {
+    0: "<unk>",
+    1: "<s>",
+    2: "</s>",
+    101: "<|audio_start|>",
+    102: "<|audio_end|>",
+    103: "<|ref_audio_start|>",  # tokenizer_config.json spells these two otherwise, as the published one does
+    104: "<|ref_audio_end|>",
+}
+PUBLISHED_WORDS = 73448
+# Words that must be one piece: Chinese ones, which are taken apart again, one of them with its space, and one with a letter, which is not.
+TRAPS = ("你好", "世界", "今天", "天气", "很好", "▁我们", "大家", "卡拉O")
+NUM_MERGES = 300
+CORPUS = """
+the quick brown fox jumps over the lazy dog and then the other fox says hello to the world this is a test of the voice that reads your
+text out loud please speak slowly and clearly when you are ready good morning good evening how are you doing today thank you very much
+there was once a small house near the river where an old man lived with his daughter and they would listen to the water every night
+some people like tea others like coffee but everyone likes a good story what is your name my name is long and it is not easy to say
+one two three four five six seven eight nine ten numbers and words and more words make the vocabulary of this little model with care
+Good Once It's iPhone 7 4 5 0 1 2 3 6 8 9 , . ! ? : ; ' " ( ) - < > | / _ naïve café über straße señor
+"""
+
+
+def _join(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    joined: list[str] = []
+    for symbol in word:
+        if joined and (joined[-1], symbol) == pair:
+            joined[-1] += symbol
+        else:
+            joined.append(symbol)
+    return tuple(joined)
+
+
+@cache
+def merges() -> tuple[tuple[str, str], ...]:
+    """The BPE merges: chains that make each of TRAPS one piece, then the most frequent pairs of CORPUS."""
+    found = [(trap[:i], trap[i]) for trap in TRAPS for i in range(1, len(trap))]
+    words = Counter(tuple(f"▁{word}") for word in CORPUS.split())
+    while len(found) < NUM_MERGES:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, count in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += count
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        found.append(best)
+        words = Counter({_join(word, best): count for word, count in words.items()})
+    return tuple(found)
+
+
+def vocabulary(full: bool) -> dict[str, int]:
+    """Token -> id: special tokens at their published ids, bytes, characters, pieces; filled up to the published number where it is full."""
+    characters = sorted({character for word in (*CORPUS.split(), *TRAPS) for character in word} | {"▁"})
+    pieces = ["".join(pair) for pair in merges()]
+    rest = iter(dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)] + characters + pieces))
+    words: dict[str, int] = {}
+    index = 0
+    while (token := SPECIAL.get(index) or next(rest, None)) is not None:
+        words[token] = index
+        index += 1
+    return words | ({f"<filler {i}>": i for i in range(index, PUBLISHED_WORDS)} if full else {})
+
+
+def tokenizer(full: bool) -> dict[str, Any]:
+    """tokenizer.json."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index, "content": token, **flags} for index, token in SPECIAL.items()],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}],
+        },
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary(full),
+            "merges": [list(pair) for pair in merges()],
+        },
+    }
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """tokenizer_config.json."""
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    spelled = SPECIAL | {103: "<|audio_prompt_start|>", 104: "<|audio_prompt_end|>"}
+    return {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "added_tokens_decoder": {str(index): {"content": token, **flags} for index, token in spelled.items()},
+        "additional_special_tokens": [token for index, token in spelled.items() if index > 2],
+        "bos_token": "<s>",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "</s>",
+        "legacy": True,
+        "model_max_length": 1000000000000000019884624838656,
+        "pad_token": None,
+        "sp_model_kwargs": {},
+        "spaces_between_special_tokens": False,
+        "tokenizer_class": "VoxCPM2Tokenizer",
+        "unk_token": "<unk>",
+        "use_default_system_prompt": False,
+    }
+
+
+def special_tokens_map() -> dict[str, Any]:
+    """special_tokens_map.json."""
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    return {f"{role}_token": {"content": token, **flags} for role, token in (("bos", "<s>"), ("eos", "</s>"), ("unk", "<unk>"))}
