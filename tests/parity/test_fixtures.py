@@ -109,7 +109,7 @@ def test_changes_to_the_config_are_merged_in(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": "huge"}, "size 'huge' is not known; sizes: tiny, tiny-1.7b, 0.6b, 1.7b, tiny-base, .*, full"),
+        ({"size": "huge"}, "size 'huge' is not known; sizes: tiny, tiny-1.7b, mid, 0.6b, 1.7b, tiny-base, .*, full"),
         ({"dtype": torch.int8}, "dtype torch.int8 cannot be written; possible: torch.float32, torch.bfloat16, torch.float16"),
         ({"tts_model_type": "singer"}, "tts_model_type 'singer' is not supported; supported: base, custom_voice, voice_design"),
         ({"talker_config": {"layers": 1}}, "talker_config has no 'layers'; it has: .*num_hidden_layers"),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from zoo.nn.config import expect, need
+
 MODEL = "higgs_multimodal_qwen3"
 V2 = ("higgs_audio", "higgs_audio_v2")
 CODEC_ALONE = "higgs_audio_v2_tokenizer"
@@ -41,20 +43,6 @@ CODEC: dict[str, Any] = {
         "layer_norm_eps": 1e-5,
     },
 }
-
-
-def need(config: dict[str, Any], key: str, where: str) -> Any:
-    """config[key], or a ValueError that says which key of which block is missing."""
-    if key not in config:
-        raise ValueError(f"config.json: {where} has no {key!r}")
-    return config[key]
-
-
-def expect(config: dict[str, Any], where: str, **known: Any) -> None:
-    """Raises ValueError for a key that says something this package does not build."""
-    for key, value in known.items():
-        if need(config, key, where) != value:
-            raise ValueError(f"config.json: {where} has {key}={config[key]!r}; only {value!r} is known")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from zoo.higgs_v3.config import CODEC, Config
 from zoo.higgs_v3.vocabulary import ADDED, PUBLISHED_WORDS, tokenizer, tokenizer_config, vocabulary
 from zoo.nn import synthetic
+from zoo.nn.config import change
 from zoo.nn.synthetic import DTYPES, Rule
 
 # --- configs ------------------------------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
     content = copy.deepcopy(CONFIGS[size])
-    _change(content, config, "config.json")
+    change(content, config, "config.json")
     Config.read(content)  # before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", content)
@@ -212,14 +213,3 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _change(config: dict[str, Any], changes: dict[str, Any], where: str) -> None:
-    """Merge `changes` into `config`, block by block."""
-    for key, value in changes.items():
-        if key not in config:
-            raise ValueError(f"{where} has no {key!r}; it has: {', '.join(sorted(config))}")
-        if isinstance(config[key], dict) and isinstance(value, dict):
-            _change(config[key], value, key)
-        else:
-            config[key] = value

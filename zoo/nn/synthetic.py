@@ -22,9 +22,10 @@ _CHUNK = 1 << 16  # stays in the cache
 _LANES = np.uint64(0x0000FFFF0000FFFF)
 
 
-def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule]) -> np.ndarray:
+def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule], fan_in: int | None = None) -> np.ndarray:
     """Random float32 values by the first rule that matches. Raises ValueError for a name that no rule knows.
 
+    fan_in: how many products are summed into one output, where that is not all axes but the first.
     Four 16-bit words of a PCG64 stream are summed: bell-shaped, bounded by 3.5 deviations, and exact integers up to the last two steps.
     """
     shape = tuple(shape)
@@ -33,7 +34,7 @@ def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule]) -> n
         raise ValueError(f"no rule says how to fill {name!r}")
     _, middle, deviation, scaled = rule
     if scaled:
-        deviation /= math.sqrt(math.prod(shape[1:]))
+        deviation /= math.sqrt(fan_in or math.prod(shape[1:]))
     stream = np.random.PCG64(int.from_bytes(hashlib.sha256(f"{salt}:{name}".encode()).digest()[:16], "little"))
     step = np.float32(deviation * math.sqrt(3) / 65536)  # the sum's deviation is 65536 / sqrt(3)
     values = np.empty(math.prod(shape), np.float32)

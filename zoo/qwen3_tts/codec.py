@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.nn.config import need
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.vq import SplitVQ
-from zoo.qwen3_tts.config import StackConfig, need
+from zoo.qwen3_tts.config import StackConfig
 from zoo.qwen3_tts.encoder import Encoder, EncoderConfig
 
 DILATIONS = (1, 3, 9)  # of a block's residual units

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zoo.nn.config import need
+
 VARIANTS = ("base", "custom_voice", "voice_design")
 CODEC = "qwen3_tts_tokenizer_12hz"
 SAMPLE_RATE_HZ = 24_000
@@ -18,13 +20,6 @@ SPEAKER: dict[str, Any] = {
     "enc_res2net_scale": 8,
     "enc_se_channels": 128,
 }
-
-
-def need(config: dict[str, Any], key: str, where: str) -> Any:
-    """config[key], or a ValueError that says which key of which block is missing."""
-    if key not in config:
-        raise ValueError(f"config.json: {where} has no {key!r}")
-    return config[key]
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,19 @@ A tensor's values follow from (seed, published name, shape) alone, by integer ar
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from zoo.nn import synthetic
+from zoo.nn.config import change
+from zoo.nn.synthetic import DTYPES, Rule
 from zoo.qwen3_tts.config import SAMPLE_RATE_HZ, Config
 from zoo.qwen3_tts.vocabulary import SPECIAL, merges, text_ids, tokenizer_config, vocabulary
 
@@ -222,7 +224,13 @@ TINY_CODEC["encoder_config"] |= {
     "vector_quantization_hidden_dimension": 16,
 }
 MID_CODEC = copy.deepcopy(CODEC)
-MID_CODEC["decoder_config"] |= {"decoder_dim": 512, "latent_dim": 512, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
+MID_CODEC["decoder_config"] |= {
+    "decoder_dim": 512,
+    "latent_dim": 512,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
 
 GENERATION = {
     "do_sample": True,
@@ -296,7 +304,8 @@ def _variant(custom_voice: dict[str, dict[str, Any]], variant: str, **speaker: A
 TINY_SPEAKER = {"enc_channels": [16, 16, 16, 16, 48], "enc_attention_channels": 8, "enc_se_channels": 8}
 
 # Every JSON file of each size but the vocabulary. "tiny" is built like the 0.6B model, "tiny-1.7b" (narrower code predictor) like the 1.7B;
-# "mid" is for speed alone. Without a suffix a model is CustomVoice, "-base" clones and "-design" makes voices from descriptions; there is no design of the 0.6B.
+# "mid" is for speed alone. Without a suffix a model is CustomVoice, "-base" clones and "-design" makes voices from descriptions; there is
+# no design of the 0.6B.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": _files(_tiny("0b6", 32), TINY_CODEC, 250),
     "tiny-1.7b": _files(_tiny("1b7", 16), TINY_CODEC, 250),
@@ -319,7 +328,7 @@ SIZES = tuple(CONFIGS)
 
 # (where the published name matches, middle, deviation, whether the deviation is divided by the root of the fan-in); the first match counts.
 # The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be left out unnoticed.
-RULES: tuple[tuple[str, float, float, bool], ...] = (
+RULES: tuple[Rule, ...] = (
     (r"\.initialized$", 1.0, 0.0, False),
     (r"\.cluster_usage$", 1.5, 0.25, False),  # ones would hide the division
     (r"\.embed(ding)?_sum$", 0.0, 0.3, False),
@@ -337,44 +346,20 @@ RULES: tuple[tuple[str, float, float, bool], ...] = (
     (r"^speaker_encoder\..*weight$", 0.0, 1.4, True),
     (r"\.weight$", 0.0, 1.0, True),
 )
-_CHUNK = 1 << 16  # stays in the cache
-_LANES = np.uint64(0x0000FFFF0000FFFF)
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def _fan_in(name: str, shape: tuple[int, ...]) -> int:
-    """How many products are summed into one output."""
+def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
+    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule knows."""
+    shape = tuple(shape)
+    return synthetic.fill(name, shape, f"qwen3_tts:{seed}", RULES, _fan_in(name, shape))
+
+
+def _fan_in(name: str, shape: tuple[int, ...]) -> int | None:
     if re.search(r"^decoder\.upsample\.\d\.0\.conv", name):
         return shape[0]  # transposed, stride = kernel
     if re.search(r"^decoder\.decoder\.\d\.block\.1\.conv", name):
         return shape[0] * 2  # transposed, kernel = 2 strides
-    return math.prod(shape[1:])
-
-
-def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule knows.
-
-    Four 16-bit words of a PCG64 stream are summed: bell-shaped, bounded by 3.5 deviations, and exact integers up to the last two steps.
-    """
-    shape = tuple(shape)
-    rule = next((rule for rule in RULES if re.search(rule[0], name)), None)
-    if rule is None:
-        raise ValueError(f"no rule says how to fill {name!r}")
-    _, middle, deviation, scaled = rule
-    if scaled:
-        deviation /= math.sqrt(_fan_in(name, shape))
-    key = int.from_bytes(hashlib.sha256(f"qwen3_tts:{seed}:{name}".encode()).digest()[:16], "little")
-    stream = np.random.PCG64(key)
-    step = np.float32(deviation * math.sqrt(3) / 65536)  # the sum's deviation is 65536 / sqrt(3)
-    values = np.empty(math.prod(shape), np.float32)
-    for start in range(0, values.size, _CHUNK):
-        chunk = values[start : start + _CHUNK]
-        words = stream.random_raw(chunk.size)
-        pairs = (words & _LANES) + (words >> np.uint64(16) & _LANES)  # two sums of two in each word
-        total = ((pairs >> np.uint64(32)) + (pairs & np.uint64(0xFFFFFFFF))).astype(np.float32)
-        np.multiply(total - np.float32(131070), step, out=chunk)  # 131070 is the sum's mean
-        chunk += np.float32(middle)
-    return values.reshape(shape)
+    return None
 
 
 # --- writing ------------------------------------------------------------------------------------------------------------------------------
@@ -394,9 +379,10 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     directory = write_texts(directory, size, **config)
     model_config, _, codec_configs, _ = describe(directory)
     talker, codec = build(model_config, codec_configs)
-    write_tensors(directory / "model.safetensors", published(talker, weights.root(model_config)), seed, dtype)
+    values = partial(fill, seed=seed)
+    synthetic.write_tensors(directory / "model.safetensors", published(talker, weights.root(model_config)), values, dtype)
     shapes = published(codec, weights.codec(*codec_configs))
-    write_tensors(directory / "speech_tokenizer" / "model.safetensors", shapes, seed, torch.float32)
+    synthetic.write_tensors(directory / "speech_tokenizer" / "model.safetensors", shapes, values, torch.float32)
     return directory
 
 
@@ -408,7 +394,7 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
     files = copy.deepcopy(CONFIGS[size])
-    _change(files["config.json"], config, "config.json")
+    change(files["config.json"], config, "config.json")
     Config.read(files["config.json"])  # before anything is written
     (directory / "speech_tokenizer").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -418,30 +404,3 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges())]
     (directory / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return directory
-
-
-def _change(config: dict[str, Any], changes: dict[str, Any], where: str) -> None:
-    """Merge `changes` into `config`, block by block."""
-    for key, value in changes.items():
-        if key not in config:
-            raise ValueError(f"{where} has no {key!r}; it has: {', '.join(sorted(config))}")
-        if isinstance(config[key], dict) and isinstance(value, dict):
-            _change(config[key], value, key)
-        else:
-            config[key] = value
-
-
-def write_tensors(path: Path, shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> None:
-    """A safetensors file of filled tensors: the header's length, a JSON header, then the tensors' bytes in the header's order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in sorted(shapes):
-        start, end = end, end + math.prod(shapes[name]) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shapes[name]), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in sorted(shapes):
-            values = torch.from_numpy(fill(name, shapes[name], seed)).to(dtype)
-            values.reshape(-1).view(torch.uint8).numpy().tofile(file)

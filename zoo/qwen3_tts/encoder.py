@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.nn.config import need
 from zoo.nn.linear import FusedLinear
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.vq import SplitVQ
-from zoo.qwen3_tts.config import need
 
 # What this file builds; a config that says otherwise is of another model.
 FIXED = {

@@ -8,6 +8,8 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+from zoo.nn.config import need
+
 # What the published config.json leaves to the reference's defaults, and the only values that this package knows.
 VAE_FIXED: dict[str, Any] = {"depthwise": True, "use_noise_block": False, "cond_type": "scale_bias", "cond_out_layer": False}
 # The same of the first generation (model/voxcpm.py, modules/audiovae/audio_vae.py): VoxCPM-0.5B says nothing of its VAE.
@@ -29,13 +31,6 @@ OLD: dict[str, Any] = {
     "scalar_quantization_scale": 9,
     "max_length": 4096,
 }
-
-
-def need(config: dict[str, Any], key: str, where: str) -> Any:
-    """config[key], or a ValueError that says which key of which block is missing."""
-    if key not in config:
-        raise ValueError(f"config.json: {where} has no {key!r}")
-    return config[key]
 
 
 @dataclass(frozen=True)

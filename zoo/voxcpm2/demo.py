@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from zoo.nn import synthetic
+from zoo.nn.config import change
 from zoo.nn.synthetic import DTYPES, Rule
 from zoo.voxcpm2.config import OLD_VAE, Config
 from zoo.voxcpm2.vocabulary import PUBLISHED_WORDS, special_tokens_map, tokenizer, tokenizer_config, vocabulary
@@ -203,7 +204,7 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
     content = copy.deepcopy(CONFIGS[size])
-    _change(content, config, "config.json")
+    change(content, config, "config.json")
     Config.read(content)  # before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     files = {
@@ -215,14 +216,3 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     for name, value in files.items():
         (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return directory
-
-
-def _change(config: dict[str, Any], changes: dict[str, Any], where: str) -> None:
-    """Merge `changes` into `config`, block by block."""
-    for key, value in changes.items():
-        if key not in config:
-            raise ValueError(f"{where} has no {key!r}; it has: {', '.join(sorted(config))}")
-        if isinstance(config[key], dict) and isinstance(value, dict):
-            _change(config[key], value, key)
-        else:
-            config[key] = value
