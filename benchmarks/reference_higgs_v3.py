@@ -44,7 +44,8 @@ class Model:
             self.codec = HiggsAudioV2TokenizerModel(codec_config(audio.get("codec_config", PUBLISHED), self.books)).eval()
         own = {name.removeprefix("body."): value.to(dtype) for name, value in tensors.items() if name.startswith("body.")}
         fill(self.backbone, own | {"embed_tokens.weight": tensors[TEXT].to(dtype)})
-        fill(self.codec, {name.removeprefix(prefix + "model."): v.float() for name, v in tensors.items() if name.startswith(prefix + "model.")})
+        codec = prefix + "model."
+        fill(self.codec, {name.removeprefix(codec): value.float() for name, value in tensors.items() if name.startswith(codec)})
         self.backbone.rotary_emb = type(self.backbone.rotary_emb)(config=self.backbone.config)
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 

@@ -1,0 +1,222 @@
+"""What guidance costs: the engine's throughput with two lanes a slot over that with one, on a model of plain transformer layers.
+
+    python benchmarks/guidance.py [--streams 1 4 8] [--requests 8] [--frames 48] [--size mid] [--dtype float32] [--eager] [--json]
+
+Both models have the same random weights and speak as many frames of as many requests; every request has a text of its own and, where there
+are two lanes, the null prompt of all the others. Prefix pages are shared, prompts are prefilled in chunks, and reports are read a launch
+late. The two take turns, and the best of their rounds counts. The ratio is that of frames a second; both engines are warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compile_cache.strategy import Strategy
+from serving.engine import Audio, Engine
+from serving.fit import fit
+from zoo.contract import KV, Batch, Family, Lane, Prompt, Request, Spec, State, View, Window
+from zoo.nn.attention import Paged, attend
+from zoo.nn.guidance import merge
+from zoo.nn.linear import FusedLinear, SwiGLU, Tables
+from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rope_table, rotate
+from zoo.nn.sampling import draw, gumbel
+
+HEAD_DIM, KV_HEADS, BOOKS, CODES = 64, 4, 4, 1024
+TEXT, NULL = 120, (0,) * 100  # bytes of a request's text; what the second lane reads instead
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    inner: int
+    layers: int
+
+
+SIZES = {"tiny": Size(256, 512, 2), "mid": Size(768, 2304, 14)}  # mid: 100 million parameters
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size):
+        super().__init__()
+        self.norm, self.mlp_norm = RMSNorm(size.width, 1e-6), RMSNorm(size.width, 1e-6)
+        self.qkv = FusedLinear(size.width, (size.width, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM))
+        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.mlp = SwiGLU(size.width, size.inner)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)) for part in self.qkv(self.norm(x)))  # [T, H or Hkv, dim]
+        x = x + self.out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, HEAD_DIM**-0.5).flatten(1))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class SpeakerState(State):
+    """Adds: guidance [S+1]."""
+
+    def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(spec, slots, max_frames, dtype, device)
+        self.guidance = torch.ones(slots + 1, device=device)
+
+
+class Speaker(Family):
+    """Reads bytes, draws four codes a frame until its cap, and renders them as they are."""
+
+    def __init__(self, size: Size, lanes: int, max_frames: int, dtype: torch.dtype):
+        super().__init__()
+        self.device, self.dtype, self.strategy = torch.device("cpu"), dtype, Strategy()
+        kv = KV(size.layers, KV_HEADS, HEAD_DIM)
+        self.spec = Spec(
+            family="speaker",
+            variant=f"{lanes} lanes",
+            frame_shape=(BOOKS,),
+            frame_dtype=torch.int64,
+            frame_samples=BOOKS,
+            sample_rate_hz=100,
+            kv=kv,
+            width=size.width,
+            max_frames=max_frames,
+            max_positions=512 + max_frames,
+            window=Window(new=(1, 4, 25)),
+            lanes=lanes,
+        )
+        self.bytes = nn.Embedding(256, size.width)
+        self.codes = Tables(BOOKS, CODES, size.width)
+        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = RMSNorm(size.width, 1e-6)
+        self.head = nn.Linear(size.width, BOOKS * CODES, bias=False)
+        random = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=random) / parameter.shape[-1] ** 0.5
+        self.to(dtype).eval().requires_grad_(False)
+
+    def prompt(self, request: Request) -> Prompt:
+        keys, guided = tuple(request.text.encode()), self.spec.lanes == 2
+        slot = {"seed": request.seed, "guidance": request.guidance}
+        null = Lane(self.bytes(torch.tensor(NULL)), NULL) if guided else None
+        return Prompt(self.bytes(torch.tensor(keys)), keys, request.max_frames or self.spec.max_frames, slot, null=null)
+
+    def state(self, slots: int, max_frames: int | None = None) -> SpeakerState:
+        return SpeakerState(self.spec, slots, max_frames or self.spec.max_frames, self.dtype, self.device)
+
+    def admit(self, state: SpeakerState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
+        state.open(slot, prompt)
+        state.seed[slot], state.guidance[slot] = prompt.slot["seed"], prompt.slot["guidance"]
+
+    def embed(self, state: State, slots: Tensor) -> Tensor:
+        frame = state.tape[slots, (state.ready[slots] - 1).clamp(min=0)]  # [B, K]
+        rows = self.codes(frame).sum(1)  # [B, D]
+        return rows.repeat(2, 1) if self.spec.lanes == 2 else rows
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        cos, sin = rope_table(batch.positions, HEAD_DIM, 1e4, inputs.dtype)
+        cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
+        for i, layer in enumerate(self.layers):
+            inputs = layer(inputs, cos, sin, Paged(batch, i))
+        return self.norm(inputs)
+
+    def emit(self, state: SpeakerState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
+        logits = self.head(h).float().unflatten(-1, (BOOKS, CODES))  # [L B, K, V]
+        if self.spec.lanes == 2:
+            logits = merge(logits, state.guidance[slots])  # [B, K, V]
+        noise = gumbel(state.seed[slots], state.steps[slots], range(BOOKS), CODES)
+        one = torch.ones_like(state.guidance[slots]).repeat_interleave(BOOKS)  # [B K]
+        frame = draw(logits.flatten(0, 1), one, (50 * one).long(), one, noise.flatten(0, 1)).unflatten(0, (-1, BOOKS))
+        state.append(slots, frame, torch.zeros_like(state.done[slots]))
+
+    def render(self, state: State, view: View) -> Tensor:
+        at = view.start[:, None] + torch.arange(view.frames)  # [B, F]
+        return state.tape[view.slots[:, None], at.clamp(max=state.tape.shape[1] - 1)].flatten(1).float() / CODES
+
+
+class Timed:
+    """An engine of one such model, and what it does in a second."""
+
+    def __init__(self, size: Size, lanes: int, streams: int, frames: int, dtype: torch.dtype, compile: bool):
+        self.family = Speaker(size, lanes, frames, dtype)
+        self.parameters = sum(parameter.numel() for parameter in self.family.parameters())
+        fit(self.family)
+        self.engine = Engine(self.family, max_slots=streams, compile=compile, lag=1)
+        self.engine.warm(lambda *_: None)
+        [self.model] = self.engine.models.values()
+        self.rounds = 0
+
+    def round(self, requests: int, frames: int) -> dict[str, float]:
+        heard, steps, step = 0, 0, self.model.runner.step
+
+        def hear(event: Any) -> None:
+            nonlocal heard
+            heard += event.frames if isinstance(event, Audio) else 0
+
+        def counted(slots: np.ndarray) -> Any:
+            nonlocal steps
+            steps += 1
+            return step(slots)
+
+        self.model.runner.step = counted  # type: ignore[method-assign]
+        texts = np.random.default_rng(self.rounds).integers(97, 123, (requests, TEXT), np.uint8)
+        self.rounds += 1
+        began = time.perf_counter()
+        for i, text in enumerate(texts):
+            self.engine.speak(str(i), Request(text=text.tobytes().decode(), seed=i, guidance=2.0, max_frames=frames), hear)
+        while self.engine.turn():
+            pass
+        took_s = time.perf_counter() - began
+        self.model.runner.step = step  # type: ignore[method-assign]
+        assert heard == requests * frames, f"{heard} frames heard, {requests * frames} asked for"
+        return {"frames_per_s": heard / took_s, "steps_per_s": steps / took_s, "steps": steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--frames", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", choices=SIZES, default="mid")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"size": asdict(SIZES[options.size]), "dtype": options.dtype, "requests": options.requests, "runs": []}
+    for streams in options.streams:
+        shape = (streams, options.frames, getattr(torch, options.dtype), not options.eager)
+        both = {lanes: Timed(SIZES[options.size], lanes, *shape) for lanes in (1, 2)}
+        rounds: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+        for timed in both.values():
+            timed.round(options.requests, 2)
+        for _ in range(options.rounds):
+            for lanes, timed in both.items():
+                rounds[lanes].append(timed.round(options.requests, options.frames))
+        one, two = (max(rounds[lanes], key=lambda found: found["frames_per_s"]) for lanes in (1, 2))
+        run = {
+            "streams": streams,
+            "parameters": both[1].parameters,
+            "threads": torch.get_num_threads(),
+            "one_lane": one,
+            "two_lanes": two,
+            "pages_shared": both[2].engine.stats()["pages_shared"],
+            "ratio": two["frames_per_s"] / one["frames_per_s"],
+        }
+        result["runs"].append(run)
+        if not options.json:
+            ones, twos = (f"{found['steps_per_s']:.1f} steps/s, {found['frames_per_s']:.1f} frames/s" for found in (one, two))
+            print(f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; ratio {run['ratio']:.2f}", flush=True)
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
