@@ -4,7 +4,8 @@
 
 PYTHON ?= python3
 PORT ?= 8000
-MODEL ?= demo/qwen3_tts
+FAMILY ?= qwen3_tts
+MODEL ?= demo/$(FAMILY)
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -28,8 +29,8 @@ lint: $(VENV)/.installed
 fixtures: $(VENV)/.installed
 	tests/parity/remake.sh $(VENV)
 
-demo/qwen3_tts: | $(VENV)/.installed
-	$(BIN)/zoo demo-checkpoint qwen3_tts $@
+demo/%: | $(VENV)/.installed
+	$(BIN)/zoo demo-checkpoint $* $@
 
 # torch first and pinned: left to itself, pip would take the newest there is.
 $(VENV)/.installed: pyproject.toml constraints.txt

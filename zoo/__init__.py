@@ -84,7 +84,7 @@ def inspect(directory: str | Path) -> dict[str, Any]:
         "parameters": parameters,
         "sample_rate_hz": spec.sample_rate_hz,
         "frame_rate_hz": spec.frame_rate_hz,
-        "codes_per_frame": list(spec.frame_shape),
+        "frame_shape": list(spec.frame_shape),
         "voices": list(spec.voices),
         "languages": list(spec.languages),
         "modes": list(spec.modes),

@@ -78,7 +78,7 @@ def test_inspect_reads_no_weights(size, parameters, tmp_path):
     found = zoo.inspect(demo.write_texts(tmp_path / "model", size))
     assert found["parameters"] == parameters + 170_557_441
     assert (found["family"], found["variant"]) == ("qwen3_tts", "custom_voice")
-    assert (found["sample_rate_hz"], found["codes_per_frame"]) == (24000, [16])
+    assert (found["sample_rate_hz"], found["frame_shape"]) == (24000, [16])
     assert found["kv_bytes_per_audio_s"] == 114_688 * 12.5
 
 
