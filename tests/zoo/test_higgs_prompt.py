@@ -78,7 +78,7 @@ def test_defaults(ours):
     assert ours.prompt(Request(text="a", temperature=1e-5)).slot["temperature"] == 0  # greedy, as in the reference
 
 
-HONOURED = {"language": "auto", "repetition_penalty": 1.0, "layout": "whole", "voice": None, "x_vector_only": False}
+HONOURED = {"language": "auto", "repetition_penalty": 1.0, "layout": "whole", "voice": "Default", "x_vector_only": False}
 
 
 def test_what_says_nothing_new_is_taken(ours):
@@ -90,7 +90,7 @@ def test_what_says_nothing_new_is_taken(ours):
     [
         ("text", {"text": ""}, "text is empty"),
         ("text", {"text": " \n "}, "text is empty"),
-        ("voice", {"voice": "vivian"}, "takes no voice: it has no voices of its own: give it a reference"),
+        ("voice", {"voice": "vivian"}, "voice 'vivian' is not in this checkpoint; it has: default"),
         ("instructions", {"instructions": "slowly"}, r"takes no instructions: control tags in the text, such as <\|emotion:awe\|>"),
         ("language", {"language": "german"}, "language 'german' cannot be chosen: .*; possible: auto"),
         ("x_vector_only", {"x_vector_only": True}, "x_vector_only is about a reference, and there is none"),

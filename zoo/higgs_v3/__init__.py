@@ -59,6 +59,7 @@ def describe(directory: Path):
     from zoo.contract import KV, Spec
     from zoo.higgs_v3.clone import REFERENCE_S
     from zoo.higgs_v3.config import MAX_ROWS, SAMPLE_RATE_HZ, Config
+    from zoo.higgs_v3.prompt import VOICE
     from zoo.higgs_v3.strategy import WINDOW
     from zoo.nn.checkpoint import read_json
 
@@ -76,7 +77,8 @@ def describe(directory: Path):
         max_positions=config.max_positions,
         window=WINDOW,
         delay=config.delay,
-        modes=("voice", "clone"),  # without a reference, a voice by chance
+        voices=(VOICE,),
+        modes=("voice", "clone"),
         reference_s=REFERENCE_S,
     )
     return config, spec

@@ -26,9 +26,9 @@ from zoo.nn.checkpoint import read_json
 ROW = -1  # stands for a row of the reference
 STRUCTURE = ("<|tts|>", "<|ref_text|>", "<|ref_audio|>", "<|text|>", "<|audio|>")
 _TAG = re.compile("(" + "|".join(re.escape(tag) for tag in CONTROL_TAGS) + ")")
+VOICE = "default"  # a voice by chance; OpenAI's clients must name one
 # Fields of a request that this model has no use for, and what it has instead.
 UNUSED = {
-    "voice": "it has no voices of its own: give it a reference, or none for a voice by chance",
     "instructions": "control tags in the text, such as <|emotion:awe|>, say how to speak",
     "depth_temperature": "temperature rules all codes",
     "depth_top_k": "top_k rules all codes",
@@ -85,6 +85,8 @@ class PromptWriter:
         for param, instead in UNUSED.items():
             if getattr(request, param) is not None:
                 raise refuse(param, f"Higgs Audio V3 takes no {param}: {instead}")
+        if (request.voice or VOICE).lower() != VOICE:
+            raise refuse("voice", f"voice {request.voice!r} is not in this checkpoint; it has: {VOICE} (one by chance; or give a reference)")
         if request.language not in (None, "auto"):
             raise refuse(
                 "language", f"language {request.language!r} cannot be chosen: Higgs Audio V3 hears it from the text; possible: auto"
