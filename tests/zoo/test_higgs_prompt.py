@@ -126,7 +126,7 @@ def test_what_is_refused_says_by_which_field(param: str, fields: dict[str, Any],
 def test_every_field_of_a_request_is_honoured_or_refused():
     """A field that is new in the contract must be thought of here."""
     honoured = {"text", "reference", "reference_text", "x_vector_only", "seed", "temperature", "top_k", "top_p", "max_frames"}
-    partly = {"language", "repetition_penalty", "layout"}
+    partly = {"voice", "language", "repetition_penalty", "layout"}
     assert {field.name for field in fields_of(Request)} == honoured | partly | set(UNUSED)
 
 

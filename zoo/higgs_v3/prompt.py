@@ -86,7 +86,7 @@ class PromptWriter:
             if getattr(request, param) is not None:
                 raise refuse(param, f"Higgs Audio V3 takes no {param}: {instead}")
         if (request.voice or VOICE).lower() != VOICE:
-            raise refuse("voice", f"voice {request.voice!r} is not in this checkpoint; it has: {VOICE} (one by chance; or give a reference)")
+            raise refuse("voice", f"voice {request.voice!r} is not in this checkpoint; it has: {VOICE} (by chance), or give a reference")
         if request.language not in (None, "auto"):
             raise refuse(
                 "language", f"language {request.language!r} cannot be chosen: Higgs Audio V3 hears it from the text; possible: auto"
