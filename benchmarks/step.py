@@ -1,9 +1,10 @@
 """One step of a model, as it is lowered: compile time cold and warm, step time by batch size, and how many kernels a step runs.
 
-    python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat blocks regions] [--json OUT]
+    python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat mlp blocks regions] [--json OUT]
 
 eager    the function as it is written
 flat     the whole step as one graph, every block unrolled; a graph per batch size, since inductor 2.13 fails on one for all
+mlp      only the gated MLPs are compiled, once for all of them
 blocks   each repeated block is a callable of its own, compiled once for all of them; what is between them runs as written
 regions  the whole step as one graph that holds each repeated block once; one graph for every batch size (what the server uses)
 bucket   the same, but a graph per batch size
@@ -28,7 +29,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-HOWS = ("eager", "flat", "blocks", "regions", "bucket")
+HOWS = ("eager", "flat", "mlp", "blocks", "regions", "bucket")
+APART = ("mlp", "blocks")  # the step itself runs as written
 USUAL = ("eager", "flat", "blocks", "regions")
 POSITIONS = 48  # in the cache of every slot when the clock starts
 MARK = "__marked_compile_region_fn__"  # where torch.compiler.nested_compile_region keeps what it marked
@@ -42,6 +44,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     import zoo
     from compile_cache import threads
     from serving import runner as running
+    from zoo.nn.linear import SwiGLU
     from zoo.nn.packed import pack
 
     torch._inductor.config.cpp.enable_kernel_profile = True
@@ -50,12 +53,14 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     family = zoo.load(directory, dtype=dtype)
     threads.fit(family)
     pack(family)
-    if how in ("flat", "blocks"):
+    if how in ("flat", "mlp", "blocks"):
         unmark(family, compile_blocks=how == "blocks")
+    if how == "mlp":
+        SwiGLU.forward = torch.compile(SwiGLU.forward, fullgraph=True, dynamic=True, options={"cpp.threads": 1})
     slots = max(batches)
     pages = -(-(POSITIONS + 64) // running.PAGE_TOKENS)
     arena = running.Arena([family], (slots * pages + 2) * running.common_page_bytes([family]))
-    runner = running.Runner(family, slots, arena, compile=how not in ("eager", "blocks"))
+    runner = running.Runner(family, slots, arena, compile=how not in ("eager", *APART))
     request = zoo.Request(text="Hello there.", voice=family.spec.voices[0] if family.spec.voices else None)
     for slot in range(slots):
         runner.open(slot, family.prompt(request), [range(1 + slot * pages, 1 + (slot + 1) * pages)], [POSITIONS])
@@ -66,7 +71,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     before, began = usage(), time.perf_counter()
     with torch.inference_mode():
         runner._warm_step()
-    for batch in batches if how in ("flat", "blocks", "bucket") else []:
+    for batch in batches if how in ("flat", "bucket", *APART) else []:
         step(batch)
     result: dict[str, Any] = {"how": how, "ready_s": time.perf_counter() - began, "ready_cpu_s": usage() - before, "step_ms": {}}
     for batch in batches:
