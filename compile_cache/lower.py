@@ -15,7 +15,8 @@ def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
     """Whole: one graph with no break (an error says where one would be); Eager: the function itself."""
     if isinstance(how, Eager):
         return function
-    return torch.compile(function, fullgraph=True, options={"cpp.threads": 1})
+    # dynamic=False: the sizes that vary are those `any_size` marks, and the third window is not mistaken for a size of its own.
+    return torch.compile(function, fullgraph=True, dynamic=False, options={"cpp.threads": 1})
 
 
 def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:

@@ -115,6 +115,8 @@ def say(
     top_k: Annotated[int | None, Option(min=0, help="0 is off.")] = None,
     top_p: Annotated[float | None, Option(min=0, max=1)] = None,
     repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
+    guidance: Annotated[float | None, Option(min=0, max=100, help="How far guidance goes, for models that have it; 1 is none.")] = None,
+    solver_steps: Annotated[int | None, Option(min=1, help="Steps from noise to a frame, for models that solve frames.")] = None,
     max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
     device: Device = None,
     dtype: DType = None,
@@ -157,6 +159,8 @@ def say(
         top_k=top_k,
         top_p=top_p,
         repetition_penalty=repetition_penalty,
+        guidance=guidance,
+        solver_steps=solver_steps,
         max_frames=max_new_tokens,
     )
     began = time.perf_counter()
@@ -166,6 +170,8 @@ def say(
     audio_s = len(speech.samples) / speech.sample_rate_hz
     rtf = f", RTF {took_s / audio_s:.2f}" if audio_s else ""
     print(f"{out}: {len(speech.frames)} frames, {audio_s:.2f} s of audio in {took_s:.2f} s{rtf}")
+    if speech.text:
+        print(speech.text)
     return 0
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from serving.engine import Audio, Engine, Failed
+from serving.engine import Audio, Engine, Failed, Text
 from serving.fit import fit
 from serving.runner import PAGE_TOKENS, Arena, Pending, Runner, token_bytes
 from zoo.contract import Family, Request, View
@@ -117,6 +117,7 @@ def load(engine: Engine, streams: int, rounds: int, request: dict[str, Any]) -> 
                     first.append(time.perf_counter() - began)
                 heard[0] += len(event.samples)
                 heard[1] += event.frames
+            if isinstance(event, Audio | Text):
                 return
             with done:
                 samples.append(heard[0])
@@ -203,21 +204,24 @@ class Traffic(TorchDispatchMode):
 
 @torch.no_grad()
 def work(family: Family, request: Request) -> dict[str, dict[str, int]]:
-    """Weights read and arithmetic done by one eager step and one rendered frame of one stream."""
-    runner = Runner(family, 1, Arena([family], 64 * PAGE_TOKENS * token_bytes(family)), compile=False)
-    prompt = family.prompt(request)
-    runner.open(0, prompt, range(1, 60), len(prompt.inputs) - 1)
+    """Weights read and arithmetic done by one eager step of one stream, and by its largest window; of that, the arithmetic of a frame."""
+    prompt, window = family.prompt(request), family.spec.window.new[-1]
+    lanes, pages = len(prompt.lanes), -(-max(len(lane.inputs) for lane in prompt.lanes) // PAGE_TOKENS)
+    runner = Runner(family, 1, Arena([family], (1 + lanes * pages) * PAGE_TOKENS * token_bytes(family)), compile=False)
+    own = [range(1 + lane * pages, 1 + (lane + 1) * pages) for lane in range(lanes)]
+    runner.open(0, prompt, own, [len(lane.inputs) - 1 for lane in prompt.lanes])
     row = torch.zeros(1, dtype=torch.int64, device=family.device)
     calls = {
         "step": lambda: runner.step(np.zeros(1, np.int64)).read(),
-        "render": lambda: family.render(runner.state, View(row, row, row + 1, 1)),
+        "render": lambda: family.render(runner.state, View(row, row, row + window, window)),
     }
-    counts = {}
+    counts: dict[str, dict[str, int]] = {}
     with torch.inference_mode(False):
         for name, call in calls.items():
             with FlopCounterMode(display=False) as flops, Traffic(family) as traffic:
                 call()
             counts[name] = {"bytes": traffic.bytes, "flops": flops.get_total_flops()}
+    counts["render"]["flops"] //= window
     return counts
 
 

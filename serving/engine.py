@@ -23,11 +23,11 @@ from typing import Any
 
 from compile_cache.counts import counts
 from serving.pages import Pages
-from serving.resident import Audio, Event, Failed, Finished, Job, Resident
+from serving.resident import Audio, Event, Failed, Finished, Job, Resident, Text
 from serving.runner import PAGE_TOKENS, Arena, token_bytes
 from zoo.contract import Family, Request, refuse
 
-__all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full"]
+__all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Text"]
 
 
 class Full(Exception):
@@ -103,8 +103,9 @@ class Engine:
         prompt = resident.family.prompt(request)
         needed, there = resident.num_pages(prompt), self.pages.num_pages
         if needed > there:
+            positions = sum(len(lane.inputs) for lane in prompt.lanes)
             raise ValueError(
-                f"{len(prompt.inputs)} prompt positions and {prompt.max_frames} frames need {needed} pages of KV memory; this server has "
+                f"{positions} prompt positions and {prompt.max_frames} frames need {needed} pages of KV memory; this server has "
                 f"{there}: ask for fewer frames, or serve with more KV memory"
             )
         with self._wake:
@@ -217,4 +218,4 @@ class Engine:
 def usual_kv_bytes(family: Family, max_slots: int) -> int:
     """Room for 1,024 positions a slot, and for one request of the model's longest."""
     tokens = max(1024 * max_slots, family.spec.max_frames + 1024) + 2 * PAGE_TOKENS
-    return tokens * token_bytes(family)
+    return family.spec.lanes * tokens * token_bytes(family)

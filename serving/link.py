@@ -73,7 +73,7 @@ class Link:
                 self.models = models
             case wire.Stats():
                 self.stats = message
-            case wire.Audio(id):
+            case wire.Audio(id) | wire.Text(id):
                 if (inbox := self._inboxes.get(id)) is not None:  # none: cancelled while this was on its way
                     inbox.put_nowait(message)
             case wire.Rejected(id) | wire.Finished(id) | wire.Failed(id):

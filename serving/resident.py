@@ -7,6 +7,7 @@ The engine drives it, one round a turn. With the other models it shares the page
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -31,8 +32,16 @@ class Audio:
 
 
 @dataclass(frozen=True)
+class Text:
+    """What the model wrote, from where the last such event ended: whole characters."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Finished:
-    """reason: "stop" (the model ended), "length" (the cap) or "cancelled". No event follows."""
+    """reason: "stop" (the model ended), "length" (the cap) or "cancelled"; usage: the prompt's, and `text_tokens` that the model wrote, if
+    any. No event follows."""
 
     reason: str
     frames: int
@@ -46,7 +55,7 @@ class Failed:
     message: str
 
 
-Event = Audio | Finished | Failed
+Event = Audio | Text | Finished | Failed
 
 
 @dataclass(eq=False)
@@ -59,7 +68,9 @@ class Job:
     deliver: Callable[[Event], None]
     ticket: int = -1  # its place in the order in which all models' requests came
     slot: int = -1
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)  # of each lane
+    text_tokens: int = 0
+    characters: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     @property
     def num_frames(self) -> int:
@@ -67,10 +78,21 @@ class Job:
 
     def spoken(self) -> Finished:
         """The end of one that was not cut off."""
-        return Finished("length" if self.num_frames >= self.prompt.max_frames else "stop", self.num_frames, self.prompt.usage)
+        return Finished("length" if self.num_frames >= self.prompt.max_frames else "stop", self.num_frames, self.usage)
 
     def cancelled(self) -> Finished:
-        return Finished("cancelled", self.num_frames, self.prompt.usage)
+        return Finished("cancelled", self.num_frames, self.usage)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return self.prompt.usage | ({"text_tokens": self.text_tokens} if self.text_tokens else {})
+
+    def write(self, token: int, is_done: bool) -> None:
+        """The model wrote a text token (-1: none). A character is delivered once all its bytes are here, or no more come."""
+        self.text_tokens += token >= 0
+        text = self.characters.decode(self.model.family.spell(token) if token >= 0 else b"", is_done)
+        if text:
+            self.deliver(Text(text))
 
 
 class Resident:
@@ -91,7 +113,8 @@ class Resident:
         spec = family.spec
         self.family, self.pages, self.lag, self.clock = family, pages, lag, clock
         self.runner = Runner(family, num_slots, arena, compile)
-        self.scheduler = Scheduler(num_slots, Policy.named(policy), spec.window.new, 1 / spec.frame_rate_hz, spec.window.right)
+        frame_s = 1 / spec.frame_rate_hz
+        self.scheduler = Scheduler(num_slots, Policy.named(policy), spec.window.new, frame_s, spec.window.right, spec.lanes)
         self.salt = next(_salts)
         self._frame_samples = spec.frame_samples
 
@@ -108,24 +131,27 @@ class Resident:
 
     def num_pages(self, prompt: Prompt) -> int:
         """All that a request can ever need."""
-        positions = len(prompt.inputs) + prompt.max_frames + self.family.spec.delay
-        return -(-positions // self.runner.page_tokens)
+        return sum(self._lane_pages(prompt))
 
     def admit(self) -> bool:
-        """Give the first in line a slot and all its pages: who speaks is never paused. -> whether there were pages enough."""
+        """Give the first in line a slot and all the pages of all its lanes: who speaks is never paused. -> whether there were enough."""
         job, page_tokens = self.waiting[0], self.runner.page_tokens
-        shared = self.pages.match(self.salt, job.prompt.keys, page_tokens)
-        fresh = self.pages.take(self.num_pages(job.prompt) - len(shared))
+        lanes, needed = job.prompt.lanes, self._lane_pages(job.prompt)
+        shared = [self.pages.match(self.salt, lane.keys, page_tokens) for lane in lanes]
+        num_shared = sum(map(len, shared))
+        fresh = self.pages.take(sum(needed) - num_shared)
         if fresh is None:
-            self.pages.give_back(shared)
-            self.pages.shared -= len(shared)  # nothing came of it
+            for pages in shared:
+                self.pages.give_back(pages)
+            self.pages.shared -= num_shared  # nothing came of it
             return False
         self.waiting.popleft()
-        job.slot, job.pages = self.free_slots.pop(), shared + fresh
-        skip = len(shared) * page_tokens
+        job.slot, dealt = self.free_slots.pop(), iter(fresh)
+        job.pages = [pages + list(itertools.islice(dealt, count - len(pages))) for pages, count in zip(shared, needed, strict=True)]
+        skips = [len(pages) * page_tokens for pages in shared]
         self.running[job.slot] = job
-        self.scheduler.open(job.slot, len(job.prompt.inputs) - 1, skip)
-        self.runner.open(job.slot, job.prompt, job.pages, skip)
+        self.scheduler.open(job.slot, [len(lane.inputs) - 1 for lane in lanes], skips)
+        self.runner.open(job.slot, job.prompt, job.pages, skips)
         return True
 
     def leave(self, job: Job) -> None:
@@ -137,7 +163,8 @@ class Resident:
         self.scheduler.close(job.slot)
         self.runner.close(job.slot)
         self._tenancy[job.slot] += 1
-        self.pages.give_back(job.pages)
+        for pages in job.pages:
+            self.pages.give_back(pages)
         self.free_slots.append(job.slot)
 
     def launch(self) -> bool:
@@ -148,8 +175,8 @@ class Resident:
             for chunk in chunks:
                 self.scheduler.prefilled(chunk)
                 if chunk.is_last:
-                    job = self.running[chunk.slot]
-                    self.pages.publish(self.salt, job.prompt.keys[:-1], self.runner.page_tokens, job.pages)
+                    job, lane = self.running[chunk.slot], chunk.lane
+                    self.pages.publish(self.salt, job.prompt.lanes[lane].keys[:-1], self.runner.page_tokens, job.pages[lane])
         slots = self.scheduler.decode()
         if slots.size:
             self.launches.append((slots, self._tenancy[slots], self.runner.step(slots)))
@@ -176,12 +203,20 @@ class Resident:
             "graph_misses": self.runner.graphs.misses,
         }
 
+    def _lane_pages(self, prompt: Prompt) -> list[int]:
+        return [-(-positions // self.runner.page_tokens) for positions in prompt.most_positions(self.family.spec)]
+
     def _collect(self, lag: int) -> None:
         while len(self.launches) > lag:
             slots, tenancy, pending = self.launches.popleft()
             report = pending.read()
             same = self._tenancy[slots] == tenancy
-            self.scheduler.report(slots[same], report[same, 0], report[same, 1].astype(bool))
+            slots, (ready, done, written) = slots[same], report[same].T
+            # A slot that was done already took a step in vain, whose report says again what the one before said.
+            has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.is_done[slots]
+            self.scheduler.report(slots, ready, done > 0)
+            for slot, token, is_done in zip(slots[has_text].tolist(), written[has_text].tolist(), done[has_text].tolist(), strict=True):
+                self.running[slot].write(token, bool(is_done))
 
     def _render(self) -> bool:
         due = self.scheduler.renders(self.clock())

@@ -1,7 +1,9 @@
 """The only file where host meets device: the arena, the slots' state, the launches, and what comes back of them.
 
 The host counts every position itself, so page tables and lengths never wait for the device. What comes back is one small report per
-launch (frames ready, done) and the rendered samples; both are asked for when the launch is made and read a launch later.
+launch (frames ready, done, text) and the rendered samples; both are asked for when the launch is made and read a launch later.
+
+A slot's lanes are sequences of their own, in pages of their own, that take every step together.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from compile_cache.graphs import Graphs
 from compile_cache.lower import any_size, lower
 from compile_cache.strategy import Eager, Lowering, Whole
 from serving.scheduler import Chunk, Render
-from zoo.contract import Batch, Family, Prompt, View
+from zoo.contract import Batch, Family, Lane, Prompt, View
 
 PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
 INT = np.int64
@@ -120,11 +122,14 @@ class Runner:
         self.state = family.state(num_slots)
         self.most_pages = -(-family.spec.max_positions // self.page_tokens)
 
-        # by slot, and the spare one at the end; where a sequence has no page stands the family's scratch
+        # by sequence: the first lane of each slot and of the spare one, then the second lanes; where a sequence has no page stands the
+        # family's scratch
         self.scratch = arena.families.index(family) * self.page_rows
-        self.table = np.full((num_slots + 1, self.most_pages), self.scratch, INT)
-        self.lengths = np.zeros(num_slots + 1, INT)
-        self.prompts: dict[int, Tensor] = {}
+        rows, self.lanes = num_slots + 1, np.arange(family.spec.lanes, dtype=INT)[:, None]
+        self.table = np.full((len(self.lanes) * rows, self.most_pages), self.scratch, INT)
+        self.lengths = np.zeros(len(self.lanes) * rows, INT)
+        self.spares = self.sequences(np.array([self.state.spare], INT))
+        self.prompts: dict[int, tuple[Lane, ...]] = {}
 
         strategy = family.strategy
         self.buckets = [n for n in strategy.batches if n < num_slots] + [num_slots]
@@ -136,13 +141,18 @@ class Runner:
 
     # slots
 
-    def open(self, slot: int, prompt: Prompt, pages: Sequence[int], skip: int) -> None:
-        """A request moves in. skip: positions that its pages already hold."""
-        self.arena.hand_over(pages, self.family)
-        self.table[slot] = self.scratch
-        self.table[slot, : len(pages)] = np.asarray(pages, INT) * self.page_rows
-        self.lengths[slot] = skip
-        self.prompts[slot] = prompt.inputs
+    def sequences(self, slots: np.ndarray) -> np.ndarray:
+        """slots [B] -> all lanes of them [L * B], in blocks of B."""
+        return (slots + self.lanes * (self.num_slots + 1)).ravel()
+
+    def open(self, slot: int, prompt: Prompt, pages: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
+        """A request moves in. Of each lane: its pages, and how many positions they already hold."""
+        for sequence, own, skip in zip(self.sequences(np.array([slot])).tolist(), pages, skips, strict=True):
+            self.arena.hand_over(own, self.family)
+            self.table[sequence] = self.scratch
+            self.table[sequence, : len(own)] = np.asarray(own, INT) * self.page_rows
+            self.lengths[sequence] = skip
+        self.prompts[slot] = prompt.lanes
         with torch.inference_mode():
             self.family.admit(self.state, slot, prompt)
 
@@ -155,23 +165,26 @@ class Runner:
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Fill the pages of stretches of prompts. Nothing is emitted and nothing comes back."""
         slots = np.array([chunk.slot for chunk in chunks], INT)
+        sequences = slots + np.array([chunk.lane for chunk in chunks], INT) * (self.num_slots + 1)
         counts = np.array([chunk.stop - chunk.start for chunk in chunks], INT)
-        self.lengths[slots] += counts
+        self.lengths[sequences] += counts
         positions = np.concatenate([np.arange(chunk.start, chunk.stop, dtype=INT) for chunk in chunks])
-        batch = self._batch(slots, np.repeat(slots, counts), positions, np.concatenate(([0], np.cumsum(counts))))
-        self._hidden(torch.cat([self.prompts[chunk.slot][chunk.start : chunk.stop] for chunk in chunks]), batch)
+        batch = self._batch(slots, sequences, np.repeat(sequences, counts), positions, np.concatenate(([0], np.cumsum(counts))))
+        self._hidden(torch.cat([self.prompts[chunk.slot][chunk.lane].inputs[chunk.start : chunk.stop] for chunk in chunks]), batch)
 
     @torch.inference_mode()
     def step(self, slots: np.ndarray) -> Pending:
-        """One frame for each of `slots` [B] -> the report [B, 2]: frames ready, and whether it is done. The work here is vectors of B."""
-        self.lengths[slots] += 1
-        self.lengths[-1] = 1
+        """One frame for each of `slots` [B] -> the report [B, 3]: frames ready, whether it is done, and the text token of this step or -1.
+        The work here is vectors of B."""
+        self.lengths[self.sequences(slots)] += 1
+        self.lengths[self.spares] = 1
         padded = np.full(self._bucket(len(slots)), self.state.spare, INT)
         padded[: len(slots)] = slots
-        batch = self._batch(padded, padded, self.lengths[padded] - 1, np.arange(len(padded) + 1, dtype=INT))
+        sequences = self.sequences(padded)
+        batch = self._batch(padded, sequences, sequences, self.lengths[sequences] - 1, np.arange(len(sequences) + 1, dtype=INT))
         self.graphs.run((len(padded), batch.rows.shape[1]), lambda: self._step(self.state, batch))
-        at = batch.slots[: len(slots)]
-        return Pending(torch.stack((self.state.ready[at], self.state.done[at].long()), 1))
+        at, state = batch.slots[: len(slots)], self.state
+        return Pending(torch.stack((state.ready[at], state.done[at].long(), state.written[at]), 1))
 
     @torch.inference_mode()
     def render(self, due: Render) -> Pending:
@@ -183,21 +196,24 @@ class Runner:
         """The launch's size: any on a CPU, where one graph serves all; a recorded one on a GPU."""
         return count if self.device.type == "cpu" else next(n for n in self.buckets if n >= count)
 
-    def _width(self, owners: np.ndarray) -> int:
+    def _width(self, sequences: np.ndarray) -> int:
         """Columns of the page table that a launch needs, up to a power of two so that launches look alike."""
-        pages = int(-(-self.lengths[owners].max() // self.page_tokens))
+        pages = int(-(-self.lengths[sequences].max() // self.page_tokens))
         return min(1 << (pages - 1).bit_length(), self.most_pages)
 
-    def _batch(self, slots: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray, columns: int = 0) -> Batch:
-        """slots [B]; owner [T] and positions [T] say whose position each input is; columns of the page table, else as many as needed."""
+    def _batch(
+        self, slots: np.ndarray, sequences: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray, columns: int = 0
+    ) -> Batch:
+        """slots [B]; sequences [N]; owner [T], a sequence, and positions [T] say whose position each input is; columns of the page table,
+        else as many as needed."""
         return self.slate.fill(
             self.kv,
             self.page_tokens,
             slots=slots,
             positions=positions,
             writes=self.table[owner, positions // self.page_tokens] + positions % self.page_tokens,
-            rows=self.table[slots, : columns or self._width(slots)],
-            lengths=self.lengths[slots],
+            rows=self.table[sequences, : columns or self._width(sequences)],
+            lengths=self.lengths[sequences],
             starts=starts,
         )
 
@@ -217,14 +233,17 @@ class Runner:
         progress(1.0, "warm")
 
     def _warm_batch(self, how: Lowering, size: int, tokens: int, columns: int = 1) -> Batch:
-        """A launch of `size` sequences with `tokens` inputs each, which writes where nobody reads."""
+        """A launch of `size` slots, with `tokens` inputs in each lane, which writes where nobody reads."""
         spare = np.full(size, self.state.spare, INT)
-        self.lengths[-1] = tokens
-        positions = np.tile(np.arange(tokens, dtype=INT), size)
-        batch = self._batch(spare, np.repeat(spare, tokens), positions, np.arange(size + 1, dtype=INT) * tokens, columns)
+        sequences = self.sequences(spare)
+        self.lengths[self.spares] = tokens
+        positions = np.tile(np.arange(tokens, dtype=INT), len(sequences))
+        starts = np.arange(len(sequences) + 1, dtype=INT) * tokens
+        batch = self._batch(spare, sequences, np.repeat(sequences, tokens), positions, starts, columns)
         if how == Whole():
-            any_size((batch.slots, batch.lengths, batch.rows), 0, "batch")
-            any_size((batch.positions, batch.writes), 0, "batch" if tokens == 1 else "tokens")
+            any_size((batch.slots,), 0, "batch")
+            any_size((batch.lengths, batch.rows), 0, "sequences")
+            any_size((batch.positions, batch.writes), 0, "sequences" if tokens == 1 else "tokens")
             any_size((batch.starts,), 0, "edges")
             any_size((batch.rows,), 1, "pages")
         return batch
@@ -242,7 +261,7 @@ class Runner:
 
     def _warm_prefill(self) -> None:
         batch = self._warm_batch(self.hows[1], 2, 3)
-        inputs = torch.zeros(6, self.family.spec.width, dtype=self.family.dtype, device=self.device)
+        inputs = torch.zeros(len(batch.positions), self.family.spec.width, dtype=self.family.dtype, device=self.device)
         if self.hows[1] == Whole():
             any_size((inputs,), 0, "tokens")
         self._hidden(inputs, batch)

@@ -98,7 +98,10 @@ class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     speed: Annotated[Annotated[float, Meta(ge=1, le=1)], Meta(description="1, and no other speed yet")] = 1.0
     stream_format: Annotated[
         Literal["audio", "sse"],
-        Meta(description="audio (default) or sse: speech.audio.delta events, whose base64 joined is the file, then speech.audio.done"),
+        Meta(
+            description="audio (default) or sse: speech.audio.delta events, whose base64 joined is the file, among them speech.text.delta "
+            "where the model writes text, then speech.audio.done"
+        ),
     ] = "audio"
     stream: Annotated[
         bool,
@@ -126,6 +129,14 @@ class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     depth_top_k: Annotated[TopK | None, Meta(description="top_k of a frame's codes after the first, 0 (off) to 1000000")] = None
     depth_top_p: Annotated[TopP | None, Meta(description="top_p of a frame's codes after the first, above 0, up to 1 (off)")] = None
+    cfg_scale: Annotated[
+        Annotated[float, Meta(ge=0, le=100)] | None,
+        Meta(description="how far guidance goes, a number from 0 to 100; 1 is the model unguided; for models that are guided"),
+    ] = None
+    solver_steps: Annotated[
+        Annotated[int, Meta(ge=1, le=1000)] | None,
+        Meta(description="in how many steps noise becomes a frame, an integer from 1 to 1000, where frames are solved from noise"),
+    ] = None
 
     @property
     def voice_name(self) -> str | None:
@@ -154,6 +165,7 @@ class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "text": self.input,
             "seed": secrets.randbits(63) if self.seed is None else self.seed,
             "max_frames": self.max_new_tokens,
+            "guidance": self.cfg_scale,
             **{name: getattr(self, name) for name in SAME_NAME},
         }
         return {name: value for name, value in given.items() if value is not None}
@@ -170,10 +182,12 @@ SAME_NAME = (
     "depth_temperature",
     "depth_top_k",
     "depth_top_p",
+    "solver_steps",
 )
 OUR_NAME = {  # zoo.contract.Request -> SpeechRequest
     "text": "input",
     "max_frames": "max_new_tokens",
+    "guidance": "cfg_scale",
     "reference": "ref_audio",
     "reference_text": "ref_text",
     "x_vector_only": "x_vector_only_mode",
@@ -281,7 +295,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """input_tokens: of the text. output_tokens: frames of audio, one step of the model each."""
+    """input_tokens: of the text. output_tokens: frames of audio, one step of the model each, and tokens of text where it writes any."""
 
     input_tokens: int
     output_tokens: int
@@ -289,12 +303,16 @@ class Usage(msgspec.Struct):
 
     @classmethod
     def of(cls, finished: wire.Finished) -> Usage:
-        text = finished.usage.get("input_tokens", 0)
-        return cls(text, finished.frames, text + finished.frames)
+        text, made = finished.usage.get("input_tokens", 0), finished.frames + finished.usage.get("text_tokens", 0)
+        return cls(text, made, text + made)
 
 
 class AudioDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
     audio: str  # base64
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="speech.text.delta"):
+    delta: str  # whole characters, to be joined to those before
 
 
 class AudioDone(msgspec.Struct, tag_field="type", tag="speech.audio.done"):

@@ -21,7 +21,7 @@ from serving.errors import AWAY_RETRY_S, error_of, refusal
 from serving.link import Link
 from serving.metrics import Metrics
 from serving.references import References
-from serving.schemas import OUR_NAME, AudioDelta, AudioDone, AudioError, Model, SpeechRequest, Usage
+from serving.schemas import OUR_NAME, AudioDelta, AudioDone, AudioError, Model, SpeechRequest, TextDelta, Usage
 
 ENCODING = ThreadPoolExecutor(os.cpu_count(), "encode")  # of its own: a slow look-up of a reference's host must hold up no stream
 
@@ -31,9 +31,9 @@ log = structlog.get_logger()
 class Speech:
     """An ASGI application for one request.
 
-    Status and headers go out with the first audio, so whatever goes wrong before it is a proper error. What goes wrong after it is an
-    `error` event, or else ends the body without its end: a client never takes a cut answer for a whole one. A client that leaves cancels
-    at once, whether its reference is being read or it is queued or speaking. Raises the refusal of a rate that the format has not.
+    Status and headers go out with the first audio or event, so whatever goes wrong before it is a proper error. What goes wrong after it
+    is an `error` event, or else ends the body without its end: a client never takes a cut answer for a whole one. A client that leaves
+    cancels at once, whether its reference is being read or it is queued or speaking. Raises the refusal of a rate that the format has not.
     """
 
     def __init__(self, link: Link, references: References, metrics: Metrics, request: SpeechRequest, model: Model):
@@ -79,6 +79,9 @@ class Speech:
                             await self.send_audio(send, await self.encode(self.encoder.feed, pcm))
                         else:
                             whole += pcm
+                    case wire.Text(text=text):
+                        if self.is_sse:  # the other formats hold audio alone
+                            await self.send_event(send, TextDelta(text))
                     case wire.Finished() as finished:
                         if self.request.stream:
                             await self.send_audio(send, await self.encode(self.encoder.finish))
@@ -123,8 +126,15 @@ class Speech:
         """Encoders keep some audio back, so there may be nothing yet."""
         if not self.is_started:
             await self.start(send)
-        if audio:
-            await body(send, event(AudioDelta(base64.b64encode(audio).decode())) if self.is_sse else audio, more=True)
+        if audio and self.is_sse:
+            await self.send_event(send, AudioDelta(base64.b64encode(audio).decode()))
+        elif audio:
+            await body(send, audio, more=True)
+
+    async def send_event(self, send: Send, message: msgspec.Struct) -> None:
+        if not self.is_started:
+            await self.start(send)
+        await body(send, event(message), more=True)
 
     async def start(self, send: Send, num_bytes: int | None = None) -> None:
         self.is_started = True

@@ -1,8 +1,8 @@
 """What the HTTP process and the engine process say to each other: msgpack structs, each behind its length, over a Unix socket.
 
     HTTP -> engine   Speak, Cancel
-    engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio*, then
-                     Finished or Failed
+    engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio and Text
+                     as they come, then Finished or Failed
 
 A Cancel is answered by silence: whoever sent it listens no more.
 """
@@ -108,6 +108,13 @@ class Audio(Message):
     frames: int
 
 
+class Text(Message):
+    """What the model wrote beside its audio, from where the last one ended."""
+
+    id: str
+    text: str
+
+
 class Finished(Message):
     id: str
     reason: str  # "stop" (the model ended), "length" (the cap) or "cancelled"
@@ -124,8 +131,8 @@ class Failed(Message):
 
 
 ToEngine = Speak | Cancel
-ToHTTP = Status | Models | Stats | Rejected | Audio | Finished | Failed
-Outcome = Rejected | Audio | Finished | Failed  # what a Speak is answered by
+ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Finished | Failed
+Outcome = Rejected | Audio | Text | Finished | Failed  # what a Speak is answered by
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -26,7 +26,7 @@ import structlog
 import zoo
 from serving import logs, wire
 from serving.audio import pcm16
-from serving.engine import Audio, Engine, Event, Failed, Finished, Full
+from serving.engine import Audio, Engine, Event, Failed, Finished, Full, Text
 from serving.fit import fit, keep
 from serving.lifeline import hold
 from zoo.contract import Clip, Family, Request, Spec
@@ -164,6 +164,8 @@ class Bridge:
         match event:
             case Audio():
                 client.send(wire.Audio(id, pcm16(event.samples), event.frames))
+            case Text():
+                client.send(wire.Text(id, event.text))
             case Finished():
                 client.open.discard(id)
                 client.send(wire.Finished(id, event.reason, event.frames, event.usage))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import chain, cycle, islice
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from zoo.contract import Family, Request, State, View
 
 every_family = pytest.mark.parametrize("name", NAMES)
 SAMPLES = {"rtol": 0, "atol": 5e-5}  # fp32, other shapes, loud random weights: up to 2e-5 is rounding, which the test in float64 shows
+Lengths = dict[tuple[int, int], int]  # by (slot, lane)
 LATENTS = 5e-5  # frames that are no codes: fp32, other shapes; 1e-5 is rounding
 
 
@@ -30,28 +31,29 @@ class Stage:
 
     def __init__(self, name: str, num_slots: int, compile: bool = False):
         self.name, self.family = name, family(name)
-        each = 12
-        arena = Arena([self.family], (1 + num_slots * each) * PAGE_TOKENS * token_bytes(self.family))
+        each, self.lanes = 12, self.family.spec.lanes
+        count = num_slots * self.lanes * each
+        arena = Arena([self.family], (1 + count) * PAGE_TOKENS * token_bytes(self.family))
         self.runner = Runner(self.family, num_slots, arena, compile)
-        dealt = random.Random(0).sample(range(1, 1 + num_slots * each), num_slots * each)
-        self.pages = [dealt[slot * each : (slot + 1) * each] for slot in range(num_slots)]
+        dealt = iter(random.Random(0).sample(range(1, 1 + count), count))
+        self.pages = [[list(islice(dealt, each)) for _ in range(self.lanes)] for _ in range(num_slots)]
         self.is_done = np.ones(num_slots, bool)
 
-    def open(self, slot: int, request: Request, pages: Sequence[int] | None = None, skip: int = 0) -> int:
-        """-> positions to prefill: all of the prompt but the last, which the first step reads"""
+    def open(self, slot: int, request: Request, pages: Sequence[Sequence[int]] = (), skips: Sequence[int] = ()) -> Lengths:
+        """-> positions to prefill by (slot, lane): all of each prompt but the last, which the first step reads"""
         prompt = self.family.prompt(request)
-        assert len(prompt.inputs) + prompt.max_frames + self.family.spec.delay <= len(self.pages[slot]) * PAGE_TOKENS
-        self.runner.open(slot, prompt, pages or self.pages[slot], skip)
+        assert max(prompt.most_positions(self.family.spec)) <= len(self.pages[slot][0]) * PAGE_TOKENS
+        self.runner.open(slot, prompt, pages or self.pages[slot], skips or [0] * self.lanes)
         self.is_done[slot] = False
-        return len(prompt.inputs) - 1
+        return {(slot, lane): len(reads.inputs) - 1 for lane, reads in enumerate(prompt.lanes)}
 
     def start(self, *pairs: tuple[int, Request]) -> None:
         """Open slots and prefill their whole prompts in one launch."""
-        self.prefill({slot: (0, self.open(slot, request)) for slot, request in pairs})
+        self.prefill({where: (0, length) for slot, request in pairs for where, length in self.open(slot, request).items()})
 
-    def prefill(self, stretches: dict[int, tuple[int, int]]) -> None:
-        """{slot: (start, stop)} in one launch; who has nothing to fill is left out."""
-        chunks = [Chunk(slot, start, stop, is_last=False) for slot, (start, stop) in stretches.items() if start < stop]
+    def prefill(self, stretches: dict[tuple[int, int], tuple[int, int]]) -> None:
+        """{(slot, lane): (start, stop)} in one launch; who has nothing to fill is left out."""
+        chunks = [Chunk(slot, start, stop, False, lane) for (slot, lane), (start, stop) in stretches.items() if start < stop]
         if chunks:
             self.runner.prefill(chunks)
 
@@ -110,7 +112,8 @@ def test_padding_changes_nothing(name, monkeypatch):
     others = torch.tensor([slot for slot in range(8) if slot != 2])  # and not the spare row, which is there to be written to
     for field, before in state.items():
         assert torch.equal(getattr(stage.runner.state, field)[others], before[others]), field
-    pages = torch.tensor([page for page in range(1, stage.runner.arena.num_pages) if page not in stage.pages[2]])  # page 0 is scratch
+    own = {0, *chain(*stage.pages[2])}  # page 0 is scratch
+    pages = torch.tensor([page for page in range(stage.runner.arena.num_pages) if page not in own])
     by_page = (stage.runner.arena.num_pages, -1)
     assert torch.equal(stage.runner.kv.view(by_page)[pages], kv.view(by_page)[pages])
 
@@ -154,11 +157,12 @@ def test_chunked_prefill_equals_whole(name, sizes):
     stage, asked = Stage(name, 4), requests(name, 4)
     *chunked, speaking = asked
     stage.start((3, speaking))
-    lengths = [stage.open(slot, request) for slot, request in enumerate(chunked)]
-    at, size = [0, 0, 0], [cycle(sizes[slot % len(sizes) :] + sizes[: slot % len(sizes)]) for slot in range(3)]
+    lengths = {where: length for slot, request in enumerate(chunked) for where, length in stage.open(slot, request).items()}
+    at = dict.fromkeys(lengths, 0)
+    size = {where: cycle(sizes[i % len(sizes) :] + sizes[: i % len(sizes)]) for i, where in enumerate(lengths)}
     while at != lengths:
-        stop = [min(at[slot] + next(size[slot]), lengths[slot]) for slot in range(3)]
-        stage.prefill({slot: (at[slot], stop[slot]) for slot in range(3)})
+        stop = {where: min(at[where] + next(size[where]), length) for where, length in lengths.items()}
+        stage.prefill({where: (at[where], stop[where]) for where in lengths})
         at = stop
         if not stage.is_done[3]:
             stage.step(np.array([3]))
@@ -168,15 +172,16 @@ def test_chunked_prefill_equals_whole(name, sizes):
 
 @every_family
 def test_shared_pages_equal_recomputed_ones(name):
-    """The second request reads the first one's pages and computes only what is left of the prompt."""
+    """The second request reads the first one's pages and computes only what is left of the prompts."""
     stage, (long, *_) = Stage(name, 2), requests(name, 3)[2:]
     other = replace(long, seed=long.seed + 1)
     stage.start((0, long))
-    length = stage.open(1, other)
-    shared = length // PAGE_TOKENS
-    assert shared >= 1 and length % PAGE_TOKENS
-    stage.open(1, other, [*stage.pages[0][:shared], *stage.pages[1]], skip=shared * PAGE_TOKENS)
-    stage.prefill({1: (shared * PAGE_TOKENS, length)})
+    lengths = stage.open(1, other)
+    shared = [length // PAGE_TOKENS for length in lengths.values()]
+    assert all(count >= 1 and length % PAGE_TOKENS for count, length in zip(shared, lengths.values(), strict=True))
+    pages = [[*theirs[:count], *own] for theirs, own, count in zip(*stage.pages, shared, strict=True)]
+    stage.open(1, other, pages, [count * PAGE_TOKENS for count in shared])
+    stage.prefill({where: (count * PAGE_TOKENS, length) for (where, length), count in zip(lengths.items(), shared, strict=True)})
     stage.finish()
     stage.agrees([(0, long), (1, other)])
 
@@ -190,7 +195,7 @@ def test_the_engine_shares_the_pages_of_equal_prompts(name, lag):
     ears = serve(engine, {0: asked[:1], 2: asked[1:2], 60: asked[2:]})  # one beside the first, one long after it
     for ear, request in zip(ears, asked, strict=True):
         np.testing.assert_allclose(ear.samples, alone(name, request).samples, **SAMPLES)
-    whole_pages = (len(family(name).prompt(long).inputs) - 1) // PAGE_TOKENS
+    whole_pages = sum((len(lane.inputs) - 1) // PAGE_TOKENS for lane in family(name).prompt(long).lanes)
     assert engine.stats()["pages_shared"] == 2 * whole_pages > 0
 
 
@@ -252,6 +257,7 @@ def test_streamed_equals_generated(name, policy, lag):
         np.testing.assert_allclose(ear.samples, truth.samples, **SAMPLES)
         reason = "length" if len(truth.frames) == request.max_frames else "stop"
         assert isinstance(ear.end, Finished) and (ear.end.reason, ear.end.frames) == (reason, len(truth.frames))
+        assert "".join(ear.texts) == truth.text
         assert len(ear.chunks) > 1 or ear.frames < 8 + family(name).spec.window.right or policy == "throughput"
 
 
@@ -263,7 +269,6 @@ EVERYTHING = Strategy(Whole(), Whole(), Whole())
 
 def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
     """One graph per verb and window shape, built for two rows of the spare slot, serves every batch there is."""
-    torch._dynamo.reset()
     monkeypatch.setattr(family(name), "strategy", strategy)
     windows = family(name).spec.window.new
     num_expected = (strategy.step == Whole()) + (strategy.prefill == Whole()) + len(windows) * (strategy.render == Whole())
@@ -275,12 +280,12 @@ def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         for batch in (asked[:1], asked[1:3], asked[3:]):
             pairs = list(enumerate(batch))
-            ends = {slot: stage.open(slot, request) for slot, request in pairs}
+            ends = {where: end for slot, request in pairs for where, end in stage.open(slot, request).items()}
             for start, stop in ((0, 1), (1, 4), (4, 100)):
-                stage.prefill({slot: (start, min(stop, end)) for slot, end in ends.items()})
+                stage.prefill({where: (start, min(stop, end)) for where, end in ends.items()})
             stage.finish()
             stage.agrees(pairs)
-            rows = np.array([slot for slot in ends if stage.runner.state.ready[slot] > 0])
+            rows = np.array([slot for slot, _ in pairs if stage.runner.state.ready[slot] > 0])
             count = stage.runner.state.ready[rows].clamp(max=windows[-1]).numpy()
             heard = stage.runner.render(Render(rows, np.zeros_like(rows), count, windows[-1])).read()
             for row, slot in enumerate(rows):
@@ -293,15 +298,19 @@ def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
 @pytest.mark.parametrize(("backend", "strategy"), [("eager", EVERYTHING), ("aot_eager", None)], ids=["everything", "as asked for"])
 def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
     def lower(function, how):
-        return torch.compile(function, backend=backend, fullgraph=True) if how == Whole() else function
+        return torch.compile(function, backend=backend, fullgraph=True, dynamic=False) if how == Whole() else function
 
+    torch._dynamo.reset()
     monkeypatch.setattr("serving.runner.lower", lower)
     lowered_equals_eager(name, strategy or family(name).strategy, monkeypatch)
 
 
 def test_compiled_equals_eager(monkeypatch):
-    """The toy's layers through the whole compiler; a real family takes it minutes."""
-    lowered_equals_eager("toy", Strategy(Whole(), Whole(), Eager()), monkeypatch)
+    """The toys' layers through the whole compiler, one after the other as in a server of both: `step` is the same code for any number of
+    lanes. A real family takes it minutes."""
+    torch._dynamo.reset()
+    for name in ("toy", "toy_guided"):
+        lowered_equals_eager(name, Strategy(Whole(), Whole(), Eager()), monkeypatch)
 
 
 # cancel
@@ -330,15 +339,17 @@ def moment(engine: Engine, id: str) -> str:
     if slot < 0:
         return "waiting"
     if slot in scheduler.waiting:
-        return "in its prompt" if scheduler.num_prefilled[slot] else "admitted"
+        return "in its prompt" if scheduler.num_prefilled[slot, 0] else "admitted"
     return "speaking"
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize(("name", "num_requests"), [(name, 2000 if name == "toy" else 50) for name in NAMES])
+@pytest.mark.parametrize(
+    ("name", "num_requests"), [(name, {"toy": 2000, "toy_guided": 400, "toy_delay": 400}.get(name, 50)) for name in NAMES]
+)
 def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, lag):
     chance = random.Random(4 + lag)
-    kv_bytes = 24 * PAGE_TOKENS * token_bytes(family(name))
+    kv_bytes = 24 * family(name).spec.lanes * PAGE_TOKENS * token_bytes(family(name))
     engine = Engine(family(name), max_slots=8, kv_bytes=kv_bytes, compile=False, lag=lag, clock=Clock())
     [model] = engine.models.values()
     model.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=20)  # so that there are moments inside a prompt

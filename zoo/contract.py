@@ -152,34 +152,60 @@ def refuse(param: str, message: str) -> ValueError:
     return error
 
 
-@dataclass
-class Prompt:
-    """What the LM reads before the first frame: all but the last input fill pages, the last one is read by the first step.
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """What one lane reads before the first frame: all but the last input fill pages, the last one is read by the first step.
 
-    `keys` name the positions: equal keys from the start mean equal inputs, so pages can be shared.
+    `keys` name the positions: equal keys from the start mean equal inputs, so pages can be shared, by the lanes of any slots.
     """
 
     inputs: Tensor  # [T, D], the model's dtype and device
     keys: tuple[int, ...]  # T values of 64 bits
+
+
+@dataclass
+class Prompt:
+    """What a request begins with. `inputs` and `keys` are those of its first lane (see Lane), which for most families is the only one.
+
+    Guidance is a second lane of the same slot: the same speech over a prompt of another length that lacks what guides, and `emit` merges
+    what the two say. A request that asks for no guidance has both lanes too: the launch is the same for all.
+    """
+
+    inputs: Tensor  # [T, D]
+    keys: tuple[int, ...]
     max_frames: int
     slot: dict[str, Any] = field(default_factory=dict)  # what `admit` writes into the slot's row
     usage: dict[str, int] = field(default_factory=dict)
+    null: Lane | None = None  # of the second lane, where spec.lanes is 2
+    text_steps: int = 0  # the most steps that make no frame because the model writes text
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        first = Lane(self.inputs, self.keys)
+        return (first,) if self.null is None else (first, self.null)
+
+    def most_positions(self, spec: Spec) -> tuple[int, ...]:
+        """All that each lane can ever hold: every step adds one to each."""
+        steps = self.text_steps + self.max_frames + spec.delay
+        return tuple(len(lane.inputs) + steps for lane in self.lanes)
 
 
 @dataclass
 class Batch:
     """Where a launch reads and writes. Fixed shapes; the tensors live on the device and the host fills them.
 
-    Sequences lie one after the other: sequence b owns positions starts[b]:starts[b+1]. `rows` counts rows of `kv`: layer 0's keys of
-    a page begin at its row in `rows`, the values `page_tokens` rows later, and each further layer 2 * page_tokens rows later.
+    A step has a sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones. A prefill has N sequences of
+    any slots and lanes. Sequences lie one after the other: sequence n owns positions starts[n]:starts[n+1]. `rows` counts rows of `kv`:
+    layer 0's keys of a page begin at its row in `rows`, the values `page_tokens` rows later, and each further layer 2 * page_tokens rows
+    later.
     """
 
-    slots: Tensor  # [B], each sequence's slot (unused while a prompt is prefilled)
-    positions: Tensor  # [T], each input's place in its sequence
+    slots: Tensor  # [B], the slots of a step (unused while prompts are prefilled)
+    positions: Tensor  # [T], each input's place in its sequence; of a step, T is L * B
     writes: Tensor  # [T], the row of kv that takes layer 0's key of each input
-    rows: Tensor  # [B, P], the row of kv where each page begins
-    lengths: Tensor  # [B], positions in the cache, those of this launch included
-    starts: Tensor  # [B + 1]
+    rows: Tensor  # [N, P], the row of kv where each page begins; of a step, N is L * B
+    lengths: Tensor  # [N], positions in the cache, those of this launch included
+    starts: Tensor  # [N + 1]
     kv: Tensor  # [rows, H, D], the family's view of the byte arena
     page_tokens: int
 
@@ -198,8 +224,8 @@ class State:
     """One row per slot, and a spare row (the last) that padding reads and writes. Tensors only; families add their own.
 
     tape [S+1, F, *frame]; ready [S+1] frames on the tape, at most limit [S+1]; steps [S+1] emissions made; done [S+1]; seed [S+1];
-    first [S+1, D], the prompt's last input, which the first step reads. noise [F, *noise] takes the place of what each step draws, in
-    every slot alike, where it is not None: see zoo.generate.
+    first [S+1, L, D], the last input of each lane's prompt, which the first step reads; written [S+1], the text token that the last step
+    wrote, or -1. noise [F, *noise] takes the place of what each step draws, in every slot alike, where it is not None: see zoo.generate.
     """
 
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
@@ -211,7 +237,8 @@ class State:
         self.done = torch.ones(rows, dtype=torch.bool, device=device)
         self.limit = torch.zeros(rows, dtype=torch.int64, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.first = torch.zeros(rows, spec.width, dtype=dtype, device=device)
+        self.first = torch.zeros(rows, spec.lanes, spec.width, dtype=dtype, device=device)
+        self.written = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.noise: Tensor | None = None
 
     def open(self, slot: int, prompt: Prompt) -> None:
@@ -221,7 +248,14 @@ class State:
         self.steps[slot] = 0
         self.done[slot] = False
         self.limit[slot] = prompt.max_frames
-        self.first[slot] = prompt.inputs[-1]
+        self.written[slot] = -1
+        lanes, expected = prompt.lanes, self.first.shape[1]
+        assert len(lanes) == expected, f"a prompt of {len(lanes)} lanes for a model of {expected}"
+        self.first[slot] = torch.stack([lane.inputs[-1] for lane in lanes])
+
+    def write(self, slots: Tensor, token: Tensor) -> None:
+        """The text token of this step [B], -1 where it writes none; a slot that is done stays as it is, so this comes before its end."""
+        self.written[slots] = torch.where(self.done[slots], self.written[slots], token)
 
     def append(self, slots: Tensor, frame: Tensor, ended: Tensor) -> None:
         """One more frame [B, *frame] on each tape, or none where the model ended [B]; a slot that is done stays as it is."""
@@ -260,7 +294,7 @@ class Family(nn.Module, ABC):
     # device: fixed shapes, in place by slot, nothing read back
     @abstractmethod
     def embed(self, state: State, slots: Tensor) -> Tensor:
-        """[B] -> what the LM reads after the slot's last frame [B, D]; anything where there is no frame yet."""
+        """[B] -> what the LM reads after the slot's last step [L * B, D]; anything where there was no step yet."""
 
     @abstractmethod
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -268,18 +302,28 @@ class Family(nn.Module, ABC):
 
     @abstractmethod
     def emit(self, state: State, slots: Tensor, h: Tensor) -> None:
-        """h [B, D] -> one frame on each slot's tape, or none; may set done. A slot that is done is left as it is."""
+        """h [L * B, D] -> one frame on each slot's tape, or none; may write a text token; may set done. A slot that is done is left as it
+        is."""
 
     @abstractmethod
     def render(self, state: State, view: View) -> Tensor:
         """-> samples [B, frames * frame_samples] float32, of which the first count * frame_samples are valid; moves the decoder's past."""
 
+    # host, as reports come in
+    def spell(self, token: int) -> bytes:
+        """The UTF-8 bytes of a text token that the model wrote; a character may span tokens. For families that write text."""
+        raise AssertionError(f"{self.spec.family} wrote the text token {token}, and cannot spell it")
+
     # written once, here
     def step(self, state: State, batch: Batch) -> None:
         """Everything between two frames, for every slot of the launch. A slot's first step reads the prompt's last input, so filling pages
         never emits and all that emits is this one function."""
-        inputs = torch.where((state.steps[batch.slots] == 0)[:, None], state.first[batch.slots], self.embed(state, batch.slots))
-        self.emit(state, batch.slots, self.hidden(inputs, batch))
+        # A list has its length in the graph; a size that differs from model to model becomes a variable there.
+        slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
+        torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])  # what a graph for any B has to know
+        is_first = (state.steps[slots] == 0).repeat(len(first))[:, None]  # [L B, 1]
+        inputs = torch.where(is_first, torch.cat(first), self.embed(state, slots))  # [L B, D]
+        self.emit(state, slots, self.hidden(inputs, batch))
 
 
 @dataclass
@@ -287,3 +331,4 @@ class Speech:
     frames: Tensor  # [F, K]
     samples: Tensor  # [N] float32
     sample_rate_hz: int
+    text: str = ""  # that the model wrote

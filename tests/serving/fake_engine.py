@@ -4,6 +4,7 @@
 "silent"       finished without audio                           "queued"       nothing at all until cancelled
 "reject"       a ValueError's answer about the field text       "full"         no room: come again in 7 s
 "fail 2"       2 frames, then broken                            "fail 0"       broken before any audio
+"write 2"      2 frames, and a word after each, then "stop"
 "tone 25"      25 frames of 80 ms, 20 ms apart, then "stop"
 "die"          the whole process goes away (as the connection does when an engine crashes)
 
@@ -102,6 +103,8 @@ class FakeEngine:
                 return say(wire.Rejected(id, "voice 'x' is not in this checkpoint; it has: ryan, vivian", "voice"))
             case "badtext":
                 return say(wire.Rejected(id, "text has no sound", "text"))
+            case "unguided":
+                return say(wire.Rejected(id, "this model takes no guidance", "guidance"))
             case "badreference":
                 return say(wire.Rejected(id, "what the reference says is needed", "reference_text"))
             case "full":
@@ -110,6 +113,11 @@ class FakeEngine:
                 return self.away()
             case "queued":
                 return
+            case "write":
+                for index in range(count):
+                    say(wire.Audio(id, frame(index), 1))
+                    say(wire.Text(id, f"größe {index} "))
+                return say(wire.Finished(id, "stop", count, {"input_tokens": 2, "text_tokens": 3 * count}))
             case "tone":
                 for index in range(count):
                     say(wire.Audio(id, tone(index), 1))

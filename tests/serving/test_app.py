@@ -66,11 +66,13 @@ def test_a_request_that_has_nothing_to_say_is_an_empty_wav(server, stream):
 def test_every_field_reaches_the_engine(server):
     fields = {"language": "english", "instructions": "Softly.", "layout": "streaming", "temperature": 0.5, "top_k": 0, "top_p": 1.0}
     fields |= {"repetition_penalty": 1.1, "depth_temperature": 0.0, "depth_top_k": 7, "depth_top_p": 0.5, "seed": 2**63 - 1}
-    extra = {"model": "fake", "voice": {"id": "ryan"}, "max_new_tokens": 9, "speed": 1, "stream_format": "audio", "response_format": "wav"}
+    fields |= {"solver_steps": 5}
+    extra = {"model": "fake", "voice": {"id": "ryan"}, "max_new_tokens": 9, "cfg_scale": 2.5}
+    extra |= {"speed": 1, "stream_format": "audio", "response_format": "wav"}
     answer = server.speak("frames 1", **fields, **extra)
     assert answer.status_code == 200, answer.text
     asked = server.engine.asked[answer.headers["x-request-id"]]
-    assert asked == {"text": "frames 1", "voice": "ryan", "max_frames": 9, **fields}
+    assert asked == {"text": "frames 1", "voice": "ryan", "max_frames": 9, "guidance": 2.5, **fields}
 
 
 def test_what_is_left_out_is_the_models_default_but_the_seed_is_drawn(server):
@@ -79,6 +81,25 @@ def test_what_is_left_out_is_the_models_default_but_the_seed_is_drawn(server):
     assert [set(fields) for fields in asked] == [{"text", "seed"}] * 2
     assert [str(fields["seed"]) for fields in asked] == [answer.headers["x-seed"] for answer in answers]
     assert asked[0]["seed"] != asked[1]["seed"]
+
+
+def test_what_the_model_writes_is_among_the_events(server):
+    answer = server.speak("write 2", stream_format="sse", response_format="pcm")
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    assert [event.get("delta", event["type"]) for event in events] == [
+        "speech.audio.delta",
+        "größe 0 ",
+        "speech.audio.delta",
+        "größe 1 ",
+        "speech.audio.done",
+    ]
+    assert events[1]["type"] == events[3]["type"] == "speech.text.delta"
+    assert events[-1]["usage"] == {"input_tokens": 2, "output_tokens": 2 + 6, "total_tokens": 10}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_audio_alone_leaves_out_what_the_model_writes(server, stream):
+    assert server.speak("write 3", stream=stream).content[44:] == b"".join(map(frame, range(3)))
 
 
 def test_audio_arrives_before_the_end(server):
@@ -162,6 +183,8 @@ BAD_FIELDS = [
     ({"input": "x", "depth_temperature": 3}, "depth_temperature", "to 2"),
     ({"input": "x", "depth_top_k": -1}, "depth_top_k", "0 .off."),
     ({"input": "x", "depth_top_p": 0}, "depth_top_p", "above 0"),
+    ({"input": "x", "cfg_scale": -1}, "cfg_scale", "from 0 to 100"),
+    ({"input": "x", "cfg_scale": 100.5}, "cfg_scale", "from 0 to 100"),
     ({"input": "x", "max_new_tokens": 0}, "max_new_tokens", "from 1"),
     ({"input": "x", "seed": -1}, "seed", "from 0"),
     ({"input": "x", "seed": 2**63}, "seed", "2.63"),
@@ -212,6 +235,7 @@ def test_what_the_engine_refuses_is_the_clients_error(server):
     fault = error(server.speak("reject"), 400)
     assert fault["param"] == "voice" and fault["message"] == "voice 'x' is not in this checkpoint; it has: ryan, vivian"
     assert error(server.speak("badtext"), 400)["param"] == "input"  # by the name the client knows
+    assert error(server.speak("unguided", cfg_scale=2), 400)["param"] == "cfg_scale"
 
 
 def test_a_full_engine_says_when_to_come_again(server):

@@ -168,6 +168,8 @@ def test_say_speaks_into_a_file(zoo, checkpoint, tmp_path):
 
 
 def test_say_passes_on_what_the_model_refuses(zoo, checkpoint, tmp_path):
+    line = refused(zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", "--guidance", 2))
+    assert "takes no guidance" in line
     line = refused(zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", "--voice", "alloy"))
     assert "alloy" in line and "vivian" in line
     assert not (tmp_path / "out.wav").exists()

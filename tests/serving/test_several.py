@@ -153,7 +153,7 @@ def test_one_models_end_frees_its_own_pages_alone():
     ears = speak(both, [("hum", long()), ("hum", long(seed=1)), ("hum", long(seed=2)), ("buzz", long())])
     for _ in range(5):
         both.turn()
-    held = both.models["buzz"].running[0].pages
+    [held] = both.models["buzz"].running[0].pages
     assert both.pages.free < everything - len(held)
     for job in [*both.models["hum"].running.values(), *both.models["hum"].waiting]:
         both.cancel(job.id)

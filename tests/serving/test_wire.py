@@ -19,6 +19,7 @@ TO_HTTP = [
     wire.Stats(100, 60, 7, 3, 0, {"m": wire.ModelStats(8, 2, 1, 5, 0), "n": wire.ModelStats(8, 0, 0, 0, 1)}),
     wire.Rejected("a", "no", "voice", "c", 503, 1.5),
     wire.Audio("a", bytes(range(256)) * 300, 25),
+    wire.Text("a", "größer 天"),
     wire.Finished("a", "length", 7, {"output_frames": 7}),
     wire.Failed("a", "broke"),
 ]

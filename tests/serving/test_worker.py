@@ -13,7 +13,7 @@ from toy import Toy
 
 from serving import wire, worker
 from serving.audio import pcm16
-from serving.engine import Audio, Engine, Failed, Finished, Full
+from serving.engine import Audio, Engine, Failed, Finished, Full, Text
 from serving.worker import Bridge
 from zoo.contract import Request
 
@@ -133,9 +133,11 @@ def test_a_request_and_its_audio(bridge, engine, peer):
     assert engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9) and engine.models["r"] == "m"
     samples = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0], np.float32)
     engine.deliver["r"](Audio(samples, 1))
+    engine.deliver["r"](Text("größer"))
     engine.deliver["r"](Finished("length", 1, {"output_frames": 1}))
     expected = np.array([0, 16384, -16384, 32767, -32767, 32767, -32767], "<i2")
     assert peer.next() == wire.Audio("r", expected.tobytes(), 1) == wire.Audio("r", pcm16(samples), 1)
+    assert peer.next() == wire.Text("r", "größer")
     assert peer.next() == wire.Finished("r", "length", 1, {"output_frames": 1})
     assert engine.cancelled == []
 

@@ -1,0 +1,109 @@
+"""A toy that thinks before it speaks, and goes on writing while it does. It has all that families with a delay pattern have:
+
+    step        0    1   ...   t     t+1    t+2   t+3   t+4  ...  e     e+1   e+2     e: the step that draws code 0's end, or is the cap
+    phase       text            \\    transition  audio ...............  drain ......
+    text        w0   w1  ...  "that's all"  .  w     w     w   ...   w     w     w      . no token
+    codebook 0                               c00   c10   c20  ...    END
+    codebook 1                               B     c01   c11  ...          .            a code stands where its frame is: step - delay
+    codebook 2                               B     B     c02  ...          .     .      . drawn and dropped
+
+Text is drawn from the first lane alone; a codebook is guided while it has frames to speak, and not before or after. A text token is a
+piece of bytes, and some characters take several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from toy import CODES, END, WIDTH, Guided, ToyState
+
+from zoo.contract import Prompt, Request, Spec
+from zoo.nn.guidance import merge
+from zoo.nn.sampling import draw, gumbel
+
+BOOKS = 3
+BEGIN = CODES  # what a codebook is fed before its first frame
+MOST_TEXT = 9  # steps of the text phase
+PIECES = (b"", b"a", b"e ", b"hm", b"!", *(bytes((byte,)) for byte in sorted(set("é天😀".encode()))))  # the first: no token
+LATER = 1 << 40  # a step that has not come yet
+
+
+class ScribeState(ToyState):
+    """Adds: begins [S+1], the first step of the audio phase, or LATER; end [S+1], the frames that the tape will have: the cap, until
+    codebook 0 ends; row [S+1, K], the codes of the last step; word [S+1], its text token."""
+
+    def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype):
+        super().__init__(spec, slots, max_frames, dtype)
+        self.begins = torch.full((slots + 1,), LATER)
+        self.end = torch.zeros(slots + 1, dtype=torch.int64)
+        self.row = torch.zeros(slots + 1, BOOKS, dtype=torch.int64)
+        self.word = torch.zeros(slots + 1, dtype=torch.int64)
+
+
+class Scribe(Guided):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(self.spec, variant="scribe", frame_shape=(BOOKS,), delay=BOOKS - 1)
+        self.spec = replace(self.spec, max_positions=self.spec.max_positions + MOST_TEXT + BOOKS)
+        self.words = nn.Embedding(len(PIECES) + 1, WIDTH)  # the last: the transition
+        self.books = nn.Embedding(BOOKS * (CODES + 1), WIDTH)
+        self.word_head = nn.Linear(WIDTH, len(PIECES), bias=False)
+        self.book_heads = nn.Linear(WIDTH, BOOKS * CODES, bias=False)
+        random = torch.Generator().manual_seed(11)
+        for module in (self.words, self.books, self.word_head, self.book_heads):
+            module.weight.data = torch.randn(module.weight.shape, generator=random) / WIDTH**0.25
+        self.eval().requires_grad_(False)
+
+    def prompt(self, request: Request) -> Prompt:
+        prompt = super().prompt(request)
+        prompt.text_steps = MOST_TEXT + 1
+        return prompt
+
+    def state(self, slots: int, max_frames: int | None = None) -> ScribeState:
+        return ScribeState(self.spec, slots, max_frames or self.spec.max_frames, self.dtype)
+
+    def admit(self, state: ScribeState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
+        super().admit(state, slot, prompt)
+        state.begins[slot], state.end[slot] = LATER, prompt.max_frames
+        state.row[slot], state.word[slot] = BEGIN, 0
+
+    def embed(self, state: ScribeState, slots: Tensor) -> Tensor:  # type: ignore[override]
+        is_transition = state.steps[slots] == state.begins[slots] - 1
+        word = torch.where(is_transition, len(PIECES), state.word[slots])
+        rows = self.books(state.row[slots] + torch.arange(BOOKS) * (CODES + 1)).sum(1)
+        return (self.words(word) + rows).repeat(2, 1)
+
+    def emit(self, state: ScribeState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
+        how = state.temperature[slots], state.top_k[slots], state.top_p[slots]
+        steps, begins, end, alive = state.steps[slots], state.begins[slots], state.end[slots], ~state.done[slots]
+        book, at = torch.arange(BOOKS), steps - begins  # at: the step of the audio phase, below 0 before it
+        frame = at[:, None] - book  # [B, K], of each codebook's code
+        is_speaking = (frame >= 0) & (frame < end[:, None])
+
+        noise = gumbel(state.seed[slots], steps, range(BOOKS + 1), CODES)  # [B, K + 1, V]
+        word = draw(self.word_head(h).float().unflatten(0, (2, -1))[0], *how, noise[:, BOOKS, : len(PIECES)])  # [B]
+        weight = torch.where(is_speaking, state.guidance[slots, None], 1.0)  # [B, K]
+        logits = merge(self.book_heads(h).float().unflatten(-1, (BOOKS, CODES)), weight)  # [B, K, V]
+        row = torch.stack([draw(logits[:, k], *how, noise[:, k]) for k in range(BOOKS)], 1)
+        row = torch.where(frame >= 0, row, BEGIN)
+
+        is_text = begins == LATER
+        word = torch.where(is_text & (steps + 1 >= MOST_TEXT) | (at == -1), 0, word)  # in the audio phase 0 is a pause
+        begins = torch.where(is_text & (word == 0), steps + 2, begins)
+        end = torch.where((at >= 0) & (at < end) & (row[:, 0] == END), at, end)
+        is_kept = alive[:, None] & (frame >= 0) & (frame < end[:, None])
+        place = (slots[:, None], frame.clamp(min=0, max=state.tape.shape[1] - 1), book)
+        state.tape[place] = torch.where(is_kept, row, state.tape[place])
+
+        state.write(slots, torch.where(word > 0, word, -1))
+        for name, value in (("begins", begins), ("end", end), ("word", word), ("row", row), ("steps", steps + 1)):
+            rows = getattr(state, name)
+            rows[slots] = torch.where(alive[:, None] if value.dim() > 1 else alive, value, rows[slots])
+        whole = (at + 2 - BOOKS).clamp(min=0)  # frames all of whose codes are there
+        state.ready[slots] = torch.where(alive, torch.minimum(whole, end), state.ready[slots])
+        state.done[slots] = ~alive | (end == 0) | (at + 1 >= end + BOOKS - 1)
+
+    def spell(self, token: int) -> bytes:
+        return PIECES[token]
