@@ -24,6 +24,7 @@ from serving.scheduler import Chunk, Render
 from zoo.contract import Batch, Family, Lane, Prompt, View
 
 PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
+CACHED_SAMPLES = 150_000  # of a render on a CPU: in larger launches a decoder's layers do not find each other's outputs in the cache
 INT = np.int64
 
 
@@ -188,9 +189,16 @@ class Runner:
 
     @torch.inference_mode()
     def render(self, due: Render) -> Pending:
-        """-> samples [B, frames * frame_samples], of which count * frame_samples are valid."""
-        view = View(self._place(due.slots), self._place(due.start), self._place(due.count), due.frames)
-        return Pending(self._render(self.state, view))
+        """-> samples [B, frames * frame_samples], of which count * frame_samples are valid. Rows do not know of each other, so a CPU takes
+        a few at a time."""
+        count = len(due.slots)
+        rows = max(1, CACHED_SAMPLES // (due.frames * self.family.spec.frame_samples)) if self.device.type == "cpu" else count
+        parts = []
+        for first in range(0, count, rows):
+            at = slice(first, first + rows)
+            view = View(self._place(due.slots[at]), self._place(due.start[at]), self._place(due.count[at]), due.frames)
+            parts.append(self._render(self.state, view))
+        return Pending(torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def _bucket(self, count: int) -> int:
         """The launch's size: any on a CPU, where one graph serves all; a recorded one on a GPU."""

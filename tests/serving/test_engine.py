@@ -349,6 +349,14 @@ def test_stats():
     assert numbers(fresh) == rest | {"pages_shared": 1}  # the third read the first one's whole page
 
 
+@pytest.mark.parametrize("samples", [1, 2 * TOY.spec.frame_samples])
+def test_a_launch_of_the_renderer_that_is_too_large_is_cut_by_rows(samples, monkeypatch):
+    monkeypatch.setattr("serving.runner.CACHED_SAMPLES", samples)
+    asked = requests("toy", 5)
+    for ear, request in zip(serve(engine(max_slots=5), {0: asked}), asked, strict=True):
+        np.testing.assert_array_equal(ear.samples, alone("toy", request).samples)
+
+
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
     """Whatever number speaks, however long. Without the marks that make one graph serve every size, the same requests are seen to do."""

@@ -2,16 +2,18 @@
 
 import copy
 import hashlib
+from functools import partial
 
 import pytest
 import torch
 from torch._dynamo.decorators import mark_unbacked
 
 from zoo.nn.checkpoint import load, published
+from zoo.nn.synthetic import write_tensors
 from zoo.nn.vq import SplitVQ
 from zoo.qwen3_tts import weights
 from zoo.qwen3_tts.codec import Codec, DecoderConfig
-from zoo.qwen3_tts.demo import CODEC, TINY_CODEC, write_tensors
+from zoo.qwen3_tts.demo import CODEC, TINY_CODEC, fill
 from zoo.qwen3_tts.encoder import EncoderConfig
 
 # Source: hashes of the published file's header, taken by kadirnar/voicehub, voicehub/models/qwen3tts/native/metadata.py.
@@ -35,7 +37,7 @@ def codec(tmp_path_factory):
     with torch.device("meta"):
         codec = Codec(decoder, encoder).eval()
     table = weights.codec(decoder, encoder)
-    write_tensors(directory / "model.safetensors", published(codec, table), 0, torch.float32)
+    write_tensors(directory / "model.safetensors", published(codec, table), partial(fill, seed=0), torch.float32)
     load(codec, table, directory, torch.device("cpu"), torch.float32)
     codec.decoder.double().finish()
     codec.encoder.finish()
