@@ -10,10 +10,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-# Threads that wait must sleep, or a busy machine turns milliseconds into tens of them.
-export OMP_WAIT_POLICY ?= passive
-export GOMP_SPINCOUNT ?= 0
-
 .PHONY: serve test lint fixtures
 
 serve: $(VENV)/.installed $(MODEL)

@@ -15,7 +15,6 @@ import argparse
 import datetime
 import importlib
 import json
-import os
 import platform
 import sys
 import tempfile
@@ -23,8 +22,6 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np

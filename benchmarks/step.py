@@ -25,8 +25,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 HOWS = ("eager", "flat", "mlp", "blocks", "regions", "bucket")
@@ -44,6 +42,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     import zoo
     from compile_cache import threads
     from serving import runner as running
+    from zoo.nn import kernels
     from zoo.nn.linear import SwiGLU
     from zoo.nn.packed import pack
 
@@ -53,6 +52,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     family = zoo.load(directory, dtype=dtype)
     threads.fit(family)
     pack(family)
+    kernels.build()
     if how in ("flat", "mlp", "blocks"):
         unmark(family, compile_blocks=how == "blocks")
     if how == "mlp":

@@ -1,6 +1,9 @@
-"""How many threads a model on a CPU is worth."""
+"""How many threads a model on a CPU is worth, and which of the process's threads may have them."""
 
 from __future__ import annotations
+
+import ctypes
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,3 +21,17 @@ def fit(model: nn.Module) -> int:
     if size < SMALL_BYTES and next(model.parameters()).device.type == "cpu":
         torch.set_num_threads(1)
     return torch.get_num_threads()
+
+
+def alone() -> None:
+    """The calling thread computes without helpers from now on, whatever the others do. Call it before the thread computes anything.
+
+    A second team of OpenMP threads makes the first one slow for good: libgomp then counts more threads than cores, and lets those that
+    wait for work sleep at once. A step of Qwen3-TTS took twice as long (benchmarks/LOG.md). `torch.set_num_threads` cannot say this:
+    of MKL's number and of torch's own there is one a process.
+    """
+    torch.get_num_threads()  # torch sets up a thread when it is first asked
+    library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+    for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+        if hasattr(library, name):  # a build without MKL, or with another OpenMP, has no second number
+            getattr(library, name)(1)

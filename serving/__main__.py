@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from serving.voices import Voices
     from serving.wire import Clip
 
-# Threads that wait must sleep, or a busy machine turns milliseconds into tens of them. Read when torch is imported, here or in a child.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
 app = typer.Typer(add_completion=False, help="Speech language models: serve them, or let them speak from the shell.")
 voices = typer.Typer(help="Uploaded voices: recordings that a model for clones can speak in, by name.")
 app.add_typer(voices, name="voices")

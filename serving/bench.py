@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
+from compile_cache import threads
 from serving.engine import Audio, Engine, Failed, Text
 from serving.fit import fit
 from serving.runner import PAGE_TOKENS, Arena, Pending, Runner, token_bytes
@@ -53,7 +54,7 @@ def bench(
     spec = family.spec
     request: dict[str, Any] = {"text": TEXT, "voice": voice or (spec.voices[0] if spec.voices else None), "max_frames": frames}
     floor = work(family, Request(**request))
-    fit(family)
+    fit(family, compile=compile)
     limits = machine(family)
     say(f"this machine: {limits['bytes_per_s'] / 1e9:.1f} GB/s, {limits['flops_per_s'] / 1e9:.0f} GFLOP/s in {family.dtype}")
     engine = Engine(family, max_slots=max(streams), policy=policy, compile=compile)
@@ -86,7 +87,7 @@ def bench(
         finally:
             engine.stop()
 
-    with ThreadPoolExecutor(1, "load") as pool:  # the engine has the main thread, as in a server
+    with ThreadPoolExecutor(1, "load", threads.alone) as pool:  # the engine has the main thread, as in a server
         driving = pool.submit(drive)
         engine.run()
         driving.result()

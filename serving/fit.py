@@ -8,16 +8,21 @@ from pathlib import Path
 import zoo
 from compile_cache import artifacts, threads
 from zoo.contract import Family
+from zoo.nn import kernels
 from zoo.nn.packed import pack
 
 
-def fit(*families: Family) -> Path:
-    """Threads for the largest, matrices laid out for the CPU, and a place where compiled code is kept, the first one's -> that place. Call
-    it once for all of a process, before anything is compiled. Raises ValueError if the place cannot be written."""
+def fit(*families: Family, compile: bool = True) -> Path:
+    """Threads for the largest, matrices laid out for the CPU and kernels of its own, and a place where compiled code is kept, the first
+    one's -> that place. Call it once for all of a process, before anything is compiled. Raises ValueError if the place cannot be written,
+    or if something is to be compiled and there is no C++ compiler."""
     threads.fit(max(families, key=lambda family: sum(parameter.numel() * parameter.itemsize for parameter in family.parameters())))
     for family in families:
         pack(family)
-    return keep(families[0])
+    place = keep(families[0])
+    if compile and families[0].device.type == "cpu":
+        kernels.build()
+    return place
 
 
 def keep(family: Family) -> Path:

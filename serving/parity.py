@@ -27,6 +27,7 @@ from serving.runner import PAGE_TOKENS, Arena, Runner, token_bytes
 from serving.scheduler import Chunk, Render
 from zoo.contract import Clip, Family, Request, Spec, State, View
 from zoo.loop import SoloBatches
+from zoo.nn import kernels
 
 TEXT = "Good morning. The train to the north leaves at a quarter to eight."
 SAME = 1e-3  # samples this near are the same speech
@@ -46,7 +47,7 @@ def parity(
     Raises ValueError."""
     plain = zoo.load(directory, device=device, dtype="float32")
     served = zoo.load(directory, device=device, dtype=dtype)
-    fit(served)
+    fit(served, compile=compile)
     work = requests(plain.spec, frames)
     result: dict[str, Any] = {
         "family": plain.spec.family,
@@ -114,7 +115,8 @@ def follow(plain: Family, served: Family, request: Request, compile: bool) -> di
     while not state.done[0]:
         copy(state, runner.state)
         before = int(state.ready[0])
-        plain.step(state, batches.step())
+        with kernels.plain():
+            plain.step(state, batches.step())
         runner.step(np.zeros(1, np.int64)).read()
         if state.ready[0] != runner.state.ready[0] or state.done[0] != runner.state.done[0]:
             gaps.append(float("inf"))  # one of them ended

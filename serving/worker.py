@@ -24,6 +24,7 @@ import numpy as np
 import structlog
 
 import zoo
+from compile_cache import threads
 from serving import logs, wire
 from serving.audio import pcm16
 from serving.engine import Audio, Engine, Event, Failed, Finished, Full, Text
@@ -73,7 +74,7 @@ class Bridge:
         self.models = wire.Models([])
         self.clients: set[Client] = set()
         self.loop = asyncio.new_event_loop()
-        self.pool = ThreadPoolExecutor(PROMPT_THREADS, "prompt")
+        self.pool = ThreadPoolExecutor(PROMPT_THREADS, "prompt", threads.alone)
 
     def listen(self, path: str) -> None:
         """Raises OSError."""
@@ -229,7 +230,7 @@ def main() -> None:
 
     try:
         families = load(options.models, options.device, options.dtype, partial(tell, "loading"))
-        fit(*families.values())
+        fit(*families.values(), compile=options.compile)
         engine = Engine(families, max_slots=options.max_slots, kv_bytes=options.kv_bytes, policy=options.policy, compile=options.compile)
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")

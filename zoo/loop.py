@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from zoo.contract import Batch, Family, Prompt, Request, Speech, View
+from zoo.nn import kernels
 
 PAGE_TOKENS = 16
 
 
+@kernels.plain()
 @torch.inference_mode()
 def generate(family: Family, request: Request, max_frames: int | None = None, noise: Tensor | None = None) -> Speech:
     """Speak one request from its first frame to its last, then render the whole tape at once. Raises ValueError for a bad request.

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from zoo.higgs_v3.config import CodecConfig
 from zoo.higgs_v3.encoder import Encoder
-from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Quantizer, Residual, Snake
+from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Quantizer, Residual
+from zoo.nn.snake import Snake
 
 
 class Stretch:
@@ -102,9 +103,6 @@ class Decoder(nn.Module):
         bias = project @ torch.stack([book.project_out.bias.double() for book in quantizer]).sum(0) + self.project.bias.double()
         self.register_buffer("tables", torch.cat(tables, 1).T.contiguous().to(self.project.weight.dtype), persistent=False)
         self.register_buffer("bias", bias[:, None].to(self.project.weight.dtype), persistent=False)
-        for module in self.modules():
-            if isinstance(module, Snake):
-                module.finish()
 
     def forward(self, codes: Tensor, start: Tensor, end: Tensor) -> Tensor:
         """codes [B, context + F + context, K] int64, of which the tape holds those of frames 0 .. end [B]; the F in the middle are frames

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.higgs_v3.config import SAMPLE_RATE_HZ, SEMANTIC_RATE_HZ, CodecConfig
-from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Residual, Snake
+from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Residual
 from zoo.higgs_v3.semantic import Hubert, Position
 from zoo.nn.resample import Resample
+from zoo.nn.snake import Snake
 
 SEMANTIC_PAD = 160  # zeros on both sides, at 16 kHz: half a frame of HuBERT's
 
@@ -91,7 +92,7 @@ class Encoder(nn.Module):
     def finish(self) -> None:
         """Compute once what follows from the weights alone."""
         for module in self.modules():
-            if isinstance(module, Snake | Position):
+            if isinstance(module, Position):
                 module.finish()
         self.resample = Resample(SAMPLE_RATE_HZ, SEMANTIC_RATE_HZ).to(self.join.weight.device)
 

@@ -9,28 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.higgs_v3.config import CodecConfig
+from zoo.nn.snake import Snake
 
 KERNEL = 7
 DILATIONS = (1, 3, 9)  # of a block's residual units
 EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)  # how far each looks to both sides
-
-
-class Snake(nn.Module):
-    """x + sin^2(alpha x) / alpha, by channel; zero stays zero. Source: Ziyin et al. 2020 (arXiv 2006.08195)."""
-
-    gain: Tensor  # [1, C, 1], after finish()
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.alpha = nn.Parameter(torch.empty(1, channels, 1))
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Call once, with the weights in place."""
-        self.register_buffer("gain", 1 / (self.alpha + 1e-9), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.alpha).sin_().square_().mul_(self.gain).add_(x)  # in place: large tensors are dear to allocate
 
 
 class Residual(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zoo.contract import Batch
+from zoo.nn import kernels
 
 
 class Paged:
@@ -40,6 +41,8 @@ def paged_attention(
 ) -> Tensor:
     """q [T, H, D] over the pages at rows [B, P]; sequence b holds lengths[b] positions, the last of which are q[starts[b]:starts[b+1]]."""
     if q.shape[0] == rows.shape[0]:  # every sequence has one query: no length has to be known here, so a CUDA graph can hold it
+        if kernels.know(q, kv):
+            return kernels.attend(q, kv, rows, lengths, page_tokens, scale)
         longest = int(lengths.max()) if q.device.type == "cpu" else rows.shape[1] * page_tokens
         return _one_query_each(q, kv, rows, lengths, page_tokens, scale, longest)
     out = torch.empty_like(q)

@@ -24,6 +24,7 @@ from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
+from zoo.nn.snake import SnakeBeta
 from zoo.nn.vq import SplitVQ
 from zoo.qwen3_tts.config import StackConfig
 from zoo.qwen3_tts.encoder import Encoder, EncoderConfig
@@ -142,27 +143,6 @@ class Upsample(nn.Module):
         y = self.norm(self.conv(x, past).mT)
         y = self.narrow(F.gelu(self.widen(y)))
         return x + (y * self.scale).mT
-
-
-class SnakeBeta(nn.Module):
-    """x + sin^2(x e^alpha) / e^beta, by channel. Source: Ziyin et al. 2020 (arXiv 2006.08195); BigVGAN's variant with two parameters."""
-
-    frequency: Tensor  # [C, 1], after finish()
-    gain: Tensor  # [C, 1]
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.alpha = nn.Parameter(torch.empty(channels))
-        self.beta = nn.Parameter(torch.empty(channels))
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Call once, with the weights in place."""
-        self.register_buffer("frequency", self.alpha.exp()[:, None], persistent=False)
-        self.register_buffer("gain", (1 / (self.beta.exp() + 1e-9))[:, None], persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.frequency).sin_().square_().mul_(self.gain).add_(x)  # in place: large tensors are dear to allocate
 
 
 class Residual(nn.Module):

@@ -17,22 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past
+from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
 
 DILATIONS = (1, 3, 9)  # of a block's residual units
 KERNEL = 7  # of every convolution that neither resamples nor is 1 wide
 LATENT_KERNEL = 3  # of the encoder's last convolution
-
-
-class Snake(nn.Module):
-    """x + sin^2(alpha x) / alpha, by channel. Source: Ziyin et al. 2020 (arXiv 2006.08195)."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.alpha = nn.Parameter(torch.empty(1, channels, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.alpha).sin_().square_().div_(self.alpha + 1e-9).add_(x)  # in place: large tensors are dear to allocate
 
 
 class Residual(nn.Module):

@@ -1,0 +1,104 @@
+"""The CPU's own kernels against the operators as they are written in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zoo.nn import kernels
+from zoo.nn.attention import paged_attention
+from zoo.nn.sampling import keep_likely
+from zoo.nn.snake import snake
+
+PAGE = 16
+
+
+@pytest.fixture(autouse=True)
+def _built():
+    kernels.build()
+
+
+def plain(call):
+    with kernels.plain():
+        return call()
+
+
+def launch(lengths: list[int], dtype: torch.dtype, kv_heads: int = 2, groups: int = 3, width: int = 16):
+    """A query for each of so many positions, over pages dealt in no order. What nobody wrote is NaN."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    pages = max(-(-length // PAGE) for length in lengths)
+    rows = torch.randperm(len(lengths) * pages, generator=generator).view(len(lengths), pages) * 2 * PAGE
+    kv = torch.full((rows.numel() * 2 * PAGE, kv_heads, width), torch.nan)
+    for sequence, length in zip(rows, lengths, strict=True):
+        for i in range(length):
+            at = sequence[i // PAGE] + i % PAGE
+            kv[at], kv[at + PAGE] = torch.randn(2, kv_heads, width, generator=generator)
+    q = torch.randn(len(lengths), kv_heads * groups, width, generator=generator)
+    return q.to(dtype), kv.to(dtype), rows, torch.tensor(lengths), torch.arange(len(lengths) + 1), PAGE, width**-0.5
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [16, 17], [5, 300, 33, 1, 64]], ids=str)
+def test_attention_is_torchs(lengths, dtype, most, threads, monkeypatch):
+    q, kv, *rest = launch(lengths, dtype)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = paged_attention(q, kv, *rest)
+    expected = plain(lambda: paged_attention(q.double(), kv.double().nan_to_num(0), *rest))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=most)
+
+
+def test_a_row_does_not_know_of_the_others_nor_of_the_threads(monkeypatch):
+    q, kv, rows, lengths, starts, *rest = launch([40, 700, 3], torch.float32)
+    together = paged_attention(q, kv, rows, lengths, starts, *rest)
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for b in range(3):
+            alone = paged_attention(q[b : b + 1], kv, rows[b : b + 1], lengths[b : b + 1], starts[:2], *rest)
+            assert torch.equal(alone, together[b : b + 1])
+
+
+def test_a_prompt_and_another_dtype_are_left_to_torch():
+    q, kv, *rest = launch([20], torch.float64)
+    assert kernels.know(q.float(), kv.float()) and not kernels.know(q.float(), kv) and not plain(lambda: kernels.know(q.float()))
+    assert torch.equal(paged_attention(q, kv.nan_to_num(0), *rest), plain(lambda: paged_attention(q, kv.nan_to_num(0), *rest)))
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 5, 500, 507])
+@pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.9, 1.0])
+def test_the_kept_set_is_torchs(top_k, top_p):
+    logits = 3 * torch.randn(50, 500, generator=torch.Generator().manual_seed(0))
+    logits[:25, 100:130] = -torch.inf
+    logits[::2] = logits[::2].round()  # many equals, also at the edge
+    settings = torch.full((50,), top_k), torch.full((50,), top_p)
+    assert torch.equal(keep_likely(logits, *settings), plain(lambda: keep_likely(logits, *settings)))
+
+
+def test_what_is_no_number_does_no_harm():
+    logits = torch.full((3, 100), torch.nan)
+    logits[1, ::2] = 1.0
+    logits[2] = -torch.inf
+    kept = keep_likely(logits, torch.tensor([5, 5, 5]), torch.tensor([0.5, 0.5, 0.5]))
+    assert kept[0].isnan().all() and (kept[1, ::2] == 1.0).all() and (kept[2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_snake_is_torchs(threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    x = 5 * torch.randn(3, 8, 5000, generator=generator)
+    frequency, gain = torch.logspace(-3, 3, 8)[:, None], torch.rand(1, 8, 1, generator=generator)  # phases of up to 20,000
+    exact = plain(lambda: snake(x.double(), frequency.double(), gain.double()))
+    ours = (snake(x, frequency, gain) - exact).abs().max()
+    theirs = (plain(lambda: snake(x, frequency, gain)) - exact).abs().max()
+    assert ours < 1.5 * theirs, f"{ours:.2g} from the truth, torch's {theirs:.2g}"
+    assert torch.equal(snake(x[:1], frequency, gain), snake(x, frequency, gain)[:1])
+    assert torch.equal(snake(x[..., 7:4007], frequency, gain), snake(x, frequency, gain)[..., 7:4007])  # not contiguous
+
+
+def test_snake_of_what_has_no_phase_stays_within_its_gain():
+    x = torch.tensor([[[3e7, -1e20, 0.0]]])
+    found = snake(x, torch.ones(1, 1), torch.ones(1, 1))
+    assert ((found - x)[..., :2].abs() <= 1.01).all() and found[0, 0, 2] == 0
+    assert snake(torch.full((1, 1, 20), torch.nan), torch.ones(1, 1), torch.ones(1, 1)).isnan().all()

@@ -1,0 +1,54 @@
+"""Snake, the activation of codecs: a line with a ripple, x + sin^2(f x) g, where f and g belong to the channel.
+
+Source: Ziyin et al. 2020 (arXiv 2006.08195).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from zoo.nn import kernels
+
+
+class Snake(nn.Module):
+    """x + sin^2(alpha x) / alpha; zero stays zero. x [B, C, N]"""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(1, channels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.zoo.snake.default(x, self.alpha, 1 / (self.alpha + 1e-9))
+
+
+class SnakeBeta(nn.Module):
+    """x + sin^2(x e^alpha) / e^beta: BigVGAN's variant, with two parameters."""
+
+    frequency: Tensor  # [C, 1], after finish()
+    gain: Tensor  # [C, 1]
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(channels))
+        self.beta = nn.Parameter(torch.empty(channels))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Call once, with the weights in place."""
+        self.register_buffer("frequency", self.alpha.exp()[:, None], persistent=False)
+        self.register_buffer("gain", (1 / (self.beta.exp() + 1e-9))[:, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.zoo.snake.default(x, self.frequency, self.gain)
+
+
+@torch.library.custom_op("zoo::snake", mutates_args=())
+def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
+    """x [B, C, N], frequency and gain [C, 1] or [1, C, 1] -> [B, C, N]"""
+    if x.dtype == torch.float32 and kernels.know(x):
+        return kernels.snake(x, frequency, gain)
+    return (x * frequency).sin_().square_().mul_(gain).add_(x)  # in place: large tensors are dear to allocate
+
+
+@snake.register_fake
+def _(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
+    return torch.empty_like(x)
