@@ -184,10 +184,14 @@ class Scheduler:
             is_due |= is_dry
         slots = np.flatnonzero(is_due)  # [B]
 
-        # Who is done or dry gets all there is, padded up to a shape. The others are due because they fill a shape, and can wait for
-        # what is left over, so the renderer computes nothing in vain.
-        full = self.window[np.searchsorted(self.window, pending[slots], side="right") - 1]  # [B]
-        count = np.where(self.is_done[slots] | is_dry[slots], np.minimum(pending[slots], largest), full)  # [B]
+        # Who is done or dry gets all there is, padded up to a shape, unless that is more than twice the work of several smaller ones: then
+        # one of those, and soon the next. The others are due because they fill a shape, and can wait for what is left over, so the renderer
+        # computes nothing in vain. The work of a shape is its frames, and those around it that are read as well.
+        there, around = np.minimum(pending[slots], largest), 2 * self.right
+        padded = self.window[np.searchsorted(self.window, there)]  # [B]
+        full = self.window[np.searchsorted(self.window, there, side="right") - 1]  # [B], where there is enough for any
+        is_worth = (padded + around <= 2 * -(-there // full) * (full + around)) | (there < smallest)
+        count = np.where((self.is_done[slots] | is_dry[slots]) & is_worth, there, full)  # [B]
         start = self.num_rendered[slots]  # [B]
         shape = self.window[np.searchsorted(self.window, count)]  # [B]
         self.num_rendered[slots] += count

@@ -257,8 +257,17 @@ def test_what_is_left_goes_when_the_slot_is_done():
     report(scheduler, {0: 50 + 57}, done=[0])
     assert due(scheduler, 0.0) == [({0: (50, 25)}, 25)]
     assert due(scheduler, 0.0) == [({0: (75, 25)}, 25)]
-    assert due(scheduler, 0.0) == [({0: (100, 7)}, 25)]
+    assert due(scheduler, 0.0) == [({0: (100, 4)}, 4)]  # 7 in a window of 25 would be more than twice the work
+    assert due(scheduler, 0.0) == [({0: (104, 3)}, 4)]
     assert due(scheduler, 0.0) == []
+
+
+@pytest.mark.parametrize(("left", "right", "frames"), [(12, 0, 4), (13, 0, 25), (2, 0, 4), (5, 10, 25)])
+def test_what_is_left_is_padded_where_that_is_little_work(left, right, frames):
+    """A renderer that reads ten frames around a window on either side has less to gain from small ones."""
+    scheduler = speaking(window=(1, 4, 25), right=right)
+    report(scheduler, {0: left}, done=[0])
+    assert due(scheduler, 0.0) == [({0: (0, min(left, frames))}, frames)]
 
 
 def test_a_voice_shorter_than_the_smallest_shape_is_heard():
@@ -383,7 +392,7 @@ def test_a_reused_slot_starts_anew():
     scheduler = playing(50)
     report(scheduler, {0: 60}, done=[0])
     scheduler.renders(9.0)
-    deliver(scheduler, {0: 5}, 9.0)
+    deliver(scheduler, {0: 4}, 9.0)
     assert scheduler.num_underruns[0] == 1
     scheduler.close(0)
     scheduler.open(0, prompt_tokens=3)
@@ -606,14 +615,15 @@ def test_a_fast_model_reaches_the_largest_window():
     assert all(count == frames for _, count, frames in server.heard[0][2:-1])
 
 
-def test_a_throughput_server_renders_full_windows_only():
+def test_a_throughput_server_renders_full_windows_until_the_end():
     server = Server(16, Policy.THROUGHPUT)
     arrivals = crowd(16, 0.05, random.Random(5))
     server.run(arrivals)
     for _, slot, _, num_frames in arrivals:
-        *full, (_, last, _) = server.heard[slot]
-        assert full == [(i * 25, 25, 25) for i in range(len(full))]
-        assert len(full) * 25 + last == num_frames
+        full, rest = divmod(num_frames, 25)
+        heard = server.heard[slot]
+        assert heard[:full] == [(i * 25, 25, 25) for i in range(full)]
+        assert sum(count for _, count, _ in heard[full:]) == rest and all(frames < 25 for _, _, frames in heard[full:] if rest < 13)
 
 
 @pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)

@@ -50,11 +50,14 @@ def _uniform(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
     return ((bits >> 9).float() + 0.5) * 2.0**-23  # 23 bits: never 0, never 1 in fp32
 
 
-@torch.library.custom_op("zoo::keep_likely", mutates_args=())
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """logits [B, V] with all but each row's top_k (0: all), and of those all but the smallest set that holds top_p, at -inf."""
-    if kernels.know(logits):
-        return kernels.keep_likely(logits, top_k, top_p)
+    if logits.device.type == "cpu":
+        return torch.ops.zoo.keep_likely.default(logits, top_k, top_p)
+    return _keep_likely(logits, top_k, top_p)
+
+
+def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     width = logits.shape[-1]
     ranked = logits.sort(-1, descending=True).values
     top_k = torch.where(top_k > 0, top_k, width).clamp(max=width)[:, None]
@@ -66,7 +69,12 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill(logits < torch.maximum(by_rank, by_mass), -torch.inf)
 
 
-@keep_likely.register_fake
+@torch.library.custom_op("zoo::keep_likely", mutates_args=())
+def keep_likely_on_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    return (kernels.keep_likely if kernels.know(logits) else _keep_likely)(logits, top_k, top_p)
+
+
+@keep_likely_on_cpu.register_fake
 def _(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(logits)
 
@@ -79,7 +87,7 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
     """
     hot = temperature > 0
     scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
-    noisy = torch.ops.zoo.keep_likely.default(scaled, top_k, top_p) + noise
+    noisy = keep_likely(scaled, top_k, top_p) + noise
     return torch.where(hot[:, None], noisy, logits).argmax(-1)
 
 

@@ -17,7 +17,7 @@ class Snake(nn.Module):
         self.alpha = nn.Parameter(torch.empty(1, channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.zoo.snake.default(x, self.alpha, 1 / (self.alpha + 1e-9))
+        return snake(x, self.alpha, 1 / (self.alpha + 1e-9))
 
 
 class SnakeBeta(nn.Module):
@@ -38,17 +38,25 @@ class SnakeBeta(nn.Module):
         self.register_buffer("gain", (1 / (self.beta.exp() + 1e-9))[:, None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.zoo.snake.default(x, self.frequency, self.gain)
+        return snake(x, self.frequency, self.gain)
 
 
-@torch.library.custom_op("zoo::snake", mutates_args=())
 def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """x [B, C, N], frequency and gain [C, 1] or [1, C, 1] -> [B, C, N]"""
-    if x.dtype == torch.float32 and kernels.know(x):
-        return kernels.snake(x, frequency, gain)
+    if x.device.type == "cpu":
+        return torch.ops.zoo.snake.default(x, frequency, gain)
+    return _snake(x, frequency, gain)
+
+
+def _snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return (x * frequency).sin_().square_().mul_(gain).add_(x)  # in place: large tensors are dear to allocate
 
 
-@snake.register_fake
+@torch.library.custom_op("zoo::snake", mutates_args=())
+def snake_on_cpu(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
+    return (kernels.snake if x.dtype == torch.float32 and kernels.know(x) else _snake)(x, frequency, gain)
+
+
+@snake_on_cpu.register_fake
 def _(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return torch.empty_like(x)

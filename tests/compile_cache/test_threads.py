@@ -1,0 +1,47 @@
+"""Which of a process's threads get helpers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TEAMS = """
+import os, sys
+from threading import Thread
+import torch
+from compile_cache import threads
+
+def compute():
+    square = torch.ones(512, 512)
+    return square @ square, square.bfloat16() @ square.bfloat16(), torch.ones(1 << 20).exp()
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def other():
+    if sys.argv[1] == "alone":
+        threads.alone()
+    compute()
+    print(count() - before, torch.get_num_threads())
+
+compute()
+before = count()
+thread = Thread(target=other)
+thread.start()
+thread.join()
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir() or os.cpu_count() == 1, reason="two cores, and threads counted in /proc")
+@pytest.mark.parametrize(("how", "threads"), [("alone", 1), ("with helpers", 2)])
+def test_a_thread_that_is_alone_brings_no_team_with_it(how, threads):
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    ran = subprocess.run([sys.executable, "-c", TEAMS, how], env=env, stdout=subprocess.PIPE, text=True, check=True)
+    grown, in_it, in_ours = map(int, ran.stdout.split())
+    assert (grown, in_it) == (threads, threads), "the thread itself, and those that help it"
+    assert in_ours == 2
