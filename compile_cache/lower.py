@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,7 +17,19 @@ def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
     if isinstance(how, Eager):
         return function
     # dynamic=False: the sizes that vary are those `any_size` marks, and the third window is not mistaken for a size of its own.
-    return torch.compile(function, fullgraph=True, dynamic=False, options={"cpp.threads": 1})
+    return torch.compile(_apart(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})
+
+
+def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method with a code object of its own. Dynamo keeps what it compiled with the code object, eight graphs at most, and every
+    model that a process ever loads has its `step` from the same class."""
+    if not isinstance(function, MethodType):
+        return function
+    plain = function.__func__
+    assert isinstance(plain, FunctionType), f"{plain} has no code of its own"
+    own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+    own.__kwdefaults__ = plain.__kwdefaults__
+    return MethodType(own, function.__self__)
 
 
 def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:
