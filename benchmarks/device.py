@@ -3,7 +3,7 @@
     python benchmarks/device.py --out RESULT.json [--families qwen3_tts voxcpm2 higgs_v3] [--size published] [--streams 1 16 64]
 
 Checks of every family, on a tiny checkpoint: the device's greedy fp32 codes equal the CPU's, or its latents are near them with the same
-noise; what is compiled and recorded equals the plain loop; alone equals batched, with sampling on; bf16 runs. Then `serving.bench` at the
+noise; what is compiled and recorded equals the plain loop; alone equals batched, with sampling on; bf16 runs. Then `serving.tools.bench` at the
 published size with random weights (time does not depend on the values), with and without recorded launches. It needs torch 2.11 or newer,
 numpy, safetensors, einops and tokenizers, and no network; it runs on a CPU too (`--size tiny`), where the checks compare the CPU with
 itself.
@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 import zoo
-from serving.bench import bench
-from serving.engine import Audio, Engine
-from serving.fit import fit
+from serving.engine.engine import Audio, Engine
+from serving.engine.prepare_for_host import prepare_for_host
+from serving.tools.bench import bench
 from zoo.contract import Spec
 
 PUBLISHED = {"qwen3_tts": "1.7b", "voxcpm2": "full", "higgs_v3": "full"}
@@ -62,7 +62,7 @@ def check(name: str, device: str) -> dict[str, object]:
         path = Path(directory) / "tiny"
         importlib.import_module(f"zoo.{name}.demo").write(path, size="tiny", dtype=torch.float32)
         here, there = zoo.load(path, device="cpu", dtype="float32"), zoo.load(path, device=device, dtype="float32")
-        fit(there)
+        prepare_for_host(there)
         spec = here.spec
         noise = torch.randn(40, *spec.noise_shape, generator=torch.Generator().manual_seed(0)) if spec.noise_shape else None
         gaps = []
@@ -78,7 +78,7 @@ def check(name: str, device: str) -> dict[str, object]:
             gap = max(float(np.abs(a - b).max()) for a, b in zip(apart, batched, strict=True) if len(a) == len(b)) if any(same) else None
             results["batched_compiled" if compile else "batched_eager"] = {"lengths_equal": same, "largest_sample_gap": gap}
         half = zoo.load(path, device=device, dtype="bfloat16")
-        fit(half)
+        prepare_for_host(half)
         results["bf16_frames"] = [len(samples) // half.spec.frame_samples for samples in together(half, requests(spec, None), True)]
     return results
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
-from serving.engine import Audio, Engine
-from serving.fit import fit
+from serving.engine.engine import Audio, Engine
+from serving.engine.prepare_for_host import prepare_for_host
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Request, Spec, State, View, Window
 from zoo.nn.attention import Paged, attend
 from zoo.nn.guidance import merge
@@ -89,7 +89,7 @@ class Speaker(Family):
             width=size.width,
             max_frames=max_frames,
             max_positions=512 + max_frames,
-            window=Window(new=(1, 4, 25)),
+            window=Window(sizes=(1, 4, 25)),
             lanes=lanes,
         )
         self.bytes = nn.Embedding(256, size.width)
@@ -147,8 +147,8 @@ class Timed:
     def __init__(self, size: Size, lanes: int, streams: int, frames: int, dtype: torch.dtype, compile: bool):
         self.family = Speaker(size, lanes, frames, dtype)
         self.parameters = sum(parameter.numel() for parameter in self.family.parameters())
-        fit(self.family)
-        self.engine = Engine(self.family, max_slots=streams, compile=compile, lag=1)
+        prepare_for_host(self.family)
+        self.engine = Engine(self.family, max_slots=streams, compile=compile, report_lag=1)
         self.engine.warm(lambda *_: None)
         [self.model] = self.engine.models.values()
         self.rounds = 0

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import zoo
-from serving.engine import Engine
+from serving.engine.engine import Engine
 from zoo.contract import Family, Request
 
 SETTLED = 40  # turns before the clock starts: prompts, first audio

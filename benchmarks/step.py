@@ -50,7 +50,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     if how in ("flat", "bucket"):
         running.any_size = lambda *_: None
     family = zoo.load(directory, dtype=dtype)
-    threads.fit(family)
+    threads.set_num_threads(family)
     pack(family)
     kernels.build()
     if how in ("flat", "mlp", "blocks"):

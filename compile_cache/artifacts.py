@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 
-def keep(name: str, model: nn.Module, facts: object, code: Iterable[Path], root: str | Path | None = None) -> Path:
+def use_cache_dir(name: str, model: nn.Module, facts: object, code: Iterable[Path], root: str | Path | None = None) -> Path:
     """Keep what is compiled from now on below `root` (else ZOO_CACHE_DIR, else ~/.cache/speechzoo) and find what was kept -> the place.
 
     name: of the model, for the eye; facts: what else its graphs depend on (sizes, strategy), as something whose `repr` says it; code: the

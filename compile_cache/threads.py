@@ -11,7 +11,7 @@ from torch import nn
 SMALL_BYTES = 64 << 20
 
 
-def fit(model: nn.Module) -> int:
+def set_num_threads(model: nn.Module) -> int:
     """One thread for a model of less than SMALL_BYTES, else as many as there were -> the number. Call before anything is compiled.
 
     Waking a second thread takes longer than the products of a small model: a step of 8 streams of the tiny Qwen3-TTS took 20 ms with two
@@ -23,7 +23,7 @@ def fit(model: nn.Module) -> int:
     return torch.get_num_threads()
 
 
-def alone() -> None:
+def use_one_thread() -> None:
     """The calling thread computes without helpers from now on, whatever the others do. Call it before the thread computes anything.
 
     A second team of OpenMP threads makes the first one slow for good: libgomp then counts more threads than cores, and lets those that

@@ -17,8 +17,8 @@ import typer
 from typer import Argument, Option
 
 if TYPE_CHECKING:
-    from serving.voices import Voices
-    from serving.wire import Clip
+    from serving.http.voices import Voices
+    from serving.protocol import AudioClip
 
 app = typer.Typer(add_completion=False, help="Speech language models: serve them, or let them speak from the shell.")
 voices = typer.Typer(help="Uploaded voices: recordings that a model for clones can speak in, by name.")
@@ -132,14 +132,14 @@ def say(
     import torch
 
     import zoo
-    from serving import encode
     from serving.audio import pcm16
-    from zoo.contract import Clip
+    from serving.http import encode
+    from zoo.contract import AudioClip
 
     clip = None
     if reference is not None:
         heard = recording(reference)
-        clip = Clip(np.frombuffer(heard.samples, "<f4").copy(), heard.sample_rate_hz)
+        clip = AudioClip(np.frombuffer(heard.samples, "<f4").copy(), heard.sample_rate_hz)
     family = zoo.load(directory, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
     request = zoo.Request(
         text=text,
@@ -218,7 +218,7 @@ def bench(
 
     from functools import partial
 
-    from serving.bench import bench as measure
+    from serving.tools.bench import bench as measure
 
     result = measure(
         model,
@@ -253,7 +253,7 @@ def warm(
     if cache_dir is not None:
         os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
 
-    from serving.warm import warm as compile_all
+    from serving.tools.warm import warm as compile_all
 
     for model in models:
         with progress_bar(model) as advance:
@@ -286,7 +286,7 @@ def parity(
     from rich.console import Console
     from rich.table import Table
 
-    from serving.parity import parity as measure
+    from serving.tools.parity import parity as measure
 
     reference_python = reference_python or usual_reference(model)
     result = measure(
@@ -361,7 +361,7 @@ def add_voice(
         voice = there.add(name, recording(sample), text)
     except OSError as error:
         raise ValueError(f"voices cannot be kept in {there.directory}: {error.strerror}") from None
-    print(f"{voice.name}: {voice.lasts_s:.2f} s" + ("" if voice.ref_text else ", without a text"))
+    print(f"{voice.name}: {voice.duration_s:.2f} s" + ("" if voice.ref_text else ", without a text"))
     return 0
 
 
@@ -379,7 +379,7 @@ def list_voices(
         print(json.dumps({"directory": str(there.directory), "voices": msgspec.to_builtins(kept)}))
     else:
         for voice in kept:
-            print(f"{voice.name}: {voice.lasts_s:.2f} s, {voice.ref_text or 'without a text'}")
+            print(f"{voice.name}: {voice.duration_s:.2f} s, {voice.ref_text or 'without a text'}")
     return 0
 
 
@@ -397,14 +397,14 @@ def remove_voice(name: Annotated[str, Argument(help="The voice's name.")], voice
 
 
 def store(directory: Path | None) -> Voices:
-    from serving.voices import Voices, default_directory
+    from serving.http.voices import Voices, default_directory
 
     return Voices(directory or default_directory())
 
 
-def recording(path: Path) -> Clip:
+def recording(path: Path) -> AudioClip:
     """Raises ValueError."""
-    from serving.decode import decode
+    from serving.http.decode import decode
 
     try:
         return decode(path.read_bytes(), MAX_REFERENCE_S)

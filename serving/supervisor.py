@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from serving import wire
+from serving import protocol
 
 REFUSED = 2  # the exit status of a child that says itself what is wrong
 STEADY_S = 60.0  # a child that lived this long starts with a clean record
@@ -131,8 +131,8 @@ def serve(host: str, port: int, engine: dict[str, Any], http: dict[str, Any], en
         engine |= {"socket": path, "lifeline": lifeline}
         http |= {"socket": path, "lifeline": lifeline, "fd": listener.fileno(), "grace_s": GRACE_S}
         python = [sys.executable, "-m"]
-        engine_command = [*python, "serving.worker", json.dumps(engine)]
-        http_command = [*python, "serving.app", json.dumps(http)]
+        engine_command = [*python, "serving.engine.engine_process", json.dumps(engine)]
+        http_command = [*python, "serving.http.app", json.dumps(http)]
         try:
             return asyncio.run(supervise(engine_command, http_command, listener, path, lifeline, env))
         finally:
@@ -177,7 +177,7 @@ async def supervise(
 
 async def watch(path: str, engine: Child, url: str) -> int:
     """Tells how far the engine is, and when it is ready what to try. Ends only by being cancelled."""
-    models: list[wire.ModelInfo] = []
+    models: list[protocol.ModelInfo] = []
     greeted = False
     while True:
         try:
@@ -186,11 +186,11 @@ async def watch(path: str, engine: Child, url: str) -> int:
             await asyncio.sleep(0.1)
             continue
         shown = ""
-        async for message in wire.read(reader, wire.to_http):
+        async for message in protocol.read(reader, protocol.to_http):
             match message:
-                case wire.Models():
+                case protocol.Models():
                     models = message.models
-                case wire.Status(state, progress, detail):
+                case protocol.Status(state, progress, detail):
                     line = f"{state} {round(10 * progress) * 10:3d} %" + (f"  {detail}" if detail else "")
                     if state == "ready":
                         engine.proven = True
@@ -209,7 +209,7 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def try_it(url: str, models: Sequence[wire.ModelInfo]) -> str:
+def try_it(url: str, models: Sequence[protocol.ModelInfo]) -> str:
     """A line for the shell that speaks with the first model, after another one that gives a voice to a model that has none."""
     model, upload = models[0], ""
     if model.voices:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import tempfile
+import time
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from toy import Guided, Toy
-from toy_delay import Scribe
+from toy_delay import TextAndAudioToy
 
 import zoo
-from serving.engine import Audio, Engine, Event, Failed, Finished, Text
-from zoo.contract import Clip, Family, Request, Speech
+from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Text
+from zoo.contract import AudioClip, Family, Option, Reference, Request, Spec, Speech
+from zoo.request import SAMPLING
 
-TOYS: dict[str, Callable[[], Family]] = {"toy": Toy, "toy_guided": Guided, "toy_delay": Scribe}
+TOYS: dict[str, Callable[[], Family]] = {"toy": Toy, "toy_guided": Guided, "toy_delay": TextAndAudioToy}
 NAMES = (*TOYS, *zoo.families())
 _directories = tempfile.TemporaryDirectory(prefix="zoo-tests-")  # goes with the process
 
@@ -34,38 +36,13 @@ TEXTS = (
     "Once there was a small house near the river.",
     "one two three four five six seven eight nine ten",
 )
-SAMPLING: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.7, "top_k": 5, "guidance": 1.3, "solver_steps": 4},
-    {"top_p": 0.8, "repetition_penalty": 1.3},
-    {"temperature": 1.5, "top_k": 0, "top_p": 0.95, "layout": "streaming"},
-    {"temperature": 0.0, "depth_temperature": 1.0, "guidance": 2.5},
-    {"top_k": 1, "depth_top_k": 3},
-    {"depth_top_p": 0.5, "repetition_penalty": 1.0, "layout": "streaming"},
-)
-# What a family has no use for and so refuses; its requests go without.
-_CODES = ("guidance", "solver_steps")
-_DEPTH = ("repetition_penalty", "depth_temperature", "depth_top_k", "depth_top_p", "layout")
-REFUSES: dict[str, tuple[str, ...]] = {
-    "higgs_v3": (*_DEPTH, *_CODES),
-    "qwen3_tts": _CODES,
-    "toy": ("guidance",),
-    "voxcpm2": ("temperature", "top_k", "top_p", *_DEPTH),
-}
-_CLIP = Clip(np.sin(np.arange(3500) ** 1.5 / 30).astype(np.float32) / 4, 16000)
-# What else some families' requests ask for, in turn.
-EXTRAS: dict[str, tuple[dict[str, Any], ...]] = {
-    "higgs_v3": ({}, {"reference": _CLIP}, {"reference": _CLIP, "reference_text": "Hm."}),
-    "voxcpm2": ({}, {"instructions": "slowly"}, {"reference": _CLIP}, {"reference": _CLIP, "reference_text": "Good evening."}),
-}
+_CLIP = AudioClip(np.sin(np.arange(3500) ** 1.5 / 30).astype(np.float32) / 4, 16000)
 
 
 @cache
 def directory(name: str, size: str) -> Path:
     """A tiny random checkpoint, written once per process. Not to be changed: copy it first."""
-    demo = importlib.import_module(f"zoo.{name}.demo")
-    return demo.write(Path(_directories.name) / f"{name}-{size}", size, dtype=torch.float32)
+    return zoo.families()[name].write_demo(Path(_directories.name) / f"{name}-{size}", size, dtype=torch.float32)
 
 
 def family(name: str, dtype: str = "float32", size: str = "tiny") -> Family:
@@ -80,20 +57,50 @@ def _family(name: str, dtype: str, size: str) -> Family:
     return TOYS[name]() if name in TOYS else zoo.load(directory(name, size), "cpu", dtype)
 
 
-def requests(name: str, count: int, most_frames: int = 14) -> list[Request]:
-    """`count` requests that differ in text, voice, sampling, seed and length."""
-    voices, extras = family(name).spec.voices or (None,), EXTRAS.get(name, ({},))
+def requests(name: str, count: int, max_frames: int = 14) -> list[Request]:
+    """`count` requests that differ in text, voice, reference, sampling, seed and length, and in every option of the family's."""
+    spec = family(name).spec
     return [
         Request(
             text=TEXTS[i % len(TEXTS)],
-            voice=voices[i % len(voices)],
             seed=(i << 40) + i,
-            max_frames=1 + (5 * i + 9) % most_frames,
-            **{key: value for key, value in SAMPLING[i % len(SAMPLING)].items() if key not in REFUSES.get(name, ())},
-            **extras[i % len(extras)],
+            max_frames=1 + (5 * i + 9) % max_frames,
+            **settings(spec.options, i),
+            **manners(spec)[i % len(manners(spec))],
         )
         for i in range(count)
     ]
+
+
+def settings(options: tuple[Option, ...], i: int) -> dict[str, Any]:
+    """Sampling fields and options of request i: of each, every third request has the model's default."""
+    given = {option.name: value_of(option, i + zlib.crc32(option.name.encode())) for option in options}
+    given = {param: value for param, value in given.items() if value is not None}
+    shared = {param: value for param, value in given.items() if param in SAMPLING}
+    return shared | {"options": {param: value for param, value in given.items() if param not in SAMPLING}}
+
+
+def value_of(option: Option, i: int) -> Any:
+    """A value that is possible; None is the default."""
+    if i % 3 == 0:
+        return None
+    if option.type is bool:
+        return i % 2 == 0
+    if option.choices:
+        return option.choices[i % len(option.choices)]
+    low, high = option.range
+    usual = option.default or min(high, 5)
+    return option.type((low, usual, min(high, 1.4 * usual), max(low, 0.7 * usual))[i % 4])
+
+
+def manners(spec: Spec) -> list[dict[str, Any]]:
+    """The ways to ask for a voice, in turn."""
+    ways: list[dict[str, Any]] = [{"voice": voice} for voice in spec.voices] or [{}]
+    if {"instruct", "design"} & set(spec.modes):
+        ways.append({"instructions": "slowly", "voice": next(iter(spec.voices), None)})
+    if spec.reference_s is not None:
+        ways += [{"references": (Reference(_CLIP, transcript),)} for transcript in (None, "Good evening.")]
+    return ways
 
 
 @cache
@@ -102,7 +109,7 @@ def alone(name: str, request: Request) -> Speech:
     return zoo.generate(family(name), request)
 
 
-class Ear:
+class Listener:
     """A listener: what it heard and read, and how it ended. Nothing may come after the end."""
 
     def __init__(self) -> None:
@@ -122,6 +129,11 @@ class Ear:
             self.end = event
 
     @property
+    def has_ended_well(self) -> bool:
+        """Whether it came to an end that the engine meant; speech without a frame is one."""
+        return isinstance(self.end, Finished) or (self.end is not None and self.end.code == "no_audio")
+
+    @property
     def samples(self) -> np.ndarray:
         return np.concatenate([np.zeros(0, np.float32), *self.chunks])
 
@@ -136,17 +148,20 @@ class Clock:
         return self.now_s
 
 
-def serve(engine: Engine, arrivals: dict[int, list[Request]]) -> list[Ear]:
-    """Speak each turn's requests, turn by turn, until all have ended -> their ears, in order of arrival."""
-    ears: list[Ear] = []
+def serve(engine: Engine, arrivals: dict[int, list[Request]]) -> list[Listener]:
+    """Speak each turn's requests, turn by turn, until all have ended -> their listeners, in order of arrival."""
+    listeners: list[Listener] = []
     turns = itertools.count()
     while True:
         turn = next(turns)
         for request in arrivals.get(turn, ()):
-            ears.append(Ear())
-            engine.speak(f"request-{len(ears)}", request, ears[-1])
+            listeners.append(Listener())
+            engine.speak(f"request-{len(listeners)}", request, listeners[-1])
         assert turn < 5000, "the engine does not come to an end"
-        if not engine.turn() and turn >= max(arrivals):
-            return ears
+        is_busy = engine.turn()
+        if not engine.num_requests and turn >= max(arrivals):
+            return listeners
+        if not is_busy and engine.num_requests:
+            time.sleep(0.001)  # a next pass is being made
         if isinstance(engine.clock, Clock):
             engine.clock.now_s += 0.03

@@ -10,14 +10,15 @@ from itertools import chain, cycle, islice
 import numpy as np
 import pytest
 import torch
-from models import NAMES, Clock, Ear, alone, family, requests, serve
+from models import NAMES, Clock, Listener, alone, family, requests, serve
 from torch import Tensor
 
 from compile_cache.counts import counts
 from compile_cache.strategy import Eager, Strategy, Whole
-from serving.engine import Engine, Finished
-from serving.runner import PAGE_TOKENS, Arena, Runner, token_bytes
-from serving.scheduler import Chunk, Policy, Render
+from serving.engine.engine import Engine, Failed, Finished
+from serving.engine.job import NO_AUDIO
+from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
+from serving.engine.scheduler import Chunk, Policy, Render
 from zoo.contract import Family, Request, State, View
 
 every_family = pytest.mark.parametrize("name", NAMES)
@@ -26,7 +27,7 @@ Lengths = dict[tuple[int, int], int]  # by (slot, lane)
 LATENTS = 5e-5  # frames that are no codes: fp32, other shapes; 1e-5 is rounding
 
 
-class Stage:
+class RunnerHarness:
     """A runner driven by hand. Every slot has as many pages as it can need, dealt in no order."""
 
     def __init__(self, name: str, num_slots: int, compile: bool = False):
@@ -42,7 +43,7 @@ class Stage:
     def open(self, slot: int, request: Request, pages: Sequence[Sequence[int]] = (), skips: Sequence[int] = ()) -> Lengths:
         """-> positions to prefill by (slot, lane): all of each prompt but the last, which the first step reads"""
         prompt = self.family.prompt(request)
-        assert max(prompt.most_positions(self.family.spec)) <= len(self.pages[slot][0]) * PAGE_TOKENS
+        assert max(prompt.max_positions) <= len(self.pages[slot][0]) * PAGE_TOKENS
         self.runner.open(slot, prompt, pages or self.pages[slot], skips or [0] * self.lanes)
         self.is_done[slot] = False
         return {(slot, lane): len(reads.inputs) - 1 for lane, reads in enumerate(prompt.lanes)}
@@ -59,7 +60,7 @@ class Stage:
 
     def step(self, slots: np.ndarray | None = None) -> None:
         slots = np.flatnonzero(~self.is_done) if slots is None else slots
-        self.is_done[slots] = self.runner.step(slots).read()[:, 1]
+        self.is_done[slots] = self.runner.step(slots).read()[0][:, 1]
 
     def finish(self) -> None:
         while not self.is_done.all():
@@ -87,7 +88,7 @@ def snapshot(state: State) -> dict[str, Tensor]:
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_alone_equals_batched(name, batch):
     """Requests come and go at different times, in slots of no order, and all are sampled differently."""
-    stage, asked = Stage(name, 8), requests(name, batch)
+    stage, asked = RunnerHarness(name, 8), requests(name, batch)
     slots = random.Random(batch).sample(range(8), batch)
     late = list(zip(slots, asked, strict=True))
     for tick in range(100):
@@ -102,7 +103,7 @@ def test_alone_equals_batched(name, batch):
 
 @every_family
 def test_padding_changes_nothing(name, monkeypatch):
-    stage, (asked, resting) = Stage(name, 8), requests(name, 2)
+    stage, (asked, resting) = RunnerHarness(name, 8), requests(name, 2)
     monkeypatch.setattr(stage.runner, "_bucket", lambda count: 8)
     stage.start((2, asked), (5, resting))
     state, kv = snapshot(stage.runner.state), stage.runner.kv.clone()
@@ -120,7 +121,7 @@ def test_padding_changes_nothing(name, monkeypatch):
 
 @every_family
 def test_a_step_after_done_changes_nothing(name):
-    stage, asked = Stage(name, 3), requests(name, 3)
+    stage, asked = RunnerHarness(name, 3), requests(name, 3)
     stage.start(*enumerate(asked))
     stage.finish()
     before = snapshot(stage.runner.state)
@@ -133,7 +134,7 @@ def test_a_step_after_done_changes_nothing(name):
 @every_family
 def test_a_reused_slot_is_a_fresh_one(name):
     """Whoever was there before: one that ended, or one that was cut off in the middle."""
-    stage, (first, second, third) = Stage(name, 1), requests(name, 7, most_frames=40)[2::2]
+    stage, (first, second, third) = RunnerHarness(name, 1), requests(name, 7, max_frames=40)[2::2]
     stage.start((0, first))
     stage.finish()
     samples = [render_in(stage.family, stage.runner.state, [0], [[4]])[0]]
@@ -154,7 +155,7 @@ def test_a_reused_slot_is_a_fresh_one(name):
 @pytest.mark.parametrize("sizes", [(1,), (5,), (16,), (3, 1, 16, 2)], ids=str)
 def test_chunked_prefill_equals_whole(name, sizes):
     """Three prompts advance side by side, each in stretches of its own, and a fourth speaks in between."""
-    stage, asked = Stage(name, 4), requests(name, 4)
+    stage, asked = RunnerHarness(name, 4), requests(name, 4)
     *chunked, speaking = asked
     stage.start((3, speaking))
     lengths = {where: length for slot, request in enumerate(chunked) for where, length in stage.open(slot, request).items()}
@@ -173,7 +174,7 @@ def test_chunked_prefill_equals_whole(name, sizes):
 @every_family
 def test_shared_pages_equal_recomputed_ones(name):
     """The second request reads the first one's pages and computes only what is left of the prompts."""
-    stage, (long, *_) = Stage(name, 2), requests(name, 3)[2:]
+    stage, (long, *_) = RunnerHarness(name, 2), requests(name, 3)[2:]
     other = replace(long, seed=long.seed + 1)
     stage.start((0, long))
     lengths = stage.open(1, other)
@@ -187,14 +188,14 @@ def test_shared_pages_equal_recomputed_ones(name):
 
 
 @every_family
-@pytest.mark.parametrize("lag", [0, 1])
-def test_the_engine_shares_the_pages_of_equal_prompts(name, lag):
+@pytest.mark.parametrize("report_lag", [0, 1])
+def test_the_engine_shares_the_pages_of_equal_prompts(name, report_lag):
     long = requests(name, 3)[2]
     asked = [long, replace(long, seed=7), replace(long, seed=8)]
-    engine = Engine(family(name), max_slots=2, compile=False, lag=lag, clock=Clock())
-    ears = serve(engine, {0: asked[:1], 2: asked[1:2], 60: asked[2:]})  # one beside the first, one long after it
-    for ear, request in zip(ears, asked, strict=True):
-        np.testing.assert_allclose(ear.samples, alone(name, request).samples, **SAMPLES)
+    engine = Engine(family(name), max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
+    listeners = serve(engine, {0: asked[:1], 2: asked[1:2], 60: asked[2:]})  # one beside the first, one long after it
+    for listener, request in zip(listeners, asked, strict=True):
+        np.testing.assert_allclose(listener.samples, alone(name, request).samples, **SAMPLES)
     whole_pages = sum((len(lane.inputs) - 1) // PAGE_TOKENS for lane in family(name).prompt(long).lanes)
     assert engine.stats()["pages_shared"] == 2 * whole_pages > 0
 
@@ -209,12 +210,14 @@ def render_in(family: Family, state: State, slots: Sequence[int], sizes: Sequenc
     start, pieces = torch.zeros_like(ready), [[torch.zeros(0)] for _ in slots]
     wanted = [cycle(size) for size in sizes]
     while (start < ready).any():
-        count = torch.minimum(torch.tensor([min(next(want), spec.window.new[-1]) for want in wanted]), ready - start)
-        frames = spec.window.fit(int(count.max()))
-        samples = family.render(state, View(where, start, count, frames))
-        assert samples.shape == (len(slots), frames * spec.frame_samples) and samples.dtype == torch.float32
-        for row, valid in enumerate(count * spec.frame_samples):
-            pieces[row].append(samples[row, :valid])
+        count = torch.minimum(torch.tensor([min(next(want), spec.window.sizes[-1]) for want in wanted]), ready - start)
+        frames = spec.window.bucket(int(count.max()))
+        is_last = start + count == ready
+        length = spec.window.length_bucket(int((start + count).max()))
+        samples, valid = family.render(state, View(where, start, count, is_last, frames, length))
+        assert len(samples) == len(slots) and samples.dtype == torch.float32
+        for row, num_samples in enumerate(valid):
+            pieces[row].append(samples[row, :num_samples])
         start = start + count
     return [torch.cat(parts) for parts in pieces]
 
@@ -224,7 +227,7 @@ def render_in(family: Family, state: State, slots: Sequence[int], sizes: Sequenc
 def test_windows_joined_equal_the_tape_at_once(name, sizes):
     """In float64, where nothing but a mistake can make a difference that float32 samples show."""
     asked = [replace(requests(name, 1)[0], text="a", seed=seed, max_frames=frames) for seed, frames in enumerate((60, 33, 8))]
-    stage, exact = Stage(name, 4), family(name, "float64")
+    stage, exact = RunnerHarness(name, 4), family(name, "float64")
     stage.start(*enumerate(asked, 1))
     stage.finish()
     tape, ready = stage.runner.state.tape, stage.runner.state.ready
@@ -238,27 +241,32 @@ def test_windows_joined_equal_the_tape_at_once(name, sizes):
 
     for slot, heard in enumerate(render_in(exact, state(), [1, 2, 3], sizes), 1):
         frames = int(ready[slot])
-        whole = exact.render(state(), View(torch.tensor([slot]), torch.tensor([0]), torch.tensor([frames]), frames))
-        torch.testing.assert_close(heard, whole[0], rtol=0, atol=1e-6)
+        length = exact.spec.window.length_bucket(frames)
+        view = View(torch.tensor([slot]), torch.tensor([0]), torch.tensor([frames]), torch.tensor([True]), frames, length)
+        [whole], [num_samples] = exact.render(state(), view)
+        torch.testing.assert_close(heard, whole[:num_samples], rtol=0, atol=1e-6)
 
 
 @every_family
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize("policy", ["streaming", "throughput"])
-def test_streamed_equals_generated(name, policy, lag):
+def test_streamed_equals_generated(name, policy, report_lag):
     """More requests than slots, prompts in stretches of 7 positions."""
-    asked = requests(name, 8, most_frames=30)
-    engine = Engine(family(name), max_slots=3, compile=False, lag=lag, policy=policy, clock=Clock())
+    asked = requests(name, 8, max_frames=30)
+    engine = Engine(family(name), max_slots=3, compile=False, report_lag=report_lag, policy=policy, clock=Clock())
     [model] = engine.models.values()
     model.scheduler.policy = replace(model.scheduler.policy, prefill_tokens=7)
-    ears = serve(engine, {0: asked[:2], 3: asked[2:3], 4: asked[3:7], 20: asked[7:]})
-    for ear, request in zip(ears, asked, strict=True):
+    listeners = serve(engine, {0: asked[:2], 3: asked[2:3], 4: asked[3:7], 20: asked[7:]})
+    for listener, request in zip(listeners, asked, strict=True):
         truth = alone(name, request)
-        np.testing.assert_allclose(ear.samples, truth.samples, **SAMPLES)
+        np.testing.assert_allclose(listener.samples, truth.samples, **SAMPLES)
         reason = "length" if len(truth.frames) == request.max_frames else "stop"
-        assert isinstance(ear.end, Finished) and (ear.end.reason, ear.end.frames) == (reason, len(truth.frames))
-        assert "".join(ear.texts) == truth.text
-        assert len(ear.chunks) > 1 or ear.frames < 8 + family(name).spec.window.right or policy == "throughput"
+        if len(truth.frames) == 0:
+            assert listener.end == Failed(NO_AUDIO, "no_audio")
+        else:
+            assert isinstance(listener.end, Finished) and (listener.end.reason, listener.end.frames) == (reason, len(truth.frames))
+        assert "".join(listener.texts) == truth.text
+        assert len(listener.chunks) > 1 or listener.frames < 8 + family(name).spec.window.lookahead or policy == "throughput"
 
 
 # speed changes nothing
@@ -270,13 +278,13 @@ EVERYTHING = Strategy(Whole(), Whole(), Whole())
 def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
     """One graph per verb and window shape, built for two rows of the spare slot, serves every batch there is."""
     monkeypatch.setattr(family(name), "strategy", strategy)
-    windows = family(name).spec.window.new
+    windows = family(name).spec.window.sizes
     num_expected = (strategy.step == Whole()) + (strategy.prefill == Whole()) + len(windows) * (strategy.render == Whole())
     before = counts().graphs
-    stage = Stage(name, 5, compile=True)
+    stage = RunnerHarness(name, 5, compile=True)
     stage.runner.warm(lambda fraction, stage: None)
     assert counts().graphs - before == num_expected
-    asked = requests(name, 8, most_frames=20)
+    asked = requests(name, 8, max_frames=20)
     with torch.compiler.set_stance("fail_on_recompile"):
         for batch in (asked[:1], asked[1:3], asked[3:]):
             pairs = list(enumerate(batch))
@@ -287,9 +295,10 @@ def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
             stage.agrees(pairs)
             rows = np.array([slot for slot, _ in pairs if stage.runner.state.ready[slot] > 0])
             count = stage.runner.state.ready[rows].clamp(max=windows[-1]).numpy()
-            heard = stage.runner.render(Render(rows, np.zeros_like(rows), count, windows[-1])).read()
+            is_last = count == stage.runner.state.ready[rows].numpy()
+            heard, valid = stage.runner.render(Render(rows, np.zeros_like(rows), count, is_last, windows[-1])).read()
             for row, slot in enumerate(rows):
-                samples = heard[row, : count[row] * family(name).spec.frame_samples]
+                samples = heard[row, : valid[row]]
                 np.testing.assert_allclose(samples, alone(name, batch[slot]).samples[: len(samples)], **SAMPLES)
     assert counts().graphs - before == num_expected
 
@@ -301,7 +310,7 @@ def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
         return torch.compile(function, backend=backend, fullgraph=True, dynamic=False) if how == Whole() else function
 
     torch._dynamo.reset()
-    monkeypatch.setattr("serving.runner.lower", lower)
+    monkeypatch.setattr("serving.engine.runner.lower", lower)
     lowered_equals_eager(name, strategy or family(name).strategy, monkeypatch)
 
 
@@ -343,28 +352,28 @@ def moment(engine: Engine, id: str) -> str:
     return "speaking"
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize(
     ("name", "num_requests"), [(name, {"toy": 2000, "toy_guided": 400, "toy_delay": 400}.get(name, 50)) for name in NAMES]
 )
-def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, lag):
-    chance = random.Random(4 + lag)
+def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, report_lag):
+    chance = random.Random(4 + report_lag)
     kv_bytes = 24 * family(name).spec.lanes * PAGE_TOKENS * token_bytes(family(name))
-    engine = Engine(family(name), max_slots=8, kv_bytes=kv_bytes, compile=False, lag=lag, clock=Clock())
+    engine = Engine(family(name), max_slots=8, kv_bytes=kv_bytes, compile=False, report_lag=report_lag, clock=Clock())
     [model] = engine.models.values()
     model.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=20)  # so that there are moments inside a prompt
     before = at_rest(engine)
-    kinds = requests(name, 40, most_frames=10)
-    ears: dict[str, Ear] = {}
+    kinds = requests(name, 40, max_frames=10)
+    listeners: dict[str, Listener] = {}
     cancels: dict[int, list[str]] = {}
     moments = set()
     turn = 0
-    while len(ears) < num_requests or engine._known or turn <= max(cancels):
+    while len(listeners) < num_requests or engine._known or turn <= max(cancels):
         for _ in range(chance.choice((0, 0, 1, 2, 5)) if len(engine._known) < 20 else 0):
-            if len(ears) < num_requests:
-                id = f"request-{len(ears)}"
-                ears[id] = Ear()
-                engine.speak(id, replace(chance.choice(kinds), seed=chance.getrandbits(63)), ears[id])
+            if len(listeners) < num_requests:
+                id = f"request-{len(listeners)}"
+                listeners[id] = Listener()
+                engine.speak(id, replace(chance.choice(kinds), seed=chance.getrandbits(63)), listeners[id])
                 cancels.setdefault(turn + chance.choice((0, 0, 1, 2, 3, 5, 8, 13, 30, 1000)), []).append(id)
         for id in cancels.get(turn, ()):
             moments.add(moment(engine, id))
@@ -375,8 +384,8 @@ def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, lag):
     while engine.turn():
         pass
     engine.turn()  # what was in flight when the last one ended
-    assert len(ears) == num_requests and all(isinstance(ear.end, Finished) for ear in ears.values())
-    assert {ear.end.reason for ear in ears.values()} >= {"length", "cancelled"}
+    assert len(listeners) == num_requests and all(listener.has_ended_well for listener in listeners.values())
+    assert {listener.end.reason for listener in listeners.values()} >= {"length", "cancelled"}
     assert moments == {"in the inbox", "waiting", "admitted", "in its prompt", "speaking", "ended"}
     assert at_rest(engine) == before
     assert engine.pages.shared > 0

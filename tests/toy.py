@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
-from zoo.contract import KV, Batch, Family, Lane, Prompt, Request, Spec, State, View, Window, refuse
+from zoo.contract import KV, Batch, Family, Lane, Option, Prompt, Request, Spec, State, View, Window, frame_cap
 from zoo.nn.attention import Paged, attend
 from zoo.nn.guidance import merge
 from zoo.nn.linear import FusedLinear
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
+from zoo.request import check, sampling_options
 
 CODES, END = 32, 0
 HEADS, WIDTH = 4, 16
@@ -32,13 +33,19 @@ NULL = (7,) * 38  # what a lane without the text reads: more than two pages of i
 class ToyState(State):
     """Adds: sampling values, how far guidance goes, and the oscillator's phase [S+1] int64, so that adding up is exact."""
 
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    cfg_scale: Tensor
+    phase: Tensor
+
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype):
         super().__init__(spec, slots, max_frames, dtype, torch.device("cpu"))
-        self.temperature = torch.zeros(slots + 1)
-        self.top_k = torch.zeros(slots + 1, dtype=torch.int64)
-        self.top_p = torch.ones(slots + 1)
-        self.guidance = torch.ones(slots + 1)
-        self.phase = torch.zeros(slots + 1, dtype=torch.int64)
+        self.add("temperature")
+        self.add("top_k", dtype=torch.int64)
+        self.add("top_p", default=1)
+        self.add("cfg_scale", default=1)
+        self.add("phase", dtype=torch.int64)
 
 
 class Layer(nn.Module):
@@ -54,7 +61,7 @@ class Layer(nn.Module):
         return x + self.out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.dim**-0.5).flatten(1))
 
 
-class Toy(Family):
+class Toy(Family[ToyState]):
     def __init__(self, max_frames: int = 60, seed: int = 5, kv: KV = HUM, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.device, self.dtype, self.strategy = torch.device("cpu"), dtype, Strategy()
@@ -69,7 +76,8 @@ class Toy(Family):
             width=WIDTH,
             max_frames=max_frames,
             max_positions=256,
-            window=Window(new=(1, 4, 25)),
+            window=Window(sizes=(1, 4, 25)),
+            options=sampling_options(temperature=1.0, top_k=0, top_p=1.0),
         )
         self.bytes = nn.Embedding(256, WIDTH)
         self.codes = nn.Embedding(2 * CODES, WIDTH)
@@ -82,29 +90,17 @@ class Toy(Family):
         self.to(dtype).eval().requires_grad_(False)
 
     def prompt(self, request: Request) -> Prompt:
-        if request.guidance is not None and self.spec.lanes == 1:
-            raise refuse("guidance", "toy takes no guidance: it has one lane")
+        values = check(request, self.spec)
         keys = tuple(request.text.encode())
-        most = self.spec.max_frames if request.max_frames is None else min(request.max_frames, self.spec.max_frames)
-        if not keys or len(keys) + most > self.spec.max_positions:
-            raise ValueError(f"text has {len(keys)} bytes; 1 to {self.spec.max_positions - most} are possible")
-        defaults = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "guidance": 1.0}
-        given = {name: getattr(request, name) for name in defaults}
-        slot = defaults | {name: value for name, value in given.items() if value is not None}
-        return Prompt(self.bytes(torch.tensor(keys)), keys, most, slot, usage={"input_tokens": len(keys)})
+        cap = frame_cap(self.spec, request, len(keys), self.spec.max_frames)
+        slot = {"seed": request.seed, **values}
+        return Prompt(self.bytes(torch.tensor(keys)), keys, cap, slot, usage={"input_tokens": len(keys)})
 
     def state(self, slots: int, max_frames: int | None = None) -> ToyState:
         return ToyState(self.spec, slots, max_frames or self.spec.max_frames, self.dtype)
 
-    def admit(self, state: ToyState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
-        state.open(slot, prompt)
-        for name, value in prompt.slot.items():
-            getattr(state, name)[slot] = value
-        state.phase[slot] = 0
-
-    def embed(self, state: ToyState, slots: Tensor) -> Tensor:  # type: ignore[override]
-        frame = state.tape[slots, (state.ready[slots] - 1).clamp(min=0)]  # [B, 2]
-        return self.codes(frame + torch.tensor((0, CODES))).sum(1)
+    def embed(self, state: ToyState, slots: Tensor) -> Tensor:
+        return self.codes(state.last_frame(slots) + torch.tensor((0, CODES))).sum(1)
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         cos, sin = rope_table(batch.positions, self.spec.kv.head_dim, 1e4, inputs.dtype)
@@ -112,7 +108,7 @@ class Toy(Family):
             inputs = layer(inputs, cos[:, None], sin[:, None], Paged(batch, i))
         return inputs
 
-    def emit(self, state: ToyState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
+    def emit(self, state: ToyState, slots: Tensor, h: Tensor) -> None:
         how = state.temperature[slots], state.top_k[slots], state.top_p[slots]
         logits = self.scores(state, slots, h)
         noise = gumbel(state.seed[slots], state.steps[slots], range(2), CODES)
@@ -124,14 +120,12 @@ class Toy(Family):
         """h [B, D] -> [B, 2, V]"""
         return self.heads(h).unflatten(-1, (2, CODES)).float()
 
-    def render(self, state: ToyState, view: View) -> Tensor:  # type: ignore[override]
-        frame = torch.arange(view.frames)
-        at = (view.start[:, None] + frame).clamp(max=state.tape.shape[1] - 1)
-        codes = state.tape[view.slots[:, None], at]  # [B, F, K]
+    def render(self, state: ToyState, view: View) -> tuple[Tensor, Tensor]:
+        codes, frame = state.window(view), torch.arange(view.frames)  # [B, F, K]
         speed = (codes * CODES ** torch.arange(codes.shape[-1])).sum(-1) * (frame < view.count[:, None])  # [B, F], no two frames alike
         phase = state.phase[view.slots][:, None] + speed[..., None].expand(-1, -1, FRAME_SAMPLES).flatten(1).cumsum(1)  # [B, N]
         state.phase[view.slots] = phase[:, -1]
-        return (phase % TURN * (2 * math.pi / TURN)).sin()
+        return (phase % TURN * (2 * math.pi / TURN)).sin(), view.count * FRAME_SAMPLES
 
 
 class Guided(Toy):
@@ -139,16 +133,17 @@ class Guided(Toy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spec = replace(self.spec, variant="guided", lanes=2)
+        options = (*self.spec.options, Option("cfg_scale", float, "how far guidance goes; 1 is none", 1.0, (0, 100)))
+        self.spec = replace(self.spec, variant="guided", lanes=2, options=options)
 
     def prompt(self, request: Request) -> Prompt:
         prompt = super().prompt(request)
         prompt.null = Lane(self.bytes(torch.tensor(NULL)), NULL)
         return prompt
 
-    def embed(self, state: ToyState, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def embed(self, state: ToyState, slots: Tensor) -> Tensor:
         return super().embed(state, slots).repeat(2, 1)
 
     def scores(self, state: ToyState, slots: Tensor, h: Tensor) -> Tensor:
         """h [2 B, D] -> [B, 2, V]"""
-        return merge(super().scores(state, slots, h), state.guidance[slots])
+        return merge(super().scores(state, slots, h), state.cfg_scale[slots])

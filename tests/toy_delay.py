@@ -25,28 +25,33 @@ from zoo.nn.sampling import draw, gumbel
 
 BOOKS = 3
 BEGIN = CODES  # what a codebook is fed before its first frame
-MOST_TEXT = 9  # steps of the text phase
+MAX_TEXT = 9  # steps of the text phase
 PIECES = (b"", b"a", b"e ", b"hm", b"!", *(bytes((byte,)) for byte in sorted(set("é天😀".encode()))))  # the first: no token
 LATER = 1 << 40  # a step that has not come yet
 
 
-class ScribeState(ToyState):
+class TextAndAudioState(ToyState):
     """Adds: begins [S+1], the first step of the audio phase, or LATER; end [S+1], the frames that the tape will have: the cap, until
     codebook 0 ends; row [S+1, K], the codes of the last step; word [S+1], its text token."""
 
+    begins: Tensor
+    end: Tensor
+    row: Tensor
+    word: Tensor
+
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype):
         super().__init__(spec, slots, max_frames, dtype)
-        self.begins = torch.full((slots + 1,), LATER)
-        self.end = torch.zeros(slots + 1, dtype=torch.int64)
-        self.row = torch.zeros(slots + 1, BOOKS, dtype=torch.int64)
-        self.word = torch.zeros(slots + 1, dtype=torch.int64)
+        self.add("begins", dtype=torch.int64, default=LATER)
+        self.add("end", dtype=torch.int64)
+        self.add("row", BOOKS, dtype=torch.int64, default=BEGIN)
+        self.add("word", dtype=torch.int64)
 
 
-class Scribe(Guided):
+class TextAndAudioToy(Guided):
     def __init__(self) -> None:
         super().__init__()
-        self.spec = replace(self.spec, variant="scribe", frame_shape=(BOOKS,), delay=BOOKS - 1)
-        self.spec = replace(self.spec, max_positions=self.spec.max_positions + MOST_TEXT + BOOKS)
+        self.spec = replace(self.spec, variant="scribe", frame_shape=(BOOKS,))
+        self.spec = replace(self.spec, max_positions=self.spec.max_positions + MAX_TEXT + BOOKS)
         self.words = nn.Embedding(len(PIECES) + 1, WIDTH)  # the last: the transition
         self.books = nn.Embedding(BOOKS * (CODES + 1), WIDTH)
         self.word_head = nn.Linear(WIDTH, len(PIECES), bias=False)
@@ -58,24 +63,20 @@ class Scribe(Guided):
 
     def prompt(self, request: Request) -> Prompt:
         prompt = super().prompt(request)
-        prompt.text_steps = MOST_TEXT + 1
+        prompt.max_steps = prompt.max_frames + MAX_TEXT + BOOKS
+        prompt.slot["end"] = prompt.max_frames
         return prompt
 
-    def state(self, slots: int, max_frames: int | None = None) -> ScribeState:
-        return ScribeState(self.spec, slots, max_frames or self.spec.max_frames, self.dtype)
+    def state(self, slots: int, max_frames: int | None = None) -> TextAndAudioState:
+        return TextAndAudioState(self.spec, slots, max_frames or self.spec.max_frames, self.dtype)
 
-    def admit(self, state: ScribeState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
-        super().admit(state, slot, prompt)
-        state.begins[slot], state.end[slot] = LATER, prompt.max_frames
-        state.row[slot], state.word[slot] = BEGIN, 0
-
-    def embed(self, state: ScribeState, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def embed(self, state: TextAndAudioState, slots: Tensor) -> Tensor:
         is_transition = state.steps[slots] == state.begins[slots] - 1
         word = torch.where(is_transition, len(PIECES), state.word[slots])
         rows = self.books(state.row[slots] + torch.arange(BOOKS) * (CODES + 1)).sum(1)
         return (self.words(word) + rows).repeat(2, 1)
 
-    def emit(self, state: ScribeState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
+    def emit(self, state: TextAndAudioState, slots: Tensor, h: Tensor) -> None:
         how = state.temperature[slots], state.top_k[slots], state.top_p[slots]
         steps, begins, end, alive = state.steps[slots], state.begins[slots], state.end[slots], ~state.done[slots]
         book, at = torch.arange(BOOKS), steps - begins  # at: the step of the audio phase, below 0 before it
@@ -84,13 +85,13 @@ class Scribe(Guided):
 
         noise = gumbel(state.seed[slots], steps, range(BOOKS + 1), CODES)  # [B, K + 1, V]
         word = draw(self.word_head(h).float().unflatten(0, (2, -1))[0], *how, noise[:, BOOKS, : len(PIECES)])  # [B]
-        weight = torch.where(is_speaking, state.guidance[slots, None], 1.0)  # [B, K]
+        weight = torch.where(is_speaking, state.cfg_scale[slots, None], 1.0)  # [B, K]
         logits = merge(self.book_heads(h).float().unflatten(-1, (BOOKS, CODES)), weight)  # [B, K, V]
         row = torch.stack([draw(logits[:, k], *how, noise[:, k]) for k in range(BOOKS)], 1)
         row = torch.where(frame >= 0, row, BEGIN)
 
         is_text = begins == LATER
-        word = torch.where(is_text & (steps + 1 >= MOST_TEXT) | (at == -1), 0, word)  # in the audio phase 0 is a pause
+        word = torch.where(is_text & (steps + 1 >= MAX_TEXT) | (at == -1), 0, word)  # in the audio phase 0 is a pause
         begins = torch.where(is_text & (word == 0), steps + 2, begins)
         end = torch.where((at >= 0) & (at < end) & (row[:, 0] == END), at, end)
         is_kept = alive[:, None] & (frame >= 0) & (frame < end[:, None])
@@ -105,5 +106,5 @@ class Scribe(Guided):
         state.ready[slots] = torch.where(alive, torch.minimum(whole, end), state.ready[slots])
         state.done[slots] = ~alive | (end == 0) | (at + 1 >= end + BOOKS - 1)
 
-    def spell(self, token: int) -> bytes:
+    def detokenize(self, token: int) -> bytes:
         return PIECES[token]

@@ -9,33 +9,47 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from zoo.contract import Clip, Family, Request, Speech
+    from zoo.contract import Family, FamilyFolder, Speech
     from zoo.loop import generate
+    from zoo.request import AudioClip, Reference, Request, RequestError, Turn
 
-__all__ = ["Clip", "Family", "Request", "Speech", "families", "generate", "inspect", "load"]
+__all__ = [
+    "AudioClip",
+    "Family",
+    "Reference",
+    "Request",
+    "RequestError",
+    "Speech",
+    "Turn",
+    "families",
+    "generate",
+    "inspect",
+    "load",
+]
 DTYPES = ("float32", "bfloat16")
 
 
 def __getattr__(name: str) -> Any:
     """torch is imported when the first model is, not with the package."""
-    if name in ("Clip", "Family", "Request", "Speech"):
+    if name in ("AudioClip", "Reference", "Request", "RequestError", "Turn"):
+        return getattr(importlib.import_module("zoo.request"), name)
+    if name in ("Family", "Speech"):
         return getattr(importlib.import_module("zoo.contract"), name)
     if name == "generate":
         return importlib.import_module("zoo.loop").generate
     raise AttributeError(f"module 'zoo' has no attribute {name!r}")
 
 
-def families() -> dict[str, ModuleType]:
+def families() -> dict[str, FamilyFolder]:
     """Every folder of this package that is a family: one that has `claims`."""
     names = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and module.name != "nn"]
-    return {name: importlib.import_module(f"zoo.{name}") for name in names}
+    return {name: cast("FamilyFolder", importlib.import_module(f"zoo.{name}")) for name in names}
 
 
-def find(directory: str | Path) -> tuple[ModuleType, Path]:
+def find(directory: str | Path) -> tuple[FamilyFolder, Path]:
     """The family that claims a model directory. Raises ValueError."""
     from zoo.nn.checkpoint import read_json
 
@@ -89,6 +103,7 @@ def inspect(directory: str | Path) -> dict[str, Any]:
         "languages": list(spec.languages),
         "modes": list(spec.modes),
         "reference_s": list(spec.reference_s or ()),
+        "options": {option.name: {"help": option.help, "possible": option.possible, "default": option.default} for option in spec.options},
         "max_audio_s": spec.max_frames / spec.frame_rate_hz,
         "kv_bytes_per_audio_s": round(token_bytes * spec.frame_rate_hz),
         "weight_bytes_bf16": 2 * parameters,

@@ -3,8 +3,8 @@
     request -> Prompt -> slot -> frames on the tape -> samples
 
 A running request holds a *slot*: one row in tensors that live on the device. Each step makes one pass through paged layers and appends
-one *frame* to the slot's *tape*. The renderer reads a *window* of the tape and returns samples. The engine knows slots, pages, frames and
-deadlines; it never sees a logit, a codebook or a latent.
+one *frame*, or a part of one, to the slot's *tape*. The renderer reads a *window* of the tape and returns samples. The engine knows
+slots, pages, frames and deadlines; it never sees a logit, a codebook or a latent.
 
 Letters, everywhere: B slots in a launch, L lanes per slot, S all slots, T positions, F frames, K codebooks, V vocabulary, D width,
 H heads, C channels, N samples, P pages of one sequence.
@@ -13,76 +13,37 @@ H heads, C channels, N samples, P pages of one sequence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
+from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn
 
-Layout = Literal["whole", "streaming"]
-
-
-@dataclass(frozen=True, eq=False)
-class Clip:
-    """Recorded audio: samples float32, [N] mono or [C, N], as loud as they are (1 is full scale)."""
-
-    samples: np.ndarray
-    sample_rate_hz: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a user asks for. `None` means the checkpoint's own default; temperature 0 is greedy.
-
-    `reference` is a voice to speak in and `reference_text` what it says; `x_vector_only` takes the sound of the voice alone from it.
-    `layout` says how the text is laid out for the model: "whole" gives all of it before the first frame, "streaming" a token a frame.
-    `depth_*` rule the codes after a frame's first one; a temperature of 0 makes them greedy too unless `depth_temperature` says otherwise.
-    `guidance` says how far to go from what the model would do without the text (0) to what it does with it (1) and beyond;
-    `solver_steps` in how many steps noise becomes a frame. A family refuses what it has no use for.
-    """
-
-    text: str
-    voice: str | None = None
-    language: str | None = None
-    instructions: str | None = None
-    reference: Clip | None = None
-    reference_text: str | None = None
-    x_vector_only: bool = False
-    seed: int = 0
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
-    depth_temperature: float | None = None
-    depth_top_k: int | None = None
-    depth_top_p: float | None = None
-    guidance: float | None = None
-    solver_steps: int | None = None
-    max_frames: int | None = None
-    layout: Layout | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for a value that no model can take: what reaches an engine cannot stop it."""
-        for names, least, most in _BOUNDS:
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not least <= value <= most:  # NaN is in no range
-                    raise refuse(name, f"{name} is {value}; from {least:g} to {most:g} is possible")
-
-
-_TINY, _INT64 = 1e-6, 2**63 - 1
-_BOUNDS: tuple[tuple[tuple[str, ...], float, float], ...] = (
-    (("seed",), -_INT64, _INT64),
-    (("temperature", "depth_temperature"), 0, 100),
-    (("top_k", "depth_top_k"), 0, 2**31),
-    (("top_p", "depth_top_p"), _TINY, 1),
-    (("repetition_penalty",), 0.01, 100),
-    (("guidance",), 0, 100),
-    (("solver_steps", "max_frames"), 1, 2**31),
-)
+__all__ = [
+    "KV",
+    "AudioClip",
+    "Batch",
+    "Family",
+    "FamilyFolder",
+    "Lane",
+    "Option",
+    "Prompt",
+    "Reference",
+    "Request",
+    "RequestError",
+    "Spec",
+    "Speech",
+    "State",
+    "Turn",
+    "View",
+    "Window",
+    "frame_cap",
+]
 
 
 @dataclass(frozen=True)
@@ -104,17 +65,37 @@ class KV:
 
 @dataclass(frozen=True)
 class Window:
-    """Which stretches of the tape `render` takes, in frames: `new` frames each (ascending; a shorter stretch is padded up to one).
+    """Which stretches of the tape `render` takes, in frames. The engine picks when a stretch is rendered, this fixes its shapes.
 
-    right: how many frames beyond a stretch `render` reads. They must be on the tape before it is rendered, unless the tape ends there.
+    sizes: the shapes of a launch, ascending; a shorter stretch is padded up to one.
+    lookahead: frames beyond a stretch that `render` reads. They are on the tape before it is rendered, unless the speech ends there.
+    left: frames before a stretch that `render` reads again from the tape.
+    grid: a stretch ends where `Prompt.grid_offset` and a multiple of the grid add up, or where the speech ends.
+    hold_samples: the most samples that `render` keeps back until the next stretch; the last one gives them all.
+    lengths: shapes of everything up to a stretch's end, ascending, for a decoder that reads a growing past; () for one that does not.
+
+        tape      0        25        50        75         grid 25, grid_offset 0, lookahead 3
+        ready     ............................... 78 ->   the stretch 50 .. 75 may be rendered
+        left                    <---|                     and reads these frames again
     """
 
-    new: tuple[int, ...] = (1, 4, 25)
-    right: int = 0
+    sizes: tuple[int, ...] = (1, 4, 25)
+    lookahead: int = 0
+    left: int = 0
+    grid: int = 1
+    hold_samples: int = 0
+    lengths: tuple[int, ...] = ()
 
-    def fit(self, frames: int) -> int:
+    def bucket(self, frames: int) -> int:
         """The smallest shape that holds `frames` frames, or the largest shape."""
-        return next((n for n in self.new if n >= frames), self.new[-1])
+        return next((n for n in self.sizes if n >= frames), self.sizes[-1])
+
+    def length_bucket(self, stop: int) -> int:
+        """The smallest length that holds everything up to frame `stop`; 0 where the decoder reads no growing past."""
+        if not self.lengths:
+            return 0
+        assert stop <= self.lengths[-1], f"a window ends at frame {stop}, beyond the longest length {self.lengths[-1]}"
+        return next(n for n in self.lengths if n >= stop)
 
 
 @dataclass(frozen=True)
@@ -133,61 +114,88 @@ class Spec:
     max_positions: int  # the longest prompt and tape together
     window: Window
     lanes: int = 1
-    delay: int = 0  # steps from a frame's first code to its last: so many positions follow those of the prompt and the frames
     noise_shape: tuple[int, ...] = ()  # of the noise that one frame is solved from; () where frames are not solved from noise
     voices: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()  # "voice" of its own, "instruct", "design" from instructions, "clone" of a reference
     reference_s: tuple[float, float] | None = None  # the shortest and the longest reference, where references are taken
+    max_references: int = 1
+    options: tuple[Option, ...] = ()  # what else a request may set, the shared sampling fields included
+    hints: Mapping[str, str] = field(default_factory=dict)  # field -> what to do instead, where the model does not take it
+    name: str = ""  # for messages; the variant where it is empty
+    feeds: bool = False  # whether text may arrive while the model speaks
+    shares_turns: bool = False  # whether the KV cache of what was generated serves the conversation's next turn
+    licence: str = ""  # of the weights, where it limits their use
 
     @property
     def frame_rate_hz(self) -> float:
         return self.sample_rate_hz / self.frame_samples
 
 
-def refuse(param: str, message: str) -> ValueError:
-    """A ValueError that also says which field of the request it is about."""
-    error = ValueError(message)
-    error.param = param  # type: ignore[attr-defined]
-    return error
+def frame_cap(spec: Spec, request: Request, num_positions: int, expected: int, extra_steps: int = 0, steps_per_frame: int = 1) -> int:
+    """The longest tape of a request whose prompt takes `num_positions`: what it asks for, else `expected` frames or as many as fit.
+
+    extra_steps: positions that the model takes beside those of its frames. Raises RequestError where there is no room.
+    """
+    room = (spec.max_positions - num_positions - extra_steps) // steps_per_frame
+    wanted = min(expected, room) if request.max_frames is None else request.max_frames
+    cap = min(spec.max_frames, wanted)
+    if not 1 <= cap <= room:
+        takes = f"the prompt takes {num_positions} positions and leaves room for {max(room, 0)} frames"
+        raise RequestError("text", f"{takes}; {max(cap, 1)} are asked for")
+    return cap
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
     """What one lane reads before the first frame: all but the last input fill pages, the last one is read by the first step.
 
-    `keys` name the positions: equal keys from the start mean equal inputs, so pages can be shared, by the lanes of any slots.
+    `prefix_keys` name the positions: equal keys from the start mean equal inputs, so pages can be shared, by the lanes of any slots.
     """
 
     inputs: Tensor  # [T, D], the model's dtype and device
-    keys: tuple[int, ...]  # T values of 64 bits
+    prefix_keys: tuple[int, ...]  # T values of 64 bits
+    is_audio: Tensor | None = None  # [T] bool, which inputs are rows of audio; None: none of them
 
 
 @dataclass
 class Prompt:
-    """What a request begins with. `inputs` and `keys` are those of its first lane (see Lane), which for most families is the only one.
+    """What one pass of a request begins with. `inputs`, `prefix_keys` and `is_audio` are those of its first lane (see Lane), which for most
+    families is the only one.
 
     Guidance is a second lane of the same slot: the same speech over a prompt of another length that lacks what guides, and `emit` merges
     what the two say. A request that asks for no guidance has both lanes too: the launch is the same for all.
     """
 
     inputs: Tensor  # [T, D]
-    keys: tuple[int, ...]
+    prefix_keys: tuple[int, ...]
     max_frames: int
-    slot: dict[str, Any] = field(default_factory=dict)  # what `admit` writes into the slot's row
+    slot: dict[str, Any] = field(default_factory=dict)  # rows of the state by name; what is left out gets its default
     usage: dict[str, int] = field(default_factory=dict)
     null: Lane | None = None  # of the second lane, where spec.lanes is 2
-    text_steps: int = 0  # the most steps that make no frame because the model writes text
+    max_steps: int = 0  # the most steps that the pass can take; 0: one a frame
+    is_audio: Tensor | None = None
+    grid_offset: int = 0  # frames before the first point of the window's grid
+    num_fed_steps: int | None = None  # steps that the text given so far allows; None: all of the text is there
+    is_final: bool = True  # whether no other pass follows in the same answer
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        first = Lane(self.inputs, self.keys)
+        first = Lane(self.inputs, self.prefix_keys, self.is_audio)
         return (first,) if self.null is None else (first, self.null)
 
-    def most_positions(self, spec: Spec) -> tuple[int, ...]:
+    @property
+    def max_positions(self) -> tuple[int, ...]:
         """All that each lane can ever hold: every step adds one to each."""
-        steps = self.text_steps + self.max_frames + spec.delay
+        steps = self.max_steps or self.max_frames
         return tuple(len(lane.inputs) + steps for lane in self.lanes)
+
+    def check_room(self, spec: Spec) -> None:
+        """Raises RequestError for a pass that the model has too few positions for."""
+        longest = max(self.max_positions)
+        if longest > spec.max_positions:
+            takes = f"the prompt and {self.max_frames} frames take {longest} positions"
+            raise RequestError("text", f"{takes}; the model has {spec.max_positions}")
 
 
 @dataclass
@@ -195,19 +203,20 @@ class Batch:
     """Where a launch reads and writes. Fixed shapes; the tensors live on the device and the host fills them.
 
     A step has a sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones. A prefill has N sequences of
-    any slots and lanes. Sequences lie one after the other: sequence n owns positions starts[n]:starts[n+1]. `rows` counts rows of `kv`:
-    layer 0's keys of a page begin at its row in `rows`, the values `page_tokens` rows later, and each further layer 2 * page_tokens rows
-    later.
+    any slots and lanes. Sequences lie one after the other: sequence n owns positions cu_seqlens[n]:cu_seqlens[n+1]. `page_table` counts
+    rows of `kv`: layer 0's keys of a page begin at its row in the table, the values `page_tokens` rows later, and each further layer
+    2 * page_tokens rows later.
     """
 
     slots: Tensor  # [B], the slots of a step (unused while prompts are prefilled)
     positions: Tensor  # [T], each input's place in its sequence; of a step, T is L * B
-    writes: Tensor  # [T], the row of kv that takes layer 0's key of each input
-    rows: Tensor  # [N, P], the row of kv where each page begins; of a step, N is L * B
-    lengths: Tensor  # [N], positions in the cache, those of this launch included
-    starts: Tensor  # [N + 1]
+    kv_write_index: Tensor  # [T], the row of kv that takes layer 0's key of each input
+    page_table: Tensor  # [N, P], the row of kv where each page begins; of a step, N is L * B
+    kv_lens: Tensor  # [N], positions in the KV cache, those of this launch included
+    cu_seqlens: Tensor  # [N + 1]
     kv: Tensor  # [rows, H, D], the family's view of the byte arena
     page_tokens: int
+    is_audio: Tensor  # [T] bool, whether each input is a row of audio; of a step, whether it is the prompt's last input and is one
 
 
 @dataclass
@@ -216,42 +225,81 @@ class View:
 
     slots: Tensor  # [B]
     start: Tensor  # [B]
-    count: Tensor  # [B], at most `frames`
+    count: Tensor  # [B], at most `frames`; 0 where nothing but held samples is left
+    is_last: Tensor  # [B] bool, whether the speech ends with this stretch
     frames: int
+    length: int = 0  # of `Window.lengths`, at least start + count; 0 where the decoder reads no growing past
 
 
 class State:
-    """One row per slot, and a spare row (the last) that padding reads and writes. Tensors only; families add their own.
+    """One row per slot, and a spare row (the last) that padding reads and writes. Tensors only; families add theirs with `add`.
 
     tape [S+1, F, *frame]; ready [S+1] frames on the tape, at most limit [S+1]; steps [S+1] emissions made; done [S+1]; seed [S+1];
-    first [S+1, L, D], the last input of each lane's prompt, which the first step reads; written [S+1], the text token that the last step
-    wrote, or -1. noise [F, *noise] takes the place of what each step draws, in every slot alike, where it is not None: see zoo.generate.
+    first [S+1, L, D], the last input of each lane's prompt, which the first step reads, and whether it is audio, first_is_audio
+    [S+1, L]; written [S+1], the text token that the last step wrote, or -1. noise [F, *noise] takes the place of what each step draws, in
+    every slot alike, where it is not None: see zoo.generate.
     """
+
+    seed: Tensor
+    limit: Tensor
 
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
         rows = slots + 1
-        self.spare = slots
+        self.spare, self.device = slots, device
+        self._defaults: dict[str, float] = {}
         self.tape = torch.zeros(rows, max_frames, *spec.frame_shape, dtype=spec.frame_dtype, device=device)
         self.ready = torch.zeros(rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros(rows, dtype=torch.int64, device=device)
         self.done = torch.ones(rows, dtype=torch.bool, device=device)
-        self.limit = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.first = torch.zeros(rows, spec.lanes, spec.width, dtype=dtype, device=device)
+        self.first_is_audio = torch.zeros(rows, spec.lanes, dtype=torch.bool, device=device)
         self.written = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.noise: Tensor | None = None
+        self.add("limit", dtype=torch.int64)
+        self.add("seed", dtype=torch.int64)
+
+    def add(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, default: float = 0) -> None:
+        """A tensor [S+1, *shape] under `name`; `open` sets a slot's row to what the prompt says of it, or to `default`."""
+        rows = self.spare + 1
+        setattr(self, name, torch.full((rows, *shape), default, dtype=dtype, device=self.device))
+        self._defaults[name] = default
 
     def open(self, slot: int, prompt: Prompt) -> None:
-        """Make a row new: nothing of the request that held it before is left."""
+        """Make a row new: nothing of the request that held it before is left. A value shorter than its row fills the row's beginning."""
         self.tape[slot] = 0
         self.ready[slot] = 0
         self.steps[slot] = 0
         self.done[slot] = False
-        self.limit[slot] = prompt.max_frames
         self.written[slot] = -1
         lanes, expected = prompt.lanes, self.first.shape[1]
         assert len(lanes) == expected, f"a prompt of {len(lanes)} lanes for a model of {expected}"
         self.first[slot] = torch.stack([lane.inputs[-1] for lane in lanes])
+        for i, lane in enumerate(lanes):
+            self.first_is_audio[slot, i] = False if lane.is_audio is None else lane.is_audio[-1]
+        unknown = prompt.slot.keys() - self._defaults.keys()
+        assert not unknown, f"the prompt sets {sorted(unknown)}; the state has {sorted(self._defaults)}"
+        values = {"limit": prompt.max_frames} | prompt.slot
+        for name, default in self._defaults.items():
+            self._write_row(getattr(self, name)[slot : slot + 1], values.get(name, default), default)
+
+    def _write_row(self, row: Tensor, value: Any, default: float) -> None:
+        """row [1, *shape], in place."""
+        given = torch.as_tensor(value)
+        row.fill_(default)
+        if given.dim() == 0:
+            row.fill_(given.item())
+        else:
+            row[0, : len(given)] = given.to(row)
+
+    def last_frame(self, slots: Tensor) -> Tensor:
+        """The latest frame on each tape [B, *frame]; anything where there is none yet."""
+        return self.tape[slots, (self.ready[slots] - 1).clamp(min=0)]
+
+    def window(self, view: View, left: int = 0, lookahead: int = 0) -> Tensor:
+        """The tape around each stretch [B, left + F + lookahead, *frame]; what lies beyond an end of the tape repeats that end."""
+        frames = torch.arange(-left, view.frames + lookahead, device=view.start.device)
+        at = (view.start[:, None] + frames).clamp(min=0, max=self.tape.shape[1] - 1)  # [B, F]
+        return self.tape[view.slots[:, None], at]
 
     def write(self, slots: Tensor, token: Tensor) -> None:
         """The text token of this step [B], -1 where it writes none; a slot that is done stays as it is, so this comes before its end."""
@@ -269,7 +317,10 @@ class State:
         self.done[slots] = ~alive | ended | (ready + spoken >= self.limit[slots])
 
 
-class Family(nn.Module, ABC):
+S = TypeVar("S", bound=State)
+
+
+class Family(nn.Module, ABC, Generic[S]):
     """A speech LM as four verbs: embed (slot -> what the LM reads next), hidden (through the layers), emit (hidden -> one frame on the
     tape) and render (a window of the tape -> samples)."""
 
@@ -281,19 +332,29 @@ class Family(nn.Module, ABC):
     # host, off the loop
     @abstractmethod
     def prompt(self, request: Request) -> Prompt:
-        """May be called from several threads. What a reference costs is paid here, once, and kept. Raises ValueError for what a user got
-        wrong: what came, and what is possible; `.param` names the field (see `refuse`)."""
+        """May be called from several threads. What a reference costs is paid here, once, and kept. Raises RequestError for what a user got
+        wrong: what came, and what is possible. `zoo.request.check` refuses what `spec` says the model does not take."""
+
+    def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
+        """The passes of one answer, which follow each other in one stream of audio: long text, segments, turns. The frames that a pass made
+        [F, *frame] (on the CPU) are sent back, so the next one can go on from them. All but the last say `is_final=False`."""
+        yield self.prompt(request)
 
     # at the door
     @abstractmethod
-    def state(self, slots: int, max_frames: int | None = None) -> State: ...
+    def state(self, slots: int, max_frames: int | None = None) -> S: ...
 
-    @abstractmethod
-    def admit(self, state: State, slot: int, prompt: Prompt) -> None: ...
+    def admit(self, state: S, slot: int, prompt: Prompt) -> None:
+        state.open(slot, prompt)
+
+    def feed(self, state: S, slot: int, tokens: Sequence[int], is_last: bool) -> int:
+        """More text for a slot whose prompt was open -> how many more steps it allows. `is_last`: no text follows, so the slot is bounded no
+        more. Raises RequestError for more than the slot holds, and then nothing was taken. For families whose spec says `feeds`."""
+        raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
     # device: fixed shapes, in place by slot, nothing read back
     @abstractmethod
-    def embed(self, state: State, slots: Tensor) -> Tensor:
+    def embed(self, state: S, slots: Tensor) -> Tensor:
         """[B] -> what the LM reads after the slot's last step [L * B, D]; anything where there was no step yet."""
 
     @abstractmethod
@@ -301,34 +362,70 @@ class Family(nn.Module, ABC):
         """[T, D] -> [T, D]; writes the positions' keys and values into batch.kv."""
 
     @abstractmethod
-    def emit(self, state: State, slots: Tensor, h: Tensor) -> None:
+    def emit(self, state: S, slots: Tensor, h: Tensor) -> None:
         """h [L * B, D] -> one frame on each slot's tape, or none; may write a text token; may set done. A slot that is done is left as it
         is."""
 
     @abstractmethod
-    def render(self, state: State, view: View) -> Tensor:
-        """-> samples [B, frames * frame_samples] float32, of which the first count * frame_samples are valid; moves the decoder's past."""
+    def render(self, state: S, view: View) -> tuple[Tensor, Tensor]:
+        """-> samples [B, N] float32, N the same for equal `view.frames`, and how many of each row are valid [B] int64; moves the decoder's
+        state by `view.count` frames."""
 
     # host, as reports come in
-    def spell(self, token: int) -> bytes:
+    def detokenize(self, token: int) -> bytes:
         """The UTF-8 bytes of a text token that the model wrote; a character may span tokens. For families that write text."""
-        raise AssertionError(f"{self.spec.family} wrote the text token {token}, and cannot spell it")
+        raise AssertionError(f"{self.spec.family} wrote the text token {token}, and cannot detokenize it")
+
+    def turn_keys(self, prompt: Prompt, frames: Tensor) -> tuple[int, ...]:
+        """Prefix keys of the positions behind the prompt, as a prompt of the next turn names them, for the frames [F, *frame] that were
+        made. For families whose spec says `shares_turns`."""
+        raise AssertionError(f"{self.spec.family} shares no turns")
 
     # written once, here
-    def step(self, state: State, batch: Batch) -> None:
+    def step(self, state: S, batch: Batch) -> None:
         """Everything between two frames, for every slot of the launch. A slot's first step reads the prompt's last input, so filling pages
         never emits and all that emits is this one function."""
         # A list has its length in the graph; a size that differs from model to model becomes a variable there.
         slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
         torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])  # what a graph for any B has to know
-        is_first = (state.steps[slots] == 0).repeat(len(first))[:, None]  # [L B, 1]
-        inputs = torch.where(is_first, torch.cat(first), self.embed(state, slots))  # [L B, D]
+        is_first = (state.steps[slots] == 0).repeat(len(first))  # [L B]
+        inputs = torch.where(is_first[:, None], torch.cat(first), self.embed(state, slots))  # [L B, D]
+        first_is_audio = torch.cat(state.first_is_audio[slots].unbind(1))  # [L B]
+        batch = Batch(
+            slots=slots,
+            positions=batch.positions,
+            kv_write_index=batch.kv_write_index,
+            page_table=batch.page_table,
+            kv_lens=batch.kv_lens,
+            cu_seqlens=batch.cu_seqlens,
+            kv=batch.kv,
+            page_tokens=batch.page_tokens,
+            is_audio=first_is_audio | ~is_first,
+        )
         self.emit(state, slots, self.hidden(inputs, batch))
+
+
+class FamilyFolder(Protocol):
+    """What a folder of `zoo/` offers to be a family."""
+
+    NAME: str
+
+    def claims(self, path: Path) -> bool:
+        """Whether this family reads the model directory `path`."""
+
+    def load(self, directory: Path, device: torch.device, dtype: torch.dtype) -> Family[Any]:
+        """The family with its weights. Raises ValueError that names what is wrong."""
+
+    def survey(self, directory: Path) -> tuple[Spec, int]:
+        """The spec and the number of parameters, weights unread. Raises ValueError."""
+
+    def write_demo(self, directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
+        """Write a random checkpoint in the published layout. Raises ValueError, OSError."""
 
 
 @dataclass
 class Speech:
-    frames: Tensor  # [F, K]
+    frames: Tensor  # [F, *frame]
     samples: Tensor  # [N] float32
     sample_rate_hz: int
     text: str = ""  # that the model wrote

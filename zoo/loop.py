@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.contract import Batch, Family, Prompt, Request, Speech, View
+from zoo.contract import Batch, Family, Prompt, Request, RequestError, Speech, View
 from zoo.nn import kernels
 
 PAGE_TOKENS = 16
@@ -16,56 +17,87 @@ PAGE_TOKENS = 16
 
 @kernels.plain()
 @torch.inference_mode()
-def generate(family: Family, request: Request, max_frames: int | None = None, noise: Tensor | None = None) -> Speech:
-    """Speak one request from its first frame to its last, then render the whole tape at once. Raises ValueError for a bad request.
+def generate(family: Family[Any], request: Request, max_frames: int | None = None, noise: Tensor | None = None) -> Speech:
+    """Speak one request from its first frame to its last, then render each pass's whole tape at once. Raises RequestError.
 
     noise [F, *noise] is used in place of what the seed gives, so that another implementation can be compared; F frames are then the most.
     """
-    shape = family.spec.noise_shape
+    if request.is_open:
+        raise RequestError("is_open", "text arrives while a model speaks through an engine: zoo.generate takes all of it at once")
+    noise = None if noise is None else _fitting(noise, family)
     if noise is not None:
-        if not shape:
-            raise ValueError(f"{family.spec.family} takes no noise: its frames are not solved from any")
-        if noise.shape[1:] != shape or len(noise) == 0:
-            raise ValueError(f"noise has shape {list(noise.shape)}; [frames, {', '.join(map(str, shape))}] is needed")
         max_frames = min(len(noise), max_frames or len(noise))
-    prompt = family.prompt(request)
-    if max_frames is not None:
-        prompt.max_frames = min(prompt.max_frames, max_frames)
+    passes, spoken = family.prompts(request), []
+    prompt = next(passes)
+    while True:
+        if max_frames is not None:
+            prompt.max_frames = min(prompt.max_frames, max_frames)
+        spoken.append(_speak(family, prompt, noise))
+        if prompt.is_final:
+            break
+        prompt = passes.send(spoken[-1].frames)
+    return Speech(
+        frames=torch.cat([speech.frames for speech in spoken]),
+        samples=torch.cat([speech.samples for speech in spoken]),
+        sample_rate_hz=family.spec.sample_rate_hz,
+        text="".join(speech.text for speech in spoken),
+    )
+
+
+def _fitting(noise: Tensor, family: Family[Any]) -> Tensor:
+    """The noise, on the family's device. Raises ValueError."""
+    shape = family.spec.noise_shape
+    if not shape:
+        raise ValueError(f"{family.spec.family} takes no noise: its frames are not solved from any")
+    if noise.shape[1:] != shape or len(noise) == 0:
+        raise ValueError(f"noise has shape {list(noise.shape)}; [frames, {', '.join(map(str, shape))}] is needed")
+    return noise.to(family.device)
+
+
+def _speak(family: Family[Any], prompt: Prompt, noise: Tensor | None) -> Speech:
+    """One pass."""
+    prompt.check_room(family.spec)
     state = family.state(1, prompt.max_frames)
-    state.noise = None if noise is None else noise.to(family.device)
+    state.noise = noise
     family.admit(state, 0, prompt)
-    whole = SoloBatches(family, prompt)
+    batches = SoloBatches(family, prompt)
     for i, lane in enumerate(prompt.lanes):
-        if whole.lengths[i]:
-            family.hidden(lane.inputs[:-1], whole.prefill(i))
+        if batches.lengths[i]:
+            family.hidden(lane.inputs[:-1], batches.prefill(i))
     written = bytearray()
     while not state.done[0]:
-        family.step(state, whole.step())
+        family.step(state, batches.step())
         if (token := int(state.written[0])) >= 0:
-            written += family.spell(token)
+            written += family.detokenize(token)
     frames, text = int(state.ready[0]), written.decode(errors="replace")
     if frames == 0:
-        return Speech(state.tape[0, :0], torch.zeros(0), family.spec.sample_rate_hz, text)
-    start, count = torch.zeros(1, dtype=torch.int64), torch.tensor([frames])
-    view = View(torch.tensor([0], device=family.device), start.to(family.device), count.to(family.device), frames)
-    samples = family.render(state, view)[0]
-    return Speech(state.tape[0, :frames].cpu(), samples.cpu(), family.spec.sample_rate_hz, text)
+        return Speech(state.tape[0, :0].cpu(), torch.zeros(0), family.spec.sample_rate_hz, text)
+    start, count = torch.tensor([[0], [frames]], device=family.device)
+    slots, is_last = torch.tensor([0], device=family.device), torch.tensor([True], device=family.device)
+    length = family.spec.window.length_bucket(frames)
+    samples, valid = family.render(state, View(slots, start, count, is_last, frames, length))
+    return Speech(state.tape[0, :frames].cpu(), samples[0, : int(valid[0])].cpu(), family.spec.sample_rate_hz, text)
 
 
 class SoloBatches:
     """The launches of one request in slot 0, over pages of its own laid one after the other, lane after lane."""
 
-    def __init__(self, family: Family, prompt: Prompt):
+    def __init__(self, family: Family[Any], prompt: Prompt):
         kv, self.device = family.spec.kv, family.device
+        self.prompt_lanes = prompt.lanes
         self.lengths = [len(lane.inputs) - 1 for lane in prompt.lanes]  # positions in the cache
-        lanes, pages = len(self.lengths), -(-max(prompt.most_positions(family.spec)) // PAGE_TOKENS)
+        lanes, pages = len(self.lengths), -(-max(prompt.max_positions) // PAGE_TOKENS)
         page_rows = 2 * kv.num_layers * PAGE_TOKENS
         self.kv = torch.zeros(lanes * pages * page_rows, kv.num_heads, kv.head_dim, dtype=family.dtype, device=self.device)
-        self.rows = torch.arange(0, len(self.kv), page_rows, device=self.device).view(lanes, pages)  # [L, P]
+        self.page_table = torch.arange(0, len(self.kv), page_rows, device=self.device).view(lanes, pages)  # [L, P]
 
     def prefill(self, lane: int = 0) -> Batch:
         """Of one lane's prompt but for its last input."""
-        return self._batch(range(lane, lane + 1), [range(self.lengths[lane])])
+        batch = self._batch(range(lane, lane + 1), [range(self.lengths[lane])])
+        is_audio = self.prompt_lanes[lane].is_audio
+        if is_audio is not None:
+            batch.is_audio = is_audio[:-1]
+        return batch
 
     def step(self) -> Batch:
         self.lengths = [length + 1 for length in self.lengths]
@@ -82,10 +114,11 @@ class SoloBatches:
         return Batch(
             slots=tensor([0]),
             positions=positions,
-            writes=self.rows[owner, positions // PAGE_TOKENS] + positions % PAGE_TOKENS,
-            rows=self.rows[lanes.start : lanes.stop],
-            lengths=tensor(self.lengths[lane] for lane in lanes),
-            starts=tensor(accumulate(map(len, stretches), initial=0)),
+            kv_write_index=self.page_table[owner, positions // PAGE_TOKENS] + positions % PAGE_TOKENS,
+            page_table=self.page_table[lanes.start : lanes.stop],
+            kv_lens=tensor(self.lengths[lane] for lane in lanes),
+            cu_seqlens=tensor(accumulate(map(len, stretches), initial=0)),
             kv=self.kv,
             page_tokens=PAGE_TOKENS,
+            is_audio=torch.zeros(len(positions), dtype=torch.bool, device=self.device),
         )

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import soxr
 
-from zoo.contract import Clip, refuse
+from zoo.request import AudioClip, RequestError
 
 RATES_HZ = (8_000, 192_000)
 SILENT = 1e-3  # a peak of -60 dB of full scale
@@ -31,8 +31,8 @@ class References(Generic[T]):
     `num_encoded` counts how often something had to be encoded.
     """
 
-    def __init__(self, most_bytes: int = 256 << 20):
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int = 256 << 20):
+        self.max_bytes = max_bytes
         self.num_encoded = 0
         self._held_bytes = 0
         self._held: OrderedDict[bytes, T] = OrderedDict()
@@ -41,7 +41,7 @@ class References(Generic[T]):
 
     def __deepcopy__(self, memo: object) -> References[T]:
         """A copy of a family begins with an empty store."""
-        return References(self.most_bytes)
+        return References(self.max_bytes)
 
     def get(self, key: bytes, encode: Callable[[], T]) -> T:
         """What is held under the key, or else what `encode` makes, which is then held. What `encode` raises goes on to the caller."""
@@ -66,12 +66,12 @@ class References(Generic[T]):
             self.num_encoded += 1
             self._held[key] = value
             self._held_bytes += value.num_bytes
-            while self._held_bytes > self.most_bytes:
+            while self._held_bytes > self.max_bytes:
                 _, given_up = self._held.popitem(last=False)
                 self._held_bytes -= given_up.num_bytes
 
 
-def content(clip: Clip, *what_else: object) -> bytes:
+def content(clip: AudioClip, *what_else: object) -> bytes:
     """A clip's name: 16 bytes that follow from its samples, its rate and whatever else matters. Raises ValueError."""
     _check_form(clip)
     name = blake2b(repr((clip.samples.shape, clip.sample_rate_hz, *what_else)).encode(), digest_size=16)
@@ -79,7 +79,7 @@ def content(clip: Clip, *what_else: object) -> bytes:
     return name.digest()
 
 
-def mono(clip: Clip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarray:
+def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarray:
     """A clip as one channel at rate_hz -> [N] float32: channels are averaged, then resampled (soxr, high quality).
 
     reference_s: the shortest and the longest clip. Raises ValueError with `.param` for audio that is no reference.
@@ -89,11 +89,11 @@ def mono(clip: Clip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarr
     samples = clip.samples if clip.samples.ndim == 1 else clip.samples.mean(0)
     lasts_s, (shortest_s, longest_s) = len(samples) / clip.sample_rate_hz, reference_s
     if not shortest_s <= lasts_s <= longest_s:
-        raise refuse("reference", f"the reference lasts {lasts_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible")
+        raise RequestError("references", f"the reference lasts {lasts_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible")
     if not np.isfinite(samples).all():
-        raise refuse("reference", "the reference holds samples that are no numbers (NaN or infinite)")
+        raise RequestError("references", "the reference holds samples that are no numbers (NaN or infinite)")
     if np.abs(samples).max() < SILENT:
-        raise refuse("reference", f"the reference is silent: its loudest sample is {np.abs(samples).max():.2g} of full scale")
+        raise RequestError("references", f"the reference is silent: its loudest sample is {np.abs(samples).max():.2g} of full scale")
     if clip.sample_rate_hz == rate_hz:
         return samples
     wanted = -(-len(samples) * rate_hz // clip.sample_rate_hz)
@@ -101,10 +101,10 @@ def mono(clip: Clip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarr
     return np.pad(samples, (0, wanted - len(samples)))
 
 
-def _check_form(clip: Clip) -> None:
+def _check_form(clip: AudioClip) -> None:
     samples, rate_hz = clip.samples, clip.sample_rate_hz
     if not isinstance(samples, np.ndarray) or samples.dtype != np.float32 or samples.ndim not in (1, 2) or len(samples) == 0:
         came = f"{samples.dtype} {list(samples.shape)}" if isinstance(samples, np.ndarray) else type(samples).__name__
-        raise refuse("reference", f"the reference's samples are {came}; a float32 array [N] or [channels, N] is needed")
+        raise RequestError("references", f"the reference's samples are {came}; a float32 array [N] or [channels, N] is needed")
     if not isinstance(rate_hz, int) or not RATES_HZ[0] <= rate_hz <= RATES_HZ[1]:
-        raise refuse("reference", f"the reference's rate is {rate_hz!r} Hz; an integer from {RATES_HZ[0]} to {RATES_HZ[1]} is possible")
+        raise RequestError("references", f"the reference's rate is {rate_hz!r} Hz; an integer from {RATES_HZ[0]} to {RATES_HZ[1]} is possible")

@@ -24,7 +24,7 @@ def count():
 
 def other():
     if sys.argv[1] == "alone":
-        threads.alone()
+        threads.use_one_thread()
     compute()
     print(count() - before, torch.get_num_threads())
 

@@ -51,41 +51,41 @@ STORY = "The quick brown fox jumps over the lazy dog, and then the other fox say
 HOUSE = "Once there was a small house near the river, where an old man lived with his daughter."
 ODD = "It's 7:45, and my iPhone isn't ready."
 CHINESE = "你好，世界！今天天气很好。"
-REQUEST = {"language": None, "instructions": None, "layout": "whole", "max_frames": 70}
+REQUEST = {"language": None, "instructions": None, "text_mode": "full", "max_frames": 70}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "voice": ("tiny", {"text": STORY, "voice": "ryan", "language": "english"}),
-    "streaming": ("tiny", {"text": STORY, "voice": "ryan", "language": "english", "layout": "streaming"}),
+    "streaming": ("tiny", {"text": STORY, "voice": "ryan", "language": "english", "text_mode": "interleaved"}),
     "auto": ("tiny", {"text": ODD, "voice": "serena"}),
-    "auto_streaming": ("tiny", {"text": "Good morning!", "voice": "vivian", "layout": "streaming"}),
+    "auto_streaming": ("tiny", {"text": "Good morning!", "voice": "vivian", "text_mode": "interleaved"}),
     "auto_ends": ("tiny", {"text": HOUSE, "voice": "aiden"}),
     "dialect_auto": ("tiny", {"text": CHINESE, "voice": "dylan"}),
-    "dialect_chinese": ("tiny", {"text": ODD, "voice": "eric", "language": "chinese", "layout": "streaming"}),
+    "dialect_chinese": ("tiny", {"text": ODD, "voice": "eric", "language": "chinese", "text_mode": "interleaved"}),
     "dialect_english": ("tiny", {"text": ODD, "voice": "eric", "language": "english"}),
-    "one_token": ("tiny", {"text": "a", "voice": "aiden", "layout": "streaming"}),
+    "one_token": ("tiny", {"text": "a", "voice": "aiden", "text_mode": "interleaved"}),
     "long_ends": ("tiny", {"text": HOUSE, "voice": "uncle_fu", "language": "french", "max_frames": 150}),
     "wide_voice": ("tiny-1.7b", {"text": HOUSE, "voice": "ryan", "language": "english"}),
-    "wide_streaming_ends": ("tiny-1.7b", {"text": HOUSE, "voice": "vivian", "layout": "streaming"}),
-    "wide_dialect": ("tiny-1.7b", {"text": CHINESE, "voice": "dylan", "layout": "streaming"}),
+    "wide_streaming_ends": ("tiny-1.7b", {"text": HOUSE, "voice": "vivian", "text_mode": "interleaved"}),
+    "wide_dialect": ("tiny-1.7b", {"text": CHINESE, "voice": "dylan", "text_mode": "interleaved"}),
     "wide_instruct_ends": ("tiny-1.7b", {"text": STORY, "voice": "aiden", "instructions": "Speak slowly."}),
     "wide_instruct_streaming": (
         "tiny-1.7b",
-        {"text": ODD, "voice": "sohee", "language": "korean", "layout": "streaming", "instructions": "用开心的语气说。"},
+        {"text": ODD, "voice": "sohee", "language": "korean", "text_mode": "interleaved", "instructions": "用开心的语气说。"},
     ),
 }
 # The models without voices of their own. `reference` names one of CLIPS; texts are shorter and longer than the reference's codes.
-SAYS = {"reference": "long", "reference_text": "Good evening.", "layout": "streaming"}
+SAYS = {"reference": "long", "reference_text": "Good evening.", "text_mode": "interleaved"}
 WITHOUT_VOICES: dict[str, tuple[str, dict[str, Any]]] = {
     "clone_short_text": ("tiny-base", SAYS | {"text": "Hello!"}),
     "clone_long_text": ("tiny-base", SAYS | {"text": STORY, "language": "german"}),
-    "clone_long_text_whole": ("tiny-base", SAYS | {"text": STORY, "language": "japanese", "layout": "whole"}),
-    "clone_early_cut_ends": ("tiny-base", SAYS | {"text": HOUSE, "layout": "whole"}),
+    "clone_long_text_whole": ("tiny-base", SAYS | {"text": STORY, "language": "japanese", "text_mode": "full"}),
+    "clone_early_cut_ends": ("tiny-base", SAYS | {"text": HOUSE, "text_mode": "full"}),
     "clone_stereo": ("tiny-base", SAYS | {"text": HOUSE, "language": "chinese", "reference": "stereo"}),
     "clone_sound": ("tiny-base", SAYS | {"text": STORY, "language": "german", "x_vector_only": True}),
-    "clone_sound_whole": ("tiny-base", SAYS | {"text": ODD, "language": "korean", "x_vector_only": True, "layout": "whole"}),
+    "clone_sound_whole": ("tiny-base", SAYS | {"text": ODD, "language": "korean", "x_vector_only": True, "text_mode": "full"}),
     "clone_wide": ("tiny-1.7b-base", SAYS | {"text": STORY, "reference": "rate"}),
-    "clone_wide_whole": ("tiny-1.7b-base", SAYS | {"text": "Hello!", "reference": "short", "language": "german", "layout": "whole"}),
+    "clone_wide_whole": ("tiny-1.7b-base", SAYS | {"text": "Hello!", "reference": "short", "language": "german", "text_mode": "full"}),
     "design": ("tiny-1.7b-design", {"text": STORY, "instructions": "A slow and quiet old man."}),
-    "design_streaming": ("tiny-1.7b-design", {"text": ODD, "instructions": "用开心的语气说。", "layout": "streaming"}),
+    "design_streaming": ("tiny-1.7b-design", {"text": ODD, "instructions": "用开心的语气说。", "text_mode": "interleaved"}),
 }
 # name -> rate, channels, samples. The encoder's window is 5 frames of 1920 samples at 24 kHz: below it and above, with a part of a frame
 CLIPS = {"short": (24000, 1, 7001), "long": (24000, 1, 31000), "stereo": (16000, 2, 6500), "rate": (44100, 1, 15000)}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zoo
-from zoo.contract import Batch, Clip, Request
+from zoo.contract import AudioClip, Batch, Request
 from zoo.higgs_v3 import build, demo, describe, model, weights
 from zoo.higgs_v3.delay import DelayState
 from zoo.higgs_v3.prompt import TextTokenizer
@@ -41,8 +41,8 @@ def found(name: str) -> dict[str, Tensor]:
     return load_file(HERE / f"{name}.safetensors")
 
 
-def clip() -> Clip:
-    return Clip(found("codec")["clip"].numpy().astype("float32") / 32768, 24_000)
+def clip() -> AudioClip:
+    return AudioClip(found("codec")["clip"].numpy().astype("float32") / 32768, 24_000)
 
 
 def asked(name: str) -> Request:

@@ -235,7 +235,7 @@ def test_the_cap_of_who_sets_none():
 def test_what_is_read_after_a_frame(size):
     """All sixteen codes, the last one too, in tables of the talker's width; and the text by offset, then tts_pad for ever."""
     ours = voices(size)
-    prompt = ours.prompt(Request(text="one two", voice="ryan", layout="streaming"))
+    prompt = ours.prompt(Request(text="one two", voice="ryan", text_mode="interleaved"))
     state = ours.state(1)
     ours.admit(state, 0, prompt)
     slot, talker = torch.tensor([0]), ours.talker

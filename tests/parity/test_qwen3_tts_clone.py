@@ -15,7 +15,7 @@ from models import family
 from safetensors.torch import load_file
 from torch import Tensor
 
-from zoo.contract import Clip, Request
+from zoo.contract import AudioClip, Request
 from zoo.nn.mel import slaney_filters
 
 HERE = Path(__file__).parent / "qwen3_tts"
@@ -25,9 +25,9 @@ FACTS = json.loads((HERE / "references.json").read_text())
 CLOSE = {"rtol": 0, "atol": 1e-4}
 
 
-def clip(name: str) -> Clip:
+def clip(name: str) -> AudioClip:
     samples = CLIPS[f"{name}.audio"].numpy().astype("float32") / 32768  # [C, N]
-    return Clip(samples if len(samples) > 1 else samples[0], FACTS["rates_hz"][name])
+    return AudioClip(samples if len(samples) > 1 else samples[0], FACTS["rates_hz"][name])
 
 
 def request(facts: dict) -> Request:

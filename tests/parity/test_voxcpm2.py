@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from zoo.contract import Clip, Request
+from zoo.contract import AudioClip, Request
 from zoo.nn import synthetic
 from zoo.nn.cfm import euler_steps, guided, sinusoid, sway_times
 from zoo.nn.checkpoint import published, read_tensors, weight_normed
@@ -43,9 +43,9 @@ def noise(name: str, *shape: int, deviation: float = 1.0) -> Tensor:
     return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, deviation, False)]))
 
 
-def clip(name: str) -> Clip:
+def clip(name: str) -> AudioClip:
     samples = CLIPS[name].numpy().astype("float32") / 32768  # [C, N]
-    return Clip(samples if len(samples) > 1 else samples[0], RATES[name])
+    return AudioClip(samples if len(samples) > 1 else samples[0], RATES[name])
 
 
 def request(name: str) -> Request:

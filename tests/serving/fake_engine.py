@@ -21,12 +21,12 @@ import sys
 
 import numpy as np
 
-from serving import wire
+from serving import protocol
 from serving.audio import pcm16
-from serving.lifeline import hold
+from serving.exit_with_parent import hold
 
 RATE_HZ = 24000
-MODEL = wire.ModelInfo(
+MODEL = protocol.ModelInfo(
     id="fake",
     family="fake",
     variant="custom_voice",
@@ -37,10 +37,10 @@ MODEL = wire.ModelInfo(
     languages=["english"],
     modes=["voice"],
 )
-CLONER = wire.ModelInfo("cloner", "fake", "base", RATE_HZ, 12.5, 60.0, [], ["english"], ["clone"], (1.0, 30.0))
-READY = wire.Status("ready", 1.0)
-NUMBERS = wire.ModelStats(slots=8, running=2, waiting=1, underruns=5, graph_misses=0)
-STATS = wire.Stats(pages=100, pages_free=60, pages_shared=7, pages_evicted=3, late_compiles=2, models={"fake": NUMBERS})
+CLONER = protocol.ModelInfo("cloner", "fake", "base", RATE_HZ, 12.5, 60.0, [], ["english"], ["clone"], (1.0, 30.0))
+READY = protocol.Status("ready", 1.0)
+NUMBERS = protocol.ModelStats(slots=8, running=2, waiting=1, underruns=5, graph_misses=0)
+STATS = protocol.Stats(pages=100, pages_free=60, pages_shared=7, pages_evicted=3, compiles_after_warmup=2, models={"fake": NUMBERS})
 TONE_SAMPLES = 1920
 
 
@@ -59,12 +59,12 @@ class FakeEngine:
     """`asked`, `models_asked`, `references` and `cancelled` record what came; `go` may be cleared to hold back what comes after a request's
     first frame."""
 
-    def __init__(self, models: tuple[wire.ModelInfo, ...] = (MODEL,), status: wire.Status = READY) -> None:
+    def __init__(self, models: tuple[protocol.ModelInfo, ...] = (MODEL,), status: protocol.Status = READY) -> None:
         self.models = models
         self.status = status
         self.asked: dict[str, dict] = {}
         self.models_asked: dict[str, str] = {}
-        self.references: dict[str, wire.Clip | None] = {}
+        self.references: dict[str, protocol.AudioClip | None] = {}
         self.cancelled: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
@@ -76,65 +76,65 @@ class FakeEngine:
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.add(writer)
-        writer.write(wire.pack(wire.Models(list(self.models))))
-        writer.write(wire.pack(self.status))
-        writer.write(wire.pack(STATS))
-        async for message in wire.read(reader, wire.to_engine):
+        writer.write(protocol.pack(protocol.Models(list(self.models))))
+        writer.write(protocol.pack(self.status))
+        writer.write(protocol.pack(STATS))
+        async for message in protocol.read(reader, protocol.to_engine):
             match message:
-                case wire.Speak(id, model, request, reference):
+                case protocol.Speak(id, model, request, reference):
                     self.asked[id] = request
                     self.models_asked[id] = model
                     self.references[id] = reference
                     task = asyncio.create_task(self.speak(writer, id, request["text"].split()))
                     self.tasks.add(task)
                     task.add_done_callback(self.tasks.discard)
-                case wire.Cancel(id):
+                case protocol.Cancel(id):
                     self.cancelled.append(id)
         self.writers.discard(writer)
         writer.close()
 
     async def speak(self, writer: asyncio.StreamWriter, id: str, words: list[str]) -> None:
-        def say(message: wire.Message) -> None:
-            writer.write(wire.pack(message))
+        def say(message: protocol.Message) -> None:
+            writer.write(protocol.pack(message))
 
         what, count = words[0], int(words[1]) if len(words) > 1 else 0
         match what:
             case "reject":
-                return say(wire.Rejected(id, "voice 'x' is not in this checkpoint; it has: ryan, vivian", "voice"))
+                return say(protocol.Rejected(id, "voice 'x' is not in this checkpoint; it has: ryan, vivian", "voice"))
             case "badtext":
-                return say(wire.Rejected(id, "text has no sound", "text"))
+                return say(protocol.Rejected(id, "text has no sound", "text"))
             case "unguided":
-                return say(wire.Rejected(id, "this model takes no guidance", "guidance"))
+                return say(protocol.Rejected(id, "this model takes no guidance", "guidance"))
             case "badreference":
-                return say(wire.Rejected(id, "what the reference says is needed", "reference_text"))
+                return say(protocol.Rejected(id, "what the reference says is needed", "reference_text"))
             case "full":
-                return say(wire.Rejected(id, "256 requests wait already", None, "engine_full", 503, 7.0))
+                return say(protocol.Rejected(id, "256 requests wait already", None, "engine_full", 503, 7.0))
             case "die":
                 return self.away()
             case "queued":
                 return
             case "write":
                 for index in range(count):
-                    say(wire.Audio(id, frame(index), 1))
-                    say(wire.Text(id, f"größe {index} "))
-                return say(wire.Finished(id, "stop", count, {"input_tokens": 2, "text_tokens": 3 * count}))
+                    say(protocol.Audio(id, frame(index), 1))
+                    say(protocol.Text(id, f"größe {index} "))
+                return say(protocol.Finished(id, "stop", count, {"input_tokens": 2, "text_tokens": 3 * count}))
             case "tone":
                 for index in range(count):
-                    say(wire.Audio(id, tone(index), 1))
+                    say(protocol.Audio(id, tone(index), 1))
                     await asyncio.sleep(0.02)
-                return say(wire.Finished(id, "stop", count, {"input_tokens": 2}))
+                return say(protocol.Finished(id, "stop", count, {"input_tokens": 2}))
         for index in range(count):
-            say(wire.Audio(id, frame(index), 1))
+            say(protocol.Audio(id, frame(index), 1))
             await self.go.wait()
         match what:
             case "fail":
-                say(wire.Failed(id, "the codec broke"))
+                say(protocol.Failed(id, "the codec broke"))
             case "frames" | "silent":
-                say(wire.Finished(id, "stop", count, {"output_frames": count}))
+                say(protocol.Finished(id, "stop", count, {"output_frames": count}))
 
-    def tell(self, message: wire.Message) -> None:
+    def tell(self, message: protocol.Message) -> None:
         for writer in self.writers:
-            writer.write(wire.pack(message))
+            writer.write(protocol.pack(message))
 
     def away(self) -> None:
         """Ends every connection and listens no more."""

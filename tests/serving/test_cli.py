@@ -13,7 +13,7 @@ import shell
 import soundfile
 from shell import ROOT
 
-from serving.decode import decode
+from serving.http.decode import decode
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_help_is_there_at_once():
         took.append(time.perf_counter() - began)
         assert done.returncode == 0 and all(name in done.stdout for name in ("serve", "say", "inspect", "demo-checkpoint"))
     imported = subprocess.run(
-        [sys.executable, "-c", "import sys, serving.__main__, serving.supervisor, serving.app; print('torch' in sys.modules)"],
+        [sys.executable, "-c", "import sys, serving.__main__, serving.supervisor, serving.http.app; print('torch' in sys.modules)"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -184,7 +184,7 @@ def test_say_writes_every_format(zoo, checkpoint, tmp_path, suffix):
     if suffix == ".pcm":
         assert len(out.read_bytes()) == 2 * 1920 * frames
     else:
-        assert 0 <= decode(out.read_bytes(), 60).lasts_s - 0.08 * frames < 0.1
+        assert 0 <= decode(out.read_bytes(), 60).duration_s - 0.08 * frames < 0.1
 
 
 def test_say_in_the_voice_of_a_recording(zoo, tmp_path):

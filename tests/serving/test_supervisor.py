@@ -35,7 +35,7 @@ def start(tmp_path, monkeypatch):
         with supervisor.bind("127.0.0.1", 0) as listener:
             engine = [sys.executable, str(HERE / "fake_engine.py"), path, str(lifeline), *how]
             options = {"socket": path, "fd": listener.fileno(), "lifeline": lifeline, "grace_s": 1}
-            http = [sys.executable, "-m", "serving.app", json.dumps(options)]
+            http = [sys.executable, "-m", "serving.http.app", json.dumps(options)]
             task = asyncio.create_task(supervisor.supervise(engine, http, listener, path, lifeline, ENV))
             try:
                 async with httpx.AsyncClient(base_url=supervisor.url(listener), timeout=10) as client:
@@ -70,7 +70,7 @@ def children():
         except (FileNotFoundError, ProcessLookupError):
             continue
         if parent == os.getpid():
-            found |= {name: pid for name in ("fake_engine", "serving.app") if name in line}
+            found |= {name: pid for name in ("fake_engine", "serving.http.app") if name in line}
     return found
 
 
@@ -101,9 +101,9 @@ def test_an_http_process_that_dies_is_started_again_on_its_port(start, capfd):
         async with start() as (_, client):
             await until_ready(client)
             before = children()
-            os.kill(before["serving.app"], signal.SIGKILL)
+            os.kill(before["serving.http.app"], signal.SIGKILL)
             async with asyncio.timeout(10):
-                while children().get("serving.app") in (None, before["serving.app"]):
+                while children().get("serving.http.app") in (None, before["serving.http.app"]):
                     await asyncio.sleep(0.01)
             assert (await client.get("/health")).status_code == 200  # it waited for the new process: the port was never closed
             await until_ready(client)
@@ -168,7 +168,7 @@ path = tempfile.mkdtemp() + "/engine.sock"
 listener = supervisor.bind("127.0.0.1", 0)
 options = {{"socket": path, "fd": listener.fileno(), "lifeline": lifeline}}
 engine = [sys.executable, {str(HERE / "fake_engine.py")!r}, path, str(lifeline)]
-http = [sys.executable, "-m", "serving.app", json.dumps(options)]
+http = [sys.executable, "-m", "serving.http.app", json.dumps(options)]
 asyncio.run(supervisor.supervise(engine, http, listener, path, lifeline, dict(os.environ)))
 """
     process = subprocess.Popen([sys.executable, "-c", script], env=ENV, stderr=subprocess.PIPE, text=True)

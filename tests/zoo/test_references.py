@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from zoo.contract import Clip
+from zoo.contract import AudioClip
 from zoo.references import References, content, mono
 
 LIMITS_S = (0.05, 2.0)
@@ -22,7 +22,7 @@ def tone(seconds: float = 1.0, rate_hz: int = 24000, hz: float = 440.0, loudness
 
 
 def made(samples: np.ndarray, rate_hz: int = 24000) -> np.ndarray:
-    return mono(Clip(samples, rate_hz), 24000, LIMITS_S)
+    return mono(AudioClip(samples, rate_hz), 24000, LIMITS_S)
 
 
 # one channel at the model's rate
@@ -77,16 +77,16 @@ def test_audio_that_is_no_reference_is_refused(samples, rate_hz, message):
 
 def test_a_clip_is_named_by_its_content():
     names = {
-        content(Clip(tone(), 24000)),
-        content(Clip(tone(), 16000)),
-        content(Clip(tone(hz=441), 24000)),
-        content(Clip(tone().reshape(2, -1), 24000)),
-        content(Clip(tone().reshape(3, -1), 24000)),
-        content(Clip(tone(), 24000), "something else"),
+        content(AudioClip(tone(), 24000)),
+        content(AudioClip(tone(), 16000)),
+        content(AudioClip(tone(hz=441), 24000)),
+        content(AudioClip(tone().reshape(2, -1), 24000)),
+        content(AudioClip(tone().reshape(3, -1), 24000)),
+        content(AudioClip(tone(), 24000), "something else"),
     }
     assert len(names) == 6
     strided = np.repeat(tone(), 2)[::2]
-    assert content(Clip(strided, 24000)) == content(Clip(tone(), 24000)) in names
+    assert content(AudioClip(strided, 24000)) == content(AudioClip(tone(), 24000)) in names
 
 
 # the store
@@ -114,7 +114,7 @@ def test_what_is_held_is_not_encoded_again():
 
 
 def test_the_least_recently_used_is_given_up():
-    store: References[Encoded] = References(most_bytes=10)
+    store: References[Encoded] = References(max_bytes=10)
     for name in (b"a", b"b", b"c"):
         store.get(name, encoder(0, 3))
     store.get(b"a", never)
@@ -127,7 +127,7 @@ def test_the_least_recently_used_is_given_up():
 
 
 def test_what_is_larger_than_the_store_is_given_and_not_held():
-    store: References[Encoded] = References(most_bytes=10)
+    store: References[Encoded] = References(max_bytes=10)
     assert store.get(b"large", encoder(1, 11)).value == 1
     assert store.get(b"large", encoder(2, 11)).value == 2
 

@@ -36,7 +36,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> HiggsV3:
         )
     module = build(config)
     checkpoint.load(module, weights.table(config), directory, device, dtype, skip="unread", fp32="codec", optional=frozenset(weights.HEADS))
-    module.codec.finish()
+    module.codec.prepare()
     module.eval().requires_grad_(False)
     writer = PromptWriter(config, directory, Cloner(config, module.codec, device))
     return HiggsV3(config, spec, module.backbone, module.codec, writer).eval().requires_grad_(False)
@@ -59,7 +59,7 @@ def describe(directory: Path):
     from zoo.contract import KV, Spec
     from zoo.higgs_v3.clone import REFERENCE_S
     from zoo.higgs_v3.config import MAX_ROWS, SAMPLE_RATE_HZ, Config
-    from zoo.higgs_v3.prompt import VOICE
+    from zoo.higgs_v3.prompt import HINTS, OPTIONS, VOICE
     from zoo.higgs_v3.strategy import WINDOW
     from zoo.nn.checkpoint import read_json
 
@@ -76,10 +76,12 @@ def describe(directory: Path):
         max_frames=min(MAX_ROWS, config.max_positions) - config.delay,
         max_positions=config.max_positions,
         window=WINDOW,
-        delay=config.delay,
         voices=(VOICE,),
         modes=("voice", "clone"),
         reference_s=REFERENCE_S,
+        options=OPTIONS,
+        hints=HINTS,
+        name="Higgs Audio V3",
     )
     return config, spec
 
@@ -89,3 +91,12 @@ def survey(directory: Path):
     config, spec = describe(directory)
     module = build(config)
     return spec, sum(p.numel() for part in (module.backbone, module.codec) for p in part.parameters())
+
+
+def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
+    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    import torch
+
+    from zoo.higgs_v3.demo import write
+
+    return write(directory, size, seed, dtype or torch.bfloat16)

@@ -6,24 +6,24 @@ clip ─ mono, 24 kHz, a second at least ─ codec encoder ─> codes [F, K] ─
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.contract import Clip
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import SAMPLE_RATE_HZ, Config
 from zoo.higgs_v3.delay import stagger
+from zoo.nn.keys import prefix_key
 from zoo.references import References, content, mono
+from zoo.request import AudioClip
 
 REFERENCE_S = (0.1, 100.0)  # the longest: sglang-omni 0.1.9, models/higgs_tts/stages.py; with less than the shortest there is no voice
-LEAST_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are filled up with zeros at their end: likewise
+MIN_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are filled up with zeros at their end: likewise
 
 
 @dataclass(frozen=True)
-class Reference:
+class EncodedReference:
     rows: Tensor  # [F + K - 1, K]
     keys: tuple[int, ...]  # one per row, negative: text ids are not
 
@@ -33,26 +33,21 @@ class Reference:
 
 
 class Cloner:
-    """Clip -> Reference. May be called from several threads."""
+    """AudioClip -> EncodedReference. May be called from several threads."""
 
     def __init__(self, config: Config, codec: Codec, device: torch.device):
         self.config, self.codec, self.device = config, codec, device
-        self.references: References[Reference] = References()
+        self.references: References[EncodedReference] = References()
 
-    def __call__(self, clip: Clip) -> Reference:
-        """Raises ValueError (`.param` "reference") for audio that is no reference."""
+    def __call__(self, clip: AudioClip) -> EncodedReference:
+        """Raises ValueError (`param` "references") for audio that is no reference."""
         return self.references.get(content(clip), lambda: self._encode(clip))
 
     @torch.inference_mode()
-    def _encode(self, clip: Clip) -> Reference:
+    def _encode(self, clip: AudioClip) -> EncodedReference:
         samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, REFERENCE_S), device=self.device)[None]  # [1, N]
-        samples = F.pad(samples, (0, max(0, LEAST_SAMPLES - samples.shape[1])))
+        samples = F.pad(samples, (0, max(0, MIN_SAMPLES - samples.shape[1])))
         codes = self.codec.encode(samples)[0]  # [F, K]
         rows = stagger(codes, self.config.begin, self.config.end)
-        return Reference(rows, tuple(key(row) for row in rows.tolist()))
+        return EncodedReference(rows, tuple(prefix_key(*row) for row in rows.tolist()))
 
-
-def key(row: list[int]) -> int:
-    """What names a position that reads a row of codes: a hash of them all, negative. Equal rows are equal inputs, whoever's they are."""
-    name = blake2b(repr(row).encode(), digest_size=8).digest()
-    return int.from_bytes(name, "little") | -(1 << 63)

@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         self.context = need + KERNEL // 2  # frames
 
     @torch.no_grad()
-    def finish(self, quantizer: Quantizer) -> None:
+    def prepare(self, quantizer: Quantizer) -> None:
         """Codebook, way out and projection are linear, one after the other: a row per code is left of them. In fp64, then rounded once."""
         project = self.project.weight.double()
         tables = [project @ book.project_out.weight.double() @ book.rows.double().T for book in quantizer]  # [C, V] each
@@ -130,10 +130,10 @@ class Codec(nn.Module):
         self.decoder = Decoder(config)
         self.encoder = Encoder(config)
 
-    def finish(self) -> None:
+    def prepare(self) -> None:
         """Compute once what follows from the weights alone."""
-        self.decoder.finish(self.quantizer)
-        self.encoder.finish()
+        self.decoder.prepare(self.quantizer)
+        self.encoder.prepare()
 
     def encode(self, samples: Tensor) -> Tensor:
         """samples [B, N] -> codes [B, F, K]"""

@@ -23,14 +23,16 @@ class DelayState(State):
     """Adds: row [S+1, K], the codes of the last step, specials among them; end [S+1], the frames that the tape will have: the cap, until
     codebook 0 says where the speech ends."""
 
+    row: Tensor
+    end: Tensor
+
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
         super().__init__(spec, slots, max_frames, dtype, device)
-        self.row = torch.zeros(slots + 1, *spec.frame_shape, dtype=torch.int64, device=device)
-        self.end = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.add("row", *spec.frame_shape, dtype=torch.int64)
+        self.add("end", dtype=torch.int64)
 
     def open(self, slot: int, prompt: Prompt) -> None:
         super().open(slot, prompt)
-        self.row[slot] = 0
         self.end[slot] = prompt.max_frames
 
     def step(self, slots: Tensor, drawn: Tensor, begin: int, end: int) -> None:

@@ -89,11 +89,11 @@ class Encoder(nn.Module):
         self.semantic = nn.Sequential(nn.Conv1d(hidden, hidden, 3, padding=1, bias=False), SemanticBlock(hidden), SemanticBlock(hidden))
         self.join = nn.Linear(config.width, config.width)
 
-    def finish(self) -> None:
+    def prepare(self) -> None:
         """Compute once what follows from the weights alone."""
         for module in self.modules():
             if isinstance(module, Position):
-                module.finish()
+                module.prepare()
         self.resample = Resample(SAMPLE_RATE_HZ, SEMANTIC_RATE_HZ).to(self.join.weight.device)
 
     def forward(self, samples: Tensor) -> Tensor:

@@ -8,12 +8,10 @@ Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts; transformers, models/qw
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from zoo.contract import Batch, Family, Prompt, Request, Spec, View, refuse
+from zoo.contract import Batch, Family, Prompt, Request, Spec, View, frame_cap
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import Config, StackConfig
 from zoo.higgs_v3.delay import DelayState
@@ -24,11 +22,10 @@ from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
+from zoo.request import check
 
-# What sglang-omni 0.1.9 gives to speech requests; the checkpoint names no defaults.
-TEMPERATURE, TOP_K, TOP_P = 0.8, 30, 0.8
 GREEDY = 1e-5  # at a temperature this low the reference takes the likeliest code
-FRAMES_PER_TEXT_TOKEN, LEAST_FRAMES = 24, 384  # the guard against a voice that never ends, where the request sets no cap
+FRAMES_PER_TEXT_TOKEN, MIN_FRAMES = 24, 384  # the guard against a voice that never ends, where the request sets no cap
 
 
 class Block(nn.Module):
@@ -76,20 +73,24 @@ class Backbone(nn.Module):
 class HiggsState(DelayState):
     """Adds: sampling values [S+1] each, the same for all codebooks."""
 
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
     def __init__(self, family: HiggsV3, slots: int, max_frames: int):
         super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
-        self.temperature = torch.zeros(slots + 1, device=family.device)
-        self.top_k = torch.zeros(slots + 1, dtype=torch.int64, device=family.device)
-        self.top_p = torch.ones(slots + 1, device=family.device)
+        self.add("temperature")
+        self.add("top_k", dtype=torch.int64)
+        self.add("top_p", default=1)
 
 
-class HiggsV3(Family):
+class HiggsV3(Family[HiggsState]):
     def __init__(self, config: Config, spec: Spec, backbone: Backbone, codec: Codec, writer: PromptWriter):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY
         self.backbone, self.codec = backbone, codec
         self.writer = writer
-        assert codec.decoder.context == spec.window.right, f"the codec looks {codec.decoder.context} frames ahead, not {spec.window.right}"
+        assert codec.decoder.context == spec.window.lookahead, f"the codec looks {codec.decoder.context} frames ahead, not {spec.window.lookahead}"
         table = backbone.codes.weight
         self.dtype, self.device = table.dtype, table.device
         self.head = nn.Linear(config.stack.hidden, config.codebooks * config.vocab, bias=False, device="meta")
@@ -99,29 +100,25 @@ class HiggsV3(Family):
 
     @torch.inference_mode()
     def prompt(self, request: Request) -> Prompt:
-        script = self.writer(request)
+        values = check(request, self.spec)
+        script = self.writer(request, values)
         ids = torch.tensor(script.ids, device=self.device)  # [T]
         inputs = self.backbone.text(ids.clamp(min=0))  # [T, D]
         if script.reference is not None:
             inputs[ids < 0] = self.backbone.rows(script.reference.rows)
-        room = self.spec.max_positions - len(script.ids) - self.spec.delay  # frames
-        guard = min(room, max(LEAST_FRAMES, FRAMES_PER_TEXT_TOKEN * script.text_tokens))
-        cap = min(self.spec.max_frames, _either(request.max_frames, guard))
-        if not 1 <= cap <= room:
-            raise refuse(
-                "text",
-                f"the prompt takes {len(script.ids)} positions and leaves room for {max(room, 0)} frames; {max(cap, 1)} are asked for",
-            )
-        temperature = _either(request.temperature, TEMPERATURE)
+        guard, delay = max(MIN_FRAMES, FRAMES_PER_TEXT_TOKEN * script.text_tokens), self.config.delay
+        max_frames = frame_cap(self.spec, request, len(script.ids), guard, extra_steps=delay)
+        temperature = values["temperature"]
         return Prompt(
             inputs=inputs,
-            keys=script.keys,
-            max_frames=cap,
+            prefix_keys=script.keys,
+            max_frames=max_frames,
+            max_steps=max_frames + delay,
             slot={
                 "seed": request.seed,
                 "temperature": temperature if temperature > GREEDY else 0.0,
-                "top_k": _either(request.top_k, TOP_K),
-                "top_p": _either(request.top_p, TOP_P),
+                "top_k": values["top_k"],
+                "top_p": values["top_p"],
             },
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.ids)},
         )
@@ -131,14 +128,9 @@ class HiggsV3(Family):
     def state(self, slots: int, max_frames: int | None = None) -> HiggsState:
         return HiggsState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
 
-    def admit(self, state: HiggsState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
-        state.open(slot, prompt)
-        for name, value in prompt.slot.items():
-            getattr(state, name)[slot] = value
-
     # device
 
-    def embed(self, state: HiggsState, slots: Tensor) -> Tensor:  # type: ignore[override]
+    def embed(self, state: HiggsState, slots: Tensor) -> Tensor:
         return self.backbone.rows(state.row[slots])
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -151,7 +143,7 @@ class HiggsV3(Family):
             x = layer(x, cos, sin, Paged(batch, i))
         return self.backbone.norm(x)
 
-    def emit(self, state: HiggsState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
+    def emit(self, state: HiggsState, slots: Tensor, h: Tensor) -> None:
         """Eight codes per slot, drawn independently, each to the frame it belongs to (40 ms). h [B, D]."""
         c = self.config
         logits = self.head(h).float().unflatten(-1, (c.codebooks, c.vocab))  # [B, K, V]
@@ -160,13 +152,9 @@ class HiggsV3(Family):
         drawn = draw(logits.flatten(0, 1), *how, noise.flatten(0, 1)).unflatten(0, (-1, c.codebooks))  # [B, K]
         state.step(slots, drawn, c.begin, c.end)
 
-    def render(self, state: HiggsState, view: View) -> Tensor:  # type: ignore[override]
+    def render(self, state: HiggsState, view: View) -> tuple[Tensor, Tensor]:
         """The codec looks ten frames to both sides: they are read from the tape, whose end is where no more frames are ready."""
-        context = self.spec.window.right
-        at = view.start[:, None] + torch.arange(-context, view.frames + context, device=view.start.device)  # [B, F + 20]
-        codes = state.tape[view.slots[:, None], at.clamp(min=0, max=state.tape.shape[1] - 1)]  # [B, F + 20, K]
-        return self.codec.decoder(codes, view.start, state.ready[view.slots]).float()
-
-
-def _either(value: Any, default: Any) -> Any:
-    return default if value is None else value
+        window = self.spec.window
+        codes = state.window(view, window.left, window.lookahead)  # [B, F + 20, K]
+        samples = self.codec.decoder(codes, view.start, state.ready[view.slots])
+        return samples.float(), view.count * self.spec.frame_samples

@@ -12,29 +12,33 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from zoo.contract import Request, refuse
-from zoo.higgs_v3.clone import Cloner, Reference
+from zoo.higgs_v3.clone import Cloner, EncodedReference
 from zoo.higgs_v3.config import Config
 from zoo.higgs_v3.vocabulary import CONTROL_TAGS
 from zoo.nn.checkpoint import read_json
+from zoo.request import Option, Request, RequestError, sampling_options
 
 ROW = -1  # stands for a row of the reference
 STRUCTURE = ("<|tts|>", "<|ref_text|>", "<|ref_audio|>", "<|text|>", "<|audio|>")
 _TAG = re.compile("(" + "|".join(re.escape(tag) for tag in CONTROL_TAGS) + ")")
 VOICE = "default"  # a voice by chance; OpenAI's clients must name one
-# Fields of a request that this model has no use for, and what it has instead.
-UNUSED = {
+# What sglang-omni 0.1.9 gives to speech requests; the checkpoint names no defaults.
+TEMPERATURE, TOP_K, TOP_P = 0.8, 30, 0.8
+OPTIONS = (
+    *sampling_options(TEMPERATURE, TOP_K, TOP_P),
+    Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False),
+)
+HINTS = {
+    "voice": "or give a reference",
+    "language": "it hears the language from the text",
     "instructions": "control tags in the text, such as <|emotion:awe|>, say how to speak",
-    "depth_temperature": "temperature rules all codes",
-    "depth_top_k": "top_k rules all codes",
-    "depth_top_p": "top_p rules all codes",
-    "guidance": "it has no lane to be guided away from",
-    "solver_steps": "its codes are drawn, not solved",
 }
 
 
@@ -63,12 +67,12 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-    """A prompt as ids: text ids, and ROW where the reference's rows stand. keys: as in zoo.contract.Prompt."""
+    """A prompt as ids: text ids, and ROW where the reference's rows stand. keys: as Prompt.prefix_keys."""
 
     ids: tuple[int, ...]
     keys: tuple[int, ...]
     text_tokens: int
-    reference: Reference | None
+    reference: EncodedReference | None
 
 
 class PromptWriter:
@@ -81,30 +85,17 @@ class PromptWriter:
         if (most := max(self.tokenize.special.values())) >= config.text_vocab:
             raise ValueError(f"{directory / 'tokenizer.json'} has ids up to {most}, but the model has {config.text_vocab} text rows")
 
-    def __call__(self, request: Request) -> Script:
-        for param, instead in UNUSED.items():
-            if getattr(request, param) is not None:
-                raise refuse(param, f"Higgs Audio V3 takes no {param}: {instead}")
-        if (request.voice or VOICE).lower() != VOICE:
-            raise refuse("voice", f"voice {request.voice!r} is not in this checkpoint; it has: {VOICE} (by chance), or give a reference")
-        if request.language not in (None, "auto"):
-            raise refuse(
-                "language", f"language {request.language!r} cannot be chosen: Higgs Audio V3 hears it from the text; possible: auto"
-            )
-        if request.repetition_penalty not in (None, 1.0):
-            raise refuse("repetition_penalty", f"repetition_penalty is {request.repetition_penalty:g}; Higgs Audio V3 has none, which is 1")
-        if request.layout not in (None, "whole"):
-            raise refuse(
-                "layout", f"layout {request.layout!r} is not possible: Higgs Audio V3 reads all of the text first; possible: whole"
-            )
+    def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
+        """values: of the model's options, as `zoo.request.check` gives them."""
         text = self._tokens("text", request.text)
         if not text:
-            raise refuse("text", "text is empty")
-        for param in ("reference_text", "x_vector_only"):
-            if request.reference is None and getattr(request, param):
-                raise refuse(param, f"{param} is about a reference, and there is none")
-        transcript = [] if request.x_vector_only else self._tokens("reference_text", request.reference_text or "")
-        reference = None if request.reference is None else self.cloner(request.reference)
+            raise RequestError("text", "text is empty")
+        transcript, reference = [], None
+        if request.references:
+            given = request.references[0]
+            if not values["x_vector_only_mode"]:
+                transcript = self._tokens("transcript", given.transcript or "")
+            reference = self.cloner(given.clip)
 
         special = self.tokenize.special
         ids, keys = [special["<|tts|>"]], []
@@ -120,5 +111,5 @@ class PromptWriter:
     def _tokens(self, param: str, text: str) -> list[int]:
         tokens = self.tokenize(text.strip())
         if len(tokens) > self.max_tokens:
-            raise refuse(param, f"{param} has {len(tokens)} tokens; the model reads {self.max_tokens} positions in all")
+            raise RequestError(param, f"{param} has {len(tokens)} tokens; the model reads {self.max_tokens} positions in all")
         return tokens

@@ -44,7 +44,7 @@ class Position(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.hidden))
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def prepare(self) -> None:
         """Call once, with the weights in place."""
         weight = self.direction * (self.length / self.direction.norm(dim=(0, 1), keepdim=True))
         self.register_buffer("weight", weight, persistent=False)

@@ -21,65 +21,65 @@ class Paged:
     def __init__(self, batch: Batch, layer: int):
         offset = 2 * layer * batch.page_tokens
         self.kv = batch.kv
-        self.writes = batch.writes + offset  # [T]
-        self.rows = batch.rows + offset  # [B, P]
-        self.lengths = batch.lengths
-        self.starts = batch.starts
+        self.kv_write_index = batch.kv_write_index + offset  # [T]
+        self.page_table = batch.page_table + offset  # [B, P]
+        self.kv_lens = batch.kv_lens
+        self.cu_seqlens = batch.cu_seqlens
         self.page_tokens = batch.page_tokens
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tensor:
     """q [T, H, D], k and v [T, Hkv, D], causal, grouped queries -> [T, H, D]. Writes k and v into the pages."""
-    paged.kv.index_copy_(0, paged.writes, k)
-    paged.kv.index_copy_(0, paged.writes + paged.page_tokens, v)
-    return torch.ops.zoo.paged_attention.default(q, paged.kv, paged.rows, paged.lengths, paged.starts, paged.page_tokens, scale)
+    paged.kv.index_copy_(0, paged.kv_write_index, k)
+    paged.kv.index_copy_(0, paged.kv_write_index + paged.page_tokens, v)
+    return torch.ops.zoo.paged_attention.default(q, paged.kv, paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens, scale)
 
 
 @torch.library.custom_op("zoo::paged_attention", mutates_args=())
 def paged_attention(
-    q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, starts: Tensor, page_tokens: int, scale: float
+    q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, cu_seqlens: Tensor, page_tokens: int, scale: float
 ) -> Tensor:
-    """q [T, H, D] over the pages at rows [B, P]; sequence b holds lengths[b] positions, the last of which are q[starts[b]:starts[b+1]]."""
-    if q.shape[0] == rows.shape[0]:  # every sequence has one query: no length has to be known here, so a CUDA graph can hold it
+    """q [T, H, D] over the pages of page_table [B, P]; sequence b holds kv_lens[b] positions, the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]."""
+    if q.shape[0] == page_table.shape[0]:  # every sequence has one query: no length has to be known here, so a CUDA graph can hold it
         if kernels.know(q, kv):
-            return kernels.attend(q, kv, rows, lengths, page_tokens, scale)
-        longest = int(lengths.max()) if q.device.type == "cpu" else rows.shape[1] * page_tokens
-        return _one_query_each(q, kv, rows, lengths, page_tokens, scale, longest)
+            return kernels.attend(q, kv, page_table, kv_lens, page_tokens, scale)
+        longest = int(kv_lens.max()) if q.device.type == "cpu" else page_table.shape[1] * page_tokens
+        return _one_query_each(q, kv, page_table, kv_lens, page_tokens, scale, longest)
     out = torch.empty_like(q)
-    edges, counts = starts.tolist(), lengths.tolist()
+    edges, counts = cu_seqlens.tolist(), kv_lens.tolist()
     for b, (start, stop) in enumerate(pairwise(edges)):
         if stop > start:
-            out[start:stop] = _one_sequence(q[start:stop], kv, rows[b], counts[b], page_tokens, scale)
+            out[start:stop] = _one_sequence(q[start:stop], kv, page_table[b], counts[b], page_tokens, scale)
     return out
 
 
 @paged_attention.register_fake
-def _(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, starts: Tensor, page_tokens: int, scale: float) -> Tensor:
+def _(q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, cu_seqlens: Tensor, page_tokens: int, scale: float) -> Tensor:
     return torch.empty_like(q)
 
 
-def _positions(rows: Tensor, page_tokens: int, count: int) -> Tensor:
-    """The row of every position's key: rows [..., P] -> [..., count]."""
+def _positions(page_table: Tensor, page_tokens: int, count: int) -> Tensor:
+    """The row of every position's key: page_table [..., P] -> [..., count]."""
     pages = -(-count // page_tokens)
-    within = torch.arange(page_tokens, device=rows.device)
-    return (rows[..., :pages, None] + within).flatten(-2)[..., :count]
+    within = torch.arange(page_tokens, device=page_table.device)
+    return (page_table[..., :pages, None] + within).flatten(-2)[..., :count]
 
 
-def _one_query_each(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: int, scale: float, longest: int) -> Tensor:
+def _one_query_each(q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, page_tokens: int, scale: float, longest: int) -> Tensor:
     heads = kv.shape[1]
-    at = _positions(rows, page_tokens, longest)  # [B, n]
+    at = _positions(page_table, page_tokens, longest)  # [B, n]
     k = kv[at].transpose(1, 2)  # [B, Hkv, n, D]
     v = kv[at + page_tokens].transpose(1, 2)
-    seen = torch.arange(longest, device=q.device) < lengths[:, None]  # [B, n]
+    seen = torch.arange(longest, device=q.device) < kv_lens[:, None]  # [B, n]
     # the queries of a group stand where the query positions of a plain attention would
     grouped = q.unflatten(1, (heads, -1))  # [B, Hkv, G, D]
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
     return out.flatten(1, 2)  # [B, H, D]
 
 
-def _one_sequence(q: Tensor, kv: Tensor, rows: Tensor, length: int, page_tokens: int, scale: float) -> Tensor:
+def _one_sequence(q: Tensor, kv: Tensor, page_table: Tensor, length: int, page_tokens: int, scale: float) -> Tensor:
     heads, new = kv.shape[1], q.shape[0]
-    at = _positions(rows, page_tokens, length)  # [n]
+    at = _positions(page_table, page_tokens, length)  # [n]
     k = kv[at].transpose(0, 1)  # [Hkv, n, D]
     v = kv[at + page_tokens].transpose(0, 1)
     key = torch.arange(length, device=q.device)

@@ -32,7 +32,7 @@ class SnakeBeta(nn.Module):
         self.beta = nn.Parameter(torch.empty(channels))
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def prepare(self) -> None:
         """Call once, with the weights in place."""
         self.register_buffer("frequency", self.alpha.exp()[:, None], persistent=False)
         self.register_buffer("gain", (1 / (self.beta.exp() + 1e-9))[:, None], persistent=False)

@@ -31,7 +31,7 @@ class SplitVQ(nn.Module):
         self.used = used
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def prepare(self) -> None:
         """Call once, with the weights in place."""
         wide = torch.promote_types(self.sums.dtype, torch.float32)
         table = self.sums.to(wide) / self.usage.to(wide).clamp(min=MIN_USAGE)[:, None]

@@ -34,12 +34,12 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> Qwen3TTS:
     checkpoint.load(talker, weights.root(config), directory, device, dtype)
     skip = "encoder" if talker.speaker is None else None
     checkpoint.load(codec, weights.codec(*codec_configs), directory / "speech_tokenizer", device, torch.float32, skip)
-    codec.decoder.finish()
+    codec.decoder.prepare()
     if talker.speaker is None:
         codec.encoder = None  # only references need it; its tensors were checked above
         cloner = None
     else:
-        codec.encoder.finish()
+        codec.encoder.prepare()
         cloner = Cloner(talker.speaker.float().eval(), codec, device)
     return Qwen3TTS(config, defaults, spec, talker, codec, PromptWriter(config, directory, cloner)).eval().requires_grad_(False)
 
@@ -65,6 +65,7 @@ def describe(directory: Path):
     from zoo.qwen3_tts.codec import DecoderConfig
     from zoo.qwen3_tts.config import Config, Defaults
     from zoo.qwen3_tts.encoder import EncoderConfig
+    from zoo.qwen3_tts.prompt import SIZES, hints, options
     from zoo.qwen3_tts.strategy import WINDOW
 
     config = Config.read(read_json(directory / "config.json"))
@@ -87,6 +88,10 @@ def describe(directory: Path):
         languages=("auto", *sorted(name for name in config.languages if "dialect" not in name)),
         modes=config.modes,
         reference_s=reference_s(config.speaker) if config.speaker else None,
+        options=options(config, defaults),
+        hints=hints(config),
+        name=f"Qwen3-TTS {SIZES.get(config.size, config.size)} {config.variant}",
+        feeds=True,
     )
     return config, defaults, codec_configs, spec
 
@@ -96,3 +101,12 @@ def survey(directory: Path):
     config, _, codec_configs, spec = describe(directory)
     modules = build(config, codec_configs)
     return spec, sum(p.numel() for module in modules for p in module.parameters())
+
+
+def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
+    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    import torch
+
+    from zoo.qwen3_tts.demo import write
+
+    return write(directory, size, seed, dtype or torch.bfloat16)

@@ -27,12 +27,12 @@ class Qwen3Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden, config.eps)
         self.mlp = SwiGLU(config.hidden, config.inner)
 
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., D] -> normed queries [..., H, dim] and keys [..., Hkv, dim], and values [..., Hkv, dim]."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
         return self.q_norm(q), self.k_norm(k), v
 
-    def write(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor) -> Tensor:
         """x [..., D] and what its heads made of it [..., H * dim] -> the block's output [..., D]."""
         x = x + self.out(mixed)
         return x + self.mlp(self.mlp_norm(x))

@@ -198,11 +198,11 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.tail.weight.dtype
 
-    def finish(self) -> None:
+    def prepare(self) -> None:
         """Compute once what follows from the weights alone."""
         for module in self.modules():
             if isinstance(module, SnakeBeta | SplitVQ):
-                module.finish()
+                module.prepare()
 
     def forward(self, codes: Tensor, past: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """codes [B, F, K] int64; past [B, past_values], zeros for a new stream; start [B], frames of the stream before these; count [B],

@@ -77,7 +77,7 @@ class SpeakerConfig:
     gate: int  # channels in the middle of a block's gate
 
     @property
-    def least_frames(self) -> int:
+    def min_frames(self) -> int:
         """Frames that the mirrored ends of every convolution need."""
         return 1 + max((kernel - 1) * dilation // 2 for kernel, dilation in zip(self.kernels, self.dilations, strict=True))
 

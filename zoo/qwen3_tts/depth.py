@@ -37,7 +37,7 @@ class DepthBlock(Qwen3Block):
         seen [L, K] bool: what each position sees; its last one is its own. L is 2 at the frame's start, then 1.
         """
         length = x.shape[1]
-        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.read(x))  # [B, H or Hkv, L, dim]
+        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x))  # [B, H or Hkv, L, dim]
         q, new_k = rotate(q, cos, sin), rotate(new_k, cos, sin)
         if length > 1:
             k, v = torch.cat((new_k, k[:, :, length:]), 2), torch.cat((new_v, v[:, :, length:]), 2)
@@ -48,7 +48,7 @@ class DepthBlock(Qwen3Block):
         scores = (q @ k.transpose(2, 3)).unflatten(2, (-1, length)) * self.head_dim**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).flatten(2, 3)  # [B, Hkv, G * L, K]
         mixed = (weights @ v).unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2).to(x.dtype)  # [B, L, H * dim]
-        return self.write(x, mixed), k, v
+        return self.project_output(x, mixed), k, v
 
 
 class CodePredictor(nn.Module):

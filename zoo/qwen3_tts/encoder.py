@@ -157,9 +157,9 @@ class Encoder(nn.Module):
         self.quantizer = SplitVQ(config.codebooks, config.used, config.codebook_size, config.codebook_dim, config.hidden)
         self.initialized = nn.ParameterList(torch.empty(1) for _ in range(config.codebooks))  # of the codebooks; published, read by nothing
 
-    def finish(self) -> None:
+    def prepare(self) -> None:
         """Compute once what follows from the weights alone."""
-        self.quantizer.finish()
+        self.quantizer.prepare()
 
     def forward(self, samples: Tensor, window: int | None = None) -> Tensor:
         """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes no code but that of a last, partial frame.

@@ -91,7 +91,7 @@ class SpeakerEncoder(nn.Module):
         self.out = Conv(2 * wide, config.width)
 
     def forward(self, mel: Tensor) -> Tensor:
-        """mel [B, M, T], T of `config.least_frames` and more -> [B, D]."""
+        """mel [B, M, T], T of `config.min_frames` and more -> [B, D]."""
         x = self.stem(mel).relu()
         seen = [x := block(x) for block in self.blocks]
         return self.out(self.pooling(self.join(torch.cat(seen, 1)).relu()))[:, :, 0]

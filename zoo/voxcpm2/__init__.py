@@ -33,7 +33,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> VoxCPM2:
     config, spec = describe(directory, dtype)
     net, vae = build(config)
     checkpoint.load(net, weights.root(config), directory, device, dtype)
-    net.finish()
+    net.prepare()
     path = vae_file(directory)
     tensors = checkpoint.read_tensors(path)
     boundaries = tensors.pop(weights.BOUNDARIES, torch.empty(0)).tolist()
@@ -74,7 +74,7 @@ def describe(directory: Path, dtype=None):
     from zoo.voxcpm2.clone import reference_s
     from zoo.voxcpm2.config import Config
     from zoo.voxcpm2.model import MAX_PATCHES
-    from zoo.voxcpm2.prompt import VOICE
+    from zoo.voxcpm2.prompt import HINTS, OPTIONS, VOICE
     from zoo.voxcpm2.strategy import WINDOW
 
     config = Config.read(read_json(directory / "config.json"))
@@ -87,14 +87,17 @@ def describe(directory: Path, dtype=None):
         frame_samples=config.frame_samples,
         sample_rate_hz=config.vae.out_rate_hz,
         kv=KV(config.lm.layers + config.residual.layers, config.lm.kv_heads, config.lm.head_dim),
-        width=config.lm.hidden + 1,
+        width=config.lm.hidden,
         max_frames=min(MAX_PATCHES, config.max_positions),
         max_positions=config.max_positions,
         window=WINDOW,
         noise_shape=frame_shape,
         voices=(VOICE,),
-        modes=("voice", "clone") if config.adds else ("voice", "design", "clone"),
+        modes=("voice", "clone") if config.is_first_generation else ("voice", "design", "clone"),
         reference_s=reference_s(config),
+        options=OPTIONS,
+        hints=HINTS,
+        name=config.name,
     )
     return config, spec
 
@@ -103,3 +106,12 @@ def survey(directory: Path):
     """Spec and number of parameters, weights unread."""
     config, spec = describe(directory)
     return spec, sum(p.numel() for module in build(config) for p in module.parameters())
+
+
+def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
+    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    import torch
+
+    from zoo.voxcpm2.demo import write
+
+    return write(directory, size, seed, dtype or torch.bfloat16)

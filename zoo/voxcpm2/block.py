@@ -30,18 +30,18 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden, config.eps)
         self.mlp = SwiGLU(config.hidden, config.inner)
 
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., D] -> queries [..., H, dim], keys and values [..., Hkv, dim], not rotated."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
         return q, k, v
 
-    def write(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor) -> Tensor:
         """x [..., D] and what its heads made of it [..., H * dim] -> the block's output [..., D]."""
         x = x + self.out(mixed)
         return x + self.mlp(self.mlp_norm(x))
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotated in fp32 by a table that was rounded to the model's dtype."""
     return rotate(x.float(), cos, sin).to(x.dtype)
 
@@ -52,8 +52,8 @@ class PagedBlock(Block):
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, D], cos and sin [T, 1, dim]"""
-        q, k, v = self.read(x)
-        return self.write(x, attend(turn(q, cos, sin), turn(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1))
+        q, k, v = self.project_qkv(x)
+        return self.project_output(x, attend(rope(q, cos, sin), rope(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1))
 
 
 class UnplacedBlock(Block):
@@ -62,8 +62,8 @@ class UnplacedBlock(Block):
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, paged: Paged) -> Tensor:
         """x [T, D]"""
-        q, k, v = self.read(x)
-        return self.write(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
+        q, k, v = self.project_qkv(x)
+        return self.project_output(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
 
 
 class LocalBlock(Block):
@@ -72,13 +72,13 @@ class LocalBlock(Block):
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [..., L, D], cos and sin [L, 1, dim]"""
-        q, k, v = (part.flatten(0, -4) for part in self.read(x))  # [B, L, H or Hkv, dim]
-        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        q, k, v = (part.flatten(0, -4) for part in self.project_qkv(x))  # [B, L, H or Hkv, dim]
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
         q = q.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, L, dim]
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, dim]
         # nothing is masked, so a group's queries may stand where the positions of a plain attention would
         mixed = F.scaled_dot_product_attention(q.flatten(2, 3), k, v).unflatten(2, q.shape[2:4])
-        return self.write(x, mixed.permute(0, 3, 1, 2, 4).flatten(2).unflatten(0, x.shape[:-2]))
+        return self.project_output(x, mixed.permute(0, 3, 1, 2, 4).flatten(2).unflatten(0, x.shape[:-2]))
 
 
 class LongRope(nn.Module):
@@ -91,7 +91,7 @@ class LongRope(nn.Module):
         super().__init__()
         self.config = config
 
-    def finish(self, device: torch.device, dtype: torch.dtype) -> None:
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Call once, with the weights in place."""
         self.dtype = dtype
         pairs = torch.arange(0, 2 * len(self.config.factors), 2).float()
@@ -117,10 +117,10 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList((PagedBlock if config.rope else UnplacedBlock)(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
 
-    def finish(self, device: torch.device, dtype: torch.dtype) -> None:
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Call once, with the weights in place."""
         if self.rope:
-            self.rope.finish(device, dtype)
+            self.rope.prepare(device, dtype)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, D] -> hidden states after the final norm [T, D]."""
@@ -144,9 +144,9 @@ class LocalStack(nn.Module):
         self.layers = nn.ModuleList(LocalBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
 
-    def finish(self, device: torch.device, dtype: torch.dtype) -> None:
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Call once, with the weights in place."""
-        self.rope.finish(device, dtype)
+        self.rope.prepare(device, dtype)
         for name, table in zip(("cos", "sin"), self.rope(torch.arange(self.tokens, device=device)), strict=True):
             self.register_buffer(name, table, persistent=False)
 

@@ -2,7 +2,7 @@
 stands after it. All of it is encoded once and kept.
 
     clip ─ mono, 16 kHz ─ padded to whole patches ─ VAE encoder ─> patches [R, P, D] ─┬─ LocEnc ─> rows [R, H]
-                                                                                     └─ prime ─> past: no seam after the reference
+                                                                                     └─ prime ─> codec_state: no seam after the reference
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.contract import Clip
 from zoo.references import References, content, mono
+from zoo.request import AudioClip
 from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.vae import Vae
 
@@ -28,38 +28,38 @@ def reference_s(config: Config) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Reference:
+class EncodedReference:
     name: bytes  # equal for equal clips with the same use
     patches: Tensor  # [R, P, D], rounded to the model's dtype as the model hears them
     rows: Tensor  # [R, H], the model's dtype
-    past: Tensor | None  # [values], the decoder's after these patches; where speech goes on from them
+    codec_state: Tensor | None  # [values], the decoder's after these patches; where speech goes on from them
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.patches, self.rows, self.past) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self.patches, self.rows, self.codec_state) if tensor is not None)
 
 
 class Cloner:
-    """Clip -> Reference. May be called from several threads. rows: patches [R, P, D] -> what the language model reads of them [R, H]."""
+    """AudioClip -> EncodedReference. May be called from several threads. rows: patches [R, P, D] -> what the language model reads of them [R, H]."""
 
     def __init__(self, config: Config, vae: Vae, rows: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype):
         self.config, self.vae, self.rows, self.device, self.dtype = config, vae, rows, device, dtype
         self.reference_s = reference_s(config)
-        self.references: References[Reference] = References()
+        self.references: References[EncodedReference] = References()
 
-    def __call__(self, clip: Clip, continues: bool) -> Reference:
-        """continues: speech goes on from the clip, so it is padded before, not after. Raises ValueError (`.param` "reference") for audio
+    def __call__(self, clip: AudioClip, continues: bool) -> EncodedReference:
+        """continues: speech goes on from the clip, so it is padded before, not after. Raises ValueError (`param` "references") for audio
         that is no reference."""
         name = content(clip, continues)
         return self.references.get(name, lambda: self._encode(name, clip, continues))
 
     @torch.inference_mode()
-    def _encode(self, name: bytes, clip: Clip, continues: bool) -> Reference:
+    def _encode(self, name: bytes, clip: AudioClip, continues: bool) -> EncodedReference:
         samples = mono(clip, self.config.vae.rate_hz, self.reference_s)
         missing = -len(samples) % (self.config.patch * self.config.vae.hop_samples)
         samples = np.pad(samples, (missing, 0) if continues else (0, missing))
         latents = self.vae.encoder(torch.tensor(samples, device=self.device)[None])  # [1, D, F]
         heard = latents.to(self.dtype)
         patches = heard[0].T.unflatten(0, (-1, self.config.patch)).contiguous()  # [R, P, D]
-        past = self.vae.decoder.prime(heard.to(latents.dtype))[0] if continues else None
-        return Reference(name, patches, self.rows(patches), past)
+        codec_state = self.vae.decoder.prime(heard.to(latents.dtype))[0] if continues else None
+        return EncodedReference(name, patches, self.rows(patches), codec_state)

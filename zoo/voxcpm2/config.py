@@ -122,9 +122,9 @@ class VaeConfig:
         return sum(boundary < self.out_rate_hz for boundary in self.boundaries)
 
     @classmethod
-    def read(cls, config: dict[str, Any], adds: bool) -> VaeConfig:
+    def read(cls, config: dict[str, Any], is_first_generation: bool) -> VaeConfig:
         where = "audio_vae_config"
-        if adds:
+        if is_first_generation:
             config = OLD_VAE | config
             config |= {"out_sample_rate": need(config, "sample_rate", where), "sr_bin_boundaries": []}
         for key, known in VAE_FIXED.items():
@@ -139,7 +139,7 @@ class VaeConfig:
             rate_hz=need(config, "sample_rate", where),
             out_rate_hz=need(config, "out_sample_rate", where),
             boundaries=tuple(need(config, "sr_bin_boundaries", where)),
-            pads_odd=adds,
+            pads_odd=is_first_generation,
         )
         if any(low >= high for low, high in pairwise(read.boundaries)):
             raise ValueError(f"config.json: {where} has sr_bin_boundaries={list(read.boundaries)}; they must ascend")
@@ -153,7 +153,7 @@ class VaeConfig:
 
 @dataclass(frozen=True)
 class Config:
-    adds: bool  # the first generation adds what VoxCPM2 lays side by side
+    is_first_generation: bool  # the first generation adds what VoxCPM2 lays side by side
     lm: StackConfig
     residual: StackConfig
     encoder: StackConfig
@@ -172,20 +172,20 @@ class Config:
 
     @property
     def name(self) -> str:
-        return ("VoxCPM1.5" if self.vae.rate_hz == 44_100 else "VoxCPM-0.5B") if self.adds else "VoxCPM2"
+        return ("VoxCPM1.5" if self.vae.rate_hz == 44_100 else "VoxCPM-0.5B") if self.is_first_generation else "VoxCPM2"
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
         """Raises ValueError for what is missing, and for models that this package cannot run, by name."""
-        root, adds = "the root", is_old(config)
-        if adds:
+        root, is_first_generation = "the root", is_old(config)
+        if is_first_generation:
             local = {name: OLD_LOCAL | need(config, name, root) for name in ("encoder_config", "dit_config")}
             config = OLD | {"audio_vae_config": {}} | config | local
-        lm, vae = need(config, "lm_config", root), VaeConfig.read(need(config, "audio_vae_config", root) or {}, adds)
+        lm, vae = need(config, "lm_config", root), VaeConfig.read(need(config, "audio_vae_config", root) or {}, is_first_generation)
         if need(lm, "use_mup", "lm_config"):
             raise ValueError("config.json: lm_config has use_mup=true; only false is known")
         dit = need(config, "dit_config", root)
-        if dit.get("dit_mean_mode") or (adds and config.get("dit_mean_mode")):
+        if dit.get("dit_mean_mode") or (is_first_generation and config.get("dit_mean_mode")):
             raise ValueError("config.json: dit_config has dit_mean_mode=true; only false is known")
         solver = need(dit, "cfm_config", "dit_config").get("solver", "euler")
         if solver != "euler":
@@ -195,7 +195,7 @@ class Config:
         stack = StackConfig.read(lm)
         no_rope = need(config, "residual_lm_no_rope", root)
         read = cls(
-            adds=adds,
+            is_first_generation=is_first_generation,
             lm=stack,
             residual=replace(stack, layers=need(config, "residual_lm_num_layers", root), rope=None if no_rope else stack.rope),
             encoder=stack.local(need(config, "encoder_config", root), "encoder_config"),

@@ -20,7 +20,7 @@ from zoo.nn.cfm import euler_steps, guided, sinusoid, sway_times
 from zoo.voxcpm2.block import LocalStack
 from zoo.voxcpm2.config import Config
 
-MOST_STEPS = 10  # of the solver; every slot's solve makes as many, so that requests with fewer can share a launch with it
+MAX_STEPS = 10  # of the solver; every slot's solve makes as many, so that requests with fewer can share a launch with it
 
 
 class PatchEncoder(nn.Module):
@@ -57,16 +57,16 @@ class PatchSolver(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         latent, width = config.vae.latent, config.dit.hidden
-        self.patch, self.adds = config.patch, config.adds
+        self.patch, self.is_first_generation = config.patch, config.is_first_generation
         self.input = nn.Linear(latent, width)
         self.condition = nn.Linear(latent, width)
         self.time = TimeProjection(width)
         self.delta_time = TimeProjection(width)
-        self.stack = LocalStack(config.dit, (1 if config.adds else 3) + 2 * config.patch)
+        self.stack = LocalStack(config.dit, (1 if config.is_first_generation else 3) + 2 * config.patch)
         self.output = nn.Linear(width, latent)
 
     @torch.no_grad()
-    def finish(self, most_steps: int) -> None:
+    def prepare(self, most_steps: int) -> None:
         """Call once, with the weights in place: what follows from the weights and the schedules alone. Schedules are made on the host."""
         weight = self.input.weight
         looks = torch.zeros(most_steps + 1, most_steps, dtype=weight.dtype)
@@ -90,7 +90,7 @@ class PatchSolver(nn.Module):
         x = noise
         for k in range(1, self.times.shape[1]):  # the first step of every schedule goes nowhere
             time = self.times[steps, k][:, None, None]  # [B, 1, 1, h]
-            head = mu + time if self.adds else torch.cat((mu, time.expand(-1, 2, -1, -1)), 2)
+            head = mu + time if self.is_first_generation else torch.cat((mu, time.expand(-1, 2, -1, -1)), 2)
             patches = torch.cat((condition, self.input(x)), 1)[:, None]  # [B, 1, 2P, h]
             tokens = torch.cat((head, patches.expand(-1, 2, -1, -1)), 2)
             velocity, null = self.output(self.stack(tokens)[:, :, -self.patch :]).unbind(1)  # [B, P, D] each

@@ -15,22 +15,35 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from zoo.contract import Request, refuse
 from zoo.nn.checkpoint import read_json
-from zoo.voxcpm2.clone import Cloner, Reference
+from zoo.request import Option, Request, RequestError
+from zoo.voxcpm2.clone import Cloner, EncodedReference
 from zoo.voxcpm2.config import Config
-from zoo.voxcpm2.latent import MOST_STEPS
+from zoo.voxcpm2.latent import MAX_STEPS
 
 AUDIO_START, REFERENCE_START, REFERENCE_END = 101, 103, 104  # by number: the published files disagree about the last two's spelling
 AUDIO = -1  # in a script: the next patch of its reference
 VOICE = "default"  # a voice of its own choice; OpenAI's clients must name one
-LEAST_STEPS = 2  # one step would return the noise
-UNUSED = ("temperature", "top_k", "top_p", "repetition_penalty", "depth_temperature", "depth_top_k", "depth_top_p")
+MIN_STEPS = 2  # one step would return the noise
+GUIDANCE = 2.0
+HINTS = {
+    "voice": "describe one in instructions, or give a reference",
+    "language": "it hears the language from the text",
+    "instructions": "VoxCPM2 does",
+    "temperature": "it draws no tokens",
+}
+OPTIONS = (
+    Option("cfg_scale", float, "how far guidance goes; 1 is the model unguided", GUIDANCE, (0, 100)),
+    Option("solver_steps", int, "in how many steps noise becomes a frame", MAX_STEPS, (MIN_STEPS, MAX_STEPS)),
+    Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False),
+)
 _HAN = re.compile("[\u4e00-\u9fff]{2,}")
 
 
@@ -71,7 +84,7 @@ class Script:
 
     ids: tuple[int, ...]
     text_tokens: int  # of the text that is to be said, with its description
-    reference: Reference | None
+    reference: EncodedReference | None
 
     @property
     def continues(self) -> bool:
@@ -87,58 +100,37 @@ class PromptWriter:
         self.tokenize = TextTokenizer(directory)
         self.cloner = cloner
 
-    def __call__(self, request: Request) -> Script:
-        self._refuse_unused(request)
+    def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
+        """values: of the model's options, as `zoo.request.check` gives them."""
         text = _one_line(request.text)
-        if not text.strip():
-            raise refuse("text", "text is empty")
-        transcript = self._transcript(request)
+        transcript = self._transcript(request, values)
         description = self._description(request, transcript)
         said = (description + text).lstrip()
         num_said = len(self.tokenize(said))
         ids = [*self.tokenize((transcript + text).lstrip() if transcript else said), AUDIO_START]
-        if request.reference is None:
+        if not request.references:
             return Script(tuple(ids), num_said, None)
-        reference = self.cloner(request.reference, continues=bool(transcript))
+        reference = self.cloner(request.references[0].clip, continues=bool(transcript))
         patches = [AUDIO] * len(reference.patches)
         ids = [*ids, *patches] if transcript else [REFERENCE_START, *patches, REFERENCE_END, *ids]
         return Script(tuple(ids), num_said, reference)
 
-    def _refuse_unused(self, request: Request) -> None:
-        for param in UNUSED:
-            if getattr(request, param) is not None:
-                raise refuse(param, f"{self.config.name} takes no {param}: it draws no tokens; guidance and solver_steps are what it takes")
-        if (request.voice or VOICE).lower() != VOICE:
-            raise refuse("voice", f"voice {request.voice!r} is not in this checkpoint; it has: {VOICE} (describe one, or give a reference)")
-        if (request.language or "auto").lower() != "auto":
-            raise refuse("language", f"{self.config.name} takes no language ({request.language!r}): it hears it from the text")
-        if request.layout not in (None, "whole"):
-            raise refuse("layout", f"layout {request.layout!r} is not possible; possible: whole")
-        if request.solver_steps is not None and not LEAST_STEPS <= request.solver_steps <= MOST_STEPS:
-            raise refuse("solver_steps", f"solver_steps is {request.solver_steps}; from {LEAST_STEPS} to {MOST_STEPS} is possible")
-
-    def _transcript(self, request: Request) -> str:
+    def _transcript(self, request: Request, values: Mapping[str, Any]) -> str:
         """What the reference says, where speech is to go on from it; else empty."""
-        if request.reference is None:
-            for param in ("reference_text", "x_vector_only"):
-                if getattr(request, param):
-                    raise refuse(param, f"{param} is about a reference, and there is none")
-        transcript = "" if request.x_vector_only else _one_line(request.reference_text or "").strip()
-        if request.reference is not None and not transcript and self.config.adds:
-            raise refuse(
-                "reference_text", f"reference_text (what the reference says) is needed: {self.config.name} goes on from a reference"
-            )
+        if not request.references:
+            return ""
+        transcript = "" if values["x_vector_only_mode"] else _one_line(request.references[0].transcript or "").strip()
+        if not transcript and self.config.is_first_generation:
+            needed = f"a transcript (what the reference says) is needed: {self.config.name} goes on from a reference"
+            raise RequestError("transcript", needed)
         return transcript
 
     def _description(self, request: Request, transcript: str) -> str:
         """The control text: in brackets, and free of brackets itself."""
         words = re.sub("[()\uff08\uff09]", "", _one_line(request.instructions or "")).strip()
-        if words and self.config.adds:
-            raise refuse("instructions", f"{self.config.name} takes no instructions; VoxCPM2 does")
         if words and transcript:
-            raise refuse(
-                "instructions", "instructions would be read aloud where the reference's words are given: leave reference_text out, or them"
-            )
+            either = "leave the transcript out, or them"
+            raise RequestError("instructions", f"instructions would be read aloud where the reference's words are given: {either}")
         return f"({words})" if words else ""
 
 

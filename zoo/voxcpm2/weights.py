@@ -22,7 +22,7 @@ def root(config: Config) -> dict[str, str]:
         "enc_to_lm_proj": "from_code",
         "fsq_layer.in_proj": "fsq.narrow",
         "fsq_layer.out_proj": "fsq.widen",
-        **({} if config.adds else {"fusion_concat_proj": "fusion"}),
+        **({} if config.is_first_generation else {"fusion_concat_proj": "fusion"}),
         "lm_to_dit_proj": "lm_to_solver",
         "res_to_dit_proj": "residual_to_solver",
         "stop_proj": "stop_input",

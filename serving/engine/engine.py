@@ -1,0 +1,317 @@
+"""The loop: turn after turn, every model with work has one round.
+
+    speak() ─> inbox ─> the model's queue ─> admit, launch, collect late, render, deliver (model_worker.py)
+     any thread         engine's thread, one turn after another
+
+Requests come and go through an inbox, so the loop owns everything else and needs no locks. A launch's report is read after the next
+launch is under way (`report_lag`), so the device never waits for the host. On a CPU, where a launch returns when it is done, it is read at once.
+
+All models live on one arena of pages. Who gets in, in what order:
+- Slots are each model's own: a model whose slots are all taken holds up nobody but those who wait for it.
+- Pages are everyone's: of the requests whose model has a free slot the one that came first goes first, and if it lacks pages, nobody,
+  of whatever model, takes any before it. Those who hold pages end, so it gets them: nobody is overtaken for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from compile_cache import threads
+from compile_cache.counts import counts
+from serving.engine.job import Audio, Event, Failed, Finished, Job, Text
+from serving.engine.model_worker import ModelWorker
+from serving.engine.pages import Pages
+from serving.engine.runner import PAGE_TOKENS, Arena, token_bytes
+from zoo.contract import Family, Prompt, Request, RequestError
+
+__all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Text"]
+
+
+class Full(Exception):
+    """No room to wait: try again in `retry_after_s`."""
+
+    def __init__(self, why: str, retry_after_s: float):
+        super().__init__(f"{why}; try again in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
+class Engine:
+    """Families by name, or just one, each with `max_slots` slots and `max_waiting` places in its queue, and one arena for them all.
+
+    kv_bytes None: for each room for 1,024 positions a slot, and for one request of the model's longest. Raises ValueError for settings
+    that leave no room.
+    """
+
+    def __init__(
+        self,
+        families: Family[Any] | Mapping[str, Family[Any]],
+        *,
+        max_slots: int = 8,
+        kv_bytes: int | None = None,
+        policy: str = "streaming",
+        max_waiting: int = 256,
+        compile: bool = True,
+        report_lag: int | None = None,
+        is_deterministic: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if max_slots < 1:
+            raise ValueError(f"max_slots is {max_slots}; at least 1 is needed")
+        named = {families.spec.family: families} if isinstance(families, Family) else dict(families)
+        if kv_bytes is None:
+            kv_bytes = sum(usual_kv_bytes(family, max_slots) for family in named.values())
+        self.arena = Arena(list(named.values()), kv_bytes)
+        self.pages = Pages(self.arena.num_pages, self.arena.num_scratch)
+        report_lag = report_lag if report_lag is not None else int(self.arena.device.type == "cuda")
+        self.models = {
+            name: ModelWorker(
+                family,
+                self.arena,
+                self.pages,
+                num_slots=max_slots,
+                policy=policy,
+                compile=compile,
+                report_lag=report_lag,
+                clock=clock,
+                is_deterministic=is_deterministic,
+            )
+            for name, family in named.items()
+        }
+        self.max_waiting, self.clock = max_waiting, clock
+
+        self._wake = threading.Condition()
+        self._inbox: deque[Job] = deque()
+        self._cancelled: set[str] = set()
+        self._fed: deque[tuple[str, list[int], bool]] = deque()
+        self._composed: deque[tuple[Job, Future[Prompt]]] = deque()  # next passes
+        self._composer = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
+        self._is_stopping = False
+        self._is_over = False
+        self._arrivals = itertools.count()
+        self._known: dict[str, Job] = {}  # everything taken and not yet ended
+        self._warm_graphs: int | None = None  # what the process had compiled by then
+
+    # any thread
+
+    def warm(self, progress: Callable[[float, str], None], begin: Callable[[Family[Any]], object] = lambda family: None) -> None:
+        """Compile and record everything, one model after the other, each after `begin`; call before `run`."""
+        for i, (name, model) in enumerate(self.models.items()):
+            whose = f"{name}: " if len(self.models) > 1 else ""
+
+            def tell(fraction: float, stage: str, i: int = i, whose: str = whose) -> None:
+                progress((i + fraction) / len(self.models), whose + stage)
+
+            begin(model.family)
+            model.runner.warm(tell)
+        self._warm_graphs = counts().graphs
+
+    def speak(
+        self,
+        request_id: str,
+        request: Request,
+        deliver: Callable[[Event], None],
+        model: str | None = None,
+        is_pinned: bool = False,
+    ) -> None:
+        """Take a request for a model, which need not be named where there is but one; `deliver` is called on the engine's thread.
+        is_pinned: its windows follow from frame numbers alone, so equal requests give equal bytes. Raises RequestError, Full."""
+        worker = self._worker(model)
+        with self._wake:
+            self._refuse_if_full(request_id, worker)
+        passes = worker.family.prompts(request)
+        prompt = next(passes)
+        self._check_room(worker, prompt)
+        with self._wake:
+            self._refuse_if_full(request_id, worker)
+            self._inbox.append(Job(request_id, worker, prompt, passes, deliver, is_pinned))
+            self._wake.notify()
+
+    def feed(self, request_id: str, tokens: Sequence[int], is_last: bool = False) -> None:
+        """More text, as the model's tokens, for a request that is open. Unknown and ended requests are no error."""
+        with self._wake:
+            self._fed.append((request_id, list(tokens), is_last))
+            self._wake.notify()
+
+    def _check_room(self, worker: ModelWorker, prompt: Prompt) -> None:
+        """Raises RequestError for a pass that can never have its positions or its pages."""
+        prompt.check_room(worker.family.spec)
+        needed, there = worker.num_pages(prompt), self.pages.num_pages
+        if needed > there:
+            positions = sum(len(lane.inputs) for lane in prompt.lanes)
+            takes = f"{positions} prompt positions and {prompt.max_frames} frames need {needed} pages of KV memory"
+            instead = "ask for fewer frames, or serve with more KV memory"
+            raise RequestError("max_frames", f"{takes}; this server has {there}: {instead}")
+
+    def cancel(self, request_id: str) -> None:
+        """Let go of a request at the next turn, wherever it is. Unknown and ended ones are no error."""
+        with self._wake:
+            self._cancelled.add(request_id)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End `run`; requests under way end as cancelled."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+
+    def stats(self) -> dict[str, Any]:
+        """Of the arena, and of each model by name."""
+        with self._wake:
+            arriving = Counter(job.model for job in self._inbox)
+        return {
+            "pages": self.pages.num_pages,
+            "pages_free": self.pages.free,
+            "pages_shared": self.pages.shared,
+            "pages_evicted": self.pages.evicted,
+            "compiles_after_warmup": 0 if self._warm_graphs is None else counts().graphs - self._warm_graphs,
+            "models": {name: model.stats(arriving[model]) for name, model in self.models.items()},
+        }
+
+    # the engine's thread
+
+    def run(self) -> None:
+        """Turn after turn until `stop`. If a turn raises, every request fails, and the error goes on to the caller."""
+        try:
+            while not self._is_stopping:
+                if not self.turn():
+                    with self._wake:
+                        self._wake.wait_for(lambda: self._has_news or self._is_stopping)
+            self._end_all(Job.cancelled)
+        except BaseException as error:
+            failed = Failed(f"the engine stopped: {error}")
+            self._end_all(lambda job: failed)
+            raise
+        finally:
+            self._composer.shutdown(wait=False, cancel_futures=True)
+
+    def turn(self) -> bool:
+        """One round of every model that has work. -> whether there is more to do before any news."""
+        self._take_news()
+        self._admit()
+        rounds = [(model, model.launch()) for model in self.models.values() if model.has_work]  # all launch before any is waited for
+        for model, launched in rounds:
+            model.collect(launched)
+        finished = [job for model, _ in rounds for job in model.finished()]
+        for job in finished:
+            self._finish_pass(job)
+        return bool(finished) or any(not model.is_idle for model in self.models.values())
+
+    @property
+    def num_requests(self) -> int:
+        """Taken and not yet ended."""
+        return len(self._known) + len(self._inbox)
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._inbox or self._cancelled or self._fed or self._composed)
+
+    def _finish_pass(self, job: Job) -> None:
+        """The listener has all of it: the answer ends, or its next pass is made ready beside the loop."""
+        if job.model.family.spec.shares_turns:
+            job.model.publish_turn(job)
+        if job.prompt.is_final:
+            return self._release(job, job.spoken())
+        frames = job.model.runner.frames(job.slot)
+        job.model.release(job)
+        future = self._composer.submit(job.passes.send, frames)
+        future.add_done_callback(lambda future: self._compose_done(job, future))
+
+    def _compose_done(self, job: Job, future: Future[Prompt]) -> None:
+        with self._wake:
+            self._composed.append((job, future))
+            self._wake.notify()
+
+    def _worker(self, name: str | None) -> ModelWorker:
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise RequestError("model", f"model {name!r} is not served here; there is: {', '.join(self.models)}")
+        return self.models[name]
+
+    def _refuse_if_full(self, request_id: str, model: ModelWorker) -> None:
+        if self._is_over:
+            raise Full("the engine has stopped", retry_after_s=5.0)
+        if request_id in self._known or any(job.id == request_id for job in self._inbox):
+            raise ValueError(f"request {request_id!r} is under way already; every request needs an id of its own")
+        waiting = len(model.waiting) + sum(job.model is model for job in self._inbox)
+        if waiting >= self.max_waiting:
+            raise Full(f"{waiting} requests are waiting already", retry_after_s=1.0)
+
+    def _take_news(self) -> None:
+        with self._wake:
+            arrived, cancelled = list(self._inbox), set(self._cancelled)
+            fed, composed = list(self._fed), list(self._composed)
+            for news in (self._inbox, self._cancelled, self._fed, self._composed):
+                news.clear()
+        for job in arrived:
+            job.arrival = next(self._arrivals)
+            self._known[job.id] = job
+            job.model.waiting.append(job)
+        for job, future in composed:
+            self._queue_pass(job, future)
+        for id, tokens, is_last in fed:
+            self._feed(id, tokens, is_last)
+        for id in cancelled & self._known.keys():
+            job = self._known[id]
+            self._release(job, job.cancelled())
+
+    def _queue_pass(self, job: Job, future: Future[Prompt]) -> None:
+        """A next pass is ready: its request came before those that wait."""
+        if self._known.get(job.id) is not job or future.cancelled():
+            return
+        try:
+            prompt = future.result()
+            self._check_room(job.model, prompt)
+        except RequestError as error:
+            return self._release(job, Failed(str(error)))
+        job.next_pass(prompt)
+        job.model.waiting.appendleft(job)
+
+    def _feed(self, id: str, tokens: list[int], is_last: bool) -> None:
+        job = self._known.get(id)
+        if job is None:
+            return
+        if job.slot < 0:
+            job.unfed.append((tokens, is_last))
+            return
+        try:
+            job.model.feed(job, tokens, is_last)
+        except RequestError as error:
+            self._release(job, Failed(str(error)))
+
+    def _admit(self) -> None:
+        """First come, first served, of those whose model has a slot for them; who lacks pages lets nobody by."""
+        while able := [model for model in self.models.values() if model.waiting and model.free_slots]:
+            model = min(able, key=lambda model: model.waiting[0].arrival)
+            job = model.waiting[0]
+            if not model.admit():
+                return
+            for tokens, is_last in job.unfed:
+                self._feed(job.id, tokens, is_last)
+
+    def _release(self, job: Job, last: Event) -> None:
+        del self._known[job.id]
+        job.model.release(job)
+        job.deliver(last)
+
+    def _end_all(self, event: Callable[[Job], Event]) -> None:
+        with self._wake:
+            self._is_over = True
+            late = list(self._inbox)
+            self._inbox.clear()
+        for job in tuple(self._known.values()):
+            self._release(job, event(job))
+        for job in late:
+            job.deliver(event(job))
+
+
+def usual_kv_bytes(family: Family[Any], max_slots: int) -> int:
+    """Room for 1,024 positions a slot, and for one request of the model's longest."""
+    tokens = max(1024 * max_slots, family.spec.max_frames + 1024) + 2 * PAGE_TOKENS
+    return family.spec.lanes * tokens * token_bytes(family)

@@ -1,0 +1,262 @@
+"""The engine process: loads its models, warms them, runs the engine, and answers the wire.
+
+    python -m serving.engine.engine_process '{"socket": PATH, "models": {NAME: DIR, ...}, ...}'     (Options, below; the supervisor does this)
+
+The engine's loop has the main thread. The wire lives on an event loop in a second one, prompts are built in a small pool beside it, and
+the three meet only through thread-safe calls: nothing that happens on the wire can hold up a step.
+Exit status 2: a model cannot be loaded as asked; one line on stderr says why, and starting again would not help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+import zoo
+from compile_cache import threads
+from serving import logs, protocol
+from serving.audio import pcm16
+from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
+from serving.engine.prepare_for_host import prepare_for_host, use_cache_dir
+from serving.exit_with_parent import hold
+from zoo.contract import Family, Spec
+from zoo.request import AudioClip, Option, Reference, Request, RequestError
+
+REFUSED = 2
+PROMPT_THREADS = 2
+STATS_S = 1.0
+
+log = structlog.get_logger()
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    """What the engine process is started with."""
+
+    socket: str
+    models: dict[str, str]  # their directories, by the id that clients know
+    device: str | None = None  # the GPU where there is one
+    dtype: str | None = None
+    max_slots: int = 8
+    kv_bytes: int | None = None
+    policy: str = "streaming"
+    warm: bool = True
+    compile: bool = True
+    lifeline: int | None = None
+
+
+class Client:
+    """A connection, and which of its requests are still of interest to it."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self.writer = writer
+        self.open: set[str] = set()
+
+    def send(self, message: protocol.Message) -> None:
+        self.writer.write(protocol.pack(message))
+
+
+class Bridge:
+    """Between the wire and an engine. What begins with _ runs on the event loop's thread; the rest may be called from any."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.status = protocol.Status("loading")
+        self.models = protocol.Models([])
+        self.clients: set[Client] = set()
+        self.loop = asyncio.new_event_loop()
+        self.pool = ThreadPoolExecutor(PROMPT_THREADS, "prompt", threads.use_one_thread)
+
+    def listen(self, path: str) -> None:
+        """Raises OSError."""
+        threading.Thread(target=self.loop.run_forever, name="wire", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(asyncio.start_unix_server(self._connection, path), self.loop).result()
+        self.loop.call_soon_threadsafe(self._tell_stats)
+
+    def tell(self, status: protocol.Status) -> None:
+        self.loop.call_soon_threadsafe(self._tell, status)
+
+    def open(self, engine: Engine, models: list[protocol.ModelInfo]) -> None:
+        """From now on requests are taken."""
+        self.engine = engine
+        self.models = protocol.Models(models)
+        self.tell(protocol.Status("ready", 1.0))
+
+    def _tell(self, status: protocol.Status) -> None:
+        self.status = status
+        for client in self.clients:
+            client.send(self.models)
+            client.send(status)
+
+    def _tell_stats(self) -> None:
+        """Once a second, for as long as the process lives."""
+        self.loop.call_later(STATS_S, self._tell_stats)
+        if self.engine is not None:
+            stats = msgspec.convert(self.engine.stats(), protocol.Stats)
+            for client in self.clients:
+                client.send(stats)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = Client(writer)
+        self.clients.add(client)
+        client.send(self.models)
+        client.send(self.status)
+        try:
+            async for message in protocol.read(reader, protocol.to_engine):
+                match message:
+                    case protocol.Speak():
+                        self._speak(client, message)
+                    case protocol.Cancel(id):
+                        self._cancel(client, id)
+        except protocol.ProtocolError as error:
+            log.error("wire", error=str(error))
+        finally:
+            self.clients.discard(client)
+            for id in tuple(client.open):
+                self._cancel(client, id)
+            writer.close()
+
+    def _speak(self, client: Client, message: protocol.Speak) -> None:
+        id = message.id
+        engine = self.engine
+        if engine is None:
+            return client.send(protocol.Rejected(id, "the engine is not ready", code="engine_not_ready", status=503, retry_after_s=1))
+
+        def deliver(event: Event) -> None:
+            self.loop.call_soon_threadsafe(self._deliver, client, id, event)
+
+        client.open.add(id)
+        future = self.pool.submit(lambda: engine.speak(id, request_of(message), deliver, message.model, message.is_pinned))
+        future.add_done_callback(lambda future: self.loop.call_soon_threadsafe(self._spoke, client, id, future))
+
+    def _spoke(self, client: Client, id: str, future: Future[None]) -> None:
+        """The engine has the request, or has refused it."""
+        error = future.exception()
+        if error is None:
+            if id not in client.open:  # cancelled while the prompt was built, when the engine did not know it yet
+                self._cancel(client, id)
+            return
+        client.open.discard(id)
+        match error:
+            case Full(retry_after_s=retry_after_s):
+                client.send(protocol.Rejected(id, str(error), code="engine_full", status=503, retry_after_s=retry_after_s))
+            case RequestError(param=param):
+                client.send(protocol.Rejected(id, str(error), param))
+            case ValueError():
+                client.send(protocol.Rejected(id, str(error)))
+            case _:
+                log.error("unexpected", id=id, exc_info=error)
+                client.send(protocol.Failed(id, "an error in the engine; its log says more"))
+
+    def _cancel(self, client: Client, id: str) -> None:
+        client.open.discard(id)
+        if self.engine is not None:
+            self.engine.cancel(id)
+
+    def _deliver(self, client: Client, id: str, event: Event) -> None:
+        if id not in client.open:
+            return
+        match event:
+            case Audio():
+                client.send(protocol.Audio(id, pcm16(event.samples), event.frames))
+            case Text():
+                client.send(protocol.Text(id, event.text))
+            case Finished():
+                client.open.discard(id)
+                client.send(protocol.Finished(id, event.reason, event.frames, event.usage))
+            case Failed():
+                client.open.discard(id)
+                client.send(protocol.Failed(id, event.message, code=event.code))
+
+
+def request_of(message: protocol.Speak) -> Request:
+    """Raises RequestError."""
+    return Request(**message.request, references=tuple(map(reference_of, message.references)))
+
+
+def reference_of(reference: protocol.Reference) -> Reference:
+    samples = np.frombuffer(reference.clip.samples, "<f4").copy()  # a copy can be written to, as tensors ask for
+    return Reference(AudioClip(samples, reference.clip.sample_rate_hz), reference.transcript, reference.speaker)
+
+
+def option_info(option: Option) -> protocol.OptionInfo:
+    return protocol.OptionInfo(option.name, option.type.__name__, option.help, option.possible, option.default, option.range, option.choices)
+
+
+def describe(name: str, spec: Spec) -> protocol.ModelInfo:
+    return protocol.ModelInfo(
+        id=name,
+        family=spec.family,
+        variant=spec.variant,
+        sample_rate_hz=spec.sample_rate_hz,
+        frame_rate_hz=spec.frame_rate_hz,
+        max_audio_s=spec.max_frames / spec.frame_rate_hz,
+        voices=list(spec.voices),
+        languages=list(spec.languages),
+        modes=list(spec.modes),
+        reference_s=spec.reference_s,
+        max_references=spec.max_references,
+        options=[option_info(option) for option in spec.options],
+        licence=spec.licence,
+    )
+
+
+def load(models: dict[str, str], device: str | None, dtype: str | None, progress: Callable[[float, str], None]) -> dict[str, Family]:
+    """All of them or none: raises ValueError, which says whose directory is to blame where there are several."""
+
+    @contextmanager
+    def of(name: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"model {name!r}: {error}" if len(models) > 1 else str(error)) from None
+
+    for name, directory in models.items():
+        with of(name):
+            zoo.find(directory)  # a look at each, before the first takes its minutes
+    families = {}
+    for i, (name, directory) in enumerate(models.items()):
+        progress(i / len(models), name if len(models) > 1 else "")
+        with of(name):
+            families[name] = zoo.load(directory, device=device, dtype=dtype)
+    return families
+
+
+def main() -> None:
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    logs.configure("engine")
+    if options.lifeline is not None:
+        hold(options.lifeline)
+    bridge = Bridge()
+    bridge.listen(options.socket)
+
+    def tell(state: protocol.State, progress: float, detail: str) -> None:
+        bridge.tell(protocol.Status(state, progress, detail))
+
+    try:
+        families = load(options.models, options.device, options.dtype, partial(tell, "loading"))
+        prepare_for_host(*families.values(), compile=options.compile)
+        engine = Engine(families, max_slots=options.max_slots, kv_bytes=options.kv_bytes, policy=options.policy, compile=options.compile)
+    except ValueError as error:
+        sys.stderr.write(f"zoo: {error}\n")
+        sys.exit(REFUSED)
+    if options.warm:
+        engine.warm(partial(tell, "warming"), use_cache_dir)
+    bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: bridge.loop.call_soon_threadsafe(engine.stop))  # here a lock may be held
+    engine.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A request on its way through the engine, and what its listener is told."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from zoo.contract import Prompt
+
+if TYPE_CHECKING:
+    from serving.engine.model_worker import ModelWorker
+
+NO_AUDIO = "the model ended before its first frame, so there is no audio: another text, voice or seed may give some"
+
+
+@dataclass(frozen=True)
+class Audio:
+    """samples [N] float32; `frames` frames of the tape."""
+
+    samples: np.ndarray
+    frames: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the model wrote, from where the last such event ended: whole characters."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """reason: "stop" (the model ended), "length" (the cap) or "cancelled"; usage: the prompt's, and `text_tokens` that the model wrote, if
+    any. No event follows."""
+
+    reason: str
+    frames: int
+    usage: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine cannot go on with this request. No event follows."""
+
+    message: str
+    code: str = "engine_failed"
+
+
+Event = Audio | Text | Finished | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """`prompt` is the pass under way; `passes` gives the next one once it is sent what this one spoke."""
+
+    id: str
+    model: ModelWorker
+    prompt: Prompt
+    passes: Generator[Prompt, Tensor, None]
+    deliver: Callable[[Event], None]
+    is_pinned: bool = False  # whether windows are cut by frame number, so that equal requests give equal bytes
+    arrival: int = -1  # its place in the order in which all models' requests came
+    slot: int = -1
+    pages: list[list[int]] = field(default_factory=list)  # of each lane
+    text_tokens: int = 0
+    past_frames: int = 0  # of the passes before this one
+    past_usage: dict[str, int] = field(default_factory=dict)  # likewise
+    plays_until_s: float = -np.inf  # of a listener who has heard an earlier pass
+    unfed: list[tuple[list[int], bool]] = field(default_factory=list)  # text that came while the job had no slot
+    characters: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+
+    @property
+    def pass_frames(self) -> int:
+        """Of the pass under way."""
+        return int(self.model.scheduler.num_ready[self.slot]) if self.slot >= 0 else 0
+
+    @property
+    def num_frames(self) -> int:
+        return self.past_frames + self.pass_frames
+
+    def spoken(self) -> Finished | Failed:
+        """The end of one that was not cut off."""
+        if self.num_frames == 0:
+            return Failed(NO_AUDIO, code="no_audio")
+        is_cut = self.pass_frames >= self.prompt.max_frames
+        return Finished("length" if is_cut else "stop", self.num_frames, self.usage)
+
+    def cancelled(self) -> Finished:
+        return Finished("cancelled", self.num_frames, self.usage)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        counts = [self.past_usage, self.prompt.usage]
+        if self.text_tokens:
+            counts.append({"text_tokens": self.text_tokens})
+        return {name: sum(count.get(name, 0) for count in counts) for name in dict.fromkeys(k for c in counts for k in c)}
+
+    def next_pass(self, prompt: Prompt) -> None:
+        """This pass is spoken, and its slot was given back."""
+        self.past_usage = {name: value for name, value in self.usage.items() if name != "text_tokens"}
+        self.prompt = prompt
+
+    def write(self, token: int, is_done: bool) -> None:
+        """The model wrote a text token (-1: none). A character is delivered once all its bytes are here, or no more come."""
+        self.text_tokens += token >= 0
+        is_end = is_done and self.prompt.is_final
+        text = self.characters.decode(self.model.family.detokenize(token) if token >= 0 else b"", is_end)
+        if text:
+            self.deliver(Text(text))

@@ -1,0 +1,196 @@
+"""One model in the engine: its queue, its slots, its launches, and what is known of every request in them.
+
+    arrive ─> waiting ─admit─> slot ─launch─> prefill, step, step, ... ─collect─> frames ready ─render─> samples ─deliver─> client
+
+The engine drives it, one round a turn. With the other models it shares the pages, which it takes and gives back, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from serving.engine.job import Audio, Job
+from serving.engine.pages import Pages
+from serving.engine.runner import Arena, AsyncCopy, Runner
+from serving.engine.scheduler import Policy, Render, Scheduler
+from zoo.contract import Family, Prompt
+
+_salts = itertools.count(1)  # one per loaded model: equal keys under other weights are other pages
+
+
+
+class ModelWorker:
+    """A family with `num_slots` slots of its own, on pages that it may have to share. Raises ValueError for a policy that is none."""
+
+    def __init__(
+        self,
+        family: Family[Any],
+        arena: Arena,
+        pages: Pages,
+        *,
+        num_slots: int,
+        policy: str,
+        compile: bool,
+        report_lag: int,
+        clock: Callable[[], float],
+        is_deterministic: bool = False,
+    ):
+        spec = family.spec
+        self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
+        self.runner = Runner(family, num_slots, arena, compile, is_deterministic)
+        frame_s = 1 / spec.frame_rate_hz
+        self.scheduler = Scheduler(num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes)
+        self.salt = next(_salts)
+        self.is_deterministic = is_deterministic
+
+        self.waiting: deque[Job] = deque()
+        self.running: dict[int, Job] = {}  # by slot
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self._tenancy = np.zeros(num_slots, np.int64)  # grows when a slot changes hands, so that late reports find their own request
+        self.launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = deque()
+        self.renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.launches or self.renders)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be done for those who speak before more text arrives."""
+        return not self.launches and not self.renders and self.scheduler.is_idle
+
+    def num_pages(self, prompt: Prompt) -> int:
+        """All that a request can ever need."""
+        return sum(self._lane_pages(prompt))
+
+    def admit(self) -> bool:
+        """Give the first in the queue a slot and all the pages of all its lanes: who speaks is never paused. -> whether there were enough."""
+        job, page_tokens = self.waiting[0], self.runner.page_tokens
+        lanes, needed = job.prompt.lanes, self._lane_pages(job.prompt)
+        shared = [self.pages.match(self.salt, lane.prefix_keys, page_tokens) for lane in lanes]
+        num_shared = sum(map(len, shared))
+        fresh = self.pages.take(sum(needed) - num_shared)
+        if fresh is None:
+            for pages in shared:
+                self.pages.give_back(pages)
+            self.pages.shared -= num_shared  # nothing came of it
+            return False
+        self.waiting.popleft()
+        job.slot, dealt = self.free_slots.pop(), iter(fresh)
+        job.pages = [pages + list(itertools.islice(dealt, count - len(pages))) for pages, count in zip(shared, needed, strict=True)]
+        skips = [len(pages) * page_tokens for pages in shared]
+        self.running[job.slot] = job
+        self.scheduler.open(
+            job.slot,
+            [len(lane.inputs) - 1 for lane in lanes],
+            skips,
+            grid_offset=job.prompt.grid_offset,
+            steps=job.prompt.num_fed_steps,
+            is_pinned=job.is_pinned or self.is_deterministic,
+            plays_until_s=job.plays_until_s,
+        )
+        self.runner.open(job.slot, job.prompt, job.pages, skips)
+        return True
+
+    def feed(self, job: Job, tokens: Sequence[int], is_last: bool) -> None:
+        """More text for a request in a slot. Raises RequestError for more than the slot holds."""
+        steps = self.runner.feed(job.slot, tokens, is_last)
+        self.scheduler.feed(job.slot, None if is_last else steps)
+
+    def release(self, job: Job) -> None:
+        """Take back whatever a request holds. What is under way for its slot still runs, ahead of anything the next tenant launches."""
+        if job.slot < 0:
+            if job in self.waiting:  # else its next prompt is being made
+                self.waiting.remove(job)
+            return
+        del self.running[job.slot]
+        job.past_frames += job.pass_frames
+        job.plays_until_s = float(self.scheduler.plays_until_s[job.slot])
+        self.scheduler.close(job.slot)
+        self.runner.close(job.slot)
+        self._tenancy[job.slot] += 1
+        for pages in job.pages:
+            self.pages.give_back(pages)
+        self.free_slots.append(job.slot)
+        job.slot, job.pages = -1, []
+
+    def publish_turn(self, job: Job) -> None:
+        """Let the conversation's next turn find what was generated in the KV cache. For a pass that is over."""
+        lane, pages = job.prompt.lanes[0], job.pages[0]
+        keys = (*lane.prefix_keys, *self.family.turn_keys(job.prompt, self.runner.frames(job.slot)))
+        filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
+        self.pages.publish(self.salt, keys[:filled], self.runner.page_tokens, pages)
+
+    def launch(self) -> bool:
+        """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to launch."""
+        chunks = self.scheduler.prefill()
+        if chunks:
+            self.runner.prefill(chunks)
+            for chunk in chunks:
+                self.scheduler.prefilled(chunk)
+                if chunk.is_last:
+                    job, lane = self.running[chunk.slot], chunk.lane
+                    self.pages.publish(self.salt, job.prompt.lanes[lane].prefix_keys[:-1], self.runner.page_tokens, job.pages[lane])
+        slots = self.scheduler.decode()
+        if slots.size:
+            self.launches.append((slots, self._tenancy[slots], self.runner.step(slots)))
+            self.scheduler.stepped(slots)
+        return bool(chunks) or bool(slots.size)
+
+    def collect(self, launched: bool) -> None:
+        """What came of it: reports, the windows that are due because of them, samples to their listeners. While there are launches under
+        way, the last of each kind (`report_lag`) is left alone."""
+        self._collect_reports(self.report_lag if launched else 0)
+        rendered = self._render()
+        self._deliver(self.report_lag if launched or rendered else 0)
+
+    def finished(self) -> list[Job]:
+        """Who has spoken, and whose listener has all of it."""
+        return [self.running[int(slot)] for slot in self.scheduler.finished()]
+
+    def stats(self, arriving: int) -> dict[str, int]:
+        """arriving: requests that are on their way into the queue."""
+        return {
+            "slots": self.runner.num_slots,
+            "running": len(self.running),
+            "waiting": len(self.waiting) + arriving,
+            "underruns": self.scheduler.underruns,
+            "graph_misses": self.runner.graphs.misses,
+        }
+
+    def _lane_pages(self, prompt: Prompt) -> list[int]:
+        return [-(-positions // self.runner.page_tokens) for positions in prompt.max_positions]
+
+    def _collect_reports(self, report_lag: int) -> None:
+        while len(self.launches) > report_lag:
+            slots, tenancy, copy = self.launches.popleft()
+            [report] = copy.read()
+            same = self._tenancy[slots] == tenancy
+            slots, (ready, done, written) = slots[same], report[same].T
+            # A slot that was done already took a step in vain, whose report says again what the one before said.
+            has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.is_done[slots]
+            self.scheduler.report(slots, ready, done > 0)
+            for slot, token, is_done in zip(slots[has_text].tolist(), written[has_text].tolist(), done[has_text].tolist(), strict=True):
+                self.running[slot].write(token, bool(is_done))
+
+    def _render(self) -> bool:
+        due = self.scheduler.take_due_windows(self.clock())
+        for render in due:
+            self.renders.append((render, self._tenancy[render.slots], self.runner.render(render)))
+        return bool(due)
+
+    def _deliver(self, report_lag: int) -> None:
+        while len(self.renders) > report_lag:
+            render, tenancy, copy = self.renders.popleft()
+            samples, valid = copy.read()
+            same = np.flatnonzero(self._tenancy[render.slots] == tenancy)
+            slots, counts, num_samples = render.slots[same], render.count[same], valid[same]
+            for row, slot, frames, num in zip(same.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True):
+                self.running[slot].deliver(Audio(samples[row, :num].copy(), frames))
+            given_s = num_samples / self.family.spec.sample_rate_hz
+            self.scheduler.delivered(slots, counts, given_s, render.is_last[same], self.clock())

@@ -1,0 +1,91 @@
+"""The HTTP process's end of the wire: one connection to the engine, made again whenever it is lost, and an inbox per request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+
+from serving import protocol
+
+RETRY_S = 0.1
+
+log = structlog.get_logger()
+Inbox = asyncio.Queue[protocol.Outcome]
+
+
+class Away(Exception):
+    """The engine cannot take a request now. `status` says where it stands."""
+
+    def __init__(self, status: protocol.Status):
+        super().__init__(f"the engine is {status.state}" + (f": {status.detail}" if status.detail else ""))
+        self.status = status
+
+
+class EngineClient:
+    """`run` keeps the connection; `status`, `models` and `stats` are what the engine said last; `speak` opens an inbox."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.status = protocol.Status("away", detail="it is being started")
+        self.models: list[protocol.ModelInfo] = []
+        self.stats: protocol.Stats | None = None
+        self._inboxes: dict[str, Inbox] = {}
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def run(self) -> None:
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(self.path)
+            except OSError:  # not there yet, or not there now
+                await asyncio.sleep(RETRY_S)
+                continue
+            try:
+                async for message in protocol.read(reader, protocol.to_http):
+                    self._take(message)
+            except protocol.ProtocolError as error:
+                log.error("wire", error=str(error))
+            finally:
+                self._lost()
+            await asyncio.sleep(RETRY_S)
+
+    @contextmanager
+    def speak(self, id: str, model: str, request: dict[str, Any], reference: protocol.AudioClip | None = None) -> Iterator[Inbox]:
+        """Sends the request and gives the inbox of its answers; leaving early cancels it. Raises Away."""
+        if self._writer is None or self.status.state != "ready":
+            raise Away(self.status)
+        inbox = self._inboxes[id] = asyncio.Queue()
+        self._writer.write(protocol.pack(protocol.Speak(id, model, request, reference)))
+        try:
+            yield inbox
+        finally:
+            if self._inboxes.pop(id, None) is not None and self._writer is not None:
+                self._writer.write(protocol.pack(protocol.Cancel(id)))
+
+    def _take(self, message: protocol.ToHTTP) -> None:
+        match message:
+            case protocol.Status():
+                self.status = message
+            case protocol.Models(models):
+                self.models = models
+            case protocol.Stats():
+                self.stats = message
+            case protocol.Audio(id) | protocol.Text(id):
+                if (inbox := self._inboxes.get(id)) is not None:  # none: cancelled while this was on its way
+                    inbox.put_nowait(message)
+            case protocol.Rejected(id) | protocol.Finished(id) | protocol.Failed(id):
+                if (inbox := self._inboxes.pop(id, None)) is not None:
+                    inbox.put_nowait(message)
+
+    def _lost(self) -> None:
+        assert self._writer is not None
+        self._writer.close()
+        self._writer = None
+        self.status = protocol.Status("away", detail="it stopped and is being started again")
+        self.stats = None
+        for id, inbox in self._inboxes.items():
+            inbox.put_nowait(protocol.Failed(id, "the engine stopped while it worked on this request", status=503))
+        self._inboxes.clear()

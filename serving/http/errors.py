@@ -1,0 +1,90 @@
+"""Errors as answers, in OpenAI's shape everywhere: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import structlog
+from litestar import Request, Response
+from litestar.exceptions import ClientException, HTTPException, SerializationException, ValidationException
+
+from serving.engine_client import Away
+from serving.http.metrics import Metrics
+from serving.http.schemas import FIELDS, Error, ErrorBody
+
+AWAY_RETRY_S = 1
+
+log = structlog.get_logger()
+
+
+def refusal(
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    *,
+    retry_after_s: float | None = None,
+    request_id: str | None = None,
+) -> HTTPException:
+    """An answer in OpenAI's shape, to be raised."""
+    headers = {}
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(retry_after_s)))
+    if request_id is not None:
+        headers["x-request-id"] = request_id
+    return HTTPException(status_code=status, detail=message, headers=headers, extra={"param": param, "code": code})
+
+
+def error_of(refused: HTTPException) -> Error:
+    extra = refused.extra if isinstance(refused.extra, dict) else {}
+    kind = "invalid_request_error" if refused.status_code < 500 else "server_error"
+    return Error(refused.detail, kind, extra.get("param"), extra.get("code"))
+
+
+def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
+    """The one place where errors become answers."""
+    path = request.url.path.rstrip("/")
+    match error:
+        case Away():
+            error = refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)
+        case ValidationException():
+            error = explain(error, FIELDS[path])
+        case ClientException(__cause__=SerializationException()):
+            error = refusal(400, f"the body is not valid JSON: {error.detail}", code="invalid_json")
+        case RecursionError(args=("maximum recursion depth exceeded while deserializing an object",)):
+            error = refusal(400, "the body is nested too deeply", code="invalid_json")
+        case ClientException(detail="Invalid multipart/form-data"):
+            names = ", ".join(FIELDS[path])
+            error = refusal(400, f"the body must be a form (multipart/form-data) with the fields {names}", code="invalid_form")
+        case UnicodeDecodeError() | LookupError() if type(error) in (UnicodeDecodeError, LookupError):  # a charset that is none
+            error = refusal(400, "a field of the form is not text in UTF-8")
+        case HTTPException(status_code=404, extra=None):
+            error = refusal(404, f"there is no {request.url.path} here; GET /schema lists what there is", code="not_found")
+        case HTTPException(status_code=413, extra=None):
+            most = request.route_handler.resolve_request_max_body_size()
+            error = refusal(413, f"the body is larger than {most} bytes", code="body_too_large")
+    if not isinstance(error, HTTPException):
+        log.error("unexpected", path=request.url.path, exc_info=error)
+        error = refusal(500, "an error in this server; its log says more")
+    body = error_of(error)
+    log.info("refused", path=request.url.path, status=error.status_code, error=body.message, param=body.param, code=body.code)
+    if path == "/v1/audio/speech":
+        metrics: Metrics = request.app.state.metrics
+        outcome = "refused" if error.status_code < 500 else "unavailable" if error.status_code == 503 else "failed"
+        metrics.ended(request.state.get("model", ""), outcome)
+    return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
+
+
+def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException:
+    """Litestar's first complaint about a body, as a sentence that names the field and what it takes."""
+    complaint: dict[str, str] = error.extra[0]  # type: ignore[index]
+    message, key = complaint["message"], complaint["key"]
+    field = re.split(r"[.\[]", key)[0]
+    if field in fields:
+        return refusal(400, f"{key}: {message.lower()}; {field} takes {fields[field]}", field)
+    if unknown := re.search("unknown field `(.*)`", message):
+        return refusal(400, f"there is no field {unknown[1]!r}; the fields are: {', '.join(fields)}", unknown[1], "unknown_field")
+    if missing := re.search("missing required field `(.*)`", message):
+        return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
+    return refusal(400, f"the body must be an object with the field {next(iter(fields))}: {message.lower()}")

@@ -1,0 +1,98 @@
+"""What /metrics tells Prometheus, by model: how requests went, as their clients saw it, and what the engine said of itself last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from serving.engine_client import EngineClient
+
+TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
+RTF = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
+OUTCOMES = ("stop", "length", "cancelled", "refused", "unavailable", "failed")
+BY_MODEL = (  # what protocol.ModelStats holds
+    (GaugeMetricFamily, "zoo_slots", "slots", "How many requests can speak at once."),
+    (GaugeMetricFamily, "zoo_requests_running", "running", "Requests that speak."),
+    (GaugeMetricFamily, "zoo_requests_waiting", "waiting", "Requests that wait for a slot or for memory."),
+    (CounterMetricFamily, "zoo_underruns", "underruns", "Audio that came after the listener had played all there was."),
+    (CounterMetricFamily, "zoo_graph_misses", "graph_misses", "Launches that no recorded graph fitted."),
+)
+
+
+class Metrics:
+    """One registry per app. A request that was refused before it was clear which model it is for counts under the model ""."""
+
+    def __init__(self, link: EngineClient):
+        self.link = link
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(link))
+        ProcessCollector(registry=self.registry)
+        self.requests = Counter(
+            "zoo_requests",
+            "Speech requests by how they ended: the model's own end, the cap on frames, a client that left, a request that was refused, "
+            "an engine that was full or away, a failure.",
+            ["model", "outcome"],
+            registry=self.registry,
+        )
+        self.ttfa = Histogram(
+            "zoo_time_to_first_audio_seconds", "From the request to its first audio.", ["model"], buckets=TTFA_S, registry=self.registry
+        )
+        self.rtf = Histogram(
+            "zoo_real_time_factor",
+            "Seconds taken per second of audio, of requests that ended well.",
+            ["model"],
+            buckets=RTF,
+            registry=self.registry,
+        )
+        self.audio_s = Counter("zoo_audio_seconds", "Audio made.", ["model"], registry=self.registry)
+
+    def began(self, model: str, ttfa_s: float) -> None:
+        self.ttfa.labels(model).observe(ttfa_s)
+
+    def ended(self, model: str, outcome: str, took_s: float = 0.0, audio_s: float = 0.0) -> None:
+        """audio_s: what was made until then."""
+        self.requests.labels(model, outcome).inc()
+        self.audio_s.labels(model).inc(audio_s)
+        if audio_s and outcome in ("stop", "length"):
+            self.rtf.labels(model).observe(took_s / audio_s)
+
+    def expose(self, accept: str) -> tuple[bytes, str]:
+        """-> the exposition in the form that the client takes, and its media type."""
+        for info in self.link.models:  # so that a rate is there before the first of its kind
+            self._prepare(info.id)
+        encode, media_type = choose_encoder(accept)
+        return encode(self.registry), media_type
+
+    def _prepare(self, model: str) -> None:
+        for metric in (self.ttfa, self.rtf, self.audio_s):
+            metric.labels(model)
+        for outcome in OUTCOMES:
+            self.requests.labels(model, outcome)
+
+
+class EngineCollector(Collector):
+    """The engine's own numbers, at most a second old; none while it is away."""
+
+    def __init__(self, link: EngineClient):
+        self.link = link
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("zoo_ready", "1 when requests are taken.", value=float(self.link.status.state == "ready"))
+        stats = self.link.stats
+        if stats is None:
+            return
+        yield GaugeMetricFamily("zoo_pages", "Pages of memory for keys and values, of all models.", value=stats.pages)
+        yield GaugeMetricFamily("zoo_pages_free", "Pages that a request could have now.", value=stats.pages_free)
+        yield CounterMetricFamily("zoo_pages_shared", "Pages that a request found filled already.", value=stats.pages_shared)
+        yield CounterMetricFamily("zoo_pages_evicted", "Filled pages that were given up for others.", value=stats.pages_evicted)
+        late = "Functions that were compiled after the models were warm: each held up everybody."
+        yield CounterMetricFamily("zoo_late_compiles", late, value=stats.compiles_after_warmup)
+        for kind, name, field, what in BY_MODEL:
+            metric = kind(name, what, labels=["model"])
+            for model, numbers in stats.models.items():
+                metric.add_metric([model], getattr(numbers, field))
+            yield metric

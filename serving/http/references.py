@@ -1,0 +1,194 @@
+"""Where the voice of a request comes from: the model itself, an uploaded voice, or audio that came with the request.
+
+Decoding takes milliseconds and fetching takes longer, so both happen beside the event loop; what the engine gets is samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+import httpx
+from litestar.exceptions import HTTPException
+
+from serving.http.decode import decode
+from serving.http.errors import refusal
+from serving.http.schemas import Limits, Model, SpeechRequest
+from serving.http.voices import Voices
+from serving.protocol import AudioClip
+
+FETCH_S = 10.0
+MAX_REDIRECTS = 3
+PIECE_CHARS = 1 << 18  # of base64, decoded at a time: half a millisecond for which no other thread runs
+MAX_NAMES = 20  # in a message
+UNICAST = ipaddress.ip_network("2000::/3")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A voice to speak in. text: what the clip says, which only some models need."""
+
+    clip: AudioClip
+    text: str | None
+    x_vector_only: bool
+
+
+class References:
+    """Finds what a request speaks in. `close` when done: it may hold an HTTP client."""
+
+    def __init__(self, voices: Voices, limits: Limits):
+        self.voices = voices
+        self.limits = limits
+        self._client: httpx.AsyncClient | None = None
+        if limits.reference_urls:
+            # No connection is kept: they are made by address, and the next host at an address may be another one.
+            self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=FETCH_S)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    def check(self, request: SpeechRequest, model: Model) -> None:
+        """What can be said at once about a request's voice. Raises the refusal."""
+        try:
+            given = request.reference
+        except ValueError as error:
+            raise refusal(400, str(error), "references") from None
+        voice = request.voice_name
+        if given is not None:
+            if model.reference_s is None:
+                raise refusal(400, f"model {model.id!r} takes no reference audio: {ways(model)}", given.param)
+            if voice is not None:
+                raise refusal(400, "a voice and reference audio are both given, and a request has one voice: leave one out", "voice")
+            return
+        if request.ref_text is not None:
+            raise refusal(400, "ref_text is what ref_audio says, and there is no ref_audio", "ref_text")
+        if voice is None or is_own(model.voices, voice):
+            if request.x_vector_only_mode:
+                raise refusal(400, "x_vector_only_mode is about reference audio, and there is none", "x_vector_only_mode")
+        elif not self.voices.has(voice):
+            raise self.no_voice(voice, model)
+        elif model.reference_s is None:
+            raise refusal(400, f"{voice!r} is an uploaded voice, and model {model.id!r} takes none: {ways(model)}", "voice")
+
+    def no_voice(self, voice: str, model: Model) -> HTTPException:
+        uploaded = self.voices.names() if model.reference_s is not None else []
+        return refusal(400, f"there is no voice {voice!r}: {ways(model, uploaded)}", "voice")
+
+    async def find(self, request: SpeechRequest, model: Model) -> Reference | None:
+        """After `check`. None: the voice is the model's own affair. Raises the refusal."""
+        given, voice = request.reference, request.voice_name
+        if given is not None:
+            assert model.reference_s is not None, f"model {model.id!r} was checked to take references"
+            try:
+                data = await self.read(given.audio)
+                clip = await asyncio.to_thread(decode, data, model.reference_s[1])
+            except ValueError as error:
+                raise refusal(400, f"{given.param} cannot be used: {error}", given.param) from None
+            return Reference(clip, given.text, request.x_vector_only_mode)
+        if voice is None or is_own(model.voices, voice):
+            return None
+        found = await asyncio.to_thread(self.voices.load, voice)
+        if found is None:  # removed a moment ago
+            raise self.no_voice(voice, model)
+        stored, clip = found
+        return Reference(clip, stored.ref_text, request.x_vector_only_mode or stored.ref_text is None)
+
+    async def read(self, audio: str) -> bytes:
+        """A data URL, base64 or, where that is allowed, a URL -> bytes. Raises ValueError."""
+        if not audio[:8].lower().startswith(("http://", "https://")):
+            return await asyncio.to_thread(unpack, audio, self.limits.reference_bytes)
+        if self._client is None:
+            raise ValueError("this server fetches no URLs (it was started without --allow-url-references); send a data URL or base64")
+        return await fetch(self._client, audio, self.limits.reference_bytes)
+
+
+def is_own(voices: list[str], voice: str) -> bool:
+    """Whether a model's own voices have this one."""
+    return voice.lower() in map(str.lower, voices)
+
+
+def ways(model: Model, uploaded: list[str] | None = None) -> str:
+    """What a request to this model can speak in."""
+    names = [*model.voices, *(uploaded or ())]
+    more = f" and {len(names) - MAX_NAMES} more (GET /v1/audio/voices)" if len(names) > MAX_NAMES else ""
+    possible = [f"there is {', '.join(names[:MAX_NAMES])}{more}"] if names else []
+    if "design" in model.modes:
+        possible.append("describe a voice in instructions")
+    if model.reference_s is not None:
+        possible.append("upload a voice (POST /v1/audio/voices) or send ref_audio")
+    return "; ".join(possible)
+
+
+def unpack(text: str, max_bytes: int) -> bytes:
+    """A base64 data URL, or bare base64. Raises ValueError."""
+    if text[:5].lower() == "data:":
+        head, comma, text = text.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise ValueError("the data URL must be of the form data:audio/wav;base64,...")
+    if len(text) > (max_bytes + 2) // 3 * 4:
+        raise ValueError(f"it has about {len(text) * 3 // 4} bytes; this server takes up to {max_bytes}")
+    try:
+        pieces = range(0, len(text), PIECE_CHARS)
+        return b"".join(base64.b64decode(text[at : at + PIECE_CHARS], validate=True) for at in pieces)
+    except ValueError:
+        raise ValueError("it is neither a data URL nor base64") from None
+
+
+async def fetch(client: httpx.AsyncClient, url: str, max_bytes: int) -> bytes:
+    """What is at a public address. Raises ValueError for whatever goes wrong, without telling what else is to be found there."""
+    try:
+        async with asyncio.timeout(FETCH_S):
+            target = httpx.URL(url)
+            for _ in range(MAX_REDIRECTS + 1):
+                request = await aim(client, target)
+                response = await client.send(request, stream=True)
+                try:
+                    if not response.has_redirect_location:
+                        return await receive(response, max_bytes)
+                    target = target.join(response.headers["location"])
+                finally:
+                    await response.aclose()
+    except TimeoutError:
+        raise ValueError(f"its URL did not answer within {FETCH_S:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL, OSError):
+        raise ValueError("its URL cannot be fetched") from None
+    raise ValueError(f"its URL redirects more than {MAX_REDIRECTS} times")
+
+
+async def receive(response: httpx.Response, max_bytes: int) -> bytes:
+    if response.status_code != 200:
+        raise ValueError(f"its URL answers with status {response.status_code}")
+    data = bytearray()
+    async for chunk in response.aiter_raw():  # as it came: what is packed could unpack to anything
+        data += chunk
+        if len(data) > max_bytes:
+            raise ValueError(f"its URL has more than {max_bytes} bytes, the most that this server takes")
+    return bytes(data)
+
+
+async def aim(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
+    """A request to the very address that was checked: looked up again, a name could have another one. Raises ValueError, OSError."""
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError("its URL must begin with http:// or https:// and a host")
+    port = url.port or {"http": 80, "https": 443}[url.scheme]
+    found = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+    addresses = [str(address[4][0]) for address in found]
+    if not all(map(is_public, addresses)):
+        raise ValueError("its URL is not at a public address")
+    headers = {"host": url.netloc.decode(), "accept-encoding": "identity"}
+    return client.build_request("GET", url.copy_with(host=addresses[0]), headers=headers, extensions={"sni_hostname": url.host})
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the Internet, and not a way to one that is not."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            ip = ip.ipv4_mapped
+        elif ip not in UNICAST or ip.sixtofour is not None or ip.teredo is not None:
+            return False
+    return ip.is_global and not ip.is_multicast

@@ -1,0 +1,323 @@
+"""The bodies of HTTP requests and answers. A field's description says what it takes: it is documentation and error message both."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+
+import msgspec
+from litestar.datastructures import UploadFile
+from msgspec import Meta
+
+from serving import protocol
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+ResponseFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How much a client may ask for."""
+
+    text_chars: int = 8000
+    reference_bytes: int = 10 << 20
+    reference_s: float = 60.0
+    reference_urls: bool = False  # whether ref_audio may be a URL, which this server then fetches
+    voices: int = 1000
+
+    @property
+    def speech_body_bytes(self) -> int:
+        """A reference as base64, and all the rest."""
+        return (1 << 20) + self.reference_bytes * 4 // 3
+
+    @property
+    def upload_body_bytes(self) -> int:
+        return (1 << 20) + self.reference_bytes
+
+
+class Voice(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+
+
+class ReferenceItem(msgspec.Struct, forbid_unknown_fields=True):
+    """Either of the two names of the audio."""
+
+    audio: str | None = None
+    ref_audio: str | None = None
+    text: str | None = None
+
+
+class GivenReference(NamedTuple):
+    """Reference audio as it came, and the field it came in."""
+
+    audio: str
+    text: str | None
+    param: str
+
+
+class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/audio/speech. What is left out, or null, is the model's own default."""
+
+    input: Annotated[str, Meta(description="the text to speak")]
+    model: Annotated[str | None, Meta(description="the id of a served model (GET /v1/models); needed where there are several")] = None
+    voice: Annotated[
+        str | Voice | None, Meta(description='the name of a voice, the model\'s or an uploaded one (GET /v1/audio/voices), or {"id": name}')
+    ] = None
+    instructions: Annotated[str | None, Meta(description="how to speak, in words, for models that follow instructions")] = None
+    language: Annotated[str | None, Meta(description="one of the model's languages (GET /v1/models)")] = None
+    task_type: Annotated[
+        Literal["CustomVoice", "VoiceDesign", "Base"] | None,
+        Meta(
+            description="CustomVoice (a voice of the model), VoiceDesign (one described in instructions) or Base (one from reference "
+            "audio): what the model must be for; may be left out"
+        ),
+    ] = None
+    ref_audio: Annotated[
+        str | None, Meta(description="a recording of the voice to speak in: a data URL or base64; a URL where the server allows it")
+    ] = None
+    ref_text: Annotated[str | None, Meta(description="what ref_audio says, word for word")] = None
+    references: Annotated[
+        Annotated[list[ReferenceItem], Meta(max_length=1)] | None,
+        Meta(description='ref_audio and ref_text in another form: a list of one {"audio": ..., "text": ...}'),
+    ] = None
+    x_vector_only_mode: Annotated[
+        bool, Meta(description="true takes only the sound of the voice from the reference, and needs no ref_text; false is the default")
+    ] = False
+    response_format: Annotated[
+        ResponseFormat,
+        Meta(description="mp3 (default), opus (in Ogg), aac, flac, wav or pcm (16-bit little-endian mono without a header)"),
+    ] = "mp3"
+    sample_rate: Annotated[
+        Annotated[int, Meta(ge=8000, le=48000)] | None,
+        Meta(
+            description="the answer's samples per second, an integer from 8000 to 48000 that the format has; the model's own when left out "
+            "(opus is always 48000)"
+        ),
+    ] = None
+    speed: Annotated[Annotated[float, Meta(ge=1, le=1)], Meta(description="1, and no other speed yet")] = 1.0
+    stream_format: Annotated[
+        Literal["audio", "sse"],
+        Meta(
+            description="audio (default) or sse: speech.audio.delta events, whose base64 joined is the file, among them speech.text.delta "
+            "where the model writes text, then speech.audio.done"
+        ),
+    ] = "audio"
+    stream: Annotated[
+        bool,
+        Meta(description="true (default): audio is sent as it is made; false: a file in one piece at the end, which knows its length"),
+    ] = True
+    layout: Annotated[
+        Literal["whole", "streaming"] | None,
+        Meta(description="whole (the model reads all of the text first) or streaming (it reads the text while it speaks)"),
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
+        Meta(description="an integer from 0 to 2^63 - 1; the same seed speaks the same way; drawn at random when left out (see x-seed)"),
+    ] = None
+    max_new_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None, Meta(description="the most frames to speak, an integer from 1 to 1000000")
+    ] = None
+    temperature: Annotated[Temperature | None, Meta(description="a number from 0 (greedy) to 2")] = None
+    top_k: Annotated[TopK | None, Meta(description="an integer from 0 (off) to 1000000")] = None
+    top_p: Annotated[TopP | None, Meta(description="a number above 0, up to 1 (off)")] = None
+    repetition_penalty: Annotated[
+        Annotated[float, Meta(gt=0.5, le=2)] | None, Meta(description="a number above 0.5, up to 2; 1 is off")
+    ] = None
+    depth_temperature: Annotated[
+        Temperature | None, Meta(description="temperature of a frame's codes after the first, 0 (greedy) to 2")
+    ] = None
+    depth_top_k: Annotated[TopK | None, Meta(description="top_k of a frame's codes after the first, 0 (off) to 1000000")] = None
+    depth_top_p: Annotated[TopP | None, Meta(description="top_p of a frame's codes after the first, above 0, up to 1 (off)")] = None
+    cfg_scale: Annotated[
+        Annotated[float, Meta(ge=0, le=100)] | None,
+        Meta(description="how far guidance goes, a number from 0 to 100; 1 is the model unguided; for models that are guided"),
+    ] = None
+    solver_steps: Annotated[
+        Annotated[int, Meta(ge=1, le=1000)] | None,
+        Meta(description="in how many steps noise becomes a frame, an integer from 1 to 1000, where frames are solved from noise"),
+    ] = None
+
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, Voice) else self.voice
+
+    @property
+    def reference(self) -> GivenReference | None:
+        """Reference audio that came with the request. Raises ValueError."""
+        if self.ref_audio is not None and self.references:
+            raise ValueError("ref_audio and references are both given, and one of them is possible")
+        if self.ref_audio is not None:
+            return GivenReference(self.ref_audio, self.ref_text, "ref_audio")
+        if not self.references:
+            return None
+        item = self.references[0]
+        named = [audio for audio in (item.audio, item.ref_audio) if audio is not None]
+        if len(named) != 1:
+            raise ValueError(f"references has {len(named)} of audio and ref_audio, which are two names for one thing; give one")
+        if item.text is not None and self.ref_text is not None:
+            raise ValueError("references has a text, and there is ref_text; give one")
+        return GivenReference(named[0], item.text if item.text is not None else self.ref_text, "references")
+
+    def for_engine(self) -> dict[str, Any]:
+        """The fields of zoo.contract.Request that were given, and a seed. The voice is for `references` to find."""
+        given = {
+            "text": self.input,
+            "seed": secrets.randbits(63) if self.seed is None else self.seed,
+            "max_frames": self.max_new_tokens,
+            "guidance": self.cfg_scale,
+            **{name: getattr(self, name) for name in SAME_NAME},
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+SAME_NAME = (
+    "language",
+    "instructions",
+    "layout",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "depth_temperature",
+    "depth_top_k",
+    "depth_top_p",
+    "solver_steps",
+)
+OUR_NAME = {  # zoo.contract.Request -> SpeechRequest
+    "text": "input",
+    "max_frames": "max_new_tokens",
+    "guidance": "cfg_scale",
+    "reference": "ref_audio",
+    "reference_text": "ref_text",
+    "x_vector_only": "x_vector_only_mode",
+}
+TASK_MODE = {"CustomVoice": "voice", "VoiceDesign": "design", "Base": "clone"}  # task_type -> zoo.contract.Spec.modes
+
+
+class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/audio/voices, a multipart form."""
+
+    name: Annotated[str, Meta(description="the voice's name: letters, digits, '_', '-' and '.'; upper and lower case are the same")]
+    audio_sample: Annotated[UploadFile, Meta(description="a file with a recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM")]
+    ref_text: Annotated[
+        str | None, Meta(description="what the sample says, word for word; without it only the sound of the voice is taken from it")
+    ] = None
+    consent: Annotated[str | None, Meta(description="whatever proves the speaker's consent; kept with the voice")] = None
+    type: Annotated[Literal["audio_sample"], Meta(description="audio_sample")] = "audio_sample"
+
+
+def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:
+    """Every field, and what it takes."""
+    hints = get_type_hints(body, include_extras=True)
+    return {name: hint.__metadata__[-1].description for name, hint in hints.items()}
+
+
+FIELDS = {"/v1/audio/speech": fields_of(SpeechRequest), "/v1/audio/voices": fields_of(VoiceUpload)}  # by route
+
+
+class Model(msgspec.Struct):
+    """OpenAI's model object, and what the model can do."""
+
+    id: str
+    created: int  # seconds since 1970, when this server started
+    family: str
+    variant: str
+    sample_rate_hz: int
+    frame_rate_hz: float
+    max_audio_s: float
+    max_text_chars: int
+    voices: list[str]
+    languages: list[str]
+    modes: list[str]  # voice (of its own), instruct, design (from instructions), clone (of reference audio)
+    reference_s: tuple[float, float] | None  # the shortest and the longest reference audio, where it is taken
+    response_formats: list[str]
+    stream_formats: list[str]
+    object: Literal["model"] = "model"
+    owned_by: str = "speechzoo"
+
+    @classmethod
+    def of(cls, info: protocol.ModelInfo, created: int, limits: Limits) -> Model:
+        facts = msgspec.structs.asdict(info)
+        if info.reference_s is not None:
+            shortest_s, longest_s = info.reference_s
+            facts["reference_s"] = (shortest_s, min(longest_s, limits.reference_s))
+        formats = list(get_args(ResponseFormat))
+        return cls(**facts, created=created, max_text_chars=limits.text_chars, response_formats=formats, stream_formats=["audio", "sse"])
+
+
+class ModelList(msgspec.Struct):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class VoiceObject(msgspec.Struct):
+    """OpenAI's voice object, and what is known of the voice."""
+
+    id: str
+    name: str
+    created_at: int  # seconds since 1970; of a model's own voice, when this server started
+    type: Literal["preset", "audio_sample"]
+    models: list[str]  # the served models that can speak in it
+    duration_s: float | None = None  # of an uploaded voice's sample
+    ref_text: str | None = None
+    object: Literal["audio.voice"] = "audio.voice"
+
+
+class VoiceList(msgspec.Struct):
+    data: list[VoiceObject]
+    object: Literal["list"] = "list"
+
+
+class VoiceDeleted(msgspec.Struct):
+    id: str
+    deleted: Literal[True] = True
+    object: Literal["audio.voice.deleted"] = "audio.voice.deleted"
+
+
+class Ready(msgspec.Struct):
+    state: protocol.State
+    progress: float  # 0 to 1
+    detail: str
+
+
+class Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's error object."""
+
+    error: Error
+
+
+class Usage(msgspec.Struct):
+    """input_tokens: of the text. output_tokens: frames of audio, one step of the model each, and tokens of text where it writes any."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, finished: protocol.Finished) -> Usage:
+        text, made = finished.usage.get("input_tokens", 0), finished.frames + finished.usage.get("text_tokens", 0)
+        return cls(text, made, text + made)
+
+
+class AudioDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
+    audio: str  # base64
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="speech.text.delta"):
+    delta: str  # whole characters, to be joined to those before
+
+
+class AudioDone(msgspec.Struct, tag_field="type", tag="speech.audio.done"):
+    usage: Usage
+
+
+class AudioError(msgspec.Struct, tag_field="type", tag="error"):
+    error: Error

@@ -1,0 +1,190 @@
+"""Uploaded voices, on disk: a directory for each, which holds its sample and what is known of it.
+
+    VOICES/anna/voice.json, sample.wav       float32 and mono, as the upload was decoded
+
+A voice appears and disappears by one rename, so whoever reads it, in whichever process, finds all of it or nothing. Before and after it is
+in a hidden directory, which stays behind if its maker is killed: `tidy`. Names are lower-cased: some file systems cannot tell Anna from
+anna, and neither can listeners.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import re
+import shutil
+import tempfile
+import time
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import soundfile
+import structlog
+
+from serving.protocol import AudioClip
+
+MAX_NAME_CHARS = 50
+HIDDEN = (".new-", ".old-")
+SILENT = 1e-3  # a peak of -60 dB of full scale
+
+log = structlog.get_logger()
+
+
+class StoredVoice(msgspec.Struct, forbid_unknown_fields=True):
+    """voice.json"""
+
+    name: str
+    created_at: int  # seconds since 1970
+    duration_s: float
+    ref_text: str | None = None  # what the sample says; without it only the sound of the voice is taken from it
+    consent: str | None = None  # whatever the uploader gave for the speaker's consent
+
+
+class Taken(ValueError):
+    """There is a voice of that name."""
+
+
+class TooMany(ValueError):
+    """No more voices are kept."""
+
+
+def clean_name(name: str) -> str:
+    """The name as it is kept and looked for. Raises ValueError."""
+    clean = unicodedata.normalize("NFC", name).lower()
+    if len(clean) > MAX_NAME_CHARS or not re.fullmatch(r"\w[\w.-]*", clean):
+        raise ValueError(
+            f"{name[:80]!r} is no name for a voice: one has up to {MAX_NAME_CHARS} letters, digits, '_', '-' and '.', and does not begin "
+            "with '-' or '.'"
+        )
+    return clean
+
+
+class Voices:
+    """The store. Every method reads the disk, so a voice that another process adds or removes is seen at once."""
+
+    def __init__(self, directory: str | Path, max_voices: int = 1000):
+        self.directory = Path(directory)
+        self.max_voices = max_voices
+
+    def names(self) -> list[str]:
+        if not self.directory.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(self.directory) if not entry.name.startswith(".") and entry.is_dir())
+
+    def list(self) -> list[StoredVoice]:
+        return [voice for name in self.names() if (voice := self._read(name)) is not None]
+
+    def has(self, name: str) -> bool:
+        try:
+            return (self.directory / clean_name(name)).is_dir()
+        except ValueError:
+            return False
+
+    def load(self, name: str) -> tuple[StoredVoice, AudioClip] | None:
+        """A voice and its sample; None where there is none of that name (any more). Raises ValueError for a name that is none."""
+        try:
+            place = os.open(self.directory / clean_name(name), os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return None
+        try:  # both files of this very directory, even if the name means another one by now
+            voice = self._parse(name, read_at(place, "voice.json"))
+            samples, rate_hz = soundfile.read(io.BytesIO(read_at(place, "sample.wav")), dtype="float32")
+        except FileNotFoundError:
+            return None
+        finally:
+            os.close(place)
+        return None if voice is None else (voice, AudioClip(samples.astype("<f4").tobytes(), rate_hz))
+
+    def add(self, name: str, sample: AudioClip, ref_text: str | None = None, consent: str | None = None) -> StoredVoice:
+        """Raises ValueError for a name that is none, or a silent sample; Taken; TooMany; OSError for a disk that does not take it."""
+        name = clean_name(name)
+        samples = np.frombuffer(sample.samples, "<f4")
+        if not np.abs(samples).max() >= SILENT:  # or is NaN
+            raise ValueError(f"the sample is silent: its loudest value is {np.abs(samples).max():.2g} of full scale")
+        if len(self.names()) >= self.max_voices:
+            raise TooMany(f"there are {self.max_voices} voices already, and no more are possible: remove one first")
+        wav = io.BytesIO()
+        soundfile.write(wav, samples, sample.sample_rate_hz, subtype="FLOAT", format="WAV")
+        voice = StoredVoice(name, int(time.time()), round(sample.duration_s, 3), (ref_text or "").strip() or None, consent)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._hidden_place(".new-") as new:
+            (new / "sample.wav").write_bytes(wav.getvalue())
+            (new / "voice.json").write_bytes(msgspec.json.encode(voice))
+            try:
+                new.rename(self.directory / name)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise Taken(f"there is a voice {name!r} already: remove it first, or take another name") from None
+                raise
+        return voice
+
+    def remove(self, name: str) -> bool:
+        """-> whether there was such a voice. Requests that speak in it have its sample already. Raises ValueError, OSError."""
+        place = self.directory / clean_name(name)
+        if not place.is_dir():
+            return False
+        with self._hidden_place(".old-") as old:
+            try:
+                place.rename(old / "voice")
+            except FileNotFoundError:
+                return False
+        return True
+
+    def tidy(self) -> None:
+        """Remove what was left behind by whoever was killed while adding or removing a voice. Where somebody is at it now, in whichever
+        process, nothing is done: the next start will find it."""
+        with suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for entry in os.scandir(self.directory):
+                if entry.name.startswith(HIDDEN):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+    @contextmanager
+    def _hidden_place(self, prefix: str) -> Iterator[Path]:
+        """A new directory in the store, gone afterwards unless it was renamed."""
+        assert prefix in HIDDEN, f"{prefix!r} is not of {HIDDEN}, which are tidied"
+        with self._locked(fcntl.LOCK_SH):
+            place = Path(tempfile.mkdtemp(prefix=prefix, dir=self.directory))
+            try:
+                yield place
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        """A lock on the store, which the system takes back from a process that ends. Raises OSError."""
+        place = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(place, how)
+            yield
+        finally:
+            os.close(place)
+
+    def _read(self, name: str) -> StoredVoice | None:
+        try:
+            return self._parse(name, (self.directory / name / "voice.json").read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _parse(self, name: str, data: bytes) -> StoredVoice | None:
+        try:
+            return msgspec.json.decode(data, type=StoredVoice)
+        except msgspec.DecodeError as error:
+            log.error("voice", name=name, error=f"{self.directory / name / 'voice.json'} is damaged: {error}")
+            return None
+
+
+def read_at(directory: int, name: str) -> bytes:
+    with open(os.open(name, os.O_RDONLY, dir_fd=directory), "rb") as file:
+        return file.read()
+
+
+def default_directory() -> Path:
+    """ZOO_VOICES_DIR, else speechzoo/voices below where a user's data is kept."""
+    data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return Path(os.environ.get("ZOO_VOICES_DIR") or data / "speechzoo" / "voices")

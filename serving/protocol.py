@@ -1,0 +1,190 @@
+"""What the HTTP process and the engine process say to each other: msgpack structs, each behind its length, over a Unix socket.
+
+    HTTP -> engine   Speak, Cancel
+    engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio and Text
+                     as they come, then Finished or Failed
+
+A Cancel is answered by silence: whoever sent it listens no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import msgspec
+
+MAX_CLIP_BYTES = 48 << 20  # a minute of mono float32 at 192 kHz
+MAX_FRAME_BYTES = MAX_CLIP_BYTES + (16 << 20)  # more than any message needs; a longer one is not ours
+
+State = Literal["away", "loading", "warming", "ready"]
+
+
+class Message(msgspec.Struct, tag=True):
+    """One frame on the wire; the class name is its tag."""
+
+
+class AudioClip(msgspec.Struct):
+    """Reference audio, decoded."""
+
+    samples: bytes  # float32, little-endian, mono
+    sample_rate_hz: int
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.samples) / 4 / self.sample_rate_hz
+
+
+class Reference(msgspec.Struct):
+    """As zoo.request.Reference."""
+
+    clip: AudioClip
+    transcript: str | None = None
+    speaker: str | None = None
+
+
+class Speak(Message):
+    id: str
+    model: str  # its id
+    request: dict[str, Any]  # the fields of zoo.request.Request, but its references
+    references: list[Reference] = []
+    is_pinned: bool = False  # equal requests give equal bytes
+
+
+class Cancel(Message):
+    id: str
+
+
+class Status(Message):
+    state: State
+    progress: float = 0.0  # 0 to 1
+    detail: str = ""
+
+
+class OptionInfo(msgspec.Struct):
+    """What a model takes with a request, as zoo.request.Option."""
+
+    name: str
+    type: str  # "bool", "int", "float" or "str"
+    help: str
+    possible: str  # in words
+    default: bool | int | float | str | None = None  # None: the model decides
+    range: tuple[float, float] | None = None
+    choices: tuple[str, ...] = ()
+
+
+class ModelInfo(msgspec.Struct):
+    """What a served model can do."""
+
+    id: str
+    family: str
+    variant: str
+    sample_rate_hz: int
+    frame_rate_hz: float
+    max_audio_s: float
+    voices: list[str]
+    languages: list[str]
+    modes: list[str]
+    reference_s: tuple[float, float] | None = None  # the shortest and the longest reference, where references are taken
+    max_references: int = 1
+    options: list[OptionInfo] = []
+    licence: str = ""  # of the weights, where it limits their use
+
+
+class Models(Message):
+    models: list[ModelInfo]
+
+
+class ModelStats(msgspec.Struct):
+    slots: int
+    running: int
+    waiting: int
+    underruns: int  # counted
+    graph_misses: int  # counted
+
+
+class Stats(Message):
+    """What the engine holds now, and what it has counted since it started."""
+
+    pages: int
+    pages_free: int
+    pages_shared: int  # counted
+    pages_evicted: int  # counted
+    compiles_after_warmup: int  # counted
+    models: dict[str, ModelStats]  # by id
+
+
+class Rejected(Message):
+    """The request never ran: what came, what is possible. `param` is a field of zoo.contract.Request."""
+
+    id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+    retry_after_s: float | None = None
+
+
+class Audio(Message):
+    id: str
+    pcm: bytes  # int16, little-endian, mono
+    frames: int
+
+
+class Text(Message):
+    """What the model wrote beside its audio, from where the last one ended."""
+
+    id: str
+    text: str
+
+
+class Finished(Message):
+    id: str
+    reason: str  # "stop" (the model ended), "length" (the cap) or "cancelled"
+    frames: int
+    usage: dict[str, int] = {}
+
+
+class Failed(Message):
+    """The request ran and broke. Whatever audio was sent is not the whole of it."""
+
+    id: str
+    message: str
+    status: int = 500
+    code: str = "engine_failed"
+
+
+ToEngine = Speak | Cancel
+ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Finished | Failed
+Outcome = Rejected | Audio | Text | Finished | Failed  # what a Speak is answered by
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+to_http = msgspec.msgpack.Decoder(ToHTTP)
+
+
+class ProtocolError(Exception):
+    """The other side does not speak this protocol."""
+
+
+def pack(message: Message) -> bytes:
+    body = _encoder.encode(message)
+    assert len(body) <= MAX_FRAME_BYTES, f"a {type(message).__name__} of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}"
+    return len(body).to_bytes(4, "big") + body
+
+
+async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> AsyncIterator[Any]:
+    """Yields messages until the other side is gone, in whatever manner. Raises ProtocolError for bytes that are no message."""
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(4), "big")
+            if size > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
+            body = await reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        try:
+            yield decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"a frame of {size} bytes that is no message: {error}") from error

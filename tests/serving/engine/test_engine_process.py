@@ -1,0 +1,255 @@
+"""The engine process's side of the wire, with an engine that does what the test says."""
+
+import asyncio
+import shutil
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from models import directory
+from toy import Toy
+
+from serving import protocol, worker
+from serving.audio import pcm16
+from serving.engine.engine import Audio, Engine, Failed, Finished, Full, Text
+from serving.engine.engine_process import Bridge
+from zoo.contract import Request
+
+STATS = protocol.Stats(100, 60, 7, 3, 0, {"m": protocol.ModelStats(8, 2, 1, 5, 0)})
+INFO = protocol.ModelInfo("m", "toy", "v", 24000, 12.5, 60.0, ["a"], ["english"], ["voice"])
+
+
+class ScriptedEngine:
+    """The engine's thread-safe half. `speak` waits for `prompt_built`; the test delivers by hand."""
+
+    def __init__(self):
+        self.deliver = {}
+        self.requests, self.models = {}, {}
+        self.cancelled = []
+        self.prompt_built = threading.Event()
+        self.prompt_built.set()
+
+    def speak(self, request_id, request, deliver, model):
+        self.prompt_built.wait(5)
+        if request.text == "bad":
+            error = ValueError("voice 'x' is not in this checkpoint; it has: a")
+            error.param = "voice"
+            raise error
+        if request.text == "full":
+            raise Full("256 requests are waiting already", retry_after_s=2.5)
+        if request.text == "broken":
+            raise KeyError("a mistake of ours")
+        self.requests[request_id] = request
+        self.models[request_id] = model
+        self.deliver[request_id] = deliver
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
+
+    def stats(self):
+        return msgspec.to_builtins(STATS)
+
+
+class Peer:
+    """A plain blocking client of the wire."""
+
+    def __init__(self, path):
+        self.loop = asyncio.new_event_loop()
+        self.reader, self.writer = self.loop.run_until_complete(asyncio.open_unix_connection(path))
+        self.messages = protocol.read(self.reader, protocol.to_http)
+
+    def send(self, message):
+        self.writer.write(protocol.pack(message))
+        self.loop.run_until_complete(self.writer.drain())
+
+    def next(self):
+        """The next message but Stats, which may come at any time."""
+        while isinstance(message := self.any(), protocol.Stats):
+            pass
+        return message
+
+    def any(self):
+        return self.loop.run_until_complete(asyncio.wait_for(anext(self.messages), 5))
+
+    def close(self):
+        self.loop.run_until_complete(self.messages.aclose())
+        self.writer.close()
+        self.loop.run_until_complete(self.writer.wait_closed())
+        self.loop.close()
+
+
+@pytest.fixture
+def bridge(tmp_path):
+    bridge = Bridge()
+    bridge.path = str(tmp_path / "engine.sock")
+    bridge.listen(bridge.path)
+    yield bridge
+    until(lambda: not bridge.clients)
+    bridge.pool.shutdown()
+    bridge.loop.call_soon_threadsafe(bridge.loop.stop)
+
+
+@pytest.fixture
+def engine(bridge):
+    engine = ScriptedEngine()
+    bridge.open(engine, [INFO])
+    return engine
+
+
+@pytest.fixture
+def peer(bridge):
+    peer = Peer(bridge.path)
+    yield peer
+    peer.close()
+
+
+def until(fact):
+    end = time.monotonic() + 5
+    while not fact():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.005)
+
+
+def test_status_goes_to_whoever_is_there_and_whoever_comes(bridge, peer):
+    assert [peer.next(), peer.next()] == [protocol.Models([]), protocol.Status("loading")]
+    peer.send(protocol.Speak("r", "m", {"text": "too early"}))
+    early = peer.next()
+    assert (early.id, early.status, early.code) == ("r", 503, "engine_not_ready")
+    bridge.tell(protocol.Status("warming", 0.5, "step"))
+    assert [peer.next(), peer.next()] == [protocol.Models([]), protocol.Status("warming", 0.5, "step")]
+    bridge.open(ScriptedEngine(), [INFO])
+    assert [peer.next(), peer.next()] == [protocol.Models([INFO]), protocol.Status("ready", 1.0)]
+    late = Peer(bridge.path)
+    assert [late.next(), late.next()] == [protocol.Models([INFO]), protocol.Status("ready", 1.0)]
+    late.close()
+
+
+def test_a_request_and_its_audio(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(protocol.Speak("r", "m", {"text": "Hello.", "voice": "a", "seed": 7, "max_frames": 9}))
+    until(lambda: "r" in engine.deliver)
+    assert engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9) and engine.models["r"] == "m"
+    samples = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0], np.float32)
+    engine.deliver["r"](Audio(samples, 1))
+    engine.deliver["r"](Text("größer"))
+    engine.deliver["r"](Finished("length", 1, {"output_frames": 1}))
+    expected = np.array([0, 16384, -16384, 32767, -32767, 32767, -32767], "<i2")
+    assert peer.next() == protocol.Audio("r", expected.tobytes(), 1) == protocol.Audio("r", pcm16(samples), 1)
+    assert peer.next() == protocol.Text("r", "größer")
+    assert peer.next() == protocol.Finished("r", "length", 1, {"output_frames": 1})
+    assert engine.cancelled == []
+
+
+def test_a_reference(bridge, engine, peer):
+    samples = np.linspace(-1, 1, 5, dtype=np.float32)
+    peer.send(protocol.Speak("r", "m", {"text": "Hello.", "reference_text": "Hi.", "x_vector_only": True}, protocol.AudioClip(samples.tobytes(), 16000)))
+    until(lambda: "r" in engine.deliver)
+    request = engine.requests["r"]
+    assert (request.reference_text, request.x_vector_only, request.reference.sample_rate_hz) == ("Hi.", True, 16000)
+    assert np.array_equal(request.reference.samples, samples) and request.reference.samples.dtype == np.float32
+    assert request.reference.samples.flags.writeable  # or torch warns
+
+
+def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypatch):
+    monkeypatch.setattr(worker, "STATS_S", 0.01)
+    assert [peer.any(), peer.any()] == [protocol.Models([]), protocol.Status("loading")]
+    bridge.open(ScriptedEngine(), [INFO])
+    assert [peer.any(), peer.any()] == [protocol.Models([INFO]), protocol.Status("ready", 1.0)]
+    assert [peer.any(), peer.any()] == [STATS, STATS]
+
+
+def test_the_engines_stats_are_what_the_wire_carries():
+    engine = Engine({"one": Toy(), "other": Toy()}, max_slots=2, compile=False)
+    stats = msgspec.convert(engine.stats(), protocol.Stats)
+    assert list(stats.models) == ["one", "other"] and stats.models["other"].slots == 2
+    assert set(engine.stats()) == set(protocol.Stats.__struct_fields__)
+    assert set(engine.stats()["models"]["one"]) == set(protocol.ModelStats.__struct_fields__)
+
+
+def test_a_directory_that_is_no_model_is_named_before_any_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("zoo.load", None)
+    good = str(directory("qwen3_tts", "tiny"))
+    with pytest.raises(ValueError, match=f"^model 'bad': {tmp_path} is not a model: it has no config.json"):
+        worker.load({"good": good, "bad": str(tmp_path)}, "cpu", None, lambda *_: None)
+    with pytest.raises(ValueError, match=f"^{tmp_path} is not a model: it has no config.json"):
+        worker.load({"bad": str(tmp_path)}, "cpu", None, lambda *_: None)
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
+    good, bad = directory("qwen3_tts", "tiny"), tmp_path / "bad"
+    shutil.copytree(good, bad)
+    (bad / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=r"^model 'bad': .*model\.safetensors"):
+        worker.load({"good": str(good), "bad": str(bad)}, "cpu", None, lambda *_: None)
+
+
+def test_loading_tells_how_far_it_is():
+    models, told = {"one": str(directory("qwen3_tts", "tiny")), "other": str(directory("qwen3_tts", "tiny-base"))}, []
+    families = worker.load(models, "cpu", "float32", lambda *how_far: told.append(how_far))
+    assert told == [(0, "one"), (0.5, "other")]
+    assert {name: family.spec.variant for name, family in families.items()} == {"one": "custom_voice", "other": "base"}
+
+
+def test_refusals_and_failures(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(protocol.Speak("r", "m", {"text": "bad"}))
+    assert peer.next() == protocol.Rejected("r", "voice 'x' is not in this checkpoint; it has: a", "voice")
+    peer.send(protocol.Speak("s", "m", {"text": "full"}))
+    full = peer.next()
+    assert (full.id, full.status, full.code, full.retry_after_s) == ("s", 503, "engine_full", 2.5)
+    peer.send(protocol.Speak("t", "m", {"text": "broken"}))
+    assert peer.next() == protocol.Failed("t", "an error in the engine; its log says more")
+    peer.send(protocol.Speak("u", "m", {"text": "x", "no_such_field": 1}))
+    assert peer.next() == protocol.Failed("u", "an error in the engine; its log says more")
+    peer.send(protocol.Speak("v", "m", {"text": "Hello."}))
+    until(lambda: "v" in engine.deliver)
+    engine.deliver["v"](Failed("the codec broke"))
+    assert peer.next() == protocol.Failed("v", "the codec broke")
+
+
+def test_a_cancelled_request_is_silent(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
+    until(lambda: "r" in engine.deliver)
+    peer.send(protocol.Cancel("r"))
+    until(lambda: engine.cancelled == ["r"])
+    engine.deliver["r"](Audio(np.zeros(4, np.float32), 1))
+    engine.deliver["r"](Finished("cancelled", 1, {}))
+    peer.send(protocol.Speak("s", "m", {"text": "bad"}))
+    assert peer.next().id == "s"  # and nothing of r came before
+
+
+def test_a_cancel_while_the_prompt_is_built_is_not_lost(bridge, engine, peer):
+    engine.prompt_built.clear()
+    peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
+    peer.send(protocol.Cancel("r"))
+    until(lambda: engine.cancelled == ["r"])  # too early: the engine does not know r yet
+    engine.prompt_built.set()
+    until(lambda: engine.cancelled == ["r", "r"])
+    assert "r" in engine.deliver
+
+
+def test_a_connection_that_goes_takes_its_own_requests_along(bridge, engine, peer):
+    other = Peer(bridge.path)
+    for client, id in ((other, "r"), (other, "s"), (peer, "t")):
+        client.send(protocol.Speak(id, "m", {"text": "Hello."}))
+    until(lambda: len(engine.deliver) == 3)
+    other.close()
+    until(lambda: sorted(engine.cancelled) == ["r", "s"])
+    engine.deliver["r"](Audio(np.zeros(4, np.float32), 1))
+    engine.deliver["t"](Finished("stop", 0, {}))
+    assert [peer.next() for _ in range(3)][-1] == protocol.Finished("t", "stop", 0, {})
+
+
+def test_bytes_that_are_no_message_end_their_connection_alone(bridge, engine, peer):
+    peer.next(), peer.next()
+    stranger = Peer(bridge.path)
+    stranger.writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    stranger.next(), stranger.next()
+    with pytest.raises(StopAsyncIteration):
+        stranger.next()
+    peer.send(protocol.Speak("r", "m", {"text": "bad"}))
+    assert peer.next().id == "r"
+    stranger.close()

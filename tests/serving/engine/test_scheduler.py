@@ -1,0 +1,639 @@
+"""Scheduler: every rule alone, then whole servers on a simulated clock."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from serving.engine.scheduler import Chunk, Policy, Scheduler
+
+FRAME_S = 0.08
+WINDOW = (1, 4, 25)
+
+
+def speaking(num_slots=1, policy=Policy.STREAMING, window=WINDOW, slots=None, right=0) -> Scheduler:
+    """A scheduler whose slots (all of them, unless said otherwise) are past their prompts."""
+    scheduler = Scheduler(num_slots, policy, window, FRAME_S, right)
+    for slot in range(num_slots) if slots is None else slots:
+        scheduler.open(slot, prompt_tokens=1)
+        scheduler.prefilled(Chunk(slot, 0, 1, is_last=True))
+    return scheduler
+
+
+def report(scheduler, ready: dict[int, int], done=()):
+    slots = np.array(sorted(ready))
+    scheduler.report(slots, np.array([ready[slot] for slot in slots]), np.isin(slots, list(done)))
+
+
+def due(scheduler, now) -> list[tuple[dict[int, tuple[int, int]], int]]:
+    """Launches as ({slot: (start, count)}, frames)."""
+    renders = scheduler.take_due_windows(now)
+    return [({int(s): (int(a), int(n)) for s, a, n in zip(r.slots, r.start, r.count, strict=True)}, r.frames) for r in renders]
+
+
+def deliver(scheduler, counts: dict[int, int], now):
+    scheduler.delivered(np.array(list(counts)), np.array(list(counts.values())), now)
+
+
+def playing(ahead_frames: int, window=WINDOW) -> Scheduler:
+    """One slot that at time 0 has delivered `ahead_frames` frames: the listener runs dry at ahead_frames * FRAME_S."""
+    scheduler = speaking(window=window)
+    report(scheduler, {0: ahead_frames})
+    for n in iter(lambda: due(scheduler, 0.0), []):
+        deliver(scheduler, {0: n[0][0][0][1]}, 0.0)
+    assert scheduler.plays_until_s[0] == pytest.approx(ahead_frames * FRAME_S)
+    return scheduler
+
+
+# prompts
+
+
+def test_prompts_are_chunked_first_come_first_served():
+    scheduler = Scheduler(4, replace(Policy.STREAMING, prefill_tokens=256), WINDOW, FRAME_S)
+    for slot, tokens in ((2, 600), (0, 50), (3, 100)):
+        scheduler.open(slot, tokens)
+    turns = []
+    while chunks := scheduler.prefill():
+        turns.append([(c.slot, c.start, c.stop, c.is_last) for c in chunks])
+        for chunk in chunks:
+            scheduler.prefilled(chunk)
+    assert turns == [
+        [(2, 0, 256, False)],
+        [(2, 256, 512, False)],
+        [(2, 512, 600, True), (0, 0, 50, True), (3, 0, 100, True)],
+    ]
+
+
+def test_shared_positions_are_skipped():
+    scheduler = Scheduler(1, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler.open(0, prompt_tokens=100, skip=96)
+    assert scheduler.prefill() == [Chunk(0, 96, 100, is_last=True)]
+
+
+def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
+    scheduler = Scheduler(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S)
+    scheduler.open(1, prompt_tokens=15)
+    scheduler.open(0, prompt_tokens=5)
+    assert scheduler.decode().tolist() == []
+    for chunk in scheduler.prefill():
+        scheduler.prefilled(chunk)
+    assert scheduler.decode().tolist() == []
+    for chunk in scheduler.prefill():
+        scheduler.prefilled(chunk)
+    assert scheduler.decode().tolist() == [0, 1]
+    report(scheduler, {0: 1, 1: 1}, done=[1])
+    assert scheduler.decode().tolist() == [0]
+
+
+def test_a_slot_decodes_once_all_its_lanes_are_filled():
+    scheduler = Scheduler(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S, lanes=2)
+    scheduler.open(1, prompt_tokens=[6, 15])
+    scheduler.open(0, prompt_tokens=[9, 40], skip=[0, 40])
+    turns, decoding = [], []
+    while chunks := scheduler.prefill():
+        turns.append([(c.slot, c.lane, c.start, c.stop, c.is_last) for c in chunks])
+        for chunk in chunks:
+            scheduler.prefilled(chunk)
+        decoding.append(scheduler.decode().tolist())
+    assert turns == [
+        [(1, 0, 0, 6, True), (1, 1, 0, 4, False)],
+        [(1, 1, 4, 14, False)],
+        [(1, 1, 14, 15, True), (0, 0, 0, 9, True)],
+    ]
+    assert decoding == [[], [], [0, 1]]
+
+
+def test_lanes_in_shared_pages():
+    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S, lanes=2)
+    scheduler.open(1, prompt_tokens=[8, 3], skip=[8, 3])
+    assert scheduler.prefill() == [] and scheduler.decode().tolist() == [1]
+    with pytest.raises(AssertionError, match=r"\[8, 4\] of \[8, 3\] positions skipped"):
+        scheduler.open(0, prompt_tokens=[8, 3], skip=[8, 4])
+    scheduler.open(0, prompt_tokens=[8, 3], skip=[0, 3])
+    with pytest.raises(AssertionError, match="slot 0 has 3 positions"):
+        scheduler.prefilled(Chunk(0, 0, 3, is_last=True, lane=1))
+    scheduler.close(0)
+    assert scheduler.prefill() == []
+
+
+def test_speakers_do_not_starve_however_many_prompts_come():
+    scheduler = speaking(num_slots=3, slots=[1])
+    for _ in range(50):
+        for slot in (0, 2):
+            if not scheduler.is_open[slot]:
+                scheduler.open(slot, prompt_tokens=1000)
+        chunks = scheduler.prefill()
+        assert sum(c.stop - c.start for c in chunks) == Policy.STREAMING.prefill_tokens
+        assert 1 in scheduler.decode()
+        for chunk in chunks:
+            scheduler.prefilled(chunk)
+            if chunk.is_last:
+                scheduler.close(chunk.slot)
+
+
+# windows, streaming
+
+
+def test_the_first_window_is_due_with_the_smallest_shape():
+    scheduler = speaking(window=(2, 4, 25))
+    report(scheduler, {0: 1})
+    assert due(scheduler, 0.0) == []
+    report(scheduler, {0: 2})
+    assert due(scheduler, 0.0) == [({0: (0, 2)}, 2)]
+    assert due(scheduler, 0.0) == []
+
+
+def test_a_listener_with_time_waits_for_the_largest_shape():
+    scheduler = playing(50)
+    report(scheduler, {0: 50 + 24})
+    assert due(scheduler, 2.9) == []
+    report(scheduler, {0: 50 + 26})
+    assert due(scheduler, 2.9) == [({0: (50, 25)}, 25)]
+
+
+def test_a_listener_at_risk_is_served_from_the_middle_shape_on():
+    scheduler = playing(50)
+    report(scheduler, {0: 50 + 3})
+    assert due(scheduler, 3.1) == []
+    report(scheduler, {0: 50 + 4})
+    assert due(scheduler, 2.9) == []  # 1.1 s left
+    assert due(scheduler, 3.1) == [({0: (50, 4)}, 4)]
+
+
+def test_at_risk_windows_are_full_and_the_rest_waits():
+    scheduler = playing(50)
+    report(scheduler, {0: 50 + 7})
+    assert due(scheduler, 3.1) == [({0: (50, 4)}, 4)]
+    assert due(scheduler, 3.1) == []
+
+
+def test_two_shapes_have_the_larger_one_in_the_middle():
+    scheduler = playing(20, window=(1, 2))
+    report(scheduler, {0: 21})
+    assert due(scheduler, 1.0) == []
+    report(scheduler, {0: 22})
+    assert due(scheduler, 1.0) == [({0: (20, 2)}, 2)]
+
+
+@pytest.mark.parametrize("now", [4.0 - FRAME_S / 2, 4.0, 9.0])
+def test_a_listener_about_to_run_dry_or_dry_gets_any_frame(now):
+    scheduler = playing(50)
+    report(scheduler, {0: 50})
+    assert due(scheduler, now) == []
+    report(scheduler, {0: 50 + 3})
+    assert due(scheduler, now) == [({0: (50, 3)}, 4)]
+
+
+def test_who_is_late_time_after_time_gets_larger_windows_until_in_time_again():
+    scheduler, now, ready, counts = playing(1), 1.0, 1, []
+    while len(counts) < 8:  # a frame comes every second, and is heard much later than it should be
+        ready, now = ready + 1, now + 1.0
+        report(scheduler, {0: ready})
+        for slots, frames in due(scheduler, now):
+            counts.append((slots[0][1], frames))
+            deliver(scheduler, {0: slots[0][1]}, now)
+    assert counts == [(1, 1)] * 3 + [(4, 4)] * 3 + [(25, 25)] * 2
+    report(scheduler, {0: ready + 25})
+    assert due(scheduler, now) == [({0: (ready, 25)}, 25)]
+    deliver(scheduler, {0: 25}, now)  # in time
+    report(scheduler, {0: ready + 27})
+    assert due(scheduler, now + 50 * FRAME_S) == [({0: (ready + 25, 2)}, 4)]
+
+
+def test_who_is_late_still_gets_the_rest_at_once():
+    scheduler = playing(1)
+    scheduler.late_in_a_row[0] = 100
+    report(scheduler, {0: 3}, done=[0])
+    assert due(scheduler, 9.0) == [({0: (1, 2)}, 4)]
+
+
+def test_windows_in_flight_count_as_heard():
+    scheduler = playing(50)
+    report(scheduler, {0: 75})
+    assert due(scheduler, 3.95) == [({0: (50, 25)}, 25)]
+    report(scheduler, {0: 76})
+    assert due(scheduler, 3.99) == []  # 2 s are on their way
+    deliver(scheduler, {0: 25}, 4.0)
+    assert due(scheduler, 5.0) == []
+    assert due(scheduler, 5.95) == [({0: (75, 1)}, 1)]
+
+
+def test_how_early_is_early_enough_is_measured():
+    scheduler = playing(50)
+    report(scheduler, {0: 75})
+    scheduler.take_due_windows(0.0)
+    deliver(scheduler, {0: 25}, 0.2)  # a window takes 0.2 s to its listener, so 0.4 s ahead is the last moment
+    report(scheduler, {0: 76})
+    assert due(scheduler, 6.0 - 0.41) == []
+    assert due(scheduler, 6.0 - 0.39) == [({0: (75, 1)}, 1)]
+    for i in range(76, 106):  # and then a hundredth of that
+        deliver(scheduler, {0: 1}, scheduler.rendered_s[0] + 0.002)
+        report(scheduler, {0: i + 1})
+        assert due(scheduler, scheduler.plays_until_s[0] - FRAME_S / 2) == [({0: (i, 1)}, 1)]
+    deliver(scheduler, {0: 1}, scheduler.rendered_s[0] + 0.002)
+    report(scheduler, {0: 107})
+    assert due(scheduler, scheduler.plays_until_s[0] - 1.1 * FRAME_S) == []
+    assert due(scheduler, scheduler.plays_until_s[0] - 0.9 * FRAME_S) == [({0: (106, 1)}, 1)]
+
+
+def test_a_first_window_in_flight_is_followed_up_at_once():
+    scheduler = speaking()
+    report(scheduler, {0: 1})
+    assert due(scheduler, 0.0) == [({0: (0, 1)}, 1)]
+    report(scheduler, {0: 2})
+    assert due(scheduler, 0.02) == [({0: (1, 1)}, 1)]
+    report(scheduler, {0: 5})
+    assert due(scheduler, 0.04) == []  # two frames are on their way
+    deliver(scheduler, {0: 2}, 0.06)
+    assert due(scheduler, 0.06 + 1.5 * FRAME_S) == [({0: (2, 3)}, 4)]
+
+
+def test_what_is_left_goes_when_the_slot_is_done():
+    scheduler = playing(50)
+    report(scheduler, {0: 50 + 57}, done=[0])
+    assert due(scheduler, 0.0) == [({0: (50, 25)}, 25)]
+    assert due(scheduler, 0.0) == [({0: (75, 25)}, 25)]
+    assert due(scheduler, 0.0) == [({0: (100, 4)}, 4)]  # 7 in a window of 25 would be more than twice the work
+    assert due(scheduler, 0.0) == [({0: (104, 3)}, 4)]
+    assert due(scheduler, 0.0) == []
+
+
+@pytest.mark.parametrize(("left", "right", "frames"), [(12, 0, 4), (13, 0, 25), (2, 0, 4), (5, 10, 25)])
+def test_what_is_left_is_padded_where_that_is_little_work(left, right, frames):
+    """A renderer that reads ten frames around a window on either side has less to gain from small ones."""
+    scheduler = speaking(window=(1, 4, 25), right=right)
+    report(scheduler, {0: left}, done=[0])
+    assert due(scheduler, 0.0) == [({0: (0, min(left, frames))}, frames)]
+
+
+def test_a_voice_shorter_than_the_smallest_shape_is_heard():
+    scheduler = speaking(window=(25, 50, 100))
+    report(scheduler, {0: 3}, done=[0])
+    assert due(scheduler, 0.0) == [({0: (0, 3)}, 25)]
+
+
+def test_launches_are_grouped_by_shape_and_first_audio_is_the_nearest_deadline():
+    scheduler = speaking(num_slots=6)
+    for now, slots in ((0.0, (0, 1)), (2.0, (2, 3))):  # dry at 4.0 and at 6.0
+        report(scheduler, dict.fromkeys(slots, 50))
+        for _ in range(2):
+            scheduler.take_due_windows(now)
+        deliver(scheduler, dict.fromkeys(slots, 50), now)
+    report(scheduler, {0: 54, 1: 55, 2: 75, 3: 90, 4: 0, 5: 1})
+    assert due(scheduler, 3.5) == [
+        ({5: (0, 1)}, 1),
+        ({0: (50, 4), 1: (50, 4)}, 4),
+        ({2: (50, 25), 3: (50, 25)}, 25),
+    ]
+
+
+def test_the_nearest_deadline_goes_first_whatever_its_shape():
+    scheduler = speaking(num_slots=3)
+    for now, slot in ((0.0, 1), (0.2, 0)):
+        report(scheduler, {slot: 50})
+        for _ in range(2):
+            scheduler.take_due_windows(now)
+        deliver(scheduler, {slot: 50}, now)
+    report(scheduler, {0: 54, 1: 75, 2: 0})
+    assert [frames for _, frames in due(scheduler, 3.8)] == [25, 4]
+    report(scheduler, {0: 54, 1: 75, 2: 30}, done=[2])  # a first window of the largest shape
+    assert due(scheduler, 3.8) == [({2: (0, 25)}, 25)]
+
+
+# lookahead
+
+
+def test_a_first_window_waits_for_its_lookahead():
+    scheduler = speaking(window=(4, 25), right=10)
+    report(scheduler, {0: 13})
+    assert due(scheduler, 0.0) == []
+    report(scheduler, {0: 14})
+    assert due(scheduler, 0.0) == [({0: (0, 4)}, 4)]
+    report(scheduler, {0: 14})
+    assert due(scheduler, 99.0) == []  # dry, and yet no frame has all that it is rendered from
+
+
+def test_what_the_lookahead_holds_back_goes_when_the_slot_is_done():
+    scheduler = speaking(num_slots=2, window=(4, 25), right=10)
+    report(scheduler, {0: 14, 1: 3})
+    assert due(scheduler, 0.0) == [({0: (0, 4)}, 4)]
+    report(scheduler, {0: 14, 1: 3}, done=[0, 1])
+    assert due(scheduler, 0.0) == [({1: (0, 3)}, 4), ({0: (4, 10)}, 25)]
+    assert due(scheduler, 0.0) == []
+    deliver(scheduler, {0: 14, 1: 3}, 0.0)
+    assert scheduler.finished().tolist() == [0, 1]
+
+
+def test_full_windows_count_behind_the_lookahead():
+    scheduler = speaking(policy=Policy.THROUGHPUT, window=(4, 25), right=10)
+    report(scheduler, {0: 34})
+    assert due(scheduler, 1e6) == []
+    report(scheduler, {0: 36})
+    assert due(scheduler, 1e6) == [({0: (0, 25)}, 25)]
+
+
+def test_a_closed_slot_with_a_lookahead_asks_for_nothing_and_starts_anew():
+    scheduler = speaking(window=(4, 25), right=10)
+    report(scheduler, {0: 20})
+    assert due(scheduler, 0.0) == [({0: (0, 4)}, 4)]
+    scheduler.close(0)
+    assert due(scheduler, 99.0) == []
+    scheduler.open(0, prompt_tokens=1, skip=1)
+    report(scheduler, {0: 14})
+    assert due(scheduler, 99.0) == [({0: (0, 4)}, 4)]
+
+
+# the playback clock
+
+
+def test_a_delivery_after_the_end_is_an_underrun_and_playback_goes_on_from_there():
+    scheduler = playing(50)
+    report(scheduler, {0: 52}, done=[0])
+    scheduler.take_due_windows(5.0)
+    deliver(scheduler, {0: 1}, 4.0)
+    assert scheduler.num_underruns[0] == 0
+    deliver(scheduler, {0: 1}, 5.0)
+    assert scheduler.num_underruns[0] == 1
+    assert scheduler.plays_until_s[0] == pytest.approx(5.0 + FRAME_S)
+
+
+def test_finished_is_done_and_wholly_delivered():
+    scheduler = speaking(num_slots=3)
+    report(scheduler, {0: 2, 1: 2, 2: 0}, done=[0, 2])
+    scheduler.take_due_windows(0.0)
+    assert scheduler.finished().tolist() == [2]
+    deliver(scheduler, {0: 1, 1: 1}, 0.0)
+    assert scheduler.finished().tolist() == [2]
+    deliver(scheduler, {0: 1}, 0.0)
+    assert scheduler.finished().tolist() == [0, 2]
+
+
+# coming and going
+
+
+def test_a_closed_slot_asks_for_nothing():
+    scheduler = speaking(num_slots=2)
+    report(scheduler, {0: 30, 1: 30}, done=[0])
+    scheduler.take_due_windows(0.0)
+    deliver(scheduler, {0: 25, 1: 25}, 0.0)
+    scheduler.close(0)
+    scheduler.close(1)
+    assert due(scheduler, 99.0) == []
+    assert scheduler.finished().tolist() == []
+    assert scheduler.decode().tolist() == []
+    assert scheduler.prefill() == []
+
+
+def test_a_reused_slot_starts_anew():
+    scheduler = playing(50)
+    report(scheduler, {0: 60}, done=[0])
+    scheduler.take_due_windows(9.0)
+    deliver(scheduler, {0: 4}, 9.0)
+    assert scheduler.num_underruns[0] == 1
+    scheduler.close(0)
+    scheduler.open(0, prompt_tokens=3)
+    assert scheduler.num_underruns[0] == 0
+    assert scheduler.prefill() == [Chunk(0, 0, 3, is_last=True)]
+    scheduler.prefilled(Chunk(0, 0, 3, is_last=True))
+    assert scheduler.decode().tolist() == [0]
+    report(scheduler, {0: 1})
+    assert due(scheduler, 9.1) == [({0: (0, 1)}, 1)]
+    deliver(scheduler, {0: 1}, 9.1)
+    assert scheduler.num_underruns[0] == 0 and scheduler.underruns == 1  # of everybody since the start
+    assert scheduler.plays_until_s[0] == pytest.approx(9.1 + FRAME_S)
+
+
+def test_a_slot_closed_while_it_waits_leaves_the_queue():
+    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler.open(0, prompt_tokens=1000)
+    scheduler.open(1, prompt_tokens=5)
+    for chunk in scheduler.prefill():
+        scheduler.prefilled(chunk)
+    scheduler.close(0)
+    assert [chunk.slot for chunk in scheduler.prefill()] == [1]
+
+
+def test_broken_promises_are_told_with_both_values():
+    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler.open(0, prompt_tokens=8)
+    with pytest.raises(AssertionError, match="slot 0 is opened, but it is in use"):
+        scheduler.open(0, prompt_tokens=8)
+    with pytest.raises(AssertionError, match="slot 1 is closed, but it is not in use"):
+        scheduler.close(1)
+    with pytest.raises(AssertionError, match="9 of 8 positions skipped"):
+        scheduler.open(1, prompt_tokens=8, skip=9)
+    with pytest.raises(AssertionError, match="slot 0 has 0 positions"):
+        scheduler.prefilled(Chunk(0, 4, 8, is_last=True))
+    with pytest.raises(AssertionError, match=r"slots \[0\] report, but only \[\] decode"):
+        report(scheduler, {0: 1})
+    scheduler.prefilled(Chunk(0, 0, 8, is_last=True))
+    with pytest.raises(AssertionError, match=r"slots \[0\]: \[1\] frames delivered, \[0\] rendered"):
+        deliver(scheduler, {0: 1}, 0.0)
+    with pytest.raises(AssertionError, match="ascending frame counts expected"):
+        Scheduler(1, Policy.STREAMING, (4, 1), FRAME_S)
+    with pytest.raises(AssertionError, match="a lookahead of -1 frames"):
+        Scheduler(1, Policy.STREAMING, WINDOW, FRAME_S, right=-1)
+
+
+def test_a_prompt_that_shared_pages_hold_wholly_speaks_at_once():
+    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler.open(1, prompt_tokens=8, skip=8)
+    assert scheduler.prefill() == []
+    assert scheduler.decode().tolist() == [1]
+
+
+def test_policies_have_names():
+    assert Policy.named("streaming") is Policy.STREAMING
+    assert Policy.named("throughput") is Policy.THROUGHPUT
+    with pytest.raises(ValueError, match="policy 'fast' is unknown; there are: streaming, throughput"):
+        Policy.named("fast")
+
+
+# throughput
+
+
+def test_throughput_renders_full_windows_and_the_rest_at_the_end():
+    scheduler = speaking(policy=Policy.THROUGHPUT)
+    report(scheduler, {0: 24})
+    assert due(scheduler, 0.0) == []
+    report(scheduler, {0: 27})
+    assert due(scheduler, 0.0) == [({0: (0, 25)}, 25)]
+    deliver(scheduler, {0: 25}, 0.0)
+    report(scheduler, {0: 49})
+    assert due(scheduler, 1e6) == []
+    report(scheduler, {0: 49}, done=[0])
+    assert due(scheduler, 1e6) == [({0: (25, 24)}, 25)]
+
+
+# the cost of a turn
+
+
+def bytecodes_of_a_turn(num_slots: int) -> int:
+    """Bytecodes run by a steady turn in which all slots step, report, render and deliver: a count, so that no timer can be lucky."""
+    scheduler = speaking(num_slots)
+    slots = np.arange(num_slots)
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    def turn(ready, now):
+        scheduler.decode()
+        scheduler.report(slots, np.full(num_slots, ready), np.zeros(num_slots, bool))
+        for render in scheduler.take_due_windows(now):
+            scheduler.delivered(render.slots, render.count, now)
+        scheduler.finished()
+        return scheduler.num_delivered.tolist()
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        delivered = turn(ready=4, now=0.0)
+    finally:
+        sys.settrace(before)
+    assert delivered == [4] * num_slots
+    return count
+
+
+def test_a_turn_runs_the_same_python_for_one_slot_and_for_64():
+    assert bytecodes_of_a_turn(1) == bytecodes_of_a_turn(64) > 100
+
+
+# whole servers
+
+
+class Server:
+    """A model on a simulated clock. A turn takes step_s, plus prefill_s for each 256 prompt positions, plus render_s per launch; reports
+    come a turn late, and audio reaches its listener a turn after its window was launched."""
+
+    def __init__(self, num_slots, policy, window=WINDOW, step_s=0.010, prefill_s=0.015, render_s=0.004, right=0):
+        self.scheduler = Scheduler(num_slots, policy, window, FRAME_S, right)
+        self.step_s, self.prefill_s, self.render_s = step_s, prefill_s, render_s
+        self.now = 0.0
+        self.frames = np.zeros(num_slots, int)  # on the device's tape
+        self.total = np.zeros(num_slots, int)
+        self.opened_s: dict[int, float] = {}
+        self.first_s: dict[int, float] = {}  # time to first audio
+        self.heard: dict[int, list[tuple[int, int, int]]] = {}  # windows: start, count, frames
+        self.underruns = 0
+
+    def open(self, slot, prompt_tokens, num_frames, skip=0):
+        self.scheduler.open(slot, prompt_tokens, skip)
+        self.frames[slot], self.total[slot] = 0, num_frames
+        self.opened_s[slot], self.heard[slot] = self.now, []
+        self.first_s.pop(slot, None)
+
+    def run(self, arrivals):
+        """arrivals: (time, slot, prompt positions, frames), by time. Until all have been heard to the end."""
+        arrivals = list(arrivals)
+        stepped, in_flight = np.zeros(0, int), []
+        while arrivals or self.scheduler.is_open.any():
+            while arrivals and arrivals[0][0] <= self.now:
+                _, slot, prompt_tokens, num_frames = arrivals.pop(0)
+                self.open(slot, prompt_tokens, num_frames)
+            chunks = self.scheduler.prefill()
+            assert sum(c.stop - c.start for c in chunks) <= self.scheduler.policy.prefill_tokens
+            launch = np.concatenate([[c.slot for c in chunks if c.is_last], self.scheduler.decode()]).astype(int)
+            for chunk in chunks:
+                self.scheduler.prefilled(chunk)
+            self.scheduler.report(stepped, self.frames[stepped], self.frames[stepped] == self.total[stepped])
+            self.frames[launch] = np.minimum(self.frames[launch] + 1, self.total[launch])
+            renders = self.scheduler.take_due_windows(self.now)
+            self.now += self.step_s + self.prefill_s * sum(c.stop - c.start for c in chunks) / 256 + self.render_s * len(renders)
+            for render in in_flight:
+                self.hear(render)
+            stepped, in_flight = launch, renders
+            for slot in self.scheduler.finished():
+                self.underruns += self.scheduler.num_underruns[slot]
+                self.scheduler.close(slot)
+            stepped = stepped[self.scheduler.is_open[stepped]]
+
+    def hear(self, render):
+        for slot, start, count in zip(render.slots, render.start, render.count, strict=True):
+            self.first_s.setdefault(slot, self.now - self.opened_s[slot])
+            assert start == sum(n for _, n, _ in self.heard[slot])
+            assert 1 <= count <= render.frames
+            end = start + count  # of what is heard, and the lookahead behind it is on the tape by now, unless the tape ends before
+            assert self.frames[slot] >= min(end + self.scheduler.right, self.total[slot])
+            self.heard[slot].append((int(start), int(count), render.frames))
+        self.scheduler.delivered(render.slots, render.count, self.now)
+
+
+def crowd(num, every_s, rng):
+    return [(i * every_s, i, rng.randrange(20, 700), rng.randrange(30, 300)) for i in range(num)]
+
+
+@pytest.mark.parametrize("window", [(1, 4, 25), (1, 2), (4, 10), (3,)])
+@pytest.mark.parametrize("every_s", [0.0, 0.05, 0.4])
+def test_sixteen_listeners_hear_no_gap_when_the_model_is_fast_enough(window, every_s):
+    server = Server(16, Policy.STREAMING, window)
+    arrivals = crowd(16, every_s, random.Random(3))
+    server.run(arrivals)
+    assert server.underruns == 0
+    for _, slot, _, num_frames in arrivals:
+        assert sum(count for _, count, _ in server.heard[slot]) == num_frames
+
+
+@pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
+def test_sixteen_listeners_of_a_renderer_that_looks_ahead(policy):
+    """Whoever is shorter than the lookahead is heard whole too."""
+    server, rng = Server(16, policy, (4, 25), right=10), random.Random(3)
+    arrivals = [(0.05 * slot, slot, rng.randrange(20, 700), rng.choice((1, 9, 10, 11, 14, 15, 120))) for slot in range(16)]
+    server.run(arrivals)
+    assert server.underruns == 0
+    for _, slot, _, num_frames in arrivals:
+        assert sum(count for _, count, _ in server.heard[slot]) == num_frames
+
+
+def test_a_model_slower_than_time_is_told_by_the_underruns():
+    server = Server(16, Policy.STREAMING, step_s=0.1)
+    server.run(crowd(16, 0.05, random.Random(3)))
+    assert server.underruns > 16
+    assert max(frames for windows in server.heard.values() for _, _, frames in windows) == 25  # no small ones for ever
+
+
+def test_first_audio_comes_soon_while_fifteen_others_play():
+    server = Server(16, Policy.STREAMING)
+    server.run([(0.0, slot, 300, 400) for slot in range(15)] + [(3.0, 15, 300, 20)])
+    assert server.underruns == 0
+    assert server.first_s[15] < 0.12  # two turns of prefill, one of report, one of the renderer
+    assert server.heard[15][0] == (0, 1, 1)
+
+
+def test_a_fast_model_reaches_the_largest_window():
+    server = Server(1, Policy.STREAMING)
+    server.run([(0.0, 0, 10, 400)])
+    shapes = [frames for _, _, frames in server.heard[0]]
+    assert shapes[0] == 1 and shapes.count(25) > 10
+    assert all(count == frames for _, count, frames in server.heard[0][2:-1])
+
+
+def test_a_throughput_server_renders_full_windows_until_the_end():
+    server = Server(16, Policy.THROUGHPUT)
+    arrivals = crowd(16, 0.05, random.Random(5))
+    server.run(arrivals)
+    for _, slot, _, num_frames in arrivals:
+        full, rest = divmod(num_frames, 25)
+        heard = server.heard[slot]
+        assert heard[:full] == [(i * 25, 25, 25) for i in range(full)]
+        assert sum(count for _, count, _ in heard[full:]) == rest and all(frames < 25 for _, _, frames in heard[full:] if rest < 13)
+
+
+@pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("seed", range(5))
+def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed):
+    rng = random.Random(seed)
+    server = Server(4, policy, window=rng.choice([(1, 4, 25), (2, 7), (5,)]), step_s=rng.choice([0.005, 0.05, 0.09]))
+    for _ in range(3):
+        arrivals = [(server.now + rng.random(), slot, rng.randrange(1, 900), rng.randrange(1, 120)) for slot in range(4)]
+        server.run(sorted(arrivals))
+        for _, slot, _, num_frames in arrivals:
+            assert sum(count for _, count, _ in server.heard[slot]) == num_frames
+    assert not server.scheduler.is_open.any() and not server.scheduler.waiting

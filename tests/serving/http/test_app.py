@@ -1,0 +1,342 @@
+"""The HTTP process on a real port, against an engine process without a model (fake_engine.py)."""
+
+import io
+import json
+import socket
+import threading
+import wave
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from fake_engine import MODEL, RATE_HZ, READY, frame
+from http_server import Server, error, until
+
+from serving import protocol
+from serving.http.schemas import Limits
+
+KEY = "sk-test"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("s"), limits=Limits(text_chars=100)) as server:
+        yield server
+
+
+@pytest.fixture
+def mortal(tmp_path):
+    """A server whose engine the test may end."""
+    with Server(tmp_path) as server:
+        yield server
+
+
+def test_wav_is_a_header_and_the_samples(server):
+    answer = server.speak("frames 3", voice="vivian", seed=5)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "audio/wav"
+    assert answer.headers["x-sample-rate"] == str(RATE_HZ)
+    assert answer.headers["x-request-id"] in server.engine.asked
+    assert answer.headers["x-seed"] == "5"
+    assert answer.headers["transfer-encoding"] == "chunked"
+    assert answer.content[:4] == b"RIFF" and answer.content[4:8] == answer.content[40:44] == b"\xff\xff\xff\xff"
+    assert answer.content[44:] == b"".join(map(frame, range(3)))
+
+
+def test_pcm_is_the_samples_alone(server):
+    answer = server.speak("frames 3", response_format="pcm")
+    assert answer.headers["content-type"] == "audio/pcm"
+    assert answer.content == b"".join(map(frame, range(3)))
+
+
+def test_without_streaming_the_wav_knows_its_length(server):
+    answer = server.speak("frames 3", stream=False)
+    assert answer.headers["content-length"] == str(len(answer.content))
+    with wave.open(io.BytesIO(answer.content)) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate(), file.getnframes()) == (1, 2, RATE_HZ, 300)
+        assert file.readframes(300) == b"".join(map(frame, range(3)))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_has_nothing_to_say_is_an_empty_wav(server, stream):
+    answer = server.speak("silent", stream=stream)
+    assert answer.status_code == 200 and len(answer.content) == 44
+
+
+def test_every_field_reaches_the_engine(server):
+    fields = {"language": "english", "instructions": "Softly.", "text_mode": "interleaved", "temperature": 0.5, "top_k": 0, "top_p": 1.0}
+    fields |= {"repetition_penalty": 1.1, "depth_temperature": 0.0, "depth_top_k": 7, "depth_top_p": 0.5, "seed": 2**63 - 1}
+    fields |= {"solver_steps": 5}
+    extra = {"model": "fake", "voice": {"id": "ryan"}, "max_new_tokens": 9, "cfg_scale": 2.5}
+    extra |= {"speed": 1, "stream_format": "audio", "response_format": "wav"}
+    answer = server.speak("frames 1", **fields, **extra)
+    assert answer.status_code == 200, answer.text
+    asked = server.engine.asked[answer.headers["x-request-id"]]
+    assert asked == {"text": "frames 1", "voice": "ryan", "max_frames": 9, "guidance": 2.5, **fields}
+
+
+def test_what_is_left_out_is_the_models_default_but_the_seed_is_drawn(server):
+    answers = [server.speak("frames 1", temperature=None) for _ in range(2)]
+    asked = [server.engine.asked[answer.headers["x-request-id"]] for answer in answers]
+    assert [set(fields) for fields in asked] == [{"text", "seed"}] * 2
+    assert [str(fields["seed"]) for fields in asked] == [answer.headers["x-seed"] for answer in answers]
+    assert asked[0]["seed"] != asked[1]["seed"]
+
+
+def test_what_the_model_writes_is_among_the_events(server):
+    answer = server.speak("write 2", stream_format="sse", response_format="pcm")
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    assert [event.get("delta", event["type"]) for event in events] == [
+        "speech.audio.delta",
+        "größe 0 ",
+        "speech.audio.delta",
+        "größe 1 ",
+        "speech.audio.done",
+    ]
+    assert events[1]["type"] == events[3]["type"] == "speech.text.delta"
+    assert events[-1]["usage"] == {"input_tokens": 2, "output_tokens": 2 + 6, "total_tokens": 10}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_audio_alone_leaves_out_what_the_model_writes(server, stream):
+    assert server.speak("write 3", stream=stream).content[44:] == b"".join(map(frame, range(3)))
+
+
+def test_audio_arrives_before_the_end(server):
+    server.call(server.engine.go.clear)
+    with server.stream("frames 2") as answer:
+        chunks = answer.iter_raw()
+        assert next(chunks)[44:] == frame(0)
+        assert not any(id in server.engine.cancelled for id in [answer.headers["x-request-id"]])
+        server.call(server.engine.go.set)
+        assert b"".join(chunks) == frame(1)
+
+
+def test_eight_streams_at_once(server):
+    server.call(server.engine.go.clear)  # none can end before all have begun
+    begun = threading.Barrier(8)
+
+    def listen(count):
+        body = {"input": f"frames {count}", "response_format": "wav"}
+        with httpx.stream("POST", server.url + "/v1/audio/speech", json=body, timeout=10) as answer:
+            chunks = answer.iter_raw()
+            first = next(chunks)
+            if begun.wait(10) == 0:
+                server.call(server.engine.go.set)
+            return first[44:] + b"".join(chunks)
+
+    with ThreadPoolExecutor(8) as pool:
+        heard = list(pool.map(listen, range(2, 10)))
+    assert heard == [b"".join(map(frame, range(count))) for count in range(2, 10)]
+
+
+@pytest.mark.parametrize("text", ["hold 2", "queued"])
+def test_a_client_that_leaves_cancels_at_once(server, text):
+    before = len(server.engine.cancelled)
+    with socket.create_connection(server.listener.getsockname()) as client:
+        body = json.dumps({"input": text}).encode()
+        client.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        if text == "queued":
+            until(lambda: any(fields["text"] == "queued" for fields in server.engine.asked.values()))
+        else:
+            assert client.recv(10_000).startswith(b"HTTP/1.1 200")
+        assert len(server.engine.cancelled) == before
+    until(lambda: len(server.engine.cancelled) == before + 1, seconds=1)
+    assert server.engine.asked[server.engine.cancelled[-1]]["text"] == text
+
+
+def test_a_request_that_ended_is_not_cancelled(server):
+    answer = server.speak("frames 1")
+    server.speak("frames 1")  # by now a late Cancel of the first would have come
+    assert answer.headers["x-request-id"] not in server.engine.cancelled
+
+
+BAD_FIELDS = [
+    ({"input": ""}, "input", "empty"),
+    ({"input": " \n\t"}, "input", "empty"),
+    ({"input": "x" * 101}, "input", "101 characters; this server takes up to 100"),
+    ({"input": 5}, "input", "expected `str`"),
+    ({"input": "x", "response_format": "wma"}, "response_format", "mp3 .*, opus .*, aac, flac, wav or pcm"),
+    ({"input": "x", "response_format": None}, "response_format", "mp3 .*, opus .*, aac, flac, wav or pcm"),
+    ({"input": "x", "sample_rate": 7999}, "sample_rate", "from 8000 to 48000"),
+    ({"input": "x", "sample_rate": 44100.5}, "sample_rate", "from 8000 to 48000"),
+    ({"input": "x", "sample_rate": 9000}, "sample_rate", "no 9000 Hz; it has: 8000, 11025"),
+    ({"input": "x", "sample_rate": 24000, "response_format": "opus"}, "sample_rate", "always decoded to 48000 Hz, not 24000"),
+    ({"input": "x", "speed": 1.5}, "speed", "takes 1"),
+    ({"input": "x", "stream_format": "ndjson"}, "stream_format", "takes audio .* or sse"),
+    ({"input": "x", "stream_format": "sse", "stream": False}, "stream", "leave stream or stream_format out"),
+    ({"input": "x", "task_type": "Base"}, "task_type", "not for task_type 'Base'; it is for: CustomVoice"),
+    ({"input": "x", "task_type": "clone"}, "task_type", "VoiceDesign"),
+    ({"input": "x", "initial_codec_chunk_frames": 1}, "initial_codec_chunk_frames", "no field"),
+    ({"input": "x", "voice": "alloy"}, "voice", "no voice 'alloy': there is vivian, ryan$"),
+    ({"input": "x", "stream": "maybe"}, "stream", "true .* false"),
+    ({"input": "x", "layout": "diagonal"}, "layout", "whole .* streaming"),
+    ({"input": "x", "temperature": -0.1}, "temperature", "0 .* to 2"),
+    ({"input": "x", "temperature": 2.1}, "temperature", "0 .* to 2"),
+    ({"input": "x", "temperature": "hot"}, "temperature", "0 .* to 2"),
+    ({"input": "x", "top_p": 0}, "top_p", "above 0"),
+    ({"input": "x", "top_p": 1.01}, "top_p", "up to 1"),
+    ({"input": "x", "top_k": -1}, "top_k", "0 .off."),
+    ({"input": "x", "top_k": 1.5}, "top_k", "an integer"),
+    ({"input": "x", "repetition_penalty": 0.5}, "repetition_penalty", "above 0.5"),
+    ({"input": "x", "repetition_penalty": 3}, "repetition_penalty", "up to 2"),
+    ({"input": "x", "depth_temperature": 3}, "depth_temperature", "to 2"),
+    ({"input": "x", "depth_top_k": -1}, "depth_top_k", "0 .off."),
+    ({"input": "x", "depth_top_p": 0}, "depth_top_p", "above 0"),
+    ({"input": "x", "cfg_scale": -1}, "cfg_scale", "from 0 to 100"),
+    ({"input": "x", "cfg_scale": 100.5}, "cfg_scale", "from 0 to 100"),
+    ({"input": "x", "max_new_tokens": 0}, "max_new_tokens", "from 1"),
+    ({"input": "x", "seed": -1}, "seed", "from 0"),
+    ({"input": "x", "seed": 2**63}, "seed", "2.63"),
+    ({"input": "x", "seed": 2**80}, "seed", "2.63"),
+    ({"input": "x", "voice": 7}, "voice", "name of a voice"),
+    ({"input": "x", "voice": {"name": "vivian"}}, "voice", "name of a voice"),
+    ({"input": "x", "temprature": 1}, "temprature", "no field 'temprature'; the fields are: input, model, voice"),
+    ({"voice": "vivian"}, "input", "input is missing"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), BAD_FIELDS, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD_FIELDS)])
+def test_a_wrong_field_is_named_with_what_is_possible(server, body, param, says):
+    fault = error(server.http.post("/v1/audio/speech", json=body), 400)
+    assert fault["param"] == param
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(fault["message"])
+
+
+BAD_BODIES = [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"input": "\\ud800"}', b"[" * 5000]
+BAD_NUMBERS = [b'{"input": "x", "temperature": NaN}', b'{"input": "x", "top_p": Infinity}', b'{"input": "x", "top_p": 1e999}']
+
+
+@pytest.mark.parametrize("body", BAD_BODIES + BAD_NUMBERS)
+def test_a_body_that_is_no_json_object_is_a_400(server, body):
+    assert error(server.http.post("/v1/audio/speech", content=body), 400)["message"]
+
+
+def test_a_body_over_the_limit_is_a_413(server):
+    body = json.dumps({"input": "x" * Limits().speech_body_bytes}).encode()
+    assert error(server.http.post("/v1/audio/speech", content=body), 413)["code"] == "body_too_large"
+    assert error(server.http.post("/v1/audio/speech", content=iter([body])), 413)["code"] == "body_too_large"  # its length unsaid
+
+
+def test_routes_that_are_not_there(server):
+    assert error(server.http.get("/v1/nothing"), 404)["code"] == "not_found"
+    answer = server.http.get("/v1/audio/speech")
+    assert error(answer, 405) and "POST" in answer.headers["allow"]
+
+
+def test_an_unknown_model_is_a_404_that_names_the_served_one(server):
+    fault = error(server.speak("frames 1", model="tts-1"), 404)
+    assert (fault["param"], fault["code"]) == ("model", "model_not_found") and "fake" in fault["message"]
+    assert error(server.http.get("/v1/models/tts-1"), 404)["code"] == "model_not_found"
+
+
+def test_what_the_engine_refuses_is_the_clients_error(server):
+    fault = error(server.speak("reject"), 400)
+    assert fault["param"] == "voice" and fault["message"] == "voice 'x' is not in this checkpoint; it has: ryan, vivian"
+    assert error(server.speak("badtext"), 400)["param"] == "input"  # by the name the client knows
+    assert error(server.speak("unguided", cfg_scale=2), 400)["param"] == "cfg_scale"
+
+
+def test_a_full_engine_says_when_to_come_again(server):
+    answer = server.speak("full")
+    assert error(answer, 503)["code"] == "engine_full" and answer.headers["retry-after"] == "7"
+    assert answer.headers["x-request-id"] in server.engine.asked
+
+
+def test_a_failure_before_any_audio_is_a_500(server):
+    assert "codec" in error(server.speak("fail 0"), 500)["message"]
+    assert "codec" in error(server.speak("fail 2", stream=False), 500)["message"]
+
+
+def test_a_failure_after_audio_breaks_the_connection(server):
+    heard = b""
+    with server.stream("fail 2") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+        assert answer.status_code == 200
+        for chunk in answer.iter_raw():
+            heard += chunk
+    assert heard[44:] in (b"", frame(0), frame(0) + frame(1))
+
+
+def test_models_and_voices(server):
+    models = server.http.get("/v1/models").json()
+    assert models["object"] == "list" and [model["id"] for model in models["data"]] == ["fake"]
+    model = server.http.get("/v1/models/fake").json()
+    assert model == models["data"][0] and model["object"] == "model"
+    assert (model["sample_rate_hz"], model["voices"], model["max_text_chars"]) == (RATE_HZ, MODEL.voices, 100)
+    assert (model["modes"], model["reference_s"]) == (["voice"], None)
+    assert model["response_formats"] == ["mp3", "opus", "aac", "flac", "wav", "pcm"] and model["stream_formats"] == ["audio", "sse"]
+    voices = server.http.get("/v1/audio/voices").json()
+    assert [(voice["id"], voice["models"], voice["type"]) for voice in voices["data"]] == [
+        ("vivian", ["fake"], "preset"),
+        ("ryan", ["fake"], "preset"),
+    ]
+
+
+def test_the_schema_describes_what_is_served(server):
+    schema = server.http.get("/schema/openapi.json").json()
+    paths = {"/v1/audio/speech", "/v1/models", "/v1/models/{model_id}", "/v1/audio/voices", "/v1/audio/voices/{voice_id}"}
+    assert paths | {"/health", "/ready", "/metrics"} == set(schema["paths"])
+    fields = schema["components"]["schemas"]["SpeechRequest"]["properties"]
+    assert "mp3 (default)" in fields["response_format"]["description"]
+    [form] = schema["paths"]["/v1/audio/voices"]["post"]["requestBody"]["content"]
+    assert form == "multipart/form-data"
+    assert server.http.get("/schema/openapi.yaml").status_code == 200
+
+
+def test_health_and_readiness_follow_the_engine(server):
+    server.call(server.engine.tell, protocol.Status("warming", 0.5, "step, 4 slots"))
+    until(lambda: server.http.get("/ready").status_code == 503)
+    assert server.http.get("/ready").json() == {"state": "warming", "progress": 0.5, "detail": "step, 4 slots"}
+    assert server.http.get("/health").status_code == 200
+    answer = server.speak("frames 1")
+    assert error(answer, 503)["code"] == "engine_not_ready" and answer.headers["retry-after"] == "1"
+    server.call(server.engine.tell, READY)
+    until(lambda: server.http.get("/ready").status_code == 200)
+    assert server.speak("frames 1").status_code == 200
+
+
+def test_an_engine_that_goes_away_and_comes_back(mortal):
+    with mortal.stream("hold 2") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+        chunks = answer.iter_raw()
+        next(chunks)
+        mortal.call(mortal.engine.away)
+        list(chunks)
+    assert error(mortal.speak("frames 1"), 503)["code"] == "engine_not_ready"
+    assert mortal.http.get("/ready").json()["state"] == "away"
+    assert mortal.http.get("/health").status_code == 200
+    mortal.start_engine()
+    assert mortal.speak("frames 1").content[44:] == frame(0)
+
+
+def test_an_engine_that_dies_before_any_audio_is_a_503(mortal):
+    answer = mortal.speak("die")
+    assert error(answer, 503)["code"] == "engine_failed" and "retry-after" in answer.headers
+
+
+def test_a_shutdown_breaks_what_is_still_open_after_its_grace(mortal):
+    with mortal.stream("hold 1") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+        chunks = answer.iter_raw()
+        next(chunks)
+        mortal.uvicorn.should_exit = True
+        list(chunks)
+    until(lambda: not mortal.thread.is_alive())
+
+
+def test_a_shutdown_lets_a_stream_end_within_its_grace(mortal):
+    mortal.call(mortal.engine.go.clear)
+    with mortal.stream("frames 2") as answer:
+        chunks = answer.iter_raw()
+        heard = next(chunks)
+        mortal.uvicorn.should_exit = True
+        mortal.loop.call_soon_threadsafe(mortal.loop.call_later, 0.2, mortal.engine.go.set)
+        assert (heard + b"".join(chunks))[44:] == frame(0) + frame(1)
+
+
+def test_the_api_key_guards_v1_alone(tmp_path):
+    with Server(tmp_path, api_key=KEY) as server:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": "Bearer \u00e9".encode()}):
+            for ask in (server.http.get("/v1/models", headers=headers), server.http.post("/v1/audio/speech", json={}, headers=headers)):
+                assert error(ask, 401)["code"] == "invalid_api_key"
+        assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+        assert server.http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200

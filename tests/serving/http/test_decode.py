@@ -1,0 +1,99 @@
+"""Reference audio as it comes."""
+
+import io
+
+import av
+import numpy as np
+import pytest
+import soundfile
+
+from serving.audio import pcm16
+from serving.http import encode
+from serving.http.decode import decode
+
+RATE_HZ = 24000
+NOISE = np.random.default_rng(3).uniform(-0.5, 0.5, (RATE_HZ, 2)).astype(np.float32)  # [N, 2]
+PCM = pcm16(0.4 * np.sin(2 * np.pi * 220 * np.arange(RATE_HZ) / RATE_HZ))
+
+
+def sound(samples, kind="WAV", subtype=None, rate_hz=RATE_HZ):
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate_hz, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+def samples_of(clip):
+    return np.frombuffer(clip.samples, "<f4")
+
+
+def contained(form, codec):
+    """One second in a container that browsers and phones record to."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=form) as out:
+        stream = out.add_stream(codec, rate=48000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.frombuffer(PCM, "<i2")[None], format="s16", layout="mono")
+        frame.sample_rate = RATE_HZ
+        for part in av.AudioResampler(format=stream.codec_context.format, rate=48000, layout="mono").resample(frame):
+            out.mux(stream.encode(part))
+        out.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "PCM_U8", "FLOAT", "DOUBLE", "ULAW"])
+def test_wav_is_read_to_the_bit_and_averaged(subtype, channels):
+    data = sound(NOISE[:, :channels], subtype=subtype, rate_hz=44100)
+    truth, _ = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    clip = decode(data, 60)
+    assert clip.sample_rate_hz == 44100 and clip.duration_s == RATE_HZ / 44100
+    assert np.array_equal(samples_of(clip), truth.mean(1))
+
+
+WRITTEN = [("FLAC", None), ("AIFF", None), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", None), ("RF64", None)]
+
+
+@pytest.mark.parametrize(("kind", "subtype"), WRITTEN)
+def test_what_soundfile_writes(kind, subtype):
+    clip = decode(sound(NOISE, kind, subtype), 60)
+    assert clip.duration_s == pytest.approx(1, abs=0.01) and np.abs(samples_of(clip)).max() > 0.1
+
+
+@pytest.mark.parametrize("name", sorted({*encode.FORMATS} - {"pcm"}))
+def test_what_this_server_sends(name):
+    encoder = encode.Encoder(name, RATE_HZ)
+    for data in (encoder.feed(PCM) + encoder.finish(), encode.file(name, PCM, RATE_HZ)):
+        clip = decode(data, 60)
+        assert clip.duration_s == pytest.approx(1, abs=0.1) and samples_of(clip).std() == pytest.approx(0.28, abs=0.03)
+
+
+@pytest.mark.parametrize(("form", "codec"), [("mp4", "aac"), ("webm", "libopus"), ("matroska", "libopus")])
+def test_what_phones_and_browsers_record(form, codec):
+    clip = decode(contained(form, codec), 60)
+    assert clip.duration_s == pytest.approx(1, abs=0.1) and samples_of(clip).std() == pytest.approx(0.28, abs=0.03)
+
+
+WAV = sound(NOISE)
+BAD = {
+    "nothing": (b"", "not audio that is known"),
+    "text": (b"Good morning, this is no audio.", "not audio that is known"),
+    "a playlist": (b"#EXTM3U\nhttp://127.0.0.1/secret.wav\n", "not audio that is known"),
+    "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", "not audio that is known"),
+    "a picture": (b"\x89PNG\r\n\x1a\n" + bytes(100), "not audio that is known"),
+    "a word": (b"RIFF", "no wav audio"),
+    "no samples": (WAV[:44], "no audio in it"),
+    "zeros": (b"RIFF" + bytes(500), "no wav audio"),
+    "noise": (b"fLaC" + NOISE.tobytes(), "no flac audio"),
+    "noise in ogg": (b"OggS" + NOISE.tobytes(), "no ogg audio"),
+    "noise in mp4": (b"\0\0\0\x20ftypM4A " + NOISE.tobytes(), "no mp4 audio"),
+    "half a file": (sound(NOISE, "FLAC")[:50_000], "no flac audio"),
+    "three channels": (sound(np.zeros((100, 3))), "3 channels; one or two"),
+    "ten seconds": (sound(np.zeros((10 * RATE_HZ, 1))), "longer than 5 s"),
+    "an endless header": (encode.wav_header(RATE_HZ) + bytes(2 * 6 * RATE_HZ), "longer than 5 s"),
+}
+
+
+@pytest.mark.parametrize(("data", "says"), BAD.values(), ids=BAD)
+def test_what_is_no_reference(data, says, capfd):
+    with pytest.raises(ValueError, match=says):
+        decode(data, 5)
+    assert capfd.readouterr() == ("", "")

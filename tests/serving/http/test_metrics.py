@@ -1,0 +1,84 @@
+"""What Prometheus is told."""
+
+import httpx
+import pytest
+from fake_engine import NUMBERS, STATS
+from http_server import Server, until
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def read(server):
+    """Every sample by its name and labels."""
+    answer = server.http.get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+
+def outcomes(server, model="fake"):
+    return {key[2]: value for key, value in read(server).items() if key[:2] == ("zoo_requests_total", model)}
+
+
+@pytest.fixture
+def server(tmp_path):
+    with Server(tmp_path) as server:
+        yield server
+
+
+def test_how_requests_ended(server):
+    assert outcomes(server) == {"stop": 0, "length": 0, "cancelled": 0, "refused": 0, "unavailable": 0, "failed": 0}
+    for text in ("frames 3", "silent", "reject", "full", "fail 0", "fail 1"):
+        try:
+            server.speak(text)
+        except httpx.RemoteProtocolError:
+            assert text == "fail 1"
+    server.http.post("/v1/audio/speech", json={"inptu": "x"})
+    server.http.post("/v1/audio/speech/", content=b"{")
+    server.http.get("/v1/models/nothing")  # no speech request
+    with server.stream("hold 1") as answer:
+        next(answer.iter_raw())
+    until(lambda: outcomes(server)["cancelled"] == 1)
+    assert outcomes(server) == {"stop": 2, "length": 0, "cancelled": 1, "refused": 1, "unavailable": 1, "failed": 2}
+    assert outcomes(server, "") == {"refused": 2}  # whose model was never known
+
+
+def test_times(server):
+    server.speak("frames 3")
+    server.speak("silent")
+    samples = read(server)
+    assert samples["zoo_time_to_first_audio_seconds_count", "fake"] == samples["zoo_real_time_factor_count", "fake"] == 1  # not of silence
+    assert 0 < samples["zoo_time_to_first_audio_seconds_sum", "fake"] < 5
+    assert samples["zoo_audio_seconds_total", "fake"] == pytest.approx(300 / 24000)
+    assert samples["zoo_time_to_first_audio_seconds_bucket", "10.0", "fake"] == 1
+
+
+def test_what_the_engine_holds(server):
+    until(lambda: ("zoo_pages",) in read(server))
+    samples = read(server)
+    expected = {
+        ("zoo_pages",): STATS.pages,
+        ("zoo_pages_free",): STATS.pages_free,
+        ("zoo_pages_shared_total",): STATS.pages_shared,
+        ("zoo_pages_evicted_total",): STATS.pages_evicted,
+        ("zoo_late_compiles_total",): STATS.compiles_after_warmup,
+        ("zoo_slots", "fake"): NUMBERS.slots,
+        ("zoo_requests_running", "fake"): NUMBERS.running,
+        ("zoo_requests_waiting", "fake"): NUMBERS.waiting,
+        ("zoo_underruns_total", "fake"): NUMBERS.underruns,
+        ("zoo_graph_misses_total", "fake"): NUMBERS.graph_misses,
+        ("zoo_ready",): 1,
+    }
+    assert {name: samples[name] for name in expected} == expected
+
+
+def test_an_engine_that_is_away_holds_nothing(server):
+    until(lambda: ("zoo_pages",) in read(server))
+    server.call(server.engine.away)
+    until(lambda: ("zoo_pages",) not in read(server))
+    assert not any(name == "zoo_slots" for name, *_ in read(server))
+    assert read(server)["zoo_ready",] == 0
+
+
+def test_the_key_does_not_guard_the_metrics(tmp_path):
+    with Server(tmp_path, api_key="sk-test") as server:
+        assert server.http.get("/metrics").status_code == 200

@@ -1,0 +1,241 @@
+"""Reference audio that comes with a request: inline, by URL, and wrong in every way."""
+
+import base64
+import io
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import numpy as np
+import pytest
+import soundfile
+from fake_engine import CLONER, MODEL, frame
+from http_server import Server, error, until
+
+from serving.http import references
+from serving.http.schemas import Limits
+from serving.protocol import AudioClip
+
+RATE_HZ = 22050
+LOUD = np.random.default_rng(2).uniform(-0.5, 0.5, (2 * RATE_HZ, 2)).astype(np.float32)  # [N, 2]
+CLIP = AudioClip(LOUD.mean(1).tobytes(), RATE_HZ)
+
+
+def recording(samples=LOUD, subtype="FLOAT"):
+    file = io.BytesIO()
+    soundfile.write(file, samples, RATE_HZ, format="WAV", subtype=subtype)
+    return file.getvalue()
+
+
+WAV = recording()
+BASE64 = base64.b64encode(WAV).decode()
+LONG = recording(np.tile(LOUD[:, :1], (11, 1)), "ULAW")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    limits = Limits(reference_bytes=500_000, reference_s=20)
+    with Server(tmp_path_factory.mktemp("s"), models=[CLONER, MODEL], limits=limits) as server:
+        yield server
+
+
+def reached(server, **fields):
+    """-> what of the reference reached the engine."""
+    answer = server.speak("frames 1", **fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.content[44:] == frame(0)
+    id = answer.headers["x-request-id"]
+    asked = server.engine.asked[id]
+    return server.engine.references[id], asked.get("reference_text"), asked.get("x_vector_only")
+
+
+@pytest.mark.parametrize("prefix", ["", "data:audio/wav;base64,", "DATA:audio/x-wav;codecs=1;BASE64,", "data:;base64,"])
+def test_a_reference_and_its_text(server, prefix):
+    assert reached(server, ref_audio=prefix + BASE64, ref_text="What I say.") == (CLIP, "What I say.", False)
+
+
+def test_the_other_forms(server):
+    assert reached(server, ref_audio=BASE64, x_vector_only_mode=True) == (CLIP, None, True)
+    assert reached(server, references=[{"audio": BASE64, "text": "What I say."}]) == (CLIP, "What I say.", False)
+    assert reached(server, references=[{"ref_audio": BASE64}], ref_text="What I say.") == (CLIP, "What I say.", False)
+    assert reached(server, ref_audio=BASE64, references=[], task_type="Base", voice=None, model="cloner")[0] == CLIP
+    assert reached(server) == (None, None, None)  # the engine will say that it needs one
+
+
+def test_models_say_whether_they_take_references(server):
+    cloner, fake = server.http.get("/v1/models").json()["data"]
+    assert (cloner["modes"], cloner["reference_s"]) == (["clone"], [1.0, 20.0])  # the model's own limits within the server's
+    assert fake["reference_s"] is None
+
+
+OTHER = {"model": "fake"}
+BAD = {
+    "no base64": ({"ref_audio": "hello!"}, "ref_audio", "neither a data URL nor base64"),
+    "not ASCII": ({"ref_audio": "ä" * 8}, "ref_audio", "neither a data URL nor base64"),
+    "a file's name": ({"ref_audio": "file:///etc/passwd"}, "ref_audio", "neither a data URL nor base64"),
+    "nothing": ({"ref_audio": ""}, "ref_audio", "not audio that is known"),
+    "no audio": ({"ref_audio": base64.b64encode(b"Good morning.").decode()}, "ref_audio", "not audio that is known"),
+    "a data URL of text": ({"ref_audio": "data:text/plain,hello"}, "ref_audio", "data:audio/wav;base64,"),
+    "a data URL without an end": ({"ref_audio": "data:audio/wav;base64"}, "ref_audio", "data:audio/wav;base64,"),
+    "a URL": ({"ref_audio": "https://example.com/a.wav"}, "ref_audio", "fetches no URLs .* --allow-url-references"),
+    "too long": ({"ref_audio": base64.b64encode(LONG).decode()}, "ref_audio", "longer than 20 s"),
+    "too large": ({"ref_audio": base64.b64encode(bytes(600_000)).decode()}, "ref_audio", "about 600000 bytes; .* takes up to 500000"),
+    "a number": ({"ref_audio": 5}, "ref_audio", "a data URL or base64"),
+    "a voice too": ({"ref_audio": BASE64, "voice": "anna"}, "voice", "one voice: leave one out"),
+    "twice": ({"ref_audio": BASE64, "references": [{"audio": BASE64}]}, "references", "both given"),
+    "two": ({"references": [{"audio": BASE64}] * 2}, "references", "a list of one"),
+    "an empty item": ({"references": [{}]}, "references", "has 0 of audio and ref_audio"),
+    "both names": ({"references": [{"audio": BASE64, "ref_audio": BASE64}]}, "references", "has 2 of audio and ref_audio"),
+    "two texts": ({"references": [{"audio": BASE64, "text": "a"}], "ref_text": "b"}, "references", "give one"),
+    "an unknown name": ({"references": [{"audio": BASE64, "vq_codes": [1]}]}, "references", "unknown field `vq_codes`"),
+    "no list": ({"references": {"audio": BASE64}}, "references", "a list of one"),
+    "bad in a list": ({"references": [{"audio": "!"}]}, "references", "neither a data URL nor base64"),
+    "a text alone": ({"ref_text": "What I say."}, "ref_text", "there is no ref_audio"),
+    "a mode alone": ({"x_vector_only_mode": True}, "x_vector_only_mode", "about reference audio"),
+    "a mode that is none": ({"x_vector_only_mode": "yes"}, "x_vector_only_mode", "true takes only the sound"),
+    "a model without": ({"ref_audio": BASE64, **OTHER}, "ref_audio", "'fake' takes no reference audio: there is vivian, ryan"),
+    "a task without": ({"ref_audio": BASE64, "task_type": "VoiceDesign"}, "task_type", "it is for: Base"),
+    "no such voice": ({"voice": "alloy"}, "voice", "no voice 'alloy': upload a voice .POST /v1/audio/voices. or send ref_audio"),
+}
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), BAD.values(), ids=BAD)
+def test_what_is_no_reference(server, fields, param, says):
+    before = len(server.engine.asked)
+    fault = error(server.speak("frames 1", **fields), 400)
+    assert fault["param"] == param
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(fault["message"])
+    assert len(server.engine.asked) == before  # nothing of it reached the engine
+
+
+def test_a_body_over_the_limit(server):
+    assert error(server.speak("frames 1", ref_audio="A" * 2_000_000), 413)["code"] == "body_too_large"
+
+
+def test_what_the_engine_refuses_has_the_clients_names(server):
+    assert reached(server, ref_audio=BASE64)[2] is False
+    fault = error(server.speak("badreference", ref_audio=BASE64), 400)
+    assert fault["param"] == "ref_text"
+
+
+# by URL
+
+
+class Files(BaseHTTPRequestHandler):
+    """What a host on the Internet may answer."""
+
+    def do_GET(self):
+        self.server.hosts.append(self.headers["host"])
+        match self.path:
+            case "/voice.wav":
+                self.answer(200, WAV)
+            case "/twice":
+                self.answer(302, b"", location="/voice.wav")
+            case "/for-ever":
+                self.answer(302, b"", location="/for-ever")
+            case "/inside":
+                self.answer(302, b"", location="http://10.0.0.1/secret")
+            case "/file":
+                self.answer(302, b"", location="file:///etc/passwd")
+            case "/large":
+                self.answer(200, bytes(600_000))
+            case "/silent":
+                self.server.going.wait(20)
+            case _:
+                self.answer(404, b"no")
+
+    def answer(self, status, body, **headers):
+        self.send_response(status)
+        for name, value in {"content-length": len(body), **headers}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def host():
+    """The address of a host that the tests declare public."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Files)
+    server.going, server.hosts = threading.Event(), []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.going.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def fetching(tmp_path_factory):
+    limits = Limits(reference_bytes=500_000, reference_urls=True)
+    with Server(tmp_path_factory.mktemp("s"), models=[CLONER], limits=limits) as server:
+        yield server
+
+
+@pytest.fixture
+def public(monkeypatch):
+    monkeypatch.setattr(references, "is_public", lambda address: address == "127.0.0.1")
+
+
+@pytest.mark.parametrize("path", ["/voice.wav", "/twice"])
+def test_a_reference_by_url(fetching, host, public, path):
+    name = f"localhost:{host.server_port}"
+    assert reached(fetching, ref_audio=f"http://{name}{path}", ref_text="x") == (CLIP, "x", False)
+    assert host.hosts[-1] == name  # the name, though the connection is to the address that was checked
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/nothing", "status 404"),
+        ("/for-ever", "redirects more than 3 times"),
+        ("/inside", "not at a public address"),
+        ("/file", "must begin with http"),
+        ("/large", "more than 500000 bytes"),
+        ("/silent", "did not answer within 0.3 s"),
+    ],
+)
+def test_a_url_without_a_reference(fetching, host, public, monkeypatch, path, says):
+    monkeypatch.setattr(references, "FETCH_S", 0.3)
+    fault = error(fetching.speak("frames 1", ref_audio=f"http://127.0.0.1:{host.server_port}{path}"), 400)
+    assert fault["param"] == "ref_audio" and says in fault["message"]
+
+
+def test_a_client_that_leaves_while_its_reference_is_fetched(fetching, host, public):
+    before = len(fetching.engine.asked)
+    with pytest.raises(httpx.ReadTimeout):
+        url = f"http://127.0.0.1:{host.server_port}/silent"
+        fetching.http.post("/v1/audio/speech", json={"input": "frames 1", "ref_audio": url}, timeout=0.3)
+    until(lambda: 'zoo_requests_total{model="cloner",outcome="cancelled"} 1.0' in fetching.http.get("/metrics").text)
+    assert len(fetching.engine.asked) == before
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "[::1]", "0", "2130706433", "[::ffff:127.0.0.1]"])
+def test_this_machine_is_no_public_address(fetching, host, name):
+    before = len(host.hosts)
+    fault = error(fetching.speak("frames 1", ref_audio=f"http://{name}:{host.server_port}/voice.wav"), 400)
+    assert "not at a public address" in fault["message"] or "cannot be fetched" in fault["message"]
+    assert len(host.hosts) == before
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///x", "https://no.such.host.invalid/a.wav", "http://[::1", "http://a:99999/"])
+def test_urls_that_are_none(fetching, url):
+    assert error(fetching.speak("frames 1", ref_audio=url), 400)["param"] == "ref_audio"
+
+
+PRIVATE = "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255 198.18.0.1"
+PRIVATE += " ::1 :: fe80::1 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1 2002:7f00:1:: 2001:0:7f00:1::"
+PRIVATE += " 2001:db8::1 ::7f00:1"
+
+
+@pytest.mark.parametrize("address", PRIVATE.split())
+def test_private_addresses(address):
+    assert not references.is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8"])
+def test_public_addresses(address):
+    assert references.is_public(address)

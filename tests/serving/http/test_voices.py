@@ -1,0 +1,397 @@
+"""Uploaded voices: the store on disk, the routes, and the command."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+import soundfile
+from fake_engine import CLONER, MODEL, frame
+from http_server import Server, error
+from shell import ROOT, zoo
+
+from serving.http.schemas import Limits
+from serving.http.voices import StoredVoice, Taken, TooMany, Voices, default_directory
+from serving.protocol import AudioClip
+
+RATE_HZ = 16000
+NOISE = np.random.default_rng(1).uniform(-0.5, 0.5, 2 * RATE_HZ).astype(np.float32)
+CLIP = AudioClip(NOISE.tobytes(), RATE_HZ)
+
+
+def recording(samples=NOISE, rate_hz=RATE_HZ, kind="WAV", subtype="FLOAT"):
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate_hz, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Voices(tmp_path / "voices", max_voices=5)
+
+
+def test_a_voice_comes_back_as_it_went_in(store):
+    kept = store.add("Anna", CLIP, " What I say. ", "she signed")
+    assert (kept.name, kept.ref_text, kept.consent, kept.duration_s) == ("anna", "What I say.", "she signed", 2.0)
+    again = Voices(store.directory)  # as another process sees it
+    assert again.list() == [kept] and again.names() == ["anna"]
+    assert again.has("ANNA") and again.load("aNNa") == (kept, CLIP)
+    assert again.remove("Anna") and not again.remove("anna")
+    assert again.list() == [] and again.load("anna") is None and not again.has("anna")
+    assert os.listdir(store.directory) == []
+
+
+def test_a_store_that_was_never_used_is_empty_and_makes_no_directory(store):
+    assert store.list() == store.names() == [] and not store.has("anna") and not store.remove("anna")
+    assert not store.directory.exists()
+
+
+BAD_NAMES = ["", ".", "..", "../anna", "a/b", "/etc/passwd", "a\\b", ".hidden", "-rf", "a b", "a\0b", "a\nb", "anna\n", "x" * 51, "a:b"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_what_is_no_name(store, name):
+    with pytest.raises(ValueError, match="no name for a voice"):
+        store.add(name, CLIP)
+    assert not store.has(name)
+    with pytest.raises(ValueError, match="no name for a voice"):
+        store.load(name)
+    with pytest.raises(ValueError, match="no name for a voice"):
+        store.remove(name)
+    assert not store.directory.exists()
+
+
+@pytest.mark.parametrize("name", ["anna", "Anna-2", "anna_2.1", "小明", "Zoë", "x" * 50, "名" * 50])
+def test_what_is_a_name(store, name):
+    store.add(name, CLIP)
+    assert store.has(name) and store.load(name)[1] == CLIP
+
+
+def test_a_name_that_looks_the_same_is_the_same(store):
+    store.add("Zoë", CLIP)
+    assert store.has("zoe\u0308")
+    with pytest.raises(Taken, match="already"):
+        store.add("ZOE\u0308", CLIP)
+
+
+@pytest.mark.parametrize("samples", [np.zeros(1000, np.float32), np.full(1000, 1e-4, np.float32), np.full(1000, np.nan, np.float32)])
+def test_a_silent_sample_is_refused(store, samples):
+    with pytest.raises(ValueError, match="silent"):
+        store.add("anna", AudioClip(samples.tobytes(), RATE_HZ))
+    assert store.names() == []
+
+
+def test_a_full_store_takes_no_more(store):
+    for index in range(5):
+        store.add(f"voice-{index}", CLIP)
+    with pytest.raises(TooMany, match="5 voices already"):
+        store.add("one-more", CLIP)
+    store.remove("voice-0")
+    store.add("one-more", CLIP)
+
+
+def test_one_of_many_gets_the_name(store):
+    """And whoever looks meanwhile finds all of a voice or nothing."""
+    outcomes, seen = [], []
+    going = threading.Event()
+
+    def add(index):
+        try:
+            outcomes.append(store.add("anna", AudioClip(np.full(1000, 0.1 * (index + 1), np.float32).tobytes(), RATE_HZ), str(index)))
+        except Taken as taken:
+            outcomes.append(taken)
+
+    def look():
+        while not going.is_set():
+            if (found := store.load("anna")) is not None:
+                seen.append((found[0].ref_text, round(float(np.frombuffer(found[1].samples, "<f4")[0]) * 10) - 1))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for _ in range(20):
+        adding = [threading.Thread(target=add, args=[index]) for index in range(4)]
+        [thread.start() for thread in adding]
+        [thread.join() for thread in adding]
+        assert store.remove("anna")
+    going.set()
+    looking.join()
+    assert sum(isinstance(outcome, StoredVoice) for outcome in outcomes) == 20 and len(outcomes) == 80
+    assert all(int(text) == index for text, index in seen)
+    assert os.listdir(store.directory) == []
+
+
+@pytest.mark.parametrize("doing", ["add", "remove"])
+def test_what_a_killed_process_left_behind_is_tidied(store, doing):
+    """It is killed at the worst moment: when its hidden directory is there."""
+    store.add("anna", CLIP)
+    kill = "from pathlib import Path; import os, signal; Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"
+    work = "add('bert', AudioClip(bytes(2000) + b'\\0\\0\\x80\\x3f', 16000))" if doing == "add" else "remove('anna')"
+    script = f"{kill}; from serving.http.voices import Voices; from serving.protocol import AudioClip; Voices({str(store.directory)!r}).{work}"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    assert len(os.listdir(store.directory)) == 2
+    store.tidy()
+    assert os.listdir(store.directory) == ["anna"] and store.load("anna")[1] == CLIP
+
+
+def test_tidying_leaves_alone_what_is_being_added(store):
+    store.directory.mkdir()
+    with store._hidden_place(".new-") as place:
+        Voices(store.directory).tidy()
+        assert place.is_dir()
+    assert os.listdir(store.directory) == []
+    Voices(store.directory / "nowhere").tidy()  # is no error
+    assert not (store.directory / "nowhere").exists()
+
+
+def test_a_server_tidies_when_it_starts(tmp_path):
+    (tmp_path / "voices" / ".new-x").mkdir(parents=True)
+    with Server(tmp_path):
+        assert os.listdir(tmp_path / "voices") == []
+
+
+def test_a_damaged_voice_hides_no_other(store, capsys):
+    store.add("anna", CLIP)
+    store.add("bert", CLIP)
+    (store.directory / "bert" / "voice.json").write_text("{")
+    assert [voice.name for voice in store.list()] == ["anna"] and store.load("bert") is None
+    assert "bert" in capsys.readouterr().out
+    assert store.remove("bert")
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        Voices(tmp_path / "file" / "voices").add("anna", CLIP)
+    sample = tmp_path / "anna.wav"
+    sample.write_bytes(recording())
+    done = zoo("voices", "add", "anna", sample, "--voices-dir", tmp_path / "file" / "voices")
+    assert done.returncode == 2 and "cannot be kept in" in done.stderr
+
+
+def test_where_voices_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.delenv("ZOO_VOICES_DIR", raising=False)
+    assert default_directory() == tmp_path / "speechzoo" / "voices"
+    monkeypatch.setenv("ZOO_VOICES_DIR", str(tmp_path / "elsewhere"))
+    assert default_directory() == tmp_path / "elsewhere"
+
+
+# over HTTP
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    limits = Limits(reference_bytes=400_000, reference_s=20, voices=3)
+    with Server(tmp_path_factory.mktemp("s"), models=[CLONER, MODEL], limits=limits) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def forget(request):
+    """Every test begins without voices."""
+    if "server" in request.fixturenames:
+        server = request.getfixturevalue("server")
+        for voice in uploaded(server):
+            assert server.http.delete(f"/v1/audio/voices/{voice['id']}").status_code == 200
+
+
+def upload(server, name="anna", sample=None, **fields):
+    return server.http.post("/v1/audio/voices", data={"name": name, **fields}, files={"audio_sample": ("x.wav", sample or recording())})
+
+
+def uploaded(server):
+    return [voice for voice in server.http.get("/v1/audio/voices").json()["data"] if voice["type"] == "audio_sample"]
+
+
+def test_upload_list_speak_delete(server):
+    answer = upload(server, "Anna", ref_text="What I say.", consent="yes")
+    assert answer.status_code == 200, answer.text
+    voice = answer.json()
+    assert voice.pop("created_at") > 1.7e9
+    assert voice == {
+        "id": "anna",
+        "name": "anna",
+        "type": "audio_sample",
+        "models": ["cloner"],
+        "duration_s": 2.0,
+        "ref_text": "What I say.",
+        "object": "audio.voice",
+    }
+    voices = server.http.get("/v1/audio/voices").json()["data"]
+    assert [(voice["id"], voice["type"], voice["models"]) for voice in voices] == [
+        ("vivian", "preset", ["fake"]),
+        ("ryan", "preset", ["fake"]),
+        ("anna", "audio_sample", ["cloner"]),
+    ]
+    for named in ("anna", "ANNA", {"id": "anna"}):
+        answer = server.speak("frames 1", voice=named)
+        id = answer.headers["x-request-id"]
+        assert answer.content[44:] == frame(0)
+        assert server.engine.references[id] == CLIP
+        assert server.engine.asked[id] | {"seed": 0} == {
+            "text": "frames 1",
+            "seed": 0,
+            "reference_text": "What I say.",
+            "x_vector_only": False,
+        }
+    gone = server.http.delete("/v1/audio/voices/Anna")
+    assert gone.json() == {"id": "anna", "deleted": True, "object": "audio.voice.deleted"}
+    assert error(server.http.delete("/v1/audio/voices/anna"), 404)["code"] == "voice_not_found"
+    assert "no voice 'anna'" in error(server.speak("frames 1", voice="anna"), 400)["message"]
+
+
+def test_a_voice_without_a_text_lends_its_sound_alone(server):
+    upload(server, "anna")
+    upload(server, "bert", ref_text="What I say.")
+    asked = [
+        server.engine.asked[server.speak("frames 1", **fields).headers["x-request-id"]]
+        for fields in (
+            {"voice": "anna"},
+            {"voice": "bert", "x_vector_only_mode": True},
+        )
+    ]
+    assert [(fields.get("reference_text"), fields["x_vector_only"]) for fields in asked] == [(None, True), ("What I say.", True)]
+
+
+def test_voices_survive_a_restart(tmp_path):
+    for directory in ("first", "second"):
+        (tmp_path / directory).mkdir()
+    with Server(tmp_path / "first", models=[CLONER], voices_dir=tmp_path / "voices") as first:
+        upload(first)
+    with Server(tmp_path / "second", models=[CLONER], voices_dir=tmp_path / "voices") as second:
+        assert [voice["id"] for voice in uploaded(second)] == ["anna"]
+        answer = second.speak("frames 1", voice="anna")
+        assert second.engine.references[answer.headers["x-request-id"]] == CLIP
+
+
+def test_a_voice_that_is_deleted_while_it_is_spoken_with(server):
+    upload(server)
+    server.call(server.engine.go.clear)
+    with server.stream("frames 2", voice="anna") as answer:
+        chunks = answer.iter_raw()
+        heard = next(chunks)
+        assert server.http.delete("/v1/audio/voices/anna").status_code == 200
+        server.call(server.engine.go.set)
+        assert (heard + b"".join(chunks))[44:] == frame(0) + frame(1)
+
+
+@pytest.mark.parametrize("name", ["../anna", "a/b", "..", " ", "-x"])
+def test_a_name_with_path_characters_is_refused(server, name):
+    assert error(upload(server, name), 400)["param"] == "name"
+    assert error(server.speak("frames 1", voice=name), 400)["param"] == "voice"
+
+
+@pytest.mark.parametrize("path", ["..%2Fanna", "%2e%2e", "..%2f..%2fetc", "%2Fetc%2Fpasswd"])
+def test_a_path_cannot_be_deleted(server, path):
+    upload(server)
+    answer = server.http.delete("/v1/audio/voices/" + path)
+    assert answer.status_code in (404, 405), answer.text
+    assert [voice["id"] for voice in uploaded(server)] == ["anna"]
+
+
+SAMPLES = {
+    "no audio": (b"Good morning.", "not audio that is known"),
+    "silence": (recording(np.zeros(RATE_HZ)), "silent"),
+    "three channels": (recording(np.tile(NOISE[:1000, None], 3)), "3 channels"),
+    "too long": (recording(np.tile(NOISE, 11), subtype="ULAW"), "longer than 20 s"),
+    "too short": (recording(NOISE[: RATE_HZ // 2]), "lasts 0.5 s.*from 1 to 20 s"),
+}
+
+
+@pytest.mark.parametrize(("sample", "says"), SAMPLES.values(), ids=SAMPLES)
+def test_a_sample_that_is_none(server, sample, says):
+    fault = error(upload(server, sample=sample), 400)
+    assert fault["param"] == "audio_sample"
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(fault["message"])
+    assert uploaded(server) == []
+
+
+def test_an_upload_over_the_limit(server):
+    fault = error(upload(server, sample=bytes(400_001)), 413)
+    assert fault["code"] == "body_too_large" and "up to 400000" in fault["message"]
+    assert error(upload(server, sample=bytes(2_000_000)), 413)["code"] == "body_too_large"
+
+
+def test_more_uploads_than_the_server_keeps(server):
+    *kept, refused = [upload(server, f"voice-{index}") for index in range(4)]
+    assert {answer.status_code for answer in kept} == {200}
+    fault = error(refused, 400)
+    assert (fault["param"], fault["code"]) == (None, "too_many_voices") and "3 voices already" in fault["message"]
+
+
+def test_a_taken_name_is_a_409(server):
+    upload(server)
+    assert error(upload(server, "ANNA"), 409)["code"] == "voice_exists"
+    assert error(upload(server, "Vivian"), 409)["code"] == "voice_exists"  # the model's own
+    assert "stays" in error(server.http.delete("/v1/audio/voices/vivian"), 400)["message"]
+
+
+FORMS = [
+    ({"files": {"name": (None, "x")}}, "audio_sample", "audio_sample is missing: a file"),
+    ({"data": {"name": "x"}}, None, "must be a form (multipart/form-data) with the fields name, audio_sample"),  # it is URL-encoded
+    ({"json": {"name": "x"}}, None, "must be a form"),
+    ({"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}}, None, "must be a form"),
+    ({"content": b"", "headers": {"content-type": "multipart/form-data"}}, "name", "name is missing"),
+    ({"files": {"audio_sample": b"x"}}, "name", "name is missing"),
+    ({"data": {"name": "x", "audio_sample": "text"}, "files": {"y": b""}}, "audio_sample", "audio_sample takes a file"),
+    ({"data": {"name": "x", "colour": "red"}, "files": {"audio_sample": b"x"}}, "colour", "the fields are: name, audio_sample"),
+    ({"data": {"name": "x", "type": "prompt"}, "files": {"audio_sample": b"x"}}, "type", "type takes audio_sample"),
+    ({"data": {"name": ["x", "y"]}, "files": {"audio_sample": b"x"}}, "name", "name takes"),
+    ({"files": {"name": (None, b"\xff\xfe"), "audio_sample": b"x"}}, None, "UTF-8"),
+    ({"files": {"name": (None, b"x", "text/plain; charset=none"), "audio_sample": b"x"}}, None, "UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("form", "param", "says"), FORMS)
+def test_a_form_that_is_none(server, form, param, says):
+    fault = error(server.http.post("/v1/audio/voices", **form), 400)
+    assert says in fault["message"] and (param is None or fault["param"] == param)
+
+
+def test_a_model_that_takes_no_references_takes_no_uploads(tmp_path):
+    Voices(tmp_path / "voices").add("anna", CLIP)
+    with Server(tmp_path) as server:
+        assert "no model here takes reference audio" in error(upload(server, "bert"), 400)["message"]
+        [*_, anna] = server.http.get("/v1/audio/voices").json()["data"]
+        assert (anna["id"], anna["models"]) == ("anna", [])
+        assert "takes none: there is vivian, ryan" in error(server.speak("frames 1", voice="anna"), 400)["message"]
+
+
+# from the shell
+
+
+def test_the_command_and_the_server_share_a_store(server, tmp_path):
+    sample = tmp_path / "anna.wav"
+    sample.write_bytes(recording())
+    there = ("--voices-dir", server.voices_dir)
+    assert zoo("voices", "add", "Anna", sample, "--text", "What I say.", *there).stdout == "anna: 2.00 s\n"
+    assert [voice["id"] for voice in uploaded(server)] == ["anna"]
+    assert zoo("voices", "list", *there).stdout == "anna: 2.00 s, What I say.\n"
+    [voice] = json.loads(zoo("voices", "list", "--json", *there).stdout)["voices"]
+    assert msgspec.convert(voice, StoredVoice).name == "anna"
+    assert zoo("voices", "remove", "anna", *there).returncode == 0 and uploaded(server) == []
+
+
+BAD_COMMANDS = [
+    (["remove", "anna"], "no voice 'anna'"),
+    (["remove", "../x"], "no name for a voice"),
+    (["add", "anna", "/no/such.wav"], "cannot be read: No such file"),
+    (["add", "anna", __file__], "not audio that is known"),
+    (["add", "anna"], "Missing argument 'sample'"),
+    ([], "Missing command"),
+    (["sing"], "No such command 'sing'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD_COMMANDS)
+def test_a_bad_voices_command_is_one_line(tmp_path, arguments, says):
+    done = zoo("voices", *arguments, *(["--voices-dir", tmp_path] if len(arguments) > 1 else []))
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,63 @@
+"""The wire: every message comes back as it went, and what is no message is refused."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from serving import protocol
+
+TO_ENGINE = [
+    protocol.Speak("a", "m", {"text": "héllo", "seed": 2**63 - 1, "temperature": 0.5}),
+    protocol.Speak("b", "m", {"text": "x", "reference_text": "y"}, protocol.AudioClip(bytes(range(256)) * 4, 16000)),
+    protocol.Cancel("a"),
+]
+TO_HTTP = [
+    protocol.Status("warming", 0.25, "step, 4 slots"),
+    protocol.Models([protocol.ModelInfo("m", "qwen3_tts", "custom_voice", 24000, 12.5, 655.4, ["vivian"], ["english"], ["voice"])]),
+    protocol.Models([protocol.ModelInfo("m", "toy", "base", 24000, 12.5, 655.4, [], [], ["clone"], (0.5, 30.0))]),
+    protocol.Stats(100, 60, 7, 3, 0, {"m": protocol.ModelStats(8, 2, 1, 5, 0), "n": protocol.ModelStats(8, 0, 0, 0, 1)}),
+    protocol.Rejected("a", "no", "voice", "c", 503, 1.5),
+    protocol.Audio("a", bytes(range(256)) * 300, 25),
+    protocol.Text("a", "größer 天"),
+    protocol.Finished("a", "length", 7, {"output_frames": 7}),
+    protocol.Failed("a", "broke"),
+]
+
+
+def read(data: bytes, decoder: msgspec.msgpack.Decoder) -> list:
+    async def collect() -> list:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return [message async for message in protocol.read(reader, decoder)]
+
+    return asyncio.run(collect())
+
+
+@pytest.mark.parametrize(("messages", "decoder"), [(TO_ENGINE, protocol.to_engine), (TO_HTTP, protocol.to_http)])
+def test_messages_come_back_as_they_went(messages, decoder):
+    assert read(b"".join(map(protocol.pack, messages)), decoder) == messages
+
+
+def test_a_cut_message_ends_the_stream_after_the_whole_ones():
+    data = protocol.pack(protocol.Cancel("a")) + protocol.pack(protocol.Cancel("b"))[:-1]
+    assert read(data, protocol.to_engine) == [protocol.Cancel("a")]
+
+
+def test_a_message_of_the_other_direction_is_refused():
+    with pytest.raises(protocol.ProtocolError, match="no message"):
+        read(protocol.pack(protocol.Failed("a", "broke")), protocol.to_engine)
+
+
+@pytest.mark.parametrize("body", [b"\xc1", b"", b"GET / HTTP/1.1", msgspec.msgpack.encode({"type": "Cancel"})])
+def test_bytes_that_are_no_message_are_refused(body):
+    with pytest.raises(protocol.ProtocolError, match="no message"):
+        read(len(body).to_bytes(4, "big") + body, protocol.to_engine)
+
+
+def test_a_frame_over_the_limit_is_refused_before_it_is_read():
+    with pytest.raises(protocol.ProtocolError, match="limit"):
+        read((protocol.MAX_FRAME_BYTES + 1).to_bytes(4, "big"), protocol.to_engine)
+    with pytest.raises(AssertionError, match="limit"):
+        protocol.pack(protocol.Audio("a", bytes(protocol.MAX_FRAME_BYTES), 1))

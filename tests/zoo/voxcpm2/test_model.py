@@ -1,0 +1,174 @@
+"""VoxCPM2: how a patch is made, when speech ends, and what the decoder carries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import family
+from torch import Tensor
+
+import zoo
+from zoo.contract import Request, View
+from zoo.nn.cfm import guided
+from zoo.nn.sampling import normal
+from zoo.voxcpm2.latent import MAX_STEPS
+
+OURS = family("voxcpm2")
+ASKED = Request(text="hello world", max_frames=12)
+
+
+def steer(monkeypatch: pytest.MonkeyPatch, *stops: bool) -> None:
+    """Let the stop head say these, one a step, and the last one from then on."""
+    said = iter(stops)
+    last = [False]
+
+    def answer(h: Tensor) -> Tensor:
+        last[0] = next(said, last[0])
+        return torch.full((len(h),), last[0])
+
+    monkeypatch.setattr(OURS.net, "stops", answer)
+
+
+# the end
+
+
+@pytest.mark.parametrize(
+    ("stops", "frames"),
+    [((True,), 4), ((False, False, True, False, False, True), 6), ((False,) * 11 + (True,), 12), ((False,), 12)],
+    ids=["at once", "not believed at first", "at the cap", "never"],
+)
+def test_the_patch_at_which_the_model_stops_is_said_and_three_come_before_it_at_least(stops, frames, monkeypatch):
+    steer(monkeypatch, *stops)
+    speech = zoo.generate(OURS, ASKED)
+    assert len(speech.frames) == frames and len(speech.samples) == 480 * frames
+    assert speech.frames.flatten(1).any(1).all()
+
+
+# noise
+
+
+def test_noise_is_of_the_seed_the_step_and_the_element_alone():
+    seed, step = torch.tensor([5, 5, 6, 5]), torch.tensor([0, 1, 0, 0])
+    noise = normal(seed, step, 32)
+    assert torch.equal(noise[0], noise[3]) and torch.equal(noise[:1], normal(seed[:1], step[:1], 32))
+    assert len({tuple(row) for row in noise.tolist()}) == 3
+    assert torch.equal(noise[:, :8], normal(seed, step, 8))
+
+
+def test_noise_is_normal():
+    values = normal(torch.arange(64), torch.arange(64) % 7, 4096).double().flatten()
+    assert abs(values.mean()) < 0.01 and abs(values.std() - 1) < 0.01 and 4 < values.abs().max() < 5.5
+    for quantile, expected in ((0.0228, -2), (0.1587, -1), (0.5, 0), (0.8413, 1), (0.9772, 2)):
+        assert abs(values[::3].quantile(quantile) - expected) < 0.05
+
+
+def test_noise_that_is_given_takes_the_place_of_what_the_seed_gives():
+    steps, seed = torch.arange(12), torch.full((12,), 9)
+    drawn = zoo.generate(OURS, replace(ASKED, seed=9))
+    given = zoo.generate(OURS, ASKED, noise=normal(seed, steps, 32).unflatten(1, (4, 8)))
+    assert torch.equal(drawn.frames, given.frames) and torch.equal(drawn.samples, given.samples)
+    assert not torch.equal(drawn.frames, zoo.generate(OURS, ASKED).frames)
+    assert len(zoo.generate(OURS, ASKED, noise=torch.randn(2, 4, 8)).frames) == 2
+    for shape in ((3, 8, 4), (3, 32), (0, 4, 8)):
+        with pytest.raises(ValueError, match=r"noise has shape \[.*\]; \[frames, 4, 8\] is needed"):
+            zoo.generate(OURS, ASKED, noise=torch.zeros(shape))
+
+
+# the solver
+
+
+def solve(guidance: list[float], steps: list[int]) -> Tensor:
+    random, rows = torch.Generator().manual_seed(3), len(steps)
+    mu, before, noise = (torch.randn(1, *shape, generator=random).expand(rows, *shape) for shape in ((2, 24), (4, 8), (4, 8)))
+    with torch.inference_mode():
+        return OURS.net.solver(mu, before, noise, torch.tensor(guidance), torch.tensor(steps))
+
+
+def test_rows_have_guidance_and_steps_of_their_own():
+    kinds = [(2.0, 10), (1.0, 10), (2.0, 2), (3.5, 5), (0.0, 7)]
+    together = solve(*map(list, zip(*kinds, strict=True)))
+    for row, (guidance, steps) in zip(together, kinds, strict=True):
+        torch.testing.assert_close(row, solve([guidance], [steps])[0], rtol=0, atol=1e-5)
+    apart = (together[:, None] - together).flatten(2).norm(dim=2) + torch.eye(len(kinds))
+    assert apart.min() > 0.1
+
+
+def test_a_slot_is_solved_as_its_request_asks():
+    default = zoo.generate(OURS, ASKED).frames
+    assert torch.equal(zoo.generate(OURS, replace(ASKED, guidance=2.0, solver_steps=MAX_STEPS)).frames, default)
+    for other in ({"guidance": 1.5}, {"solver_steps": 4}):
+        assert not torch.allclose(zoo.generate(OURS, replace(ASKED, **other)).frames[0], default[0], atol=1e-2)
+
+
+def test_guidance():
+    """1 is the velocity itself; beyond it, away from the part that the null velocity explains."""
+    velocity, null = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0, 0.0]])
+    assert torch.equal(guided(velocity, null, torch.tensor([1.0])), velocity)
+    torch.testing.assert_close(guided(velocity, null, torch.tensor([2.0])), torch.tensor([[3.0, 8.0]]))
+    assert torch.equal(guided(velocity, torch.zeros(1, 2), torch.tensor([2.0])), 2 * velocity)
+
+
+def test_audio_positions_alone_are_quantised():
+    rows, is_audio = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)), torch.tensor([0.0, 0, 1, 1, 0, 1])[:, None]
+    base, fsq = OURS.net.base, OURS.net.fsq
+    prompt = OURS.prompt(replace(ASKED, text="hello world again"))
+    prompt.inputs = prompt.inputs[:7]  # of which the last is not prefilled
+    batch = zoo.loop.SoloBatches(OURS, prompt)
+    with torch.inference_mode():
+        h = OURS.hidden(torch.cat((rows, is_audio), 1), batch.prefill())[:, :32]
+        plain = base(rows, batch.prefill())
+        torch.testing.assert_close(h, torch.where(is_audio > 0, fsq(plain), plain), rtol=0, atol=1e-6)
+        levels = torch.round(fsq.narrow(plain).tanh() * 9)
+    assert levels.abs().max() <= 9 and len(levels.unique()) > 5
+
+
+# the decoder
+
+
+def test_streamed_equals_one_shot_over_a_minute():
+    """375 patches, in the windows of the strategy, and what is carried stays as large as it was."""
+    family64 = family("voxcpm2", "float64")
+    decoder, patches = family64.vae.decoder, 375
+    latents = torch.randn(1, 8, 4 * patches, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.inference_mode():
+        state = family64.state(1, patches)
+        state.tape[0], state.ready[0] = latents[0].T.unflatten(0, (-1, 4)), patches
+        pieces, start, sizes = [], 0, (1, 1, 2, 6, 5, 3)
+        while start < patches:
+            count = min(sizes[len(pieces) % len(sizes)], patches - start)
+            view = View(torch.tensor([0]), torch.tensor([start]), torch.tensor([count]), family64.spec.window.bucket(count))
+            before = state.past[0].clone()
+            pieces.append(family64.render(state, view)[0, : count * 480])
+            assert not torch.equal(before, state.past[0])
+            start += count
+    heard = torch.cat(pieces)
+    assert state.tape.dtype == torch.float32 and heard.shape == (patches * 480,)
+    with torch.inference_mode():
+        rounded, end = decoder(latents.float().double(), latents.new_zeros(1, decoder.past_values), torch.tensor([patches]), patches)
+    torch.testing.assert_close(heard, rounded[0].float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(state.past[0], end[0], rtol=0, atol=1e-10)
+
+
+@torch.inference_mode()
+def test_priming_needs_the_last_frames_alone():
+    decoder = OURS.vae.decoder
+    latents, reach = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(0)), decoder.reach
+    assert reach == 33  # 20 with the published rates
+    _, past = decoder(latents, torch.zeros(1, decoder.past_values), torch.tensor([100]), 100)
+    torch.testing.assert_close(decoder.prime(latents)[0], past[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(decoder.prime(latents[:, :, -reach:])[0], past[0], rtol=0, atol=1e-6)
+    assert not torch.allclose(decoder.prime(latents[:, :, -12:])[0], past[0], atol=1e-6)  # what others take
+
+
+def test_the_vae_is_in_float32_whatever_the_model_is():
+    small = family("voxcpm2", "bfloat16")
+    assert {p.dtype for p in small.vae.parameters()} == {torch.float32} and {p.dtype for p in small.net.parameters()} == {torch.bfloat16}
+    speech = zoo.generate(small, ASKED)
+    assert (speech.frames.dtype, speech.samples.dtype) == (torch.bfloat16, torch.float32) and torch.isfinite(speech.samples).all()
+    latents = speech.frames.float().flatten(0, 1).T[None]
+    count = torch.tensor([len(speech.frames)])
+    with torch.inference_mode():
+        heard, _ = small.vae.decoder(latents, torch.zeros(1, small.vae.decoder.past_values), count, len(speech.frames))
+    assert torch.equal(heard[0], speech.samples)

@@ -1,0 +1,228 @@
+"""What a user asks for, what a model may be asked for, and the one place that refuses the rest.
+
+Knows no torch, so every surface can read the same list: HTTP, the shell, `zoo inspect`, the OpenAPI page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from zoo.contract import Spec
+
+Value = bool | int | float | str
+KINDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+
+
+class RequestError(ValueError):
+    """Something that a user got wrong: `param` names the field, the message says what came and what is possible."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Option:
+    """A value that a model takes with a request. `default` None: the model decides, as `help` says."""
+
+    name: str
+    type: type  # bool, int, float or str
+    help: str
+    default: Value | None = None
+    range: tuple[float, float] | None = None  # of numbers, both ends included
+    choices: tuple[str, ...] = ()  # of texts
+
+    @property
+    def possible(self) -> str:
+        """What may be given, in words."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.range is None:
+            return KINDS[self.type]
+        low, high = self.range
+        return f"{KINDS[self.type]} from {low:g} to {high:g}"
+
+    def read(self, value: object) -> Value:
+        """The value as the option's type. Raises RequestError."""
+        if self.type is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.type or not self._holds(value):
+            raise RequestError(self.name, f"{self.name} is {value!r}; possible: {self.possible}")
+        return value  # type: ignore[return-value]  # its type is the option's, which the checker cannot follow
+
+    def parse(self, text: str) -> Value:
+        """What a shell gives. Raises RequestError."""
+        if self.type is bool and text in ("true", "false"):
+            return text == "true"
+        try:
+            return self.read(text if self.type is str else self.type(text))
+        except ValueError:
+            raise RequestError(self.name, f"{self.name} is {text!r}; possible: {self.possible}") from None
+
+    def _holds(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if self.range is None:
+            return True
+        low, high = self.range
+        return low <= value <= high  # NaN is in no range
+
+
+@dataclass(frozen=True, eq=False)
+class AudioClip:
+    """Recorded audio: samples float32, [N] mono or [C, N], as loud as they are (1 is full scale)."""
+
+    samples: np.ndarray
+    sample_rate_hz: int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A voice to speak in, what the clip says word for word, and who speaks it where a text names several speakers."""
+
+    clip: AudioClip
+    transcript: str | None = None
+    speaker: str | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What was said before in a conversation, for models that listen: a text, a clip, or both. role: "user", "assistant" or "system"."""
+
+    role: str
+    text: str | None = None
+    clip: AudioClip | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks for. `None` means the checkpoint's own default; temperature 0 is greedy.
+
+    `references` are voices to speak in. `options` holds what only some models take (`Spec.options` lists it). `turns` is the conversation
+    so far. `is_open`: more text is fed while the model speaks (`Engine.feed`). A model refuses what it does not take.
+    """
+
+    text: str
+    voice: str | None = None
+    language: str | None = None
+    instructions: str | None = None
+    references: tuple[Reference, ...] = ()
+    seed: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    max_frames: int | None = None
+    options: dict[str, Value] = field(default_factory=dict, hash=False)
+    turns: tuple[Turn, ...] = ()
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a value that no model can take: what reaches an engine cannot stop it."""
+        for name, low, high in (("seed", -INT64, INT64), ("max_frames", 1, 2**31)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise RequestError(name, f"{name} is {value}; from {low} to {high} is possible")
+        for name in SAMPLING:
+            if name in self.options:
+                raise RequestError(name, f"{name} is a field of its own: it cannot be among the options too")
+
+
+INT64 = 2**63 - 1
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")  # fields of Request that are options of most models
+
+
+def sampling_options(temperature: float, top_k: int, top_p: float, repetition_penalty: float | None = None) -> tuple[Option, ...]:
+    """The shared sampling fields with a checkpoint's defaults; None: the model has no repetition penalty."""
+    options = (
+        Option("temperature", float, "how far sampling strays from the likeliest; 0 is greedy", temperature, (0, 2)),
+        Option("top_k", int, "how many of the likeliest are sampled from; 0 is all", top_k, (0, 1_000_000)),
+        Option("top_p", float, "the share of probability that is sampled from; 1 is all", top_p, (1e-6, 1)),
+    )
+    if repetition_penalty is None:
+        return options
+    penalty = "how much less likely what was said before becomes; 1 is off"
+    return (*options, Option("repetition_penalty", float, penalty, repetition_penalty, (0.5, 2)))
+
+
+def check(request: Request, spec: Spec) -> dict[str, Any]:
+    """Refuse what the model does not take -> the value of each of its options, its default where the request gives none.
+
+    Raises RequestError, which says what the model takes.
+    """
+    name = spec.name or f"{spec.family} {spec.variant}"
+    if not request.text.strip(BLANK):
+        raise RequestError("text", "text is empty")
+    _check_voice(request, spec, name)
+    _check_language(request, spec, name)
+    _check_instructions(request, spec, name)
+    _check_references(request, spec, name)
+    if request.turns and not spec.shares_turns:
+        raise RequestError("turns", f"{name} takes no turns: it hears no conversation")
+    if request.is_open and not spec.feeds:
+        raise RequestError("is_open", f"{name} takes no text while it speaks: give all of it at once")
+    return _options(request, spec, name)
+
+
+# White space, and what is no sign at all: NUL, zero-width characters, byte order marks
+BLANK = " \t\n\r\v\f\0\u00a0\u00ad\u180e\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3000\ufeff"
+
+
+def _options(request: Request, spec: Spec, name: str) -> dict[str, Any]:
+    known = {option.name: option for option in spec.options}
+    given = {param: value for param in SAMPLING if (value := getattr(request, param)) is not None} | request.options
+    for param in given:
+        if param not in known:
+            takes = ", ".join(known) or "no options"
+            raise RequestError(param, f"{name} takes no {param}{_hint(spec, param)}; it takes: {takes}")
+    defaults = {option.name: option.default for option in spec.options}
+    return defaults | {param: known[param].read(value) for param, value in given.items()}
+
+
+def _check_voice(request: Request, spec: Spec, name: str) -> None:
+    voices = {voice.lower() for voice in spec.voices}
+    if request.voice is None:
+        if len(voices) > 1 and not request.references:
+            raise RequestError("voice", f"a voice is needed; {name} has: {_listed(spec.voices)}")
+    elif not voices:
+        raise RequestError("voice", f"{name} has no voice {request.voice!r}, nor any other{_hint(spec, 'voice')}")
+    elif request.voice.lower() not in voices:
+        raise RequestError("voice", f"{name} has no voice {request.voice!r}; it has: {_listed(spec.voices)}{_hint(spec, 'voice')}")
+
+
+def _check_language(request: Request, spec: Spec, name: str) -> None:
+    language = (request.language or "auto").lower()
+    if language not in (spec.languages or ("auto",)):
+        possible = _listed(spec.languages) if spec.languages else "auto"
+        raise RequestError("language", f"{name} has no language {request.language!r}; possible: {possible}{_hint(spec, 'language')}")
+
+
+def _check_instructions(request: Request, spec: Spec, name: str) -> None:
+    is_given = bool((request.instructions or "").strip(BLANK))
+    if is_given and not {"instruct", "design"} & set(spec.modes):
+        raise RequestError("instructions", f"{name} takes no instructions{_hint(spec, 'instructions')}")
+    if not is_given and spec.modes == ("design",):
+        raise RequestError("instructions", f"instructions are needed: {name} makes a voice from a description of it")
+
+
+def _check_references(request: Request, spec: Spec, name: str) -> None:
+    num = len(request.references)
+    if num and spec.reference_s is None:
+        raise RequestError("references", f"{name} takes no reference{_hint(spec, 'references')}")
+    if num > spec.max_references:
+        raise RequestError("references", f"{num} references are given; {name} takes up to {spec.max_references}")
+    if not num and spec.modes == ("clone",):
+        raise RequestError("references", f"a reference is needed: {name} clones the voice of a recording")
+
+
+def _hint(spec: Spec, param: str) -> str:
+    return f": {spec.hints[param]}" if param in spec.hints else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
