@@ -17,10 +17,10 @@ def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
     if isinstance(how, Eager):
         return function
     # dynamic=False: the sizes that vary are those `any_size` marks, and the third window is not mistaken for a size of its own.
-    return torch.compile(_apart(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})
+    return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})
 
 
-def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same method with a code object of its own. Dynamo keeps what it compiled with the code object, eight graphs at most, and every
     model that a process ever loads has its `step` from the same class."""
     if not isinstance(function, MethodType):

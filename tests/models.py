@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import tempfile
 import time
@@ -14,15 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from toy import Guided, Toy
-from toy_delay import TextAndAudioToy
 
 import zoo
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Text
 from zoo.contract import AudioClip, Family, Option, Reference, Request, Spec, Speech
+from zoo.loop import speak_pass
+from zoo.nn import kernels
 from zoo.request import SAMPLING
 
-TOYS: dict[str, Callable[[], Family]] = {"toy": Toy, "toy_guided": Guided, "toy_delay": TextAndAudioToy}
+def toys() -> dict[str, Callable[[], Family[Any]]]:
+    """Every family that a file `toy*.py` beside this one makes, under the names of its TOYS."""
+    files = sorted(Path(__file__).parent.glob("toy*.py"))
+    return {name: make for file in files for name, make in importlib.import_module(file.stem).TOYS.items()}
+
+
+TOYS = toys()
 NAMES = (*TOYS, *zoo.families())
 _directories = tempfile.TemporaryDirectory(prefix="zoo-tests-")  # goes with the process
 
@@ -109,6 +116,13 @@ def alone(name: str, request: Request) -> Speech:
     return zoo.generate(family(name), request)
 
 
+@cache
+def first_pass(name: str, request: Request) -> Speech:
+    """The same of a request's first pass, which for most is the only one."""
+    with torch.inference_mode(), kernels.plain():
+        return speak_pass(family(name), next(family(name).prompts(request)), None)
+
+
 class Listener:
     """A listener: what it heard and read, and how it ended. Nothing may come after the end."""
 
@@ -129,9 +143,15 @@ class Listener:
             self.end = event
 
     @property
+    def reason(self) -> str:
+        """Why it ended, or which failure it was."""
+        assert self.end is not None, "it has not ended"
+        return self.end.reason if isinstance(self.end, Finished) else self.end.code
+
+    @property
     def has_ended_well(self) -> bool:
         """Whether it came to an end that the engine meant; speech without a frame is one."""
-        return isinstance(self.end, Finished) or (self.end is not None and self.end.code == "no_audio")
+        return isinstance(self.end, Finished) or self.reason == "no_audio"
 
     @property
     def samples(self) -> np.ndarray:

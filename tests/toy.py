@@ -147,3 +147,6 @@ class Guided(Toy):
     def scores(self, state: ToyState, slots: Tensor, h: Tensor) -> Tensor:
         """h [2 B, D] -> [B, 2, V]"""
         return merge(super().scores(state, slots, h), state.cfg_scale[slots])
+
+
+TOYS = {"toy": Toy, "toy_guided": Guided}

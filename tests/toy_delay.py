@@ -108,3 +108,6 @@ class TextAndAudioToy(Guided):
 
     def detokenize(self, token: int) -> bytes:
         return PIECES[token]
+
+
+TOYS = {"toy_delay": TextAndAudioToy}

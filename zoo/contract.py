@@ -124,6 +124,7 @@ class Spec:
     hints: Mapping[str, str] = field(default_factory=dict)  # field -> what to do instead, where the model does not take it
     name: str = ""  # for messages; the variant where it is empty
     feeds: bool = False  # whether text may arrive while the model speaks
+    listens: bool = False  # whether a request may hold turns of a conversation
     shares_turns: bool = False  # whether the KV cache of what was generated serves the conversation's next turn
     licence: str = ""  # of the weights, where it limits their use
 
@@ -177,6 +178,7 @@ class Prompt:
     is_audio: Tensor | None = None
     grid_offset: int = 0  # frames before the first point of the window's grid
     num_fed_steps: int | None = None  # steps that the text given so far allows; None: all of the text is there
+    conversation: str | None = None  # as the request names it
     is_final: bool = True  # whether no other pass follows in the same answer
 
     @property
@@ -376,9 +378,9 @@ class Family(nn.Module, ABC, Generic[S]):
         """The UTF-8 bytes of a text token that the model wrote; a character may span tokens. For families that write text."""
         raise AssertionError(f"{self.spec.family} wrote the text token {token}, and cannot detokenize it")
 
-    def turn_keys(self, prompt: Prompt, frames: Tensor) -> tuple[int, ...]:
-        """Prefix keys of the positions behind the prompt, as a prompt of the next turn names them, for the frames [F, *frame] that were
-        made. For families whose spec says `shares_turns`."""
+    def end_turn(self, prompt: Prompt, frames: Tensor) -> tuple[int, ...]:
+        """The frames [F, *frame] (on the CPU) that were made of a prompt -> prefix keys of the positions behind the prompt, one a frame, as
+        the conversation's next prompt names them; the family remembers the frames for it. For families whose spec says `shares_turns`."""
         raise AssertionError(f"{self.spec.family} shares no turns")
 
     # written once, here

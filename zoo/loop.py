@@ -32,7 +32,9 @@ def generate(family: Family[Any], request: Request, max_frames: int | None = Non
     while True:
         if max_frames is not None:
             prompt.max_frames = min(prompt.max_frames, max_frames)
-        spoken.append(_speak(family, prompt, noise))
+        spoken.append(speak_pass(family, prompt, noise))
+        if family.spec.shares_turns:
+            family.end_turn(prompt, spoken[-1].frames)
         if prompt.is_final:
             break
         prompt = passes.send(spoken[-1].frames)
@@ -54,8 +56,8 @@ def _fitting(noise: Tensor, family: Family[Any]) -> Tensor:
     return noise.to(family.device)
 
 
-def _speak(family: Family[Any], prompt: Prompt, noise: Tensor | None) -> Speech:
-    """One pass."""
+def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None) -> Speech:
+    """One pass of `generate`."""
     prompt.check_room(family.spec)
     state = family.state(1, prompt.max_frames)
     state.noise = noise

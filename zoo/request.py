@@ -103,8 +103,8 @@ class Turn:
 class Request:
     """What a user asks for. `None` means the checkpoint's own default; temperature 0 is greedy.
 
-    `references` are voices to speak in. `options` holds what only some models take (`Spec.options` lists it). `turns` is the conversation
-    so far. `is_open`: more text is fed while the model speaks (`Engine.feed`). A model refuses what it does not take.
+    `references` are voices to speak in. `options` holds what only some models take (`Spec.options` lists it). `turns` is what the user
+    said in a conversation, for models that listen; `conversation` names one, so that its next turn finds this one in the KV cache. `is_open`: more text is fed while the model speaks (`Engine.feed`). A model refuses what it does not take.
     """
 
     text: str
@@ -120,6 +120,7 @@ class Request:
     max_frames: int | None = None
     options: dict[str, Value] = field(default_factory=dict, hash=False)
     turns: tuple[Turn, ...] = ()
+    conversation: str | None = None
     is_open: bool = False
 
     def __post_init__(self) -> None:
@@ -162,8 +163,10 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     _check_language(request, spec, name)
     _check_instructions(request, spec, name)
     _check_references(request, spec, name)
-    if request.turns and not spec.shares_turns:
+    if request.turns and not spec.listens:
         raise RequestError("turns", f"{name} takes no turns: it hears no conversation")
+    if request.conversation is not None and not spec.shares_turns:
+        raise RequestError("conversation", f"{name} takes no conversation: every request is by itself")
     if request.is_open and not spec.feeds:
         raise RequestError("is_open", f"{name} takes no text while it speaks: give all of it at once")
     return _options(request, spec, name)

@@ -122,7 +122,7 @@ class ModelWorker:
     def publish_turn(self, job: Job) -> None:
         """Let the conversation's next turn find what was generated in the KV cache. For a pass that is over."""
         lane, pages = job.prompt.lanes[0], job.pages[0]
-        keys = (*lane.prefix_keys, *self.family.turn_keys(job.prompt, self.runner.frames(job.slot)))
+        keys = (*lane.prefix_keys, *self.family.end_turn(job.prompt, self.runner.frames(job.slot)))
         filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
         self.pages.publish(self.salt, keys[:filled], self.runner.page_tokens, pages)
 

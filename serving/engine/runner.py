@@ -142,8 +142,10 @@ class Runner:
         self.graphs = Graphs(self.device)
         self.launch_inputs = LaunchInputs(self.device)
         self.lowerings = (strategy.step, strategy.prefill, strategy.render) if compile else (Eager(), Eager(), Eager())
-        verbs: tuple[Callable[..., Any], ...] = (family.step, family.hidden, family.render)
-        self._step, self._hidden, self._render = (lower(verb, how) for verb, how in zip(verbs, self.lowerings, strict=True))
+        step, prefill, render = self.lowerings
+        self._step, self._hidden = lower(family.step, step), lower(family.hidden, prefill)
+        # One for each length bucket: Dynamo keeps eight graphs of a function at most.
+        self._render = {length: lower(family.render, render) for length in family.spec.window.lengths or (0,)}
 
     # slots
 
@@ -219,7 +221,7 @@ class Runner:
             at = slice(first, first + rows)
             slots, start, count, is_last = (self._place(field[at]) for field in (due.slots, due.start, due.count, due.is_last))
             view = View(slots, start, count, is_last, due.frames, due.length)
-            parts.append(self._render(self.state, view))
+            parts.append(self._render[due.length](self.state, view))
         samples, valid = zip(*parts, strict=True)
         return AsyncCopy(torch.cat(samples), torch.cat(valid))
 
@@ -316,7 +318,7 @@ class Runner:
         is_last = self._place(np.zeros(2, bool))
         if self.lowerings[2] == Whole():
             any_size((slots, start, count, is_last), 0, "batch")
-        self._render(self.state, View(slots, start, count, is_last, frames, length))
+        self._render[length](self.state, View(slots, start, count, is_last, frames, length))
 
 
 class LaunchInputs:

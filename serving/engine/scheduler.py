@@ -304,7 +304,8 @@ class Scheduler:
     def _grouped(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray) -> list[Render]:
         """One launch for each shape."""
         frames = self.sizes[np.searchsorted(self.sizes, np.maximum(count, 1))]  # [B]
-        length = np.array([self.window.length_bucket(stop) for stop in (start + count).tolist()], np.int64)
+        lengths = np.array(self.window.lengths or (0,))
+        length = lengths[np.searchsorted(lengths, np.minimum(start + count, lengths[-1]))]  # [B]
         shapes = np.stack((frames, length, self.is_pinned[slots]), 1)  # [B, 3]
         renders = []
         for shape in np.unique(shapes, axis=0):

@@ -13,9 +13,10 @@ from models import Clock, Listener, alone, family, requests, serve
 
 from compile_cache.strategy import Strategy, Whole
 from serving.engine.engine import Audio, Engine, Failed, Finished, Full
+from serving.engine.job import NO_AUDIO
 from serving.engine.model_worker import ModelWorker
 from serving.engine.runner import PAGE_TOKENS, token_bytes
-from zoo.contract import Request
+from zoo.contract import Prompt, Request, RequestError
 
 TOY = family("toy")
 PAGE_BYTES = PAGE_TOKENS * token_bytes(TOY)
@@ -84,14 +85,21 @@ def test_a_request_that_can_never_fit_is_refused():
 
 
 def test_codes_that_come_late_have_positions_too(monkeypatch):
-    monkeypatch.setattr(TOY, "spec", replace(TOY.spec, delay=10))
+    plain = TOY.prompt
+
+    def late(request: Request) -> Prompt:
+        prompt = plain(request)
+        prompt.max_steps = prompt.max_frames + 10
+        return prompt
+
+    monkeypatch.setattr(TOY, "prompt", late)
     with pytest.raises(ValueError, match="11 prompt positions and 60 frames need 6 pages"):
         engine(kv_bytes=6 * PAGE_BYTES).speak("large", long(), Listener())
 
 
 def test_a_bad_request_is_refused_by_the_family_and_leaves_nothing():
     fresh = engine()
-    with pytest.raises(ValueError, match="text has 0 bytes"):
+    with pytest.raises(ValueError, match="text is empty"):
         fresh.speak("empty", long(text=""), Listener())
     assert not fresh.turn() and numbers(fresh)["waiting"] == 0
 
@@ -159,7 +167,8 @@ def test_the_model_ends_or_the_cap_does(frames, report_lag):
     ended = of_length(frames)
     capped = long(max_frames=max(frames, 1))
     listeners = serve(engine(report_lag=report_lag), {0: [ended, capped]})
-    assert listeners[0].end == Finished("stop", frames, {"input_tokens": len(ended.text)}) and listeners[0].frames == frames
+    stopped = Finished("stop", frames, {"input_tokens": len(ended.text)}) if frames else Failed(NO_AUDIO, "no_audio")
+    assert listeners[0].end == stopped and listeners[0].frames == frames
     assert listeners[1].end == Finished("length", max(frames, 1), {"input_tokens": 11}) and listeners[1].frames == max(frames, 1)
 
 
@@ -422,11 +431,18 @@ def test_a_stopped_engine_takes_nothing():
         room.speak("a", long(), Listener())
 
 
-@pytest.mark.parametrize(
-    "field", [{"seed": 2**63}, {"top_k": 2**70}, {"top_k": -1}, {"top_p": 0.0}, {"temperature": float("nan")}, {"temperature": -1.0},
-              {"repetition_penalty": 0.0}, {"max_frames": 0}]
-)  # fmt: skip
+@pytest.mark.parametrize("field", [{"seed": 2**63}, {"max_frames": 0}])
 def test_what_no_model_can_take_is_no_request(field):
-    with pytest.raises(ValueError, match=f"{next(iter(field))} is .* is possible") as error:
+    with pytest.raises(RequestError, match=f"{next(iter(field))} is .* is possible") as error:
         Request(text="a", **field)
     assert error.value.param == next(iter(field))
+
+
+@pytest.mark.parametrize(
+    "field", [{"top_k": 2**70}, {"top_k": -1}, {"top_p": 0.0}, {"temperature": float("nan")}, {"temperature": -1.0}, {"top_k": 0.5}]
+)
+def test_what_this_model_cannot_take_never_reaches_a_slot(field):
+    fresh = engine()
+    with pytest.raises(RequestError, match=f"{next(iter(field))} is .*; possible: ") as error:
+        fresh.speak("request", Request(text="a", **field), Listener())
+    assert error.value.param == next(iter(field)) and not fresh.num_requests

@@ -48,7 +48,7 @@ def written(request: Request) -> list[tuple[str, int]]:
         phase = "audio" if state.steps[0] >= state.begins[0] else "text"
         SCRIBE.step(state, whole.step())
         steps.append((phase, int(state.written[0])))
-    assert len(steps) <= prompt.text_steps + prompt.max_frames + SCRIBE.spec.delay
+    assert len(steps) <= prompt.max_steps
     return steps
 
 
@@ -69,16 +69,16 @@ def test_the_two_lanes_are_the_two_ends_of_guidance():
     asked, plain = Request(text="Good morning.", seed=3, max_frames=20), family("toy")
     text, null = zoo.generate(plain, asked).frames, zoo.generate(plain, replace(asked, text=bytes(NULL).decode())).frames
     assert torch.equal(zoo.generate(GUIDED, asked).frames, text)
-    assert torch.equal(zoo.generate(GUIDED, replace(asked, guidance=1.0)).frames, text)
-    assert torch.equal(zoo.generate(GUIDED, replace(asked, guidance=0.0)).frames, null)
-    far = zoo.generate(GUIDED, replace(asked, guidance=4.0)).frames
+    assert torch.equal(zoo.generate(GUIDED, replace(asked, options={"cfg_scale": 1.0})).frames, text)
+    assert torch.equal(zoo.generate(GUIDED, replace(asked, options={"cfg_scale": 0.0})).frames, null)
+    far = zoo.generate(GUIDED, replace(asked, options={"cfg_scale": 4.0})).frames
     assert not torch.equal(far, text) and not torch.equal(far, null)
 
 
 def test_a_model_without_guidance_refuses_it_by_name():
-    with pytest.raises(ValueError, match="toy takes no guidance") as refused:
-        engine(family("toy")).speak("request", long(guidance=2.0), Listener())
-    assert refused.value.param == "guidance"
+    with pytest.raises(ValueError, match="toy hum takes no cfg_scale") as refused:
+        engine(family("toy")).speak("request", long(options={"cfg_scale": 2.0}), Listener())
+    assert refused.value.param == "cfg_scale"
 
 
 def test_only_what_is_spoken_is_guided():
@@ -86,7 +86,7 @@ def test_only_what_is_spoken_is_guided():
     differ = 0
     for seed in range(8):
         asked = Request(text="Good morning.", seed=seed, max_frames=12)
-        plain, guided = (replace(asked, guidance=guidance) for guidance in (1.0, 5.0))
+        plain, guided = (replace(asked, options={"cfg_scale": weight}) for weight in (1.0, 5.0))
         assert tokens(plain, "text") == tokens(guided, "text")
         differ += not torch.equal(zoo.generate(SCRIBE, plain).frames, zoo.generate(SCRIBE, guided).frames)
     assert differ > 5
@@ -105,7 +105,7 @@ def test_a_prompt_must_have_the_lanes_of_its_model():
 @LAGS
 def test_the_pages_of_equal_null_prompts_are_shared_by_all(report_lag):
     both = engine(report_lag=report_lag, max_slots=3)
-    asked = [long(text=text * 20, guidance=2.0, seed=seed, max_frames=20) for seed, text in enumerate("abcd")]
+    asked = [long(text=text * 20, options={"cfg_scale": 2.0}, seed=seed, max_frames=20) for seed, text in enumerate("abcd")]
     listeners = serve(both, {0: asked[:1], 2: asked[1:3], 30: asked[3:]})
     for listener, request in zip(listeners, asked, strict=True):
         assert listener.samples == pytest.approx(alone("toy_guided", request).samples.numpy(), abs=5e-5)

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 
 from serving.engine.scheduler import Chunk, Policy, Scheduler
+from zoo.contract import Window
 
 FRAME_S = 0.08
-WINDOW = (1, 4, 25)
+SIZES = (1, 4, 25)
+WINDOW = Window(SIZES)
 
 
-def speaking(num_slots=1, policy=Policy.STREAMING, window=WINDOW, slots=None, right=0) -> Scheduler:
-    """A scheduler whose slots (all of them, unless said otherwise) are past their prompts."""
-    scheduler = Scheduler(num_slots, policy, window, FRAME_S, right)
+def speaking(num_slots=1, policy=Policy.STREAMING, sizes=SIZES, slots=None, context=0, **more) -> Scheduler:
+    """A scheduler whose slots (all of them, unless said otherwise) are past their prompts. context: frames read on both sides of a window;
+    more: of the Window."""
+    scheduler = Scheduler(num_slots, policy, Window(sizes, lookahead=context, left=context, **more), FRAME_S)
     for slot in range(num_slots) if slots is None else slots:
         scheduler.open(slot, prompt_tokens=1)
         scheduler.prefilled(Chunk(slot, 0, 1, is_last=True))
@@ -36,12 +39,13 @@ def due(scheduler, now) -> list[tuple[dict[int, tuple[int, int]], int]]:
 
 
 def deliver(scheduler, counts: dict[int, int], now):
-    scheduler.delivered(np.array(list(counts)), np.array(list(counts.values())), now)
+    frames = np.array(list(counts.values()))
+    scheduler.delivered(np.array(list(counts)), frames, frames * FRAME_S, np.zeros(len(frames), bool), now)
 
 
-def playing(ahead_frames: int, window=WINDOW) -> Scheduler:
+def playing(ahead_frames: int, sizes=SIZES) -> Scheduler:
     """One slot that at time 0 has delivered `ahead_frames` frames: the listener runs dry at ahead_frames * FRAME_S."""
-    scheduler = speaking(window=window)
+    scheduler = speaking(sizes=sizes)
     report(scheduler, {0: ahead_frames})
     for n in iter(lambda: due(scheduler, 0.0), []):
         deliver(scheduler, {0: n[0][0][0][1]}, 0.0)
@@ -139,7 +143,7 @@ def test_speakers_do_not_starve_however_many_prompts_come():
 
 
 def test_the_first_window_is_due_with_the_smallest_shape():
-    scheduler = speaking(window=(2, 4, 25))
+    scheduler = speaking(sizes=(2, 4, 25))
     report(scheduler, {0: 1})
     assert due(scheduler, 0.0) == []
     report(scheduler, {0: 2})
@@ -172,7 +176,7 @@ def test_at_risk_windows_are_full_and_the_rest_waits():
 
 
 def test_two_shapes_have_the_larger_one_in_the_middle():
-    scheduler = playing(20, window=(1, 2))
+    scheduler = playing(20, sizes=(1, 2))
     report(scheduler, {0: 21})
     assert due(scheduler, 1.0) == []
     report(scheduler, {0: 22})
@@ -262,16 +266,16 @@ def test_what_is_left_goes_when_the_slot_is_done():
     assert due(scheduler, 0.0) == []
 
 
-@pytest.mark.parametrize(("left", "right", "frames"), [(12, 0, 4), (13, 0, 25), (2, 0, 4), (5, 10, 25)])
-def test_what_is_left_is_padded_where_that_is_little_work(left, right, frames):
+@pytest.mark.parametrize(("left", "context", "frames"), [(12, 0, 4), (13, 0, 25), (2, 0, 4), (5, 10, 25)])
+def test_what_is_left_is_padded_where_that_is_little_work(left, context, frames):
     """A renderer that reads ten frames around a window on either side has less to gain from small ones."""
-    scheduler = speaking(window=(1, 4, 25), right=right)
+    scheduler = speaking(sizes=(1, 4, 25), context=context)
     report(scheduler, {0: left}, done=[0])
     assert due(scheduler, 0.0) == [({0: (0, min(left, frames))}, frames)]
 
 
 def test_a_voice_shorter_than_the_smallest_shape_is_heard():
-    scheduler = speaking(window=(25, 50, 100))
+    scheduler = speaking(sizes=(25, 50, 100))
     report(scheduler, {0: 3}, done=[0])
     assert due(scheduler, 0.0) == [({0: (0, 3)}, 25)]
 
@@ -308,7 +312,7 @@ def test_the_nearest_deadline_goes_first_whatever_its_shape():
 
 
 def test_a_first_window_waits_for_its_lookahead():
-    scheduler = speaking(window=(4, 25), right=10)
+    scheduler = speaking(sizes=(4, 25), context=10)
     report(scheduler, {0: 13})
     assert due(scheduler, 0.0) == []
     report(scheduler, {0: 14})
@@ -318,7 +322,7 @@ def test_a_first_window_waits_for_its_lookahead():
 
 
 def test_what_the_lookahead_holds_back_goes_when_the_slot_is_done():
-    scheduler = speaking(num_slots=2, window=(4, 25), right=10)
+    scheduler = speaking(num_slots=2, sizes=(4, 25), context=10)
     report(scheduler, {0: 14, 1: 3})
     assert due(scheduler, 0.0) == [({0: (0, 4)}, 4)]
     report(scheduler, {0: 14, 1: 3}, done=[0, 1])
@@ -329,7 +333,7 @@ def test_what_the_lookahead_holds_back_goes_when_the_slot_is_done():
 
 
 def test_full_windows_count_behind_the_lookahead():
-    scheduler = speaking(policy=Policy.THROUGHPUT, window=(4, 25), right=10)
+    scheduler = speaking(policy=Policy.THROUGHPUT, sizes=(4, 25), context=10)
     report(scheduler, {0: 34})
     assert due(scheduler, 1e6) == []
     report(scheduler, {0: 36})
@@ -337,7 +341,7 @@ def test_full_windows_count_behind_the_lookahead():
 
 
 def test_a_closed_slot_with_a_lookahead_asks_for_nothing_and_starts_anew():
-    scheduler = speaking(window=(4, 25), right=10)
+    scheduler = speaking(sizes=(4, 25), context=10)
     report(scheduler, {0: 20})
     assert due(scheduler, 0.0) == [({0: (0, 4)}, 4)]
     scheduler.close(0)
@@ -434,9 +438,9 @@ def test_broken_promises_are_told_with_both_values():
     with pytest.raises(AssertionError, match=r"slots \[0\]: \[1\] frames delivered, \[0\] rendered"):
         deliver(scheduler, {0: 1}, 0.0)
     with pytest.raises(AssertionError, match="ascending frame counts expected"):
-        Scheduler(1, Policy.STREAMING, (4, 1), FRAME_S)
+        Scheduler(1, Policy.STREAMING, Window((4, 1)), FRAME_S)
     with pytest.raises(AssertionError, match="a lookahead of -1 frames"):
-        Scheduler(1, Policy.STREAMING, WINDOW, FRAME_S, right=-1)
+        Scheduler(1, Policy.STREAMING, Window(SIZES, lookahead=-1), FRAME_S)
 
 
 def test_a_prompt_that_shared_pages_hold_wholly_speaks_at_once():
@@ -488,7 +492,7 @@ def bytecodes_of_a_turn(num_slots: int) -> int:
         scheduler.decode()
         scheduler.report(slots, np.full(num_slots, ready), np.zeros(num_slots, bool))
         for render in scheduler.take_due_windows(now):
-            scheduler.delivered(render.slots, render.count, now)
+            scheduler.delivered(render.slots, render.count, render.count * FRAME_S, render.is_last, now)
         scheduler.finished()
         return scheduler.num_delivered.tolist()
 
@@ -513,8 +517,8 @@ class Server:
     """A model on a simulated clock. A turn takes step_s, plus prefill_s for each 256 prompt positions, plus render_s per launch; reports
     come a turn late, and audio reaches its listener a turn after its window was launched."""
 
-    def __init__(self, num_slots, policy, window=WINDOW, step_s=0.010, prefill_s=0.015, render_s=0.004, right=0):
-        self.scheduler = Scheduler(num_slots, policy, window, FRAME_S, right)
+    def __init__(self, num_slots, policy, sizes=SIZES, step_s=0.010, prefill_s=0.015, render_s=0.004, context=0):
+        self.scheduler = Scheduler(num_slots, policy, Window(sizes, lookahead=context, left=context), FRAME_S)
         self.step_s, self.prefill_s, self.render_s = step_s, prefill_s, render_s
         self.now = 0.0
         self.frames = np.zeros(num_slots, int)  # on the device's tape
@@ -561,9 +565,9 @@ class Server:
             assert start == sum(n for _, n, _ in self.heard[slot])
             assert 1 <= count <= render.frames
             end = start + count  # of what is heard, and the lookahead behind it is on the tape by now, unless the tape ends before
-            assert self.frames[slot] >= min(end + self.scheduler.right, self.total[slot])
+            assert self.frames[slot] >= min(end + self.scheduler.window.lookahead, self.total[slot])
             self.heard[slot].append((int(start), int(count), render.frames))
-        self.scheduler.delivered(render.slots, render.count, self.now)
+        self.scheduler.delivered(render.slots, render.count, render.count * FRAME_S, render.is_last, self.now)
 
 
 def crowd(num, every_s, rng):
@@ -584,7 +588,7 @@ def test_sixteen_listeners_hear_no_gap_when_the_model_is_fast_enough(window, eve
 @pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
 def test_sixteen_listeners_of_a_renderer_that_looks_ahead(policy):
     """Whoever is shorter than the lookahead is heard whole too."""
-    server, rng = Server(16, policy, (4, 25), right=10), random.Random(3)
+    server, rng = Server(16, policy, (4, 25), context=10), random.Random(3)
     arrivals = [(0.05 * slot, slot, rng.randrange(20, 700), rng.choice((1, 9, 10, 11, 14, 15, 120))) for slot in range(16)]
     server.run(arrivals)
     assert server.underruns == 0
@@ -630,7 +634,7 @@ def test_a_throughput_server_renders_full_windows_until_the_end():
 @pytest.mark.parametrize("seed", range(5))
 def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed):
     rng = random.Random(seed)
-    server = Server(4, policy, window=rng.choice([(1, 4, 25), (2, 7), (5,)]), step_s=rng.choice([0.005, 0.05, 0.09]))
+    server = Server(4, policy, sizes=rng.choice([(1, 4, 25), (2, 7), (5,)]), step_s=rng.choice([0.005, 0.05, 0.09]))
     for _ in range(3):
         arrivals = [(server.now + rng.random(), slot, rng.randrange(1, 900), rng.randrange(1, 120)) for slot in range(4)]
         server.run(sorted(arrivals))

@@ -1,4 +1,4 @@
-"""Several models in one engine: on one arena of pages, each speaks as it does alone, and none can keep another waiting for ever."""
+"""Several models in one engine: on one arena of pages, each speaks as it does alone, and none can use_cache_dir another waiting for ever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toy import HUM, Toy
 import zoo
 from compile_cache.strategy import Whole
 from serving.engine.engine import Engine, Finished, Full, usual_kv_bytes
-from serving.engine.prepare_for_host import fit, keep
+from serving.engine.prepare_for_host import prepare_for_host, use_cache_dir
 from serving.engine.runner import PAGE_TOKENS, Arena, common_page_bytes, row_bytes, token_bytes
 from zoo.contract import KV, Request
 
@@ -140,7 +140,7 @@ def test_random_cancels_leave_every_page_and_slot_where_it_was(report_lag):
             break
         both.clock.now_s += 0.05
     both.turn()  # what was in flight when the last one ended
-    ends = Counter(listener.end.reason for listener in listeners.values())
+    ends = Counter(listener.reason for listener in listeners.values())
     assert len(listeners) == 250 and min(ends["cancelled"], ends["length"]) > 50
     assert both.stats()["pages_shared"] > 0
     both._cancelled.clear()  # some cancel long after their end
@@ -214,7 +214,7 @@ def test_every_model_with_work_has_one_round_a_turn_and_no_other_has_any(monkeyp
     calls: Counter[str] = Counter()
     for name, model in three.models.items():
         monkeypatch.setattr(model.runner, "step", counted(model.runner.step, calls, name, "step"))
-        for question in ("prefill", "decode", "renders", "finished"):
+        for question in ("prefill", "decode", "take_due_windows", "finished"):
             monkeypatch.setattr(model.scheduler, question, counted(getattr(model.scheduler, question), calls, name, question))
     speak(three, [("hum", long()), ("hum", long(seed=1)), ("buzz", long())])
     for _ in range(10):
@@ -298,11 +298,11 @@ def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     small, large = Toy(), Toy(kv=BUZZ)
-    assert fit(small, large) == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) and sized == [large]
+    assert prepare_for_host(small, large) == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) and sized == [large]
     seen: list[object] = []
 
     def began(family: zoo.Family) -> None:
-        keep(family)
+        use_cache_dir(family)
         seen.append(family.spec.kv)
 
     def warming(fraction: float, stage: str) -> None:
@@ -311,7 +311,7 @@ def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     Engine({"small": small, "large": large}, compile=False).warm(warming, began)
     at = seen.index(BUZZ)
     assert seen[0] == HUM and len(set(seen[1:at])) == len(set(seen[at + 1 :])) == 1
-    assert seen[1] == str(keep(small)) != seen[-1] == str(keep(large))
+    assert seen[1] == str(use_cache_dir(small)) != seen[-1] == str(use_cache_dir(large))
 
 
 def test_nothing_compiles_once_all_are_warm(monkeypatch):
