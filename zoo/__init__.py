@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    import torch
+
     from zoo.contract import Family, FamilyFolder, Speech
     from zoo.loop import generate
     from zoo.request import AudioClip, Reference, Request, RequestError, Turn
@@ -66,9 +68,9 @@ def find(directory: str | Path) -> tuple[FamilyFolder, Path]:
     raise ValueError(f"{path} has model_type {config.get('model_type')!r}; known families: {', '.join(known)}")
 
 
-def load(directory: str | Path, device: str | None = None, dtype: str | None = None) -> Family:
-    """A model directory -> its family, with weights. device None: the GPU where there is one; dtype None: bfloat16
-    there, float32 on a CPU. Raises ValueError."""
+def load(directory: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
+    """A model directory -> its family, with weights. device None: the GPU where there is one; dtype: float32
+    or bfloat16, as torch's or by name; None: bfloat16 on a GPU, float32 on a CPU. Raises ValueError."""
     import torch
 
     family, path = find(directory)
@@ -78,11 +80,13 @@ def load(directory: str | Path, device: str | None = None, dtype: str | None = N
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} is not to be had here: {str(error).splitlines()[0]}") from None
-    dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
-    if dtype not in DTYPES:
+    if dtype is None:
+        dtype = "float32" if where.type == "cpu" else "bfloat16"
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if name not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not possible; possible: {', '.join(DTYPES)}")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32: a reference's codes can hang on its last bits
-    return family.load(path, where, getattr(torch, dtype))
+    return family.load(path, where, getattr(torch, name))
 
 
 def inspect(directory: str | Path) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_a_fine_tuned_directory_has_one_voice_and_needs_no_name_for_it(dialect, 
 # what is said
 
 
-def refused(path: Path | str, message: str, **arguments: str) -> None:
+def refused(path: Path | str, message: str, **arguments: Any) -> None:
     with pytest.raises(ValueError, match=message) as error:
         zoo.load(path, **{"device": "cpu", **arguments})
     assert "\n" not in str(error.value)
@@ -158,6 +158,17 @@ def test_a_config_that_does_not_fit_the_tensors(copied):
     config = json.loads((copied / "config.json").read_text())
     change(copied / "config.json", talker_config=config["talker_config"] | {"num_hidden_layers": 4})
     refused(copied, r"does not hold the tensors its config promises: missing talker.model.layers.3.*\(and 3 more\)")
+
+
+@pytest.mark.parametrize("dtype", zoo.DTYPES)
+def test_a_dtype_by_name_or_as_torchs(dtype):
+    expected = getattr(torch, dtype)
+    assert {zoo.load(TINY, "cpu", asked).dtype for asked in (dtype, expected)} == {expected}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, 32, "", "torch.float32"])
+def test_a_dtype_that_is_none(dtype):
+    refused(TINY, f"^dtype {dtype!r} is not possible; possible: float32, bfloat16$", dtype=dtype)
 
 
 def test_dtype_and_device():
