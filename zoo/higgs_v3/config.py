@@ -1,18 +1,31 @@
-"""The checkpoint's config.json as frozen dataclasses. A missing key is an error that names it; unknown keys are ignored."""
+"""The checkpoint's config.json as frozen dataclasses. A key that is missing or out of range is an error that
+names it; unknown keys are ignored."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from typing import Any
 
-from zoo.nn.config import expect, need
+from zoo.nn.config import (
+    CODEBOOKS,
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    KERNEL,
+    LAYERS,
+    MAX_WIDTH,
+    POSITIONS,
+    ROPE_THETA,
+    VOCABULARY,
+    WIDTH,
+    ConfigBlock,
+)
 
 MODEL = "higgs_multimodal_qwen3"
 V2 = ("higgs_audio", "higgs_audio_v2")
 CODEC_ALONE = "higgs_audio_v2_tokenizer"
-ROPE_THETA = 1_000_000.0  # the first published configs name none
+ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}  # the first published configs name none
 CONTEXT = 8192  # positions that the model was trained with (model card); config.json has room for more
 MAX_ROWS = 2048  # steps that a request takes at most in sglang-omni 0.1.9
 SPECIALS = 2  # of a codebook's vocabulary, at its end: "begin of codes" and "end of codes"
@@ -59,22 +72,22 @@ class StackConfig:
     rope_theta: float
 
     @classmethod
-    def read(cls, config: dict[str, Any], where: str) -> StackConfig:
-        expect(config, where, model_type="qwen3", hidden_act="silu", attention_bias=False, tie_word_embeddings=True)
-        rope = config.get("rope_parameters") or {}
-        if (kind := rope.get("rope_type", "default")) != "default" or config.get("sliding_window"):
-            raise ValueError(
-                f"config.json: {where} has rope_type={kind!r}, sliding_window={config.get('sliding_window')}; neither is known"
-            )
+    def read(cls, block: ConfigBlock) -> StackConfig:
+        block.expect(model_type="qwen3", hidden_act="silu", attention_bias=False, tie_word_embeddings=True)
+        block.expect_none("sliding_window")
+        stated = block.values.get("rope_parameters") is not None
+        rope = (block.block("rope_parameters") if stated else ConfigBlock({})).with_defaults(ROPE)
+        rope.expect(rope_type="default")
+        kv_heads = block.integer("num_key_value_heads", *HEADS)
         return cls(
-            hidden=need(config, "hidden_size", where),
-            inner=need(config, "intermediate_size", where),
-            layers=need(config, "num_hidden_layers", where),
-            heads=need(config, "num_attention_heads", where),
-            kv_heads=need(config, "num_key_value_heads", where),
-            head_dim=need(config, "head_dim", where),
-            eps=need(config, "rms_norm_eps", where),
-            rope_theta=float(rope.get("rope_theta", ROPE_THETA)),
+            hidden=block.integer("hidden_size", *WIDTH),
+            inner=block.integer("intermediate_size", *WIDTH),
+            layers=block.integer("num_hidden_layers", *LAYERS),
+            heads=block.integer("num_attention_heads", *HEADS, step=kv_heads),
+            kv_heads=kv_heads,
+            head_dim=block.integer("head_dim", *HEAD_DIM, step=2),
+            eps=block.number("rms_norm_eps", *EPS),
+            rope_theta=float(rope.number("rope_theta", *ROPE_THETA)),
         )
 
 
@@ -94,19 +107,23 @@ class SemanticConfig:
     eps: float
 
     @classmethod
-    def read(cls, config: dict[str, Any]) -> SemanticConfig:
-        where = "codec_config.semantic_model_config"
+    def read(cls, block: ConfigBlock) -> SemanticConfig:
+        known = CODEC["semantic_model_config"]
+        block.expect(conv_kernel=known["conv_kernel"], conv_stride=known["conv_stride"])
+        kernels = tuple(known["conv_kernel"])
+        heads = block.integer("num_attention_heads", *HEADS)
+        groups = block.integer("num_conv_pos_embedding_groups", *WIDTH)
         return cls(
-            hidden=need(config, "hidden_size", where),
-            inner=need(config, "intermediate_size", where),
-            layers=need(config, "num_hidden_layers", where),
-            heads=need(config, "num_attention_heads", where),
-            conv_widths=tuple(need(config, "conv_dim", where)),
-            conv_kernels=tuple(need(config, "conv_kernel", where)),
-            conv_strides=tuple(need(config, "conv_stride", where)),
-            position_kernel=need(config, "num_conv_pos_embeddings", where),
-            position_groups=need(config, "num_conv_pos_embedding_groups", where),
-            eps=need(config, "layer_norm_eps", where),
+            hidden=block.integer("hidden_size", *WIDTH, step=lcm(heads, groups)),
+            inner=block.integer("intermediate_size", *WIDTH),
+            layers=block.integer("num_hidden_layers", *LAYERS),
+            heads=heads,
+            conv_widths=block.integers("conv_dim", *WIDTH, lengths=(len(kernels), len(kernels))),
+            conv_kernels=kernels,
+            conv_strides=tuple(known["conv_stride"]),
+            position_kernel=block.integer("num_conv_pos_embeddings", *KERNEL),
+            position_groups=groups,
+            eps=block.number("layer_norm_eps", *EPS),
         )
 
 
@@ -131,28 +148,24 @@ class CodecConfig:
         return self.latent + self.semantic.hidden
 
     @classmethod
-    def read(cls, config: dict[str, Any], codebooks: int, codebook_size: int) -> CodecConfig:
-        """Raises ValueError for what is missing and for what does not fit the LM's vocabulary."""
-        where = "codec_config"
-        acoustic = need(config, "acoustic_model_config", where)
-        if (size := need(config, "codebook_size", where)) != codebook_size:
-            raise ValueError(f"config.json: the LM has {codebook_size} codes per codebook, and the codec {size}")
-        read = cls(
+    def read(cls, block: ConfigBlock, codebooks: int, codebook_size: int) -> CodecConfig:
+        """Raises ValueError for what is missing, out of range, or does not fit the LM's vocabulary."""
+        acoustic = block.block("acoustic_model_config")
+        acoustic.expect(downsampling_ratios=CODEC["acoustic_model_config"]["downsampling_ratios"])
+        ratios = tuple(acoustic.get("downsampling_ratios"))
+        if (size := block.integer("codebook_size", *VOCABULARY)) != codebook_size:
+            codes = f"the LM has {codebook_size} codes per codebook, and the codec {size}"
+            raise ValueError(f"{block.file}: {codes}")
+        return cls(
             codebooks=codebooks,
             codebook_size=codebook_size,
-            codebook_width=need(config, "codebook_dim", where),
-            latent=need(acoustic, "hidden_size", where),
-            encoder_channels=need(acoustic, "encoder_hidden_size", where),
-            decoder_channels=need(acoustic, "decoder_hidden_size", where),
-            ratios=tuple(need(acoustic, "downsampling_ratios", where)),
-            semantic=SemanticConfig.read(need(config, "semantic_model_config", where)),
+            codebook_width=block.integer("codebook_dim", *WIDTH),
+            latent=acoustic.integer("hidden_size", *WIDTH),
+            encoder_channels=acoustic.integer("encoder_hidden_size", 1, MAX_WIDTH >> len(ratios)),
+            decoder_channels=acoustic.integer("decoder_hidden_size", 1 << len(ratios), MAX_WIDTH),
+            ratios=ratios,
+            semantic=SemanticConfig.read(block.block("semantic_model_config")),
         )
-        hop = 2 * prod(read.semantic.conv_strides) * SAMPLE_RATE_HZ // SEMANTIC_RATE_HZ  # every second frame of HuBERT's is kept
-        if read.frame_samples != hop:
-            raise ValueError(
-                f"config.json: a frame has {read.frame_samples} samples in the acoustic half of the codec, {hop} in the semantic"
-            )
-        return read
 
 
 @dataclass(frozen=True)
@@ -181,7 +194,7 @@ class Config:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Raises ValueError for what is missing, and for models that this package cannot run, by name."""
+        """Raises ValueError for what is missing or out of range, and by name for models that cannot run."""
         model = config.get("model_type")
         if model in V2:
             raise ValueError(
@@ -194,23 +207,24 @@ class Config:
             )
         if model != MODEL:
             raise ValueError(f"model_type {model!r} is not supported; supported: {MODEL}")
-        audio, text = need(config, "audio_encoder_config", "the root"), need(config, "text_config", "the root")
-        where = "audio_encoder_config"
-        if (kind := need(audio, "encoder_type", where)) != "discrete":
-            raise ValueError(
-                f"config.json: {where} has encoder_type={kind!r}: a model that listens; only models that speak ('discrete') are known"
-            )
-        expect(audio, where, tie_word_embeddings=True, use_delay_pattern=True)
-        stack = StackConfig.read(text, "text_config")
-        if (width := need(audio, "out_dim", where)) != stack.hidden:
-            raise ValueError(f"config.json: {where} has out_dim={width}, but the LM that reads it has hidden_size={stack.hidden}")
-        codebooks, vocab = need(audio, "num_codebooks", where), need(audio, "vocab_size", where)
-        codec = audio.get("codec_config") or copy.deepcopy(CODEC)
+        root = ConfigBlock(config)
+        audio, text = root.block("audio_encoder_config"), root.block("text_config")
+        if audio.get("encoder_type") != "discrete":
+            listens = "a model that listens; only models that speak ('discrete') are known"
+            raise audio.refuse("encoder_type", listens)
+        audio.expect(tie_word_embeddings=True, use_delay_pattern=True)
+        stack = StackConfig.read(text)
+        if audio.integer("out_dim", *WIDTH) != stack.hidden:
+            raise audio.refuse("out_dim", f"the LM that reads it has hidden_size={stack.hidden}")
+        codebooks = audio.integer("num_codebooks", *CODEBOOKS)
+        vocab = audio.integer("vocab_size", SPECIALS + 1, VOCABULARY[1])
+        stated = audio.values.get("codec_config") is not None
+        codec = audio.block("codec_config") if stated else ConfigBlock(CODEC, "codec_config")
         return cls(
             stack=stack,
-            text_vocab=need(text, "vocab_size", "text_config"),
+            text_vocab=text.integer("vocab_size", *VOCABULARY),
             codebooks=codebooks,
             vocab=vocab,
-            max_positions=min(need(text, "max_position_embeddings", "text_config"), CONTEXT),
+            max_positions=min(text.integer("max_position_embeddings", codebooks, POSITIONS[1]), CONTEXT),
             codec=CodecConfig.read(codec, codebooks, vocab - SPECIALS),
         )

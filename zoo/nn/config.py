@@ -1,22 +1,138 @@
-"""Reading a checkpoint's config.json, and changing one. Nothing is guessed: a key that is missing is an error that names it."""
+"""Reading a checkpoint's JSON files, and changing one. Nothing is guessed: every value has a type and a
+range, and what is missing or out of range is an error that names it."""
 
 from __future__ import annotations
 
+import reprlib
+from dataclasses import dataclass, replace
 from typing import Any
 
+# Ranges of what most models have, wide: they keep out what would hang a loop or fill the memory.
+LAYERS = (1, 1000)
+MAX_WIDTH = 1 << 16
+WIDTH = (1, MAX_WIDTH)
+HEADS = (1, 1024)
+HEAD_DIM = (2, 1024)
+VOCABULARY = (1, 1 << 22)
+POSITIONS = (1, 1 << 20)
+CODEBOOKS = (1, 64)
+KERNEL = (1, 256)
+STRIDE = (1, 64)
+RATE_HZ = (1000, 384_000)
+EPS = (0.0, 1.0)
+ROPE_THETA = (1.0, 1e12)
 
-def need(config: dict[str, Any], key: str, where: str) -> Any:
-    """config[key], or a ValueError that says which key of which block is missing."""
-    if key not in config:
-        raise ValueError(f"config.json: {where} has no {key!r}")
-    return config[key]
+_brief = reprlib.Repr()
+_brief.maxstring = 60
 
 
-def expect(config: dict[str, Any], where: str, **known: Any) -> None:
-    """Raises ValueError for a key that says something this package does not build."""
-    for key, value in known.items():
-        if need(config, key, where) != value:
-            raise ValueError(f"config.json: {where} has {key}={config[key]!r}; only {value!r} is known")
+@dataclass(frozen=True)
+class ConfigBlock:
+    """An object of a JSON file. A value is read with what is possible for it. Each method raises a
+    ValueError of one line that names file, block and key, and says what came and what is possible."""
+
+    values: dict[str, Any]
+    name: str = "the root"  # or its path from there: "talker_config.spk_id"
+    file: str = "config.json"
+
+    def get(self, key: str) -> Any:
+        """Whatever there is."""
+        if key not in self.values:
+            raise ValueError(f"{self.file}: {self.name} has no {key!r}")
+        return self.values[key]
+
+    def integer(self, key: str, low: int, high: int, step: int = 1) -> int:
+        """From `low` to `high`, and a multiple of `step`."""
+        value = self.get(key)
+        if not _is_integer(value, low, high) or value % step:
+            kind = "an integer" if step == 1 else f"a multiple of {step}"
+            raise self.refuse(key, f"{kind} from {low} to {high} is possible")
+        return value
+
+    def number(self, key: str, low: float, high: float) -> float:
+        value = self.get(key)
+        if not _is_number(value, low, high):
+            raise self.refuse(key, f"a number from {low:g} to {high:g} is possible")
+        return value
+
+    def integers(self, key: str, low: int, high: int, lengths: tuple[int, int] = (1, 16)) -> tuple[int, ...]:
+        """A list of `lengths[0]` to `lengths[1]` integers."""
+        values = self._list(key, lengths)
+        if not all(_is_integer(value, low, high) for value in values):
+            raise self.refuse(key, f"a list of integers from {low} to {high} is possible")
+        return tuple(values)
+
+    def numbers(self, key: str, low: float, high: float, lengths: tuple[int, int]) -> tuple[float, ...]:
+        """A list of `lengths[0]` to `lengths[1]` numbers."""
+        values = self._list(key, lengths)
+        if not all(_is_number(value, low, high) for value in values):
+            raise self.refuse(key, f"a list of numbers from {low:g} to {high:g} is possible")
+        return tuple(values)
+
+    def _list(self, key: str, lengths: tuple[int, int]) -> list[Any]:
+        values, (low, high) = self.get(key), lengths
+        if not isinstance(values, list) or not low <= len(values) <= high:
+            count = str(low) if low == high else f"{low} to {high}"
+            raise self.refuse(key, f"a list of {count} values is possible")
+        return values
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise self.refuse(key, "true or false is possible")
+        return value
+
+    def string(self, key: str) -> str:
+        value = self.get(key)
+        if not isinstance(value, str):
+            raise self.refuse(key, "a string is possible")
+        return value
+
+    def block(self, key: str) -> ConfigBlock:
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise self.refuse(key, "an object is possible")
+        return ConfigBlock(value, key if self.name == "the root" else f"{self.name}.{key}", self.file)
+
+    def ids(self, key: str, rows: int) -> dict[str, int]:
+        """Lower-case names -> rows of a table of `rows`."""
+        block = self.block(key)
+        return {name.lower(): block.integer(name, 0, rows - 1) for name in block.values}
+
+    def with_defaults(self, values: dict[str, Any]) -> ConfigBlock:
+        """The block with `values` for the keys that it lacks."""
+        return replace(self, values=values | self.values)
+
+    def expect(self, **known: Any) -> None:
+        """Raises ValueError for a key that says something this package does not build."""
+        for key, value in known.items():
+            found = self.get(key)
+            if type(found) is not type(value) or found != value:
+                raise self.refuse(key, f"only {value!r} is known")
+
+    def expect_product(self, key: str, product: int) -> None:
+        """Raises ValueError for a key that states something else than what the block's rates multiply to."""
+        if self.get(key) != product:
+            raise self.refuse(key, f"the rates multiply to {product}")
+
+    def expect_none(self, *keys: str) -> None:
+        """Raises ValueError for a key that switches something on that this package does not build."""
+        for key in keys:
+            if self.values.get(key):
+                raise self.refuse(key, "only null and false are known")
+
+    def refuse(self, key: str, possible: str) -> ValueError:
+        """What is wrong with the value of a key that is there."""
+        name = _brief.repr(key)[1:-1]  # a voice's name, say: it may hold anything
+        return ValueError(f"{self.file}: {self.name} has {name}={_brief.repr(self.values[key])}; {possible}")
+
+
+def _is_integer(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high  # a bool is none
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return type(value) in (int, float) and low <= value <= high  # NaN is in no range
 
 
 def change(config: dict[str, Any], changes: dict[str, Any], where: str) -> None:

@@ -64,21 +64,23 @@ def describe(directory: Path):
     from zoo.qwen3_tts.clone import reference_s
     from zoo.qwen3_tts.codec import DecoderConfig
     from zoo.qwen3_tts.config import Config, Defaults
-    from zoo.qwen3_tts.encoder import EncoderConfig
+    from zoo.qwen3_tts.encoder import CODEC_FILE, EncoderConfig
     from zoo.qwen3_tts.prompt import SIZES, hints, options
     from zoo.qwen3_tts.strategy import WINDOW
 
     config = Config.read(read_json(directory / "config.json"))
     defaults = Defaults.read(read_json(directory / "generation_config.json"))
     codec = read_json(directory / "speech_tokenizer" / "config.json")
-    codec_configs = DecoderConfig.from_json(codec), EncoderConfig.from_json(codec)
+    decoder, encoder = DecoderConfig.from_json(codec), EncoderConfig.from_json(codec)
+    config.check_codes(decoder.codebooks, decoder.codebook_size, f"{CODEC_FILE}: decoder_config")
+    config.check_codes(encoder.used, encoder.codebook_size, f"{CODEC_FILE}: encoder_config")
     spec = Spec(
         family=NAME,
         variant=config.variant,
         frame_shape=(config.codebooks,),
         frame_dtype=torch.int64,
-        frame_samples=codec["decode_upsample_rate"],
-        sample_rate_hz=codec["output_sample_rate"],
+        frame_samples=decoder.frame_samples,
+        sample_rate_hz=decoder.rate_hz,
         kv=KV(config.talker.layers, config.talker.kv_heads, config.talker.head_dim),
         width=config.talker.hidden,
         max_frames=defaults.max_new_tokens - 1,  # the reference counts the token that ends the prefill
@@ -93,7 +95,7 @@ def describe(directory: Path):
         name=f"Qwen3-TTS {SIZES.get(config.size, config.size)} {config.variant}",
         feeds=True,
     )
-    return config, defaults, codec_configs, spec
+    return config, defaults, (decoder, encoder), spec
 
 
 def survey(directory: Path):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.config import need
+from zoo.nn.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WIDTH, ConfigBlock
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
@@ -27,8 +27,9 @@ from zoo.nn.rope import rope_table, rotate
 from zoo.nn.snake import SnakeBeta
 from zoo.nn.vq import SplitVQ
 from zoo.qwen3_tts.config import StackConfig
-from zoo.qwen3_tts.encoder import Encoder, EncoderConfig
+from zoo.qwen3_tts.encoder import CODEC_FILE, Encoder, EncoderConfig
 
+WINDOW = (1, 1024)  # frames: every stream holds as many keys and values in every layer
 DILATIONS = (1, 3, 9)  # of a block's residual units
 KERNEL = 7  # of every convolution that is neither 1 wide nor named in the checkpoint's config
 
@@ -44,6 +45,7 @@ class DecoderConfig:
     ratios: tuple[int, ...]  # upsampling after the transformer
     channels: int  # of the first block, halved by each
     rates: tuple[int, ...]  # upsampling of the blocks
+    rate_hz: int
 
     @property
     def frame_samples(self) -> int:
@@ -51,25 +53,26 @@ class DecoderConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> DecoderConfig:
-        """The codec's whole config.json. Raises ValueError for what is missing and for what is not known."""
-        where = "decoder_config"
-        decoder = need(config, where, "the codec")
+        """The codec's whole config.json. Raises ValueError for what is missing, out of range or not known."""
+        root = ConfigBlock(config, file=CODEC_FILE)
+        block = root.block("decoder_config")
+        rates = block.integers("upsample_rates", *STRIDE)
         read = cls(
-            codebooks=need(decoder, "num_quantizers", where),
-            codebook_size=need(decoder, "codebook_size", where),
-            codebook_width=need(decoder, "codebook_dim", where),
-            latent=need(decoder, "latent_dim", where),
-            transformer=StackConfig.read(decoder, where),
-            window=need(decoder, "sliding_window", where),
-            ratios=tuple(need(decoder, "upsampling_ratios", where)),
-            channels=need(decoder, "decoder_dim", where),
-            rates=tuple(need(decoder, "upsample_rates", where)),
+            codebooks=block.integer("num_quantizers", *CODEBOOKS),
+            codebook_size=block.integer("codebook_size", *VOCABULARY),
+            codebook_width=block.integer("codebook_dim", *WIDTH, step=2),
+            latent=block.integer("latent_dim", *WIDTH),
+            transformer=StackConfig.read(block),
+            window=block.integer("sliding_window", *WINDOW),
+            ratios=block.integers("upsampling_ratios", *STRIDE),
+            channels=block.integer("decoder_dim", 1 << len(rates), MAX_WIDTH),
+            rates=rates,
+            rate_hz=root.integer("output_sample_rate", *RATE_HZ),
         )
-        stated = need(config, "decode_upsample_rate", "the codec")
-        if stated != read.frame_samples:
-            raise ValueError(f"config.json: decode_upsample_rate is {stated}, but the decoder's rates multiply to {read.frame_samples}")
+        root.expect_product("decode_upsample_rate", read.frame_samples)
         if read.transformer.heads != read.transformer.kv_heads:
-            raise ValueError(f"config.json: {where} has {read.transformer.kv_heads} num_key_value_heads; only num_attention_heads is known")
+            known = f"only num_attention_heads is known, {read.transformer.heads}"
+            raise block.refuse("num_key_value_heads", known)
         return read
 
 

@@ -1,15 +1,32 @@
-"""The checkpoint's config.json as frozen dataclasses. A missing key is an error that names it; unknown keys are ignored."""
+"""The checkpoint's config.json as frozen dataclasses. A key that is missing or out of range is an error that
+names it; unknown keys are ignored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.nn.config import need
+from zoo.nn.config import (
+    CODEBOOKS,
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    POSITIONS,
+    ROPE_THETA,
+    VOCABULARY,
+    WIDTH,
+    ConfigBlock,
+)
 
 VARIANTS = ("base", "custom_voice", "voice_design")
 CODEC = "qwen3_tts_tokenizer_12hz"
 SAMPLE_RATE_HZ = 24_000
+CONTROL_IDS = 1024  # the last ids of the codec vocabulary are no codes; of them the end alone is ever sampled
+NEW_TOKENS = (2, 1 << 17)  # the first of them ends the prefill and is no frame
+NARROW = (1, 64)  # kernels and dilations of the speaker encoder: wider ones would need long references
+# Of the defaults, as of a request: zoo.request.sampling_options
+TEMPERATURE, TOP_K, TOP_P, PENALTY = (0.0, 2.0), (0, 1_000_000), (1e-6, 1.0), (0.5, 2.0)
 # Published configs name the speaker encoder's width and rate alone; the rest is the reference's (configuration_qwen3_tts.py).
 SPEAKER: dict[str, Any] = {
     "mel_dim": 128,
@@ -36,19 +53,18 @@ class StackConfig:
     rope_theta: float
 
     @classmethod
-    def read(cls, config: dict[str, Any], where: str) -> StackConfig:
-        activation, bias = need(config, "hidden_act", where), need(config, "attention_bias", where)
-        if activation != "silu" or bias:
-            raise ValueError(f"config.json: {where} has hidden_act={activation!r}, attention_bias={bias}; possible: 'silu', false")
+    def read(cls, block: ConfigBlock) -> StackConfig:
+        block.expect(hidden_act="silu", attention_bias=False)
+        kv_heads = block.integer("num_key_value_heads", *HEADS)
         return cls(
-            hidden=need(config, "hidden_size", where),
-            inner=need(config, "intermediate_size", where),
-            layers=need(config, "num_hidden_layers", where),
-            heads=need(config, "num_attention_heads", where),
-            kv_heads=need(config, "num_key_value_heads", where),
-            head_dim=need(config, "head_dim", where),
-            eps=need(config, "rms_norm_eps", where),
-            rope_theta=need(config, "rope_theta", where),
+            hidden=block.integer("hidden_size", *WIDTH),
+            inner=block.integer("intermediate_size", *WIDTH),
+            layers=block.integer("num_hidden_layers", *LAYERS),
+            heads=block.integer("num_attention_heads", *HEADS, step=kv_heads),
+            kv_heads=kv_heads,
+            head_dim=block.integer("head_dim", *HEAD_DIM, step=2),
+            eps=block.number("rms_norm_eps", *EPS),
+            rope_theta=block.number("rope_theta", *ROPE_THETA),
         )
 
 
@@ -63,6 +79,21 @@ class Control:
     nothink: int
     think_bos: int
     think_eos: int
+
+    @classmethod
+    def read(cls, talker: ConfigBlock, vocab: int) -> Control:
+        def row(name: str) -> int:
+            return talker.integer(f"codec_{name}_id", 0, vocab - 1)
+
+        return cls(
+            pad=row("pad"),
+            bos=row("bos"),
+            eos=row("eos_token"),
+            think=row("think"),
+            nothink=row("nothink"),
+            think_bos=row("think_bos"),
+            think_eos=row("think_eos"),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,31 +113,31 @@ class SpeakerConfig:
         return 1 + max((kernel - 1) * dilation // 2 for kernel, dilation in zip(self.kernels, self.dilations, strict=True))
 
     @classmethod
-    def read(cls, config: dict[str, Any], talker_width: int) -> SpeakerConfig:
+    def read(cls, block: ConfigBlock, talker_width: int) -> SpeakerConfig:
         """Raises ValueError for what is missing and for what does not fit together."""
-        where = "speaker_encoder_config"
-        rate_hz, width = need(config, "sample_rate", where), need(config, "enc_dim", where)
-        if rate_hz != SAMPLE_RATE_HZ:
-            raise ValueError(f"config.json: {where} has sample_rate={rate_hz}; only {SAMPLE_RATE_HZ} is known")
+        block.expect(sample_rate=SAMPLE_RATE_HZ)
+        width = block.integer("enc_dim", *WIDTH)
         if width != talker_width:
-            raise ValueError(f"config.json: {where} has enc_dim={width}, but the talker that reads it has hidden_size={talker_width}")
-        config = SPEAKER | config
+            raise block.refuse("enc_dim", f"the talker that reads it has hidden_size={talker_width}")
+        block = block.with_defaults(SPEAKER)
+        parts = block.integer("enc_res2net_scale", 2, 64)
         read = cls(
             width=width,
-            mels=config["mel_dim"],
-            channels=tuple(config["enc_channels"]),
-            kernels=tuple(config["enc_kernel_sizes"]),
-            dilations=tuple(config["enc_dilations"]),
-            attention=config["enc_attention_channels"],
-            parts=config["enc_res2net_scale"],
-            gate=config["enc_se_channels"],
+            mels=block.integer("mel_dim", 1, 1024),
+            channels=block.integers("enc_channels", *WIDTH, lengths=(3, 16)),
+            kernels=block.integers("enc_kernel_sizes", *NARROW),
+            dilations=block.integers("enc_dilations", *NARROW),
+            attention=block.integer("enc_attention_channels", *WIDTH),
+            parts=parts,
+            gate=block.integer("enc_se_channels", *WIDTH),
         )
         first, *middle, last = read.channels
         if not len(read.channels) == len(read.kernels) == len(read.dilations) or set(middle) != {first} or last != len(middle) * first:
-            raise ValueError(
-                f"config.json: {where} has enc_channels={list(read.channels)} with {len(read.kernels)} enc_kernel_sizes and "
-                f"{len(read.dilations)} enc_dilations; known are equal blocks, all of which the last convolution joins"
-            )
+            counts = f"there are {len(read.kernels)} enc_kernel_sizes and {len(read.dilations)} enc_dilations"
+            known = "known are equal blocks, all of which the last convolution joins"
+            raise block.refuse("enc_channels", f"{counts}; {known}")
+        if first % parts:
+            raise block.refuse("enc_res2net_scale", f"a block's {first} channels are not so many equal parts")
         return read
 
 
@@ -151,57 +182,77 @@ class Config:
             return ("voice", "instruct") if self.takes_instructions else ("voice",)
         return ("clone",) if self.variant == "base" else ("design",)
 
+    def check_codes(self, codebooks: int, size: int, where: str) -> None:
+        """Raises ValueError where a half of the codec has other codes than the model."""
+        first = self.vocab - CONTROL_IDS
+        if (self.codebooks, first, self.depth_vocab) != (codebooks, size, size):
+            model = f"{self.codebooks}: {first} codes in the first, {self.depth_vocab} in the others"
+            raise ValueError(f"{where} has {codebooks} codebooks of {size} codes, but the model has {model}")
+
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Raises ValueError for what is missing, and for models that this package cannot run, by name."""
-        if (model := config.get("model_type", "")).startswith("qwen3_tts_tokenizer"):
+        """Raises ValueError for what is missing or out of range, and by name for models that cannot run."""
+        root = ConfigBlock(config)
+        if (model := str(config.get("model_type"))).startswith("qwen3_tts_tokenizer"):
             raise ValueError(f"this directory is a codec alone ({model}) and cannot speak; a model has it as speech_tokenizer/")
-        tokenizer, variant = need(config, "tokenizer_type", "the root"), need(config, "tts_model_type", "the root")
+        tokenizer, variant = root.string("tokenizer_type"), root.string("tts_model_type")
         if tokenizer != CODEC:
             raise ValueError(f"tokenizer_type {tokenizer!r} is not supported; supported: {CODEC}")
         if variant not in VARIANTS:
             raise ValueError(f"tts_model_type {variant!r} is not supported; supported: {', '.join(VARIANTS)}")
-        talker = need(config, "talker_config", "the root")
-        depth = need(talker, "code_predictor_config", "talker_config")
-        t, where = (lambda key: need(talker, key, "talker_config")), "talker_config"
-        if talker.get("sliding_window") or depth.get("sliding_window"):
-            raise ValueError("config.json: sliding_window is not supported in talker_config")
-        if need(depth, "num_code_groups", "code_predictor_config") != t("num_code_groups"):
-            raise ValueError("config.json: num_code_groups differs between talker_config and code_predictor_config")
-        stack, speaker = StackConfig.read(talker, where), None
+        talker = root.block("talker_config")
+        depth = talker.block("code_predictor_config")
+        for block in (talker, depth):
+            block.expect_none("sliding_window")
+        codebooks = talker.integer("num_code_groups", 2, CODEBOOKS[1])
+        depth.expect(num_code_groups=codebooks)
+        stack, speaker = StackConfig.read(talker), None
         if variant == "base":  # fine-tuned CustomVoice directories keep the block of the Base model they come from, but not its tensors
-            speaker = SpeakerConfig.read(need(config, "speaker_encoder_config", "the root"), stack.hidden)
+            speaker = SpeakerConfig.read(root.block("speaker_encoder_config"), stack.hidden)
+        vocab = talker.integer("vocab_size", CONTROL_IDS + 1, VOCABULARY[1])
+        text_vocab = talker.integer("text_vocab_size", *VOCABULARY)
+        languages, voices = talker.ids("codec_language_id", vocab), talker.ids("spk_id", vocab)
+        if variant == "custom_voice" and not voices:
+            raise talker.refuse("spk_id", "a custom_voice model needs a voice at least")
+
+        def text_row(key: str) -> int:
+            return root.integer(key, 0, text_vocab - 1)
+
         return cls(
             variant=variant,
-            size=need(config, "tts_model_size", "the root"),
+            size=root.string("tts_model_size"),
             speaker=speaker,
             talker=stack,
-            depth=StackConfig.read(depth, "code_predictor_config"),
-            vocab=t("vocab_size"),
-            depth_vocab=need(depth, "vocab_size", "code_predictor_config"),
-            codebooks=t("num_code_groups"),
-            text_vocab=t("text_vocab_size"),
-            text_hidden=t("text_hidden_size"),
-            max_positions=t("max_position_embeddings"),
-            control=Control(
-                pad=t("codec_pad_id"),
-                bos=t("codec_bos_id"),
-                eos=t("codec_eos_token_id"),
-                think=t("codec_think_id"),
-                nothink=t("codec_nothink_id"),
-                think_bos=t("codec_think_bos_id"),
-                think_eos=t("codec_think_eos_id"),
-            ),
-            languages={name.lower(): index for name, index in t("codec_language_id").items()},
-            voices={name.lower(): index for name, index in t("spk_id").items()},
-            dialects={name.lower(): dialect for name, dialect in t("spk_is_dialect").items() if dialect},
-            im_start=need(config, "im_start_token_id", "the root"),
-            im_end=need(config, "im_end_token_id", "the root"),
-            assistant=need(config, "assistant_token_id", "the root"),
-            tts_pad=need(config, "tts_pad_token_id", "the root"),
-            tts_bos=need(config, "tts_bos_token_id", "the root"),
-            tts_eos=need(config, "tts_eos_token_id", "the root"),
+            depth=StackConfig.read(depth),
+            vocab=vocab,
+            depth_vocab=depth.integer("vocab_size", *VOCABULARY),
+            codebooks=codebooks,
+            text_vocab=text_vocab,
+            text_hidden=talker.integer("text_hidden_size", *WIDTH),
+            max_positions=talker.integer("max_position_embeddings", *POSITIONS),
+            control=Control.read(talker, vocab),
+            languages=languages,
+            voices=voices,
+            dialects=_dialects(talker.block("spk_is_dialect"), languages),
+            im_start=text_row("im_start_token_id"),
+            im_end=text_row("im_end_token_id"),
+            assistant=text_row("assistant_token_id"),
+            tts_pad=text_row("tts_pad_token_id"),
+            tts_bos=text_row("tts_bos_token_id"),
+            tts_eos=text_row("tts_eos_token_id"),
         )
+
+
+def _dialects(block: ConfigBlock, languages: dict[str, int]) -> dict[str, str]:
+    """Voice -> its dialect, of those that have one; the others have false."""
+    dialects: dict[str, str] = {}
+    for name, dialect in block.values.items():
+        if dialect is False:
+            continue
+        if not isinstance(dialect, str) or dialect not in languages:
+            raise block.refuse(name, "false or a key of codec_language_id is possible")
+        dialects[name.lower()] = dialect
+    return dialects
 
 
 @dataclass(frozen=True)
@@ -219,18 +270,16 @@ class Defaults:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Defaults:
-        def value(key: str) -> Any:
-            if key not in config:
-                raise ValueError(f"generation_config.json has no {key!r}")
-            return config[key]
-
+        """Raises ValueError for what is missing or out of range."""
+        root = ConfigBlock(config, file="generation_config.json")
+        draws, depth_draws = root.flag("do_sample"), root.flag("subtalker_dosample")
         return cls(
-            temperature=value("temperature") if value("do_sample") else 0.0,
-            top_k=value("top_k"),
-            top_p=value("top_p"),
-            repetition_penalty=value("repetition_penalty"),
-            depth_temperature=value("subtalker_temperature") if value("subtalker_dosample") else 0.0,
-            depth_top_k=value("subtalker_top_k"),
-            depth_top_p=value("subtalker_top_p"),
-            max_new_tokens=value("max_new_tokens"),
+            temperature=root.number("temperature", *TEMPERATURE) if draws else 0.0,
+            top_k=root.integer("top_k", *TOP_K),
+            top_p=root.number("top_p", *TOP_P),
+            repetition_penalty=root.number("repetition_penalty", *PENALTY),
+            depth_temperature=root.number("subtalker_temperature", *TEMPERATURE) if depth_draws else 0.0,
+            depth_top_k=root.integer("subtalker_top_k", *TOP_K),
+            depth_top_p=root.number("subtalker_top_p", *TOP_P),
+            max_new_tokens=root.integer("max_new_tokens", *NEW_TOKENS),
         )

@@ -16,11 +16,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.config import need
+from zoo.nn.config import (
+    CODEBOOKS,
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    KERNEL,
+    LAYERS,
+    MAX_WIDTH,
+    POSITIONS,
+    ROPE_THETA,
+    STRIDE,
+    VOCABULARY,
+    WIDTH,
+    ConfigBlock,
+)
 from zoo.nn.linear import FusedLinear
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.vq import SplitVQ
 
+CODEC_FILE = "speech_tokenizer/config.json"
 # What this file builds; a config that says otherwise is of another model.
 FIXED = {
     "audio_channels": 1,
@@ -61,37 +76,36 @@ class EncoderConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> EncoderConfig:
-        """The codec's whole config.json. Raises ValueError for what is missing and for what is not known."""
-        where = "encoder_config"
-        encoder = need(config, where, "the codec")
-        for key, known in FIXED.items():
-            if need(encoder, key, where) != known:
-                raise ValueError(f"config.json: {where} has {key}={encoder[key]!r}; only {known!r} is known")
+        """The codec's whole config.json. Raises ValueError for what is missing, out of range or not known."""
+        root = ConfigBlock(config, file=CODEC_FILE)
+        block = root.block("encoder_config")
+        block.expect(**FIXED)
+        strides = tuple(reversed(block.integers("upsampling_ratios", *STRIDE)))
+        compress = block.integer("compress", *WIDTH)
+        codebooks = block.integer("num_quantizers", *CODEBOOKS)
         read = cls(
-            filters=need(encoder, "num_filters", where),
-            kernel=need(encoder, "kernel_size", where),
-            residual_kernel=need(encoder, "residual_kernel_size", where),
-            last_kernel=need(encoder, "last_kernel_size", where),
-            compress=need(encoder, "compress", where),
-            strides=tuple(reversed(need(encoder, "upsampling_ratios", where))),
-            hidden=need(encoder, "hidden_size", where),
-            inner=need(encoder, "intermediate_size", where),
-            layers=need(encoder, "num_hidden_layers", where),
-            heads=need(encoder, "num_attention_heads", where),
-            head_dim=need(encoder, "head_dim", where),
-            eps=need(encoder, "norm_eps", where),
-            rope_theta=need(encoder, "rope_theta", where),
-            window=need(encoder, "sliding_window", where),
-            codebooks=need(encoder, "num_quantizers", where),
-            used=need(config, "encoder_valid_num_quantizers", "the codec"),
-            codebook_size=need(encoder, "codebook_size", where),
-            codebook_dim=need(encoder, "vector_quantization_hidden_dimension", where),
+            filters=block.integer("num_filters", compress, MAX_WIDTH >> len(strides)),
+            kernel=block.integer("kernel_size", *KERNEL),
+            residual_kernel=block.integer("residual_kernel_size", *KERNEL),
+            last_kernel=block.integer("last_kernel_size", *KERNEL),
+            compress=compress,
+            strides=strides,
+            hidden=block.integer("hidden_size", *WIDTH),
+            inner=block.integer("intermediate_size", *WIDTH),
+            layers=block.integer("num_hidden_layers", *LAYERS),
+            heads=block.integer("num_attention_heads", *HEADS),
+            head_dim=block.integer("head_dim", *HEAD_DIM, step=2),
+            eps=block.number("norm_eps", *EPS),
+            rope_theta=block.number("rope_theta", *ROPE_THETA),
+            window=block.integer("sliding_window", *POSITIONS),
+            codebooks=codebooks,
+            used=root.integer("encoder_valid_num_quantizers", 1, codebooks),
+            codebook_size=block.integer("codebook_size", *VOCABULARY),
+            codebook_dim=block.integer("vector_quantization_hidden_dimension", *WIDTH),
         )
-        stated = need(config, "encode_downsample_rate", "the codec")
-        if stated != read.frame_samples:
-            raise ValueError(f"config.json: encode_downsample_rate is {stated}, but the encoder's strides multiply to {read.frame_samples}")
-        if (kv_heads := need(encoder, "num_key_value_heads", where)) != read.heads:
-            raise ValueError(f"config.json: {where} has {kv_heads} num_key_value_heads; only num_attention_heads is known")
+        root.expect_product("encode_downsample_rate", read.frame_samples)
+        if block.get("num_key_value_heads") != read.heads:
+            raise block.refuse("num_key_value_heads", f"only num_attention_heads is known, {read.heads}")
         return read
 
 

@@ -26,7 +26,7 @@ from zoo.nn.sampling import draw, gumbel, penalise
 from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.clone import EncodedReference
 from zoo.qwen3_tts.codec import Codec
-from zoo.qwen3_tts.config import Config, Defaults
+from zoo.qwen3_tts.config import CONTROL_IDS, Config, Defaults
 from zoo.qwen3_tts.depth import CodePredictor
 from zoo.qwen3_tts.prompt import FRAME, MAX_TEXT_TOKENS, NOTHING, SPEAKER, PromptWriter, Script
 from zoo.qwen3_tts.speaker import SpeakerEncoder
@@ -34,7 +34,6 @@ from zoo.qwen3_tts.strategy import STRATEGY
 from zoo.request import check
 
 MIN_NEW_TOKENS = 2  # the end is banned before: without it some requests come out empty (vllm-omni #4962)
-CONTROL_IDS = 1024  # the last ids of the codec vocabulary are no codes and are never sampled, the end excepted
 FRAMES_PER_TEXT_TOKEN, MIN_FRAMES = 12, 192  # the guard against a voice that never ends, where the request sets no cap
 
 

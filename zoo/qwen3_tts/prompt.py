@@ -80,6 +80,7 @@ class TextTokenizer:
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ValueError(f"{vocab} and {merges.name} are not a byte-level BPE: {error}") from None
         self._tokenizer = Tokenizer(model)
+        self.max_id = max(self._tokenizer.get_vocab().values(), default=0)
         self._tokenizer.normalizer = normalizers.NFC()
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Split(_SPLIT, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -113,6 +114,9 @@ class PromptWriter:
         self.config = config
         self.cloner = cloner
         self.tokenize = TextTokenizer(directory)
+        if (max_id := self.tokenize.max_id) >= config.text_vocab:
+            rows = f"the model has {config.text_vocab} text rows"
+            raise ValueError(f"{directory / 'vocab.json'} has ids up to {max_id}, but {rows}")
         self.newline = self.tokenize("\n")
         self.user = self.tokenize("user")
 

@@ -1,4 +1,5 @@
-"""The checkpoint's config.json as frozen dataclasses. A missing key is an error that names it; unknown keys are ignored."""
+"""The checkpoint's config.json as frozen dataclasses. A key that is missing or out of range is an error that
+names it; unknown keys are ignored."""
 
 from __future__ import annotations
 
@@ -8,7 +9,20 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from zoo.nn.config import need
+from zoo.nn.config import (
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    MAX_WIDTH,
+    POSITIONS,
+    RATE_HZ,
+    ROPE_THETA,
+    STRIDE,
+    VOCABULARY,
+    WIDTH,
+    ConfigBlock,
+)
 
 # What the published config.json leaves to the reference's defaults, and the only values that this package knows.
 VAE_FIXED: dict[str, Any] = {"depthwise": True, "use_noise_block": False, "cond_type": "scale_bias", "cond_out_layer": False}
@@ -31,6 +45,9 @@ OLD: dict[str, Any] = {
     "scalar_quantization_scale": 9,
     "max_length": 4096,
 }
+PATCH = (1, 64)  # latent frames: tokens of the small stacks
+FACTOR = (1e-3, 1e6)  # of a rotary angle
+FSQ_SCALE = (1, 1 << 16)
 
 
 @dataclass(frozen=True)
@@ -42,15 +59,15 @@ class Rope:
     amplitude: float
 
     @classmethod
-    def read(cls, lm: dict[str, Any]) -> Rope:
-        where = "lm_config.rope_scaling"
-        scaling = need(lm, "rope_scaling", "lm_config")
-        if (kind := need(scaling, "type", where)) != "longrope":
-            raise ValueError(f"config.json: {where} has type={kind!r}; only 'longrope' is known")
-        most, trained = need(lm, "max_position_embeddings", "lm_config"), need(scaling, "original_max_position_embeddings", where)
-        factors = need(scaling, "long_factor" if most > trained else "short_factor", where)
-        amplitude = math.sqrt(1 + math.log(most / trained) / math.log(trained))
-        return cls(need(lm, "rope_theta", "lm_config"), tuple(factors), amplitude)
+    def read(cls, lm: ConfigBlock) -> Rope:
+        scaling = lm.block("rope_scaling")
+        scaling.expect(type="longrope")
+        most = lm.integer("max_position_embeddings", *POSITIONS)
+        trained = scaling.integer("original_max_position_embeddings", 2, POSITIONS[1])
+        key = "long_factor" if most > trained else "short_factor"
+        factors = scaling.numbers(key, *FACTOR, lengths=(1, HEAD_DIM[1] // 2))
+        amplitude = math.sqrt(max(0, 1 + math.log(most / trained) / math.log(trained)))
+        return cls(lm.number("rope_theta", *ROPE_THETA), factors, amplitude)
 
 
 @dataclass(frozen=True)
@@ -67,31 +84,38 @@ class StackConfig:
     rope: Rope | None  # None: the blocks know no positions
 
     @classmethod
-    def read(cls, lm: dict[str, Any]) -> StackConfig:
-        where = "lm_config"
-        hidden, heads = need(lm, "hidden_size", where), need(lm, "num_attention_heads", where)
+    def read(cls, lm: ConfigBlock) -> StackConfig:
+        hidden, kv_heads = lm.integer("hidden_size", *WIDTH), lm.integer("num_key_value_heads", *HEADS)
+        heads = lm.integer("num_attention_heads", *HEADS, step=kv_heads)
         return cls(
             hidden=hidden,
-            inner=need(lm, "intermediate_size", where),
-            layers=need(lm, "num_hidden_layers", where),
+            inner=lm.integer("intermediate_size", *WIDTH),
+            layers=lm.integer("num_hidden_layers", *LAYERS),
             heads=heads,
-            kv_heads=need(lm, "num_key_value_heads", where),
-            head_dim=lm.get("kv_channels") or hidden // heads,
-            eps=need(lm, "rms_norm_eps", where),
+            kv_heads=kv_heads,
+            head_dim=_head_dim(lm, hidden, heads),
+            eps=lm.number("rms_norm_eps", *EPS),
             rope=Rope.read(lm),
         )
 
-    def local(self, block: dict[str, Any], where: str) -> StackConfig:
+    def local(self, block: ConfigBlock) -> StackConfig:
         """One of the small stacks that work within a patch: it has its own sizes, and the rest of this one."""
-        hidden, heads = need(block, "hidden_dim", where), need(block, "num_heads", where)
+        hidden = block.integer("hidden_dim", 4, MAX_WIDTH, step=2)  # the solver reads sines and cosines
+        heads = block.integer("num_heads", *HEADS, step=self.kv_heads)
         return replace(
             self,
             hidden=hidden,
-            inner=need(block, "ffn_dim", where),
-            layers=need(block, "num_layers", where),
+            inner=block.integer("ffn_dim", *WIDTH),
+            layers=block.integer("num_layers", *LAYERS),
             heads=heads,
-            head_dim=block.get("kv_channels") or hidden // heads,
+            head_dim=_head_dim(block, hidden, heads),
         )
+
+
+def _head_dim(block: ConfigBlock, hidden: int, heads: int) -> int:
+    if block.values.get("kv_channels") is None:
+        return hidden // heads
+    return block.integer("kv_channels", *HEAD_DIM, step=2)
 
 
 @dataclass(frozen=True)
@@ -122,32 +146,31 @@ class VaeConfig:
         return sum(boundary < self.out_rate_hz for boundary in self.boundaries)
 
     @classmethod
-    def read(cls, config: dict[str, Any], is_first_generation: bool) -> VaeConfig:
-        where = "audio_vae_config"
+    def read(cls, block: ConfigBlock, is_first_generation: bool) -> VaeConfig:
         if is_first_generation:
-            config = OLD_VAE | config
-            config |= {"out_sample_rate": need(config, "sample_rate", where), "sr_bin_boundaries": []}
-        for key, known in VAE_FIXED.items():
-            if config.get(key, known) != known:
-                raise ValueError(f"config.json: {where} has {key}={config[key]!r}; only {known!r} is known")
+            block = block.with_defaults(OLD_VAE)
+            one_rate = {"out_sample_rate": block.get("sample_rate"), "sr_bin_boundaries": []}
+            block = replace(block, values=block.values | one_rate)
+        block.with_defaults(VAE_FIXED).expect(**VAE_FIXED)
+        encoder_rates = block.integers("encoder_rates", *STRIDE)
+        decoder_rates = block.integers("decoder_rates", *STRIDE)
         read = cls(
-            latent=need(config, "latent_dim", where),
-            encoder_width=need(config, "encoder_dim", where),
-            encoder_rates=tuple(need(config, "encoder_rates", where)),
-            decoder_width=need(config, "decoder_dim", where),
-            decoder_rates=tuple(need(config, "decoder_rates", where)),
-            rate_hz=need(config, "sample_rate", where),
-            out_rate_hz=need(config, "out_sample_rate", where),
-            boundaries=tuple(need(config, "sr_bin_boundaries", where)),
+            latent=block.integer("latent_dim", *WIDTH),
+            encoder_width=block.integer("encoder_dim", 1, MAX_WIDTH >> len(encoder_rates)),
+            encoder_rates=encoder_rates,
+            decoder_width=block.integer("decoder_dim", 1 << len(decoder_rates), MAX_WIDTH),
+            decoder_rates=decoder_rates,
+            rate_hz=block.integer("sample_rate", *RATE_HZ),
+            out_rate_hz=block.integer("out_sample_rate", *RATE_HZ),
+            boundaries=block.integers("sr_bin_boundaries", *RATE_HZ, lengths=(0, 16)),
             pads_odd=is_first_generation,
         )
         if any(low >= high for low, high in pairwise(read.boundaries)):
-            raise ValueError(f"config.json: {where} has sr_bin_boundaries={list(read.boundaries)}; they must ascend")
+            raise block.refuse("sr_bin_boundaries", "they must ascend")
         if read.hop_samples * read.out_rate_hz != read.frame_samples * read.rate_hz:
-            raise ValueError(
-                f"config.json: {where} encodes {read.hop_samples} samples of {read.rate_hz} Hz as a latent frame and decodes it to "
-                f"{read.frame_samples} samples of {read.out_rate_hz} Hz, which do not last as long"
-            )
+            heard = f"{read.hop_samples} samples of {read.rate_hz} Hz as a latent frame"
+            made = f"{read.frame_samples} samples of {read.out_rate_hz} Hz, which do not last as long"
+            raise ValueError(f"{block.file}: {block.name} encodes {heard} and decodes it to {made}")
         return read
 
 
@@ -176,42 +199,45 @@ class Config:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Raises ValueError for what is missing, and for models that this package cannot run, by name."""
-        root, is_first_generation = "the root", is_old(config)
+        """Raises ValueError for what is missing or out of range, and by name for models that cannot run."""
+        root, is_first_generation = ConfigBlock(config), is_old(config)
         if is_first_generation:
-            local = {name: OLD_LOCAL | need(config, name, root) for name in ("encoder_config", "dit_config")}
-            config = OLD | {"audio_vae_config": {}} | config | local
-        lm, vae = need(config, "lm_config", root), VaeConfig.read(need(config, "audio_vae_config", root) or {}, is_first_generation)
-        if need(lm, "use_mup", "lm_config"):
-            raise ValueError("config.json: lm_config has use_mup=true; only false is known")
-        dit = need(config, "dit_config", root)
-        if dit.get("dit_mean_mode") or (is_first_generation and config.get("dit_mean_mode")):
-            raise ValueError("config.json: dit_config has dit_mean_mode=true; only false is known")
-        solver = need(dit, "cfm_config", "dit_config").get("solver", "euler")
-        if solver != "euler":
-            raise ValueError(f"config.json: dit_config.cfm_config has solver={solver!r}; only 'euler' is known")
-        if (channels := need(config, "feat_dim", root)) != vae.latent:
-            raise ValueError(f"config.json: feat_dim is {channels}, but audio_vae_config has latent_dim={vae.latent}")
+            root = root.with_defaults(OLD | {"audio_vae_config": {}})
+            root.expect_none("dit_mean_mode")
+            if root.values["audio_vae_config"] is None:
+                root = replace(root, values=root.values | {"audio_vae_config": {}})
+        vae = VaeConfig.read(root.block("audio_vae_config"), is_first_generation)
+        lm, encoder, dit = (root.block(name) for name in ("lm_config", "encoder_config", "dit_config"))
+        if is_first_generation:
+            encoder, dit = encoder.with_defaults(OLD_LOCAL), dit.with_defaults(OLD_LOCAL)
+        lm.expect(use_mup=False)
+        dit.expect_none("dit_mean_mode")
+        dit.block("cfm_config").with_defaults({"solver": "euler"}).expect(solver="euler")
+        if root.integer("feat_dim", *WIDTH) != vae.latent:
+            raise root.refuse("feat_dim", f"audio_vae_config has latent_dim={vae.latent}")
         stack = StackConfig.read(lm)
-        no_rope = need(config, "residual_lm_no_rope", root)
+        layers, no_rope = root.integer("residual_lm_num_layers", *LAYERS), root.flag("residual_lm_no_rope")
         read = cls(
             is_first_generation=is_first_generation,
             lm=stack,
-            residual=replace(stack, layers=need(config, "residual_lm_num_layers", root), rope=None if no_rope else stack.rope),
-            encoder=stack.local(need(config, "encoder_config", root), "encoder_config"),
-            dit=stack.local(dit, "dit_config"),
+            residual=replace(stack, layers=layers, rope=None if no_rope else stack.rope),
+            encoder=stack.local(encoder),
+            dit=stack.local(dit),
             vae=vae,
-            vocab=need(lm, "vocab_size", "lm_config"),
-            patch=need(config, "patch_size", root),
-            fsq_width=need(config, "scalar_quantization_latent_dim", root),
-            fsq_scale=need(config, "scalar_quantization_scale", root),
-            max_positions=min(need(config, "max_length", root), need(lm, "max_position_embeddings", "lm_config")),
+            vocab=lm.integer("vocab_size", *VOCABULARY),
+            patch=root.integer("patch_size", *PATCH),
+            fsq_width=root.integer("scalar_quantization_latent_dim", *WIDTH),
+            fsq_scale=root.integer("scalar_quantization_scale", *FSQ_SCALE),
+            max_positions=min(
+                root.integer("max_length", *POSITIONS), lm.integer("max_position_embeddings", *POSITIONS)
+            ),
         )
-        for where, part in (("lm_config", read.lm), ("encoder_config", read.encoder), ("dit_config", read.dit)):
+        for block, part in ((lm, read.lm), (encoder, read.encoder), (dit, read.dit)):
             assert part.rope is not None
-            if len(part.rope.factors) != part.head_dim // 2:
+            if 2 * len(part.rope.factors) != part.head_dim:
+                heads = f"{block.name} has heads of {part.head_dim} values"
                 factors = f"lm_config.rope_scaling has {len(part.rope.factors)} factors"
-                raise ValueError(f"config.json: {where} has heads of {part.head_dim} values, but {factors}")
+                raise ValueError(f"{block.file}: {heads}, but {factors}")
         return read
 
 
@@ -219,4 +245,5 @@ def is_old(config: dict[str, Any]) -> bool:
     """Whether a VoxCPM config is of the first generation. Re-uploads state model_type, and wrongly: what it holds decides."""
     if (architecture := str(config.get("architecture", "")).lower()) in ("voxcpm", "voxcpm2"):
         return architecture == "voxcpm"
-    return "residual_lm_no_rope" not in config and "out_sample_rate" not in config.get("audio_vae_config", {})
+    vae = config.get("audio_vae_config")
+    return "residual_lm_no_rope" not in config and not (isinstance(vae, dict) and "out_sample_rate" in vae)

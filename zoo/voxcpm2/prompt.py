@@ -65,6 +65,7 @@ class TextTokenizer:
         if (unknown := description.get("model", {}).get("unk_token")) not in self._vocabulary:
             raise ValueError(f"{path} has unk_token {unknown!r}, which is not in its vocabulary")
         self._unknown = self._vocabulary[unknown]
+        self.max_id = max(self._vocabulary.values())
 
     def __call__(self, text: str) -> list[int]:
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -99,6 +100,9 @@ class PromptWriter:
         self.config = config
         self.tokenize = TextTokenizer(directory)
         self.cloner = cloner
+        if (max_id := max(self.tokenize.max_id, REFERENCE_END)) >= config.vocab:
+            rows = f"the model has {config.vocab} text rows"
+            raise ValueError(f"{directory / 'tokenizer.json'} has ids up to {max_id}, but {rows}")
 
     def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
         """values: of the model's options, as `zoo.request.check` gives them."""

@@ -217,9 +217,9 @@ def test_missing_key_is_named(block):
 @pytest.mark.parametrize(
     ("block", "key", "value", "message"),
     [
-        ("decoder_config", "upsample_rates", [8, 5, 4], "decode_upsample_rate is 1920, .* 640"),
+        ("decoder_config", "upsample_rates", [8, 5, 4], "^speech_tokenizer/config.json: .*=1920; .* 640"),
         ("decoder_config", "num_key_value_heads", 8, "only num_attention_heads is known"),
-        ("encoder_config", "upsampling_ratios", [8, 6, 5], "encode_downsample_rate is 1920, .* 480"),
+        ("encoder_config", "upsampling_ratios", [8, 6, 5], "encode_downsample_rate=1920; .* 480"),
         ("encoder_config", "num_key_value_heads", 4, "only num_attention_heads is known"),
         ("encoder_config", "use_causal_conv", False, "use_causal_conv=False; only True is known"),
     ],

@@ -160,6 +160,42 @@ def test_a_config_that_does_not_fit_the_tensors(copied):
     refused(copied, r"does not hold the tensors its config promises: missing talker.model.layers.3.*\(and 3 more\)")
 
 
+@pytest.mark.parametrize(
+    ("block", "values", "message"),
+    [
+        ("config.json", {"assistant_token_id": 768}, "_id=768; an integer from 0 to 767 is possible"),
+        ("talker_config", {"num_hidden_layers": 10**9}, "=1000000000; an integer from 1 to 1000 is possible"),
+        ("talker_config", {"codec_bos_id": 1088}, "codec_bos_id=1088; an integer from 0 to 1087"),
+        ("talker_config", {"spk_id": {"anna": 1088}}, "spk_id has anna=1088; an integer from 0 to 1087"),
+        ("talker_config", {"spk_id": {}}, "spk_id={}; a custom_voice model needs a voice at least"),
+        ("talker_config", {"codec_language_id": {"thai": True}}, "has thai=True; an integer from 0 to 1087"),
+        ("talker_config", {"spk_is_dialect": {"eric": "wu"}}, "eric='wu'; false or a key of codec_language"),
+        ("talker_config", {"num_attention_heads": 3}, "_heads=3; a multiple of 2 from 1 to 1024 is possible"),
+        ("talker_config", {"head_dim": 7}, "head_dim=7; a multiple of 2 from 2 to 1024 is possible"),
+        ("generation_config.json", {"top_p": 1.5}, "^generation_config.json: the root has top_p=1.5; a number"),
+        ("speech_tokenizer/config.json", {"output_sample_rate": "24000"}, "the root has .*='24000'; an int"),
+        (
+            "speech_tokenizer/config.json",
+            {"encoder_valid_num_quantizers": 15},
+            "^speech_tokenizer/config.json: encoder_config has 15 codebooks of 64 codes, but the model has 16:",
+        ),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_a_value_out_of_range_is_named_with_what_is_possible(block, values, message, copied):
+    file = block if block.endswith(".json") else "config.json"
+    if block == "talker_config":
+        values = {block: json.loads((copied / file).read_text())[block] | values}
+    change(copied / file, **values)
+    refused(copied, message)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(copied):
+    vocab = json.loads((copied / "vocab.json").read_text()) | {"beyond": 768}
+    (copied / "vocab.json").write_text(json.dumps(vocab))
+    refused(copied, "vocab.json has ids up to 768, but the model has 768 text rows")
+
+
 @pytest.mark.parametrize("dtype", zoo.DTYPES)
 def test_a_dtype_by_name_or_as_torchs(dtype):
     expected = getattr(torch, dtype)

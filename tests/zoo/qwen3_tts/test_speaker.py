@@ -9,6 +9,7 @@ import torch
 from models import family
 from torch.nn import functional as F
 
+from zoo.nn.config import ConfigBlock
 from zoo.nn.mel import LogMel, slaney_filters
 from zoo.qwen3_tts.config import SPEAKER, SpeakerConfig
 from zoo.qwen3_tts.speaker import Chain, Pooling, SpeakerEncoder
@@ -102,7 +103,7 @@ def test_a_batch_is_its_rows():
 
 
 def test_what_published_configs_leave_out_is_the_references():
-    config = SpeakerConfig.read({"enc_dim": 2048, "sample_rate": 24000}, 2048)
+    config = SpeakerConfig.read(ConfigBlock({"enc_dim": 2048, "sample_rate": 24000}), 2048)
     with torch.device("meta"):
         assert sum(p.numel() for p in SpeakerEncoder(config).parameters()) == 12_001_088  # as published, 1.7B
     assert (config.channels, config.parts, config.gate, config.attention) == ((512, 512, 512, 512, 1536), 8, 128, 128)
@@ -114,7 +115,8 @@ def test_what_published_configs_leave_out_is_the_references():
         ({"sample_rate": 24000}, "speaker_encoder_config has no 'enc_dim'"),
         ({"enc_dim": 32}, "speaker_encoder_config has no 'sample_rate'"),
         ({"enc_dim": 32, "sample_rate": 16000}, "sample_rate=16000; only 24000 is known"),
-        ({"enc_dim": 64, "sample_rate": 24000}, "enc_dim=64, but the talker that reads it has hidden_size=32"),
+        ({"enc_dim": 64, "sample_rate": 24000}, "enc_dim=64; the talker that reads it has hidden_size=32"),
+        ({"enc_dim": 32, "sample_rate": 24000, "enc_res2net_scale": 7}, "channels are not so many equal parts"),
         ({"enc_dim": 32, "sample_rate": 24000, "enc_channels": [512, 256, 512, 512, 1536]}, "known are equal blocks"),
         ({"enc_dim": 32, "sample_rate": 24000, "enc_channels": [512, 512, 512, 512, 1024]}, "known are equal blocks"),
         ({"enc_dim": 32, "sample_rate": 24000, "enc_dilations": SPEAKER["enc_dilations"][:-1]}, "and 4 enc_dilations; known are"),
@@ -122,4 +124,4 @@ def test_what_published_configs_leave_out_is_the_references():
 )
 def test_configs_that_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
-        SpeakerConfig.read(config, 32)
+        SpeakerConfig.read(ConfigBlock(config, "speaker_encoder_config"), 32)

@@ -140,13 +140,15 @@ def test_a_re_upload_without_an_architecture_is_known_by_what_its_config_holds(t
 @pytest.mark.parametrize(
     ("block", "values", "message"),
     [
-        ("lm_config", {"use_mup": True}, "use_mup=true; only false is known"),
+        ("lm_config", {"use_mup": True}, "use_mup=True; only False is known"),
         ("lm_config", {"use_mup": None}, "lm_config has no 'use_mup'"),
         ("lm_config", {"kv_channels": 8}, "lm_config has heads of 8 values, but lm_config.rope_scaling has 8 factors"),
+        ("lm_config", {"num_attention_heads": 5}, "num_attention_heads=5; a multiple of 2 from 1 to 1024"),
+        ("dit_config", {"num_heads": 3}, "dit_config has num_heads=3; a multiple of 2"),
         ("dit_config", {"kv_channels": 32}, "dit_config has heads of 32 values"),
-        ("dit_config", {"dit_mean_mode": True}, "dit_mean_mode=true; only false is known"),
+        ("dit_config", {"dit_mean_mode": True}, "dit_mean_mode=True; only null and false are known"),
         ("dit_config", {"cfm_config": {"solver": "heun"}}, "solver='heun'; only 'euler' is known"),
-        ("audio_vae_config", {"latent_dim": 16}, "feat_dim is 8, but audio_vae_config has latent_dim=16"),
+        ("audio_vae_config", {"latent_dim": 16}, "feat_dim=8; audio_vae_config has latent_dim=16"),
         ("audio_vae_config", {"depthwise": False}, "depthwise=False; only True is known"),
         ("audio_vae_config", {"cond_type": "add"}, "cond_type='add'; only 'scale_bias' is known"),
         ("audio_vae_config", {"decoder_rates": [5, 3, 2, 2]}, "do not last as long|which do not last"),
@@ -225,7 +227,7 @@ def test_the_sizes():
         ({"size": "huge"}, "size 'huge' is not known; sizes: tiny, mid, full, tiny-1.5, 1.5, 0.5b"),
         ({"dtype": torch.int8}, "dtype torch.int8 cannot be written"),
         ({"lm_config": {"layers": 1}}, "lm_config has no 'layers'; it has: .*num_hidden_layers"),
-        ({"feat_dim": 16}, "feat_dim is 16, but audio_vae_config has latent_dim=8"),
+        ({"feat_dim": 16}, "feat_dim=16; audio_vae_config has latent_dim=8"),
     ],
 )
 def test_write_says_what_is_wrong_and_leaves_nothing(arguments, message, tmp_path):
