@@ -1,0 +1,93 @@
+"""Every value of every family's JSON files, replaced by what does not belong there: the model speaks, or one
+line says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import directory
+from mutations import cases, content, mutations, new_places
+
+import zoo
+from zoo.contract import Spec
+from zoo.request import AudioClip, Reference, Request
+
+MAX_MESSAGE = 2000  # characters: where shapes differ, eight tensors are named
+LIMIT_S = 20.0  # tens of milliseconds are usual; a loop over 10**9 of anything has no end
+CLIP = AudioClip(np.sin(np.arange(16000) ** 1.5 / 30).astype(np.float32) / 4, 16000)
+
+
+class TooLateError(Exception):
+    pass
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TooLateError(f"no outcome after {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def requests(spec: Spec) -> list[Request]:
+    """One of each way to say whose voice it is."""
+    made = []
+    if "voice" in spec.modes:
+        made.append(Request(text="Good morning.", voice=spec.voices[0], max_frames=2))
+    if "clone" in spec.modes:
+        made.append(Request(text="Good morning.", references=(Reference(CLIP, "Hm."),), max_frames=2))
+    if "design" in spec.modes:
+        made.append(Request(text="Good morning.", instructions="slowly", max_frames=2))
+    return made
+
+
+def outcome(path: Path, family: Any, plain: str) -> str:
+    """What a ValueError says of the model, or "" where it speaks. plain: the description of the model as it
+    was; one that is described alike is loaded alike."""
+    try:
+        if repr(family.describe(path)) == plain:
+            return ""
+        zoo.inspect(path)
+        loaded = zoo.load(path, "cpu")
+        for request in requests(loaded.spec):
+            zoo.generate(loaded, request)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def finding(path: Path, family: Any, plain: str) -> str | None:
+    """What is wrong with how it ended."""
+    try:
+        with limit(LIMIT_S):
+            said = outcome(path, family, plain)
+    except Exception as error:  # whatever it is, it is the finding
+        return f"{type(error).__name__}: {str(error)[:200]!r}"
+    return repr(said) if "\n" in said or len(said) > MAX_MESSAGE else None
+
+
+@pytest.mark.parametrize(("name", "size", "file"), list(cases()))
+def test_every_mutation_speaks_or_is_refused_in_one_line(name, size, file, tmp_path):
+    source, family = directory(name, size), zoo.families()[name]
+    path = Path(shutil.copytree(source, tmp_path / "model"))
+    plain, config, findings = repr(family.describe(source)), content(name, size, file), []
+    for at in new_places(name, size, file):
+        for change, mutant in mutations(config, at):
+            (path / file).write_text(json.dumps(mutant))
+            if wrong := finding(path, family, plain):
+                findings.append(f"{'.'.join(map(str, at))} {change}: {wrong}")
+    assert not findings, f"{len(findings)} mutations of {file}:\n" + "\n".join(findings)
