@@ -23,6 +23,7 @@ from zoo.loop import speak_pass
 from zoo.nn import kernels
 from zoo.request import SAMPLING
 
+
 def toys() -> dict[str, Callable[[], Family[Any]]]:
     """Every family that a file `toy*.py` beside this one makes, under the names of its TOYS."""
     files = sorted(Path(__file__).parent.glob("toy*.py"))

@@ -197,7 +197,7 @@ class Engine:
         rounds = [(model, model.launch()) for model in self.models.values() if model.has_work]  # all launch before any is waited for
         for model, launched in rounds:
             model.collect(launched)
-        finished = [job for model, _ in rounds for job in model.finished()]
+        finished = [job for model, _ in rounds for job in model.finished() if not job.is_composing]
         for job in finished:
             self._finish_pass(job)
         return bool(finished) or any(not model.is_idle for model in self.models.values())
@@ -212,13 +212,13 @@ class Engine:
         return bool(self._inbox or self._cancelled or self._fed or self._composed)
 
     def _finish_pass(self, job: Job) -> None:
-        """The listener has all of it: the answer ends, or its next pass is made ready beside the loop."""
+        """The listener has all of it: the answer ends, or its next pass is made ready beside the loop, and until then its slot is kept."""
         if job.model.family.spec.shares_turns:
             job.model.publish_turn(job)
         if job.prompt.is_final:
             return self._release(job, job.spoken())
         frames = job.model.runner.frames(job.slot)
-        job.model.release(job)
+        job.is_composing = True
         future = self._composer.submit(job.passes.send, frames)
         future.add_done_callback(lambda future: self._compose_done(job, future))
 
@@ -270,6 +270,7 @@ class Engine:
             self._check_room(job.model, prompt)
         except RequestError as error:
             return self._release(job, Failed(str(error)))
+        job.model.release(job)
         job.next_pass(prompt)
         job.model.waiting.appendleft(job)
 

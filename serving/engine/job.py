@@ -67,6 +67,7 @@ class Job:
     arrival: int = -1  # its place in the order in which all models' requests came
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)  # of each lane
+    is_composing: bool = False  # this pass is over, and the next one's prompt is being made
     text_tokens: int = 0
     past_frames: int = 0  # of the passes before this one
     past_usage: dict[str, int] = field(default_factory=dict)  # likewise
@@ -103,7 +104,7 @@ class Job:
     def next_pass(self, prompt: Prompt) -> None:
         """This pass is spoken, and its slot was given back."""
         self.past_usage = {name: value for name, value in self.usage.items() if name != "text_tokens"}
-        self.prompt = prompt
+        self.prompt, self.is_composing = prompt, False
 
     def write(self, token: int, is_done: bool) -> None:
         """The model wrote a text token (-1: none). A character is delivered once all its bytes are here, or no more come."""

@@ -105,8 +105,7 @@ class ModelWorker:
     def release(self, job: Job) -> None:
         """Take back whatever a request holds. What is under way for its slot still runs, ahead of anything the next tenant launches."""
         if job.slot < 0:
-            if job in self.waiting:  # else its next prompt is being made
-                self.waiting.remove(job)
+            self.waiting.remove(job)
             return
         del self.running[job.slot]
         job.past_frames += job.pass_frames

@@ -202,8 +202,9 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be done before more text arrives."""
-        return bool((~self.is_open | (self.is_starved & (self._renderable() <= self.num_rendered))).all())
+        """Whether nothing is to be done before more text, or a next pass, arrives."""
+        is_waiting = self.is_starved & (self._renderable() <= self.num_rendered)
+        return bool((~self.is_open | is_waiting | self._is_finished()).all())
 
     def report(self, slots: np.ndarray, ready: np.ndarray, done: np.ndarray) -> None:
         """A launch's late report, all [B]: frames on the tape, and whether no more come. Slots that were closed since are left out."""
@@ -333,8 +334,11 @@ class Scheduler:
 
     def finished(self) -> np.ndarray:
         """The slots that are done and wholly delivered, ascending. [B]"""
+        return np.flatnonzero(self._is_finished())
+
+    def _is_finished(self) -> np.ndarray:
         is_whole = self.is_over | (self.num_ready == 0) | (self.window.hold_samples == 0)
-        return np.flatnonzero(self.is_done & (self.num_delivered == self.num_ready) & is_whole)
+        return self.is_done & (self.num_delivered == self.num_ready) & is_whole
 
     def _lead_s(self) -> float:
         """With less than this left, a listener who is not served in this turn may hear a gap: the next turn comes up to a latency later,

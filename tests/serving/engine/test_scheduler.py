@@ -641,3 +641,135 @@ def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed):
         for _, slot, _, num_frames in arrivals:
             assert sum(count for _, count, _ in server.heard[slot]) == num_frames
     assert not server.scheduler.is_open.any() and not server.scheduler.waiting
+
+
+# grids, held samples, growing pasts
+
+
+def test_a_window_ends_on_the_grid_which_the_prompt_may_shift():
+    scheduler = speaking(sizes=(5, 10), grid=5, slots=())
+    scheduler.open(0, prompt_tokens=0, grid_offset=3)
+    report(scheduler, {0: 2})
+    assert due(scheduler, 0.0) == []  # the first point of the grid is frame 3
+    report(scheduler, {0: 7})
+    assert due(scheduler, 0.0) == [({0: (0, 3)}, 5)]
+    deliver(scheduler, {0: 3}, 0.0)
+    report(scheduler, {0: 17})
+    assert due(scheduler, 0.0) == [({0: (3, 10)}, 10)]
+    report(scheduler, {0: 21}, done=[0])
+    assert due(scheduler, 0.0) == [({0: (13, 8)}, 10)]  # the end of the speech is no point of the grid
+    assert scheduler.is_flushed[0]
+
+
+def test_a_grid_waits_for_its_lookahead():
+    scheduler = speaking(sizes=(25,), grid=25, context=3)
+    report(scheduler, {0: 27})
+    assert due(scheduler, 0.0) == []
+    report(scheduler, {0: 28})
+    assert due(scheduler, 0.0) == [({0: (0, 25)}, 25)]
+
+
+def test_sizes_off_the_grid_are_no_window():
+    with pytest.raises(AssertionError, match="multiples of the grid 5 expected"):
+        speaking(sizes=(1, 5), grid=5)
+
+
+def test_what_the_renderer_keeps_back_goes_with_a_window_of_no_frames():
+    """All frames were handed out before it was known that no more come."""
+    scheduler = speaking(sizes=(1, 4), hold_samples=100)
+    report(scheduler, {0: 1})
+    [first] = scheduler.take_due_windows(0.0)
+    assert first.is_last.tolist() == [False]
+    deliver(scheduler, {0: 1}, 0.0)
+    report(scheduler, {0: 1}, done=[0])
+    assert scheduler.finished().size == 0
+    [last] = scheduler.take_due_windows(0.0)
+    assert (last.count.tolist(), last.is_last.tolist(), last.frames) == ([0], [True], 1)
+    assert scheduler.take_due_windows(9.0) == [] and scheduler.finished().size == 0
+    scheduler.delivered(last.slots, last.count, np.array([0.01]), last.is_last, 0.0)
+    assert scheduler.finished().tolist() == [0]
+
+
+def test_a_renderer_that_keeps_nothing_back_needs_no_such_window():
+    scheduler = speaking(sizes=(1, 4))
+    report(scheduler, {0: 1})
+    due(scheduler, 0.0)
+    deliver(scheduler, {0: 1}, 0.0)
+    report(scheduler, {0: 1}, done=[0])
+    assert scheduler.take_due_windows(0.0) == [] and scheduler.finished().tolist() == [0]
+
+
+def test_the_listener_plays_seconds_not_frames():
+    """A window of 4 frames gave the sound of 3, since the rest is held back."""
+    scheduler = speaking(sizes=(4,), hold_samples=100)
+    report(scheduler, {0: 4})
+    due(scheduler, 0.0)
+    scheduler.delivered(np.array([0]), np.array([4]), np.array([3 * FRAME_S]), np.array([False]), 1.0)
+    assert scheduler.plays_until_s[0] == pytest.approx(1.0 + 3 * FRAME_S)
+
+
+def test_launches_are_grouped_by_the_length_of_what_was_spoken():
+    scheduler = speaking(num_slots=3, sizes=(4,), lengths=(8, 64))
+    scheduler.num_rendered[:] = scheduler.num_delivered[:] = [4, 8, 40]
+    report(scheduler, {0: 8, 1: 12, 2: 44})
+    renders = scheduler.take_due_windows(0.0)
+    assert [(render.slots.tolist(), render.frames, render.length) for render in renders] == [([0], 4, 8), ([1, 2], 4, 64)]
+
+
+# windows that follow from frame numbers alone
+
+
+@pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
+def test_pinned_windows_do_not_depend_on_the_clock(policy):
+    """However often it is asked, and whenever."""
+
+    def windows(seed: int) -> list[tuple[int, int, int]]:
+        rng, scheduler, cuts, now = random.Random(seed), Scheduler(1, policy, WINDOW, FRAME_S), [], 0.0
+        scheduler.open(0, prompt_tokens=0, is_pinned=True)
+        ready = 0
+        while not scheduler.finished().size:
+            ready, now = min(ready + rng.randrange(4), 83), now + rng.choice([0.01, 0.1, 3.0])
+            report(scheduler, {0: ready}, done=[0] if ready == 83 else ())
+            for render in scheduler.take_due_windows(now):
+                assert render.is_pinned
+                cuts.append((int(render.start[0]), int(render.count[0]), render.frames))
+                deliver(scheduler, {0: int(render.count[0])}, now)
+        return cuts
+
+    cuts = windows(0)
+    assert sum(count for _, count, _ in cuts) == 83 and all(windows(seed) == cuts for seed in range(1, 8))
+
+
+# text that arrives while the model speaks
+
+
+def test_a_slot_without_text_is_in_no_launch_and_what_it_has_spoken_is_heard():
+    scheduler = speaking(num_slots=2, slots=[1], sizes=(4, 25))
+    scheduler.open(0, prompt_tokens=0, steps=2)
+    for _ in range(2):
+        assert scheduler.decode().tolist() == [0, 1]
+        scheduler.stepped(np.array([0, 1]))
+    assert scheduler.decode().tolist() == [1] and scheduler.is_starved.tolist() == [True, False]
+    report(scheduler, {0: 2, 1: 2})
+    assert due(scheduler, 0.0) == [({0: (0, 2)}, 4)]  # the other one waits for the smallest shape
+    scheduler.feed(0, 1)
+    assert scheduler.decode().tolist() == [0, 1]
+    scheduler.stepped(np.array([0, 1]))
+    assert scheduler.decode().tolist() == [1]
+    scheduler.feed(0, None)
+    for _ in range(9):
+        scheduler.stepped(np.array([0]))
+    assert scheduler.decode().tolist() == [0, 1]
+
+
+def test_nothing_is_to_be_done_while_all_wait_for_text():
+    scheduler = speaking(num_slots=2, slots=())
+    assert scheduler.is_idle
+    scheduler.open(0, prompt_tokens=0, steps=1)
+    assert not scheduler.is_idle
+    scheduler.stepped(np.array([0]))
+    assert scheduler.is_idle  # as far as reports have come
+    report(scheduler, {0: 1})
+    assert not scheduler.is_idle
+    due(scheduler, 0.0)
+    assert scheduler.is_idle

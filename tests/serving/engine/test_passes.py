@@ -1,0 +1,269 @@
+"""Answers of several passes, text that arrives while the model speaks, and turns of a conversation."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from models import Clock, Listener, alone, family, serve
+from toy_grid import HEAD, MAX_TRAILING, GridToy
+
+import zoo
+from serving.engine.engine import Engine, Failed, Finished
+from serving.engine.runner import PAGE_TOKENS
+from zoo.contract import Request, RequestError
+
+TOY = family("toy_grid")
+TEXT = "Once there was a small house near the river."
+LAGS = pytest.mark.parametrize("report_lag", [0, 1])
+
+
+def engine(model: zoo.Family = TOY, **settings) -> Engine:
+    return Engine(model, **{"max_slots": 2, "compile": False, "report_lag": 0, "clock": Clock(), **settings})
+
+
+def asked(**fields) -> Request:
+    return Request(**{"text": TEXT, "seed": 3, "max_frames": 30, **fields})
+
+
+def run(room: Engine) -> None:
+    """Until all have ended."""
+    for _ in range(3000):
+        if not room.num_requests:
+            return
+        if not room.turn():
+            time.sleep(0.001)
+    raise AssertionError("the engine does not come to an end")
+
+
+def close(listener: Listener, request: Request) -> None:
+    np.testing.assert_allclose(listener.samples, alone("toy_grid", request).samples, rtol=0, atol=5e-5)
+
+
+# passes
+
+
+@LAGS
+def test_passes_follow_each_other_in_one_stream(report_lag):
+    request = asked(options={"echoes": 3})
+    [listener] = serve(engine(report_lag=report_lag), {0: [request]})
+    frames = alone("toy_grid", request).frames
+    once = len(alone("toy_grid", asked()).frames)
+    assert listener.frames == len(frames) > once
+    close(listener, request)
+    assert isinstance(listener.end, Finished) and listener.end.frames == len(frames)
+    assert listener.end.usage["input_tokens"] > 3 * len(TEXT)  # what was said is read again by every pass
+
+
+def test_a_later_pass_goes_on_from_what_was_spoken():
+    """Its frames differ if the pass before spoke otherwise, although the text is the same."""
+    [text, once], twice = ["123 " + TEXT, asked()], alone("toy_grid", asked(options={"echoes": 2})).frames
+    spoken = alone("toy_grid", once).frames
+    assert torch.equal(twice[: len(spoken)], spoken)
+    assert torch.equal(twice[len(spoken) :], alone("toy_grid", asked(text=f"{int(spoken.sum())} {TEXT}")).frames)
+    assert not torch.equal(twice[len(spoken) :], alone("toy_grid", asked(text=text)).frames)
+
+
+def test_a_next_pass_comes_before_those_that_wait():
+    room = engine(max_slots=1)
+    listeners = [Listener(), Listener()]
+    room.speak("first", asked(options={"echoes": 2}), listeners[0])
+    room.speak("second", asked(seed=9), listeners[1])
+    while listeners[1].frames == 0:
+        if not room.turn():
+            time.sleep(0.001)
+    assert isinstance(listeners[0].end, Finished)
+    run(room)
+    close(listeners[1], asked(seed=9))
+
+
+def test_the_listener_s_time_goes_on_from_pass_to_pass():
+    """A gap between two passes is an underrun, as any other."""
+    room, listener = engine(), Listener()
+    [model] = room.models.values()
+    room.speak("request", asked(options={"echoes": 2}), listener)
+    while not any(job.is_composing for job in model.running.values()):
+        room.turn()
+    room.clock.now_s += 1000
+    run(room)
+    assert model.scheduler.underruns == 1
+
+
+def test_a_cancel_between_two_passes_leaves_nothing_behind(monkeypatch):
+    room, listener = engine(), Listener()
+    free = room.pages.free
+    room.speak("request", asked(options={"echoes": 2}), listener)
+    queued = []
+    monkeypatch.setattr(room, "_compose_done", lambda job, future: queued.append((job, future)))
+    while not queued:
+        room.turn()
+    assert room.turn() is False  # there is nothing to do until the prompt is made
+    room.cancel("request")
+    room.turn()
+    assert listener.end.reason == "cancelled" and listener.frames > 0 and not room.num_requests
+    room._composed.append(queued[0])
+    room.turn()
+    [model] = room.models.values()
+    assert room.pages.free == free and not model.waiting and not model.running
+
+
+def test_a_next_pass_that_cannot_be_made_ends_the_answer_as_a_failure(monkeypatch):
+    def passes(self, request):
+        frames = yield replace_final(self._pass(request, {}, b"a" * 30, is_final=False))
+        raise RequestError("text", f"no more after {len(frames)} frames")
+
+    def replace_final(prompt):
+        prompt.slot |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        return prompt
+
+    monkeypatch.setattr(GridToy, "prompts", passes)
+    room, listener = engine(GridToy()), Listener()
+    room.speak("request", asked(), listener)
+    run(room)
+    assert listener.end == Failed(f"no more after {listener.frames} frames") and listener.frames > 0
+
+
+# text while speaking
+
+
+def feed_in(room: Engine, pieces: list[bytes], turns: int) -> Listener:
+    """The text piece by piece, with so many turns between two."""
+    listener = Listener()
+    room.speak("request", asked(text=pieces[0].decode(), is_open=True), listener)
+    for i, piece in enumerate(pieces[1:], 2):
+        for _ in range(turns):
+            room.turn()
+        room.feed("request", list(piece), is_last=i == len(pieces))
+    run(room)
+    return listener
+
+
+@LAGS
+@pytest.mark.parametrize("turns", [0, 1, 7])
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_text_that_arrives_equals_the_text_given_at_once(size, turns, report_lag):
+    text = TEXT.encode()
+    pieces = [text[:HEAD], *(text[at : at + size] for at in range(HEAD, len(text), size))]
+    listener = feed_in(engine(report_lag=report_lag), pieces, turns)
+    close(listener, asked(text=pieces[0].decode() + b"".join(pieces[1:]).decode()))
+
+
+def test_a_slot_that_waits_for_text_costs_nothing():
+    """The engine rests; another request goes on alone; and what was spoken is heard before it rests."""
+    room, waiting, other = engine(), Listener(), Listener()
+    [model] = room.models.values()
+    room.speak("waiting", asked(text=TEXT[: HEAD + 20], is_open=True), waiting)
+    for _ in range(50):
+        room.turn()
+    assert room.turn() is False and waiting.end is None
+    assert waiting.frames == 15  # of 21, three of which are looked ahead at, in steps of the grid
+    launched = []
+    step = model.runner.step
+    model.runner.step = lambda slots: launched.append(slots.tolist()) or step(slots)
+    room.speak("other", asked(seed=8), other)
+    while other.end is None:
+        room.turn()
+    assert launched and all(len(slots) == 1 for slots in launched)
+    close(other, asked(seed=8))
+    room.feed("waiting", list(TEXT[HEAD + 20 :].encode()), is_last=True)
+    run(room)
+    close(waiting, asked())
+
+
+def test_text_may_come_before_the_request_has_a_slot():
+    room, listener = engine(max_slots=1), Listener()
+    room.speak("first", asked(), Listener())
+    room.turn()
+    room.speak("second", asked(text=TEXT[:HEAD], is_open=True), listener)
+    room.feed("second", list(TEXT[HEAD:].encode()), is_last=True)
+    run(room)
+    close(listener, asked())
+
+
+def test_more_text_than_a_slot_holds_fails_that_request_alone():
+    room, fed, other = engine(), Listener(), Listener()
+    room.speak("fed", asked(text=TEXT[:HEAD], is_open=True), fed)
+    room.speak("other", asked(seed=8), other)
+    room.turn()
+    room.feed("fed", [65] * (MAX_TRAILING + 1))
+    room.feed("nobody", [65])
+    run(room)
+    assert isinstance(fed.end, Failed) and "at most 64 are possible" in fed.end.message
+    close(other, asked(seed=8))
+
+
+def test_who_waits_for_text_can_be_cancelled():
+    room, listener = engine(), Listener()
+    free = room.pages.free
+    room.speak("request", asked(text=TEXT[:HEAD], is_open=True), listener)
+    while room.turn():
+        pass
+    room.cancel("request")
+    run(room)
+    assert listener.end.reason == "cancelled" and room.pages.free == free
+
+
+def test_a_model_without_open_text_refuses_it():
+    with pytest.raises(RequestError, match="toy hum takes no text while it speaks: give all of it at once") as refused:
+        engine(family("toy")).speak("request", asked(is_open=True), Listener())
+    assert refused.value.param == "is_open"
+    with pytest.raises(RequestError, match="zoo.generate takes all of it at once"):
+        zoo.generate(TOY, asked(is_open=True))
+
+
+def test_a_resting_engine_wakes_for_text():
+    """In a thread, as in a server: nothing turns until text comes."""
+    import threading
+
+    room, listener = engine(clock=time.monotonic), Listener()
+    turns = []
+    turn = room.turn
+    room.turn = lambda: turns.append(1) or turn()
+    thread = threading.Thread(target=room.run)
+    thread.start()
+    room.speak("request", asked(text=TEXT[: HEAD + 20], is_open=True), listener)
+    deadline = time.monotonic() + 10
+    while listener.frames == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    rested = len(turns)
+    time.sleep(0.2)
+    assert len(turns) == rested
+    room.feed("request", list(TEXT[HEAD + 20 :].encode()), is_last=True)
+    while listener.end is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    room.stop()
+    thread.join(10)
+    close(listener, asked())
+
+
+# turns of a conversation
+
+
+@LAGS
+def test_the_next_turn_prefills_only_what_is_new(report_lag):
+    toy = GridToy()
+    room = engine(toy, report_lag=report_lag)
+    first, second = asked(conversation="one"), asked(text="And then?", seed=5, conversation="one")
+    serve(room, {0: [first]})
+    assert room.stats()["pages_shared"] == 0
+    [listener] = serve(room, {0: [second]})
+    assert room.stats()["pages_shared"] == (HEAD + 30) // PAGE_TOKENS
+
+    plain = GridToy()
+    zoo.generate(plain, first)
+    truth = zoo.generate(plain, second)
+    np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
+    assert not torch.equal(truth.frames, zoo.generate(GridToy(), replace(second, conversation=None)).frames)
+
+
+def test_a_model_without_turns_refuses_conversations():
+    for field in ({"conversation": "one"}, {"turns": (zoo.Turn("user", "Hello."),)}):
+        with pytest.raises(RequestError, match="toy hum takes no") as refused:
+            engine(family("toy")).speak("request", asked(**field), Listener())
+        assert refused.value.param == next(iter(field))
+
+
