@@ -8,6 +8,7 @@ from torch import nn
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import CodecConfig, Config
 from zoo.higgs_v3.model import Backbone
+from zoo.nn.names import decoder_block
 
 CODEC = "tied.embedding.modality_embeddings.0.model"
 # Copies of the two embeddings. The file holds them, the index does not name them, so who walks the index leaves them behind.
@@ -32,7 +33,7 @@ def table(config: Config) -> dict[str, str]:
         "body.norm.weight": "backbone.norm.weight",
     }
     for i in range(config.stack.layers):
-        names |= _block(f"body.layers.{i}", f"backbone.layers.{i}")
+        names |= decoder_block(f"body.layers.{i}", f"backbone.layers.{i}", has_qk_norm=True)
     names |= {f"{CODEC}.{theirs}": f"codec.{ours}" for theirs, ours in _codec(config.codec).items()}
     return names | {name: f"unread.{i}" for i, name in enumerate(unread(config))}
 
@@ -54,21 +55,6 @@ def unread(config: Config) -> dict[str, tuple[int, ...]]:
         for j in range(2):
             rest |= {f"{block}.res_units.{j}.conv{n}.weight": (hidden, hidden, 5 - 2 * n) for n in (1, 2)}
     return shapes | {f"{CODEC}.{name}": shape for name, shape in rest.items()}
-
-
-def _block(theirs: str, ours: str) -> dict[str, str]:
-    pairs = {
-        "input_layernorm": "norm",
-        "post_attention_layernorm": "mlp_norm",
-        "self_attn.q_norm": "q_norm",
-        "self_attn.k_norm": "k_norm",
-        "self_attn.o_proj": "out",
-        "mlp.down_proj": "mlp.down",
-    }
-    names = {f"{theirs}.{a}.weight": f"{ours}.{b}.weight" for a, b in pairs.items()}
-    names |= {f"{theirs}.self_attn.{part}_proj.weight": f"{ours}.qkv.weight[{i}]" for i, part in enumerate("qkv")}
-    names |= {f"{theirs}.mlp.{part}_proj.weight": f"{ours}.mlp.gate_up.weight[{i}]" for i, part in enumerate(("gate", "up"))}
-    return names
 
 
 def _codec(config: CodecConfig) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zoo.nn.names import decoder_block, gate_up, qkv
+
 if TYPE_CHECKING:
     from zoo.qwen3_tts.codec import DecoderConfig
     from zoo.qwen3_tts.config import Config, SpeakerConfig
@@ -29,9 +31,10 @@ def root(config: Config) -> dict[str, str]:
         names[f"talker.code_predictor.model.codec_embedding.{g}.weight"] = f"depth.embeddings.weight[{g}]"
         names[f"talker.code_predictor.lm_head.{g}.weight"] = f"depth.heads.{g}.weight"
     for i in range(config.talker.layers):
-        names |= _block(f"talker.model.layers.{i}", f"layers.{i}")
+        names |= decoder_block(f"talker.model.layers.{i}", f"layers.{i}", has_qk_norm=True)
     for i in range(config.depth.layers):
-        names |= _block(f"talker.code_predictor.model.layers.{i}", f"depth.layers.{i}")
+        theirs, ours = f"talker.code_predictor.model.layers.{i}", f"depth.layers.{i}"
+        names |= decoder_block(theirs, ours, has_qk_norm=True)
     if config.speaker is not None:
         names |= _speaker(config.speaker)
     return names
@@ -45,21 +48,6 @@ def _speaker(config: SpeakerConfig) -> dict[str, str]:
         pairs |= {f"{theirs}.se_block.conv1": f"{ours}.squeeze", f"{theirs}.se_block.conv2": f"{ours}.excite"}
         pairs |= {f"{theirs}.res2net_block.blocks.{k}.conv": f"{ours}.chain.convs.{k}" for k in range(config.parts - 1)}
     return {f"speaker_encoder.{a}.{leaf}": f"speaker.{b}.{leaf}" for a, b in pairs.items() for leaf in ("weight", "bias")}
-
-
-def _block(theirs: str, ours: str) -> dict[str, str]:
-    pairs = {
-        "input_layernorm": "norm",
-        "post_attention_layernorm": "mlp_norm",
-        "self_attn.q_norm": "q_norm",
-        "self_attn.k_norm": "k_norm",
-        "self_attn.o_proj": "out",
-        "mlp.down_proj": "mlp.down",
-    }
-    names = {f"{theirs}.{a}.weight": f"{ours}.{b}.weight" for a, b in pairs.items()}
-    names |= {f"{theirs}.self_attn.{part}_proj.weight": f"{ours}.qkv.weight[{i}]" for i, part in enumerate("qkv")}
-    names |= {f"{theirs}.mlp.{part}_proj.weight": f"{ours}.mlp.gate_up.weight[{i}]" for i, part in enumerate(("gate", "up"))}
-    return names
 
 
 def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
@@ -84,11 +72,9 @@ def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
     table["decoder.pre_transformer.norm.weight"] = "decoder.transformer.norm.weight"
     for i in range(decoder.transformer.layers):
         theirs, ours = f"decoder.pre_transformer.layers.{i}", f"decoder.transformer.layers.{i}"
-        table |= _attention(theirs, ours)
+        table |= _attention(theirs, ours) | gate_up(theirs, ours)
         table[f"{theirs}.input_layernorm.weight"] = f"{ours}.attention_norm.weight"
         table[f"{theirs}.post_attention_layernorm.weight"] = f"{ours}.mlp_norm.weight"
-        table[f"{theirs}.mlp.gate_proj.weight"] = f"{ours}.mlp.gate_up.weight[0]"
-        table[f"{theirs}.mlp.up_proj.weight"] = f"{ours}.mlp.gate_up.weight[1]"
         table[f"{theirs}.mlp.down_proj.weight"] = f"{ours}.mlp.down.weight"
     for i in range(len(decoder.ratios)):
         theirs, ours = f"decoder.upsample.{i}", f"decoder.upsample.{i}"
@@ -147,10 +133,7 @@ def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
 
 def _attention(theirs: str, ours: str) -> dict[str, str]:
     """What the layers of both transformers of the codec have in common."""
-    return {
-        f"{theirs}.self_attn.q_proj.weight": f"{ours}.qkv.weight[0]",
-        f"{theirs}.self_attn.k_proj.weight": f"{ours}.qkv.weight[1]",
-        f"{theirs}.self_attn.v_proj.weight": f"{ours}.qkv.weight[2]",
+    return qkv(theirs, ours) | {
         f"{theirs}.self_attn.o_proj.weight": f"{ours}.out.weight",
         f"{theirs}.self_attn_layer_scale.scale": f"{ours}.attention_scale",
         f"{theirs}.mlp_layer_scale.scale": f"{ours}.mlp_scale",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zoo.nn.names import decoder_block
 from zoo.voxcpm2.config import Config, VaeConfig
 
 BOUNDARIES = "decoder.sr_bin_boundaries"  # int32 in the VAE's file; the config states them too
@@ -38,20 +39,8 @@ def root(config: Config) -> dict[str, str]:
 def _stack(theirs: str, ours: str, layers: int) -> dict[str, str]:
     table = {f"{theirs}.norm.weight": f"{ours}.norm.weight"}
     for i in range(layers):
-        table |= _block(f"{theirs}.layers.{i}", f"{ours}.layers.{i}")
+        table |= decoder_block(f"{theirs}.layers.{i}", f"{ours}.layers.{i}", has_qk_norm=False)
     return table
-
-
-def _block(theirs: str, ours: str) -> dict[str, str]:
-    pairs = {
-        "input_layernorm": "norm",
-        "post_attention_layernorm": "mlp_norm",
-        "self_attn.o_proj": "out",
-        "mlp.down_proj": "mlp.down",
-    }
-    names = {f"{theirs}.{a}.weight": f"{ours}.{b}.weight" for a, b in pairs.items()}
-    names |= {f"{theirs}.self_attn.{part}_proj.weight": f"{ours}.qkv.weight[{i}]" for i, part in enumerate("qkv")}
-    return names | {f"{theirs}.mlp.{part}_proj.weight": f"{ours}.mlp.gate_up.weight[{i}]" for i, part in enumerate(("gate", "up"))}
 
 
 def vae(config: VaeConfig) -> dict[str, str]:
