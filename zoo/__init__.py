@@ -53,7 +53,7 @@ def families() -> dict[str, FamilyFolder]:
 
 def find(directory: str | Path) -> tuple[FamilyFolder, Path]:
     """The family that claims a model directory. Raises ValueError."""
-    from zoo.nn.checkpoint import read_json
+    from zoo.nn.json_files import read_json
 
     path = Path(directory)
     if not path.is_dir():

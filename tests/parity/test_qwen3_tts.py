@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import zoo
 from zoo.contract import Batch, Request
-from zoo.nn.checkpoint import read_json
+from zoo.nn.json_files import read_json
 from zoo.nn.rope import rope_table, rotate
 
 HERE = Path(__file__).parent / "qwen3_tts"

@@ -26,10 +26,10 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> HiggsV3:
     from zoo.higgs_v3.clone import Cloner
     from zoo.higgs_v3.model import HiggsV3
     from zoo.higgs_v3.prompt import PromptWriter
-    from zoo.nn import checkpoint
+    from zoo.nn import checkpoint, tensor_files
 
     config, spec = describe(directory)
-    if any(name.startswith(("audio_embedding.", "audio_head.")) for name in checkpoint.names(directory)):
+    if any(name.startswith(("audio_embedding.", "audio_head.")) for name in tensor_files.contents(directory)):
         raise ValueError(
             f"{directory} names its tensors as fine-tuning tools do (audio_embedding.*, model.*), and has no codec; needed are the "
             "published names (body.*, tied.embedding.*)"
@@ -61,7 +61,7 @@ def describe(directory: Path):
     from zoo.higgs_v3.config import MAX_ROWS, SAMPLE_RATE_HZ, Config
     from zoo.higgs_v3.prompt import HINTS, OPTIONS, VOICE
     from zoo.higgs_v3.strategy import WINDOW
-    from zoo.nn.checkpoint import read_json
+    from zoo.nn.json_files import read_json
 
     config = Config.read(read_json(directory / "config.json"))
     spec = Spec(

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from zoo.higgs_v3.clone import Cloner, EncodedReference
 from zoo.higgs_v3.config import Config
 from zoo.higgs_v3.vocabulary import CONTROL_TAGS
-from zoo.nn.checkpoint import read_json
+from zoo.nn.json_files import read_json
 from zoo.request import Option, Request, RequestError, sampling_options
 
 ROW = -1  # stands for a row of the reference

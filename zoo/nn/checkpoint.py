@@ -1,101 +1,76 @@
 """Strict loading: a module built on `meta`, a table of names, the published files.
 
-A table maps each published name to ours: `{"talker.model.norm.weight": "norm.weight"}`. `"qkv.weight[1]"` is the second part of a
-`FusedLinear`. Every tensor of the module must be in the table and every tensor of the files too: nothing is guessed, nothing left over.
+A table maps each published name to ours: `{"talker.model.norm.weight": "norm.weight"}`. `"qkv.weight[1]"` is
+the second part of a `Parted` tensor. Every tensor of the module must be in the table and every tensor of the
+files too: nothing is guessed, nothing left over.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from zoo.nn.linear import Parted
+from zoo.nn.tensor_files import Header, TensorFile, contents, open_file
+
 Table = Mapping[str, str]
+Shape = tuple[int, ...]
+FLOATS = ("float32", "bfloat16", "float16")
+MAX_PROBLEMS = 8  # that one error names
 _PART = re.compile(r"(.+)\[(\d+)\]$")
 
 
-def read_json(path: Path) -> dict:
-    """Raises ValueError with the path if the file is absent or is not a JSON object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return value
+class Expected(NamedTuple):
+    shape: Shape
+    dtypes: tuple[str, ...] = FLOATS
 
 
-def published(module: nn.Module, table: Table) -> dict[str, tuple[int, ...]]:
+def published(module: nn.Module, table: Table) -> dict[str, Shape]:
     """The files' side of the table: published name -> shape. The module may be on `meta`."""
-    tensors = _tensors(module)
-    shapes, covered = {}, set()
-    for theirs, ours in table.items():
-        name, part = _split(ours)
-        shape = tuple(tensors[name].shape)
-        if part is not None:
-            shape = (_parts(module, name)[part], *shape[1:])
-        shapes[theirs] = shape
-        covered.add(name)
-    assert covered == set(tensors), f"not in the table: {sorted(set(tensors) - covered)}"
-    return shapes
-
-
-def names(directory: Path) -> set[str]:
-    """Of all tensors in the files. Raises ValueError."""
-    return set(_files(directory))
+    return {name: expected.shape for name, expected in _expected(module, table).items()}
 
 
 def load(
     module: nn.Module,
     table: Table,
-    directory: Path,
+    source: Path,
     device: torch.device,
     dtype: torch.dtype,
     skip: str | None = None,
     fp32: str | None = None,
     optional: frozenset[str] = frozenset(),
 ) -> None:
-    """Fill a module that was built on `meta`, from model.safetensors, its shards, or pytorch_model.bin where there is neither. Names and
-    shapes are checked before a byte is read.
+    """Fill a module that was built on `meta`, one tensor at a time.
 
-    skip: a submodule whose tensors are checked but not read (it stays on `meta`). fp32: a submodule that is float32 whatever `dtype` is.
-    optional: published names that the files may lack. Raises ValueError that names what is wrong.
+    Names, shapes and dtypes are checked before any value is read. Floats become `dtype`; integers stay what
+    they are. Raises ValueError that names what is wrong.
+
+    source: a directory, an index of shards, or one file (see `tensor_files`).
+    skip: a submodule whose tensors are checked but not read; it stays on `meta`.
+    fp32: a submodule that is float32 whatever `dtype` is.
+    optional: published names, of what is skipped, that the files may lack.
     """
-    found = _files(directory)
-    shapes = published(module, table)
-    expected = {name: shape for name, shape in shapes.items() if name not in optional or name in found}
-    _check(expected, {name: shape for name, (shape, _) in found.items()}, directory)
-    _fill(module, table, lambda name: found[name][1](), device, dtype, skip, fp32)
+    found = contents(source)
+    expected = _expected(module, table)
+    for name in optional - found.keys():
+        del expected[name]
+    _check(expected, found, source)
+    wanted = {theirs: ours for theirs, ours in table.items() if not _is_in(ours, skip)}
+    _allocate(module, wanted, device, dtype, fp32)
+    for path in dict.fromkeys(header.path for header in found.values()):
+        inside = {theirs: ours for theirs, ours in wanted.items() if found[theirs].path == path}
+        file = open_file(path)
+        _fill(module, inside, file.read, path)
+        del file  # before the next one is opened: what was read of it leaves memory with it
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one file: safetensors, or a PyTorch pickle of tensors, by themselves or as its `state_dict`. Raises ValueError."""
-    if not path.exists():
-        raise ValueError(f"{path} does not exist")
-    if path.suffix == ".safetensors":
-        handle = _open(path)
-        return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{path} is not a whole PyTorch file ({reason}): it may have been cut short; copy it again") from None
-    found = found.get("state_dict", found) if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"{path} does not hold tensors by name")
-    return found
-
-
-def weight_normed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape, each convolution's `weight` replaced by the two that weight norm makes of it: `weight_g`, its size, and `weight_v`."""
-    split: dict[str, tuple[int, ...]] = {}
+def weight_normed(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Name -> shape, each convolution's `weight` replaced by the two that weight norm makes of it: `weight_g`
+    (its size) and `weight_v`."""
+    split: dict[str, Shape] = {}
     for name, shape in shapes.items():
         if name.endswith(".weight") and len(shape) == 3:
             split |= {f"{name}_g": (shape[0], 1, 1), f"{name}_v": shape}
@@ -104,64 +79,90 @@ def weight_normed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
     return split
 
 
-def load_weight_normed(module: nn.Module, table: Table, tensors: Mapping[str, Tensor], path: Path, device: torch.device) -> None:
-    """As `load`, in fp32, from tensors that were read from `path`, whose convolutions are weight-normed over all axes but the first.
-
-    Both ways to write that down are read: weight_g and weight_v, and the parametrizations of newer releases of PyTorch.
-    """
-    newer = (("parametrizations.weight.original0", "weight_g"), ("parametrizations.weight.original1", "weight_v"))
-    found = {}
-    for name, value in tensors.items():
-        for theirs, ours in newer:
-            name = name.replace(theirs, ours)
-        found[name] = value
-    _check(weight_normed(published(module, table)), {name: tuple(value.shape) for name, value in found.items()}, path)
-
-    def fold(name: str) -> Tensor:
-        if name in found:
-            return found[name]
-        size, direction = found[f"{name}_g"].float(), found[f"{name}_v"].float()
-        return direction * (size / direction.flatten(1).norm(dim=1)[:, None, None])
-
-    _fill(module, table, fold, device, torch.float32)
-
-
-def _fill(
+def load_weight_normed(
     module: nn.Module,
     table: Table,
-    get: Callable[[str], Tensor],
+    file: TensorFile,
     device: torch.device,
-    dtype: torch.dtype,
-    skip: str | None = None,
-    fp32: str | None = None,
+    beside: frozenset[str] = frozenset(),
 ) -> None:
-    tensors = _tensors(module)
-    wanted = {name for name in tensors if skip is None or not name.startswith(skip + ".")}
-    for name in wanted:
-        kept = torch.float32 if fp32 is not None and name.startswith(fp32 + ".") else dtype
-        _place(module, name, torch.empty(tensors[name].shape, dtype=kept, device=device))
-    tensors = _tensors(module)
-    for theirs, ours in table.items():
-        name, part = _split(ours)
-        if name not in wanted:
-            continue
-        target = tensors[name]
-        if part is not None:
-            target = target.split(_parts(module, name))[part]
-        target.copy_(get(theirs))
+    """As `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the first.
+
+    Both ways to write that down are read: weight_g and weight_v, and the parametrizations of newer releases
+    of PyTorch. beside: names in the file that are no weights of the module; the caller reads them.
+    """
+    names = {_older(name): name for name in file.headers if name not in beside}
+    found = {older: file.headers[name] for older, name in names.items()}
+    shapes = weight_normed(published(module, table))
+    _check({name: Expected(shape) for name, shape in shapes.items()}, found, file.path)
+
+    def read(name: str) -> Tensor:
+        if name in names:
+            return file.read(names[name])
+        size, direction = (file.read(names[f"{name}_{part}"]).float() for part in "gv")
+        return direction * (size / direction.flatten(1).norm(dim=1)[:, None, None])
+
+    _allocate(module, table, device, torch.float32)
+    _fill(module, table, read, file.path)
+
+
+def _older(name: str) -> str:
+    """A weight-normed tensor's name from before it was called a parametrization."""
+    for newer, older in (("original0", "weight_g"), ("original1", "weight_v")):
+        name = name.replace(f"parametrizations.weight.{newer}", older)
+    return name
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.data for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
-def _split(ours: str) -> tuple[str, int | None]:
+def _expected(module: nn.Module, table: Table) -> dict[str, Expected]:
+    tensors = _tensors(module)
+    missing = [name for name in tensors if not _is_covered(module, name, set(table.values()))]
+    assert not missing, f"not in the table: {sorted(missing)}"
+    expected = {}
+    for theirs, ours in table.items():
+        tensor = _view(module, tensors, ours)
+        dtypes = FLOATS if tensor.is_floating_point() else (str(tensor.dtype).removeprefix("torch."),)
+        expected[theirs] = Expected(tuple(tensor.shape), dtypes)
+    return expected
+
+
+def _is_covered(module: nn.Module, name: str, named: set[str]) -> bool:
+    """Whether a table names one of our tensors: as a whole, or every part of it."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    if name in named or not isinstance(owner, Parted):
+        return name in named
+    return all(f"{name}[{i}]" in named for i in range(len(owner.parts)))
+
+
+def _view(module: nn.Module, tensors: Mapping[str, Tensor], ours: str) -> Tensor:
+    """The tensor, or the part of one, that an entry of a table means."""
     match = _PART.match(ours)
-    return (match[1], int(match[2])) if match else (ours, None)
+    if match is None:
+        return tensors[ours]
+    owner = module.get_submodule(match[1].rpartition(".")[0])
+    assert isinstance(owner, Parted), f"{ours}: a {type(owner).__name__} has no parts"
+    return tensors[match[1]].split(owner.parts)[int(match[2])]
 
 
-def _parts(module: nn.Module, name: str) -> tuple[int, ...]:
-    return module.get_submodule(name.rpartition(".")[0]).parts  # type: ignore[return-value]
+def _is_in(name: str, submodule: str | None) -> bool:
+    return submodule is not None and name.startswith(f"{submodule}.")
+
+
+def _allocate(
+    module: nn.Module, wanted: Table, device: torch.device, dtype: torch.dtype, fp32: str | None = None
+) -> None:
+    """Replace what is on `meta` by memory that is not yet filled."""
+    names = {_PART.sub(r"\1", ours) for ours in wanted.values()}
+    for name, tensor in _tensors(module).items():
+        if name not in names:
+            continue
+        kept = tensor.dtype
+        if tensor.is_floating_point():
+            kept = torch.float32 if _is_in(name, fp32) else dtype
+        _place(module, name, torch.empty(tensor.shape, dtype=kept, device=device))
 
 
 def _place(module: nn.Module, name: str, value: Tensor) -> None:
@@ -173,40 +174,37 @@ def _place(module: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[leaf] = value
 
 
-def _files(directory: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
-    """Tensor name -> its shape, and what reads it."""
-    index, pickle = directory / "model.safetensors.index.json", directory / "pytorch_model.bin"
-    if pickle.exists() and not index.exists() and not (directory / "model.safetensors").exists():
-        return {name: (tuple(tensor.shape), partial(Tensor.detach, tensor)) for name, tensor in read_tensors(pickle).items()}
-    if index.exists():
-        names = sorted(set(read_json(index)["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    found: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]] = {}
-    for path in (directory / name for name in names):
-        if not path.exists():
-            raise ValueError(f"{path} does not exist")
-        handle = _open(path)
-        for name in handle.keys():  # noqa: SIM118 (no mapping)
-            found[name] = (tuple(handle.get_slice(name).get_shape()), partial(handle.get_tensor, name))
-    return found
+def _fill(module: nn.Module, wanted: Table, read: Callable[[str], Tensor], path: Path) -> None:
+    """Raises ValueError for a tensor that is not finite."""
+    tensors = _tensors(module)
+    for theirs, ours in wanted.items():
+        target = _view(module, tensors, ours)
+        target.copy_(read(theirs))
+        if not _is_finite(target):  # looked for in what was written, since that lies where the device is fast
+            what = f"{theirs} holds NaN or infinity as {target.dtype}"
+            raise ValueError(f"{path}: {what}; weights must be finite")
 
 
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}): it may have been cut short; copy it again") from None
+def _is_finite(tensor: Tensor) -> bool:
+    """By the least and the greatest value, of which either is NaN where any value is: one pass, and unlike
+    `isfinite` no tensors in between."""
+    if tensor.numel() == 0:
+        return True
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
-def _check(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: Path) -> None:
-    problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
-    problems += [f"unknown {name} {list(found[name])}" for name in found if name not in expected]
-    problems += [
-        f"{name} has shape {list(found[name])}, expected {list(expected[name])}"
-        for name in expected
-        if name in found and found[name] != expected[name]
-    ]
+def _check(expected: Mapping[str, Expected], found: Mapping[str, Header], where: Path) -> None:
+    problems = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in found]
+    problems += [f"unknown {name} {list(found[name].shape)}" for name in found if name not in expected]
+    for name, (shape, dtypes) in expected.items():
+        if name not in found:
+            continue
+        header = found[name]
+        if header.shape != shape:
+            problems.append(f"{name} has shape {list(header.shape)}, expected {list(shape)}")
+        if header.dtype not in dtypes:
+            problems.append(f"{name} is {header.dtype}, expected {' or '.join(dtypes)}")
     if problems:
-        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
-        raise ValueError(f"{where} does not hold the tensors its config promises: {'; '.join(problems[:8])}{more}")
+        more = f" (and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
+        named = "; ".join(problems[:MAX_PROBLEMS])
+        raise ValueError(f"{where} does not hold the tensors its config promises: {named}{more}")

@@ -5,24 +5,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class FusedLinear(nn.Module):
-    """y_0, y_1, ... = x W_0^T, x W_1^T, ...: one read of x, one kernel. The checkpoint keeps the parts apart (see `checkpoint`)."""
+class Parted(nn.Module):
+    """Its tensors are several of the checkpoint's, one below the other: `parts` rows of each."""
 
-    def __init__(self, width: int, parts: tuple[int, ...]):
+    def __init__(self, parts: tuple[int, ...]):
         super().__init__()
         self.parts = parts
+
+
+class FusedLinear(Parted):
+    """y_0, y_1, ... = x W_0^T, x W_1^T, ...: one read of x, one kernel."""
+
+    def __init__(self, width: int, parts: tuple[int, ...]):
+        super().__init__(parts)
         self.weight = nn.Parameter(torch.empty(sum(parts), width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return F.linear(x, self.weight).split(self.parts, -1)
 
 
-class Tables(nn.Module):
+class Tables(Parted):
     """Equal tables one above the other: embeddings that are chosen by index."""
 
     def __init__(self, count: int, rows: int, width: int):
-        super().__init__()
-        self.parts = (rows,) * count
+        super().__init__((rows,) * count)
         self.weight = nn.Parameter(torch.empty(count * rows, width))
 
     def forward(self, index: Tensor) -> Tensor:

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.nn.linear import Parted
+
 MIN_USAGE = 1e-5
 
 
-class SplitVQ(nn.Module):
+class SplitVQ(Parted):
     """Residual vector quantisation in two branches that read the same latent: the first codebook alone ("semantic"), and the others, each
     of which quantises what the one before left over. A branch has its own way in (width -> dim) and out (dim -> width).
 
@@ -20,8 +22,7 @@ class SplitVQ(nn.Module):
     half_square: Tensor  # [K, V], half the squared length of each row
 
     def __init__(self, codebooks: int, used: int, size: int, dim: int, width: int):
-        super().__init__()
-        self.parts = (size,) * codebooks  # the checkpoint keeps the codebooks apart
+        super().__init__((size,) * codebooks)  # the checkpoint keeps the codebooks apart
         self.sums = nn.Parameter(torch.empty(codebooks * size, dim))
         self.usage = nn.Parameter(torch.empty(codebooks * size))
         self.first_in = nn.Conv1d(width, dim, 1, bias=False)

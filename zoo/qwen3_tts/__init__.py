@@ -60,7 +60,7 @@ def describe(directory: Path):
     import torch
 
     from zoo.contract import KV, Spec
-    from zoo.nn.checkpoint import read_json
+    from zoo.nn.json_files import read_json
     from zoo.qwen3_tts.clone import reference_s
     from zoo.qwen3_tts.codec import DecoderConfig
     from zoo.qwen3_tts.config import Config, Defaults

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from zoo.nn.tensor_files import TensorFile
     from zoo.voxcpm2.model import VoxCPM2
 
 NAME = "voxcpm2"
@@ -22,9 +23,7 @@ def claims(config: dict[str, Any]) -> bool:
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype) -> VoxCPM2:
     """The family with its weights: the nets in `dtype`, the VAE in fp32. Raises ValueError that names what is wrong."""
-    import torch
-
-    from zoo.nn import checkpoint
+    from zoo.nn import checkpoint, tensor_files
     from zoo.voxcpm2 import weights
     from zoo.voxcpm2.clone import Cloner
     from zoo.voxcpm2.model import VoxCPM2
@@ -34,14 +33,21 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> VoxCPM2:
     net, vae = build(config)
     checkpoint.load(net, weights.root(config), directory, device, dtype)
     net.prepare()
-    path = vae_file(directory)
-    tensors = checkpoint.read_tensors(path)
-    boundaries = tensors.pop(weights.BOUNDARIES, torch.empty(0)).tolist()
-    if tuple(boundaries) != config.vae.boundaries:
-        raise ValueError(f"{path} has {weights.BOUNDARIES} {boundaries}, but config.json says {list(config.vae.boundaries)}")
-    checkpoint.load_weight_normed(vae, weights.vae(config.vae), tensors, path, device)
+    file = tensor_files.open_file(vae_file(directory))
+    check_boundaries(file, config.vae.boundaries)
+    beside = frozenset({weights.BOUNDARIES})
+    checkpoint.load_weight_normed(vae, weights.vae(config.vae), file, device, beside)
     writer = PromptWriter(config, directory, Cloner(config, vae, net.rows, device, dtype))
     return VoxCPM2(config, spec, net, vae, writer).eval().requires_grad_(False)
+
+
+def check_boundaries(file: TensorFile, boundaries: tuple[int, ...]) -> None:
+    """Raises ValueError where the VAE's file and the config name different sample rates."""
+    from zoo.voxcpm2.weights import BOUNDARIES
+
+    found = file.read(BOUNDARIES).tolist() if BOUNDARIES in file.headers else []
+    if tuple(found) != boundaries:
+        raise ValueError(f"{file.path} has {BOUNDARIES} {found}, but config.json says {list(boundaries)}")
 
 
 def vae_file(directory: Path) -> Path:
@@ -70,7 +76,7 @@ def describe(directory: Path, dtype=None):
     import torch
 
     from zoo.contract import KV, Spec
-    from zoo.nn.checkpoint import read_json
+    from zoo.nn.json_files import read_json
     from zoo.voxcpm2.clone import reference_s
     from zoo.voxcpm2.config import Config
     from zoo.voxcpm2.model import MAX_PATCHES

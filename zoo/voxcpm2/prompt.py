@@ -22,7 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from zoo.nn.checkpoint import read_json
+from zoo.nn.json_files import read_json
 from zoo.request import Option, Request, RequestError
 from zoo.voxcpm2.clone import Cloner, EncodedReference
 from zoo.voxcpm2.config import Config

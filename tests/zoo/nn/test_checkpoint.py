@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zoo.nn.checkpoint import load, published, read_json
+from zoo.nn.checkpoint import load, published
+from zoo.nn.json_files import read_json
 from zoo.nn.linear import FusedLinear, Tables
 
 CPU = torch.device("cpu")
@@ -48,6 +46,12 @@ class Model(nn.Module):
         self.out = nn.Linear(4, 3)
         self.encoder = nn.Linear(2, 2, bias=False)
         self.register_buffer("flag", torch.zeros(1))
+
+
+@pytest.mark.parametrize("forgotten", ["qkv.weight[1]", "tables.weight[1]"])
+def test_a_part_that_the_table_forgets_would_stay_unfilled(forgotten, model):
+    with pytest.raises(AssertionError, match="not in the table"):
+        published(model, {theirs: ours for theirs, ours in TABLE.items() if ours != forgotten})
 
 
 @pytest.fixture
@@ -88,9 +92,57 @@ def test_everything_is_filled(model, tensors, tmp_path):
 
 
 def test_the_files_dtype_gives_way_to_the_one_asked_for(model, tensors, tmp_path):
-    save_file({name: tensor.double() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     load(model, TABLE, tmp_path, CPU, torch.bfloat16)
-    assert torch.equal(model.out.weight, tensors["out.weight"].bfloat16())
+    assert torch.equal(model.out.weight, tensors["out.weight"].half().bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_a_dtype_that_nobody_publishes(dtype, model, tensors, tmp_path):
+    save_file(tensors | {"out.bias": torch.zeros(3, dtype=dtype)}, tmp_path / "model.safetensors")
+    named = "F8_E4M3" if dtype == torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"out.bias is {named}, expected float32 or bfloat16 or float16$"):
+        load(model, TABLE, tmp_path, CPU, torch.float32)
+    assert model.out.bias.is_meta
+
+
+def test_a_buffer_of_integers_is_read_as_what_it_is(tmp_path):
+    with torch.device("meta"):
+        norm = nn.BatchNorm1d(2, affine=False)
+    table = {name: name for name in ("running_mean", "running_var", "num_batches_tracked")}
+    tensors = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
+    tensors["num_batches_tracked"] = torch.tensor(1 << 40)
+    save_file(tensors, tmp_path / "model.safetensors")
+    load(norm, table, tmp_path, CPU, torch.bfloat16)
+    assert norm.num_batches_tracked.item() == 1 << 40 and norm.running_var.dtype == torch.bfloat16
+    save_file(tensors | {"num_batches_tracked": torch.tensor(1.0)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="num_batches_tracked is float32, expected int64"):
+        load(norm, table, tmp_path, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("where", [0, 7, -1])
+def test_a_weight_that_is_not_finite(value, dtype, where, model, tensors, tmp_path):
+    tensors["attn.q.weight"].view(-1)[where] = value
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"safetensors: attn.q.weight holds NaN or infinity as torch.float32"):
+        load(model, TABLE, tmp_path, CPU, torch.float32)
+
+
+def test_a_value_that_only_the_model_cannot_hold(model, tensors, tmp_path):
+    tensors["out.bias"][1] = 3.4e38
+    save_file(tensors, tmp_path / "model.safetensors")
+    load(model, TABLE, tmp_path, CPU, torch.float32)
+    with pytest.raises(ValueError, match=r"out.bias holds NaN or infinity as torch.bfloat16"):
+        load(model, TABLE, tmp_path, CPU, torch.bfloat16)
+
+
+def test_a_tensor_without_values(tmp_path):
+    empty = nn.ParameterDict({"rows": torch.empty(2, 0, device="meta")})
+    save_file({"rows": torch.zeros(2, 0)}, tmp_path / "model.safetensors")
+    load(empty, {"rows": "rows"}, tmp_path, CPU, torch.float32)
+    assert empty.rows.shape == (2, 0) and not empty.rows.is_meta
 
 
 def test_a_submodule_may_be_skipped_but_is_checked(model, tensors, tmp_path):
@@ -130,34 +182,6 @@ def test_a_file_that_was_cut_short(kept, model, tensors, tmp_path):
     save_file(tensors, path)
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match=r"is not a whole safetensors file .*it may have been cut short; copy it again"):
-        load(model, TABLE, tmp_path, CPU, torch.float32)
-
-
-def sharded(tensors: dict[str, Tensor], directory: Path) -> None:
-    names = list(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[:4], "model-00002-of-00002.safetensors": names[4:]}
-    for shard, inside in shards.items():
-        save_file({name: tensors[name] for name in inside}, directory / shard)
-    index = {"metadata": {}, "weight_map": {name: shard for shard, inside in shards.items() for name in inside}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def test_shards(model, tensors, tmp_path):
-    sharded(tensors, tmp_path)
-    load(model, TABLE, tmp_path, CPU, torch.float32)
-    assert torch.equal(model.qkv.weight, torch.cat([tensors[f"attn.{part}.weight"] for part in "qkv"]))
-    assert torch.equal(model.out.bias, tensors["out.bias"])
-
-
-def test_a_missing_shard_is_named(model, tensors, tmp_path):
-    sharded(tensors, tmp_path)
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors does not exist"):
-        load(model, TABLE, tmp_path, CPU, torch.float32)
-
-
-def test_no_file_at_all(model, tmp_path):
-    with pytest.raises(ValueError, match=r"model.safetensors does not exist"):
         load(model, TABLE, tmp_path, CPU, torch.float32)
 
 

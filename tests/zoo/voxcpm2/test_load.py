@@ -179,7 +179,9 @@ def test_a_vae_that_was_cut_short(copied):
     path.write_bytes(b"")
     refused(copied, "audiovae.pth is not a whole PyTorch file")
     torch.save({"state_dict": {"decoder": [1, 2]}}, path)
-    refused(copied, "audiovae.pth does not hold tensors by name")
+    refused(copied, "audiovae.pth does not hold tensors by name: 'decoder' is a list")
+    torch.save({"state_dict": vae_tensors() | {"step": np.float64(1)}}, path)
+    refused(copied, r"audiovae.pth holds more than tensors \(numpy\._?core\.multiarray\.scalar\); only")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""Load DIRECTORY in a process of its own -> how far memory went beyond the model's own, in bytes.
+
+As a program: `VmHWM`, the most that was ever resident, is a figure of a whole process, mapped files included.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zoo.nn.checkpoint import load
+
+NUM_SHARDS, NUM_TENSORS, ROWS = 4, 4, 2048  # 64 MB a shard, 16 MB a tensor
+
+
+def build() -> nn.ModuleList:
+    with torch.device("meta"):
+        return nn.ModuleList(nn.Linear(ROWS, ROWS, bias=False) for _ in range(NUM_SHARDS * NUM_TENSORS))
+
+
+def table() -> dict[str, str]:
+    return {f"layers.{i}.weight": f"{i}.weight" for i in range(NUM_SHARDS * NUM_TENSORS)}
+
+
+def status_bytes(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found, field
+    return int(found[1]) << 10
+
+
+def measure(directory: Path) -> int:
+    torch.stack(
+        torch.ones(2).copy_(torch.zeros(2)).aminmax()
+    ).isfinite().all()  # the code is there before we look
+    model, before = build(), status_bytes("VmRSS")
+    load(model, table(), directory, torch.device("cpu"), torch.float32)
+    own = sum(tensor.nbytes for tensor in model.parameters())
+    return status_bytes("VmHWM") - before - own
+
+
+if __name__ == "__main__":
+    print(measure(Path(sys.argv[1])))

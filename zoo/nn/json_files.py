@@ -1,0 +1,23 @@
+"""The JSON files beside a model's weights."""
+
+import json
+from pathlib import Path
+
+
+def read_json(path: Path) -> dict:
+    """Raises ValueError with the path if the file is absent or is not a JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+def read_config(directory: Path) -> dict:
+    """A model's config.json; {} where there is none, as some families have it. Raises ValueError."""
+    path = directory / "config.json"
+    return read_json(path) if path.exists() else {}

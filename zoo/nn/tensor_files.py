@@ -1,0 +1,168 @@
+"""The tensors of published files: safetensors, PyTorch pickles, ONNX; a file alone, or shards with an index.
+
+Names, shapes and dtypes are read first. Values are read later, one tensor at a time, from a file that is
+mapped into memory for as long as its `TensorFile` lives.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from zoo.nn import onnx_file
+from zoo.nn.json_files import read_json
+
+INDEX = ".index.json"
+MAIN_FILES = (  # of a directory; the first that is there
+    f"model.safetensors{INDEX}",
+    "model.safetensors",
+    f"pytorch_model.bin{INDEX}",
+    "pytorch_model.bin",
+)
+# Those of safetensors' names that are not torch's; another dtype keeps its name there: F8_E4M3.
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+ZIP = b"PK\x03\x04"  # how a pickle of PyTorch 1.6 or newer begins; an older one cannot be mapped
+
+
+class Header(NamedTuple):
+    """What a file says of a tensor, its values aside."""
+
+    shape: tuple[int, ...]
+    dtype: str  # in torch's words
+    path: Path
+
+
+class TensorFile(NamedTuple):
+    path: Path
+    headers: dict[str, Header]
+    read: Callable[[str], Tensor]
+
+
+def contents(source: Path) -> dict[str, Header]:
+    """Of all tensors of a directory's main file, of an index's shards, or of one file. Raises ValueError."""
+    if source.is_dir():
+        source = _main_file(source)
+    if not source.name.endswith(INDEX):
+        return open_file(source).headers
+    found: dict[str, Header] = {}
+    for shard, names in _shards(source).items():
+        headers = open_file(source.parent / shard).headers
+        for name in headers:
+            if name in found:
+                first = found[name].path.name
+                raise ValueError(f"{source}: {name} is in two shards, {first} and {shard}; it must be in one")
+        for name in names:
+            if name not in headers:
+                raise ValueError(f"{source} puts {name} into {shard}, which lacks it")
+        found |= headers
+    return found
+
+
+def open_file(path: Path) -> TensorFile:
+    """Map one file and read its headers. Raises ValueError."""
+    if path.suffix not in _OPENERS:
+        raise ValueError(f"{path} is of no known format; known: {', '.join(_OPENERS)}")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    return _OPENERS[path.suffix](path)
+
+
+def read_pickle(path: Path) -> Any:
+    """Tensors, numbers and text in dicts and lists, on the CPU, mapped where the file can be.
+
+    Raises ValueError for anything else in it, which is not made: to unpickle an object is to run its code.
+    """
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(len(ZIP)) == ZIP
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # a pickle is a program: a damaged one raises whatever its steps may raise
+        beside = re.search(r"GLOBAL (\S+)|TorchScript archives", str(error))
+        if beside:
+            what = beside[1] or beside[0]
+            raise ValueError(f"{path} holds more than tensors ({what}); only tensors are read") from None
+        reason = re.split(r"\. |\n", str(error))[0] or type(error).__name__
+        advice = "it may have been cut short; copy it again"
+        raise ValueError(f"{path} is not a whole PyTorch file ({reason}): {advice}") from None
+
+
+def _open_safetensors(path: Path) -> TensorFile:
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        advice = "it may have been cut short; copy it again"
+        raise ValueError(f"{path} is not a whole safetensors file ({error}): {advice}") from None
+    headers = {}
+    for name in file.keys():  # noqa: SIM118 (no mapping)
+        entry = file.get_slice(name)
+        dtype = entry.get_dtype()
+        headers[name] = Header(tuple(entry.get_shape()), DTYPES.get(dtype, dtype), path)
+    return TensorFile(path, headers, file.get_tensor)
+
+
+def _open_pickle(path: Path) -> TensorFile:
+    """Of tensors by name, by themselves or as a `state_dict`."""
+    tensors = read_pickle(path)
+    if isinstance(tensors, dict):
+        tensors = tensors.get("state_dict", tensors)
+    if not isinstance(tensors, dict):
+        raise ValueError(f"{path} does not hold tensors by name, but a {type(tensors).__name__}")
+    headers = {}
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ValueError(f"{path} does not hold tensors by name: {name!r} is a {type(value).__name__}")
+        headers[name] = Header(tuple(value.shape), str(value.dtype).removeprefix("torch."), path)
+    return TensorFile(path, headers, lambda name: tensors[name].detach())
+
+
+def _open_onnx(path: Path) -> TensorFile:
+    tensors = onnx_file.initializers(path)
+    headers = {name: Header(tensor.shape, tensor.dtype, path) for name, tensor in tensors.items()}
+
+    def read(name: str) -> Tensor:
+        try:
+            return tensors[name].read()
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    return TensorFile(path, headers, read)
+
+
+_OPENERS: dict[str, Callable[[Path], TensorFile]] = {
+    ".safetensors": _open_safetensors,
+    ".pt": _open_pickle,
+    ".pth": _open_pickle,
+    ".bin": _open_pickle,
+    ".onnx": _open_onnx,
+}
+
+
+def _main_file(directory: Path) -> Path:
+    for name in MAIN_FILES:
+        if (directory / name).exists():
+            return directory / name
+    expected = directory / "model.safetensors"
+    raise ValueError(f"{expected} does not exist, nor does any of: {', '.join(MAIN_FILES)}")
+
+
+def _shards(index: Path) -> dict[str, list[str]]:
+    """File name -> the tensors that the index puts there. Raises ValueError."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map; needed is an object of tensor names and file names")
+    shards: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise ValueError(f"{index} puts {name} into {shard!r}; needed is a file name")
+        # By its name, since a cache links its files from elsewhere.
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise ValueError(f"{index} puts {name} into {shard}, which is outside its directory")
+        shards.setdefault(shard, []).append(name)
+    return shards
