@@ -1,4 +1,4 @@
-"""A zoo of speech language models. `load` a directory, `generate` speech.
+"""A zoo of speech language models. `load` one, from a directory or the Hugging Face Hub; `generate` speech.
 
     family = zoo.load("Qwen3-TTS-12Hz-1.7B-CustomVoice")
     speech = zoo.generate(family, zoo.Request(text="Good morning.", voice="vivian"))
@@ -51,29 +51,33 @@ def families() -> dict[str, FamilyFolder]:
     return {name: cast("FamilyFolder", importlib.import_module(f"zoo.{name}")) for name in names}
 
 
-def find(directory: str | Path) -> tuple[FamilyFolder, Path]:
+def find(model: str | Path) -> tuple[FamilyFolder, Path]:
     """The family that claims a model directory. Raises ValueError."""
-    from zoo.nn.json_files import read_json
+    from zoo.nn.json_files import read_config
 
-    path = Path(directory)
+    path = Path(model)
     if not path.is_dir():
-        raise ValueError(f"{path} is not a directory; a model is a directory with config.json and model.safetensors")
-    if not (path / "config.json").exists():
-        raise ValueError(f"{path} is not a model: it has no config.json")
-    config = read_json(path / "config.json")
+        raise ValueError(f"{str(model)!r} is not a directory; a model is a directory")
     known = families()
     for family in known.values():
-        if family.claims(config):
+        if family.claims(path):
             return family, path
-    raise ValueError(f"{path} has model_type {config.get('model_type')!r}; known families: {', '.join(known)}")
+    names = f"known families: {', '.join(known)}"
+    if not (path / "config.json").exists():
+        lacking = "it has no config.json, nor the files of a family without one"
+        raise ValueError(f"{path} is not a model: {lacking}; {names}")
+    raise ValueError(f"{path} has model_type {read_config(path).get('model_type')!r}; {names}")
 
 
-def load(directory: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
-    """A model directory -> its family, with weights. device None: the GPU where there is one; dtype: float32
-    or bfloat16, as torch's or by name; None: bfloat16 on a GPU, float32 on a CPU. Raises ValueError."""
+def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
+    """A model (see `find`) -> its family, with weights. Raises ValueError.
+
+    device None: the GPU where there is one. dtype: float32 or bfloat16, as torch's or by name; None: bfloat16 on a
+    GPU, float32 on a CPU.
+    """
     import torch
 
-    family, path = find(directory)
+    family, path = find(model)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(device)
@@ -89,11 +93,11 @@ def load(directory: str | Path, device: str | None = None, dtype: str | torch.dt
     return family.load(path, where, getattr(torch, name))
 
 
-def inspect(directory: str | Path) -> dict[str, Any]:
-    """What a model directory holds, without loading its weights. Raises ValueError."""
+def inspect(model: str | Path) -> dict[str, Any]:
+    """What a model (see `find`) is, without loading its weights. Raises ValueError."""
     import torch
 
-    family, path = find(directory)
+    family, path = find(model)
     spec, parameters = family.survey(path)
     token_bytes = spec.kv.token_bytes(torch.bfloat16)
     return {

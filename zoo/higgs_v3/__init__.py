@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 NAME = "higgs_v3"
 
 
-def claims(config: dict[str, Any]) -> bool:
-    """Whether this family reads a directory whose config.json is `config`."""
-    from zoo.higgs_v3.config import CODEC_ALONE, MODEL, V2  # what is claimed beside the model is claimed to be refused by name
+def claims(path: Path) -> bool:
+    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot be read."""
+    from zoo.higgs_v3.config import CODEC_ALONE, MODEL, V2
+    from zoo.nn.json_files import read_config
 
-    return config.get("model_type") in (MODEL, *V2, CODEC_ALONE)
+    refused = (*V2, CODEC_ALONE)  # they are claimed too, to be refused by name
+    return read_config(path).get("model_type") in (MODEL, *refused)
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype) -> HiggsV3:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 NAME = "qwen3_tts"
 
 
-def claims(config: dict[str, Any]) -> bool:
-    """Whether this family reads a directory whose config.json is `config`."""
-    known = ("qwen3_tts", "qwen3_tts_tokenizer_12hz", "qwen3_tts_tokenizer_25hz")  # codecs alone are claimed to be refused by name
+def claims(path: Path) -> bool:
+    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot be read."""
+    from zoo.nn.json_files import read_config
+
+    config = read_config(path)
+    # Codecs alone are claimed too, to be refused by name.
+    codecs = ("qwen3_tts_tokenizer_12hz", "qwen3_tts_tokenizer_25hz")
+    known = ("qwen3_tts", *codecs)
     return config.get("model_type") in known or config.get("architectures") == ["Qwen3TTSForConditionalGeneration"]
 
 

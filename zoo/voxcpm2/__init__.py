@@ -4,7 +4,7 @@ See README.md beside this file."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 NAME = "voxcpm2"
 
 
-def claims(config: dict[str, Any]) -> bool:
-    """Whether this family reads a directory whose config.json is `config`. The published one has no model_type."""
-    known = ("voxcpm", "voxcpm2")
-    return str(config.get("architecture", "")).lower() in known or config.get("model_type") in known or "residual_lm_no_rope" in config
+def claims(path: Path) -> bool:
+    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot be read."""
+    from zoo.nn.json_files import read_config
+
+    config = read_config(path)
+    if "residual_lm_no_rope" in config:
+        return True
+    named = (config.get("architecture"), config.get("model_type"))  # the published one has no model_type
+    return any(str(name).lower() in ("voxcpm", "voxcpm2") for name in named)
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype) -> VoxCPM2:

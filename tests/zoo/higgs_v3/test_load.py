@@ -102,8 +102,11 @@ def test_a_config_that_names_no_rope_theta_means_a_million(copied):
 # what is said
 
 
-def test_claims():
-    assert claims({"model_type": "higgs_multimodal_qwen3"}) and not claims({"model_type": "qwen3"}) and not claims({})
+def test_claims(copied):
+    assert claims(copied)
+    for model_type in ("qwen3", None):
+        change(copied / "config.json", model_type=model_type)
+        assert not claims(copied)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,37 @@ def change(file: Path, **values: Any) -> None:
 def test_every_folder_is_a_family():
     assert list(zoo.families()) == [name for name in NAMES if name not in TOYS]
     for module in zoo.families().values():
-        assert not module.claims({"model_type": "llama"})
-    assert zoo.families()["qwen3_tts"].claims({"model_type": "qwen3_tts"})
-    assert zoo.families()["qwen3_tts"].claims({"architectures": ["Qwen3TTSForConditionalGeneration"]})
+        assert all(callable(verb) for verb in (module.claims, module.load, module.survey))
+
+
+@pytest.mark.parametrize(
+    ("config", "claimed_by"),
+    [
+        ({"model_type": "qwen3_tts"}, "qwen3_tts"),
+        ({"architectures": ["Qwen3TTSForConditionalGeneration"]}, "qwen3_tts"),
+        ({"model_type": "higgs_multimodal_qwen3"}, "higgs_v3"),
+        ({"architecture": "voxcpm2"}, "voxcpm2"),
+        ({"model_type": "llama"}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_at_most_one_family_claims_a_directory(config, claimed_by, tmp_path):
+    """By what lies in it; there may be no config.json at all."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    claims = [name for name, module in zoo.families().items() if module.claims(tmp_path)]
+    assert claims == ([claimed_by] if claimed_by else [])
+
+
+def test_a_family_is_found_by_files_other_than_a_config(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "family.yaml").write_text("")
+    family = types.ModuleType("by_its_yaml")
+    family.claims = lambda directory: (directory / "family.yaml").exists()
+    known = zoo.families() | {"by_its_yaml": family}
+    monkeypatch.setattr(zoo, "families", lambda: known)
+    assert zoo.find(tmp_path) == (family, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -104,9 +133,11 @@ def refused(path: Path | str, message: str, **arguments: Any) -> None:
 
 
 def test_what_is_no_model(tmp_path, copied):
-    refused(tmp_path / "nothing", "nothing is not a directory; a model is a directory with config.json and model.safetensors")
-    refused(TINY / "config.json", r"config.json is not a directory")
-    refused(tmp_path, "is not a model: it has no config.json")
+    possible = "a model is a directory"
+    refused(tmp_path / "nothing", f"nothing' is not a directory; {possible}")
+    refused(TINY / "config.json", f"config.json' is not a directory; {possible}")
+    lacking = "it has no config.json, nor the files of a family without one"
+    refused(tmp_path, f"is not a model: {lacking}; known families: .*qwen3_tts")
     (copied / "config.json").write_text("{")
     refused(copied, r"config.json cannot be read: Expecting property name")
 
