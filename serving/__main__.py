@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
+from zoo.hub import local_directory, name_of
+
 if TYPE_CHECKING:
     from serving.http.voices import Voices
     from serving.protocol import AudioClip
@@ -28,7 +30,7 @@ FORMAT_OF = {".wav": "wav", ".mp3": "mp3", ".opus": "opus", ".ogg": "opus", ".aa
 MAX_REFERENCE_S = 60.0
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
-Model = Annotated[str, Option("-m", "--model", help="A model directory.")]
+Model = Annotated[str, Option("-m", "--model", help="A directory, or ORG/NAME on the Hugging Face Hub.")]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one.")]
 VoicesDir = Annotated[
     Path | None, Option(envvar="ZOO_VOICES_DIR", help="Where uploaded voices are kept; speechzoo/voices in your data directory otherwise.")
@@ -44,7 +46,13 @@ ReferencePython = Annotated[
 
 @app.command()
 def serve(
-    models: Annotated[list[str], Argument(metavar="MODEL", help="Model directories; NAME=DIR chooses the id that clients ask for.")],
+    models: Annotated[
+        list[str],
+        Argument(
+            metavar="MODEL",
+            help="Directories, or ORG/NAME on the Hugging Face Hub; NAME=MODEL chooses the id for clients.",
+        ),
+    ],
     host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     device: Device = None,
@@ -126,7 +134,7 @@ def say(
         text = sys.stdin.read()
     if not text.strip():
         raise ValueError("there is no text to say")
-    directory = existing_directory(model)
+    directory = local_directory(model)
 
     import numpy as np
     import torch
@@ -173,15 +181,13 @@ def say(
 
 @app.command()
 def inspect(
-    directory: Annotated[str, Argument(help="A model directory.")],
+    model: Annotated[str, Argument(help="A directory, or ORG/NAME on the Hugging Face Hub.")],
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
-    """What a model directory holds, without loading its weights."""
-    existing_directory(directory)
-
+    """What a model is, without loading its weights."""
     import zoo
 
-    facts = zoo.inspect(directory)
+    facts = zoo.inspect(model)
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -189,7 +195,7 @@ def inspect(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=directory, show_header=False, title_justify="left")
+    table = Table(title=model, show_header=False, title_justify="left")
     for name, value in facts.items():
         table.add_row(name, readable(value))
     Console().print(table)
@@ -214,14 +220,14 @@ def bench(
     """Measure a model on this machine: real-time factor, first audio, audio-s/s, and how near it comes to the hardware's limit."""
     if against not in (None, "reference"):
         raise ValueError(f"--against {against}: possible is: reference")
-    existing_directory(model)
+    directory = str(local_directory(model))
 
     from functools import partial
 
     from serving.tools.bench import bench as measure
 
     result = measure(
-        model,
+        directory,
         streams=tuple(streams),
         frames=frames,
         rounds=rounds,
@@ -230,7 +236,7 @@ def bench(
         compile=compile,
         policy=policy,
         voice=voice,
-        reference_python=str(reference_python or usual_reference(model)) if against else None,
+        reference_python=str(reference_python or usual_reference(directory)) if against else None,
         say=partial(print, file=sys.stderr, flush=True),
     )
     if as_json:
@@ -248,16 +254,15 @@ def warm(
     as_json: Annotated[bool, Option("--json", help="One JSON object a model, for programs.")] = False,
 ) -> int:
     """Compile a model ahead of time, so that a server of it is ready in seconds."""
-    for model in models:
-        existing_directory(model)
+    directories = {model: str(local_directory(model)) for model in models}
     if cache_dir is not None:
         os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
 
     from serving.tools.warm import warm as compile_all
 
-    for model in models:
+    for model, directory in directories.items():
         with progress_bar(model) as advance:
-            done = compile_all(model, device=device, dtype=dtype, max_slots=max_slots, say=advance)
+            done = compile_all(directory, device=device, dtype=dtype, max_slots=max_slots, say=advance)
         if as_json:
             print(json.dumps(done))
         else:
@@ -279,7 +284,7 @@ def parity(
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
     """Measure how exact a model is: its served form against the plain fp32 one, and that against the reference implementation."""
-    existing_directory(model)
+    directory = str(local_directory(model))
 
     from functools import partial
 
@@ -288,9 +293,9 @@ def parity(
 
     from serving.tools.parity import parity as measure
 
-    reference_python = reference_python or usual_reference(model)
+    reference_python = reference_python or usual_reference(directory)
     result = measure(
-        model,
+        directory,
         device=device,
         dtype=dtype,
         compile=compile,
@@ -415,14 +420,13 @@ def recording(path: Path) -> AudioClip:
 
 
 def named_directory(model: str) -> tuple[str, Path]:
-    """DIR or NAME=DIR -> the name for clients and the directory. Raises ValueError."""
-    name, equals, directory = model.partition("=")
+    """MODEL or NAME=MODEL -> the name for clients and the directory. Raises ValueError."""
+    name, equals, named = model.partition("=")
     if not equals or Path(model).is_dir():
-        path = existing_directory(model)
-        return path.resolve().name, path
+        return name_of(model), local_directory(model)
     if not name:
-        raise ValueError(f"{model!r} has no name before '='; a model is DIR or NAME=DIR")
-    return name, existing_directory(directory)
+        raise ValueError(f"{model!r} has no name before '='; needed is MODEL or NAME=MODEL")
+    return name, local_directory(named)
 
 
 def named_directories(models: list[str]) -> dict[str, str]:
@@ -430,7 +434,7 @@ def named_directories(models: list[str]) -> dict[str, str]:
     directories: dict[str, str] = {}
     for name, directory in map(named_directory, models):
         if name in directories:
-            raise ValueError(f"two models have the name {name!r}; NAME=DIR gives one another name")
+            raise ValueError(f"two models have the name {name!r}; NAME=MODEL gives one another name")
         directories[name] = str(directory)
     return directories
 
@@ -440,13 +444,6 @@ def usual_reference(model: str) -> Path:
     import zoo
 
     return Path(f".venv-parity-{zoo.find(model)[0].NAME}/bin/python")
-
-
-def existing_directory(directory: str) -> Path:
-    path = Path(directory)
-    if not path.is_dir():
-        raise ValueError(f"{directory!r} is not a directory; a model is a directory with config.json and model.safetensors")
-    return path
 
 
 def num_bytes(text: str) -> int:

@@ -52,12 +52,15 @@ def families() -> dict[str, FamilyFolder]:
 
 
 def find(model: str | Path) -> tuple[FamilyFolder, Path]:
-    """The family that claims a model directory. Raises ValueError."""
+    """The family that claims a model, and where the model lies. Raises ValueError.
+
+    model: a directory, which never touches the network; or ORG/NAME or ORG/NAME@REVISION, which `zoo.hub`
+    fetches.
+    """
+    from zoo.hub import local_directory
     from zoo.nn.json_files import read_config
 
-    path = Path(model)
-    if not path.is_dir():
-        raise ValueError(f"{str(model)!r} is not a directory; a model is a directory")
+    path = local_directory(model)
     known = families()
     for family in known.values():
         if family.claims(path):

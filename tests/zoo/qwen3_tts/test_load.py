@@ -133,7 +133,7 @@ def refused(path: Path | str, message: str, **arguments: Any) -> None:
 
 
 def test_what_is_no_model(tmp_path, copied):
-    possible = "a model is a directory"
+    possible = "a model is a directory, or a repository ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub"
     refused(tmp_path / "nothing", f"nothing' is not a directory; {possible}")
     refused(TINY / "config.json", f"config.json' is not a directory; {possible}")
     lacking = "it has no config.json, nor the files of a family without one"

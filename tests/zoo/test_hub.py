@@ -1,0 +1,198 @@
+"""A model by its name on the Hugging Face Hub. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from models import directory
+
+import zoo
+from zoo.hub import IGNORED, local_directory, name_of
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+RESPONSE = httpx2.Response(404, request=httpx2.Request("GET", "https://huggingface.co/api/models/org/name"))
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path) -> list[tuple[str, str | None]]:
+    """Repositories and revisions that were asked for; what comes is an empty directory."""
+    calls = []
+
+    def snapshot_download(repository: str, *, revision: str | None, ignore_patterns: list[str]) -> str:
+        assert ignore_patterns == IGNORED
+        calls.append((repository, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def refused(model: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        local_directory(model)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "repository", "revision"),
+    [
+        ("Qwen/Qwen3-TTS-12Hz-0.6B-Base", "Qwen/Qwen3-TTS-12Hz-0.6B-Base", None),
+        ("openbmb/VoxCPM1.5@v1.0", "openbmb/VoxCPM1.5", "v1.0"),
+        (f"org/name@{COMMIT}", "org/name", COMMIT),
+        ("org/name@refs/pr/1", "org/name", "refs/pr/1"),
+    ],
+)
+def test_a_repository_is_fetched(model, repository, revision, asked, tmp_path):
+    assert local_directory(model) == tmp_path
+    assert asked == [(repository, revision)]
+    assert name_of(model) == repository.partition("/")[2]
+
+
+def test_a_directory_is_not_fetched(asked, tmp_path, monkeypatch):
+    """Not even one that is named like a repository."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name@main").mkdir(parents=True)
+    for model in ("org/name@main", Path("org/name@main"), ".", str(tmp_path)):
+        assert local_directory(model) == Path(model)
+    assert name_of("org/name@main") == "name@main" and name_of(".") == tmp_path.name
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["/no/such", "./org/name", "../name", "name", "a/b/c", "org/name@", "org/na me", "org/näme", "~/x"],
+)
+def test_what_is_neither(model, asked):
+    refused(
+        model,
+        "is not a directory; a model is a directory, or a repository ORG/NAME or ORG/NAME@REVISION of the",
+    )
+    assert asked == []
+
+
+def test_a_file_is_no_repository(asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "model.safetensors").write_bytes(b"")
+    refused("org/model.safetensors", "'org/model.safetensors' is not a directory; a model is")
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            errors.RepositoryNotFoundError("404\nmore", response=RESPONSE),
+            "'org/name' is not a directory here, nor a repository of the",
+        ),
+        (
+            errors.GatedRepoError("403\nmore", response=RESPONSE),
+            r"org/name is gated: accept its terms at huggingface.co/org/name, then `hf",
+        ),
+        (
+            errors.RevisionNotFoundError("404\nmore", response=RESPONSE),
+            "org/name has no revision 'v2' on the Hugging Face Hub",
+        ),
+        (
+            errors.LocalEntryNotFoundError("no snapshot\nmore"),
+            "nor is all of it in the Hugging Face cache, and .* fetched: no snapshot$",
+        ),
+        (
+            errors.HfHubHTTPError("500 Server Error\nmore", response=RESPONSE),
+            "'org/name' cannot be fetched: 500 Server Error$",
+        ),
+        (
+            httpx2.ReadTimeout("The read operation timed out"),
+            "'org/name' cannot be fetched: The read operation timed out$",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            r"'org/name' cannot be fetched: \[Errno 28\] No space left on device$",
+        ),
+        (RuntimeError(""), "'org/name' cannot be fetched: RuntimeError$"),
+        (
+            errors.HFValidationError("Cannot have -- or .. in repo_id: 'org/na--me'."),
+            "Cannot have -- or .. in repo_id",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_what_cannot_be_fetched_is_one_line(error, message, monkeypatch):
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    refused("org/name@v2", message)
+
+
+def test_every_door_takes_a_repository(asked, tmp_path):
+    shutil.copytree(directory("qwen3_tts", "tiny"), tmp_path, dirs_exist_ok=True)
+    assert zoo.find("org/name") == (zoo.families()["qwen3_tts"], tmp_path)
+    assert zoo.inspect("org/name@v1")["family"] == "qwen3_tts"
+    assert zoo.load("org/name", "cpu").spec.family == "qwen3_tts"
+    assert asked == [("org/name", None), ("org/name", "v1"), ("org/name", None)]
+
+
+def cached(home: Path) -> Path:
+    """A snapshot as huggingface_hub lays it out: `main` is a file with the commit's name."""
+    repository = home / "hub" / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    return shutil.copytree(directory("qwen3_tts", "tiny"), repository / "snapshots" / COMMIT)
+
+
+def offline(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line, in a process of its own: huggingface_hub reads its variables when it is imported."""
+    env = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        env.pop(name, None)
+    command = [sys.executable, "-m", "serving", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=60)
+
+
+@pytest.mark.parametrize("model", ["org/name", "org/name@main", f"org/name@{COMMIT}"])
+def test_offline_from_the_cache(model, tmp_path, monkeypatch):
+    snapshot = cached(tmp_path)
+    script = f"from zoo.hub import local_directory; print(local_directory({model!r}))"
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=env, timeout=60
+    )
+    assert done.stdout == f"{snapshot}\n", done.stderr
+
+
+def test_offline_by_the_command_line(tmp_path):
+    cached(tmp_path)
+    done = offline(tmp_path, "inspect", "org/name", "--json")
+    assert done.returncode == 0 and '"family": "qwen3_tts"' in done.stdout, done.stderr
+    for model in ("org/other", "org/name@v2"):
+        done = offline(tmp_path, "serve", model)
+        repository = model.partition("@")[0]
+        expected = f"zoo: '{repository}' is not a directory, nor is all of it in the Hugging Face cache"
+        assert done.returncode == 2 and done.stderr.startswith(expected) and done.stderr.count("\n") == 1, (
+            done.stderr
+        )
+        assert "HF_HUB_OFFLINE" in done.stderr
+
+
+def test_the_package_is_imported_without_torch_and_without_the_hub():
+    script = "import sys, zoo; zoo.families(); print({'torch', 'huggingface_hub'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
+def test_a_server_names_a_repository_by_its_own_name(asked):
+    from serving.__main__ import named_directories
+
+    assert list(named_directories(["org/name@v1", "other=org/name"])) == ["name", "other"]

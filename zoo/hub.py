@@ -1,0 +1,61 @@
+"""Where a model lies: a directory, or a repository of the Hugging Face Hub, which is fetched into its cache.
+
+`HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+POSSIBLE = "a model is a directory, or a repository ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub"
+IMAGES = ["*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.svg", "*.mp4"]
+IGNORED = [".gitattributes", "*.md", *IMAGES]  # what no family reads
+_REPOSITORY = re.compile(r"(?P<id>\w[\w.-]*/(?P<name>\w[\w.-]*))(@(?P<revision>\S+))?", re.ASCII)
+
+
+def local_directory(model: str | Path) -> Path:
+    """A model's directory. One that exists never touches the network. Raises ValueError."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    match = _REPOSITORY.fullmatch(str(model))
+    if match is None or path.exists():
+        raise ValueError(f"{str(model)!r} is not a directory; {POSSIBLE}")
+    return _fetched(match["id"], match["revision"])
+
+
+def name_of(model: str) -> str:
+    """What to call a model: its directory's name, or its repository's."""
+    match = _REPOSITORY.fullmatch(model)
+    if match is None or Path(model).is_dir():
+        return Path(model).resolve().name
+    return match["name"]
+
+
+def _fetched(repository: str, revision: str | None) -> Path:
+    """The snapshot of a repository, complete. Raises ValueError."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, ignore_patterns=IGNORED))
+    except errors.GatedRepoError:
+        advice = f"accept its terms at huggingface.co/{repository}, then `hf auth login` or set HF_TOKEN"
+        raise ValueError(f"{repository} is gated: {advice}") from None
+    except errors.RevisionNotFoundError:
+        raise ValueError(f"{repository} has no revision {revision!r} on the Hugging Face Hub") from None
+    except errors.RepositoryNotFoundError:
+        where = "is not a directory here, nor a repository of the Hugging Face Hub"
+        advice = "a private one needs `hf auth login` or HF_TOKEN"
+        raise ValueError(f"{repository!r} {where}; {advice}") from None
+    except errors.LocalEntryNotFoundError as error:
+        reason = _first_line(error.__cause__ or error)
+        where = "is not a directory, nor is all of it in the Hugging Face cache"
+        raise ValueError(f"{repository!r} {where}, and it cannot be fetched: {reason}") from None
+    # A full disk; a connection that broke, in the class of whatever HTTP client is beneath; hf_xet's own.
+    except (OSError, errors.HTTPError, RuntimeError) as error:
+        raise ValueError(f"{repository!r} cannot be fetched: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
