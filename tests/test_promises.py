@@ -311,6 +311,7 @@ def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
     assert counts().graphs - before == num_expected
 
 
+@pytest.mark.compile
 @every_family
 @pytest.mark.parametrize(("backend", "strategy"), [("eager", EVERYTHING), ("aot_eager", None)], ids=["everything", "as asked for"])
 def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
@@ -322,6 +323,7 @@ def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
     lowered_equals_eager(name, strategy or family(name).strategy, monkeypatch)
 
 
+@pytest.mark.compile
 def test_compiled_equals_eager(monkeypatch):
     """The toys' layers through the whole compiler, one after the other as in a server of both: `step` is the same code for any number of
     lanes. A real family takes it minutes."""
@@ -371,7 +373,7 @@ def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, report_l
     [model] = engine.models.values()
     model.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=12)  # so that there are moments inside a prompt
     before = at_rest(engine)
-    kinds = requests(name, 40, max_frames=10)
+    kinds = requests(name, 16, max_frames=10)
     listeners: dict[str, Listener] = {}
     cancels: dict[int, list[str]] = {}
     moments = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ class Model:
         return x * self.weight + more
 
 
+@pytest.mark.compile
 def test_a_process_may_load_any_number_of_models(monkeypatch):
     """Dynamo allows a function eight graphs, and all these models have the same one."""
     compiled = torch.compile

@@ -366,6 +366,7 @@ def test_a_launch_of_the_renderer_that_is_too_large_is_cut_by_rows(samples, monk
         np.testing.assert_array_equal(listener.samples, alone("toy", request).samples)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
     """Whatever number speaks, however long. Without the marks that make one graph serve every size, the same requests are seen to do."""

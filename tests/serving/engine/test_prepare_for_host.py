@@ -26,6 +26,7 @@ def keep(model: nn.Module, facts: object = "facts", code=()):
     return artifacts.use_cache_dir("model", model, facts, code)
 
 
+@pytest.mark.compile
 def test_fit_names_a_place_of_its_own_and_lays_out_the_matrices(tmp_path):
     fitted = zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32")
     fitted.wide = nn.Linear(512, 512)

@@ -314,6 +314,7 @@ def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     assert seen[1] == str(use_cache_dir(small)) != seen[-1] == str(use_cache_dir(large))
 
 
+@pytest.mark.compile
 def test_nothing_compiles_once_all_are_warm(monkeypatch):
     """What was lowered for one model is not thrown away for the other."""
     torch._dynamo.reset()
