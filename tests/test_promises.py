@@ -364,7 +364,7 @@ def moment(engine: Engine, id: str) -> str:
 
 @pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "num_requests"), [(name, 2000 if name == "toy" else 400 if name in TOYS else 50) for name in NAMES]
+    ("name", "num_requests"), [(name, 2000 if name == "toy" else 400 if name in TOYS else 100) for name in NAMES]
 )
 def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, report_lag):
     chance = random.Random(4 + report_lag)
