@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from zoo.contract import Family, FamilyFolder, Speech
     from zoo.loop import generate
-    from zoo.request import AudioClip, Reference, Request, RequestError, Turn
+    from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn
 
 __all__ = [
     "AudioClip",
@@ -114,8 +114,14 @@ def inspect(model: str | Path) -> dict[str, Any]:
         "languages": list(spec.languages),
         "modes": list(spec.modes),
         "reference_s": list(spec.reference_s or ()),
-        "options": {option.name: {"help": option.help, "possible": option.possible, "default": option.default} for option in spec.options},
+        "max_references": spec.max_references if spec.reference_s else 0,
+        "options": {option.name: _facts(option) for option in spec.options},
+        "licence": spec.licence,
         "max_audio_s": spec.max_frames / spec.frame_rate_hz,
         "kv_bytes_per_audio_s": round(token_bytes * spec.frame_rate_hz),
         "weight_bytes_bf16": 2 * parameters,
     }
+
+
+def _facts(option: Option) -> dict[str, Any]:
+    return {"possible": option.possible, "default": option.default, "help": option.help}

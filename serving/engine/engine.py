@@ -22,6 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import structlog
+from torch import Tensor
+
 from compile_cache import threads
 from compile_cache.counts import counts
 from serving.engine.job import Audio, Event, Failed, Finished, Job, Text
@@ -31,6 +34,11 @@ from serving.engine.runner import PAGE_TOKENS, Arena, token_bytes
 from zoo.contract import Family, Prompt, Request, RequestError
 
 __all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Text"]
+
+
+INTERNAL = "an error in the engine; its log says more"
+
+log = structlog.get_logger()
 
 
 class Full(Exception):
@@ -219,8 +227,14 @@ class Engine:
             return self._release(job, job.spoken())
         frames = job.model.runner.frames(job.slot)
         job.is_composing = True
-        future = self._composer.submit(job.passes.send, frames)
+        future = self._composer.submit(self._next_prompt, job, frames)
         future.add_done_callback(lambda future: self._compose_done(job, future))
+
+    def _next_prompt(self, job: Job, frames: Tensor) -> Prompt:
+        """Beside the loop. Raises RequestError."""
+        prompt = job.passes.send(frames)
+        self._check_room(job.model, prompt)
+        return prompt
 
     def _compose_done(self, job: Job, future: Future[Prompt]) -> None:
         with self._wake:
@@ -265,13 +279,13 @@ class Engine:
         """A next pass is ready: its request came before those that wait."""
         if self._known.get(job.id) is not job or future.cancelled():
             return
-        try:
-            prompt = future.result()
-            self._check_room(job.model, prompt)
-        except RequestError as error:
-            return self._release(job, Failed(str(error)))
+        error = future.exception()
+        if error is not None:
+            if not isinstance(error, RequestError):
+                log.error("unexpected", id=job.id, exc_info=error)
+            return self._release(job, Failed(str(error) if isinstance(error, RequestError) else INTERNAL))
         job.model.release(job)
-        job.next_pass(prompt)
+        job.next_pass(future.result())
         job.model.waiting.appendleft(job)
 
     def _feed(self, id: str, tokens: list[int], is_last: bool) -> None:

@@ -215,9 +215,8 @@ class Runner:
     @torch.inference_mode()
     def render(self, due: Render) -> AsyncCopy:
         """-> samples [B, N], and how many of each row are valid [B]."""
-        count, rows = len(due.slots), self._render_rows(due)
-        parts = []
-        for first in range(0, count, rows):
+        rows, parts = self._render_rows(due), []
+        for first in range(0, len(due.slots), rows):
             at = slice(first, first + rows)
             slots, start, count, is_last = (self._place(field[at]) for field in (due.slots, due.start, due.count, due.is_last))
             view = View(slots, start, count, is_last, due.frames, due.length)
