@@ -3,8 +3,8 @@
     ROOT/compiled / torch-2.13.0 / avx512-2-threads / qwen3_tts-5f0c…      by version, machine and threads, and by model
                                                                           (its tensors, its dtype, its strategy, its code)
 
-Inductor's own key leaves some of that out: code for AVX-512 that is read on a machine without it gives NaN. What it writes, it writes
-under another name first and then renames, and it compiles under a lock, so several processes may fill one directory at once.
+Inductor's own key leaves some of that out: code for AVX-512 that is read on a machine without it gives NaN. It compiles under a lock, so
+several processes may fill one directory at once; what one that was killed left half written, the next one drops (`unfinished.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compile_cache import unfinished
+
 
 def use_cache_dir(name: str, model: nn.Module, facts: object, code: Iterable[Path], root: str | Path | None = None) -> Path:
     """Keep what is compiled from now on below `root` (else ZOO_CACHE_DIR, else ~/.cache/speechzoo) and find what was kept -> the place.
@@ -28,7 +30,8 @@ def use_cache_dir(name: str, model: nn.Module, facts: object, code: Iterable[Pat
     root = Path(root or os.environ.get("ZOO_CACHE_DIR") or Path.home() / ".cache" / "speechzoo")
     directory = root / "compiled" / f"torch-{torch.__version__}" / target() / f"{name}-{digest(model, facts, code)}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished.begin(directory)
     except OSError as error:
         raise ValueError(f"{directory} cannot hold compiled code: {error.strerror}") from None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)

@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 from torch import Tensor
 
-from compile_cache import threads
+from compile_cache import threads, unfinished
 from compile_cache.counts import counts
 from serving.engine.job import Audio, Event, Failed, Finished, Job, Text
 from serving.engine.model_worker import ModelWorker
@@ -117,6 +117,7 @@ class Engine:
 
             begin(model.family)
             model.runner.warm(tell)
+        unfinished.settle()
         self._warm_graphs = counts().graphs
 
     def speak(
