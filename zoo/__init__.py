@@ -72,11 +72,17 @@ def find(model: str | Path) -> tuple[FamilyFolder, Path]:
     raise ValueError(f"{path} has model_type {read_config(path).get('model_type')!r}; {names}")
 
 
-def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
+def load(
+    model: str | Path,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    adapter: str | Path | None = None,
+) -> Family:
     """A model (see `find`) -> its family, with weights. Raises ValueError.
 
     device None: the GPU where there is one. dtype: float32 or bfloat16, as torch's or by name; None: bfloat16 on a
-    GPU, float32 on a CPU.
+    GPU, float32 on a CPU. adapter: a directory with what fine-tuning adds to the weights (LoRA), for families that
+    take one.
     """
     import torch
 
@@ -93,7 +99,7 @@ def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype 
     if name not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not possible; possible: {', '.join(DTYPES)}")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32: a reference's codes can hang on its last bits
-    return family.load(path, where, getattr(torch, name))
+    return family.load(path, where, getattr(torch, name), None if adapter is None else Path(adapter))
 
 
 def inspect(model: str | Path) -> dict[str, Any]:

@@ -415,8 +415,11 @@ class FamilyFolder(Protocol):
     def claims(self, path: Path) -> bool:
         """Whether this family reads the model directory `path`."""
 
-    def load(self, directory: Path, device: torch.device, dtype: torch.dtype) -> Family[Any]:
-        """The family with its weights. Raises ValueError that names what is wrong."""
+    def load(
+        self, directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
+    ) -> Family[Any]:
+        """The family with its weights, and with what the directory `adapter` adds to them. Raises ValueError that
+        names what is wrong, an adapter among it where the family takes none."""
 
     def survey(self, directory: Path) -> tuple[Spec, int]:
         """The spec and the number of parameters, weights unread. Raises ValueError."""

@@ -22,7 +22,7 @@ def claims(path: Path) -> bool:
     return read_config(path).get("model_type") in (MODEL, *refused)
 
 
-def load(directory: Path, device: torch.device, dtype: torch.dtype) -> HiggsV3:
+def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> HiggsV3:
     """The family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError that names what is wrong."""
     from zoo.higgs_v3 import weights
     from zoo.higgs_v3.clone import Cloner
@@ -30,6 +30,8 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> HiggsV3:
     from zoo.higgs_v3.prompt import PromptWriter
     from zoo.nn import checkpoint, tensor_files
 
+    if adapter is not None:
+        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
     config, spec = describe(directory)
     if any(name.startswith(("audio_embedding.", "audio_head.")) for name in tensor_files.contents(directory)):
         raise ValueError(

@@ -17,6 +17,7 @@ from zoo.nn.linear import Parted
 from zoo.nn.tensor_files import Header, TensorFile, contents, open_file
 
 Table = Mapping[str, str]
+Change = Callable[[str, Tensor], Tensor]  # a published name, and what the files hold under it
 Shape = tuple[int, ...]
 FLOATS = ("float32", "bfloat16", "float16")
 MAX_PROBLEMS = 8  # that one error names
@@ -42,6 +43,7 @@ def load(
     skip: str | None = None,
     fp32: str | None = None,
     optional: frozenset[str] = frozenset(),
+    change: Change | None = None,
 ) -> None:
     """Fill a module that was built on `meta`, one tensor at a time.
 
@@ -52,18 +54,19 @@ def load(
     skip: a submodule whose tensors are checked but not read; it stays on `meta`.
     fp32: a submodule that is float32 whatever `dtype` is.
     optional: published names, of what is skipped, that the files may lack.
+    change: makes something else of a tensor, before it is rounded to `dtype`.
     """
     found = contents(source)
     expected = _expected(module, table)
     for name in optional - found.keys():
         del expected[name]
-    _check(expected, found, source)
+    check(expected, found, source)
     wanted = {theirs: ours for theirs, ours in table.items() if not _is_in(ours, skip)}
     _allocate(module, wanted, device, dtype, fp32)
     for path in dict.fromkeys(header.path for header in found.values()):
         inside = {theirs: ours for theirs, ours in wanted.items() if found[theirs].path == path}
         file = open_file(path)
-        _fill(module, inside, file.read, path)
+        _fill(module, inside, file.read, path, change)
         del file  # before the next one is opened: what was read of it leaves memory with it
 
 
@@ -94,7 +97,7 @@ def load_weight_normed(
     names = {_older(name): name for name in file.headers if name not in beside}
     found = {older: file.headers[name] for older, name in names.items()}
     shapes = weight_normed(published(module, table))
-    _check({name: Expected(shape) for name, shape in shapes.items()}, found, file.path)
+    check({name: Expected(shape) for name, shape in shapes.items()}, found, file.path)
 
     def read(name: str) -> Tensor:
         if name in names:
@@ -174,12 +177,15 @@ def _place(module: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[leaf] = value
 
 
-def _fill(module: nn.Module, wanted: Table, read: Callable[[str], Tensor], path: Path) -> None:
+def _fill(
+    module: nn.Module, wanted: Table, read: Callable[[str], Tensor], path: Path, change: Change | None = None
+) -> None:
     """Raises ValueError for a tensor that is not finite."""
     tensors = _tensors(module)
     for theirs, ours in wanted.items():
         target = _view(module, tensors, ours)
-        target.copy_(read(theirs))
+        value = read(theirs)
+        target.copy_(value if change is None else change(theirs, value))
         if not _is_finite(target):  # looked for in what was written, since that lies where the device is fast
             what = f"{theirs} holds NaN or infinity as {target.dtype}"
             raise ValueError(f"{path}: {what}; weights must be finite")
@@ -193,7 +199,8 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
-def _check(expected: Mapping[str, Expected], found: Mapping[str, Header], where: Path) -> None:
+def check(expected: Mapping[str, Expected], found: Mapping[str, Header], where: Path) -> None:
+    """Raises ValueError for a file (`where`) that lacks a tensor, has another, or one of another shape or dtype."""
     problems = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in found]
     problems += [f"unknown {name} {list(found[name].shape)}" for name in found if name not in expected]
     for name, (shape, dtypes) in expected.items():

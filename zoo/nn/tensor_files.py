@@ -140,6 +140,7 @@ _OPENERS: dict[str, Callable[[Path], TensorFile]] = {
     ".pt": _open_pickle,
     ".pth": _open_pickle,
     ".bin": _open_pickle,
+    ".ckpt": _open_pickle,
     ".onnx": _open_onnx,
 }
 

@@ -24,7 +24,7 @@ def claims(path: Path) -> bool:
     return config.get("model_type") in known or config.get("architectures") == ["Qwen3TTSForConditionalGeneration"]
 
 
-def load(directory: Path, device: torch.device, dtype: torch.dtype) -> Qwen3TTS:
+def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> Qwen3TTS:
     """The family with its weights: the talker in `dtype`, codec and speaker encoder in fp32. Raises ValueError that names what is wrong."""
     import torch
 
@@ -34,6 +34,8 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> Qwen3TTS:
     from zoo.qwen3_tts.model import Qwen3TTS
     from zoo.qwen3_tts.prompt import PromptWriter
 
+    if adapter is not None:
+        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
     config, defaults, codec_configs, spec = describe(directory)
     talker, codec = build(config, codec_configs)
     checkpoint.load(talker, weights.root(config), directory, device, dtype)

@@ -26,17 +26,21 @@ def claims(path: Path) -> bool:
     return any(str(name).lower() in ("voxcpm", "voxcpm2") for name in named)
 
 
-def load(directory: Path, device: torch.device, dtype: torch.dtype) -> VoxCPM2:
-    """The family with its weights: the nets in `dtype`, the VAE in fp32. Raises ValueError that names what is wrong."""
+def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> VoxCPM2:
+    """The family with its weights: the nets in `dtype`, an adapter (LoRA) added to them, and the VAE in fp32.
+    Raises ValueError that names what is wrong."""
     from zoo.nn import checkpoint, tensor_files
     from zoo.voxcpm2 import weights
+    from zoo.voxcpm2.adapter import read_adapter
     from zoo.voxcpm2.clone import Cloner
     from zoo.voxcpm2.model import VoxCPM2
     from zoo.voxcpm2.prompt import PromptWriter
 
     config, spec = describe(directory, dtype)
     net, vae = build(config)
-    checkpoint.load(net, weights.root(config), directory, device, dtype)
+    table = weights.root(config)
+    change = None if adapter is None else read_adapter(adapter, checkpoint.published(net, table))
+    checkpoint.load(net, table, directory, device, dtype, change=change)
     net.prepare()
     file = tensor_files.open_file(vae_file(directory))
     check_boundaries(file, config.vae.boundaries)
