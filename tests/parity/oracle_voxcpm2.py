@@ -37,9 +37,10 @@ sys.modules["torchaudio"] = types.ModuleType("torchaudio")  # of which the first
 sys.modules["torchaudio"].load = read_wav
 sys.modules["torchaudio"].__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
 
+from voxcpm.model.voxcpm import LoRAConfig as OldLoRAConfig  # noqa: E402
 from voxcpm.model.voxcpm import VoxCPMConfig as OldConfig  # noqa: E402
 from voxcpm.model.voxcpm import VoxCPMModel as OldModel  # noqa: E402
-from voxcpm.model.voxcpm2 import VoxCPM2Model, VoxCPMConfig  # noqa: E402
+from voxcpm.model.voxcpm2 import LoRAConfig, VoxCPM2Model, VoxCPMConfig  # noqa: E402
 from voxcpm.modules.audiovae import AudioVAE, AudioVAEV2  # noqa: E402
 from voxcpm.modules.locdit.local_dit_v2 import SinusoidalPosEmb  # noqa: E402
 from voxcpm.modules.minicpm4 import MiniCPM4Config  # noqa: E402
@@ -55,32 +56,88 @@ SEED, STRIDE = 0, 31  # of the samples that are kept where all are too many; cop
 VERSIONS = {name: importlib.metadata.version(name) for name in ("voxcpm", "transformers", "tokenizers", "torch", "numpy", "librosa")}
 
 STORY = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
-# Requests in the fields of zoo.contract.Request. The noise of case i is `noise(i)`. `reference` names one of CLIPS.
+# Requests in the fields of zoo.Request. The noise of case i is `noise(i)`. `clip` names one of CLIPS.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 40},
     "plain_chinese": {"text": "你好，世界！今天天气很好。"},
     "plain_short": {"text": "a"},
-    "plain_weak_few_steps": {"text": "Good morning!", "guidance": 1.25, "solver_steps": 6, "max_frames": 20},
-    "plain_strong_two_steps": {"text": "Good morning!", "guidance": 3.1, "solver_steps": 2, "max_frames": 20},
-    "plain_no_guidance": {"text": "Good morning!", "guidance": 1.0, "max_frames": 20},
+    "plain_weak_few_steps": {"text": "Good morning!", "options": {"cfg_scale": 1.25, "solver_steps": 6}, "max_frames": 20},
+    "plain_strong_two_steps": {"text": "Good morning!", "options": {"cfg_scale": 3.1, "solver_steps": 2}, "max_frames": 20},
+    "plain_no_guidance": {"text": "Good morning!", "options": {"cfg_scale": 1.0}, "max_frames": 20},
     "design": {"text": "How are you doing today?", "instructions": "A slow and quiet old man"},
-    "reference": {"text": STORY, "reference": "padded", "max_frames": 30},
-    "reference_described": {"text": "Good evening.", "reference": "stereo", "instructions": "用开心的语气说"},
+    "reference": {"text": STORY, "references": [{"clip": "padded"}], "max_frames": 30},
+    "reference_described": {"text": "Good evening.", "references": [{"clip": "stereo"}], "instructions": "用开心的语气说"},
     "continuation": {
         "text": " And then it was night.",
-        "reference": "padded",
-        "reference_text": "Once there was a house.",
+        "references": [{"clip": "padded", "transcript": "Once there was a house."}],
         "max_frames": 40,
     },
-    "continuation_short": {"text": "Hello to the world.", "reference": "short", "reference_text": "a", "max_frames": 30},
-    "continuation_stereo": {"text": "今天天气很好", "reference": "stereo", "reference_text": "我们大家，"},
+    "continuation_short": {
+        "text": "Hello to the world.",
+        "references": [{"clip": "short", "transcript": "a"}],
+        "max_frames": 30,
+    },
+    "continuation_stereo": {"text": "今天天气很好", "references": [{"clip": "stereo", "transcript": "我们大家，"}]},
 }
 # Of the first generation ("tiny-1.5"), whose clips need no resampling here.
 OLD_CASES: dict[str, dict[str, Any]] = {
     "old": {"text": STORY, "max_frames": 40},
-    "old_few_steps": {"text": "今天天气很好", "guidance": 1.5, "solver_steps": 5},
-    "old_continuation": {"text": " And then it was night.", "reference": "stereo", "reference_text": "Once there was.", "max_frames": 30},
+    "old_few_steps": {"text": "今天天气很好", "options": {"cfg_scale": 1.5, "solver_steps": 5}},
+    "old_continuation": {
+        "text": " And then it was night.",
+        "references": [{"clip": "stereo", "transcript": "Once there was."}],
+        "max_frames": 30,
+    },
 }
+# Of VoxCPM2 again: a voice, and a clip to go on from, in either order.
+COMBINED_CASES: dict[str, dict[str, Any]] = {
+    "combined": {
+        "text": "And then it was night.",
+        "references": [{"clip": "stereo"}, {"clip": "padded", "transcript": "Once there was a house. "}],
+        "max_frames": 30,
+    },
+    "combined_same_clip": {
+        "text": "今天天气很好",
+        "references": [{"clip": "short", "transcript": "我们大家，"}, {"clip": "short"}],
+    },
+}
+# What fine-tuning writes into lora_config.json; the lists are other than the reference's defaults.
+LM_TARGETS = ["q_proj", "v_proj", "k_proj", "o_proj", "up_proj"]
+DIT_TARGETS = ["q_proj", "o_proj", "down_proj", "cond_proj", "linear_2"]
+PROJECTIONS = ["enc_to_lm_proj", "lm_to_dit_proj", "res_to_dit_proj", "fusion_concat_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapted": {
+        "enable_lm": True,
+        "enable_dit": True,
+        "enable_proj": True,
+        "r": 4,
+        "alpha": 6,
+        "dropout": 0.1,
+        "target_modules_lm": LM_TARGETS,
+        "target_modules_dit": DIT_TARGETS,
+        "target_proj_modules": PROJECTIONS,
+    },
+    "old_adapted": {
+        "enable_lm": True,
+        "enable_dit": False,
+        "enable_proj": True,
+        "r": 3,
+        "alpha": 3,
+        "dropout": 0.0,
+        "target_modules_lm": LM_TARGETS[:4],
+        "target_modules_dit": DIT_TARGETS,
+        "target_proj_modules": PROJECTIONS[:3],
+    },
+}
+ADAPTED_CASES: dict[str, dict[str, Any]] = {
+    "adapted": {
+        "text": " And then it was night.",
+        "references": [{"clip": "padded", "transcript": "Once there was a house."}],
+        "max_frames": 20,
+    },
+    "old_adapted": {"text": STORY, "max_frames": 20},
+}
+ALL_CASES = CASES | OLD_CASES | COMBINED_CASES | ADAPTED_CASES  # in this order: a case's noise is named by its place
 # name -> rate, channels, samples. A patch is 160 samples at 16 kHz, and the decoder looks back five patches: below that and above
 CLIPS = {"padded": (16000, 1, 1500), "short": (16000, 1, 330), "stereo": (44100, 2, 4001)}
 
@@ -133,6 +190,21 @@ def load(directory: Path, dtype: str) -> VoxCPM2Model:
     return (OldModel if config["architecture"] == "voxcpm" else VoxCPM2Model).from_local(str(directory), optimize=False, device="cpu")
 
 
+def load_adapted(directory: Path, name: str) -> tuple[VoxCPM2Model, list[str]]:
+    """The same with a random adapter, through the reference's own machinery; and the adapter's tensors."""
+    is_old = name.startswith("old")
+    config = (OldLoRAConfig if is_old else LoRAConfig)(**ADAPTERS[name])
+    model = (OldModel if is_old else VoxCPM2Model).from_local(str(directory), optimize=False, device="cpu", lora_config=config)
+    rule = ("lora_", 0.0, 0.15, False)
+    shapes = {key: value.shape for key, value in model.get_lora_state_dict().items()}
+    weights = {key: torch.from_numpy(synthetic.fill(key, shape, "parity", [rule])) for key, shape in shapes.items()}
+    path = directory / "lora_weights.safetensors"
+    save_file(weights, path)
+    loaded, skipped = model.load_lora_weights(str(path))
+    assert len(loaded) == len(weights) and not skipped
+    return model, rows(weights)
+
+
 def rows(tensors: dict[str, Tensor], dtype: str = "F32") -> list[str]:
     kind = {torch.int32: "I32"}
     return sorted(f"{name}|{kind.get(tensor.dtype, dtype)}|{'x'.join(str(n) for n in tensor.shape)}" for name, tensor in tensors.items())
@@ -158,12 +230,17 @@ def record() -> dict[str, Tensor]:
 @torch.inference_mode()
 def generate(model: VoxCPM2Model, case: int, request: dict[str, Any], directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """One request through the reference's own path, with what passed by on the way. directory: of the clips' files."""
-    cache = None
-    wav = str(directory / f"{request['reference']}.wav") if "reference" in request else None
-    if "reference_text" in request:
-        cache = model.build_prompt_cache(prompt_text=request["reference_text"], prompt_wav_path=wav)
-    elif wav:
-        cache = model.build_prompt_cache(reference_wav_path=wav)
+    cache, transcript, options = None, "", request.get("options", {})
+    asked: dict[str, str] = {}
+    for reference in request.get("references", ()):
+        wav = str(directory / f"{reference['clip']}.wav")
+        if "transcript" in reference:
+            transcript = reference["transcript"]
+            asked |= {"prompt_text": transcript, "prompt_wav_path": wav}
+        else:
+            asked["reference_wav_path"] = wav
+    if asked:
+        cache = model.build_prompt_cache(**asked)
     text = (f"({request['instructions']})" if "instructions" in request else "") + request["text"]
     cap = request.get("max_frames", 4096)
     given = iter(noise(case, 400).mT[:, None])  # one [1, D, P] after the other
@@ -180,27 +257,25 @@ def generate(model: VoxCPM2Model, case: int, request: dict[str, Any], directory:
             text,
             cache,
             max_len=cap,
-            inference_timesteps=request.get("solver_steps", 10),
-            cfg_value=request.get("guidance", 2.0),
+            inference_timesteps=options.get("solver_steps", 10),
+            cfg_value=options.get("cfg_scale", 2.0),
         )
     for hook in hooks:
         hook.remove()
     patches = patches[-len(seen["mu"]) :]  # the first generation returns those that it warmed up over, too
-    said = (request.get("reference_text", "") + text) if "reference_text" in request else text
     tensors = {
-        "ids": torch.tensor(model.text_tokenizer(said)),
+        "ids": torch.tensor(model.text_tokenizer(transcript + text)),
         "inputs": seen["inputs"][0],
         "mu": torch.stack(seen["mu"])[::7],
         "stop": torch.stack(seen["stop"]),
         "patches": patches,
     }
-    if "reference_text" in request:  # the reference itself warms up over three patches alone, or none when streaming; here all of them
+    if transcript:  # the reference itself warms up over three patches alone, or none when streaming; here all of them
         heard = torch.cat((cache["audio_feat"], patches))
         whole = model.audio_vae.decode(heard.flatten(0, 1).T[None].float())[0]
         samples = whole[:, -len(patches) * 4 * prod(model.audio_vae.decoder_rates) :]
-        tensors["heard"] = cache["audio_feat"]
-    elif wav:
-        tensors["heard"] = cache["ref_audio_feat"]
+    if cache:
+        tensors["heard"] = torch.cat([cache[part] for part in ("ref_audio_feat", "audio_feat") if part in cache])
     tensors["samples"] = samples[0, ::STRIDE]
     stop = tensors["stop"]
     frames = len(patches)
@@ -292,7 +367,13 @@ def tokens(model: VoxCPM2Model) -> dict[str, Any]:
     texts = json.loads((HERE / "texts.json").read_text())
     texts += ["你好", "你好世界", "我们", "x我们y", "我们 大家", "卡拉O", "天气 weather 天气", "饕餮"]
     texts += ["</s>", "a<|audio_start|>b", "<s>", "<0x41>", "<unk>"]
-    return {"texts": [{"text": text, "ids": model.text_tokenizer(re.sub(r"\s+", " ", text))} for text in texts]}
+    seams = [("Hello. ", "World"), ("Hello.", " World"), ("Hello.", "World"), ("Hello. ", " World"), ("Hello.\n", "World")]
+    seams += [("Hello.", "\nWorld"), (" Hello  again.\t", "World"), ("  Hello.", "World"), ("\nHello.", "World"), ("Hel", "lo")]
+    seams += [("你", "好"), ("我们，", "大家"), ("我们 ", "大家"), ("我们大家。", " 今天天气很好 "), ("今天 天", "气"), ("卡拉", "O")]
+    joined = [
+        {"transcript": before, "text": text, "ids": model.text_tokenizer(before + re.sub(r"\s+", " ", text))} for before, text in seams
+    ]
+    return {"texts": [{"text": text, "ids": model.text_tokenizer(re.sub(r"\s+", " ", text))} for text in texts], "seams": joined}
 
 
 def manifests() -> None:
@@ -325,15 +406,21 @@ def main() -> None:
         for name, clip in clips.items():
             soundfile.write(place / f"{name}.wav", clip.T.numpy().astype(np.int16), CLIPS[name][0])
         save("clips", clips, {"rates_hz": {name: rate for name, (rate, _, _) in CLIPS.items()}})
-        model, old = (load(place / size, "float32") for size in ("tiny", "tiny-1.5"))
-        for i, (name, request) in enumerate((CASES | OLD_CASES).items()):
-            size = "tiny-1.5" if name in OLD_CASES else "tiny"
-            tensors, facts = generate(old if name in OLD_CASES else model, i, request, place)
-            save(name, tensors, {"size": size, "stride": STRIDE, **facts})
+        models = {size: load(place / size, "float32") for size in ("tiny", "tiny-1.5")}
+        model = models["tiny"]
+        for i, (name, request) in enumerate(ALL_CASES.items()):
+            size = "tiny-1.5" if name.startswith("old") else "tiny"
+            adapter: dict[str, Any] = {}
+            used = models[size]
+            if name in ADAPTERS:
+                used, held = load_adapted(place / size, name)
+                adapter = {"adapter": {"config": ADAPTERS[name], "rows": held}}
+            tensors, facts = generate(used, i, request, place)
+            save(name, tensors, {"size": size, "stride": STRIDE, **facts, **adapter})
             print(name, facts["frames"], facts["stop"], facts["cap"], facts["margin"])
         save("vae", vae(model), {"stride": STRIDE})
         save("tokens", {}, tokens(model))
-        save("bfloat16", bfloat16(load(place / "tiny", "bfloat16")), {"shapes": BFLOAT16, "guidance": 1.6})
+        save("bfloat16", bfloat16(load(place / "tiny", "bfloat16")), {"shapes": BFLOAT16, "cfg_scale": 1.6})
     save("solver", solver(), {})
     manifests()
 

@@ -110,6 +110,7 @@ def describe(directory: Path, dtype=None):
         voices=(VOICE,),
         modes=("voice", "clone") if config.is_first_generation else ("voice", "design", "clone"),
         reference_s=reference_s(config),
+        max_references=1 if config.is_first_generation else 2,
         options=OPTIONS,
         hints=HINTS,
         name=config.name,

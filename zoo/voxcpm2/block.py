@@ -84,7 +84,7 @@ class LocalBlock(Block):
 class LongRope(nn.Module):
     """Tables of cosines and sines. Angles in fp32; the table is rounded to the model's dtype, as the reference's is."""
 
-    stretch: Tensor  # [dim / 2], after finish()
+    stretch: Tensor  # [dim / 2], after prepare()
     frequency: Tensor  # [dim / 2]
 
     def __init__(self, config: Rope):
@@ -100,7 +100,7 @@ class LongRope(nn.Module):
         self.register_buffer("frequency", frequency.to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, 1, dim] for `turn`."""
+        """positions [T] -> cos, sin [T, 1, dim] for `rope`."""
         angle = positions.float()[:, None, None] * self.stretch * self.frequency
         angle = torch.cat((angle, angle), -1)
         cos, sin = angle.cos() * self.config.amplitude, angle.sin() * self.config.amplitude
@@ -133,7 +133,7 @@ class LanguageModel(nn.Module):
 class LocalStack(nn.Module):
     """A stack over `tokens` tokens that see each other."""
 
-    cos: Tensor  # [tokens, 1, dim], after finish()
+    cos: Tensor  # [tokens, 1, dim], after prepare()
     sin: Tensor  # likewise
 
     def __init__(self, config: StackConfig, tokens: int):

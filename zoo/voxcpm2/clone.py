@@ -40,7 +40,8 @@ class EncodedReference:
 
 
 class Cloner:
-    """AudioClip -> EncodedReference. May be called from several threads. rows: patches [R, P, D] -> what the language model reads of them [R, H]."""
+    """AudioClip -> EncodedReference. May be called from several threads. rows: patches [R, P, D] -> what the language
+    model reads of them [R, H]."""
 
     def __init__(self, config: Config, vae: Vae, rows: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype):
         self.config, self.vae, self.rows, self.device, self.dtype = config, vae, rows, device, dtype

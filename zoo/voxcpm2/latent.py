@@ -51,7 +51,7 @@ class TimeProjection(nn.Module):
 class PatchSolver(nn.Module):
     """Hidden states to a patch of latents, for all rows at once and with nothing read back."""
 
-    times: Tensor  # [n + 1, n, h], after finish(): the time token of every step of every schedule of at most n steps
+    times: Tensor  # [n + 1, n, h], after prepare(): the time token of every step of every schedule of at most n steps
     goes: Tensor  # [n + 1, n], how far each step goes; 0 beyond the schedule's end
 
     def __init__(self, config: Config):

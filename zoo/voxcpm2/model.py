@@ -120,11 +120,11 @@ class VoxCPM2(Family[VoxState]):
         is_audio = ids == AUDIO
         rows = self.net.embedding(ids.clamp(min=0))  # [T, H]
         slot = {"seed": request.seed, "cfg_scale": values["cfg_scale"], "solver_steps": values["solver_steps"]}
-        reference = script.reference
-        if reference is not None:
-            rows[is_audio] = reference.rows
-            if script.continues:
-                slot |= {"before": reference.patches[-1], "codec_state": reference.codec_state}
+        if script.references:
+            rows[is_audio] = torch.cat([reference.rows for reference in script.references])
+        if script.continues:
+            last = script.references[-1]
+            slot |= {"before": last.patches[-1], "codec_state": last.codec_state}
         guard = PATCHES_PER_TEXT_TOKEN * script.text_tokens + MORE_PATCHES
         return Prompt(
             inputs=rows,
@@ -184,12 +184,6 @@ class VoxCPM2(Family[VoxState]):
 
 def keys(script: Script) -> tuple[int, ...]:
     """What names each position: a text id, or, negative, a hash of the reference and the patch."""
-    named, patch = [], 0
-    for index in script.ids:
-        if index == AUDIO:
-            assert script.reference is not None, f"patch {patch} is of a reference, and there is none"
-            named.append(prefix_key(script.reference.name, patch))
-            patch += 1
-        else:
-            named.append(index)
-    return tuple(named)
+    patches = [prefix_key(reference.name, i) for reference in script.references for i in range(len(reference.patches))]
+    of_next_patch = iter(patches)
+    return tuple(next(of_next_patch) if index == AUDIO else index for index in script.ids)

@@ -1,13 +1,15 @@
 """From a request to what the language model reads before the first patch.
 
-Every position is a text row or the row of an audio patch. R and C are the reference's patches, encoded with padding after and before it:
+Every position is a text row or the row of an audio patch. R and C are patches of references, encoded with
+padding after and before them:
 
-    plain, or a described voice    (description)text…  start
-    reference alone                ref_start  R…  ref_end  (description)text…  start
-    reference with its transcript  transcript text…  start  C…
+    plain, or a described voice             (description)text…  start
+    a reference without a transcript        ref_start  R…  ref_end  (description)text…  start
+    a reference with one, to go on from     transcript text…  start  C…
+    both                                    ref_start  R…  ref_end  transcript text…  start  C…
 
-There is neither a beginning- nor an end-of-sequence token. Transcript and text are one string, as if said in one breath. The first
-generation was made for plain texts and for references with their transcripts.
+There is neither a beginning- nor an end-of-sequence token. Transcript and text are one string, joined as they
+are given. The first generation was made for plain texts and for references with their transcripts.
 Source: OpenBMB/VoxCPM, model/voxcpm2.py, _generate_with_prompt_cache; core.py.
 """
 
@@ -23,12 +25,16 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from zoo.nn.json_files import read_json
-from zoo.request import Option, Request, RequestError
+from zoo.request import BLANK, Option, Reference, Request, RequestError
 from zoo.voxcpm2.clone import Cloner, EncodedReference
 from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.latent import MAX_STEPS
 
-AUDIO_START, REFERENCE_START, REFERENCE_END = 101, 103, 104  # by number: the published files disagree about the last two's spelling
+AUDIO_START, REFERENCE_START, REFERENCE_END = (
+    101,
+    103,
+    104,
+)  # by number: the published files disagree about the last two's spelling
 AUDIO = -1  # in a script: the next patch of its reference
 VOICE = "default"  # a voice of its own choice; OpenAI's clients must name one
 MIN_STEPS = 2  # one step would return the noise
@@ -44,19 +50,27 @@ OPTIONS = (
     Option("solver_steps", int, "in how many steps noise becomes a frame", MAX_STEPS, (MIN_STEPS, MAX_STEPS)),
     Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False),
 )
+POSSIBLE_TOGETHER = "one without (for the voice) and one with a transcript (to go on from) are possible together"
 _HAN = re.compile("[\u4e00-\u9fff]{2,}")
 
 
 class TextTokenizer:
     """BPE with byte fallback. Chinese words are taken apart, as the model was trained: it knows characters.
 
-    Special tokens are never read out of a user's text: `<|audio_start|>` there is ordinary text. The tokenizer is read as it stands in its
-    file: from release 5 on, transformers rebuilds it on the way, and then spaces at the start and after special tokens count otherwise.
+    Special tokens are never read out of a user's text: `<|audio_start|>` there is ordinary text. The tokenizer is
+    read as it stands in its file, which puts a space before every text. The reference reads it through
+    transformers, which from release 5 on rebuilds it on the way: a text that begins with a space then gets no
+    other, and so it is here.
     """
 
     def __init__(self, directory: Path):
         path = directory / "tokenizer.json"
-        description = read_json(path) | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        description = read_json(path) | {
+            "added_tokens": [],
+            "post_processor": None,
+            "truncation": None,
+            "padding": None,
+        }
         try:
             self._tokenizer = Tokenizer.from_str(json.dumps(description))
         except Exception as error:  # the tokenizers library raises bare Exception
@@ -68,7 +82,7 @@ class TextTokenizer:
         self.max_id = max(self._vocabulary.values())
 
     def __call__(self, text: str) -> list[int]:
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        encoded = self._tokenizer.encode(text.removeprefix(" "), add_special_tokens=False)
         ids = []
         for token, index in zip(encoded.tokens, encoded.ids, strict=True):
             word = token.replace("▁", "")
@@ -81,20 +95,21 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-    """A prompt as ids: text ids, and AUDIO where the next patch of the reference stands."""
+    """A prompt as ids: text ids, and AUDIO where the next patch of the references stands."""
 
     ids: tuple[int, ...]
     text_tokens: int  # of the text that is to be said, with its description
-    reference: EncodedReference | None
+    references: tuple[EncodedReference, ...]  # in the order in which their patches stand
 
     @property
     def continues(self) -> bool:
-        """Whether speech goes on from the reference's last patch."""
+        """Whether speech goes on from the last patch of the last reference."""
         return self.ids[-1] == AUDIO
 
 
 class PromptWriter:
-    """Request -> Script. Raises ValueError for what a user got wrong. A reference is encoded last, when all else is known to be right."""
+    """Request -> Script. Raises RequestError for what a user got wrong. References are encoded last, when all
+    else is known to be right."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.config = config
@@ -106,37 +121,52 @@ class PromptWriter:
 
     def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
         """values: of the model's options, as `zoo.request.check` gives them."""
-        text = _one_line(request.text)
-        transcript = self._transcript(request, values)
-        description = self._description(request, transcript)
-        said = (description + text).lstrip()
-        num_said = len(self.tokenize(said))
-        ids = [*self.tokenize((transcript + text).lstrip() if transcript else said), AUDIO_START]
-        if not request.references:
-            return Script(tuple(ids), num_said, None)
-        reference = self.cloner(request.references[0].clip, continues=bool(transcript))
-        patches = [AUDIO] * len(reference.patches)
-        ids = [*ids, *patches] if transcript else [REFERENCE_START, *patches, REFERENCE_END, *ids]
-        return Script(tuple(ids), num_said, reference)
+        voices, continued = self._roles(request, values)
+        said = self._description(request, bool(continued)) + _one_line(request.text)
+        transcript = "".join(reference.transcript or "" for reference in continued)
+        text = [*self.tokenize(transcript + said), AUDIO_START]
+        before = [self.cloner(reference.clip, continues=False) for reference in voices]
+        after = [self.cloner(reference.clip, continues=True) for reference in continued]
+        ids: list[int] = []
+        for reference in before:
+            ids += [REFERENCE_START, *[AUDIO] * len(reference.patches), REFERENCE_END]
+        ids += text
+        for reference in after:
+            ids += [AUDIO] * len(reference.patches)
+        return Script(tuple(ids), len(self.tokenize(said)), (*before, *after))
 
-    def _transcript(self, request: Request, values: Mapping[str, Any]) -> str:
-        """What the reference says, where speech is to go on from it; else empty."""
-        if not request.references:
-            return ""
-        transcript = "" if values["x_vector_only_mode"] else _one_line(request.references[0].transcript or "").strip()
-        if not transcript and self.config.is_first_generation:
-            needed = f"a transcript (what the reference says) is needed: {self.config.name} goes on from a reference"
-            raise RequestError("transcript", needed)
-        return transcript
+    def _roles(self, request: Request, values: Mapping[str, Any]) -> tuple[list[Reference], list[Reference]]:
+        """The references whose voice is taken, and those that speech goes on from; at most one of each."""
+        is_sound_alone = values["x_vector_only_mode"]
+        voices: list[Reference] = []
+        continued: list[Reference] = []
+        for reference in request.references:
+            has_words = bool((reference.transcript or "").strip(BLANK))
+            (continued if has_words and not is_sound_alone else voices).append(reference)
+        if voices and self.config.is_first_generation:
+            needed = "a transcript (what the reference says) is needed"
+            raise RequestError("transcript", f"{needed}: {self.config.name} goes on from a reference")
+        if is_sound_alone and len(voices) > 1:
+            takes = "x_vector_only_mode takes the sound of one reference"
+            raise RequestError("x_vector_only_mode", f"{takes}; {len(voices)} are given")
+        for which, given in (("have no", voices), ("have a", continued)):
+            if len(given) > 1:
+                came = f"{len(given)} references {which} transcript"
+                raise RequestError("references", f"{came}; {POSSIBLE_TOGETHER}")
+        return voices, continued
 
-    def _description(self, request: Request, transcript: str) -> str:
+    def _description(self, request: Request, continues: bool) -> str:
         """The control text: in brackets, and free of brackets itself."""
         words = re.sub("[()\uff08\uff09]", "", _one_line(request.instructions or "")).strip()
-        if words and transcript:
+        if words and continues:
             either = "leave the transcript out, or them"
-            raise RequestError("instructions", f"instructions would be read aloud where the reference's words are given: {either}")
+            raise RequestError(
+                "instructions",
+                f"instructions would be read aloud where the reference's words are given: {either}",
+            )
         return f"({words})" if words else ""
 
 
 def _one_line(text: str) -> str:
+    """As the reference prepares a text; a transcript it leaves as it is."""
     return re.sub(r"\s+", " ", text)

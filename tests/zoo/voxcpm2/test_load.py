@@ -14,7 +14,7 @@ from models import directory, family
 from safetensors.torch import load_file, save_file
 
 import zoo
-from zoo.contract import AudioClip, Request
+from zoo import AudioClip, Reference, Request
 from zoo.voxcpm2 import claims, demo
 
 TINY = directory("voxcpm2", "tiny")
@@ -129,8 +129,9 @@ def test_a_first_generation_with_two_latents_a_patch_in_a_pickle(tmp_path):
 def test_what_the_first_generation_cannot_do():
     old, clip = family("voxcpm2", size="tiny-1.5"), AudioClip(np.sin(np.arange(4000, dtype=np.float32)), 44100)
     for fields, param, message in (
-        ({"instructions": "slowly"}, "instructions", r"VoxCPM1\.5 takes no instructions; VoxCPM2 does"),
-        ({"reference": clip}, "reference_text", r"reference_text .* is needed: VoxCPM1\.5 goes on from a reference"),
+        ({"instructions": "slowly"}, "instructions", r"VoxCPM1\.5 takes no instructions: VoxCPM2 does"),
+        ({"references": (Reference(clip),)}, "transcript", r"a transcript .* needed: VoxCPM1\.5 goes on from a reference"),
+        ({"references": (Reference(clip), Reference(clip, "a"))}, "references", r"2 .* given; VoxCPM1\.5 takes up to 1"),
         ({"temperature": 0.5}, "temperature", r"VoxCPM1\.5 takes no temperature"),
     ):
         with pytest.raises(ValueError, match=message) as error:

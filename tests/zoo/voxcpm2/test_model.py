@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from models import family
+from models import Clock, family, serve
 from torch import Tensor
 
 import zoo
-from zoo.contract import Request, View
+from serving.engine.engine import Engine
+from zoo import AudioClip, Reference, Request
+from zoo.contract import Batch, View
 from zoo.nn.cfm import guided
 from zoo.nn.sampling import normal
 from zoo.voxcpm2.latent import MAX_STEPS
 
 OURS = family("voxcpm2")
 ASKED = Request(text="hello world", max_frames=12)
+VOICE, PROMPT = (
+    AudioClip(np.sin(np.arange(n) ** 1.5 / 30).astype(np.float32) / 4, 16000) for n in (500, 900)
+)
+FORMS = {
+    "plain": ASKED,
+    "described": replace(ASKED, instructions="slowly"),
+    "reference": replace(ASKED, references=(Reference(VOICE),)),
+    "continued": replace(ASKED, references=(Reference(PROMPT, "Good evening. "),)),
+    "combined": replace(ASKED, references=(Reference(VOICE), Reference(PROMPT, "Good evening. "))),
+}
+both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def steer(monkeypatch: pytest.MonkeyPatch, *stops: bool) -> None:
@@ -36,10 +50,17 @@ def steer(monkeypatch: pytest.MonkeyPatch, *stops: bool) -> None:
 
 @pytest.mark.parametrize(
     ("stops", "frames"),
-    [((True,), 4), ((False, False, True, False, False, True), 6), ((False,) * 11 + (True,), 12), ((False,), 12)],
+    [
+        ((True,), 4),
+        ((False, False, True, False, False, True), 6),
+        ((False,) * 11 + (True,), 12),
+        ((False,), 12),
+    ],
     ids=["at once", "not believed at first", "at the cap", "never"],
 )
-def test_the_patch_at_which_the_model_stops_is_said_and_three_come_before_it_at_least(stops, frames, monkeypatch):
+def test_the_patch_at_which_the_model_stops_is_said_and_three_come_before_it_at_least(
+    stops, frames, monkeypatch
+):
     steer(monkeypatch, *stops)
     speech = zoo.generate(OURS, ASKED)
     assert len(speech.frames) == frames and len(speech.samples) == 480 * frames
@@ -81,7 +102,9 @@ def test_noise_that_is_given_takes_the_place_of_what_the_seed_gives():
 
 def solve(guidance: list[float], steps: list[int]) -> Tensor:
     random, rows = torch.Generator().manual_seed(3), len(steps)
-    mu, before, noise = (torch.randn(1, *shape, generator=random).expand(rows, *shape) for shape in ((2, 24), (4, 8), (4, 8)))
+    mu, before, noise = (
+        torch.randn(1, *shape, generator=random).expand(rows, *shape) for shape in ((2, 24), (4, 8), (4, 8))
+    )
     with torch.inference_mode():
         return OURS.net.solver(mu, before, noise, torch.tensor(guidance), torch.tensor(steps))
 
@@ -97,9 +120,12 @@ def test_rows_have_guidance_and_steps_of_their_own():
 
 def test_a_slot_is_solved_as_its_request_asks():
     default = zoo.generate(OURS, ASKED).frames
-    assert torch.equal(zoo.generate(OURS, replace(ASKED, guidance=2.0, solver_steps=MAX_STEPS)).frames, default)
-    for other in ({"guidance": 1.5}, {"solver_steps": 4}):
-        assert not torch.allclose(zoo.generate(OURS, replace(ASKED, **other)).frames[0], default[0], atol=1e-2)
+    same = {"cfg_scale": 2.0, "solver_steps": MAX_STEPS}
+    assert torch.equal(zoo.generate(OURS, replace(ASKED, options=same)).frames, default)
+    for other in ({"cfg_scale": 1.5}, {"solver_steps": 4}):
+        assert not torch.allclose(
+            zoo.generate(OURS, replace(ASKED, options=other)).frames[0], default[0], atol=1e-2
+        )
 
 
 def test_guidance():
@@ -110,18 +136,78 @@ def test_guidance():
     assert torch.equal(guided(velocity, torch.zeros(1, 2), torch.tensor([2.0])), 2 * velocity)
 
 
-def test_audio_positions_alone_are_quantised():
-    rows, is_audio = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)), torch.tensor([0.0, 0, 1, 1, 0, 1])[:, None]
-    base, fsq = OURS.net.base, OURS.net.fsq
-    prompt = OURS.prompt(replace(ASKED, text="hello world again"))
+@both_dtypes
+def test_audio_positions_alone_are_quantised(dtype):
+    ours = family("voxcpm2", dtype)
+    rows = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).to(ours.dtype)
+    is_audio = torch.tensor([False, False, True, True, False, True])
+    base, fsq = ours.net.base, ours.net.fsq
+    prompt = ours.prompt(replace(ASKED, text="hello world again"))
     prompt.inputs = prompt.inputs[:7]  # of which the last is not prefilled
-    batch = zoo.loop.SoloBatches(OURS, prompt)
+    prompt.is_audio = torch.cat((is_audio, torch.tensor([False])))
+    batch = zoo.loop.SoloBatches(ours, prompt)
     with torch.inference_mode():
-        h = OURS.hidden(torch.cat((rows, is_audio), 1), batch.prefill())[:, :32]
+        h = ours.hidden(rows, batch.prefill())[:, :32]
         plain = base(rows, batch.prefill())
-        torch.testing.assert_close(h, torch.where(is_audio > 0, fsq(plain), plain), rtol=0, atol=1e-6)
+        torch.testing.assert_close(h, torch.where(is_audio[:, None], fsq(plain), plain), rtol=0, atol=1e-6)
         levels = torch.round(fsq.narrow(plain).tanh() * 9)
     assert levels.abs().max() <= 9 and len(levels.unique()) > 5
+
+
+@both_dtypes
+@pytest.mark.parametrize("form", FORMS)
+def test_the_model_is_told_which_inputs_are_audio(form, dtype, monkeypatch):
+    """By the plain loop and by the engine, in stretches of 3 positions: those of references, and every patch that was made; the last input
+    of a prompt is read by the first step."""
+    ours, asked = family("voxcpm2", dtype), replace(FORMS[form], max_frames=4)
+    expected = ours.prompt(asked).is_audio.tolist() + [True] * 3
+    assert expected[-4] == (form in ("continued", "combined")) and any(expected[:-3]) == (
+        form not in ("plain", "described")
+    )
+    told: dict[int, bool] = {}
+    hidden = ours.hidden
+
+    def listen(inputs: Tensor, batch: Batch) -> Tensor:
+        told.update(zip(batch.positions.tolist(), batch.is_audio.tolist(), strict=True))
+        return hidden(inputs, batch)
+
+    monkeypatch.setattr(ours, "hidden", listen)
+    zoo.generate(ours, asked)
+    assert [told[position] for position in range(len(expected))] == expected
+    told.clear()
+    engine = Engine(ours, max_slots=1, compile=False, clock=Clock())
+    [model] = engine.models.values()
+    model.scheduler.policy = replace(model.scheduler.policy, prefill_tokens=3)
+    [listener] = serve(engine, {0: [asked]})
+    assert listener.has_ended_well and [told[position] for position in range(len(expected))] == expected
+
+
+@both_dtypes
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wrong_flag_is_heard(form, dtype, monkeypatch):
+    """The first patch is another where the prompt's last input, or one before it, passes for what it is not."""
+    ours, asked = family("voxcpm2", dtype), replace(FORMS[form], max_frames=1)
+    right, prompt = zoo.generate(ours, asked).frames, ours.prompt(asked)
+    for wrong in (len(prompt.inputs) - 1, len(prompt.inputs) // 2):
+        flags = prompt.is_audio.clone()
+        flags[wrong] = ~flags[wrong]
+        monkeypatch.setattr(ours, "prompt", lambda request, flags=flags: replace(prompt, is_audio=flags))
+        assert (zoo.generate(ours, asked).frames - right).abs().max() > 0.02
+        monkeypatch.undo()
+
+
+# streaming
+
+
+@pytest.mark.parametrize("form", ["continued", "combined"])
+def test_streamed_equals_one_shot_behind_a_reference(form):
+    """Several at once, in the windows of the scheduler; the second of two equal requests shares the pages of the first."""
+    asked = [replace(FORMS[form], seed=seed, max_frames=20) for seed in (1, 1, 2)]
+    engine = Engine(OURS, max_slots=2, compile=False, clock=Clock())
+    for listener, request in zip(serve(engine, {0: asked[:1], 8: asked[1:]}), asked, strict=True):
+        speech = zoo.generate(OURS, request)
+        assert listener.has_ended_well and len(listener.chunks) > 1
+        np.testing.assert_allclose(listener.samples, speech.samples, rtol=0, atol=5e-5)
 
 
 # the decoder
@@ -138,17 +224,31 @@ def test_streamed_equals_one_shot_over_a_minute():
         pieces, start, sizes = [], 0, (1, 1, 2, 6, 5, 3)
         while start < patches:
             count = min(sizes[len(pieces) % len(sizes)], patches - start)
-            view = View(torch.tensor([0]), torch.tensor([start]), torch.tensor([count]), family64.spec.window.bucket(count))
-            before = state.past[0].clone()
-            pieces.append(family64.render(state, view)[0, : count * 480])
-            assert not torch.equal(before, state.past[0])
+            is_last = torch.tensor([start + count == patches])
+            view = View(
+                torch.tensor([0]),
+                torch.tensor([start]),
+                torch.tensor([count]),
+                is_last,
+                family64.spec.window.bucket(count),
+            )
+            before = state.codec_state[0].clone()
+            samples, valid = family64.render(state, view)
+            assert valid.tolist() == [count * 480]
+            pieces.append(samples[0, : count * 480])
+            assert not torch.equal(before, state.codec_state[0])
             start += count
     heard = torch.cat(pieces)
     assert state.tape.dtype == torch.float32 and heard.shape == (patches * 480,)
     with torch.inference_mode():
-        rounded, end = decoder(latents.float().double(), latents.new_zeros(1, decoder.past_values), torch.tensor([patches]), patches)
+        rounded, end = decoder(
+            latents.float().double(),
+            latents.new_zeros(1, decoder.past_values),
+            torch.tensor([patches]),
+            patches,
+        )
     torch.testing.assert_close(heard, rounded[0].float(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(state.past[0], end[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(state.codec_state[0], end[0], rtol=0, atol=1e-10)
 
 
 @torch.inference_mode()
@@ -164,11 +264,17 @@ def test_priming_needs_the_last_frames_alone():
 
 def test_the_vae_is_in_float32_whatever_the_model_is():
     small = family("voxcpm2", "bfloat16")
-    assert {p.dtype for p in small.vae.parameters()} == {torch.float32} and {p.dtype for p in small.net.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in small.vae.parameters()} == {torch.float32} and {
+        p.dtype for p in small.net.parameters()
+    } == {torch.bfloat16}
     speech = zoo.generate(small, ASKED)
-    assert (speech.frames.dtype, speech.samples.dtype) == (torch.bfloat16, torch.float32) and torch.isfinite(speech.samples).all()
+    assert (speech.frames.dtype, speech.samples.dtype) == (torch.bfloat16, torch.float32) and torch.isfinite(
+        speech.samples
+    ).all()
     latents = speech.frames.float().flatten(0, 1).T[None]
     count = torch.tensor([len(speech.frames)])
     with torch.inference_mode():
-        heard, _ = small.vae.decoder(latents, torch.zeros(1, small.vae.decoder.past_values), count, len(speech.frames))
+        heard, _ = small.vae.decoder(
+            latents, torch.zeros(1, small.vae.decoder.past_values), count, len(speech.frames)
+        )
     assert torch.equal(heard[0], speech.samples)

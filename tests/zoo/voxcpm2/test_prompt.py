@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ import torch
 from models import directory, family
 
 import zoo
-from zoo.contract import AudioClip, Request
-from zoo.voxcpm2.prompt import AUDIO, TextTokenizer
+from zoo import AudioClip, Reference, Request, RequestError
+from zoo.request import check
+from zoo.voxcpm2.prompt import AUDIO, Script, TextTokenizer
 
 OURS = family("voxcpm2")
-WRITE, TOKENS = OURS.writer, OURS.writer.tokenize
+TOKENS = OURS.writer.tokenize
 START, REFERENCE_START, REFERENCE_END = 101, 103, 104
 ASKED = Request(text="hello world")
 TEXT = tuple(TOKENS("hello world"))
@@ -25,76 +27,132 @@ TEXT = tuple(TOKENS("hello world"))
 def clip(seed: int = 0, seconds: float = 0.1, rate_hz: int = 16000, channels: int = 1) -> AudioClip:
     """A buzz of its own pitch. A patch of the tiny model lasts 10 ms."""
     at = np.arange(round(seconds * rate_hz)) / rate_hz
-    voices = [sum(np.sin(2 * np.pi * (200 + 37 * seed + c) * k * at) / k for k in range(1, 9)) for c in range(channels)]
+    voices = [
+        sum(np.sin(2 * np.pi * (200 + 37 * seed + c) * k * at) / k for k in range(1, 9))
+        for c in range(channels)
+    ]
     samples = (0.1 * np.stack(voices)).astype(np.float32)
     return AudioClip(samples if channels > 1 else samples[0], rate_hz)
 
 
+def ask(*references: Reference, **fields: Any) -> Request:
+    return replace(ASKED, references=references, **fields)
+
+
+def write(asked: Request) -> Script:
+    return OURS.writer(asked, check(asked, OURS.spec))
+
+
 CLIP = clip(seconds=0.095)  # 9.5 patches
-ALONE = replace(ASKED, reference=CLIP)
-CONTINUED = replace(ALONE, reference_text="Good evening.")
+VOICE, PROMPT = Reference(clip(1, seconds=0.03)), Reference(CLIP, "Good evening.")
+ALONE, CONTINUED, COMBINED = ask(Reference(CLIP)), ask(PROMPT), ask(VOICE, PROMPT)
+FORMS = {
+    "plain": ASKED,
+    "described": replace(ASKED, instructions="slowly"),
+    "reference": ALONE,
+    "continued": CONTINUED,
+    "combined": COMBINED,
+}
 
 # what stands where
 
 
 def test_a_plain_text():
-    script = WRITE(ASKED)
-    assert script.ids == (*TEXT, START) and script.text_tokens == len(TEXT) and script.reference is None and not script.continues
-    assert WRITE(replace(ASKED, voice="Default", language="Auto", text_mode="full")) == script
+    script = write(ASKED)
+    assert (
+        script.ids == (*TEXT, START)
+        and script.text_tokens == len(TEXT)
+        and script.references == ()
+        and not script.continues
+    )
+    assert write(replace(ASKED, voice="Default", language="Auto")) == script
 
 
 @pytest.mark.parametrize("text", ["  hello world", "\n hello\t\n world", "hello  \u3000world"])
 def test_a_text_is_one_line_and_spaces_at_its_start_do_not_count(text):
-    assert WRITE(replace(ASKED, text=text)) == WRITE(ASKED)
+    assert write(replace(ASKED, text=text)) == write(ASKED)
 
 
 @pytest.mark.parametrize("description", ["A slow old man", " (A slow old man) ", "（A slow\nold man）"])  # noqa: RUF001
 def test_a_description_stands_in_brackets_before_the_text(description):
-    script = WRITE(replace(ASKED, instructions=description))
+    script = write(replace(ASKED, instructions=description))
     assert script.ids == (*TOKENS("(A slow old man)hello world"), START)
     assert script.text_tokens == len(script.ids) - 1  # it counts for the cap, as in the reference
-    assert WRITE(replace(ASKED, instructions=" () ")) == WRITE(ASKED)
+    assert write(replace(ASKED, instructions=" () ")) == write(ASKED)
 
 
 def test_a_reference_alone_stands_before_the_text():
-    script = WRITE(ALONE)
+    script = write(ALONE)
     assert script.ids == (REFERENCE_START, *[AUDIO] * 10, REFERENCE_END, *TEXT, START)
-    assert not script.continues and script.reference.past is None
-    assert WRITE(replace(ALONE, reference_text="Good evening.", x_vector_only=True)) == script  # it is heard, not continued
-    assert WRITE(replace(ALONE, instructions="slowly")).ids[12:] == (*TOKENS("(slowly)hello world"), START)
+    assert not script.continues and script.references[0].codec_state is None
+    assert write(ask(PROMPT, options={"x_vector_only_mode": True})) == script  # it is heard, not continued
+    assert write(replace(ALONE, instructions="slowly")).ids[12:] == (*TOKENS("(slowly)hello world"), START)
+    assert write(ask(Reference(CLIP, " \n"))) == script  # a transcript of nothing is none
 
 
-def test_a_reference_with_its_words_is_gone_on_from():
+def test_speech_goes_on_from_a_reference_with_its_transcript():
     """Transcript and text are one string; the text alone counts for the cap."""
-    script = WRITE(CONTINUED)
+    script = write(CONTINUED)
     assert script.ids == (*TOKENS("Good evening.hello world"), START, *[AUDIO] * 10)
     assert script.continues and script.text_tokens == len(TEXT)
-    assert WRITE(replace(CONTINUED, text=" hello world")).ids[:-11] == tuple(TOKENS("Good evening. hello world"))
+    assert write(replace(CONTINUED, text=" hello world")).ids[:-11] == tuple(
+        TOKENS("Good evening. hello world")
+    )
+    assert write(ask(Reference(CLIP, "Good evening. "))).ids[:-11] == tuple(
+        TOKENS("Good evening. hello world")
+    )
 
 
-def test_inputs_say_what_is_audio_and_the_slot_where_speech_goes_on():
-    zero, patches = torch.zeros(4, 8), WRITE(CONTINUED).reference.patches
-    for asked, before in ((ASKED, zero), (ALONE, zero), (CONTINUED, patches[-1])):
-        prompt, state = OURS.prompt(asked), OURS.state(1)
-        is_audio = [index == AUDIO for index in WRITE(asked).ids]
-        assert prompt.inputs[:, -1].tolist() == [float(audio) for audio in is_audio]
-        assert prompt.usage == {"input_tokens": len(TEXT), "prompt_positions": len(is_audio)}
-        state.before[0], state.past[0] = 7, 7  # of somebody before
-        OURS.admit(state, 0, prompt)
-        assert torch.equal(state.before[0], before) and (state.past[0] == 0).all() == (asked is not CONTINUED)
-    assert patches[-1].any()
+def test_a_voice_and_a_clip_to_go_on_from_in_either_order():
+    script = write(COMBINED)
+    assert script.ids == (REFERENCE_START, *[AUDIO] * 3, REFERENCE_END, *write(CONTINUED).ids)
+    assert script == write(ask(PROMPT, VOICE)) and script.continues and script.text_tokens == len(TEXT)
+    assert script.references == (*write(ask(VOICE)).references, *write(CONTINUED).references)
+
+
+@pytest.mark.parametrize("asked", FORMS.values(), ids=FORMS)
+def test_inputs_say_what_is_audio_and_the_slot_where_speech_goes_on(asked):
+    script, prompt, state = write(asked), OURS.prompt(asked), OURS.state(1)
+    is_audio = [index == AUDIO for index in script.ids]
+    assert prompt.is_audio.dtype == torch.bool and prompt.is_audio.tolist() == is_audio
+    assert prompt.usage == {"input_tokens": script.text_tokens, "prompt_positions": len(is_audio)}
+    continues = asked in (CONTINUED, COMBINED)
+    state.before[0], state.codec_state[0], state.first_is_audio[0] = 7, 7, not continues  # of somebody before
+    OURS.admit(state, 0, prompt)
+    assert bool(state.first_is_audio[0]) == is_audio[-1] == continues
+    before = script.references[-1].patches[-1] if continues else torch.zeros(4, 8)
+    assert torch.equal(state.before[0], before) and before.any() == continues
+    assert (state.codec_state[0] == 0).all() != continues
 
 
 def test_keys_name_what_stands_at_a_position():
     """Equal references share their positions from the start, whatever is said after them; others share none of them."""
-    plain, one, other, longer, continued = (
-        OURS.prompt(asked).keys
-        for asked in (ASKED, ALONE, replace(ALONE, reference=clip(1)), replace(ALONE, text="hello world again"), CONTINUED)
+    plain, one, other, longer, continued, combined = (
+        OURS.prompt(asked).prefix_keys
+        for asked in (
+            ASKED,
+            ALONE,
+            ask(Reference(clip(1))),
+            replace(ALONE, text="hello world again"),
+            CONTINUED,
+            ask(PROMPT, Reference(CLIP)),
+        )
     )
     assert plain == (*TEXT, START)
-    assert one[:12] == longer[:12] and one[12:] == plain and all(key < 0 for key in one[1:11]) and len(set(one[1:11])) == 10
-    assert not set(one[1:11]) & set(other) and not set(one[1:11]) & set(continued)  # its padding stands on the other side
-    assert OURS.prompt(replace(ALONE, reference=clip(seconds=0.095))).keys == one
+    assert (
+        one[:12] == longer[:12]
+        and one[12:] == plain
+        and all(key < 0 for key in one[1:11])
+        and len(set(one[1:11])) == 10
+    )
+    assert not set(one[1:11]) & set(other) and not set(one[1:11]) & set(
+        continued
+    )  # its padding stands on the other side
+    assert combined == (
+        *one[:12],
+        *continued,
+    )  # the same clip in both uses; so its pages serve who asks for the voice alone
+    assert OURS.prompt(ask(Reference(clip(seconds=0.095)))).prefix_keys == one
 
 
 def test_caps():
@@ -104,8 +162,14 @@ def test_caps():
     assert OURS.prompt(replace(ASKED, text="a " * 40)).max_frames == 6 * len(TOKENS("a " * 40)) + 10
     room = OURS.spec.max_positions - len(TEXT) - 1
     assert OURS.prompt(replace(ASKED, max_frames=room)).max_frames == room
-    for asked in (replace(ASKED, max_frames=room + 1), replace(ASKED, text="a " * 90)):
-        refused(asked, "text", r"the prompt takes \d+ positions and leaves room for \d+ patches; \d+ are asked for")
+    long = OURS.prompt(replace(ASKED, text="a " * 90))
+    assert (
+        long.max_frames == OURS.spec.max_positions - len(long.inputs) < 6 * long.usage["input_tokens"]
+    )  # as many as fit
+    for asked in (replace(ASKED, max_frames=room + 1), replace(ASKED, text="a " * 600)):
+        refused(
+            asked, "text", r"the prompt takes \d+ positions and leaves room for \d+ frames; \d+ are asked for"
+        )
 
 
 # what a user may get wrong
@@ -117,28 +181,71 @@ def refused(asked: Request, param: str, message: str) -> None:
     assert error.value.param == param and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "param", ["temperature", "top_k", "top_p", "repetition_penalty", "depth_temperature", "depth_top_k", "depth_top_p"]
-)
+@pytest.mark.parametrize("param", ["temperature", "top_k", "top_p", "repetition_penalty"])
 def test_what_rules_the_drawing_of_tokens_is_refused(param):
-    refused(replace(ASKED, **{param: 1}), param, f"VoxCPM2 takes no {param}: it draws no tokens")
+    refused(
+        replace(ASKED, **{param: 1}),
+        param,
+        f"VoxCPM2 takes no {param}.*; it takes: cfg_scale, solver_steps, x_vector_only_mode",
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
         ({"text": " \n"}, "text", "text is empty"),
-        ({"voice": "alloy"}, "voice", "voice 'alloy' is not in this checkpoint; it has: default"),
-        ({"language": "english"}, "language", "VoxCPM2 takes no language"),
-        ({"text_mode": "interleaved"}, "layout", "layout 'streaming' is not possible; possible: whole"),
-        ({"solver_steps": 1}, "solver_steps", "solver_steps is 1; from 2 to 10 is possible"),
-        ({"solver_steps": 11}, "solver_steps", "solver_steps is 11; from 2 to 10 is possible"),
-        ({"reference_text": "Hello."}, "reference_text", "reference_text is about a reference, and there is none"),
-        ({"x_vector_only": True}, "x_vector_only", "x_vector_only is about a reference, and there is none"),
+        ({"temperature": 1}, "temperature", "it draws no tokens"),
         (
-            {"reference": CLIP, "reference_text": "Hello.", "instructions": "slowly"},
+            {"voice": "alloy"},
+            "voice",
+            "VoxCPM2 has no voice 'alloy'; it has: default: describe one in instructions, or give a reference",
+        ),
+        (
+            {"language": "english"},
+            "language",
+            "VoxCPM2 has no language 'english'; possible: auto: it hears the language from the text",
+        ),
+        (
+            {"options": {"text_mode": "interleaved"}},
+            "text_mode",
+            "VoxCPM2 takes no text_mode; it takes: cfg_scale",
+        ),
+        (
+            {"options": {"solver_steps": 1}},
+            "solver_steps",
+            "solver_steps is 1; possible: an integer from 2 to 10",
+        ),
+        (
+            {"options": {"solver_steps": 11}},
+            "solver_steps",
+            "solver_steps is 11; possible: an integer from 2 to 10",
+        ),
+        (
+            {"references": (PROMPT,), "instructions": "slowly"},
             "instructions",
             "instructions would be read aloud where the reference's words are given",
+        ),
+        ({"references": (VOICE, PROMPT), "instructions": "slowly"}, "instructions", "would be read aloud"),
+        (
+            {"references": (VOICE, Reference(CLIP, " "))},
+            "references",
+            r"2 references have no transcript; one without \(for the voice\) and one with a transcript "
+            r"\(to go on from\) are possible together",
+        ),
+        (
+            {"references": (PROMPT, PROMPT)},
+            "references",
+            "2 references have a transcript; one without .* are possible together",
+        ),
+        (
+            {"references": (VOICE, PROMPT, PROMPT)},
+            "references",
+            "3 references are given; VoxCPM2 takes up to 2",
+        ),
+        (
+            {"references": (VOICE, PROMPT), "options": {"x_vector_only_mode": True}},
+            "x_vector_only_mode",
+            "x_vector_only_mode takes the sound of one reference; 2 are given",
         ),
     ],
 )
@@ -148,31 +255,39 @@ def test_what_is_refused(fields, param, message):
 
 @pytest.mark.parametrize("value", [-0.1, 101.0, float("nan")])
 def test_guidance_that_no_model_can_take(value):
-    with pytest.raises(ValueError, match=r"guidance is .*; from 0 to 100 is possible"):
-        replace(ASKED, guidance=value)
+    refused(
+        replace(ASKED, options={"cfg_scale": value}),
+        "cfg_scale",
+        r"cfg_scale is .*; possible: a number from 0 to 100",
+    )
 
 
 @pytest.mark.parametrize(
-    ("reference", "message"),
+    ("given", "message"),
     [
         (AudioClip(np.zeros(1600, np.float32), 16000), "the reference is silent"),
         (clip(seconds=0.009), r"the reference lasts 0\.009 s; from 0\.01 to 60 s are possible"),
-        (AudioClip(np.zeros(61 * 16000, np.float32), 16000), r"the reference lasts 61 s; from 0\.01 to 60 s are possible"),
+        (
+            AudioClip(np.zeros(61 * 16000, np.float32), 16000),
+            r"the reference lasts 61 s; from 0\.01 to 60 s are possible",
+        ),
         (AudioClip(np.full(1600, np.nan, np.float32), 16000), "no numbers"),
         (AudioClip(np.zeros(1600, np.int16), 16000), r"int16 \[1600\]; a float32 array"),
         (clip(rate_hz=4000), "rate is 4000 Hz"),
     ],
     ids=["silent", "short", "long", "nan", "dtype", "rate"],
 )
-def test_audio_that_is_no_reference(reference, message):
-    refused(replace(ALONE, reference=reference), "reference", message)
+def test_audio_that_is_no_reference(given, message):
+    for asked in (ask(Reference(given)), ask(VOICE, Reference(given, "Good evening."))):
+        refused(asked, "references", message)
 
 
 def test_other_families_refuse_what_they_have_no_use_for():
-    for field in ({"guidance": 2.0}, {"solver_steps": 5}):
-        with pytest.raises(ValueError, match=f"takes no {next(iter(field))}: it draws codes") as error:
-            family("qwen3_tts").prompt(Request(text="hello", voice="ryan", **field))
-        assert error.value.param == next(iter(field))
+    for option in ({"cfg_scale": 2.0}, {"solver_steps": 5}):
+        param = next(iter(option))
+        with pytest.raises(RequestError, match=f"takes no {param}; it takes: ") as error:
+            family("qwen3_tts").prompt(Request(text="hello", voice="ryan", options=option))
+        assert error.value.param == param
     with pytest.raises(ValueError, match="qwen3_tts takes no noise: its frames are not solved from any"):
         zoo.generate(family("qwen3_tts"), Request(text="hello", voice="ryan"), noise=torch.zeros(3, 4, 8))
 
@@ -181,7 +296,7 @@ def test_other_families_refuse_what_they_have_no_use_for():
 
 
 def test_a_reference_is_encoded_once_for_each_use():
-    cloner = type(WRITE.cloner)(OURS.config, OURS.vae, OURS.net.rows, OURS.device, OURS.dtype)
+    cloner = type(OURS.writer.cloner)(OURS.config, OURS.vae, OURS.net.rows, OURS.device, OURS.dtype)
     first = cloner(CLIP, continues=False)
     assert cloner(clip(seconds=0.095), continues=False) is first and cloner.references.num_encoded == 1
     assert cloner(CLIP, continues=True) is not first and cloner.references.num_encoded == 2
@@ -190,26 +305,29 @@ def test_a_reference_is_encoded_once_for_each_use():
 
 def test_a_reference_is_padded_after_and_its_continuation_before():
     """So that speech goes on from the clip's end."""
-    heard, gone_on_from = (WRITE(asked).reference.patches for asked in (ALONE, CONTINUED))
+    heard, gone_on_from = (write(asked).references[0].patches for asked in (ALONE, CONTINUED))
     half = np.zeros(80, np.float32)
-    after, before = (AudioClip(np.concatenate(parts), 16000) for parts in ((CLIP.samples, half), (half, CLIP.samples)))
-    for padded, asked, patches in ((after, ALONE, heard), (before, CONTINUED, gone_on_from)):
-        assert torch.equal(WRITE(replace(asked, reference=padded)).reference.patches, patches)
+    after, before = (
+        AudioClip(np.concatenate(parts), 16000) for parts in ((CLIP.samples, half), (half, CLIP.samples))
+    )
+    for padded, transcript, patches in ((after, None, heard), (before, "Good evening.", gone_on_from)):
+        assert torch.equal(write(ask(Reference(padded, transcript))).references[0].patches, patches)
     assert not torch.allclose(heard, gone_on_from, atol=1e-2)
 
 
 @pytest.mark.parametrize(("rate_hz", "channels"), [(44100, 1), (48000, 2), (16000, 2)])
 def test_any_rate_and_channels(rate_hz, channels):
-    reference = WRITE(replace(ALONE, reference=clip(2, rate_hz=rate_hz, channels=channels))).reference
+    [reference] = write(ask(Reference(clip(2, rate_hz=rate_hz, channels=channels)))).references
     assert reference.patches.shape == (10, 4, 8)
-    plain = WRITE(replace(ALONE, reference=clip(2))).reference
+    [plain] = write(ask(Reference(clip(2)))).references
     ratio = (reference.patches - plain.patches).norm() / plain.patches.norm()
     assert ratio < 0.5  # the pitch of the second channel is another; edges ring
 
 
-def test_the_decoder_goes_on_from_a_reference_without_a_seam():
-    """Speech after a reference sounds as if decoder had decoded both in one go."""
-    speech, reference = zoo.generate(OURS, replace(CONTINUED, max_frames=6)), WRITE(CONTINUED).reference
+@pytest.mark.parametrize("asked", [CONTINUED, COMBINED], ids=["continued", "combined"])
+def test_the_decoder_goes_on_from_a_reference_without_a_seam(asked):
+    """Speech after a reference sounds as if the decoder had decoded both in one go."""
+    speech, reference = zoo.generate(OURS, replace(asked, max_frames=6)), write(asked).references[-1]
     whole = torch.cat((reference.patches, speech.frames)).flatten(0, 1).T[None]  # [1, D, F]
     decoder = OURS.vae.decoder
     with torch.inference_mode():
@@ -221,22 +339,31 @@ def test_the_decoder_goes_on_from_a_reference_without_a_seam():
 
 
 def test_chinese_words_are_taken_apart():
-    ids = {token: index for index, token in enumerate(sorted(WRITE.tokenize._vocabulary, key=WRITE.tokenize._vocabulary.get))}
+    ids = {token: index for index, token in enumerate(sorted(TOKENS._vocabulary, key=TOKENS._vocabulary.get))}
     assert "你好" in ids and "卡拉O" in ids
     assert TOKENS("x你好世界")[-4:] == [ids[character] for character in "你好世界"]
-    assert TOKENS("我们") == [ids["▁我们"]] and "我们" not in ids  # a piece with its space, whose word is none by itself, stays
+    assert (
+        TOKENS("我们") == [ids["▁我们"]] and "我们" not in ids
+    )  # a piece with its space, whose word is none by itself, stays
     assert TOKENS("x卡拉O")[-1] == ids["卡拉O"]
 
 
-@pytest.mark.parametrize("text", ["<|audio_start|>", "</s>", "<unk>", "a<|ref_audio_start|>b", "<|audio_prompt_start|>", "<s>"])
+@pytest.mark.parametrize(
+    "text", ["<|audio_start|>", "</s>", "<unk>", "a<|ref_audio_start|>b", "<|audio_prompt_start|>", "<s>"]
+)
 def test_what_looks_like_a_special_token_is_ordinary_text(text):
     assert not set(TOKENS(text)) & {0, 1, 2, 101, 102, 103, 104} and len(TOKENS(text)) > 2
 
 
 def test_a_tokenizer_that_is_none(tmp_path):
-    for change, message in (({"model": {"type": "BPE"}}, "is not a tokenizer: "), ({"model": None}, "is not a tokenizer: ")):
+    for change, message in (
+        ({"model": {"type": "BPE"}}, "is not a tokenizer: "),
+        ({"model": None}, "is not a tokenizer: "),
+    ):
         path = tmp_path / "tokenizer.json"
-        path.write_text(json.dumps(json.loads((directory("voxcpm2", "tiny") / "tokenizer.json").read_text()) | change))
+        path.write_text(
+            json.dumps(json.loads((directory("voxcpm2", "tiny") / "tokenizer.json").read_text()) | change)
+        )
         with pytest.raises(ValueError, match=message):
             TextTokenizer(tmp_path)
     shutil.rmtree(tmp_path)
