@@ -16,6 +16,7 @@ from torch import Tensor
 from compile_cache.counts import counts
 from compile_cache.lower import with_own_code
 from compile_cache.strategy import Eager, Strategy, Whole
+from serving.engine import warmup
 from serving.engine.engine import Engine, Failed, Finished
 from serving.engine.job import NO_AUDIO
 from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
@@ -289,7 +290,7 @@ def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
     num_expected = (strategy.step == Whole()) + (strategy.prefill == Whole()) + len(windows) * num_lengths * (strategy.render == Whole())
     before = counts().graphs
     stage = RunnerHarness(name, 5, compile=True)
-    stage.runner.warm(lambda fraction, stage: None)
+    warmup.warm(stage.runner, lambda fraction, stage: None)
     assert counts().graphs - before == num_expected
     asked = requests(name, 8, max_frames=20)
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from compile_cache import threads, unfinished
 from compile_cache.counts import counts
+from serving.engine import warmup
 from serving.engine.job import Audio, Event, Failed, Finished, Job, Text
 from serving.engine.model_worker import ModelWorker
 from serving.engine.pages import Pages
@@ -116,7 +117,7 @@ class Engine:
                 progress((i + fraction) / len(self.models), whose + stage)
 
             begin(model.family)
-            model.runner.warm(tell)
+            warmup.warm(model.runner, tell)
         unfinished.settle()
         self._warm_graphs = counts().graphs
 

@@ -189,7 +189,9 @@ def reference_of(reference: protocol.Reference) -> Reference:
 
 
 def option_info(option: Option) -> protocol.OptionInfo:
-    return protocol.OptionInfo(option.name, option.type.__name__, option.help, option.possible, option.default, option.range, option.choices)
+    return protocol.OptionInfo(
+        option.name, option.type.__name__, option.help, option.possible, option.default, option.range, option.choices
+    )
 
 
 def describe(name: str, spec: Spec) -> protocol.ModelInfo:

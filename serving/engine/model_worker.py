@@ -23,7 +23,6 @@ from zoo.contract import Family, Prompt
 _salts = itertools.count(1)  # one per loaded model: equal keys under other weights are other pages
 
 
-
 class ModelWorker:
     """A family with `num_slots` slots of its own, on pages that it may have to share. Raises ValueError for a policy that is none."""
 
@@ -127,18 +126,18 @@ class ModelWorker:
 
     def launch(self) -> bool:
         """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to launch."""
-        chunks = self.scheduler.prefill()
+        chunks = self.scheduler.next_chunks()
         if chunks:
             self.runner.prefill(chunks)
             for chunk in chunks:
-                self.scheduler.prefilled(chunk)
+                self.scheduler.record_prefill(chunk)
                 if chunk.is_last:
                     job, lane = self.running[chunk.slot], chunk.lane
                     self.pages.publish(self.salt, job.prompt.lanes[lane].prefix_keys[:-1], self.runner.page_tokens, job.pages[lane])
-        slots = self.scheduler.decode()
+        slots = self.scheduler.decoding_slots()
         if slots.size:
             self.launches.append((slots, self._tenancy[slots], self.runner.step(slots)))
-            self.scheduler.stepped(slots)
+            self.scheduler.record_step(slots)
         return bool(chunks) or bool(slots.size)
 
     def collect(self, launched: bool) -> None:
@@ -150,7 +149,7 @@ class ModelWorker:
 
     def finished(self) -> list[Job]:
         """Who has spoken, and whose listener has all of it."""
-        return [self.running[int(slot)] for slot in self.scheduler.finished()]
+        return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
     def stats(self, arriving: int) -> dict[str, int]:
         """arriving: requests that are on their way into the queue."""
@@ -192,4 +191,4 @@ class ModelWorker:
             for row, slot, frames, num in zip(same.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True):
                 self.running[slot].deliver(Audio(samples[row, :num].copy(), frames))
             given_s = num_samples / self.family.spec.sample_rate_hz
-            self.scheduler.delivered(slots, counts, given_s, render.is_last[same], self.clock())
+            self.scheduler.record_delivery(slots, counts, given_s, render.is_last[same], self.clock())

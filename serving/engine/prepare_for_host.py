@@ -17,7 +17,9 @@ def prepare_for_host(*families: Family, compile: bool = True) -> Path:
     """Threads for the largest, matrices laid out for the CPU and kernels of its own, and a place where compiled code is kept, the first
     one's -> that place. Call it once for all of a process, before anything is compiled. Raises ValueError if the place cannot be written,
     or if something is to be compiled and there is no C++ compiler."""
-    threads.set_num_threads(max(families, key=lambda family: sum(parameter.numel() * parameter.itemsize for parameter in family.parameters())))
+    threads.set_num_threads(
+        max(families, key=lambda family: sum(parameter.numel() * parameter.itemsize for parameter in family.parameters()))
+    )
     for family in families:
         pack(family)
     place = use_cache_dir(families[0])

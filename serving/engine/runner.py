@@ -9,7 +9,7 @@ A slot's lanes are sequences of their own, in pages of their own, that take ever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from compile_cache.graphs import Graphs
-from compile_cache.lower import any_size, lower
-from compile_cache.strategy import Eager, Lowering, Whole
+from compile_cache.lower import lower
+from compile_cache.strategy import Eager
 from serving.engine.scheduler import Chunk, Render
 from zoo.contract import Batch, Family, Lane, Prompt, View
 
@@ -118,9 +118,7 @@ class AsyncCopy:
 class Runner:
     """A family on a device with `num_slots` slots, and pages of an arena that has the family in it."""
 
-    def __init__(
-        self, family: Family[Any], num_slots: int, arena: Arena, compile: bool = True, is_deterministic: bool = False
-    ):
+    def __init__(self, family: Family[Any], num_slots: int, arena: Arena, compile: bool = True, is_deterministic: bool = False):
         self.family, self.num_slots, self.arena, self.device = family, num_slots, arena, family.device
         self.is_deterministic = is_deterministic
         self.kv = arena.rows(family)
@@ -184,6 +182,15 @@ class Runner:
 
     # launches
 
+    def launch_step(self, batch: Batch) -> None:
+        self._step(self.state, batch)
+
+    def launch_prefill(self, inputs: Tensor, batch: Batch) -> None:
+        self._hidden(inputs, batch)
+
+    def launch_render(self, view: View) -> tuple[Tensor, Tensor]:
+        return self._render[view.length](self.state, view)
+
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Fill the pages of stretches of prompts. Nothing is emitted and nothing comes back."""
@@ -192,11 +199,11 @@ class Runner:
         counts = np.array([chunk.stop - chunk.start for chunk in chunks], INT)
         self.kv_lens[sequences] += counts
         positions = np.concatenate([np.arange(chunk.start, chunk.stop, dtype=INT) for chunk in chunks])
-        batch = self._batch(slots, sequences, np.repeat(sequences, counts), positions, np.concatenate(([0], np.cumsum(counts))))
+        batch = self.batch(slots, sequences, np.repeat(sequences, counts), positions, np.concatenate(([0], np.cumsum(counts))))
         lanes = [self.prompts[chunk.slot][chunk.lane] for chunk in chunks]
         stretches = [slice(chunk.start, chunk.stop) for chunk in chunks]
         batch.is_audio = torch.cat([cast(Tensor, lane.is_audio)[at] for lane, at in zip(lanes, stretches, strict=True)])
-        self._hidden(torch.cat([lane.inputs[at] for lane, at in zip(lanes, stretches, strict=True)]), batch)
+        self.launch_prefill(torch.cat([lane.inputs[at] for lane, at in zip(lanes, stretches, strict=True)]), batch)
 
     @torch.inference_mode()
     def step(self, slots: np.ndarray) -> AsyncCopy:
@@ -207,8 +214,8 @@ class Runner:
         padded = np.full(self._bucket(len(slots)), self.state.spare, INT)
         padded[: len(slots)] = slots
         sequences = self.sequences(padded)
-        batch = self._batch(padded, sequences, sequences, self.kv_lens[sequences] - 1, np.arange(len(sequences) + 1, dtype=INT))
-        self.graphs.run((len(padded), batch.page_table.shape[1]), lambda: self._step(self.state, batch))
+        batch = self.batch(padded, sequences, sequences, self.kv_lens[sequences] - 1, np.arange(len(sequences) + 1, dtype=INT))
+        self.graphs.run((len(padded), batch.page_table.shape[1]), partial(self.launch_step, batch))
         at, state = batch.slots[: len(slots)], self.state
         return AsyncCopy(torch.stack((state.ready[at], state.done[at].long(), state.written[at]), 1))
 
@@ -218,9 +225,9 @@ class Runner:
         rows, parts = self._render_rows(due), []
         for first in range(0, len(due.slots), rows):
             at = slice(first, first + rows)
-            slots, start, count, is_last = (self._place(field[at]) for field in (due.slots, due.start, due.count, due.is_last))
+            slots, start, count, is_last = (self.place(field[at]) for field in (due.slots, due.start, due.count, due.is_last))
             view = View(slots, start, count, is_last, due.frames, due.length)
-            parts.append(self._render[due.length](self.state, view))
+            parts.append(self.launch_render(view))
         samples, valid = zip(*parts, strict=True)
         return AsyncCopy(torch.cat(samples), torch.cat(valid))
 
@@ -243,7 +250,7 @@ class Runner:
         pages = int(-(-self.kv_lens[sequences].max() // self.page_tokens))
         return min(1 << (pages - 1).bit_length(), self.max_pages)
 
-    def _batch(
+    def batch(
         self, slots: np.ndarray, sequences: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray, columns: int = 0
     ) -> Batch:
         """slots [B]; sequences [N]; owner [T], a sequence, and positions [T] say whose position each input is; columns of the page table,
@@ -260,64 +267,8 @@ class Runner:
             is_audio=np.zeros(len(positions), bool),
         )
 
-    def _place(self, array: np.ndarray) -> Tensor:
+    def place(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
-
-    # warm-up
-
-    @torch.inference_mode()
-    def warm(self, progress: Callable[[float, str], None]) -> None:
-        """Compile and record everything a request can need, on the spare slot alone: no slot, page or tape changes."""
-        stages: list[tuple[str, Callable[[], None]]] = [("step", self._warm_step), ("prefill", self._warm_prefill)]
-        window = self.family.spec.window
-        for frames in reversed(window.sizes):
-            for length in window.lengths or (0,):
-                stages.append((f"render {frames}", partial(self._warm_render, frames, length)))
-        for i, (name, stage) in enumerate(stages):
-            progress(i / len(stages), name)
-            stage()
-        progress(1.0, "warm")
-
-    def _warm_batch(self, how: Lowering, size: int, tokens: int, columns: int = 1) -> Batch:
-        """A launch of `size` slots, with `tokens` inputs in each lane, which writes where nobody reads."""
-        spare = np.full(size, self.state.spare, INT)
-        sequences = self.sequences(spare)
-        self.kv_lens[self.spares] = tokens
-        positions = np.tile(np.arange(tokens, dtype=INT), len(sequences))
-        starts = np.arange(len(sequences) + 1, dtype=INT) * tokens
-        batch = self._batch(spare, sequences, np.repeat(sequences, tokens), positions, starts, columns)
-        if how == Whole():
-            any_size((batch.slots,), 0, "batch")
-            any_size((batch.kv_lens, batch.page_table), 0, "sequences")
-            any_size((batch.positions, batch.kv_write_index, batch.is_audio), 0, "sequences" if tokens == 1 else "tokens")
-            any_size((batch.cu_seqlens,), 0, "edges")
-            any_size((batch.page_table,), 1, "pages")
-        return batch
-
-    def _warm_step(self) -> None:
-        """On a CPU one graph serves every size; on a GPU every size and page-table width is recorded, the largest first."""
-        sizes, widths = [2], [1]
-        if self.device.type == "cuda":
-            sizes = sorted(self.buckets, reverse=True)
-            widths = [1 << i for i in reversed(range((self.max_pages - 1).bit_length() + 1))]
-        for size in sizes:
-            for width in widths:
-                batch = self._warm_batch(self.lowerings[0], size, 1, min(width, self.max_pages))
-                self.graphs.record((size, batch.page_table.shape[1]), partial(self._step, self.state, batch))
-
-    def _warm_prefill(self) -> None:
-        batch = self._warm_batch(self.lowerings[1], 2, 3)
-        inputs = torch.zeros(len(batch.positions), self.family.spec.width, dtype=self.family.dtype, device=self.device)
-        if self.lowerings[1] == Whole():
-            any_size((inputs,), 0, "tokens")
-        self._hidden(inputs, batch)
-
-    def _warm_render(self, frames: int, length: int) -> None:
-        slots, start, count = (self._place(np.full(2, value, INT)) for value in (self.state.spare, 0, 0))
-        is_last = self._place(np.zeros(2, bool))
-        if self.lowerings[2] == Whole():
-            any_size((slots, start, count, is_last), 0, "batch")
-        self._render[length](self.state, View(slots, start, count, is_last, frames, length))
 
 
 class LaunchInputs:

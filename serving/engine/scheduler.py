@@ -1,7 +1,7 @@
 """Time policy: who runs next, by deadline. One turn of the engine asks, in this order:
 
-    prefill()              startup goes first: the next stretch of the prompts that wait, first come first served, bounded by the policy
-    decode()               then every speaker takes one step, so a long prompt costs the others one bounded chunk per turn
+    next_chunks()          startup goes first: the next stretch of the prompts that wait, first come first served, bounded by the policy
+    decoding_slots()       then every speaker takes one step, so a long prompt costs the others one bounded chunk per turn
     take_due_windows(now)  the windows of the tape that are due, the nearest deadline first; who waits for first audio has none to lose
 
 What is known of a slot is one row in vectors by slot, and a turn is arithmetic on whole vectors: its cost does not grow with the
@@ -158,7 +158,7 @@ class Scheduler:
         """Since the start, of everybody."""
         return self.past_underruns + int(self.num_underruns.sum())
 
-    def prefill(self) -> list[Chunk]:
+    def next_chunks(self) -> list[Chunk]:
         """The prompt positions of this turn, at most policy.prefill_tokens of them; short prompts share a turn, long ones take several.
         A slot's lanes are filled one after the other."""
         chunks: list[Chunk] = []
@@ -173,7 +173,7 @@ class Scheduler:
                 break
         return chunks
 
-    def prefilled(self, chunk: Chunk) -> None:
+    def record_prefill(self, chunk: Chunk) -> None:
         """The chunk is launched. After the last one of all its lanes the slot decodes."""
         slot, start = chunk.slot, self.num_prefilled[chunk.slot, chunk.lane]
         assert slot in self.waiting and start == chunk.start, f"{chunk} is launched, but slot {slot} has {start} positions"
@@ -182,11 +182,11 @@ class Scheduler:
             del self.waiting[slot]
             self.is_decoding[slot] = True
 
-    def decode(self) -> np.ndarray:
+    def decoding_slots(self) -> np.ndarray:
         """The slots that take a step now, ascending. [B]"""
         return np.flatnonzero(self.is_decoding & ~self.is_done & (self.steps_left > 0))
 
-    def stepped(self, slots: np.ndarray) -> None:
+    def record_step(self, slots: np.ndarray) -> None:
         """A step of `slots` [B] is launched."""
         bounded = slots[self.steps_left[slots] < UNBOUNDED]
         self.steps_left[bounded] -= 1
@@ -315,9 +315,7 @@ class Scheduler:
             renders.append(render)
         return renders
 
-    def delivered(
-        self, slots: np.ndarray, count: np.ndarray, given_s: np.ndarray, is_last: np.ndarray, now: float
-    ) -> None:
+    def record_delivery(self, slots: np.ndarray, count: np.ndarray, given_s: np.ndarray, is_last: np.ndarray, now: float) -> None:
         """Frames were given to the listeners, as `given_s` seconds of audio, all [B]; each slot once, and those that were closed since are
         left out. is_last: the speech ended with them."""
         until_s = self.plays_until_s[slots]
@@ -332,7 +330,7 @@ class Scheduler:
         over = slots[self.num_delivered[slots] > self.num_rendered[slots]]
         assert not over.size, f"slots {over}: {self.num_delivered[over]} frames delivered, {self.num_rendered[over]} rendered"
 
-    def finished(self) -> np.ndarray:
+    def finished_slots(self) -> np.ndarray:
         """The slots that are done and wholly delivered, ascending. [B]"""
         return np.flatnonzero(self._is_finished())
 

@@ -374,7 +374,7 @@ def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
     monkeypatch.setattr("serving.engine.runner.lower", lambda verb, how: torch.compile(verb, backend="eager") if how == Whole() else verb)
     monkeypatch.setattr(TOY, "strategy", Strategy(Whole(), Whole(), Whole()))
     if not is_prepared:
-        monkeypatch.setattr("serving.engine.runner.any_size", lambda tensors, dim, name: None)
+        monkeypatch.setattr("serving.engine.warmup.any_size", lambda tensors, dim, name: None)
     ready = engine(compile=True, max_slots=5)
     assert numbers(ready)["compiles_after_warmup"] == 0
     ready.warm(lambda progress, stage: None)

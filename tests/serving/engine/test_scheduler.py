@@ -23,7 +23,7 @@ def speaking(num_slots=1, policy=Policy.STREAMING, sizes=SIZES, slots=None, cont
     scheduler = Scheduler(num_slots, policy, Window(sizes, lookahead=context, left=context, **more), FRAME_S)
     for slot in range(num_slots) if slots is None else slots:
         scheduler.open(slot, prompt_tokens=1)
-        scheduler.prefilled(Chunk(slot, 0, 1, is_last=True))
+        scheduler.record_prefill(Chunk(slot, 0, 1, is_last=True))
     return scheduler
 
 
@@ -40,7 +40,7 @@ def due(scheduler, now) -> list[tuple[dict[int, tuple[int, int]], int]]:
 
 def deliver(scheduler, counts: dict[int, int], now):
     frames = np.array(list(counts.values()))
-    scheduler.delivered(np.array(list(counts)), frames, frames * FRAME_S, np.zeros(len(frames), bool), now)
+    scheduler.record_delivery(np.array(list(counts)), frames, frames * FRAME_S, np.zeros(len(frames), bool), now)
 
 
 def playing(ahead_frames: int, sizes=SIZES) -> Scheduler:
@@ -61,10 +61,10 @@ def test_prompts_are_chunked_first_come_first_served():
     for slot, tokens in ((2, 600), (0, 50), (3, 100)):
         scheduler.open(slot, tokens)
     turns = []
-    while chunks := scheduler.prefill():
+    while chunks := scheduler.next_chunks():
         turns.append([(c.slot, c.start, c.stop, c.is_last) for c in chunks])
         for chunk in chunks:
-            scheduler.prefilled(chunk)
+            scheduler.record_prefill(chunk)
     assert turns == [
         [(2, 0, 256, False)],
         [(2, 256, 512, False)],
@@ -75,22 +75,22 @@ def test_prompts_are_chunked_first_come_first_served():
 def test_shared_positions_are_skipped():
     scheduler = Scheduler(1, Policy.STREAMING, WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=100, skip=96)
-    assert scheduler.prefill() == [Chunk(0, 96, 100, is_last=True)]
+    assert scheduler.next_chunks() == [Chunk(0, 96, 100, is_last=True)]
 
 
 def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
     scheduler = Scheduler(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S)
     scheduler.open(1, prompt_tokens=15)
     scheduler.open(0, prompt_tokens=5)
-    assert scheduler.decode().tolist() == []
-    for chunk in scheduler.prefill():
-        scheduler.prefilled(chunk)
-    assert scheduler.decode().tolist() == []
-    for chunk in scheduler.prefill():
-        scheduler.prefilled(chunk)
-    assert scheduler.decode().tolist() == [0, 1]
+    assert scheduler.decoding_slots().tolist() == []
+    for chunk in scheduler.next_chunks():
+        scheduler.record_prefill(chunk)
+    assert scheduler.decoding_slots().tolist() == []
+    for chunk in scheduler.next_chunks():
+        scheduler.record_prefill(chunk)
+    assert scheduler.decoding_slots().tolist() == [0, 1]
     report(scheduler, {0: 1, 1: 1}, done=[1])
-    assert scheduler.decode().tolist() == [0]
+    assert scheduler.decoding_slots().tolist() == [0]
 
 
 def test_a_slot_decodes_once_all_its_lanes_are_filled():
@@ -98,11 +98,11 @@ def test_a_slot_decodes_once_all_its_lanes_are_filled():
     scheduler.open(1, prompt_tokens=[6, 15])
     scheduler.open(0, prompt_tokens=[9, 40], skip=[0, 40])
     turns, decoding = [], []
-    while chunks := scheduler.prefill():
+    while chunks := scheduler.next_chunks():
         turns.append([(c.slot, c.lane, c.start, c.stop, c.is_last) for c in chunks])
         for chunk in chunks:
-            scheduler.prefilled(chunk)
-        decoding.append(scheduler.decode().tolist())
+            scheduler.record_prefill(chunk)
+        decoding.append(scheduler.decoding_slots().tolist())
     assert turns == [
         [(1, 0, 0, 6, True), (1, 1, 0, 4, False)],
         [(1, 1, 4, 14, False)],
@@ -114,14 +114,14 @@ def test_a_slot_decodes_once_all_its_lanes_are_filled():
 def test_lanes_in_shared_pages():
     scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S, lanes=2)
     scheduler.open(1, prompt_tokens=[8, 3], skip=[8, 3])
-    assert scheduler.prefill() == [] and scheduler.decode().tolist() == [1]
+    assert scheduler.next_chunks() == [] and scheduler.decoding_slots().tolist() == [1]
     with pytest.raises(AssertionError, match=r"\[8, 4\] of \[8, 3\] positions skipped"):
         scheduler.open(0, prompt_tokens=[8, 3], skip=[8, 4])
     scheduler.open(0, prompt_tokens=[8, 3], skip=[0, 3])
     with pytest.raises(AssertionError, match="slot 0 has 3 positions"):
-        scheduler.prefilled(Chunk(0, 0, 3, is_last=True, lane=1))
+        scheduler.record_prefill(Chunk(0, 0, 3, is_last=True, lane=1))
     scheduler.close(0)
-    assert scheduler.prefill() == []
+    assert scheduler.next_chunks() == []
 
 
 def test_speakers_do_not_starve_however_many_prompts_come():
@@ -130,11 +130,11 @@ def test_speakers_do_not_starve_however_many_prompts_come():
         for slot in (0, 2):
             if not scheduler.is_open[slot]:
                 scheduler.open(slot, prompt_tokens=1000)
-        chunks = scheduler.prefill()
+        chunks = scheduler.next_chunks()
         assert sum(c.stop - c.start for c in chunks) == Policy.STREAMING.prefill_tokens
-        assert 1 in scheduler.decode()
+        assert 1 in scheduler.decoding_slots()
         for chunk in chunks:
-            scheduler.prefilled(chunk)
+            scheduler.record_prefill(chunk)
             if chunk.is_last:
                 scheduler.close(chunk.slot)
 
@@ -329,7 +329,7 @@ def test_what_the_lookahead_holds_back_goes_when_the_slot_is_done():
     assert due(scheduler, 0.0) == [({1: (0, 3)}, 4), ({0: (4, 10)}, 25)]
     assert due(scheduler, 0.0) == []
     deliver(scheduler, {0: 14, 1: 3}, 0.0)
-    assert scheduler.finished().tolist() == [0, 1]
+    assert scheduler.finished_slots().tolist() == [0, 1]
 
 
 def test_full_windows_count_behind_the_lookahead():
@@ -369,11 +369,11 @@ def test_finished_is_done_and_wholly_delivered():
     scheduler = speaking(num_slots=3)
     report(scheduler, {0: 2, 1: 2, 2: 0}, done=[0, 2])
     scheduler.take_due_windows(0.0)
-    assert scheduler.finished().tolist() == [2]
+    assert scheduler.finished_slots().tolist() == [2]
     deliver(scheduler, {0: 1, 1: 1}, 0.0)
-    assert scheduler.finished().tolist() == [2]
+    assert scheduler.finished_slots().tolist() == [2]
     deliver(scheduler, {0: 1}, 0.0)
-    assert scheduler.finished().tolist() == [0, 2]
+    assert scheduler.finished_slots().tolist() == [0, 2]
 
 
 # coming and going
@@ -387,9 +387,9 @@ def test_a_closed_slot_asks_for_nothing():
     scheduler.close(0)
     scheduler.close(1)
     assert due(scheduler, 99.0) == []
-    assert scheduler.finished().tolist() == []
-    assert scheduler.decode().tolist() == []
-    assert scheduler.prefill() == []
+    assert scheduler.finished_slots().tolist() == []
+    assert scheduler.decoding_slots().tolist() == []
+    assert scheduler.next_chunks() == []
 
 
 def test_a_reused_slot_starts_anew():
@@ -401,9 +401,9 @@ def test_a_reused_slot_starts_anew():
     scheduler.close(0)
     scheduler.open(0, prompt_tokens=3)
     assert scheduler.num_underruns[0] == 0
-    assert scheduler.prefill() == [Chunk(0, 0, 3, is_last=True)]
-    scheduler.prefilled(Chunk(0, 0, 3, is_last=True))
-    assert scheduler.decode().tolist() == [0]
+    assert scheduler.next_chunks() == [Chunk(0, 0, 3, is_last=True)]
+    scheduler.record_prefill(Chunk(0, 0, 3, is_last=True))
+    assert scheduler.decoding_slots().tolist() == [0]
     report(scheduler, {0: 1})
     assert due(scheduler, 9.1) == [({0: (0, 1)}, 1)]
     deliver(scheduler, {0: 1}, 9.1)
@@ -415,10 +415,10 @@ def test_a_slot_closed_while_it_waits_leaves_the_queue():
     scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=1000)
     scheduler.open(1, prompt_tokens=5)
-    for chunk in scheduler.prefill():
-        scheduler.prefilled(chunk)
+    for chunk in scheduler.next_chunks():
+        scheduler.record_prefill(chunk)
     scheduler.close(0)
-    assert [chunk.slot for chunk in scheduler.prefill()] == [1]
+    assert [chunk.slot for chunk in scheduler.next_chunks()] == [1]
 
 
 def test_broken_promises_are_told_with_both_values():
@@ -431,10 +431,10 @@ def test_broken_promises_are_told_with_both_values():
     with pytest.raises(AssertionError, match="9 of 8 positions skipped"):
         scheduler.open(1, prompt_tokens=8, skip=9)
     with pytest.raises(AssertionError, match="slot 0 has 0 positions"):
-        scheduler.prefilled(Chunk(0, 4, 8, is_last=True))
+        scheduler.record_prefill(Chunk(0, 4, 8, is_last=True))
     with pytest.raises(AssertionError, match=r"slots \[0\] report, but only \[\] decode"):
         report(scheduler, {0: 1})
-    scheduler.prefilled(Chunk(0, 0, 8, is_last=True))
+    scheduler.record_prefill(Chunk(0, 0, 8, is_last=True))
     with pytest.raises(AssertionError, match=r"slots \[0\]: \[1\] frames delivered, \[0\] rendered"):
         deliver(scheduler, {0: 1}, 0.0)
     with pytest.raises(AssertionError, match="ascending frame counts expected"):
@@ -446,8 +446,8 @@ def test_broken_promises_are_told_with_both_values():
 def test_a_prompt_that_shared_pages_hold_wholly_speaks_at_once():
     scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S)
     scheduler.open(1, prompt_tokens=8, skip=8)
-    assert scheduler.prefill() == []
-    assert scheduler.decode().tolist() == [1]
+    assert scheduler.next_chunks() == []
+    assert scheduler.decoding_slots().tolist() == [1]
 
 
 def test_policies_have_names():
@@ -489,11 +489,11 @@ def bytecodes_of_a_turn(num_slots: int) -> int:
         return trace
 
     def turn(ready, now):
-        scheduler.decode()
+        scheduler.decoding_slots()
         scheduler.report(slots, np.full(num_slots, ready), np.zeros(num_slots, bool))
         for render in scheduler.take_due_windows(now):
-            scheduler.delivered(render.slots, render.count, render.count * FRAME_S, render.is_last, now)
-        scheduler.finished()
+            scheduler.record_delivery(render.slots, render.count, render.count * FRAME_S, render.is_last, now)
+        scheduler.finished_slots()
         return scheduler.num_delivered.tolist()
 
     before = sys.gettrace()
@@ -542,11 +542,11 @@ class Server:
             while arrivals and arrivals[0][0] <= self.now:
                 _, slot, prompt_tokens, num_frames = arrivals.pop(0)
                 self.open(slot, prompt_tokens, num_frames)
-            chunks = self.scheduler.prefill()
+            chunks = self.scheduler.next_chunks()
             assert sum(c.stop - c.start for c in chunks) <= self.scheduler.policy.prefill_tokens
-            launch = np.concatenate([[c.slot for c in chunks if c.is_last], self.scheduler.decode()]).astype(int)
+            launch = np.concatenate([[c.slot for c in chunks if c.is_last], self.scheduler.decoding_slots()]).astype(int)
             for chunk in chunks:
-                self.scheduler.prefilled(chunk)
+                self.scheduler.record_prefill(chunk)
             self.scheduler.report(stepped, self.frames[stepped], self.frames[stepped] == self.total[stepped])
             self.frames[launch] = np.minimum(self.frames[launch] + 1, self.total[launch])
             renders = self.scheduler.take_due_windows(self.now)
@@ -554,7 +554,7 @@ class Server:
             for render in in_flight:
                 self.hear(render)
             stepped, in_flight = launch, renders
-            for slot in self.scheduler.finished():
+            for slot in self.scheduler.finished_slots():
                 self.underruns += self.scheduler.num_underruns[slot]
                 self.scheduler.close(slot)
             stepped = stepped[self.scheduler.is_open[stepped]]
@@ -567,7 +567,7 @@ class Server:
             end = start + count  # of what is heard, and the lookahead behind it is on the tape by now, unless the tape ends before
             assert self.frames[slot] >= min(end + self.scheduler.window.lookahead, self.total[slot])
             self.heard[slot].append((int(start), int(count), render.frames))
-        self.scheduler.delivered(render.slots, render.count, render.count * FRAME_S, render.is_last, self.now)
+        self.scheduler.record_delivery(render.slots, render.count, render.count * FRAME_S, render.is_last, self.now)
 
 
 def crowd(num, every_s, rng):
@@ -682,12 +682,12 @@ def test_what_the_renderer_keeps_back_goes_with_a_window_of_no_frames():
     assert first.is_last.tolist() == [False]
     deliver(scheduler, {0: 1}, 0.0)
     report(scheduler, {0: 1}, done=[0])
-    assert scheduler.finished().size == 0
+    assert scheduler.finished_slots().size == 0
     [last] = scheduler.take_due_windows(0.0)
     assert (last.count.tolist(), last.is_last.tolist(), last.frames) == ([0], [True], 1)
-    assert scheduler.take_due_windows(9.0) == [] and scheduler.finished().size == 0
-    scheduler.delivered(last.slots, last.count, np.array([0.01]), last.is_last, 0.0)
-    assert scheduler.finished().tolist() == [0]
+    assert scheduler.take_due_windows(9.0) == [] and scheduler.finished_slots().size == 0
+    scheduler.record_delivery(last.slots, last.count, np.array([0.01]), last.is_last, 0.0)
+    assert scheduler.finished_slots().tolist() == [0]
 
 
 def test_a_renderer_that_keeps_nothing_back_needs_no_such_window():
@@ -696,7 +696,7 @@ def test_a_renderer_that_keeps_nothing_back_needs_no_such_window():
     due(scheduler, 0.0)
     deliver(scheduler, {0: 1}, 0.0)
     report(scheduler, {0: 1}, done=[0])
-    assert scheduler.take_due_windows(0.0) == [] and scheduler.finished().tolist() == [0]
+    assert scheduler.take_due_windows(0.0) == [] and scheduler.finished_slots().tolist() == [0]
 
 
 def test_the_listener_plays_seconds_not_frames():
@@ -704,7 +704,7 @@ def test_the_listener_plays_seconds_not_frames():
     scheduler = speaking(sizes=(4,), hold_samples=100)
     report(scheduler, {0: 4})
     due(scheduler, 0.0)
-    scheduler.delivered(np.array([0]), np.array([4]), np.array([3 * FRAME_S]), np.array([False]), 1.0)
+    scheduler.record_delivery(np.array([0]), np.array([4]), np.array([3 * FRAME_S]), np.array([False]), 1.0)
     assert scheduler.plays_until_s[0] == pytest.approx(1.0 + 3 * FRAME_S)
 
 
@@ -727,7 +727,7 @@ def test_pinned_windows_do_not_depend_on_the_clock(policy):
         rng, scheduler, cuts, now = random.Random(seed), Scheduler(1, policy, WINDOW, FRAME_S), [], 0.0
         scheduler.open(0, prompt_tokens=0, is_pinned=True)
         ready = 0
-        while not scheduler.finished().size:
+        while not scheduler.finished_slots().size:
             ready, now = min(ready + rng.randrange(4), 83), now + rng.choice([0.01, 0.1, 3.0])
             report(scheduler, {0: ready}, done=[0] if ready == 83 else ())
             for render in scheduler.take_due_windows(now):
@@ -747,19 +747,19 @@ def test_a_slot_without_text_is_in_no_launch_and_what_it_has_spoken_is_heard():
     scheduler = speaking(num_slots=2, slots=[1], sizes=(4, 25))
     scheduler.open(0, prompt_tokens=0, steps=2)
     for _ in range(2):
-        assert scheduler.decode().tolist() == [0, 1]
-        scheduler.stepped(np.array([0, 1]))
-    assert scheduler.decode().tolist() == [1] and scheduler.is_starved.tolist() == [True, False]
+        assert scheduler.decoding_slots().tolist() == [0, 1]
+        scheduler.record_step(np.array([0, 1]))
+    assert scheduler.decoding_slots().tolist() == [1] and scheduler.is_starved.tolist() == [True, False]
     report(scheduler, {0: 2, 1: 2})
     assert due(scheduler, 0.0) == [({0: (0, 2)}, 4)]  # the other one waits for the smallest shape
     scheduler.feed(0, 1)
-    assert scheduler.decode().tolist() == [0, 1]
-    scheduler.stepped(np.array([0, 1]))
-    assert scheduler.decode().tolist() == [1]
+    assert scheduler.decoding_slots().tolist() == [0, 1]
+    scheduler.record_step(np.array([0, 1]))
+    assert scheduler.decoding_slots().tolist() == [1]
     scheduler.feed(0, None)
     for _ in range(9):
-        scheduler.stepped(np.array([0]))
-    assert scheduler.decode().tolist() == [0, 1]
+        scheduler.record_step(np.array([0]))
+    assert scheduler.decoding_slots().tolist() == [0, 1]
 
 
 def test_nothing_is_to_be_done_while_all_wait_for_text():
@@ -767,7 +767,7 @@ def test_nothing_is_to_be_done_while_all_wait_for_text():
     assert scheduler.is_idle
     scheduler.open(0, prompt_tokens=0, steps=1)
     assert not scheduler.is_idle
-    scheduler.stepped(np.array([0]))
+    scheduler.record_step(np.array([0]))
     assert scheduler.is_idle  # as far as reports have come
     report(scheduler, {0: 1})
     assert not scheduler.is_idle

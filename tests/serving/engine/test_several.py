@@ -214,7 +214,7 @@ def test_every_model_with_work_has_one_round_a_turn_and_no_other_has_any(monkeyp
     calls: Counter[str] = Counter()
     for name, model in three.models.items():
         monkeypatch.setattr(model.runner, "step", counted(model.runner.step, calls, name, "step"))
-        for question in ("prefill", "decode", "take_due_windows", "finished"):
+        for question in ("next_chunks", "decoding_slots", "take_due_windows", "finished_slots"):
             monkeypatch.setattr(model.scheduler, question, counted(getattr(model.scheduler, question), calls, name, question))
     speak(three, [("hum", long()), ("hum", long(seed=1)), ("buzz", long())])
     for _ in range(10):
