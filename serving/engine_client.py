@@ -1,9 +1,10 @@
-"""The HTTP process's end of the wire: one connection to the engine, made again whenever it is lost, and an inbox per request."""
+"""The HTTP process's end of the protocol: one connection to the engine, made again whenever it is lost, and
+an inbox per request."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +27,8 @@ class Away(Exception):
 
 
 class EngineClient:
-    """`run` keeps the connection; `status`, `models` and `stats` are what the engine said last; `speak` opens an inbox."""
+    """`run` holds the connection; `status`, `models` and `stats` are what the engine said last; `speak` opens
+    an inbox."""
 
     def __init__(self, path: str):
         self.path = path
@@ -47,18 +49,25 @@ class EngineClient:
                 async for message in protocol.read(reader, protocol.to_http):
                     self._take(message)
             except protocol.ProtocolError as error:
-                log.error("wire", error=str(error))
+                log.error("protocol", error=str(error))
             finally:
                 self._lost()
             await asyncio.sleep(RETRY_S)
 
     @contextmanager
-    def speak(self, id: str, model: str, request: dict[str, Any], reference: protocol.AudioClip | None = None) -> Iterator[Inbox]:
+    def speak(
+        self,
+        id: str,
+        model: str,
+        request: dict[str, Any],
+        references: Sequence[protocol.Reference] = (),
+        is_pinned: bool = False,
+    ) -> Iterator[Inbox]:
         """Sends the request and gives the inbox of its answers; leaving early cancels it. Raises Away."""
         if self._writer is None or self.status.state != "ready":
             raise Away(self.status)
         inbox = self._inboxes[id] = asyncio.Queue()
-        self._writer.write(protocol.pack(protocol.Speak(id, model, request, reference)))
+        self._writer.write(protocol.pack(protocol.Speak(id, model, request, list(references), is_pinned)))
         try:
             yield inbox
         finally:

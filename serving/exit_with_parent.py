@@ -7,12 +7,12 @@ import signal
 import threading
 
 
-def hold(fd: int) -> None:
-    """Sends this process SIGTERM once nobody holds the write end of pipe `fd` any more."""
+def exit_with_parent(parent_fd: int) -> None:
+    """Sends this process SIGTERM once nobody holds the write end of the pipe that `parent_fd` reads."""
 
     def wait() -> None:
-        while os.read(fd, 1):
+        while os.read(parent_fd, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()

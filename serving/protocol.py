@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_CLIP_BYTES = 48 << 20  # a minute of mono float32 at 192 kHz
+MAX_CLIP_BYTES = 48 << 20  # of all clips of a request: a minute of mono float32 at 192 kHz
 MAX_FRAME_BYTES = MAX_CLIP_BYTES + (16 << 20)  # more than any message needs; a longer one is not ours
 
 State = Literal["away", "loading", "warming", "ready"]
 
 
 class Message(msgspec.Struct, tag=True):
-    """One frame on the wire; the class name is its tag."""
+    """One frame of the protocol; the class name is its tag."""
 
 
 class AudioClip(msgspec.Struct):
@@ -116,7 +116,8 @@ class Stats(Message):
 
 
 class Rejected(Message):
-    """The request never ran: what came, what is possible. `param` is a field of zoo.contract.Request."""
+    """The request never ran: what came, what is possible. `param` is a field or an option of
+    zoo.request.Request, or `transcript`, a field of its references."""
 
     id: str
     message: str

@@ -1,4 +1,4 @@
-"""`zoo serve`: keeps two processes alive, the engine and HTTP, so that either may end without the other.
+"""`zoo serve`: runs two processes, the engine and HTTP, so that either may end without the other.
 
             supervisor --- holds the HTTP port, watches, starts again what dies
              /       \\
@@ -32,7 +32,7 @@ GRACE_S = 5  # for open streams, when the server is stopped
 KILL_AFTER_S = 5  # and then for the processes themselves
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     sys.stderr.write(f"zoo: {line}\n")  # in one piece: three processes share it
     sys.stderr.flush()
 
@@ -65,19 +65,21 @@ def socket_directory() -> tempfile.TemporaryDirectory[str]:
 class Child:
     """A process that is started again when it dies, within bounds."""
 
-    def __init__(self, name: str, command: Sequence[str], fds: Sequence[int], env: dict[str, str], *, proven: bool):
+    def __init__(
+        self, name: str, command: Sequence[str], fds: Sequence[int], env: dict[str, str], *, is_proven: bool
+    ):
         self.name = name
         self.command = command
         self.fds = fds
         self.env = env
-        self.proven = proven  # whether it has worked before, so that starting it again makes sense
+        self.is_proven = is_proven  # whether it has worked before, so that starting it again makes sense
         self.process: asyncio.subprocess.Process | None = None
-        self.stopping = False
+        self.is_stopping = False
 
-    async def keep(self) -> int:
+    async def supervise(self) -> int:
         """Until it ends for good; returns the exit status for the whole server."""
         deaths = 0
-        while not self.stopping:
+        while not self.is_stopping:
             began = time.monotonic()
             self.process = await asyncio.create_subprocess_exec(
                 *self.command,
@@ -87,25 +89,25 @@ class Child:
                 start_new_session=True,  # a Ctrl-C is ours to handle
             )
             status = await self.process.wait()
-            if self.stopping:
+            if self.is_stopping:
                 break
             if status == REFUSED:
                 return REFUSED
             how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-            if not self.proven:
-                say(f"the {self.name} ended {how} before it was ready")
+            if not self.is_proven:
+                log_line(f"the {self.name} ended {how} before it was ready")
                 return 1
             deaths = deaths + 1 if time.monotonic() - began < STEADY_S else 1
             if deaths > MAX_DEATHS:
-                say(f"the {self.name} ended {how}, {MAX_DEATHS} times in a row: giving up")
+                log_line(f"the {self.name} ended {how}, {MAX_DEATHS} times in a row: giving up")
                 return 1
             delay_s = FIRST_BACKOFF_S * 2 ** (deaths - 1)
-            say(f"the {self.name} ended {how}; starting it again in {delay_s:g} s")
+            log_line(f"the {self.name} ended {how}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
         return 0
 
     async def stop(self, patience_s: float) -> None:
-        self.stopping = True
+        self.is_stopping = True
         if self.process is None or self.process.returncode is not None:
             return
         with suppress(ProcessLookupError):
@@ -113,7 +115,7 @@ class Child:
         try:
             await asyncio.wait_for(self.process.wait(), patience_s)
         except TimeoutError:
-            say(f"the {self.name} did not end within {patience_s:g} s: killing it")
+            log_line(f"the {self.name} did not end within {patience_s:g} s: killing it")
             self.kill()
             await self.process.wait()
 
@@ -124,33 +126,34 @@ class Child:
 
 
 def serve(host: str, port: int, engine: dict[str, Any], http: dict[str, Any], env: dict[str, str]) -> int:
-    """Until a signal ends it. `engine` and `http`: fields of worker.Options and app.Options. Returns the exit status. Raises ValueError."""
+    """Until a signal ends it -> the exit status. `engine` and `http`: fields of engine_process.Options and of
+    app.Options. Raises ValueError."""
     with bind(host, port) as listener, socket_directory() as directory:
-        lifeline, held = os.pipe()
+        parent_fd, write_end = os.pipe()
         path = f"{directory}/engine.sock"
-        engine |= {"socket": path, "lifeline": lifeline}
-        http |= {"socket": path, "lifeline": lifeline, "fd": listener.fileno(), "grace_s": GRACE_S}
+        engine |= {"socket": path, "parent_fd": parent_fd}
+        http |= {"socket": path, "parent_fd": parent_fd, "fd": listener.fileno(), "grace_s": GRACE_S}
         python = [sys.executable, "-m"]
         engine_command = [*python, "serving.engine.engine_process", json.dumps(engine)]
         http_command = [*python, "serving.http.app", json.dumps(http)]
         try:
-            return asyncio.run(supervise(engine_command, http_command, listener, path, lifeline, env))
+            return asyncio.run(run(engine_command, http_command, listener, path, parent_fd, env))
         finally:
-            os.close(held)
-            os.close(lifeline)
+            os.close(write_end)
+            os.close(parent_fd)
 
 
-async def supervise(
+async def run(
     engine_command: Sequence[str],
     http_command: Sequence[str],
     listener: socket.socket,
     path: str,
-    lifeline: int,
+    parent_fd: int,
     env: dict[str, str],
 ) -> int:
-    """Runs both commands until a signal, or until one cannot be kept. Returns the exit status."""
-    engine = Child("engine", engine_command, [lifeline], env, proven=False)
-    http = Child("HTTP process", http_command, [lifeline, listener.fileno()], env, proven=True)
+    """Runs both commands until a signal, or until one ends for good. Returns the exit status."""
+    engine = Child("engine", engine_command, [parent_fd], env, is_proven=False)
+    http = Child("HTTP process", http_command, [parent_fd, listener.fileno()], env, is_proven=True)
     signalled = asyncio.Event()
 
     def stop() -> None:
@@ -161,12 +164,12 @@ async def supervise(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    endings = [asyncio.create_task(child.keep()) for child in (engine, http)]
+    endings = [asyncio.create_task(child.supervise()) for child in (engine, http)]
     watching = asyncio.create_task(watch(path, engine, url(listener)))
     waiting = asyncio.create_task(signalled.wait())
     done, pending = await asyncio.wait([*endings, watching, waiting], return_when=asyncio.FIRST_COMPLETED)
     if waiting in done:
-        say("stopping")
+        log_line("stopping")
     listener.close()
     await http.stop(GRACE_S + KILL_AFTER_S)  # first: open streams may still end
     await engine.stop(KILL_AFTER_S)
@@ -193,11 +196,11 @@ async def watch(path: str, engine: Child, url: str) -> int:
                 case protocol.Status(state, progress, detail):
                     line = f"{state} {round(10 * progress) * 10:3d} %" + (f"  {detail}" if detail else "")
                     if state == "ready":
-                        engine.proven = True
-                        say(f"ready on {url}" + ("" if greeted else f"\n\n    {try_it(url, models)}\n"))
+                        engine.is_proven = True
+                        log_line(f"ready on {url}" + ("" if greeted else f"\n\n    {try_it(url, models)}\n"))
                         greeted = True
                     elif line != shown:
-                        say(line)
+                        log_line(line)
                     shown = line
         writer.close()
 

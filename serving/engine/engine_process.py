@@ -1,9 +1,12 @@
-"""The engine process: loads its models, warms them, runs the engine, and answers the wire.
+"""The engine process: loads its models, warms them, runs the engine, and answers the HTTP process.
 
-    python -m serving.engine.engine_process '{"socket": PATH, "models": {NAME: DIR, ...}, ...}'     (Options, below; the supervisor does this)
+    python -m serving.engine.engine_process '{"socket": PATH, "models": {NAME: DIR, ...}, ...}'
 
-The engine's loop has the main thread. The wire lives on an event loop in a second one, prompts are built in a small pool beside it, and
-the three meet only through thread-safe calls: nothing that happens on the wire can hold up a step.
+The supervisor starts it so, with `Options` as JSON.
+
+The engine's loop has the main thread. Connections live on an event loop in a second one, prompts are built in
+a small pool beside it, and the three meet only through thread-safe calls: nothing that happens on a
+connection can hold up a step.
 Exit status 2: a model cannot be loaded as asked; one line on stderr says why, and starting again would not help.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,11 +32,14 @@ from serving import logs, protocol
 from serving.audio import pcm16
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
 from serving.engine.prepare_for_host import prepare_for_host, use_cache_dir
-from serving.exit_with_parent import hold
+from serving.exit_with_parent import exit_with_parent
 from zoo.contract import Family, Spec
 from zoo.request import AudioClip, Option, Reference, Request, RequestError
 
 REFUSED = 2
+STATUS = {
+    "no_audio": 422
+}  # of a code: the request was understood, and asking for it again would end the same way
 PROMPT_THREADS = 2
 STATS_S = 1.0
 
@@ -51,7 +58,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     policy: str = "streaming"
     warm: bool = True
     compile: bool = True
-    lifeline: int | None = None
+    deterministic: bool = False  # equal requests give equal bytes, whoever else speaks
+    parent_fd: int | None = None
 
 
 class Client:
@@ -66,7 +74,8 @@ class Client:
 
 
 class Bridge:
-    """Between the wire and an engine. What begins with _ runs on the event loop's thread; the rest may be called from any."""
+    """Between connections and an engine. What begins with _ runs on the event loop's thread; the rest may be
+    called from any."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
@@ -78,7 +87,7 @@ class Bridge:
 
     def listen(self, path: str) -> None:
         """Raises OSError."""
-        threading.Thread(target=self.loop.run_forever, name="wire", daemon=True).start()
+        threading.Thread(target=self.loop.run_forever, name="connections", daemon=True).start()
         asyncio.run_coroutine_threadsafe(asyncio.start_unix_server(self._connection, path), self.loop).result()
         self.loop.call_soon_threadsafe(self._tell_stats)
 
@@ -118,7 +127,7 @@ class Bridge:
                     case protocol.Cancel(id):
                         self._cancel(client, id)
         except protocol.ProtocolError as error:
-            log.error("wire", error=str(error))
+            log.error("protocol", error=str(error))
         finally:
             self.clients.discard(client)
             for id in tuple(client.open):
@@ -170,12 +179,17 @@ class Bridge:
                 client.send(protocol.Audio(id, pcm16(event.samples), event.frames))
             case Text():
                 client.send(protocol.Text(id, event.text))
+            case Finished(reason="cancelled"):  # by nobody who is still here: the engine stops
+                client.open.discard(id)
+                client.send(
+                    protocol.Failed(id, "the engine stopped while it worked on this request", status=503)
+                )
             case Finished():
                 client.open.discard(id)
                 client.send(protocol.Finished(id, event.reason, event.frames, event.usage))
             case Failed():
                 client.open.discard(id)
-                client.send(protocol.Failed(id, event.message, code=event.code))
+                client.send(protocol.Failed(id, event.message, STATUS.get(event.code, 500), event.code))
 
 
 def request_of(message: protocol.Speak) -> Request:
@@ -233,11 +247,31 @@ def load(models: dict[str, str], device: str | None, dtype: str | None, progress
     return families
 
 
+def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+    """Calls `stop` on the loop's thread after SIGTERM or SIGINT. To be called on the main thread.
+
+    A handler would wait for the main thread, which may wait for a lock or for the device, and is not woken
+    where the system interrupts another one. The byte that Python writes to the wake-up socket waits for
+    nobody.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def read() -> None:
+        reader.recv(16)
+        stop()
+
+    loop.call_soon_threadsafe(loop.add_reader, reader, read)
+    signal.set_wakeup_fd(writer.detach())  # open for as long as the process lives
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+
 def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     logs.configure("engine")
-    if options.lifeline is not None:
-        hold(options.lifeline)
+    if options.parent_fd is not None:
+        exit_with_parent(options.parent_fd)
     bridge = Bridge()
     bridge.listen(options.socket)
 
@@ -247,15 +281,21 @@ def main() -> None:
     try:
         families = load(options.models, options.device, options.dtype, partial(tell, "loading"))
         prepare_for_host(*families.values(), compile=options.compile)
-        engine = Engine(families, max_slots=options.max_slots, kv_bytes=options.kv_bytes, policy=options.policy, compile=options.compile)
+        engine = Engine(
+            families,
+            max_slots=options.max_slots,
+            kv_bytes=options.kv_bytes,
+            policy=options.policy,
+            compile=options.compile,
+            is_deterministic=options.deterministic,
+        )
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")
         sys.exit(REFUSED)
     if options.warm:
         engine.warm(partial(tell, "warming"), use_cache_dir)
+    call_on_signal(bridge.loop, engine.stop)
     bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: bridge.loop.call_soon_threadsafe(engine.stop))  # here a lock may be held
     engine.run()
 
 

@@ -1,4 +1,4 @@
-"""The wire: every message comes back as it went, and what is no message is refused."""
+"""The protocol: every message comes back as it went, and what is no message is refused."""
 
 import asyncio
 
@@ -7,21 +7,46 @@ import pytest
 
 from serving import protocol
 
+CLIP = protocol.AudioClip(bytes(range(256)) * 4, 16000)
+OPTION = protocol.OptionInfo(
+    "text_mode", "str", "help", "full, interleaved", "full", None, ("full", "interleaved")
+)
 TO_ENGINE = [
     protocol.Speak("a", "m", {"text": "héllo", "seed": 2**63 - 1, "temperature": 0.5}),
-    protocol.Speak("b", "m", {"text": "x", "reference_text": "y"}, protocol.AudioClip(bytes(range(256)) * 4, 16000)),
+    protocol.Speak(
+        "b",
+        "m",
+        {"text": "x", "options": {"a": True, "b": 1, "c": 0.5, "d": "e"}},
+        [protocol.Reference(CLIP, "y", "z")],
+        True,
+    ),
     protocol.Cancel("a"),
 ]
 TO_HTTP = [
     protocol.Status("warming", 0.25, "step, 4 slots"),
-    protocol.Models([protocol.ModelInfo("m", "qwen3_tts", "custom_voice", 24000, 12.5, 655.4, ["vivian"], ["english"], ["voice"])]),
-    protocol.Models([protocol.ModelInfo("m", "toy", "base", 24000, 12.5, 655.4, [], [], ["clone"], (0.5, 30.0))]),
-    protocol.Stats(100, 60, 7, 3, 0, {"m": protocol.ModelStats(8, 2, 1, 5, 0), "n": protocol.ModelStats(8, 0, 0, 0, 1)}),
+    protocol.Models(
+        [
+            protocol.ModelInfo(
+                "m", "qwen3_tts", "custom_voice", 24000, 12.5, 655.4, ["vivian"], ["english"], ["voice"]
+            )
+        ]
+    ),
+    protocol.Models(
+        [
+            protocol.ModelInfo(
+                "m", "toy", "base", 24000, 12.5, 655.4, [], [], ["clone"], (0.5, 30.0), 16, [OPTION], "x"
+            )
+        ]
+    ),
+    protocol.Stats(
+        100, 60, 7, 3, 0, {"m": protocol.ModelStats(8, 2, 1, 5, 0), "n": protocol.ModelStats(8, 0, 0, 0, 1)}
+    ),
     protocol.Rejected("a", "no", "voice", "c", 503, 1.5),
     protocol.Audio("a", bytes(range(256)) * 300, 25),
     protocol.Text("a", "größer 天"),
     protocol.Finished("a", "length", 7, {"output_frames": 7}),
     protocol.Failed("a", "broke"),
+    protocol.Failed("a", "mute", 422, "no_audio"),
 ]
 
 

@@ -30,13 +30,13 @@ def start(tmp_path, monkeypatch):
 
     @asynccontextmanager
     async def start(*how):
-        lifeline, held = os.pipe()
+        parent_fd, write_end = os.pipe()
         path = str(tmp_path / "engine.sock")
         with supervisor.bind("127.0.0.1", 0) as listener:
-            engine = [sys.executable, str(HERE / "fake_engine.py"), path, str(lifeline), *how]
-            options = {"socket": path, "fd": listener.fileno(), "lifeline": lifeline, "grace_s": 1}
+            engine = [sys.executable, str(HERE / "fake_engine.py"), path, str(parent_fd), *how]
+            options = {"socket": path, "fd": listener.fileno(), "parent_fd": parent_fd, "grace_s": 1}
             http = [sys.executable, "-m", "serving.http.app", json.dumps(options)]
-            task = asyncio.create_task(supervisor.supervise(engine, http, listener, path, lifeline, ENV))
+            task = asyncio.create_task(supervisor.run(engine, http, listener, path, parent_fd, ENV))
             try:
                 async with httpx.AsyncClient(base_url=supervisor.url(listener), timeout=10) as client:
                     yield task, client
@@ -44,8 +44,8 @@ def start(tmp_path, monkeypatch):
                 if not task.done():
                     os.kill(os.getpid(), signal.SIGTERM)
                 await task
-                os.close(held)
-                os.close(lifeline)
+                os.close(write_end)
+                os.close(parent_fd)
 
     return start
 
@@ -163,13 +163,13 @@ def test_the_children_end_with_a_supervisor_that_is_killed():
     script = f"""
 import asyncio, json, os, sys, tempfile
 from serving import supervisor
-lifeline, held = os.pipe()
+parent_fd, write_end = os.pipe()
 path = tempfile.mkdtemp() + "/engine.sock"
 listener = supervisor.bind("127.0.0.1", 0)
-options = {{"socket": path, "fd": listener.fileno(), "lifeline": lifeline}}
-engine = [sys.executable, {str(HERE / "fake_engine.py")!r}, path, str(lifeline)]
+options = {{"socket": path, "fd": listener.fileno(), "parent_fd": parent_fd}}
+engine = [sys.executable, {str(HERE / "fake_engine.py")!r}, path, str(parent_fd)]
 http = [sys.executable, "-m", "serving.http.app", json.dumps(options)]
-asyncio.run(supervisor.supervise(engine, http, listener, path, lifeline, dict(os.environ)))
+asyncio.run(supervisor.run(engine, http, listener, path, parent_fd, dict(os.environ)))
 """
     process = subprocess.Popen([sys.executable, "-c", script], env=ENV, stderr=subprocess.PIPE, text=True)
     while "ready on" not in (line := process.stderr.readline()):
@@ -220,8 +220,10 @@ def test_deaths_far_apart_are_no_row(monkeypatch):
     monkeypatch.setattr(supervisor, "STEADY_S", 0.0)
 
     async def scene():
-        child = supervisor.Child("child", [sys.executable, "-c", "raise SystemExit(7)"], [], ENV, proven=True)
-        task = asyncio.create_task(child.keep())
+        child = supervisor.Child(
+            "child", [sys.executable, "-c", "raise SystemExit(7)"], [], ENV, is_proven=True
+        )
+        task = asyncio.create_task(child.supervise())
         began = time.monotonic()
         seen = set()
         while len(seen) <= supervisor.MAX_DEATHS + 1 and time.monotonic() - began < 20:

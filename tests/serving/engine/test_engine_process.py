@@ -1,21 +1,28 @@
-"""The engine process's side of the wire, with an engine that does what the test says."""
+"""The engine process's side of the protocol, with an engine that does what the test says."""
 
 import asyncio
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from models import directory
+from models import directory, family
+from shell import ROOT
 from toy import Toy
 
-from serving import protocol, worker
+from serving import protocol
 from serving.audio import pcm16
+from serving.engine import engine_process
 from serving.engine.engine import Audio, Engine, Failed, Finished, Full, Text
 from serving.engine.engine_process import Bridge
-from zoo.contract import Request
+from zoo.contract import Request, RequestError
 
 STATS = protocol.Stats(100, 60, 7, 3, 0, {"m": protocol.ModelStats(8, 2, 1, 5, 0)})
 INFO = protocol.ModelInfo("m", "toy", "v", 24000, 12.5, 60.0, ["a"], ["english"], ["voice"])
@@ -26,23 +33,22 @@ class ScriptedEngine:
 
     def __init__(self):
         self.deliver = {}
-        self.requests, self.models = {}, {}
+        self.requests, self.models, self.pinned = {}, {}, {}
         self.cancelled = []
         self.prompt_built = threading.Event()
         self.prompt_built.set()
 
-    def speak(self, request_id, request, deliver, model):
+    def speak(self, request_id, request, deliver, model, is_pinned):
         self.prompt_built.wait(5)
         if request.text == "bad":
-            error = ValueError("voice 'x' is not in this checkpoint; it has: a")
-            error.param = "voice"
-            raise error
+            raise RequestError("voice", "voice 'x' is not in this checkpoint; it has: a")
         if request.text == "full":
             raise Full("256 requests are waiting already", retry_after_s=2.5)
         if request.text == "broken":
             raise KeyError("a mistake of ours")
         self.requests[request_id] = request
         self.models[request_id] = model
+        self.pinned[request_id] = is_pinned
         self.deliver[request_id] = deliver
 
     def cancel(self, request_id):
@@ -53,7 +59,7 @@ class ScriptedEngine:
 
 
 class Peer:
-    """A plain blocking client of the wire."""
+    """A plain blocking client."""
 
     def __init__(self, path):
         self.loop = asyncio.new_event_loop()
@@ -71,7 +77,7 @@ class Peer:
         return message
 
     def any(self):
-        return self.loop.run_until_complete(asyncio.wait_for(anext(self.messages), 5))
+        return self.loop.run_until_complete(asyncio.wait_for(anext(self.messages), 30))
 
     def close(self):
         self.loop.run_until_complete(self.messages.aclose())
@@ -131,6 +137,7 @@ def test_a_request_and_its_audio(bridge, engine, peer):
     peer.send(protocol.Speak("r", "m", {"text": "Hello.", "voice": "a", "seed": 7, "max_frames": 9}))
     until(lambda: "r" in engine.deliver)
     assert engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9) and engine.models["r"] == "m"
+    assert not engine.pinned["r"]
     samples = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0], np.float32)
     engine.deliver["r"](Audio(samples, 1))
     engine.deliver["r"](Text("größer"))
@@ -142,25 +149,35 @@ def test_a_request_and_its_audio(bridge, engine, peer):
     assert engine.cancelled == []
 
 
-def test_a_reference(bridge, engine, peer):
+def test_references_and_options(bridge, engine, peer):
     samples = np.linspace(-1, 1, 5, dtype=np.float32)
-    peer.send(protocol.Speak("r", "m", {"text": "Hello.", "reference_text": "Hi.", "x_vector_only": True}, protocol.AudioClip(samples.tobytes(), 16000)))
+    clip = protocol.AudioClip(samples.tobytes(), 16000)
+    sent = [protocol.Reference(clip, "Hi.", "[S1]"), protocol.Reference(clip)]
+    peer.send(
+        protocol.Speak("r", "m", {"text": "Hello.", "options": {"x_vector_only_mode": True}}, sent, True)
+    )
     until(lambda: "r" in engine.deliver)
     request = engine.requests["r"]
-    assert (request.reference_text, request.x_vector_only, request.reference.sample_rate_hz) == ("Hi.", True, 16000)
-    assert np.array_equal(request.reference.samples, samples) and request.reference.samples.dtype == np.float32
-    assert request.reference.samples.flags.writeable  # or torch warns
+    assert request.options == {"x_vector_only_mode": True} and engine.pinned["r"]
+    assert [(one.transcript, one.speaker) for one in request.references] == [("Hi.", "[S1]"), (None, None)]
+    heard = request.references[0].clip
+    assert (
+        np.array_equal(heard.samples, samples)
+        and heard.samples.dtype == np.float32
+        and heard.sample_rate_hz == 16000
+    )
+    assert heard.samples.flags.writeable  # or torch warns
 
 
 def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypatch):
-    monkeypatch.setattr(worker, "STATS_S", 0.01)
+    monkeypatch.setattr(engine_process, "STATS_S", 0.01)
     assert [peer.any(), peer.any()] == [protocol.Models([]), protocol.Status("loading")]
     bridge.open(ScriptedEngine(), [INFO])
     assert [peer.any(), peer.any()] == [protocol.Models([INFO]), protocol.Status("ready", 1.0)]
     assert [peer.any(), peer.any()] == [STATS, STATS]
 
 
-def test_the_engines_stats_are_what_the_wire_carries():
+def test_the_engines_stats_are_what_the_protocol_carries():
     engine = Engine({"one": Toy(), "other": Toy()}, max_slots=2, compile=False)
     stats = msgspec.convert(engine.stats(), protocol.Stats)
     assert list(stats.models) == ["one", "other"] and stats.models["other"].slots == 2
@@ -172,9 +189,9 @@ def test_a_directory_that_is_no_model_is_named_before_any_is_loaded(tmp_path, mo
     monkeypatch.setattr("zoo.load", None)
     good = str(directory("qwen3_tts", "tiny"))
     with pytest.raises(ValueError, match=f"^model 'bad': {tmp_path} is not a model: it has no config.json"):
-        worker.load({"good": good, "bad": str(tmp_path)}, "cpu", None, lambda *_: None)
+        engine_process.load({"good": good, "bad": str(tmp_path)}, "cpu", None, lambda *_: None)
     with pytest.raises(ValueError, match=f"^{tmp_path} is not a model: it has no config.json"):
-        worker.load({"bad": str(tmp_path)}, "cpu", None, lambda *_: None)
+        engine_process.load({"bad": str(tmp_path)}, "cpu", None, lambda *_: None)
 
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
@@ -182,12 +199,12 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
     shutil.copytree(good, bad)
     (bad / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=r"^model 'bad': .*model\.safetensors"):
-        worker.load({"good": str(good), "bad": str(bad)}, "cpu", None, lambda *_: None)
+        engine_process.load({"good": str(good), "bad": str(bad)}, "cpu", None, lambda *_: None)
 
 
 def test_loading_tells_how_far_it_is():
     models, told = {"one": str(directory("qwen3_tts", "tiny")), "other": str(directory("qwen3_tts", "tiny-base"))}, []
-    families = worker.load(models, "cpu", "float32", lambda *how_far: told.append(how_far))
+    families = engine_process.load(models, "cpu", "float32", lambda *how_far: told.append(how_far))
     assert told == [(0, "one"), (0.5, "other")]
     assert {name: family.spec.variant for name, family in families.items()} == {"one": "custom_voice", "other": "base"}
 
@@ -207,6 +224,43 @@ def test_refusals_and_failures(bridge, engine, peer):
     until(lambda: "v" in engine.deliver)
     engine.deliver["v"](Failed("the codec broke"))
     assert peer.next() == protocol.Failed("v", "the codec broke")
+    peer.send(protocol.Speak("w", "m", {"text": "Hello."}))
+    until(lambda: "w" in engine.deliver)
+    engine.deliver["w"](Failed("no frame", code="no_audio"))
+    assert peer.next() == protocol.Failed("w", "no frame", 422, "no_audio")
+
+
+def test_a_value_that_no_model_takes_is_named(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(protocol.Speak("r", "m", {"text": "Hello.", "max_frames": 0}))
+    rejected = peer.next()
+    assert (rejected.param, rejected.status) == (
+        "max_frames",
+        400,
+    ) and "max_frames is 0; from 1" in rejected.message
+
+
+def test_an_engine_that_stops_does_not_pass_off_a_part_as_the_whole(bridge, engine, peer):
+    peer.next(), peer.next()
+    peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
+    until(lambda: "r" in engine.deliver)
+    engine.deliver["r"](Finished("cancelled", 3, {}))
+    failed = peer.next()
+    assert isinstance(failed, protocol.Failed) and failed.status == 503
+
+
+def test_what_a_model_takes_is_described():
+    spec = family("qwen3_tts", size="tiny-base").spec
+    info = engine_process.describe("m", spec)
+    assert [option.name for option in info.options] == [option.name for option in spec.options]
+    mode = next(option for option in info.options if option.name == "text_mode")
+    assert (mode.type, mode.possible, mode.choices) == ("str", "full, interleaved", ("full", "interleaved"))
+    assert (info.max_references, info.reference_s, info.licence) == (
+        spec.max_references,
+        spec.reference_s,
+        spec.licence,
+    )
+    assert protocol.to_http.decode(msgspec.msgpack.encode(protocol.Models([info]))) == protocol.Models([info])
 
 
 def test_a_cancelled_request_is_silent(bridge, engine, peer):
@@ -253,3 +307,40 @@ def test_bytes_that_are_no_message_end_their_connection_alone(bridge, engine, pe
     peer.send(protocol.Speak("r", "m", {"text": "bad"}))
     assert peer.next().id == "r"
     stranger.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds threads in /proc")
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_signal_ends_an_idle_engine_of_several_models(tmp_path, is_main):
+    """Whichever of its threads the system interrupts: the main one may wait for requests all the while."""
+    sizes = [("qwen3_tts", "tiny"), ("qwen3_tts", "tiny-base"), ("voxcpm2", "tiny"), ("higgs_v3", "tiny")]
+    models = {f"{name}-{size}": str(directory(name, size)) for name, size in sizes}
+    options = {
+        "socket": str(tmp_path / "sock"),
+        "models": models,
+        "device": "cpu",
+        "warm": False,
+        "compile": False,
+    }
+    command = [sys.executable, "-m", "serving.engine.engine_process", msgspec.json.encode(options).decode()]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        peer = Peer(until_listening(options["socket"]))
+        while peer.next() != protocol.Status("ready", 1.0):
+            pass
+        [thread, *_] = {int(id) for id in os.listdir(f"/proc/{process.pid}/task")} - {process.pid}
+        time.sleep(0.2)  # by now it waits for requests
+        os.kill(process.pid if is_main else thread, signal.SIGTERM)
+        assert process.wait(5) == 0
+        peer.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until_listening(path):
+    end = time.monotonic() + 60
+    while not os.path.exists(path):
+        assert time.monotonic() < end, "the engine process does not listen"
+        time.sleep(0.05)
+    return path
