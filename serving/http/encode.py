@@ -55,7 +55,13 @@ FORMATS = {
     "mp3": Format("audio/mpeg", "mp3", "libmp3lame", MPEG_HZ, options={"write_xing": "0", "id3v2_version": "0"}),
     # A page for each packet: the muxer's own choice is a page a second, so nothing would be heard before.
     "opus": Format(
-        "audio/ogg", "ogg", "libopus", (8000, 12000, 16000, 24000, 48000), 48000, {"page_duration": "20000"}, {"frame_duration": "20"}
+        "audio/ogg",
+        "ogg",
+        "libopus",
+        (8000, 12000, 16000, 24000, 48000),
+        48000,
+        {"page_duration": "20000", "fflags": "+bitexact"},  # or every stream has a serial number by chance
+        {"frame_duration": "20"},
     ),
     # The encoder's default search, twoloop, spoils the first 40 ms of a voice that begins at once.
     "aac": Format("audio/aac", "adts", "aac", MPEG_HZ, codec_options={"aac_coder": "fast"}),
