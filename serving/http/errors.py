@@ -10,7 +10,6 @@ from litestar import Request, Response
 from litestar.exceptions import ClientException, HTTPException, SerializationException, ValidationException
 
 from serving.engine_client import Away
-from serving.http.metrics import Metrics
 from serving.http.schemas import FIELDS, Error, ErrorBody
 
 AWAY_RETRY_S = 1
@@ -62,18 +61,25 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         case HTTPException(status_code=404, extra=None):
             error = refusal(404, f"there is no {request.url.path} here; GET /schema lists what there is", code="not_found")
         case HTTPException(status_code=413, extra=None):
-            most = request.route_handler.resolve_request_max_body_size()
-            error = refusal(413, f"the body is larger than {most} bytes", code="body_too_large")
+            max_bytes = request.route_handler.resolve_request_max_body_size()
+            error = refusal(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     if not isinstance(error, HTTPException):
         log.error("unexpected", path=request.url.path, exc_info=error)
         error = refusal(500, "an error in this server; its log says more")
     body = error_of(error)
     log.info("refused", path=request.url.path, status=error.status_code, error=body.message, param=body.param, code=body.code)
     if path == "/v1/audio/speech":
-        metrics: Metrics = request.app.state.metrics
-        outcome = "refused" if error.status_code < 500 else "unavailable" if error.status_code == 503 else "failed"
-        metrics.ended(request.state.get("model", ""), outcome)
+        request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))
     return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
+
+
+def outcome_of(error: HTTPException) -> str:
+    """What the metrics call the end of a speech request that was not answered with audio."""
+    if error_of(error).code == "no_audio":
+        return "no_audio"
+    if error.status_code == 503:
+        return "unavailable"
+    return "refused" if error.status_code < 500 else "failed"
 
 
 def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException:

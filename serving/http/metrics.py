@@ -13,7 +13,7 @@ from serving.engine_client import EngineClient
 
 TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 RTF = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
-OUTCOMES = ("stop", "length", "cancelled", "refused", "unavailable", "failed")
+OUTCOMES = ("stop", "length", "no_audio", "cancelled", "refused", "unavailable", "failed")
 BY_MODEL = (  # what protocol.ModelStats holds
     (GaugeMetricFamily, "zoo_slots", "slots", "How many requests can speak at once."),
     (GaugeMetricFamily, "zoo_requests_running", "running", "Requests that speak."),
@@ -26,15 +26,15 @@ BY_MODEL = (  # what protocol.ModelStats holds
 class Metrics:
     """One registry per app. A request that was refused before it was clear which model it is for counts under the model ""."""
 
-    def __init__(self, link: EngineClient):
-        self.link = link
+    def __init__(self, engine: EngineClient):
+        self.engine = engine
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(link))
+        self.registry.register(EngineCollector(engine))
         ProcessCollector(registry=self.registry)
         self.requests = Counter(
             "zoo_requests",
-            "Speech requests by how they ended: the model's own end, the cap on frames, a client that left, a request that was refused, "
-            "an engine that was full or away, a failure.",
+            "Speech requests by how they ended: the model's own end, the cap on frames, no audio, a client that "
+            "left, a request that was refused, an engine that was full or away, a failure.",
             ["model", "outcome"],
             registry=self.registry,
         )
@@ -62,7 +62,7 @@ class Metrics:
 
     def expose(self, accept: str) -> tuple[bytes, str]:
         """-> the exposition in the form that the client takes, and its media type."""
-        for info in self.link.models:  # so that a rate is there before the first of its kind
+        for info in self.engine.models:  # so that a rate is there before the first of its kind
             self._prepare(info.id)
         encode, media_type = choose_encoder(accept)
         return encode(self.registry), media_type
@@ -77,20 +77,22 @@ class Metrics:
 class EngineCollector(Collector):
     """The engine's own numbers, at most a second old; none while it is away."""
 
-    def __init__(self, link: EngineClient):
-        self.link = link
+    def __init__(self, engine: EngineClient):
+        self.engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("zoo_ready", "1 when requests are taken.", value=float(self.link.status.state == "ready"))
-        stats = self.link.stats
+        yield GaugeMetricFamily(
+            "zoo_ready", "1 when requests are taken.", value=float(self.engine.status.state == "ready")
+        )
+        stats = self.engine.stats
         if stats is None:
             return
         yield GaugeMetricFamily("zoo_pages", "Pages of memory for keys and values, of all models.", value=stats.pages)
         yield GaugeMetricFamily("zoo_pages_free", "Pages that a request could have now.", value=stats.pages_free)
         yield CounterMetricFamily("zoo_pages_shared", "Pages that a request found filled already.", value=stats.pages_shared)
         yield CounterMetricFamily("zoo_pages_evicted", "Filled pages that were given up for others.", value=stats.pages_evicted)
-        late = "Functions that were compiled after the models were warm: each held up everybody."
-        yield CounterMetricFamily("zoo_late_compiles", late, value=stats.compiles_after_warmup)
+        compiles = "Functions that were compiled after the models were warm: each held up everybody."
+        yield CounterMetricFamily("zoo_compiles_after_warmup", compiles, value=stats.compiles_after_warmup)
         for kind, name, field, what in BY_MODEL:
             metric = kind(name, what, labels=["model"])
             for model, numbers in stats.models.items():

@@ -9,7 +9,6 @@ import asyncio
 import base64
 import ipaddress
 import socket
-from dataclasses import dataclass
 
 import httpx
 from litestar.exceptions import HTTPException
@@ -18,22 +17,13 @@ from serving.http.decode import decode
 from serving.http.errors import refusal
 from serving.http.schemas import Limits, Model, SpeechRequest
 from serving.http.voices import Voices
-from serving.protocol import AudioClip
+from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference
 
 FETCH_S = 10.0
 MAX_REDIRECTS = 3
 PIECE_CHARS = 1 << 18  # of base64, decoded at a time: half a millisecond for which no other thread runs
 MAX_NAMES = 20  # in a message
 UNICAST = ipaddress.ip_network("2000::/3")
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A voice to speak in. text: what the clip says, which only some models need."""
-
-    clip: AudioClip
-    text: str | None
-    x_vector_only: bool
 
 
 class References:
@@ -45,7 +35,9 @@ class References:
         self._client: httpx.AsyncClient | None = None
         if limits.reference_urls:
             # No connection is kept: they are made by address, and the next host at an address may be another one.
-            self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=FETCH_S)
+            self._client = httpx.AsyncClient(
+                trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=FETCH_S
+            )
 
     async def close(self) -> None:
         if self._client is not None:
@@ -54,55 +46,96 @@ class References:
     def check(self, request: SpeechRequest, model: Model) -> None:
         """What can be said at once about a request's voice. Raises the refusal."""
         try:
-            given = request.reference
+            given = request.given_references
         except ValueError as error:
             raise refusal(400, str(error), "references") from None
-        voice = request.voice_name
-        if given is not None:
-            if model.reference_s is None:
-                raise refusal(400, f"model {model.id!r} takes no reference audio: {ways(model)}", given.param)
-            if voice is not None:
-                raise refusal(400, "a voice and reference audio are both given, and a request has one voice: leave one out", "voice")
-            return
-        if request.ref_text is not None:
+        if given:
+            self._check_given(len(given), request, model)
+        elif request.ref_text is not None:
             raise refusal(400, "ref_text is what ref_audio says, and there is no ref_audio", "ref_text")
-        if voice is None or is_own(model.voices, voice):
-            if request.x_vector_only_mode:
-                raise refusal(400, "x_vector_only_mode is about reference audio, and there is none", "x_vector_only_mode")
-        elif not self.voices.has(voice):
-            raise self.no_voice(voice, model)
-        elif model.reference_s is None:
-            raise refusal(400, f"{voice!r} is an uploaded voice, and model {model.id!r} takes none: {ways(model)}", "voice")
+        elif request.voice_name is not None:
+            self._check_voice(request.voice_name, model)
 
-    def no_voice(self, voice: str, model: Model) -> HTTPException:
+    def _check_given(self, num: int, request: SpeechRequest, model: Model) -> None:
+        param = request.reference_field
+        if model.reference_s is None:
+            raise refusal(
+                400, f"model {model.id!r} takes no reference audio: {possible_voices(model)}", param
+            )
+        if num > model.max_references:
+            raise refusal(
+                400,
+                f"{num} references are given; model {model.id!r} takes up to {model.max_references}",
+                param,
+            )
+        if request.voice_name is not None:
+            message = "a voice and reference audio are both given, and a request has one voice: leave one out"
+            raise refusal(400, message, "voice")
+
+    def _check_voice(self, voice: str, model: Model) -> None:
+        if is_own(model.voices, voice):
+            return
+        if not self.voices.has(voice):
+            raise self._no_voice(voice, model)
+        if model.reference_s is None:
+            message = (
+                f"{voice!r} is an uploaded voice, and model {model.id!r} takes none: {possible_voices(model)}"
+            )
+            raise refusal(400, message, "voice")
+
+    def _no_voice(self, voice: str, model: Model) -> HTTPException:
         uploaded = self.voices.names() if model.reference_s is not None else []
-        return refusal(400, f"there is no voice {voice!r}: {ways(model, uploaded)}", "voice")
+        return refusal(400, f"there is no voice {voice!r}: {possible_voices(model, uploaded)}", "voice")
 
-    async def find(self, request: SpeechRequest, model: Model) -> Reference | None:
-        """After `check`. None: the voice is the model's own affair. Raises the refusal."""
-        given, voice = request.reference, request.voice_name
-        if given is not None:
-            assert model.reference_s is not None, f"model {model.id!r} was checked to take references"
+    async def find(self, request: SpeechRequest, model: Model) -> list[Reference]:
+        """After `check`. None at all: the voice is the model's own affair. Raises the refusal."""
+        voice = request.voice_name
+        if voice is not None:
+            return [] if is_own(model.voices, voice) else [await self._uploaded(voice, model)]
+        found: list[Reference] = []
+        for i, given in enumerate(request.given_references):
+            name = request.reference_field if len(request.given_references) == 1 else f"references[{i}]"
+            room = MAX_CLIP_BYTES - sum(len(reference.clip.samples) for reference in found)
             try:
-                data = await self.read(given.audio)
-                clip = await asyncio.to_thread(decode, data, model.reference_s[1])
+                clip = await self._clip(given.audio, model)
+                if len(clip.samples) > room:
+                    raise ValueError(
+                        f"with it the references hold more than {MAX_CLIP_BYTES >> 20} MiB of float32 samples"
+                    )
             except ValueError as error:
-                raise refusal(400, f"{given.param} cannot be used: {error}", given.param) from None
-            return Reference(clip, given.text, request.x_vector_only_mode)
-        if voice is None or is_own(model.voices, voice):
-            return None
+                raise refusal(400, f"{name} cannot be used: {error}", request.reference_field) from None
+            found.append(Reference(clip, given.text, given.speaker))
+        return found
+
+    async def _uploaded(self, voice: str, model: Model) -> Reference:
         found = await asyncio.to_thread(self.voices.load, voice)
         if found is None:  # removed a moment ago
-            raise self.no_voice(voice, model)
+            raise self._no_voice(voice, model)
         stored, clip = found
-        return Reference(clip, stored.ref_text, request.x_vector_only_mode or stored.ref_text is None)
+        try:
+            check_duration(clip, taken_s(model))
+        except ValueError as error:
+            raise refusal(
+                400, f"{voice!r} cannot be used with model {model.id!r}: {error}", "voice"
+            ) from None
+        return Reference(clip, stored.ref_text)
+
+    async def _clip(self, audio: str, model: Model) -> AudioClip:
+        """Raises ValueError."""
+        possible_s = taken_s(model)
+        clip = await asyncio.to_thread(decode, await self.read(audio), possible_s[1])
+        check_duration(clip, possible_s)
+        return clip
 
     async def read(self, audio: str) -> bytes:
         """A data URL, base64 or, where that is allowed, a URL -> bytes. Raises ValueError."""
         if not audio[:8].lower().startswith(("http://", "https://")):
             return await asyncio.to_thread(unpack, audio, self.limits.reference_bytes)
         if self._client is None:
-            raise ValueError("this server fetches no URLs (it was started without --allow-url-references); send a data URL or base64")
+            raise ValueError(
+                "this server fetches no URLs (it was started without --allow-url-references); "
+                "send a data URL or base64"
+            )
         return await fetch(self._client, audio, self.limits.reference_bytes)
 
 
@@ -111,7 +144,22 @@ def is_own(voices: list[str], voice: str) -> bool:
     return voice.lower() in map(str.lower, voices)
 
 
-def ways(model: Model, uploaded: list[str] | None = None) -> str:
+def taken_s(model: Model) -> tuple[float, float]:
+    """The shortest and the longest reference that a model takes, after it was checked to take any."""
+    assert model.reference_s is not None, f"model {model.id!r} takes no references"
+    return model.reference_s
+
+
+def check_duration(clip: AudioClip, possible_s: tuple[float, float]) -> None:
+    """Raises ValueError."""
+    shortest_s, longest_s = possible_s
+    if not shortest_s <= clip.duration_s <= longest_s:
+        raise ValueError(
+            f"it lasts {clip.duration_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible"
+        )
+
+
+def possible_voices(model: Model, uploaded: list[str] | None = None) -> str:
     """What a request to this model can speak in."""
     names = [*model.voices, *(uploaded or ())]
     more = f" and {len(names) - MAX_NAMES} more (GET /v1/audio/voices)" if len(names) > MAX_NAMES else ""
@@ -180,7 +228,9 @@ async def aim(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
     if not all(map(is_public, addresses)):
         raise ValueError("its URL is not at a public address")
     headers = {"host": url.netloc.decode(), "accept-encoding": "identity"}
-    return client.build_request("GET", url.copy_with(host=addresses[0]), headers=headers, extensions={"sni_hostname": url.host})
+    return client.build_request(
+        "GET", url.copy_with(host=addresses[0]), headers=headers, extensions={"sni_hostname": url.host}
+    )
 
 
 def is_public(address: str) -> bool:

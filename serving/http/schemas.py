@@ -28,7 +28,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def speech_body_bytes(self) -> int:
-        """A reference as base64, and all the rest."""
+        """Reference audio as base64, of all references together, and all the rest."""
         return (1 << 20) + self.reference_bytes * 4 // 3
 
     @property
@@ -46,18 +46,20 @@ class ReferenceItem(msgspec.Struct, forbid_unknown_fields=True):
     audio: str | None = None
     ref_audio: str | None = None
     text: str | None = None
+    speaker: str | None = None
 
 
 class GivenReference(NamedTuple):
-    """Reference audio as it came, and the field it came in."""
+    """Reference audio as it came: a data URL, base64 or a URL."""
 
     audio: str
     text: str | None
-    param: str
+    speaker: str | None = None
 
 
-class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/audio/speech. What is left out, or null, is the model's own default."""
+class SpeechRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/audio/speech: what all models share; any other field is an option of the model (GET
+    /v1/models). What is left out, or null, is the model's own default."""
 
     input: Annotated[str, Meta(description="the text to speak")]
     model: Annotated[str | None, Meta(description="the id of a served model (GET /v1/models); needed where there are several")] = None
@@ -78,12 +80,12 @@ class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ] = None
     ref_text: Annotated[str | None, Meta(description="what ref_audio says, word for word")] = None
     references: Annotated[
-        Annotated[list[ReferenceItem], Meta(max_length=1)] | None,
-        Meta(description='ref_audio and ref_text in another form: a list of one {"audio": ..., "text": ...}'),
+        Annotated[list[ReferenceItem], Meta(max_length=16)] | None,
+        Meta(
+            description="ref_audio and ref_text in another form, also for models that speak in several voices: "
+            'a list of up to 16 of {"audio": ..., "text": what it says, "speaker": who of the text speaks so}'
+        ),
     ] = None
-    x_vector_only_mode: Annotated[
-        bool, Meta(description="true takes only the sound of the voice from the reference, and needs no ref_text; false is the default")
-    ] = False
     response_format: Annotated[
         ResponseFormat,
         Meta(description="mp3 (default), opus (in Ogg), aac, flac, wav or pcm (16-bit little-endian mono without a header)"),
@@ -107,10 +109,6 @@ class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         bool,
         Meta(description="true (default): audio is sent as it is made; false: a file in one piece at the end, which knows its length"),
     ] = True
-    layout: Annotated[
-        Literal["whole", "streaming"] | None,
-        Meta(description="whole (the model reads all of the text first) or streaming (it reads the text while it speaks)"),
-    ] = None
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
         Meta(description="an integer from 0 to 2^63 - 1; the same seed speaks the same way; drawn at random when left out (see x-seed)"),
@@ -124,75 +122,64 @@ class SpeechRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: Annotated[
         Annotated[float, Meta(gt=0.5, le=2)] | None, Meta(description="a number above 0.5, up to 2; 1 is off")
     ] = None
-    depth_temperature: Annotated[
-        Temperature | None, Meta(description="temperature of a frame's codes after the first, 0 (greedy) to 2")
-    ] = None
-    depth_top_k: Annotated[TopK | None, Meta(description="top_k of a frame's codes after the first, 0 (off) to 1000000")] = None
-    depth_top_p: Annotated[TopP | None, Meta(description="top_p of a frame's codes after the first, above 0, up to 1 (off)")] = None
-    cfg_scale: Annotated[
-        Annotated[float, Meta(ge=0, le=100)] | None,
-        Meta(description="how far guidance goes, a number from 0 to 100; 1 is the model unguided; for models that are guided"),
-    ] = None
-    solver_steps: Annotated[
-        Annotated[int, Meta(ge=1, le=1000)] | None,
-        Meta(description="in how many steps noise becomes a frame, an integer from 1 to 1000, where frames are solved from noise"),
-    ] = None
 
     @property
     def voice_name(self) -> str | None:
         return self.voice.id if isinstance(self.voice, Voice) else self.voice
 
     @property
-    def reference(self) -> GivenReference | None:
+    def given_references(self) -> list[GivenReference]:
         """Reference audio that came with the request. Raises ValueError."""
         if self.ref_audio is not None and self.references:
             raise ValueError("ref_audio and references are both given, and one of them is possible")
         if self.ref_audio is not None:
-            return GivenReference(self.ref_audio, self.ref_text, "ref_audio")
-        if not self.references:
-            return None
-        item = self.references[0]
+            return [GivenReference(self.ref_audio, self.ref_text)]
+        if len(self.references or ()) > 1 and self.ref_text is not None:
+            raise ValueError(
+                "ref_text is the text of one reference, and references has several: give each its text"
+            )
+        return [self._given(item) for item in self.references or ()]
+
+    def _given(self, item: ReferenceItem) -> GivenReference:
         named = [audio for audio in (item.audio, item.ref_audio) if audio is not None]
         if len(named) != 1:
             raise ValueError(f"references has {len(named)} of audio and ref_audio, which are two names for one thing; give one")
         if item.text is not None and self.ref_text is not None:
             raise ValueError("references has a text, and there is ref_text; give one")
-        return GivenReference(named[0], item.text if item.text is not None else self.ref_text, "references")
+        return GivenReference(named[0], item.text if item.text is not None else self.ref_text, item.speaker)
+
+    @property
+    def reference_field(self) -> str:
+        """Where a recording of the voice comes from, or could."""
+        if self.references:
+            return "references"
+        return "ref_audio" if self.ref_audio is not None or self.voice_name is None else "voice"
+
+    def client_field(self, param: str) -> str:
+        """The client's name for a field of zoo.request.Request."""
+        match param:
+            case "references":
+                return self.reference_field
+            case "transcript":
+                return "ref_text" if self.reference_field == "ref_audio" else self.reference_field
+        return CLIENT_FIELD.get(param, param)
 
     def for_engine(self) -> dict[str, Any]:
-        """The fields of zoo.contract.Request that were given, and a seed. The voice is for `references` to find."""
+        """The fields of zoo.request.Request that were given, and a seed; `References` finds voice and
+        references."""
         given = {
             "text": self.input,
             "seed": secrets.randbits(63) if self.seed is None else self.seed,
             "max_frames": self.max_new_tokens,
-            "guidance": self.cfg_scale,
             **{name: getattr(self, name) for name in SAME_NAME},
         }
         return {name: value for name, value in given.items() if value is not None}
 
 
-SAME_NAME = (
-    "language",
-    "instructions",
-    "layout",
-    "temperature",
-    "top_k",
-    "top_p",
-    "repetition_penalty",
-    "depth_temperature",
-    "depth_top_k",
-    "depth_top_p",
-    "solver_steps",
-)
-OUR_NAME = {  # zoo.contract.Request -> SpeechRequest
-    "text": "input",
-    "max_frames": "max_new_tokens",
-    "guidance": "cfg_scale",
-    "reference": "ref_audio",
-    "reference_text": "ref_text",
-    "x_vector_only": "x_vector_only_mode",
-}
+SAME_NAME = ("language", "instructions", "temperature", "top_k", "top_p", "repetition_penalty")
+CLIENT_FIELD = {"text": "input", "max_frames": "max_new_tokens"}  # zoo.request.Request -> SpeechRequest
 TASK_MODE = {"CustomVoice": "voice", "VoiceDesign": "design", "Base": "clone"}  # task_type -> zoo.contract.Spec.modes
+SOUND_ONLY = "x_vector_only_mode"  # an option of models that can do without what a reference says
 
 
 class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -231,10 +218,17 @@ class Model(msgspec.Struct):
     languages: list[str]
     modes: list[str]  # voice (of its own), instruct, design (from instructions), clone (of reference audio)
     reference_s: tuple[float, float] | None  # the shortest and the longest reference audio, where it is taken
+    max_references: int
+    options: list[protocol.OptionInfo]  # what else a request may set
+    licence: str  # of the weights, where it limits their use
     response_formats: list[str]
     stream_formats: list[str]
     object: Literal["model"] = "model"
     owned_by: str = "speechzoo"
+
+    @property
+    def option_names(self) -> list[str]:
+        return [option.name for option in self.options]
 
     @classmethod
     def of(cls, info: protocol.ModelInfo, created: int, limits: Limits) -> Model:

@@ -1,15 +1,16 @@
-"""An engine process without a model: it speaks the wire, and the text of a request says what it does with it.
+"""An engine process without a model: it speaks the protocol, and the text of a request says what comes of it.
 
 "frames 3"     3 frames of 100 samples, then "stop"            "hold 3"       3 frames, then nothing until cancelled
-"silent"       finished without audio                           "queued"       nothing at all until cancelled
-"reject"       a ValueError's answer about the field text       "full"         no room: come again in 7 s
+"silent"       no frame, so no audio                             "queued"       nothing at all until cancelled
+"reject PARAM" an answer about that field                        "full"         no room: come again in 7 s
+(blank)        an answer about an empty text                     "mute"         a word, and then no audio
 "fail 2"       2 frames, then broken                            "fail 0"       broken before any audio
 "write 2"      2 frames, and a word after each, then "stop"
 "tone 25"      25 frames of 80 ms, 20 ms apart, then "stop"
 "die"          the whole process goes away (as the connection does when an engine crashes)
 
-Run as a program (fake_engine.py SOCKET LIFELINE [refuse|crash]) it is an engine process for the supervisor: "die" kills it, "refuse" is a
-model that cannot be loaded, and "crash" ends while it loads.
+Run as a program (fake_engine.py SOCKET PARENT_FD [refuse|crash]) it is an engine process for the supervisor:
+"die" kills it, "refuse" is a model that cannot be loaded, and "crash" ends while it loads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from serving import protocol
 from serving.audio import pcm16
-from serving.exit_with_parent import hold
+from serving.exit_with_parent import exit_with_parent
 
 RATE_HZ = 24000
 MODEL = protocol.ModelInfo(
@@ -36,12 +37,47 @@ MODEL = protocol.ModelInfo(
     voices=["vivian", "ryan"],
     languages=["english"],
     modes=["voice"],
+    options=[
+        protocol.OptionInfo(
+            "temperature", "float", "how far sampling strays", "a number from 0 to 2", 0.9, (0, 2)
+        ),
+        protocol.OptionInfo(
+            "text_mode",
+            "str",
+            "how the text is read",
+            "full, interleaved",
+            "full",
+            None,
+            ("full", "interleaved"),
+        ),
+        protocol.OptionInfo(
+            "cfg_scale", "float", "how far guidance goes", "a number from 0 to 100", 2.0, (0, 100)
+        ),
+        protocol.OptionInfo(
+            "solver_steps", "int", "steps from noise to a frame", "an integer from 1 to 100", None, (1, 100)
+        ),
+    ],
+    licence="research only",
 )
-CLONER = protocol.ModelInfo("cloner", "fake", "base", RATE_HZ, 12.5, 60.0, [], ["english"], ["clone"], (1.0, 30.0))
+SOUND_ONLY = protocol.OptionInfo("x_vector_only_mode", "bool", "take the sound alone", "true or false", False)
+CLONER = protocol.ModelInfo(
+    "cloner",
+    "fake",
+    "base",
+    RATE_HZ,
+    12.5,
+    60.0,
+    [],
+    ["english"],
+    ["clone"],
+    (1.0, 30.0),
+    options=[SOUND_ONLY],
+)
 READY = protocol.Status("ready", 1.0)
 NUMBERS = protocol.ModelStats(slots=8, running=2, waiting=1, underruns=5, graph_misses=0)
 STATS = protocol.Stats(pages=100, pages_free=60, pages_shared=7, pages_evicted=3, compiles_after_warmup=2, models={"fake": NUMBERS})
 TONE_SAMPLES = 1920
+NO_AUDIO = "the model ended before its first frame"
 
 
 def frame(index: int) -> bytes:
@@ -56,15 +92,14 @@ def tone(index: int) -> bytes:
 
 
 class FakeEngine:
-    """`asked`, `models_asked`, `references` and `cancelled` record what came; `go` may be cleared to hold back what comes after a request's
-    first frame."""
+    """`asked`, `messages` and `cancelled` record what came; `go` may be cleared to hold back what comes after
+    a request's first frame."""
 
     def __init__(self, models: tuple[protocol.ModelInfo, ...] = (MODEL,), status: protocol.Status = READY) -> None:
         self.models = models
         self.status = status
         self.asked: dict[str, dict] = {}
-        self.models_asked: dict[str, str] = {}
-        self.references: dict[str, protocol.AudioClip | None] = {}
+        self.messages: dict[str, protocol.Speak] = {}
         self.cancelled: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
@@ -81,10 +116,9 @@ class FakeEngine:
         writer.write(protocol.pack(STATS))
         async for message in protocol.read(reader, protocol.to_engine):
             match message:
-                case protocol.Speak(id, model, request, reference):
+                case protocol.Speak(id, request=request):
                     self.asked[id] = request
-                    self.models_asked[id] = model
-                    self.references[id] = reference
+                    self.messages[id] = message
                     task = asyncio.create_task(self.speak(writer, id, request["text"].split()))
                     self.tasks.add(task)
                     task.add_done_callback(self.tasks.discard)
@@ -94,43 +128,46 @@ class FakeEngine:
         writer.close()
 
     async def speak(self, writer: asyncio.StreamWriter, id: str, words: list[str]) -> None:
-        def say(message: protocol.Message) -> None:
+        def send(message: protocol.Message) -> None:
             writer.write(protocol.pack(message))
 
+        if not words:
+            return send(protocol.Rejected(id, "text is empty", "text"))
+        if words[0] == "reject":
+            return send(protocol.Rejected(id, f"{words[1]} is not possible", words[1]))
         what, count = words[0], int(words[1]) if len(words) > 1 else 0
         match what:
-            case "reject":
-                return say(protocol.Rejected(id, "voice 'x' is not in this checkpoint; it has: ryan, vivian", "voice"))
-            case "badtext":
-                return say(protocol.Rejected(id, "text has no sound", "text"))
-            case "unguided":
-                return say(protocol.Rejected(id, "this model takes no guidance", "guidance"))
-            case "badreference":
-                return say(protocol.Rejected(id, "what the reference says is needed", "reference_text"))
             case "full":
-                return say(protocol.Rejected(id, "256 requests wait already", None, "engine_full", 503, 7.0))
+                return send(protocol.Rejected(id, "256 requests wait already", None, "engine_full", 503, 7.0))
             case "die":
                 return self.away()
             case "queued":
                 return
+            case "mute":
+                send(protocol.Text(id, "Hm."))
+                return send(protocol.Failed(id, NO_AUDIO, 422, "no_audio"))
+            case "silent":
+                return send(protocol.Failed(id, NO_AUDIO, 422, "no_audio"))
             case "write":
                 for index in range(count):
-                    say(protocol.Audio(id, frame(index), 1))
-                    say(protocol.Text(id, f"größe {index} "))
-                return say(protocol.Finished(id, "stop", count, {"input_tokens": 2, "text_tokens": 3 * count}))
+                    send(protocol.Audio(id, frame(index), 1))
+                    send(protocol.Text(id, f"größe {index} "))
+                return send(
+                    protocol.Finished(id, "stop", count, {"input_tokens": 2, "text_tokens": 3 * count})
+                )
             case "tone":
                 for index in range(count):
-                    say(protocol.Audio(id, tone(index), 1))
+                    send(protocol.Audio(id, tone(index), 1))
                     await asyncio.sleep(0.02)
-                return say(protocol.Finished(id, "stop", count, {"input_tokens": 2}))
+                return send(protocol.Finished(id, "stop", count, {"input_tokens": 2}))
         for index in range(count):
-            say(protocol.Audio(id, frame(index), 1))
+            send(protocol.Audio(id, frame(index), 1))
             await self.go.wait()
         match what:
             case "fail":
-                say(protocol.Failed(id, "the codec broke"))
-            case "frames" | "silent":
-                say(protocol.Finished(id, "stop", count, {"output_frames": count}))
+                send(protocol.Failed(id, "the codec broke"))
+            case "frames":
+                send(protocol.Finished(id, "stop", count, {"output_frames": count}))
 
     def tell(self, message: protocol.Message) -> None:
         for writer in self.writers:
@@ -151,7 +188,7 @@ async def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    hold(int(sys.argv[2]))
+    exit_with_parent(int(sys.argv[2]))
     if "refuse" in sys.argv:
         print("zoo: this directory holds no model", file=sys.stderr)
         sys.exit(2)

@@ -22,7 +22,8 @@ class Server:
         self.path = str(directory / "engine.sock")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        config = uvicorn.Config(create_app(EngineClient(self.path), **options), log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        app = create_app(EngineClient(self.path), **options)
+        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         self.uvicorn = uvicorn.Server(config)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])])

@@ -3,14 +3,19 @@
 import io
 import json
 import socket
+import subprocess
+import sys
 import threading
 import wave
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import msgspec
 import pytest
+import yaml
 from fake_engine import MODEL, RATE_HZ, READY, frame
 from http_server import Server, error, until
+from shell import ROOT
 
 from serving import protocol
 from serving.http.schemas import Limits
@@ -57,22 +62,45 @@ def test_without_streaming_the_wav_knows_its_length(server):
         assert file.readframes(300) == b"".join(map(frame, range(3)))
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_request_that_has_nothing_to_say_is_an_empty_wav(server, stream):
-    answer = server.speak("silent", stream=stream)
-    assert answer.status_code == 200 and len(answer.content) == 44
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}, {"stream_format": "sse"}])
+@pytest.mark.parametrize("name", ["mp3", "opus", "aac", "flac", "wav", "pcm"])
+def test_a_request_without_audio_is_an_error(server, name, fields):
+    fault = error(server.speak("silent", response_format=name, **fields), 422)
+    assert (fault["code"], fault["message"]) == ("no_audio", "the model ended before its first frame")
+
+
+def test_a_file_is_pinned_and_a_stream_is_not(server):
+    answers = [
+        server.speak("frames 1", **fields) for fields in ({}, {"stream": False}, {"stream_format": "sse"})
+    ]
+    messages = [server.engine.messages[answer.headers["x-request-id"]] for answer in answers]
+    assert [message.is_pinned for message in messages] == [False, True, False]
 
 
 def test_every_field_reaches_the_engine(server):
-    fields = {"language": "english", "instructions": "Softly.", "text_mode": "interleaved", "temperature": 0.5, "top_k": 0, "top_p": 1.0}
-    fields |= {"repetition_penalty": 1.1, "depth_temperature": 0.0, "depth_top_k": 7, "depth_top_p": 0.5, "seed": 2**63 - 1}
-    fields |= {"solver_steps": 5}
-    extra = {"model": "fake", "voice": {"id": "ryan"}, "max_new_tokens": 9, "cfg_scale": 2.5}
+    fields = {"language": "english", "instructions": "Softly.", "temperature": 0.5, "top_k": 0, "top_p": 1.0}
+    fields |= {"repetition_penalty": 1.1, "seed": 2**63 - 1}
+    options = {"text_mode": "interleaved", "cfg_scale": 2.5, "solver_steps": 5}
+    extra = {"model": "fake", "voice": {"id": "ryan"}, "max_new_tokens": 9}
     extra |= {"speed": 1, "stream_format": "audio", "response_format": "wav"}
-    answer = server.speak("frames 1", **fields, **extra)
+    answer = server.speak("frames 1", **fields, **options, **extra)
     assert answer.status_code == 200, answer.text
     asked = server.engine.asked[answer.headers["x-request-id"]]
-    assert asked == {"text": "frames 1", "voice": "ryan", "max_frames": 9, "guidance": 2.5, **fields}
+    assert asked == {"text": "frames 1", "voice": "ryan", "max_frames": 9, "options": options, **fields}
+
+
+@pytest.mark.parametrize("value", [True, 3, 2**63 - 1, -0.5, "x", 1e300, ""])
+def test_an_option_of_any_type_goes_to_the_engine_as_it_came(server, value):
+    """Which knows what is possible."""
+    answer = server.speak("frames 1", text_mode=value, cfg_scale=None)
+    given = server.engine.asked[answer.headers["x-request-id"]]["options"]
+    assert given == {"text_mode": value} and type(given["text_mode"]) is type(value)
+
+
+@pytest.mark.parametrize("value", [2**64, 2**80, -(2**70)])
+def test_a_number_beyond_all_bounds_is_refused(server, value):
+    fault = error(server.speak("frames 1", solver_steps=value), 400)
+    assert fault["param"] == "solver_steps" and "possible: an integer from 1 to 100" in fault["message"]
 
 
 def test_what_is_left_out_is_the_models_default_but_the_seed_is_drawn(server):
@@ -152,8 +180,8 @@ def test_a_request_that_ended_is_not_cancelled(server):
 
 
 BAD_FIELDS = [
-    ({"input": ""}, "input", "empty"),
-    ({"input": " \n\t"}, "input", "empty"),
+    ({"input": ""}, "input", "^input is empty$"),
+    ({"input": " \n\t"}, "input", "^input is empty$"),
     ({"input": "x" * 101}, "input", "101 characters; this server takes up to 100"),
     ({"input": 5}, "input", "expected `str`"),
     ({"input": "x", "response_format": "wma"}, "response_format", "mp3 .*, opus .*, aac, flac, wav or pcm"),
@@ -161,7 +189,11 @@ BAD_FIELDS = [
     ({"input": "x", "sample_rate": 7999}, "sample_rate", "from 8000 to 48000"),
     ({"input": "x", "sample_rate": 44100.5}, "sample_rate", "from 8000 to 48000"),
     ({"input": "x", "sample_rate": 9000}, "sample_rate", "no 9000 Hz; it has: 8000, 11025"),
-    ({"input": "x", "sample_rate": 24000, "response_format": "opus"}, "sample_rate", "always decoded to 48000 Hz, not 24000"),
+    (
+        {"input": "x", "sample_rate": 24000, "response_format": "opus"},
+        "sample_rate",
+        "always decoded to 48000 Hz, not 24000",
+    ),
     ({"input": "x", "speed": 1.5}, "speed", "takes 1"),
     ({"input": "x", "stream_format": "ndjson"}, "stream_format", "takes audio .* or sse"),
     ({"input": "x", "stream_format": "sse", "stream": False}, "stream", "leave stream or stream_format out"),
@@ -170,7 +202,19 @@ BAD_FIELDS = [
     ({"input": "x", "initial_codec_chunk_frames": 1}, "initial_codec_chunk_frames", "no field"),
     ({"input": "x", "voice": "alloy"}, "voice", "no voice 'alloy': there is vivian, ryan$"),
     ({"input": "x", "stream": "maybe"}, "stream", "true .* false"),
-    ({"input": "x", "layout": "diagonal"}, "layout", "whole .* streaming"),
+    (
+        {"input": "x", "text_mode": ["full"]},
+        "text_mode",
+        r"text_mode is \['full'\]; possible: full, interleaved$",
+    ),
+    ({"input": "x", "cfg_scale": {}}, "cfg_scale", "possible: a number from 0 to 100"),
+    (
+        {"input": "x", "depth_top_k": 1},
+        "depth_top_k",
+        "as options of model 'fake': text_mode, cfg_scale, solver_steps$",
+    ),
+    ({"input": "x", "x_vector_only_mode": True}, "x_vector_only_mode", "no field 'x_vector_only_mode'"),
+    ({"input": "x", "layout": None}, "layout", "no field 'layout'"),
     ({"input": "x", "temperature": -0.1}, "temperature", "0 .* to 2"),
     ({"input": "x", "temperature": 2.1}, "temperature", "0 .* to 2"),
     ({"input": "x", "temperature": "hot"}, "temperature", "0 .* to 2"),
@@ -180,18 +224,17 @@ BAD_FIELDS = [
     ({"input": "x", "top_k": 1.5}, "top_k", "an integer"),
     ({"input": "x", "repetition_penalty": 0.5}, "repetition_penalty", "above 0.5"),
     ({"input": "x", "repetition_penalty": 3}, "repetition_penalty", "up to 2"),
-    ({"input": "x", "depth_temperature": 3}, "depth_temperature", "to 2"),
-    ({"input": "x", "depth_top_k": -1}, "depth_top_k", "0 .off."),
-    ({"input": "x", "depth_top_p": 0}, "depth_top_p", "above 0"),
-    ({"input": "x", "cfg_scale": -1}, "cfg_scale", "from 0 to 100"),
-    ({"input": "x", "cfg_scale": 100.5}, "cfg_scale", "from 0 to 100"),
     ({"input": "x", "max_new_tokens": 0}, "max_new_tokens", "from 1"),
     ({"input": "x", "seed": -1}, "seed", "from 0"),
     ({"input": "x", "seed": 2**63}, "seed", "2.63"),
     ({"input": "x", "seed": 2**80}, "seed", "2.63"),
     ({"input": "x", "voice": 7}, "voice", "name of a voice"),
     ({"input": "x", "voice": {"name": "vivian"}}, "voice", "name of a voice"),
-    ({"input": "x", "temprature": 1}, "temprature", "no field 'temprature'; the fields are: input, model, voice"),
+    (
+        {"input": "x", "temprature": 1},
+        "temprature",
+        "no field 'temprature'; the fields are: input, model, voice",
+    ),
     ({"voice": "vivian"}, "input", "input is missing"),
 ]
 
@@ -232,10 +275,17 @@ def test_an_unknown_model_is_a_404_that_names_the_served_one(server):
 
 
 def test_what_the_engine_refuses_is_the_clients_error(server):
-    fault = error(server.speak("reject"), 400)
-    assert fault["param"] == "voice" and fault["message"] == "voice 'x' is not in this checkpoint; it has: ryan, vivian"
-    assert error(server.speak("badtext"), 400)["param"] == "input"  # by the name the client knows
-    assert error(server.speak("unguided", cfg_scale=2), 400)["param"] == "cfg_scale"
+    for param in ("voice", "cfg_scale", "temperature"):
+        fault = error(server.speak(f"reject {param}"), 400)
+        assert (fault["param"], fault["message"]) == (param, f"{param} is not possible")
+
+
+@pytest.mark.parametrize(
+    ("param", "name"), [("text", "input"), ("max_frames", "max_new_tokens"), ("text_mode", "text_mode")]
+)
+def test_what_the_engine_refuses_has_the_name_that_the_client_knows(server, param, name):
+    fault = error(server.speak(f"reject {param}"), 400)
+    assert (fault["param"], fault["message"]) == (name, f"{name} is not possible")
 
 
 def test_a_full_engine_says_when_to_come_again(server):
@@ -265,6 +315,17 @@ def test_models_and_voices(server):
     assert model == models["data"][0] and model["object"] == "model"
     assert (model["sample_rate_hz"], model["voices"], model["max_text_chars"]) == (RATE_HZ, MODEL.voices, 100)
     assert (model["modes"], model["reference_s"]) == (["voice"], None)
+    assert (model["max_references"], model["licence"]) == (1, "research only")
+    assert model["options"] == json.loads(msgspec.json.encode(MODEL.options))
+    assert model["options"][1] == {
+        "name": "text_mode",
+        "type": "str",
+        "help": "how the text is read",
+        "possible": "full, interleaved",
+        "default": "full",
+        "range": None,
+        "choices": ["full", "interleaved"],
+    }
     assert model["response_formats"] == ["mp3", "opus", "aac", "flac", "wav", "pcm"] and model["stream_formats"] == ["audio", "sse"]
     voices = server.http.get("/v1/audio/voices").json()
     assert [(voice["id"], voice["models"], voice["type"]) for voice in voices["data"]] == [
@@ -281,7 +342,57 @@ def test_the_schema_describes_what_is_served(server):
     assert "mp3 (default)" in fields["response_format"]["description"]
     [form] = schema["paths"]["/v1/audio/voices"]["post"]["requestBody"]["content"]
     assert form == "multipart/form-data"
-    assert server.http.get("/schema/openapi.yaml").status_code == 200
+
+
+def test_the_schema_has_the_models_options_among_the_fields(server):
+    for page in (
+        server.http.get("/schema/openapi.json").json(),
+        yaml.safe_load(server.http.get("/schema/openapi.yaml").text),
+    ):
+        body = page["components"]["schemas"]["SpeechRequest"]
+        assert body["additionalProperties"] is False
+        field = body["properties"]["text_mode"]
+        assert field["anyOf"] == [{"type": "string", "default": "full", "enum": ["full", "interleaved"]}]
+        assert field["description"] == "of model fake: how the text is read; possible: full, interleaved"
+        assert body["properties"]["cfg_scale"]["anyOf"] == [
+            {"type": "number", "default": 2.0, "minimum": 0, "maximum": 100}
+        ]
+        assert "temperature of" not in body["properties"]["temperature"].get(
+            "description", ""
+        )  # a field of all
+
+
+def test_the_schema_follows_the_engine(tmp_path):
+    """It is made when it is asked for: before there is an engine it has no options."""
+    other = msgspec.structs.replace(
+        MODEL, id="other", options=[msgspec.structs.replace(MODEL.options[2], range=(1, 3))]
+    )
+    with Server(tmp_path, models=[MODEL, other]) as server:
+        fields = server.http.get("/schema/openapi.json").json()["components"]["schemas"]["SpeechRequest"][
+            "properties"
+        ]
+        assert [schema["maximum"] for schema in fields["cfg_scale"]["anyOf"]] == [100, 3]
+        assert (
+            fields["cfg_scale"]["description"].count("of model") == 2
+            and len(fields["text_mode"]["anyOf"]) == 1
+        )
+        server.call(server.engine.tell, protocol.Models([other]))
+        until(lambda: "text_mode" not in server.http.get("/schema/openapi.json").text)
+
+
+def test_the_http_process_loads_neither_engine_nor_models():
+    script = """
+import importlib, pathlib, sys
+modules = [".".join(path.with_suffix("").parts) for path in pathlib.Path("serving/http").rglob("*.py")]
+for name in modules:
+    importlib.import_module(name)
+foreign = {"torch", "zoo", "serving.engine", "compile_cache"} & set(sys.modules)
+print(len(modules), sorted(foreign))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert int(done.stdout.split()[0]) >= 12 and done.stdout.split(maxsplit=1)[1] == "[]\n"
 
 
 def test_health_and_readiness_follow_the_engine(server):

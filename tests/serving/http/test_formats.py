@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
+from audio_files import decoded
 from fake_engine import RATE_HZ, TONE_SAMPLES, frame, tone
 from http_server import Server, error, until
-from test_encode import decoded
 
 from serving.http import encode
 
@@ -114,12 +114,16 @@ def test_errors_among_events(server):
     fault = {"message": "the codec broke", "type": "server_error", "param": None, "code": "engine_failed"}
     assert error_event == {"type": "error", "error": fault}
     assert "codec" in error(server.speak("fail 0", stream_format="sse"), 500)["message"]  # before any audio it is an error as ever
-    assert error(server.speak("reject", stream_format="sse"), 400)["param"] == "voice"
+    assert error(server.speak("reject voice", stream_format="sse"), 400)["param"] == "voice"
 
 
-def test_events_of_a_request_that_has_nothing_to_say(server):
-    [done] = events(server.speak("silent", stream_format="sse", response_format="pcm").content)
-    assert done["type"] == "speech.audio.done" and done["usage"]["output_tokens"] == 0
+def test_a_text_without_audio_ends_in_an_error_event(server):
+    text, fault = events(server.speak("mute", stream_format="sse").content)
+    assert text == {"type": "speech.text.delta", "delta": "Hm."}
+    assert fault["type"] == "error" and fault["error"]["code"] == "no_audio"
+    assert (
+        error(server.speak("mute"), 422)["code"] == "no_audio"
+    )  # where the text is left out, nothing has begun
 
 
 @pytest.mark.parametrize("name", encode.FORMATS)

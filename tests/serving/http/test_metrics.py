@@ -1,22 +1,10 @@
 """What Prometheus is told."""
 
 import httpx
+import metrics
 import pytest
 from fake_engine import NUMBERS, STATS
 from http_server import Server, until
-from prometheus_client.parser import text_string_to_metric_families
-
-
-def read(server):
-    """Every sample by its name and labels."""
-    answer = server.http.get("/metrics")
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
-    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
-    return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
-
-
-def outcomes(server, model="fake"):
-    return {key[2]: value for key, value in read(server).items() if key[:2] == ("zoo_requests_total", model)}
 
 
 @pytest.fixture
@@ -26,8 +14,16 @@ def server(tmp_path):
 
 
 def test_how_requests_ended(server):
-    assert outcomes(server) == {"stop": 0, "length": 0, "cancelled": 0, "refused": 0, "unavailable": 0, "failed": 0}
-    for text in ("frames 3", "silent", "reject", "full", "fail 0", "fail 1"):
+    assert metrics.outcomes(server) == {
+        "stop": 0,
+        "length": 0,
+        "no_audio": 0,
+        "cancelled": 0,
+        "refused": 0,
+        "unavailable": 0,
+        "failed": 0,
+    }
+    for text in ("frames 3", "silent", "reject voice", "full", "fail 0", "fail 1"):
         try:
             server.speak(text)
         except httpx.RemoteProtocolError:
@@ -37,15 +33,23 @@ def test_how_requests_ended(server):
     server.http.get("/v1/models/nothing")  # no speech request
     with server.stream("hold 1") as answer:
         next(answer.iter_raw())
-    until(lambda: outcomes(server)["cancelled"] == 1)
-    assert outcomes(server) == {"stop": 2, "length": 0, "cancelled": 1, "refused": 1, "unavailable": 1, "failed": 2}
-    assert outcomes(server, "") == {"refused": 2}  # whose model was never known
+    until(lambda: metrics.outcomes(server)["cancelled"] == 1)
+    assert metrics.outcomes(server) == {
+        "stop": 1,
+        "length": 0,
+        "no_audio": 1,
+        "cancelled": 1,
+        "refused": 1,
+        "unavailable": 1,
+        "failed": 2,
+    }
+    assert metrics.outcomes(server, "") == {"refused": 2}  # whose model was never known
 
 
 def test_times(server):
     server.speak("frames 3")
     server.speak("silent")
-    samples = read(server)
+    samples = metrics.samples(server)
     assert samples["zoo_time_to_first_audio_seconds_count", "fake"] == samples["zoo_real_time_factor_count", "fake"] == 1  # not of silence
     assert 0 < samples["zoo_time_to_first_audio_seconds_sum", "fake"] < 5
     assert samples["zoo_audio_seconds_total", "fake"] == pytest.approx(300 / 24000)
@@ -53,14 +57,14 @@ def test_times(server):
 
 
 def test_what_the_engine_holds(server):
-    until(lambda: ("zoo_pages",) in read(server))
-    samples = read(server)
+    until(lambda: ("zoo_pages",) in metrics.samples(server))
+    samples = metrics.samples(server)
     expected = {
         ("zoo_pages",): STATS.pages,
         ("zoo_pages_free",): STATS.pages_free,
         ("zoo_pages_shared_total",): STATS.pages_shared,
         ("zoo_pages_evicted_total",): STATS.pages_evicted,
-        ("zoo_late_compiles_total",): STATS.compiles_after_warmup,
+        ("zoo_compiles_after_warmup_total",): STATS.compiles_after_warmup,
         ("zoo_slots", "fake"): NUMBERS.slots,
         ("zoo_requests_running", "fake"): NUMBERS.running,
         ("zoo_requests_waiting", "fake"): NUMBERS.waiting,
@@ -72,11 +76,11 @@ def test_what_the_engine_holds(server):
 
 
 def test_an_engine_that_is_away_holds_nothing(server):
-    until(lambda: ("zoo_pages",) in read(server))
+    until(lambda: ("zoo_pages",) in metrics.samples(server))
     server.call(server.engine.away)
-    until(lambda: ("zoo_pages",) not in read(server))
-    assert not any(name == "zoo_slots" for name, *_ in read(server))
-    assert read(server)["zoo_ready",] == 0
+    until(lambda: ("zoo_pages",) not in metrics.samples(server))
+    assert not any(name == "zoo_slots" for name, *_ in metrics.samples(server))
+    assert metrics.samples(server)["zoo_ready",] == 0
 
 
 def test_the_key_does_not_guard_the_metrics(tmp_path):

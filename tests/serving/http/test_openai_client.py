@@ -3,49 +3,16 @@
 import base64
 import io
 import json
-import os
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
 import soundfile
-from test_encode import decoded
+from audio_files import decoded
+from served import connected, serving
 
-from zoo.qwen3_tts import demo
-
-ROOT = Path(__file__).parents[2]
 FRAME_BYTES = 2 * 1920
-
-
-@contextmanager
-def serving(directory, **sizes):
-    """The address of a server of demo checkpoints (name=size), once it is ready. It must end by itself, and well, when it is told to."""
-    models = [f"{name}={demo.write(directory / name, size)}" for name, size in sizes.items()]
-    command = [sys.executable, "-m", "serving", "serve", *models, "--port", "0", "--no-compile", "--device", "cpu"]
-    command += ["--voices-dir", directory / "voices"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "ZOO_API_KEY": "sk-demo"})
-    lines = []
-    while "ready on" not in (line := process.stderr.readline()):
-        lines.append(line)
-        assert line, "".join(lines)
-    with ThreadPoolExecutor(1) as pool:
-        rest = pool.submit(process.stderr.read)  # or the pipe fills up
-        yield line.split()[-1]
-        process.send_signal(signal.SIGTERM)
-        try:
-            assert process.wait(20) == 0, rest.result()
-        finally:
-            process.kill()
-
-
-def connected(url):
-    return openai.OpenAI(base_url=url + "/v1", api_key="sk-demo", max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="module")

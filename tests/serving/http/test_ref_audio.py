@@ -6,6 +6,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import soundfile
@@ -14,7 +15,7 @@ from http_server import Server, error, until
 
 from serving.http import references
 from serving.http.schemas import Limits
-from serving.protocol import AudioClip
+from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference
 
 RATE_HZ = 22050
 LOUD = np.random.default_rng(2).uniform(-0.5, 0.5, (2 * RATE_HZ, 2)).astype(np.float32)  # [N, 2]
@@ -29,6 +30,7 @@ def recording(samples=LOUD, subtype="FLOAT"):
 
 WAV = recording()
 BASE64 = base64.b64encode(WAV).decode()
+SHORT = base64.b64encode(recording(LOUD[: RATE_HZ // 2])).decode()
 LONG = recording(np.tile(LOUD[:, :1], (11, 1)), "ULAW")
 
 
@@ -44,22 +46,35 @@ def reached(server, **fields):
     answer = server.speak("frames 1", **fields)
     assert answer.status_code == 200, answer.text
     assert answer.content[44:] == frame(0)
-    id = answer.headers["x-request-id"]
-    asked = server.engine.asked[id]
-    return server.engine.references[id], asked.get("reference_text"), asked.get("x_vector_only")
+    message = server.engine.messages[answer.headers["x-request-id"]]
+    return message.references, message.request.get("options")
 
 
 @pytest.mark.parametrize("prefix", ["", "data:audio/wav;base64,", "DATA:audio/x-wav;codecs=1;BASE64,", "data:;base64,"])
 def test_a_reference_and_its_text(server, prefix):
-    assert reached(server, ref_audio=prefix + BASE64, ref_text="What I say.") == (CLIP, "What I say.", False)
+    assert reached(server, ref_audio=prefix + BASE64, ref_text="What I say.") == (
+        [Reference(CLIP, "What I say.")],
+        None,
+    )
 
 
 def test_the_other_forms(server):
-    assert reached(server, ref_audio=BASE64, x_vector_only_mode=True) == (CLIP, None, True)
-    assert reached(server, references=[{"audio": BASE64, "text": "What I say."}]) == (CLIP, "What I say.", False)
-    assert reached(server, references=[{"ref_audio": BASE64}], ref_text="What I say.") == (CLIP, "What I say.", False)
-    assert reached(server, ref_audio=BASE64, references=[], task_type="Base", voice=None, model="cloner")[0] == CLIP
-    assert reached(server) == (None, None, None)  # the engine will say that it needs one
+    assert reached(server, ref_audio=BASE64, x_vector_only_mode=True) == (
+        [Reference(CLIP)],
+        {"x_vector_only_mode": True},
+    )
+    assert reached(server, references=[{"audio": BASE64, "text": "What I say."}]) == (
+        [Reference(CLIP, "What I say.")],
+        None,
+    )
+    assert reached(server, references=[{"ref_audio": BASE64}], ref_text="What I say.") == (
+        [Reference(CLIP, "What I say.")],
+        None,
+    )
+    assert reached(server, ref_audio=BASE64, references=[], task_type="Base", voice=None, model="cloner")[
+        0
+    ] == [Reference(CLIP)]
+    assert reached(server) == ([], None)  # the engine will say that it needs one
 
 
 def test_models_say_whether_they_take_references(server):
@@ -74,28 +89,73 @@ BAD = {
     "not ASCII": ({"ref_audio": "ä" * 8}, "ref_audio", "neither a data URL nor base64"),
     "a file's name": ({"ref_audio": "file:///etc/passwd"}, "ref_audio", "neither a data URL nor base64"),
     "nothing": ({"ref_audio": ""}, "ref_audio", "not audio that is known"),
-    "no audio": ({"ref_audio": base64.b64encode(b"Good morning.").decode()}, "ref_audio", "not audio that is known"),
+    "no audio": (
+        {"ref_audio": base64.b64encode(b"Good morning.").decode()},
+        "ref_audio",
+        "not audio that is known",
+    ),
     "a data URL of text": ({"ref_audio": "data:text/plain,hello"}, "ref_audio", "data:audio/wav;base64,"),
-    "a data URL without an end": ({"ref_audio": "data:audio/wav;base64"}, "ref_audio", "data:audio/wav;base64,"),
-    "a URL": ({"ref_audio": "https://example.com/a.wav"}, "ref_audio", "fetches no URLs .* --allow-url-references"),
+    "a data URL without an end": (
+        {"ref_audio": "data:audio/wav;base64"},
+        "ref_audio",
+        "data:audio/wav;base64,",
+    ),
+    "a URL": (
+        {"ref_audio": "https://example.com/a.wav"},
+        "ref_audio",
+        "fetches no URLs .* --allow-url-references",
+    ),
     "too long": ({"ref_audio": base64.b64encode(LONG).decode()}, "ref_audio", "longer than 20 s"),
-    "too large": ({"ref_audio": base64.b64encode(bytes(600_000)).decode()}, "ref_audio", "about 600000 bytes; .* takes up to 500000"),
+    "too large": (
+        {"ref_audio": base64.b64encode(bytes(600_000)).decode()},
+        "ref_audio",
+        "about 600000 bytes; .* takes up to 500000",
+    ),
     "a number": ({"ref_audio": 5}, "ref_audio", "a data URL or base64"),
     "a voice too": ({"ref_audio": BASE64, "voice": "anna"}, "voice", "one voice: leave one out"),
     "twice": ({"ref_audio": BASE64, "references": [{"audio": BASE64}]}, "references", "both given"),
-    "two": ({"references": [{"audio": BASE64}] * 2}, "references", "a list of one"),
+    "two": (
+        {"references": [{"audio": BASE64}] * 2},
+        "references",
+        "2 references are given; model 'cloner' takes up to 1",
+    ),
+    "seventeen": ({"references": [{"audio": "x"}] * 17}, "references", "a list of up to 16"),
     "an empty item": ({"references": [{}]}, "references", "has 0 of audio and ref_audio"),
-    "both names": ({"references": [{"audio": BASE64, "ref_audio": BASE64}]}, "references", "has 2 of audio and ref_audio"),
-    "two texts": ({"references": [{"audio": BASE64, "text": "a"}], "ref_text": "b"}, "references", "give one"),
-    "an unknown name": ({"references": [{"audio": BASE64, "vq_codes": [1]}]}, "references", "unknown field `vq_codes`"),
-    "no list": ({"references": {"audio": BASE64}}, "references", "a list of one"),
+    "both names": (
+        {"references": [{"audio": BASE64, "ref_audio": BASE64}]},
+        "references",
+        "has 2 of audio and ref_audio",
+    ),
+    "two texts": (
+        {"references": [{"audio": BASE64, "text": "a"}], "ref_text": "b"},
+        "references",
+        "give one",
+    ),
+    "an unknown name": (
+        {"references": [{"audio": BASE64, "vq_codes": [1]}]},
+        "references",
+        "unknown field `vq_codes`",
+    ),
+    "no list": ({"references": {"audio": BASE64}}, "references", "a list of up to 16"),
     "bad in a list": ({"references": [{"audio": "!"}]}, "references", "neither a data URL nor base64"),
     "a text alone": ({"ref_text": "What I say."}, "ref_text", "there is no ref_audio"),
-    "a mode alone": ({"x_vector_only_mode": True}, "x_vector_only_mode", "about reference audio"),
-    "a mode that is none": ({"x_vector_only_mode": "yes"}, "x_vector_only_mode", "true takes only the sound"),
-    "a model without": ({"ref_audio": BASE64, **OTHER}, "ref_audio", "'fake' takes no reference audio: there is vivian, ryan"),
+    "too short": ({"ref_audio": SHORT}, "ref_audio", "lasts 0.5 s; from 1 to 20 s are possible"),
+    "too short in a list": (
+        {"references": [{"audio": SHORT}]},
+        "references",
+        "lasts 0.5 s; from 1 to 20 s are possible",
+    ),
+    "a model without": (
+        {"ref_audio": BASE64, **OTHER},
+        "ref_audio",
+        "'fake' takes no reference audio: there is vivian, ryan",
+    ),
     "a task without": ({"ref_audio": BASE64, "task_type": "VoiceDesign"}, "task_type", "it is for: Base"),
-    "no such voice": ({"voice": "alloy"}, "voice", "no voice 'alloy': upload a voice .POST /v1/audio/voices. or send ref_audio"),
+    "no such voice": (
+        {"voice": "alloy"},
+        "voice",
+        "no voice 'alloy': upload a voice .POST /v1/audio/voices. or send ref_audio",
+    ),
 }
 
 
@@ -114,9 +174,57 @@ def test_a_body_over_the_limit(server):
 
 
 def test_what_the_engine_refuses_has_the_clients_names(server):
-    assert reached(server, ref_audio=BASE64)[2] is False
-    fault = error(server.speak("badreference", ref_audio=BASE64), 400)
-    assert fault["param"] == "ref_text"
+    for fields in ({"ref_audio": BASE64}, {}):
+        assert error(server.speak("reject references", **fields), 400)["param"] == "ref_audio"
+        fault = error(server.speak("reject transcript", **fields), 400)
+        assert (fault["param"], fault["message"]) == ("ref_text", "ref_text is not possible")
+    for param in ("references", "transcript"):
+        fault = error(server.speak(f"reject {param}", references=[{"audio": BASE64}]), 400)
+        assert (fault["param"], fault["message"]) == ("references", "references is not possible")
+    assert (
+        error(server.speak("reject x_vector_only_mode", ref_audio=BASE64), 400)["param"]
+        == "x_vector_only_mode"
+    )
+
+
+@pytest.fixture(scope="module")
+def choir(tmp_path_factory):
+    """A server of a model for several voices."""
+    model = msgspec.structs.replace(CLONER, max_references=16, reference_s=(0.1, 30.0))
+    with Server(tmp_path_factory.mktemp("s"), models=[model]) as server:
+        yield server
+
+
+def test_several_references(choir):
+    items = [
+        {"audio": BASE64, "text": "a", "speaker": "[S1]"},
+        {"ref_audio": SHORT, "text": "b", "speaker": "[S2]"},
+    ]
+    [first, second], _ = reached(choir, references=items)
+    assert first == Reference(CLIP, "a", "[S1]")
+    assert (second.transcript, second.speaker, second.clip.duration_s) == ("b", "[S2]", 0.5)
+    assert len(reached(choir, references=[{"audio": SHORT}] * 16)[0]) == 16
+
+
+def test_of_several_references_the_wrong_one_is_named(choir):
+    fault = error(choir.speak("frames 1", references=[{"audio": BASE64}, {"audio": "!"}]), 400)
+    assert fault["param"] == "references" and fault["message"].startswith(
+        "references[1] cannot be used: it is neither"
+    )
+    fault = error(choir.speak("frames 1", references=[{"audio": SHORT}] * 2, ref_text="x"), 400)
+    assert fault["param"] == "references" and "give each its text" in fault["message"]
+
+
+def test_references_that_are_too_much_together(choir):
+    file = io.BytesIO()
+    soundfile.write(
+        file, np.zeros(30 * 192_000), 192_000, format="FLAC"
+    )  # 22 MiB of samples, and hardly a byte
+    item = {"audio": base64.b64encode(file.getvalue()).decode()}
+    assert len(reached(choir, references=[item] * 2)[0]) == 2
+    fault = error(choir.speak("frames 1", references=[item] * 3), 400)
+    assert fault["param"] == "references" and fault["message"].startswith("references[2] cannot be used")
+    assert f"more than {MAX_CLIP_BYTES >> 20} MiB" in fault["message"]
 
 
 # by URL
@@ -183,7 +291,7 @@ def public(monkeypatch):
 @pytest.mark.parametrize("path", ["/voice.wav", "/twice"])
 def test_a_reference_by_url(fetching, host, public, path):
     name = f"localhost:{host.server_port}"
-    assert reached(fetching, ref_audio=f"http://{name}{path}", ref_text="x") == (CLIP, "x", False)
+    assert reached(fetching, ref_audio=f"http://{name}{path}", ref_text="x") == ([Reference(CLIP, "x")], None)
     assert host.hosts[-1] == name  # the name, though the connection is to the address that was checked
 
 

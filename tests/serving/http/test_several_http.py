@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from fake_engine import CLONER, MODEL, NUMBERS, STATS, frame
 from http_server import Server, error, until
-from test_metrics import outcomes, read
-from test_voices import upload
+from metrics import outcomes
+from metrics import samples as read
+from uploads import upload
 
 from serving import protocol
 from serving.engine_client import EngineClient
@@ -35,7 +36,7 @@ def test_a_request_goes_to_the_model_it_names(server, model):
     answer = server.speak("frames 1", model=model.id, **fields)
     assert answer.content[44:] == frame(0)
     assert answer.headers["x-sample-rate"] == str(model.sample_rate_hz)
-    assert server.engine.models_asked[answer.headers["x-request-id"]] == model.id
+    assert server.engine.messages[answer.headers["x-request-id"]].model == model.id
 
 
 def test_a_request_that_names_none_is_told_what_there_is(server):
@@ -74,7 +75,7 @@ def test_requests_are_counted_by_model(tmp_path):
     with Server(tmp_path, models=MODELS) as server:
         server.speak("frames 3", model="fake")
         server.speak("frames 3", model="other")
-        server.speak("reject", model="other")
+        server.speak("reject voice", model="other")
         server.speak("frames 1", model="other", voice="nobody")
         server.speak("frames 1", model="tts-1")
         until(lambda: outcomes(server, "other")["refused"] == 2)
@@ -96,7 +97,7 @@ def test_the_engine_tells_of_each_model(tmp_path):
     assert samples["zoo_pages",] == STATS.pages
 
 
-def test_the_link_says_which_model_is_meant(tmp_path):
+def test_the_engine_client_says_which_model_is_meant(tmp_path):
     async def scene():
         heard = asyncio.Queue()
 
@@ -106,13 +107,13 @@ def test_the_link_says_which_model_is_meant(tmp_path):
                 heard.put_nowait(message)
 
         async with await asyncio.start_unix_server(engine, tmp_path / "sock"):
-            link = EngineClient(str(tmp_path / "sock"))
-            running = asyncio.create_task(link.run())
+            client = EngineClient(str(tmp_path / "sock"))
+            running = asyncio.create_task(client.run())
             async with asyncio.timeout(5):
-                while link.status.state != "ready":
+                while client.status.state != "ready":
                     await asyncio.sleep(0.01)
-                assert link.models == MODELS
-                with link.speak("r", "other", {"text": "Hello."}):
+                assert client.models == MODELS
+                with client.speak("r", "other", {"text": "Hello."}):
                     assert await heard.get() == protocol.Speak("r", "other", {"text": "Hello."})
                 assert await heard.get() == protocol.Cancel("r")
             running.cancel()

@@ -1,6 +1,5 @@
 """Uploaded voices: the store on disk, the routes, and the command."""
 
-import io
 import json
 import os
 import signal
@@ -11,24 +10,16 @@ import threading
 import msgspec
 import numpy as np
 import pytest
-import soundfile
 from fake_engine import CLONER, MODEL, frame
 from http_server import Server, error
 from shell import ROOT, zoo
+from uploads import NOISE, RATE_HZ, recording, upload
 
 from serving.http.schemas import Limits
 from serving.http.voices import StoredVoice, Taken, TooMany, Voices, default_directory
-from serving.protocol import AudioClip
+from serving.protocol import AudioClip, Reference
 
-RATE_HZ = 16000
-NOISE = np.random.default_rng(1).uniform(-0.5, 0.5, 2 * RATE_HZ).astype(np.float32)
 CLIP = AudioClip(NOISE.tobytes(), RATE_HZ)
-
-
-def recording(samples=NOISE, rate_hz=RATE_HZ, kind="WAV", subtype="FLOAT"):
-    file = io.BytesIO()
-    soundfile.write(file, samples, rate_hz, format=kind, subtype=subtype)
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -132,7 +123,8 @@ def test_what_a_killed_process_left_behind_is_tidied(store, doing):
     store.add("anna", CLIP)
     kill = "from pathlib import Path; import os, signal; Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"
     work = "add('bert', AudioClip(bytes(2000) + b'\\0\\0\\x80\\x3f', 16000))" if doing == "add" else "remove('anna')"
-    script = f"{kill}; from serving.http.voices import Voices; from serving.protocol import AudioClip; Voices({str(store.directory)!r}).{work}"
+    imports = "from serving.http.voices import Voices; from serving.protocol import AudioClip"
+    script = f"{kill}; {imports}; Voices({str(store.directory)!r}).{work}"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
     assert len(os.listdir(store.directory)) == 2
@@ -202,10 +194,6 @@ def forget(request):
             assert server.http.delete(f"/v1/audio/voices/{voice['id']}").status_code == 200
 
 
-def upload(server, name="anna", sample=None, **fields):
-    return server.http.post("/v1/audio/voices", data={"name": name, **fields}, files={"audio_sample": ("x.wav", sample or recording())})
-
-
 def uploaded(server):
     return [voice for voice in server.http.get("/v1/audio/voices").json()["data"] if voice["type"] == "audio_sample"]
 
@@ -234,13 +222,8 @@ def test_upload_list_speak_delete(server):
         answer = server.speak("frames 1", voice=named)
         id = answer.headers["x-request-id"]
         assert answer.content[44:] == frame(0)
-        assert server.engine.references[id] == CLIP
-        assert server.engine.asked[id] | {"seed": 0} == {
-            "text": "frames 1",
-            "seed": 0,
-            "reference_text": "What I say.",
-            "x_vector_only": False,
-        }
+        assert server.engine.messages[id].references == [Reference(CLIP, "What I say.")]
+        assert server.engine.asked[id] | {"seed": 0} == {"text": "frames 1", "seed": 0}
     gone = server.http.delete("/v1/audio/voices/Anna")
     assert gone.json() == {"id": "anna", "deleted": True, "object": "audio.voice.deleted"}
     assert error(server.http.delete("/v1/audio/voices/anna"), 404)["code"] == "voice_not_found"
@@ -250,14 +233,42 @@ def test_upload_list_speak_delete(server):
 def test_a_voice_without_a_text_lends_its_sound_alone(server):
     upload(server, "anna")
     upload(server, "bert", ref_text="What I say.")
-    asked = [
-        server.engine.asked[server.speak("frames 1", **fields).headers["x-request-id"]]
-        for fields in (
-            {"voice": "anna"},
-            {"voice": "bert", "x_vector_only_mode": True},
-        )
-    ]
-    assert [(fields.get("reference_text"), fields["x_vector_only"]) for fields in asked] == [(None, True), ("What I say.", True)]
+
+    def spoken_with(**fields):
+        message = server.engine.messages[server.speak("frames 1", **fields).headers["x-request-id"]]
+        return message.references[0].transcript, message.request.get("options")
+
+    assert spoken_with(voice="anna") == (None, {"x_vector_only_mode": True})
+    assert spoken_with(voice="anna", x_vector_only_mode=False) == (
+        None,
+        {"x_vector_only_mode": False},
+    )  # the engine refuses
+    assert spoken_with(voice="bert") == ("What I say.", None)
+    assert spoken_with(voice="bert", x_vector_only_mode=True) == ("What I say.", {"x_vector_only_mode": True})
+
+
+def test_a_model_without_the_option_gets_a_voice_without_a_text_as_it_is(tmp_path):
+    plain = msgspec.structs.replace(CLONER, options=[])
+    with Server(tmp_path, models=[plain]) as server:
+        upload(server)
+        answer = server.speak("frames 1", voice="anna")
+        message = server.engine.messages[answer.headers["x-request-id"]]
+    assert message.references == [Reference(CLIP)] and "options" not in message.request
+
+
+def test_a_voice_that_one_of_the_models_cannot_take(tmp_path):
+    short = msgspec.structs.replace(CLONER, id="short", reference_s=(0.1, 1.5))
+    with Server(tmp_path, models=[CLONER, short]) as server:
+        assert upload(server).status_code == 200
+        assert server.speak("frames 1", model="cloner", voice="anna").status_code == 200
+        fault = error(server.speak("frames 1", model="short", voice="anna"), 400)
+    assert fault["param"] == "voice" and "it lasts 2 s; from 0.1 to 1.5 s are possible" in fault["message"]
+
+
+def test_what_the_engine_refuses_of_a_voice_is_about_the_voice(server):
+    upload(server)
+    for param in ("references", "transcript", "voice"):
+        assert error(server.speak(f"reject {param}", voice="anna"), 400)["param"] == "voice"
 
 
 def test_voices_survive_a_restart(tmp_path):
@@ -268,7 +279,7 @@ def test_voices_survive_a_restart(tmp_path):
     with Server(tmp_path / "second", models=[CLONER], voices_dir=tmp_path / "voices") as second:
         assert [voice["id"] for voice in uploaded(second)] == ["anna"]
         answer = second.speak("frames 1", voice="anna")
-        assert second.engine.references[answer.headers["x-request-id"]] == CLIP
+        assert second.engine.messages[answer.headers["x-request-id"]].references == [Reference(CLIP)]
 
 
 def test_a_voice_that_is_deleted_while_it_is_spoken_with(server):

@@ -1,0 +1,81 @@
+"""POST /v1/audio/speech."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from litestar import Request, post
+from litestar.exceptions import HTTPException
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.types import ASGIApp
+
+from serving.http.errors import refusal
+from serving.http.schemas import FIELDS, TASK_MODE, ErrorBody, Limits, Model, SpeechRequest
+from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
+from serving.http.speech import Speech
+
+AUDIO = "audio in the format that was asked for, sent as it is made; text/event-stream with stream_format sse"
+RESPONSES = {
+    200: ResponseSpec(bytes, description=AUDIO, media_type="audio/*", generate_examples=False),
+    400: WRONG,
+    404: UNKNOWN,
+    413: TOO_LARGE,
+    422: ResponseSpec(
+        ErrorBody, description="the model made no audio of it (code no_audio); the message says what may help"
+    ),
+    **REFUSALS,
+}
+
+
+PATH = "/v1/audio/speech"
+MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
+
+
+@post(PATH, status_code=200, responses=RESPONSES)
+async def speak(data: SpeechRequest, request: Request[Any, Any, Any], server: Server) -> ASGIApp:
+    """Speak a text."""
+    model = server.chosen_model(data.model)
+    request.state.model = model.id  # for the metrics, should it be refused
+    options = options_of(await request.json(), model)
+    check(data, model, server.limits)
+    server.references.check(data, model)
+    return Speech(server, data, options, model)
+
+
+def options_of(body: dict[str, Any], model: Model) -> dict[str, Any]:
+    """What a body holds beside the shared fields: the model's options. The engine checks their types and
+    ranges. Raises the refusal."""
+    given = {name: value for name, value in body.items() if name not in FIELDS[PATH]}
+    possible = {option.name: option for option in model.options if option.name not in FIELDS[PATH]}
+    for name, value in given.items():
+        if name not in possible:
+            raise unknown_field(name, model, possible)
+        if isinstance(value, list | dict) or (isinstance(value, int) and not MIN_INT <= value <= MAX_INT):
+            raise refusal(400, f"{name} is {str(value)[:80]}; possible: {possible[name].possible}", name)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def unknown_field(name: str, model: Model, options: Iterable[str]) -> HTTPException:
+    own = ", ".join(options) or "none"
+    fields = ", ".join(FIELDS[PATH])
+    message = (
+        f"there is no field {name!r}; the fields are: {fields}; and as options of model {model.id!r}: {own}"
+    )
+    return refusal(400, message, name, "unknown_field")
+
+
+def check(data: SpeechRequest, model: Model, limits: Limits) -> None:
+    """What can be said at once about a request, its voice aside. Raises the refusal."""
+    if len(data.input) > limits.text_chars:
+        message = f"input has {len(data.input)} characters; this server takes up to {limits.text_chars}"
+        raise refusal(400, message, "input")
+    if data.stream_format == "sse" and not data.stream:
+        message = (
+            "stream false is an answer in one piece, which events are not: leave stream or stream_format out"
+        )
+        raise refusal(400, message, "stream")
+    if data.task_type is not None and TASK_MODE[data.task_type] not in model.modes:
+        possible = ", ".join(task for task, mode in TASK_MODE.items() if mode in model.modes)
+        message = f"model {model.id!r} is not for task_type {data.task_type!r}; it is for: {possible}"
+        raise refusal(400, message, "task_type")

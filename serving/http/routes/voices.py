@@ -1,0 +1,115 @@
+"""/v1/audio/voices: the voices of the models, and the uploaded ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from litestar import delete, get, post
+from litestar.enums import RequestEncodingType
+from litestar.exceptions import HTTPException
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import Body
+
+from serving import protocol
+from serving.http.decode import decode
+from serving.http.errors import refusal
+from serving.http.references import check_duration, is_own, possible_voices
+from serving.http.schemas import ErrorBody, Limits, Model, VoiceDeleted, VoiceList, VoiceObject, VoiceUpload
+from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
+from serving.http.voices import StoredVoice, Taken, TooMany, clean_name
+
+TAKEN = ResponseSpec(ErrorBody, description="there is a voice of that name")
+
+
+@get("/v1/audio/voices", responses=REFUSALS)
+async def list_voices(server: Server) -> VoiceList:
+    """The voices of the served models, and the uploaded ones; `models` says which can speak in each."""
+    models = server.models
+    presets = [
+        preset(name, models, server.created)
+        for name in dict.fromkeys(n for model in models for n in model.voices)
+    ]
+    return VoiceList(
+        [*presets, *(described(voice, models) for voice in await asyncio.to_thread(server.voices.list))]
+    )
+
+
+@post("/v1/audio/voices", status_code=200, responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, **REFUSALS})
+async def add_voice(
+    data: Annotated[VoiceUpload, Body(media_type=RequestEncodingType.MULTI_PART)], server: Server
+) -> VoiceObject:
+    """Keep a recording as a voice that requests can name."""
+    models = server.models
+    possible_s = reference_s(models)
+    check_name(data.name, models)
+    clip = await decoded(await data.audio_sample.read(), possible_s, server.limits)
+    try:
+        voice = await asyncio.to_thread(server.voices.add, data.name, clip, data.ref_text, data.consent)
+    except Taken as error:
+        raise refusal(409, str(error), "name", "voice_exists") from None
+    except TooMany as error:
+        raise refusal(400, str(error), code="too_many_voices") from None
+    except ValueError as error:
+        raise unusable(error) from None
+    return described(voice, models)
+
+
+@delete("/v1/audio/voices/{voice_id:str}", status_code=200, responses={400: WRONG, 404: UNKNOWN, **REFUSALS})
+async def remove_voice(voice_id: str, server: Server) -> VoiceDeleted:
+    """Forget an uploaded voice. Requests that speak in it go on."""
+    if any(is_own(model.voices, voice_id) for model in server.engine.models):
+        raise refusal(400, f"{voice_id!r} is a voice of the model, and stays", "voice")
+    if not server.voices.has(voice_id) or not await asyncio.to_thread(server.voices.remove, voice_id):
+        message = f"there is no uploaded voice {voice_id!r}; GET /v1/audio/voices lists them"
+        raise refusal(404, message, "voice", "voice_not_found")
+    return VoiceDeleted(clean_name(voice_id))
+
+
+def preset(name: str, models: list[Model], created: int) -> VoiceObject:
+    return VoiceObject(name, name, created, "preset", [model.id for model in models if name in model.voices])
+
+
+def described(voice: StoredVoice, models: list[Model]) -> VoiceObject:
+    speakers = [model.id for model in models if model.reference_s is not None]
+    return VoiceObject(
+        voice.name, voice.name, voice.created_at, "audio_sample", speakers, voice.duration_s, voice.ref_text
+    )
+
+
+def reference_s(models: list[Model]) -> tuple[float, float]:
+    """The shortest and the longest reference that some model takes. Raises the refusal."""
+    possible_s = [model.reference_s for model in models if model.reference_s is not None]
+    if not possible_s:
+        each = [f"{model.id}: {possible_voices(model)}" for model in models]
+        instead = possible_voices(models[0]) if len(models) == 1 else "; ".join(each)
+        message = "no model here takes reference audio, so an uploaded voice could not be used"
+        raise refusal(400, f"{message}: {instead}")
+    return min(possible_s)[0], max(longest_s for _, longest_s in possible_s)
+
+
+def check_name(name: str, models: list[Model]) -> None:
+    """Raises the refusal."""
+    if any(is_own(model.voices, name) for model in models):
+        raise refusal(409, f"{name!r} is a voice of the model; take another name", "name", "voice_exists")
+    try:
+        clean_name(name)
+    except ValueError as error:
+        raise refusal(400, str(error), "name") from None
+
+
+async def decoded(sample: bytes, possible_s: tuple[float, float], limits: Limits) -> protocol.AudioClip:
+    """Raises the refusal."""
+    if len(sample) > limits.reference_bytes:
+        message = f"audio_sample has {len(sample)} bytes; this server takes up to {limits.reference_bytes}"
+        raise refusal(413, message, "audio_sample", "body_too_large")
+    try:
+        clip = await asyncio.to_thread(decode, sample, possible_s[1])
+        check_duration(clip, possible_s)
+    except ValueError as error:
+        raise unusable(error) from None
+    return clip
+
+
+def unusable(error: ValueError) -> HTTPException:
+    return refusal(400, f"audio_sample cannot be used: {error}", "audio_sample")

@@ -1,0 +1,54 @@
+"""The whole of `zoo serve`, on demo checkpoints."""
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import openai
+from shell import ROOT
+
+from zoo.qwen3_tts import write_demo
+
+KEY = "sk-demo"
+
+
+@contextmanager
+def serving(directory, *options, **sizes):
+    """The address of a server of demo checkpoints (name=size), once it is ready. It must end well when told
+    to."""
+    models = [f"{name}={write_demo(directory / name, size)}" for name, size in sizes.items()]
+    command = [
+        sys.executable,
+        "-m",
+        "serving",
+        "serve",
+        *models,
+        "--port",
+        "0",
+        "--no-compile",
+        "--device",
+        "cpu",
+    ]
+    command += ["--voices-dir", directory / "voices", *options]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "ZOO_API_KEY": KEY}
+    )
+    lines = []
+    while "ready on" not in (line := process.stderr.readline()):
+        lines.append(line)
+        assert line, "".join(lines)
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(process.stderr.read)  # or the pipe fills up
+        yield line.split()[-1]
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(20) == 0, rest.result()
+        finally:
+            process.kill()
+
+
+def connected(url):
+    return openai.OpenAI(base_url=url + "/v1", api_key=KEY, max_retries=0, timeout=60)
