@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -21,6 +20,8 @@ from zoo.hub import local_directory, name_of
 if TYPE_CHECKING:
     from serving.http.voices import Voices
     from serving.protocol import AudioClip
+    from zoo.contract import Spec
+    from zoo.request import Value
 
 app = typer.Typer(add_completion=False, help="Speech language models: serve them, or let them speak from the shell.")
 voices = typer.Typer(help="Uploaded voices: recordings that a model for clones can speak in, by name.")
@@ -28,6 +29,11 @@ app.add_typer(voices, name="voices")
 
 FORMAT_OF = {".wav": "wav", ".mp3": "mp3", ".opus": "opus", ".ogg": "opus", ".aac": "aac", ".flac": "flac", ".pcm": "pcm"}
 MAX_REFERENCE_S = 60.0
+FLAG = {
+    "references": "--reference",
+    "transcript": "--reference-text",
+    "max_frames": "--max-new-tokens",
+}  # of a field
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 Model = Annotated[str, Option("-m", "--model", help="A directory, or ORG/NAME on the Hugging Face Hub.")]
@@ -58,18 +64,37 @@ def serve(
     device: Device = None,
     dtype: DType = None,
     max_slots: Annotated[int, Option(min=1, help="How many requests speak at once, of each model.")] = 8,
-    kv_memory: Annotated[str | None, Option(help="Memory for keys and values, of all models: 4GiB, 512MiB or bytes.")] = None,
-    policy: Annotated[Literal["streaming", "throughput"], Option(help="First audio early, or most audio in all.")] = "streaming",
+    kv_memory: Annotated[
+        str | None, Option(help="Memory for the KV cache, of all models: 4GiB, 512MiB or bytes.")
+    ] = None,
+    policy: Annotated[
+        Literal["streaming", "throughput"], Option(help="First audio early, or most audio in all.")
+    ] = "streaming",
+    deterministic: Annotated[
+        bool,
+        Option(
+            "--deterministic",
+            help="Equal requests give equal bytes, whoever else speaks; slower where few do.",
+        ),
+    ] = False,
     warm: Annotated[bool, Option(help="Run every shape before the first request.")] = True,
     compile: Annotated[bool, Option(help="Compile the model, or run it eagerly.")] = True,
     cache_dir: Annotated[Path | None, Option(help="Where compiled code is kept between starts.")] = None,
-    api_key: Annotated[str | None, Option(envvar="ZOO_API_KEY", help="Ask clients for this key (Authorization: Bearer KEY).")] = None,
+    api_key: Annotated[
+        str | None, Option(envvar="ZOO_API_KEY", help="Ask clients for this key (Authorization: Bearer KEY).")
+    ] = None,
     max_text: Annotated[int, Option(min=1, help="The longest input, in characters.")] = 8000,
     voices_dir: VoicesDir = None,
     max_voices: Annotated[int, Option(min=0, help="How many voices may be uploaded.")] = 1000,
-    max_reference: Annotated[str, Option(help="The largest reference audio: 10MiB or bytes.")] = "10MiB",
-    max_reference_s: Annotated[float, Option(min=1, max=MAX_REFERENCE_S, help="The longest reference audio.")] = MAX_REFERENCE_S,
-    allow_url_references: Annotated[bool, Option(help="Fetch reference audio from URLs that clients send.")] = False,
+    max_reference_bytes: Annotated[
+        str, Option(help="The largest reference audio: 10MiB or bytes.")
+    ] = "10MiB",
+    max_reference_s: Annotated[
+        float, Option(min=1, max=MAX_REFERENCE_S, help="The longest reference audio.")
+    ] = MAX_REFERENCE_S,
+    allow_url_references: Annotated[
+        bool, Option(help="Fetch reference audio from URLs that clients send.")
+    ] = False,
 ) -> int:
     """Serve models over HTTP, as OpenAI's speech API."""
     from serving import supervisor
@@ -81,6 +106,7 @@ def serve(
         "max_slots": max_slots,
         "kv_bytes": None if kv_memory is None else num_bytes(kv_memory),
         "policy": policy,
+        "deterministic": deterministic,
         "warm": warm,
         "compile": compile,
     }
@@ -93,7 +119,7 @@ def serve(
         env["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
     limits = {
         "text_chars": max_text,
-        "reference_bytes": num_bytes(max_reference),
+        "reference_bytes": num_bytes(max_reference_bytes),
         "reference_s": max_reference_s,
         "reference_urls": allow_url_references,
         "voices": max_voices,
@@ -106,77 +132,116 @@ def serve(
 def say(
     text: Annotated[str, Argument(help="What to say; - reads it from stdin.")],
     model: Model,
-    out: Annotated[Path, Option("-o", "--out", help="The file to write: .wav, .mp3, .opus, .aac, .flac or .pcm.")] = Path("out.wav"),
+    out: Annotated[
+        Path, Option("-o", "--out", help="The file to write: .wav, .mp3, .opus, .aac, .flac or .pcm.")
+    ] = Path("out.wav"),
     voice: Annotated[str | None, Option(help="One of the model's voices (zoo inspect).")] = None,
-    reference: Annotated[Path | None, Option(help="A recording of the voice to speak in, for models that take one.")] = None,
+    reference: Annotated[
+        Path | None, Option(help="A recording of the voice to speak in, for models that take one.")
+    ] = None,
     reference_text: Annotated[str | None, Option(help="What the recording says, word for word.")] = None,
-    x_vector_only: Annotated[bool, Option("--x-vector-only", help="Take only the sound of the voice from the recording.")] = False,
     language: Annotated[str | None, Option(help="One of the model's languages.")] = None,
     instructions: Annotated[str | None, Option(help="How to speak, in words.")] = None,
-    layout: Annotated[Literal["whole", "streaming"] | None, Option(help="How the text is laid out for the model.")] = None,
     seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
     temperature: Annotated[float | None, Option(min=0, max=2, help="0 is greedy.")] = None,
     top_k: Annotated[int | None, Option(min=0, help="0 is off.")] = None,
     top_p: Annotated[float | None, Option(min=0, max=1)] = None,
     repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
-    guidance: Annotated[float | None, Option(min=0, max=100, help="How far guidance goes, for models that have it; 1 is none.")] = None,
-    solver_steps: Annotated[int | None, Option(min=1, help="Steps from noise to a frame, for models that solve frames.")] = None,
     max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
+    options: Annotated[
+        list[str],
+        Option(
+            "-O",
+            "--option",
+            metavar="NAME=VALUE",
+            help="An option of the model (zoo inspect); may be given several times.",
+        ),
+    ] = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
 ) -> int:
     """Speak one text into a file."""
-    if (form := FORMAT_OF.get(out.suffix.lower())) is None:
-        raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
-    if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
-        raise ValueError(f"{out} cannot be written: it must be a file in a directory that exists and may be written to")
-    if text == "-":
-        text = sys.stdin.read()
-    if not text.strip():
-        raise ValueError("there is no text to say")
+    form = output_format(out)
+    text = text_to_say(text)
     directory = local_directory(model)
-
-    import numpy as np
-    import torch
+    references = [] if reference is None else [recording(reference)]
 
     import zoo
     from serving.audio import pcm16
+    from serving.engine.engine_process import reference_of
+    from serving.engine.job import NO_AUDIO
     from serving.http import encode
-    from zoo.contract import AudioClip
+    from serving.protocol import Reference
 
-    clip = None
-    if reference is not None:
-        heard = recording(reference)
-        clip = AudioClip(np.frombuffer(heard.samples, "<f4").copy(), heard.sample_rate_hz)
-    family = zoo.load(directory, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
+    family = zoo.load(directory, device=device, dtype=dtype)
     request = zoo.Request(
         text=text,
         voice=voice,
         language=language,
         instructions=instructions,
-        reference=clip,
-        reference_text=reference_text,
-        x_vector_only=x_vector_only,
-        layout=layout,
+        references=tuple(reference_of(Reference(clip, reference_text)) for clip in references),
         seed=seed,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         repetition_penalty=repetition_penalty,
-        guidance=guidance,
-        solver_steps=solver_steps,
         max_frames=max_new_tokens,
+        options=dict(parsed_option(option, family.spec) for option in options),
     )
     began = time.perf_counter()
-    speech = zoo.generate(family, request)
+    try:
+        speech = zoo.generate(family, request)
+    except zoo.RequestError as error:
+        raise ValueError(f"{FLAG[error.param]}: {error}" if error.param in FLAG else str(error)) from None
     took_s = time.perf_counter() - began
+    if not len(speech.samples):
+        fail(NO_AUDIO, 1)
     out.write_bytes(encode.file(form, pcm16(speech.samples.numpy()), speech.sample_rate_hz))
     audio_s = len(speech.samples) / speech.sample_rate_hz
-    rtf = f", RTF {took_s / audio_s:.2f}" if audio_s else ""
-    print(f"{out}: {len(speech.frames)} frames, {audio_s:.2f} s of audio in {took_s:.2f} s{rtf}")
+    frames = f"{len(speech.frames)} frames, {audio_s:.2f} s of audio"
+    print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")
     if speech.text:
         print(speech.text)
     return 0
+
+
+def output_format(out: Path) -> str:
+    """The format that a file's name asks for. Raises ValueError for one that is none, or a file that cannot
+    be written."""
+    if (form := FORMAT_OF.get(out.suffix.lower())) is None:
+        raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
+    there = out if out.exists() else out.absolute().parent
+    if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(
+            f"{out} cannot be written: it must be a file in a directory that exists and may be written to"
+        )
+    return form
+
+
+def text_to_say(text: str) -> str:
+    """`-` is what stdin holds. Raises ValueError for a text with nothing to say."""
+    from zoo.request import BLANK
+
+    if text == "-":
+        text = sys.stdin.read()
+    if not text.strip(BLANK):
+        raise ValueError("there is no text to say")
+    return text
+
+
+def parsed_option(given: str, spec: Spec) -> tuple[str, Value]:
+    """NAME=VALUE -> the name, and the value as the model's option has it. Raises ValueError."""
+    from zoo.request import SAMPLING
+
+    name, equals, value = given.partition("=")
+    if not equals:
+        raise ValueError(f"--option {given!r} must be NAME=VALUE")
+    if name in SAMPLING:
+        raise ValueError(f"{name} has a flag of its own: --{name.replace('_', '-')} {value}")
+    known = {option.name: option for option in spec.options if option.name not in SAMPLING}
+    if name not in known:
+        raise ValueError(f"{spec.family} has no option {name!r}; possible: {', '.join(known) or 'none'}")
+    return name, known[name].parse(value)
 
 
 @app.command()
@@ -196,9 +261,15 @@ def inspect(
     from rich.table import Table
 
     table = Table(title=model, show_header=False, title_justify="left")
+    options = facts.pop("options")
     for name, value in facts.items():
         table.add_row(name, readable(value))
     Console().print(table)
+    taken = Table("name", "possible", "default", "", title="options", title_justify="left")
+    for name, option in options.items():
+        default = "" if option["default"] is None else readable(option["default"])
+        taken.add_row(name, option["possible"], default, option["help"])
+    Console().print(taken)
     return 0
 
 
@@ -344,9 +415,8 @@ def demo_checkpoint(
     families = zoo.families()
     if family not in families:
         raise ValueError(f"there is no family {family!r}; there is: {', '.join(families)}")
-    demo = importlib.import_module(f"{families[family].__name__}.demo")
     try:
-        demo.write(directory, size=size, seed=seed)
+        families[family].write_demo(directory, size=size, seed=seed)
     except OSError as error:
         raise ValueError(f"{directory} cannot be written: {error.strerror}") from None
     print(f"{directory}: {family}, {size}, seed {seed}")
@@ -468,6 +538,8 @@ def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
 
 def readable(value: Any) -> str:
     match value:
+        case bool():
+            return str(value).lower()
         case list():
             return ", ".join(map(str, value))
         case int():

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import shell
 import soundfile
+import torch
 from shell import ROOT
 
+from serving.engine.job import NO_AUDIO
 from serving.http.decode import decode
+from zoo.contract import Speech
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +93,13 @@ BAD = [
     (["say", "Hello.", "-m", ".", "-o", "out.wma"], "must end in one of: .wav, .mp3, .opus, .ogg, .aac, .flac, .pcm"),
     (["say", "Hello.", "-m", ".", "--reference", "/no/such.wav"], "/no/such.wav cannot be read: No such file"),
     (["say", "Hello.", "-m", ".", "--reference", "README.md"], "README.md cannot be used: it is not audio that is known here: WAV"),
-    (["serve", ".", "--max-reference", "ten"], "4GiB, 512MiB"),
+    (["serve", ".", "--max-reference-bytes", "ten"], "4GiB, 512MiB"),
     (["serve", ".", "--max-reference-s", "61"], "--max-reference-s"),
     (["serve", ".", "--max-voices", "-1"], "--max-voices"),
     (["say", "Hello.", "-m", ".", "-o", "/no/such/out.wav"], "cannot be written"),
     (["say", " ", "-m", "."], "no text"),
     (["say", "-", "-m", "."], "no text"),
+    (["say", "\0\u200b\ufeff", "-m", "."], "no text"),
     (["say", "Hello.", "-m", ".", "--temperature", "9"], "--temperature"),
     (["say", "Hello.", "-m", ".", "--seed", "-1"], "--seed"),
     (["inspect", "/no/such"], "'/no/such' is not a directory"),
@@ -150,6 +154,9 @@ def test_inspect(zoo, checkpoint):
     assert (facts["family"], facts["sample_rate_hz"]) == ("qwen3_tts", 24000) and "vivian" in facts["voices"]
     table = zoo("inspect", checkpoint).stdout
     assert "qwen3_tts" in table and "vivian" in table and f"{facts['parameters']:,}" in table
+    for name, option in facts["options"].items():
+        [row] = [line for line in table.splitlines() if line.split()[1:2] == [name]]
+        assert option["possible"] in row and option["help"] in row
 
 
 def test_say_speaks_into_a_file(zoo, checkpoint, tmp_path):
@@ -170,11 +177,43 @@ def test_say_speaks_into_a_file(zoo, checkpoint, tmp_path):
 
 
 def test_say_passes_on_what_the_model_refuses(zoo, checkpoint, tmp_path):
-    line = refused(zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", "--guidance", 2))
-    assert "takes no guidance" in line
-    line = refused(zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", "--voice", "alloy"))
-    assert "alloy" in line and "vivian" in line
+    def fault(*more):
+        return refused(zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", *more))
+
+    assert "alloy" in (line := fault("--voice", "alloy")) and "vivian" in line
+    line = fault("-O", "cfg_scale=2")
+    assert line == (
+        "zoo: qwen3_tts has no option 'cfg_scale'; possible: "
+        "depth_temperature, depth_top_k, depth_top_p, text_mode\n"
+    )
+    assert "text_mode is 'diagonal'; possible: full, interleaved" in fault("-O", "text_mode=diagonal")
+    assert "depth_top_k is 'x'; possible: an integer from 0" in fault("--option", "depth_top_k=x")
+    assert "must be NAME=VALUE" in fault("-O", "text_mode")
+    assert "temperature has a flag of its own: --temperature 0.5" in fault("-O", "temperature=0.5")
     assert not (tmp_path / "out.wav").exists()
+
+
+def test_say_takes_options(zoo, checkpoint, tmp_path):
+    def say(*more):
+        out = tmp_path / "out.wav"
+        fields = ["-m", checkpoint, "-o", out, "--voice", "vivian", "--max-new-tokens", 6]
+        done = zoo("say", "Hello.", *fields, *more)
+        assert done.returncode == 0, done.stderr
+        return out.read_bytes()
+
+    usual = say()
+    assert say("-O", "text_mode=full") == usual != say("-O", "text_mode=interleaved")
+    assert say("-O", "depth_temperature=0", "-O", "depth_top_k=1") != usual
+
+
+def test_say_writes_no_file_without_audio(zoo, checkpoint, tmp_path, monkeypatch):
+    def generate(family, request):
+        return Speech(torch.zeros(0, 16), torch.zeros(0), 24000)
+
+    monkeypatch.setattr("zoo.loop.generate", generate)
+    done = zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", "--voice", "vivian")
+    assert (done.returncode, done.stdout) == (1, "") and not (tmp_path / "out.wav").exists()
+    assert done.stderr == f"zoo: {NO_AUDIO}\n"
 
 
 @pytest.mark.parametrize("suffix", [".mp3", ".opus", ".ogg", ".aac", ".flac", ".pcm", ".WAV"])
@@ -200,10 +239,11 @@ def test_say_in_the_voice_of_a_recording(zoo, tmp_path):
         done = zoo("say", "Hello.", *fields, *more)
         return done if done.returncode else out.read_bytes()
 
-    with_text, sound = say("--reference", sample, "--reference-text", "Hi."), say("--reference", sample, "--x-vector-only")
+    with_text = say("--reference", sample, "--reference-text", "Hi.")
+    sound = say("--reference", sample, "-O", "x_vector_only_mode=true")
     assert len(with_text) > 44 and len(sound) > 44 and with_text != sound
-    assert "reference" in refused(say())
-    assert "text" in refused(say("--reference", sample))
+    assert "zoo: --reference: a reference is needed" in refused(say())
+    assert "zoo: --reference-text: a transcript" in refused(say("--reference", sample))
 
 
 def test_bench_measures_a_model(checkpoint):
