@@ -27,8 +27,8 @@ def codec(tmp_path_factory):
     with torch.device("meta"):
         codec = Codec(*configs).eval()
     load(codec, weights.codec(*configs), directory, torch.device("cpu"), torch.float32)
-    codec.decoder.finish()
-    codec.encoder.finish()
+    codec.decoder.prepare()
+    codec.encoder.prepare()
     return codec.requires_grad_(False)
 
 
@@ -52,7 +52,7 @@ def test_codebooks(codec):
 def test_decoder(codec, frames):
     """Measured: transformer 2e-6, samples 2e-5. It is rounding: in float64 the two agree to 1e-14."""
     codes = FOUND[f"decode_{frames}.codes"].long()[None]
-    past, start = torch.zeros(1, codec.decoder.past_values), torch.zeros(1, dtype=torch.int64)
+    past, start = torch.zeros(1, codec.decoder.state_size), torch.zeros(1, dtype=torch.int64)
     transformer, (samples, _) = output_of(codec.decoder.transformer, lambda: codec.decoder(codes, past, start, start + frames))
     torch.testing.assert_close(transformer[0], FOUND[f"decode_{frames}.transformer"], rtol=1e-5, atol=1e-5)
     stride = 1 if frames < 10 else FACTS["stride"]

@@ -115,7 +115,7 @@ def test_our_modules_have_the_published_tensors(size, name, vae_rows, parameters
     assert sum(p.numel() for p in net.parameters()) == parameters
     assert sum(p.numel() for p in vae.parameters()) == vae_parameters and vae.decoder.reach == reach
     assert (spec.kv.num_layers, spec.kv.num_heads, spec.kv.head_dim) == kv and spec.frame_samples == frame_samples
-    assert size != "full" or vae.decoder.past_values == 161_856  # as many as the reference's stream holds
+    assert size != "full" or vae.decoder.state_size == 161_856  # as many as the reference's stream holds
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-1.5"])
@@ -199,7 +199,7 @@ def test_the_vae():
     found, vae = load_file(HERE / "vae.safetensors"), family("voxcpm2").vae
     latents, audio = noise("vae", 1, 8, 60, deviation=1.5), noise("audio", 1, 1600, deviation=0.1)
     stride = facts("vae")["stride"]
-    whole, _ = vae.decoder(latents, torch.zeros(1, vae.decoder.past_values), torch.tensor([15]), 15)
+    whole, _ = vae.decoder(latents, torch.zeros(1, vae.decoder.state_size), torch.tensor([15]), 15)
     torch.testing.assert_close(whole[0, ::stride], found["decoded"], **CLOSE)
     torch.testing.assert_close(whole[0, ::stride], found["streamed"], **CLOSE)
     torch.testing.assert_close(vae.encoder(audio)[0], found["encoded"], **CLOSE)

@@ -1,96 +1,136 @@
 """Causal convolutions that stream: what a layer remembers is the end of its input, and comes in and goes out as a value.
 
-    past of a stream [V]   ┌ conv 1: C x 6 ┬ conv 2: C x 54 ┬ keys and values: 71 x 2D ┬ ...      one row, read in the order of the layers
-                           └───────────────┴────────────────┴──────────────────────────┴ ...
+    state of a stream [V]   ┌ conv: C x 6 ┬ blocks.0.up: C x 1 ┬ layers.0: 71 x 2D ┬ ...      one row, in which each layer has a place
+                            └─────────────┴────────────────────┴───────────────────┴ ...
 
-A stream that begins has a past of zeros, which is the zero padding of a causal convolution.
-Source of the idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of past per stream; streaming equals offline).
+The places are dealt out once, when a decoder is built, by name: in what order its layers run does not matter. A stream that begins has a
+state of zeros, which is the zero padding of a causal convolution.
+Source of the idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of state per stream; streaming equals offline).
 """
 
-from math import prod
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Past:
-    """The pasts of all layers during one forward: each layer takes its own in turn, and leaves what it will need next time.
+class Stateful(nn.Module):
+    """A layer that keeps the last `state_length` positions of its input, `channels` values each. They lie along `state_dim` of [B, _, _]."""
 
-    values [B, V]: the rows as the last forward left them. frames: the frames F of this forward. count [B]: how many of a row's frames are
-    valid, 0 to F; the others are padding, and padding is never remembered.
+    state_name: str | None = None  # its place in the row; StateLayout gives it
+
+    def __init__(self, channels: int, length: int, dim: int = 2):
+        super().__init__()
+        self.state_length, self.state_dim = length, dim
+        self.state_shape = (length, channels) if dim == 1 else (channels, length)
+
+    @property
+    def state_size(self) -> int:
+        """Values of a stream's row."""
+        rows, columns = self.state_shape
+        return rows * columns
+
+
+class StateLayout:
+    """Where each layer of a decoder has its place in a stream's row, by the layer's name; `size` is the row's, in values."""
+
+    def __init__(self, decoder: nn.Module):
+        self.places: dict[str, slice] = {}
+        self.size = 0
+        for name, layer in decoder.named_modules():
+            if isinstance(layer, Stateful) and layer.state_size > 0:
+                layer.state_name = name
+                self.places[name] = slice(self.size, self.size + layer.state_size)
+                self.size += layer.state_size
+
+
+class CodecState:
+    """What the layers of a decoder remember, during one forward: each takes what it kept, and leaves what it will need next time.
+
+    rows [B, V]: as the last forward left them. frames: the frames F of this forward. count [B]: how many of a row's frames are valid,
+    0 to F; the others are padding, and padding is never remembered.
     """
 
-    def __init__(self, values: Tensor, frames: int, count: Tensor):
-        self.values, self.frames, self.count = values, frames, count
-        self.taken = 0
-        self.left: list[Tensor] = []
+    def __init__(self, layout: StateLayout, rows: Tensor, frames: int, count: Tensor):
+        self.layout, self.rows, self.frames, self.count = layout, rows, frames, count
+        self.kept: dict[str, Tensor] = {}  # for the next forward [B, values], by layer
 
-    def extend(self, x: Tensor, length: int, dim: int) -> Tensor:
-        """x, N long in `dim`, N a multiple of F -> the `length` values before it, then x. dim: 1 or 2, of x [B, _, _]."""
-        if length == 0:
+    def extend(self, layer: Stateful, x: Tensor) -> Tensor:
+        """x, N long in the layer's dim, N a multiple of F -> what the layer kept, then x: state_length + N long."""
+        if layer.state_length == 0:
             return x
-        shape = [length if i == dim else x.shape[i] for i in (1, 2)]
-        past = self.values[:, self.taken : self.taken + prod(shape)].unflatten(1, shape)
-        self.taken += prod(shape)
-        whole = torch.cat((past, x), dim)
+        name, dim, shape = layer.state_name, layer.state_dim, layer.state_shape
+        assert name is not None, f"a {type(layer).__name__} has no place in the state: no StateLayout was made of its decoder"
+        assert name not in self.kept, f"layer {name!r} ran twice in one forward; it has one place in the state"
+        whole = torch.cat((self.rows[:, self.layout.places[name]].unflatten(1, shape), x), dim)
         valid = self.count * (x.shape[dim] // self.frames)
-        index = valid[:, None] + torch.arange(length, device=x.device)  # [B, length], the last ones before the padding
+        index = valid[:, None] + torch.arange(layer.state_length, device=x.device)  # [B, length], the last ones before the padding
         index = index[:, :, None] if dim == 1 else index[:, None]
-        self.left.append(whole.gather(dim, index.expand(-1, *shape)).flatten(1))
+        self.kept[name] = whole.gather(dim, index.expand(-1, *shape)).flatten(1)
         return whole
 
     def next(self) -> Tensor:
-        """[B, V], for the forward that comes after this one."""
-        assert self.taken == self.values.shape[1], f"the layers took {self.taken} values of {self.values.shape[1]}"
-        return torch.cat(self.left, 1)
+        """The rows [B, V] for the forward that comes after this one."""
+        missing = [name for name in self.layout.places if name not in self.kept]
+        assert not missing, f"layers {missing} did not run; of what they heard nothing would be remembered"
+        return torch.cat([self.kept[name] for name in self.layout.places], 1)
 
 
-class CausalConv1d(nn.Module):
+class CausalConv1d(Stateful):
     """y[n] reads x[n - (kernel - 1) * dilation] ... x[n]. x [B, C, N] -> [B, Cout, N]."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, dilation: int = 1, groups: int = 1):
-        super().__init__()
+        super().__init__(channels, (kernel - 1) * dilation)
         self.weight = nn.Parameter(torch.empty(out_channels, channels // groups, kernel))
         self.bias = nn.Parameter(torch.empty(out_channels))
         self.dilation, self.groups = dilation, groups
-        self.past_length = (kernel - 1) * dilation
-        self.past_values = channels * self.past_length
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
-        whole = past.extend(x, self.past_length, 2)
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        whole = state.extend(self, x)
         if self.groups > 1 or not is_short(x):
             return F.conv1d(whole, self.weight, self.bias, dilation=self.dilation, groups=self.groups)
-        reach = whole.unfold(2, self.past_length + 1, 1)[..., :: self.dilation]  # [B, C, N, kernel]
+        reach = whole.unfold(2, self.state_length + 1, 1)[..., :: self.dilation]  # [B, C, N, kernel]
         return F.linear(reach.transpose(1, 2).flatten(2), self.weight.flatten(1), self.bias).mT
 
 
-class CausalConvTranspose1d(nn.Module):
+class CausalConvTranspose1d(Stateful):
     """Upsampling: x [B, C, N] -> [B, Cout, N * stride]; the kernel is one or two strides long, so an output reads its own input and the one
-    before. The past is that input rather than the output's tail: it is smaller, and every sample gets the bias once."""
+    before. What is kept is that input rather than the output's tail: it is smaller, and every sample gets the bias once."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, stride: int):
-        super().__init__()
         if kernel not in (stride, 2 * stride):
             raise ValueError(f"a kernel of {kernel} with a stride of {stride} cannot stream; possible kernels: {stride}, {2 * stride}")
+        super().__init__(channels, kernel // stride - 1)
         self.weight = nn.Parameter(torch.empty(channels, out_channels, kernel))
         self.bias = nn.Parameter(torch.empty(out_channels))
         self.stride = stride
-        self.past_length = kernel // stride - 1
-        self.past_values = channels * self.past_length
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
-        whole = past.extend(x, self.past_length, 2)
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        whole = state.extend(self, x)
         if not is_short(x):
             y = F.conv_transpose1d(whole, self.weight, self.bias, stride=self.stride)
-            edge = self.past_length * self.stride  # before it, outputs of the past; after it, outputs that wait for the next input
+            edge = self.state_length * self.stride  # before it, outputs of what was kept; after it, outputs that wait for the next input
             return y[:, :, edge : y.shape[2] - edge]
-        parts = F.linear(whole.mT.contiguous(), self.weight.flatten(1).T)  # [B, past_length + N, Cout * kernel]
+        parts = F.linear(whole.mT.contiguous(), self.weight.flatten(1).T)  # [B, state_length + N, Cout * kernel]
         parts = parts.unflatten(2, (len(self.bias), -1, self.stride))  # what an input gives its own outputs, and the next input's
-        y = parts[:, self.past_length :, :, 0]
-        if self.past_length:
+        y = parts[:, self.state_length :, :, 0]
+        if self.state_length:
             y = y + parts[:, :-1, :, 1]  # [B, N, Cout, stride]
         return (y.transpose(1, 2) + self.bias[:, None, None]).flatten(2)
+
+
+def reach(layers: Iterable[nn.Module]) -> int:
+    """Frames that the convolutions among `layers`, in the order of the audio's way, look back from the first sample of a new one."""
+    rate, frames = 1, 0.0  # positions per frame so far; frames looked back
+    for layer in layers:
+        if isinstance(layer, CausalConv1d | CausalConvTranspose1d):
+            frames += layer.state_length / rate
+            rate *= layer.stride if isinstance(layer, CausalConvTranspose1d) else 1
+    return ceil(frames)
 
 
 def is_short(x: Tensor) -> bool:

@@ -5,14 +5,14 @@
                                          12.5 Hz          25, 50 Hz           0.4   2    8    24  kHz
 
 Every layer looks back only. What the layers must remember of a stream, their inputs' ends and the last 71 keys and values, is one row of
-`past_values` values: zeros for a new stream, handed in and out. Source: QwenLM/Qwen3-TTS,
+`state_size` values: zeros for a new stream, handed in and out. Source: QwenLM/Qwen3-TTS,
 qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py, whose own streaming (300 frames with 25 of context) is an approximation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WIDTH, ConfigBlock
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful, StateLayout, reach
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
@@ -76,13 +76,13 @@ class DecoderConfig:
         return read
 
 
-class Layer(nn.Module):
-    """A transformer layer over a sliding window."""
+class Layer(Stateful):
+    """A transformer layer over a sliding window. It keeps keys and values."""
 
     def __init__(self, config: StackConfig, window: int):
-        super().__init__()
-        self.heads = config.heads
         width = config.heads * config.head_dim
+        super().__init__(2 * width, window - 1, dim=1)
+        self.heads = config.heads
         self.attention_norm = RMSNorm(config.hidden, config.eps)
         self.qkv = FusedLinear(config.hidden, (width, width, width))
         self.out = nn.Linear(width, config.hidden, bias=False)
@@ -90,14 +90,12 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden, config.eps)
         self.mlp = SwiGLU(config.hidden, config.inner)
         self.mlp_scale = nn.Parameter(torch.empty(config.hidden))
-        self.past_length = window - 1
-        self.past_values = self.past_length * 2 * width
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, past: Past) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, state: CodecState) -> Tensor:
         """x [B, F, D]; cos and sin [B, F, 1, head_dim]; seen [B, 1, F, window - 1 + F]: which key a frame may read."""
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.attention_norm(x)))  # [B, F, H, head_dim]
         k = rotate(k, cos, sin)
-        kv = past.extend(torch.cat((k, v), -2).flatten(2), self.past_length, 1)  # [B, window - 1 + F, 2D]
+        kv = state.extend(self, torch.cat((k, v), -2).flatten(2))  # [B, window - 1 + F, 2D]
         k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (2 * self.heads, -1)).chunk(2, -2))  # [B, H, window - 1 + F, head_dim]
         y = F.scaled_dot_product_attention(rotate(q, cos, sin).transpose(1, 2), k, v, attn_mask=seen)
         x = torch.addcmul(x, self.attention_scale, self.out(y.transpose(1, 2).flatten(2)))
@@ -110,22 +108,23 @@ class Transformer(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         stack = config.transformer
-        self.config, self.past_length = stack, config.window - 1
+        self.config, self.window = stack, config.window
         self.input = nn.Linear(config.latent, stack.hidden)
         self.layers = nn.ModuleList(Layer(stack, config.window) for _ in range(stack.layers))
         self.norm = RMSNorm(stack.hidden, stack.eps)
         self.output = nn.Linear(stack.hidden, config.latent)
 
-    def forward(self, x: Tensor, start: Tensor, past: Past) -> Tensor:
+    def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         frame = torch.arange(x.shape[1], device=x.device)
         cos, sin = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
-        # Key j stands past_length - j frames before this call's first frame. Zeros before the stream began are no keys: they are masked.
-        key = torch.arange(self.past_length + x.shape[1], device=x.device)
-        window = (key >= frame[:, None]) & (key <= frame[:, None] + self.past_length)  # [F, past_length + F]
-        seen = window & (key >= self.past_length - start[:, None])[:, None]  # [B, F, past_length + F]
+        # Key j stands window - 1 - j frames before this call's first frame. Zeros before the stream began are no keys: they are masked.
+        kept = self.window - 1
+        key = torch.arange(kept + x.shape[1], device=x.device)
+        window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [F, window - 1 + F]
+        seen = window & (key >= kept - start[:, None])[:, None]  # [B, F, window - 1 + F]
         x = self.input(x)
         for layer in self.layers:
-            x = layer(x, cos[:, :, None], sin[:, :, None], seen[:, None], past)
+            x = layer(x, cos[:, :, None], sin[:, :, None], seen[:, None], state)
         return self.output(self.norm(x))
 
 
@@ -141,9 +140,9 @@ class Upsample(nn.Module):
         self.narrow = nn.Linear(4 * channels, channels)
         self.scale = nn.Parameter(torch.empty(channels))
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
-        x = self.up(x, past)
-        y = self.norm(self.conv(x, past).mT)
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        x = self.up(x, state)
+        y = self.norm(self.conv(x, state).mT)
         y = self.narrow(F.gelu(self.widen(y)))
         return x + (y * self.scale).mT
 
@@ -156,8 +155,8 @@ class Residual(nn.Module):
         self.snake2 = SnakeBeta(channels)
         self.conv2 = CausalConv1d(channels, channels, 1)
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
-        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), past)), past)
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
 
 
 class Block(nn.Module):
@@ -169,15 +168,15 @@ class Block(nn.Module):
         self.up = CausalConvTranspose1d(channels, channels // 2, 2 * rate, rate)
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
-        x = self.up(self.snake(x), past)
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        x = self.up(self.snake(x), state)
         for residual in self.residuals:
-            x = residual(x, past)
+            x = residual(x, state)
         return x
 
 
 class Decoder(nn.Module):
-    """Codes to samples, in the dtype of its weights. Call `finish` once they are in place."""
+    """Codes to samples, in the dtype of its weights. Call `prepare` once they are in place."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -191,11 +190,12 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config.channels >> i, rate) for i, rate in enumerate(config.rates))
         self.snake = SnakeBeta(last)
         self.tail = CausalConv1d(last, 1, KERNEL)
+        self.layout = StateLayout(self)
 
     @property
-    def past_values(self) -> int:
+    def state_size(self) -> int:
         """Values that one stream carries from call to call."""
-        return sum(m.past_values for m in self.modules() if isinstance(m, CausalConv1d | CausalConvTranspose1d | Layer))
+        return self.layout.size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -207,48 +207,42 @@ class Decoder(nn.Module):
             if isinstance(module, SnakeBeta | SplitVQ):
                 module.prepare()
 
-    def forward(self, codes: Tensor, past: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """codes [B, F, K] int64; past [B, past_values], zeros for a new stream; start [B], frames of the stream before these; count [B],
-        how many of the F frames are valid (0 to F) -> samples [B, F * frame_samples] in [-1, 1], and the past for the next call.
+    def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """codes [B, F, K] int64; rows [B, state_size], zeros for a new stream; start [B], frames of the stream before these; count [B],
+        how many of the F frames are valid (0 to F) -> samples [B, F * frame_samples] in [-1, 1], and the rows for the next call.
         Samples of frames that are not valid mean nothing."""
-        pasts = Past(past, codes.shape[1], count)
-        return self._speak(self._read(codes, start, pasts), pasts), pasts.next()
+        state = CodecState(self.layout, rows, codes.shape[1], count)
+        return self._speak(self._read(codes, start, state), state), state.next()
 
     def prime(self, codes: Tensor) -> Tensor:
-        """codes [B, F, K] -> the past [B, past_values] of a stream that has said them. Their samples are not made: behind the transformer,
+        """codes [B, F, K] -> the rows [B, state_size] of streams that have said them. Their samples are not made: behind the transformer,
         where nearly all of the work is, only the last frames are needed, as far as the convolutions look back."""
         start = codes.new_zeros(codes.shape[0])
-        pasts = Past(codes.new_zeros(codes.shape[0], self.past_values, dtype=self.dtype), codes.shape[1], start + codes.shape[1])
-        x = self._read(codes, start, pasts)[:, :, -self.reach :]
-        pasts.frames = x.shape[2]
-        pasts.count = start + x.shape[2]
-        self._speak(x, pasts)
-        return pasts.next()
+        rows = codes.new_zeros(codes.shape[0], self.state_size, dtype=self.dtype)
+        state = CodecState(self.layout, rows, codes.shape[1], start + codes.shape[1])
+        x = self._read(codes, start, state)[:, :, -self.reach :]
+        state.frames, state.count = x.shape[2], start + x.shape[2]
+        self._speak(x, state)
+        return state.next()
 
     @property
     def reach(self) -> int:
         """Frames that the convolutions behind the transformer look back from the first sample of a new one."""
-        rate, frames = 1, 0.0  # positions per frame so far; frames looked back
-        for part in (*self.upsample, self.stem, *self.blocks, self.tail):
-            for conv in part.modules():
-                if isinstance(conv, CausalConv1d | CausalConvTranspose1d):
-                    frames += conv.past_length / rate
-                    rate *= conv.stride if isinstance(conv, CausalConvTranspose1d) else 1
-        return ceil(frames)
+        return reach(layer for part in (*self.upsample, self.stem, *self.blocks, self.tail) for layer in part.modules())
 
-    def _read(self, codes: Tensor, start: Tensor, pasts: Past) -> Tensor:
+    def _read(self, codes: Tensor, start: Tensor, state: CodecState) -> Tensor:
         """-> [B, C, F] at the frame rate"""
-        x = self.conv(self.quantizer.decode(codes), pasts)
-        return self.transformer(x.mT, start, pasts).mT
+        x = self.conv(self.quantizer.decode(codes), state)
+        return self.transformer(x.mT, start, state).mT
 
-    def _speak(self, x: Tensor, pasts: Past) -> Tensor:
+    def _speak(self, x: Tensor, state: CodecState) -> Tensor:
         """-> samples [B, F * frame_samples]"""
         for upsample in self.upsample:
-            x = upsample(x, pasts)
-        x = self.stem(x, pasts)
+            x = upsample(x, state)
+        x = self.stem(x, state)
         for block in self.blocks:
-            x = block(x, pasts)
-        x = self.tail(self.snake(x), pasts)  # [B, 1, N]
+            x = block(x, state)
+        x = self.tail(self.snake(x), state)  # [B, 1, N]
         return x.squeeze(1).clamp(-1, 1)
 
 

@@ -2,7 +2,7 @@
 
     slot ── embed ──> [B, D] ── hidden: 28 paged blocks ──> [B, D] ── emit ──> 16 codes on the tape ── render ──> 24 kHz samples
              │ codes of the last frame, summed                         │ codec head: code 0, or the end
-             │ + a text row (streaming layout) or tts_pad              │ code predictor: codes 1..15
+             │ + a text row (text_mode interleaved) or tts_pad         │ code predictor: codes 1..15
 
 Source: QwenLM/Qwen3-TTS, qwen_tts/core/models/modeling_qwen3_tts.py.
 """
@@ -104,7 +104,7 @@ class Qwen3State(State):
         self.add("top_p", 2, default=1)
         self.add("penalty", default=1)
         self.add("seen_codes", family.config.vocab, dtype=torch.bool)
-        self.add("codec_state", decoder.past_values, dtype=decoder.dtype)
+        self.add("codec_state", decoder.state_size, dtype=decoder.dtype)
         self.add("num_prompt_frames", dtype=torch.int64)
 
 

@@ -3,7 +3,7 @@
 from compile_cache.strategy import Strategy, Whole
 from zoo.contract import Window
 
-WINDOW = Window(sizes=(1, 4, 25))  # the codec's past is carried, so no left context is needed
+WINDOW = Window(sizes=(1, 4, 25))  # the codec's state is carried, so no left context is needed
 STRATEGY = Strategy(
     step=Whole(),  # prefill and render stay eager: see README.md for what compiling them costs and gains
     fp32=("norms' mean squares", "RoPE angles", "code predictor: RoPE and attention", "logits", "codec"),

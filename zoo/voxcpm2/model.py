@@ -100,7 +100,7 @@ class VoxState(State):
         self.add("before", *spec.frame_shape, dtype=spec.frame_dtype)
         self.add("cfg_scale")
         self.add("solver_steps", dtype=torch.int64, default=MAX_STEPS)
-        self.add("codec_state", decoder.past_values, dtype=decoder.dtype)
+        self.add("codec_state", decoder.state_size, dtype=decoder.dtype)
 
 
 class VoxCPM2(Family[VoxState]):

@@ -4,19 +4,17 @@ calls; the encoder makes latent frames of reference audio.
     latents [B, D, F] ─ conv ─ x8 ─ x6 ─ x5 ─ x2 ─ x2 ─ x2 ─ conv, tanh ─ samples [B, 1920 F]
                         2048  1024  512  256  128   64   32  channels
 
-Every layer looks back only. What the layers must remember of a stream, the ends of their inputs, is one row of `past_values` values: zeros
+Every layer looks back only. What the layers must remember of a stream, the ends of their inputs, is one row of `state_size` values: zeros
 for a new stream, handed in and out. Source: OpenBMB/VoxCPM, modules/audiovae/audio_vae_v2.py.
 """
 
 from __future__ import annotations
 
-from math import ceil
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach
 from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
 
@@ -35,8 +33,8 @@ class Residual(nn.Module):
         self.snake2 = Snake(channels)
         self.conv2 = CausalConv1d(channels, channels, 1)
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
-        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), past)), past)
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
 
 
 class Rate(nn.Module):
@@ -62,10 +60,10 @@ class Block(nn.Module):
         self.up = CausalConvTranspose1d(channels, channels // 2, 2 * stride, stride)
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
-        x = self.up(self.snake(self.rate(x)), past)
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        x = self.up(self.snake(self.rate(x)), state)
         for residual in self.residuals:
-            x = residual(x, past)
+            x = residual(x, state)
         return x
 
 
@@ -80,45 +78,38 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(width >> i, stride, config) for i, stride in enumerate(config.decoder_rates))
         self.snake = Snake(last)
         self.tail = CausalConv1d(last, 1, KERNEL)
-
-    def _convs(self) -> list[CausalConv1d | CausalConvTranspose1d]:
-        """In the order of the audio's way."""
-        return [module for module in self.modules() if isinstance(module, CausalConv1d | CausalConvTranspose1d)]
+        self.layout = StateLayout(self)
 
     @property
-    def past_values(self) -> int:
+    def state_size(self) -> int:
         """Values that one stream carries from call to call."""
-        return sum(conv.past_values for conv in self._convs())
+        return self.layout.size
 
     @property
     def reach(self) -> int:
         """Latent frames that the first sample of a new one depends on, beside it."""
-        rate, frames = 1, 0.0  # positions per latent frame so far; frames looked back
-        for conv in self._convs():
-            frames += conv.past_length / rate
-            rate *= conv.stride if isinstance(conv, CausalConvTranspose1d) else 1
-        return ceil(frames)
+        return reach(self.modules())
 
     @property
     def dtype(self) -> torch.dtype:
         return self.tail.weight.dtype
 
-    def forward(self, latents: Tensor, past: Tensor, count: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-        """latents [B, D, N], N a multiple of `frames`; past [B, past_values], zeros for a new stream; count [B], how many of the `frames`
-        equal stretches of N are valid (0 to all) -> samples in [-1, 1] and the past for the next call. Other samples mean nothing."""
-        pasts = Past(past, frames, count)
-        x = self.widen(self.conv(latents, pasts), pasts)
+    def forward(self, latents: Tensor, rows: Tensor, count: Tensor, frames: int) -> tuple[Tensor, Tensor]:
+        """latents [B, D, N], N a multiple of `frames`; rows [B, state_size], zeros for a new stream; count [B], how many of the `frames`
+        equal stretches of N are valid (0 to all) -> samples in [-1, 1] and the rows for the next call. Other samples mean nothing."""
+        state = CodecState(self.layout, rows, frames, count)
+        x = self.widen(self.conv(latents, state), state)
         for block in self.blocks:
-            x = block(x, pasts)
-        x = self.tail(self.snake(x), pasts)  # [B, 1, N]
-        return x.squeeze(1).tanh(), pasts.next()
+            x = block(x, state)
+        x = self.tail(self.snake(x), state)  # [B, 1, N]
+        return x.squeeze(1).tanh(), state.next()
 
     def prime(self, latents: Tensor) -> Tensor:
-        """latents [B, D, F] -> the past [B, past_values] of a stream that has said them. The last `reach` frames are enough."""
+        """latents [B, D, F] -> the rows [B, state_size] of streams that have said them. The last `reach` frames are enough."""
         latents = latents[:, :, -self.reach :]
         batch, _, frames = latents.shape
         count = torch.full((batch,), frames, device=latents.device)
-        return self(latents, latents.new_zeros(batch, self.past_values), count, frames)[1]
+        return self(latents, latents.new_zeros(batch, self.state_size), count, frames)[1]
 
 
 class EncoderConv(nn.Module):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Past, is_short
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful, StateLayout, is_short, reach
 
 FRAMES, PER_FRAME = 13, 2
 # channels, out channels, kernel, dilation, groups
@@ -24,7 +25,8 @@ def stream(layer, x, shapes):
     """x [B, C, FRAMES * PER_FRAME] -> [B, Cout, N], in calls of `shapes` frames. Rows take different shares of each; the rest is junk."""
     batch = x.shape[0]
     done = torch.zeros(batch, dtype=torch.int64)
-    past = torch.zeros(batch, layer.past_values, dtype=x.dtype)
+    layout = StateLayout(layer)
+    kept = torch.zeros(batch, layer.state_size, dtype=x.dtype)
     rows = [[] for _ in range(batch)]
     calls = 0
     while (done < FRAMES).any():
@@ -35,9 +37,9 @@ def stream(layer, x, shapes):
         for b in range(batch):
             start, size = int(done[b]) * PER_FRAME, int(count[b]) * PER_FRAME
             part[b, :, :size] = x[b, :, start : start + size]
-        pasts = Past(past, frames, count)
-        y = layer(part, pasts)
-        past = pasts.next() if layer.past_values else past
+        state = CodecState(layout, kept, frames, count)
+        y = layer(part, state)
+        kept = state.next() if layer.state_size else kept
         for b in range(batch):
             rows[b].append(y[b, :, : int(count[b]) * y.shape[2] // frames])
         done, calls = done + count, calls + 1
@@ -51,7 +53,7 @@ def test_causal_conv(sizes, shapes):
     torch.manual_seed(0)
     channels, _, kernel, dilation, groups = sizes
     layer = filled(CausalConv1d(*sizes))
-    assert layer.past_values == channels * (kernel - 1) * dilation
+    assert layer.state_size == channels * (kernel - 1) * dilation
     x = torch.randn(3, channels, FRAMES * PER_FRAME, dtype=torch.float64)
     whole = F.conv1d(F.pad(x, ((kernel - 1) * dilation, 0)), layer.weight, layer.bias, dilation=dilation, groups=groups)
     torch.testing.assert_close(stream(layer, x, shapes), whole, rtol=0, atol=1e-12)
@@ -63,7 +65,7 @@ def test_causal_conv_transpose(sizes, shapes):
     torch.manual_seed(0)
     channels, _, kernel, stride = sizes
     layer = filled(CausalConvTranspose1d(*sizes))
-    assert layer.past_values == channels * (kernel // stride - 1)
+    assert layer.state_size == channels * (kernel // stride - 1)
     x = torch.randn(3, channels, FRAMES * PER_FRAME, dtype=torch.float64)
     whole = F.conv_transpose1d(x, layer.weight, layer.bias, stride=stride)[:, :, : FRAMES * PER_FRAME * stride]
     torch.testing.assert_close(stream(layer, x, shapes), whole, rtol=0, atol=1e-12)
@@ -80,18 +82,88 @@ def test_kernel_that_cannot_stream():
         CausalConvTranspose1d(1, 1, 5, 2)
 
 
-def test_past_is_used_up():
-    past = Past(torch.zeros(1, 9), 1, torch.ones(1, dtype=torch.int64))
-    past.extend(torch.zeros(1, 4, 1), 2, 2)
-    with pytest.raises(AssertionError, match="took 8 values of 9"):
-        past.next()
+# the row of a stream
+
+
+class Pair(nn.Module):
+    """Two convolutions side by side: either may run first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = CausalConv1d(3, 4, 7)
+        self.one = CausalConv1d(3, 4, 1)  # keeps nothing
+        self.right = CausalConvTranspose1d(3, 4, 2, 1)
+        self.layout = StateLayout(self)
+
+
+def pair() -> tuple[Pair, CodecState, torch.Tensor]:
+    """Two streams that have said something, and what they say next."""
+    torch.manual_seed(0)
+    module = filled(Pair())
+    rows = torch.randn(2, module.layout.size, dtype=torch.float64)
+    return module, CodecState(module.layout, rows, 5, torch.tensor([5, 2])), torch.randn(2, 3, 5, dtype=torch.float64)
+
+
+def test_places_are_by_name():
+    module = Pair()
+    assert module.layout.places == {"left": slice(0, 18), "right": slice(18, 21)} and module.layout.size == 21
+
+
+def test_the_order_of_calls_does_not_matter():
+    (one, first, x), (other, second, _) = pair(), pair()
+    told = [one.left(x, first), one.right(x, first)]
+    back = [other.right(x, second), other.left(x, second)]
+    assert torch.equal(told[0], back[1]) and torch.equal(told[1], back[0])
+    assert torch.equal(first.next(), second.next())
+
+
+def test_a_layer_that_runs_twice():
+    module, state, x = pair()
+    module.left(x, state)
+    with pytest.raises(AssertionError, match="layer 'left' ran twice in one forward"):
+        module.left(x, state)
+
+
+def test_a_layer_that_is_left_out():
+    module, state, x = pair()
+    module.right(x, state)
+    with pytest.raises(AssertionError, match=r"layers \['left'\] did not run"):
+        state.next()
+
+
+def test_a_layer_without_a_place():
+    module, state, x = pair()
+    with pytest.raises(AssertionError, match="a CausalConv1d has no place in the state"):
+        CausalConv1d(3, 4, 7).double()(x, state)
+
+
+def test_one_graph_for_every_batch():
+    """Without a break; the order that was traced does not matter either."""
+    module, state, x = pair()
+
+    def both(x, rows, count):
+        state = CodecState(module.layout, rows, 5, count)
+        return module.right(x, state) + module.left(x, state), state.next()
+
+    compiled = torch.compile(both, fullgraph=True, backend="eager", dynamic=True)
+    for batch in (2, 3, 4):
+        given = x[:1].expand(batch, -1, -1), state.rows[:1].expand(batch, -1), torch.arange(batch)
+        for ours, plain in zip(compiled(*given), both(*given), strict=True):
+            assert torch.equal(ours, plain)
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_past_keeps_what_came_before_the_padding(dim):
+def test_what_came_before_the_padding_is_kept(dim):
     x = torch.arange(1.0, 9).view(1, 1, 8).repeat(3, 1, 1)  # four frames of two
-    values = torch.tensor([[-2.0, -1, 0]]).repeat(3, 1)
-    past = Past(values, 4, torch.tensor([0, 1, 4]))
-    whole = past.extend(x.transpose(dim, 2), 3, dim)
+    layer = Stateful(1, 3, dim)
+    state = CodecState(StateLayout(layer), torch.tensor([[-2.0, -1, 0]]).repeat(3, 1), 4, torch.tensor([0, 1, 4]))
+    whole = state.extend(layer, x.transpose(dim, 2))
     assert whole.flatten(1).tolist() == [[-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8]] * 3
-    assert past.next().tolist() == [[-2, -1, 0], [0, 1, 2], [6, 7, 8]]
+    assert state.next().tolist() == [[-2, -1, 0], [0, 1, 2], [6, 7, 8]]
+
+
+def test_how_far_convolutions_look_back():
+    """Six frames, then two positions at a rate of four, then one at twelve: 6 + 1 + 2 / 4 + 1 / 12 frames and so eight."""
+    layers = [CausalConv1d(2, 2, 7), CausalConvTranspose1d(2, 2, 8, 4), CausalConv1d(2, 2, 3), CausalConvTranspose1d(2, 2, 3, 3)]
+    assert reach([*layers, nn.Identity(), CausalConv1d(2, 2, 2)]) == 8
+    assert reach(layers[:1]) == 6 and reach([]) == 0

@@ -39,8 +39,8 @@ def codec(tmp_path_factory):
     table = weights.codec(decoder, encoder)
     write_tensors(directory / "model.safetensors", published(codec, table), partial(fill, seed=0), torch.float32)
     load(codec, table, directory, torch.device("cpu"), torch.float32)
-    codec.decoder.double().finish()
-    codec.encoder.finish()
+    codec.decoder.double().prepare()
+    codec.encoder.prepare()
     return codec.requires_grad_(False)
 
 
@@ -49,7 +49,7 @@ def random_codes(*shape):
 
 
 def fresh(decoder, batch):
-    return torch.zeros(batch, decoder.past_values, dtype=decoder.dtype), torch.zeros(batch, dtype=torch.int64)
+    return torch.zeros(batch, decoder.state_size, dtype=decoder.dtype), torch.zeros(batch, dtype=torch.int64)
 
 
 def one_shot(decoder, codes):
@@ -67,7 +67,7 @@ def test_published_names_and_shapes():
         rows = sorted(f"{name}|F32|{'x'.join(map(str, shape))}" for name, shape in shapes.items() if name.startswith(prefix))
         assert (len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()) == (count, fingerprint)
     # keys and values of 8 layers; the inputs' ends of the plain convolutions; the last inputs of the transposed ones
-    assert codec.decoder.past_values == 8 * 71 * 2 * 1024 + (2 * 512 + 18 * 1024 + 78 * 1440 + 6 * 96) + 2880
+    assert codec.decoder.state_size == 8 * 71 * 2 * 1024 + (2 * 512 + 18 * 1024 + 78 * 1440 + 6 * 96) + 2880
 
 
 @pytest.mark.parametrize("shapes", [(1,), (2,), (4,), (25,), (1, 4, 25), (60,)])
@@ -101,7 +101,7 @@ def test_streamed_equals_one_shot(codec, shapes):
 
 def test_no_valid_frame_changes_nothing(codec):
     torch.manual_seed(2)
-    past = torch.randn(2, codec.decoder.past_values, dtype=torch.float64)
+    past = torch.randn(2, codec.decoder.state_size, dtype=torch.float64)
     _, after = codec.decoder(random_codes(2, 4, 16), past, torch.tensor([9, 3]), torch.tensor([0, 2]))
     assert torch.equal(after[0], past[0]) and not torch.equal(after[1], past[1])
 
@@ -113,7 +113,7 @@ def test_decoder_window(codec, window, last):
     config["decoder_config"]["sliding_window"] = window
     decoder = Codec(*configs(config)).decoder.double().eval().requires_grad_(False)
     decoder.load_state_dict(codec.decoder.state_dict())
-    decoder.finish()
+    decoder.prepare()
     torch.manual_seed(3)
     codes = random_codes(1, FRAMES, 16)
     other = codes.clone()
@@ -135,7 +135,7 @@ def test_one_graph_for_every_batch_size(codec):
     decoder = codec.decoder
 
     def arguments(batch):
-        past = torch.randn(batch, decoder.past_values, dtype=torch.float64)
+        past = torch.randn(batch, decoder.state_size, dtype=torch.float64)
         return random_codes(batch, 4, 16), past, torch.arange(batch), torch.arange(batch) % 5
 
     compiled = torch.compile(decoder, fullgraph=True, backend="eager")
@@ -198,7 +198,7 @@ def test_usage_of_zero():
     quantizer = SplitVQ(2, 2, 4, 3, 5).requires_grad_(False)
     quantizer.sums.fill_(2e-5)
     quantizer.usage.copy_(torch.tensor([0.0, 1e-5, 2e-5, 1.0] * 2))
-    quantizer.finish()
+    quantizer.prepare()
     torch.testing.assert_close(quantizer.table[1, :, 0], torch.tensor([2.0, 2.0, 1.0, 2e-5]))
 
 

@@ -47,7 +47,7 @@ def vae_tensors() -> dict[str, torch.Tensor]:
 
 def sounds(path: Path) -> torch.Tensor:
     latents, decoder = torch.linspace(-2, 2, 64).view(1, 8, 8), zoo.load(path, "cpu").vae.decoder
-    return decoder(latents, torch.zeros(1, decoder.past_values), torch.tensor([2]), 2)[0]
+    return decoder(latents, torch.zeros(1, decoder.state_size), torch.tensor([2]), 2)[0]
 
 
 # what it gives

@@ -243,7 +243,7 @@ def test_streamed_equals_one_shot_over_a_minute():
     with torch.inference_mode():
         rounded, end = decoder(
             latents.float().double(),
-            latents.new_zeros(1, decoder.past_values),
+            latents.new_zeros(1, decoder.state_size),
             torch.tensor([patches]),
             patches,
         )
@@ -256,7 +256,7 @@ def test_priming_needs_the_last_frames_alone():
     decoder = OURS.vae.decoder
     latents, reach = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(0)), decoder.reach
     assert reach == 33  # 20 with the published rates
-    _, past = decoder(latents, torch.zeros(1, decoder.past_values), torch.tensor([100]), 100)
+    _, past = decoder(latents, torch.zeros(1, decoder.state_size), torch.tensor([100]), 100)
     torch.testing.assert_close(decoder.prime(latents)[0], past[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(decoder.prime(latents[:, :, -reach:])[0], past[0], rtol=0, atol=1e-6)
     assert not torch.allclose(decoder.prime(latents[:, :, -12:])[0], past[0], atol=1e-6)  # what others take
@@ -275,6 +275,6 @@ def test_the_vae_is_in_float32_whatever_the_model_is():
     count = torch.tensor([len(speech.frames)])
     with torch.inference_mode():
         heard, _ = small.vae.decoder(
-            latents, torch.zeros(1, small.vae.decoder.past_values), count, len(speech.frames)
+            latents, torch.zeros(1, small.vae.decoder.state_size), count, len(speech.frames)
         )
     assert torch.equal(heard[0], speech.samples)

@@ -331,7 +331,7 @@ def test_the_decoder_goes_on_from_a_reference_without_a_seam(asked):
     whole = torch.cat((reference.patches, speech.frames)).flatten(0, 1).T[None]  # [1, D, F]
     decoder = OURS.vae.decoder
     with torch.inference_mode():
-        heard, _ = decoder(whole, torch.zeros(1, decoder.past_values), torch.tensor([16]), 16)
+        heard, _ = decoder(whole, torch.zeros(1, decoder.state_size), torch.tensor([16]), 16)
     torch.testing.assert_close(speech.samples, heard[0, 10 * 480 :], rtol=0, atol=1e-5)
 
 
