@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from models import directory, family
+from agreement import request_of
+from models import directory, family, write
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -47,7 +49,7 @@ def clip() -> AudioClip:
 
 def asked(name: str) -> Request:
     fields = {key: value for key, value in facts(name)["request"].items() if key != "ends"}
-    return Request(temperature=0.0, **fields | {"reference": clip() if fields.get("reference") else None})
+    return request_of(fields, clip() if fields.get("reference") else None)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def test_token_ids(ours):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_lm_reads(case, ours):
-    script, expected = ours.writer(asked(case)), found(case)
+    script, expected = write(ours, asked(case)), found(case)
     assert torch.where(torch.tensor(script.ids) < 0, -100, torch.tensor(script.ids)).tolist() == expected["ids"].tolist()
     if script.reference is not None:
         assert script.reference.rows.tolist() == expected["reference"].tolist()
@@ -125,7 +127,7 @@ def test_what_the_lm_reads(case, ours):
 
 
 def test_there_are_cases():
-    kinds = {(bool(r.get("reference")), bool(r.get("reference_text")), "ends" in r) for r in (facts(name)["request"] for name in CASES)}
+    kinds = {(bool(r.get("reference")), bool(r.get("transcript")), "ends" in r) for r in (facts(name)["request"] for name in CASES)}
     assert len(CASES) == 7 and len(kinds) == 5
     assert min(facts(name)["margin"] for name in CASES) > 1e-3
 
@@ -160,8 +162,7 @@ def test_a_greedy_request_from_text_to_samples(case, ours, monkeypatch):
 
 def tape(logits: Tensor, end: int, most: int) -> tuple[DelayState, int]:
     """Greedy steps over scripted logits [R, K, V], in which codebook 0 ends at step `end` -> the state, and how many steps it took."""
-    spec = family("higgs_v3").spec
-    state = DelayState(spec, 1, most, torch.float32, torch.device("cpu"))
+    state = family("higgs_v3").state(1, most)
     state.open(0, family("higgs_v3").prompt(Request(text="a", max_frames=most)))
     told = logits.clone()
     told[end, 0, -1] = 127
@@ -256,12 +257,13 @@ def test_where_bfloat16_rounds():
     batch = Batch(
         slots=torch.tensor([0]),
         positions=at,
-        writes=at,
-        rows=torch.tensor([[0]]),
-        lengths=torch.tensor([len(at)]),
-        starts=torch.tensor([0, len(at)]),
+        kv_write_index=at,
+        page_table=torch.tensor([[0]]),
+        kv_lens=torch.tensor([len(at)]),
+        cu_seqlens=torch.tensor([0, len(at)]),
         kv=torch.zeros(2 * kv.num_layers * 16, kv.num_heads, kv.head_dim, dtype=torch.bfloat16),
         page_tokens=16,
+        is_audio=torch.zeros(len(at), dtype=torch.bool),
     )
     hidden = rounded.hidden(expected["inputs"], batch)
     assert hidden.dtype == torch.bfloat16
@@ -278,7 +280,10 @@ def test_logits_are_float32_before_anything_is_done_to_them(monkeypatch):
     assert len(drawn) == 8 and heads[0].dtype == torch.bfloat16
     logits, temperature, top_k, top_p, noise = drawn[0]
     assert {tensor.dtype for tensor in (logits, temperature, top_p, noise)} == {torch.float32}
-    assert torch.equal(logits, heads[0].float().view(8, -1))
+    expected = heads[0].float().view(8, -1)
+    expected[0, rounded.config.end] = -torch.inf  # of the first row alone
+    assert torch.equal(logits, expected)
+    assert torch.equal(drawn[1][0], heads[1].float().view(8, -1))
     assert temperature.tolist() == pytest.approx([0.8] * 8) and top_k.tolist() == [30] * 8 and top_p.tolist() == pytest.approx([0.8] * 8)
 
 
@@ -290,10 +295,11 @@ def test_logits_are_float32_before_anything_is_done_to_them(monkeypatch):
 def test_the_published_model_says_what_the_public_golden_says():
     """The first row before any masking, greedy: the model itself knows that seven codebooks have not begun."""
     real = zoo.load(os.environ["ZOO_CHECKPOINT_HIGGS_V3"], "cpu", "bfloat16")
-    script = real.writer(Request(text="Hello from PegaInfer."))
+    said = Request(text="Hello from PegaInfer.")
+    script = write(real, said)
     assert list(script.ids) == facts("golden")["ids"]
     heads: list[Tensor] = []
     hook = real.head.register_forward_hook(lambda module, args, out: heads.append(out[0]))
-    zoo.generate(real, Request(text="Hello from PegaInfer.", temperature=0.0, max_frames=1))
+    zoo.generate(real, replace(said, temperature=0.0, max_frames=1))
     hook.remove()
     assert heads[0].view(8, -1).argmax(-1).tolist() == [244, *[1024] * 7]

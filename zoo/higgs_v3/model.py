@@ -146,8 +146,10 @@ class HiggsV3(Family[HiggsState]):
     def emit(self, state: HiggsState, slots: Tensor, h: Tensor) -> None:
         """Eight codes per slot, drawn independently, each to the frame it belongs to (40 ms). h [B, D]."""
         c = self.config
+        steps = state.steps[slots]
         logits = self.head(h).float().unflatten(-1, (c.codebooks, c.vocab))  # [B, K, V]
-        noise = gumbel(state.seed[slots], state.steps[slots], range(c.codebooks), c.vocab)  # [B, K, V]
+        logits[:, 0, c.end].masked_fill_(steps == 0, -torch.inf)  # an end in the first row would leave nothing to hear
+        noise = gumbel(state.seed[slots], steps, range(c.codebooks), c.vocab)  # [B, K, V]
         how = (value[slots, None].expand(-1, c.codebooks).flatten() for value in (state.temperature, state.top_k, state.top_p))  # [B K]
         drawn = draw(logits.flatten(0, 1), *how, noise.flatten(0, 1)).unflatten(0, (-1, c.codebooks))  # [B, K]
         state.step(slots, drawn, c.begin, c.end)

@@ -12,6 +12,7 @@ from serving.engine.engine import Engine, Finished
 from zoo.contract import Request
 from zoo.higgs_v3.delay import DelayState, stagger
 from zoo.loop import PAGE_TOKENS
+from zoo.nn.sampling import gumbel
 
 BEGIN, END = 64, 65
 
@@ -22,7 +23,7 @@ def ours():
 
 
 def state(ours, slots: int, most: int = 40) -> DelayState:
-    fresh = DelayState(ours.spec, slots, most, torch.float32, torch.device("cpu"))
+    fresh = ours.state(slots, most)
     for slot in range(slots):
         fresh.open(slot, ours.prompt(Request(text="a", max_frames=most)))
     return fresh
@@ -113,15 +114,29 @@ def test_slots_step_side_by_side_each_at_its_own_time(ours):
             assert torch.equal(getattr(together, field)[slot], getattr(there, field)[slot]), (slot, field)
 
 
-def test_a_model_that_ends_at_once_says_nothing(ours):
-    """From the request to the samples, alone and in the engine."""
+def test_a_model_that_ends_at_once_says_one_frame(ours):
+    """From the request to the samples, alone and in the engine: the end cannot be drawn in the first row."""
     asked = Request(text="a", max_frames=9)
     hook = ours.head.register_forward_hook(lambda module, args, out: out.index_fill(1, torch.tensor(END), 1e4))
     speech = zoo.generate(ours, asked)
     (listener,) = serve(Engine(ours, max_slots=2, compile=False, clock=Clock()), {0: [asked]})
     hook.remove()
-    assert speech.frames.shape == (0, 8) and speech.samples.shape == (0,)
-    assert isinstance(listener.end, Finished) and (listener.end.reason, listener.end.frames, listener.chunks) == ("stop", 0, [])
+    assert speech.frames.shape == (1, 8) and speech.samples.shape == (960,)
+    assert isinstance(listener.end, Finished) and (listener.end.reason, listener.end.frames) == ("stop", 1)
+    torch.testing.assert_close(torch.from_numpy(listener.samples), speech.samples, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize(("text", "seed"), [("a", 200), ("a", 2338), ("𝔘𝔫𝔦", 2512)])
+def test_requests_whose_first_row_would_end_are_heard(text, seed, ours):
+    """Of these chance falls on the end of codebook 0 in the first row; the answer was empty."""
+    asked = Request(text=text, temperature=1.0, top_k=0, top_p=1.0, seed=seed, max_frames=5)
+    heads: list[Tensor] = []
+    hook = ours.head.register_forward_hook(lambda module, args, out: heads.append(out.clone()))
+    speech = zoo.generate(ours, asked)
+    hook.remove()
+    noise = gumbel(torch.tensor([seed]), torch.tensor([0]), range(1), END + 1)[0, 0]
+    assert (heads[0][0, : END + 1] + noise).argmax() == END
+    assert len(speech.frames) > 0 and len(speech.samples) == 960 * len(speech.frames)
 
 
 def test_the_engine_keeps_positions_for_the_steps_behind_the_last_frame(ours):
