@@ -21,7 +21,7 @@ from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Text
 from zoo.contract import AudioClip, Family, Option, Reference, Request, Spec, Speech
 from zoo.loop import speak_pass
 from zoo.nn import kernels
-from zoo.request import SAMPLING
+from zoo.request import SAMPLING, check
 
 
 def toys() -> dict[str, Callable[[], Family[Any]]]:
@@ -109,6 +109,11 @@ def manners(spec: Spec) -> list[dict[str, Any]]:
     if spec.reference_s is not None:
         ways += [{"references": (Reference(_CLIP, transcript),)} for transcript in (None, "Good evening.")]
     return ways
+
+
+def write(family: Family, request: Request) -> Any:
+    """A request's prompt as ids, by the family's own writer. Raises RequestError."""
+    return family.writer(request, check(request, family.spec))
 
 
 @cache

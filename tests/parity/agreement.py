@@ -1,16 +1,30 @@
-"""What a greedy request must agree in with the reference's fixture, whatever kind of voice it asks for."""
+"""A fixture's request, and what a greedy one must agree in with the reference, whatever kind of voice it asks for."""
 
 from __future__ import annotations
+
+from dataclasses import fields as fields_of
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import zoo
-from zoo.contract import Request
+from zoo.contract import AudioClip, Reference, Request
 from zoo.qwen3_tts import model
 
 CLOSE = {"rtol": 0, "atol": 1e-4}
+FIELDS = frozenset(field.name for field in fields_of(Request))
+
+
+def request_of(asked: dict[str, Any], clip: AudioClip | None = None) -> Request:
+    """A fixture's request, which is greedy: fields of Request, a reference's transcript, and else options. clip: of its reference."""
+    asked = {name: value for name, value in asked.items() if name != "reference"}
+    transcript = asked.pop("transcript", None)
+    fields = {name: value for name, value in asked.items() if name in FIELDS}
+    options = {name: value for name, value in asked.items() if name not in FIELDS}
+    references = () if clip is None else (Reference(clip, transcript),)
+    return Request(temperature=0.0, references=references, options=options, **fields)
 
 
 def check_prompt(ours: model.Qwen3TTS, asked: Request, found: dict[str, Tensor], atol: float) -> None:
@@ -19,7 +33,7 @@ def check_prompt(ours: model.Qwen3TTS, asked: Request, found: dict[str, Tensor],
     torch.testing.assert_close(prompt.inputs, found["inputs"], rtol=0, atol=atol)
     trailing = prompt.slot["text"]
     if not len(trailing):
-        trailing = torch.tensor([ours.config.tts_pad])  # what the reference adds for ever in the whole layout
+        trailing = torch.tensor([ours.config.tts_pad])  # what the reference adds for ever in text_mode full
     torch.testing.assert_close(ours.talker.text(trailing), found["trailing"], rtol=0, atol=1e-6)
 
 

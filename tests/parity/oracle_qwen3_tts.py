@@ -45,7 +45,7 @@ SIZES = ("tiny", "tiny-1.7b", "tiny-base", "tiny-1.7b-base", "tiny-1.7b-design")
 STEPS = (0, 2, 31)  # the end-of-speech id is banned at step 0 and free at step 2; by step 31 the penalty has much to say
 VERSIONS = {name: importlib.metadata.version(name) for name in ("qwen-tts", "transformers", "tokenizers", "torch", "numpy")}
 
-# Requests in the fields of zoo.contract.Request, all greedy. The reference counts the token that ends the prefill: its max_new_tokens is
+# Requests in fields and options of zoo.contract.Request, all greedy. The reference counts the token that ends the prefill: its max_new_tokens is
 # max_frames + 1. Among them: all prompt layouts, both kinds of size, texts of one token and of many, stops by the model and by the cap.
 STORY = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
 HOUSE = "Once there was a small house near the river, where an old man lived with his daughter."
@@ -73,15 +73,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # The models without voices of their own. `reference` names one of CLIPS; texts are shorter and longer than the reference's codes.
-SAYS = {"reference": "long", "reference_text": "Good evening.", "text_mode": "interleaved"}
+SAYS = {"reference": "long", "transcript": "Good evening.", "text_mode": "interleaved"}
 WITHOUT_VOICES: dict[str, tuple[str, dict[str, Any]]] = {
     "clone_short_text": ("tiny-base", SAYS | {"text": "Hello!"}),
     "clone_long_text": ("tiny-base", SAYS | {"text": STORY, "language": "german"}),
     "clone_long_text_whole": ("tiny-base", SAYS | {"text": STORY, "language": "japanese", "text_mode": "full"}),
     "clone_early_cut_ends": ("tiny-base", SAYS | {"text": HOUSE, "text_mode": "full"}),
     "clone_stereo": ("tiny-base", SAYS | {"text": HOUSE, "language": "chinese", "reference": "stereo"}),
-    "clone_sound": ("tiny-base", SAYS | {"text": STORY, "language": "german", "x_vector_only": True}),
-    "clone_sound_whole": ("tiny-base", SAYS | {"text": ODD, "language": "korean", "x_vector_only": True, "text_mode": "full"}),
+    "clone_sound": ("tiny-base", SAYS | {"text": STORY, "language": "german", "x_vector_only_mode": True}),
+    "clone_sound_whole": ("tiny-base", SAYS | {"text": ODD, "language": "korean", "x_vector_only_mode": True, "text_mode": "full"}),
     "clone_wide": ("tiny-1.7b-base", SAYS | {"text": STORY, "reference": "rate"}),
     "clone_wide_whole": ("tiny-1.7b-base", SAYS | {"text": "Hello!", "reference": "short", "language": "german", "text_mode": "full"}),
     "design": ("tiny-1.7b-design", {"text": STORY, "instructions": "A slow and quiet old man."}),
@@ -146,7 +146,7 @@ def generate(model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Ten
         waves, _ = call(
             text=request["text"],
             language=request["language"] or "auto",
-            non_streaming_mode=request["layout"] == "whole",
+            non_streaming_mode=request["text_mode"] == "full",
             do_sample=False,
             subtalker_dosample=False,
             max_new_tokens=request["max_frames"] + 1,
@@ -185,7 +185,7 @@ def calls(model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Tensor
         return model.generate_custom_voice, {"speaker": request["voice"], "instruct": request["instructions"]}
     if "reference" not in request:
         return model.generate_voice_design, {"instruct": request["instructions"]}
-    said = {"ref_text": request["reference_text"], "x_vector_only_mode": request.get("x_vector_only", False)}
+    said = {"ref_text": request["transcript"], "x_vector_only_mode": request.get("x_vector_only_mode", False)}
     return model.generate_voice_clone, {"ref_audio": mono(request["reference"], clips), **said}
 
 

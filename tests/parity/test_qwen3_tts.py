@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import check_prompt, check_speech
+from agreement import check_prompt, check_speech, request_of
 from models import directory, family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,7 +31,7 @@ def fixture(name: str) -> tuple[dict, dict[str, Tensor]]:
 
 
 def request(facts: dict) -> Request:
-    return Request(temperature=0.0, **facts["request"])
+    return request_of(facts["request"])
 
 
 @pytest.fixture(params=CASES)
@@ -48,9 +48,9 @@ def voices(size: str = "tiny"):
 
 def test_there_are_cases():
     assert len(CASES) == 15
-    sizes = {(facts["size"], facts["stop"], facts["request"]["layout"]) for facts, _ in map(fixture, CASES)}
+    sizes = {(facts["size"], facts["stop"], facts["request"]["text_mode"]) for facts, _ in map(fixture, CASES)}
     assert {size for size, _, _ in sizes} == {"tiny", "tiny-1.7b"}
-    assert {stop for _, stop, _ in sizes} == {"end", "cap"} and {layout for _, _, layout in sizes} == {"whole", "streaming"}
+    assert {stop for _, stop, _ in sizes} == {"end", "cap"} and {mode for _, _, mode in sizes} == {"full", "interleaved"}
 
 
 def test_what_the_talker_reads(case):
@@ -121,12 +121,13 @@ def test_the_whole_talker_in_bfloat16(rounded):
     batch = Batch(
         slots=torch.tensor([0]),
         positions=at,
-        writes=at,
-        rows=torch.tensor([[0]]),
-        lengths=torch.tensor([len(at)]),
-        starts=torch.tensor([0, len(at)]),
+        kv_write_index=at,
+        page_table=torch.tensor([[0]]),
+        kv_lens=torch.tensor([len(at)]),
+        cu_seqlens=torch.tensor([0, len(at)]),
         kv=torch.zeros(2 * kv.num_layers * 16, kv.num_heads, kv.head_dim, dtype=torch.bfloat16),
         page_tokens=16,
+        is_audio=torch.zeros(len(at), dtype=torch.bool),
     )
     hidden = ours.hidden(found["talker.inputs"], batch)
     for value, truth in ((hidden, found["talker.hidden"]), (ours.talker.codec_head(hidden), found["talker.logits"])):
@@ -235,7 +236,7 @@ def test_the_cap_of_who_sets_none():
 def test_what_is_read_after_a_frame(size):
     """All sixteen codes, the last one too, in tables of the talker's width; and the text by offset, then tts_pad for ever."""
     ours = voices(size)
-    prompt = ours.prompt(Request(text="one two", voice="ryan", text_mode="interleaved"))
+    prompt = ours.prompt(Request(text="one two", voice="ryan", options={"text_mode": "interleaved"}))
     state = ours.state(1)
     ours.admit(state, 0, prompt)
     slot, talker = torch.tensor([0]), ours.talker

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import check_prompt, check_speech
+from agreement import check_prompt, check_speech, request_of
 from models import family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -32,7 +32,7 @@ def clip(name: str) -> AudioClip:
 
 def request(facts: dict) -> Request:
     asked = facts["request"]
-    return Request(temperature=0.0, **asked | {"reference": clip(asked["reference"]) if "reference" in asked else None})
+    return request_of(asked, clip(asked["reference"]) if "reference" in asked else None)
 
 
 @pytest.fixture(params=CASES)
@@ -74,8 +74,9 @@ def test_there_are_cases():
     facts = [json.loads((HERE / f"{name}.json").read_text()) for name in CASES]
     assert len(facts) == 11
     long = [(f["size"].split("-")[-1], f["request"]) for f in facts if f["frames"] >= 60]
-    kinds = {(variant, asked.get("x_vector_only", False), asked["layout"]) for variant, asked in long}
-    assert kinds == {(*kind, layout) for kind in (("base", False), ("base", True), ("design", False)) for layout in ("whole", "streaming")}
+    kinds = {(variant, asked.get("x_vector_only_mode", False), asked["text_mode"]) for variant, asked in long}
+    voices = (("base", False), ("base", True), ("design", False))
+    assert kinds == {(*voice, mode) for voice in voices for mode in ("full", "interleaved")}
     assert {f.get("early") for f in facts} == {0, 1, None}
 
 
@@ -85,7 +86,7 @@ def test_what_the_talker_reads(case):
 
 
 def test_text_is_shorter_and_longer_than_the_codes():
-    """In the streaming layout the longer side goes on: codes beside padding, or text beside the frames that follow."""
+    """In text_mode interleaved the longer side goes on: codes beside padding, or text beside the frames that follow."""
     trailing = {name: load_file(HERE / f"clone_{name}.safetensors")["trailing"] for name in ("short_text", "long_text")}
     assert len(trailing["short_text"]) == 1 < len(trailing["long_text"])
 

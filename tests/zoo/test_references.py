@@ -72,7 +72,7 @@ def test_other_rates_are_resampled(rate_hz):
 def test_audio_that_is_no_reference_is_refused(samples, rate_hz, message):
     with pytest.raises(ValueError, match=message) as refused:
         made(samples, rate_hz)
-    assert refused.value.param == "reference"
+    assert refused.value.param == "references"
 
 
 def test_a_clip_is_named_by_its_content():

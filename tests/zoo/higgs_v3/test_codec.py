@@ -70,7 +70,7 @@ def test_ten_frames_on_both_sides_are_needed():
 def test_the_layers_as_the_reference_runs_them():
     """Zeros around every convolution, the whole tape at once, no tables: in float64 the same."""
     codec, tape = copy.deepcopy(family("higgs_v3").codec).double(), codes(13)
-    codec.finish()  # the tables in float64 too
+    codec.prepare()  # the tables in float64 too
     ours = codec.decoder
     x = sum(book(tape[None, :, k]) for k, book in enumerate(codec.quantizer.books))
     x = F.conv1d(ours.project(x).mT, ours.stem.weight, ours.stem.bias, padding=3)
@@ -93,7 +93,9 @@ def test_render_reads_the_tape_on_both_sides_and_stops_at_its_end():
         state.tape[slot] = torch.randint(64, (60, 8), generator=torch.Generator().manual_seed(slot))
         state.tape[slot, : len(tape)], state.ready[slot] = tape, len(tape)
     slots = torch.tensor([0, 2, 1])
-    heard = model.render(state, View(slots, torch.tensor([12, 5, 27]), torch.tensor([4, 4, 4]), 4))
+    is_last = torch.tensor([False, True, True])
+    heard, valid = model.render(state, View(slots, torch.tensor([12, 5, 27]), torch.tensor([4, 4, 4]), is_last, 4))
+    assert valid.tolist() == [4 * 960] * 3
     for row, (slot, start) in enumerate(((0, 12), (2, 5), (1, 27))):
         exact = whole(decoder(), tapes[slot])[960 * start : 960 * (start + 4)]
         torch.testing.assert_close(heard[row].double(), exact, rtol=0, atol=1e-6)
@@ -106,7 +108,8 @@ def test_samples_of_a_window_do_not_change_when_the_tape_grows():
     for ready in (24, 25, 60):
         state = model.state(1, 60)
         state.tape[0], state.ready[0] = tape, ready
-        heard.append(model.render(state, View(torch.tensor([0]), torch.tensor([10]), torch.tensor([4]), 4)))
+        view = View(torch.tensor([0]), torch.tensor([10]), torch.tensor([4]), torch.tensor([False]), 4)
+        heard.append(model.render(state, view)[0])
     assert torch.equal(heard[0], heard[1]) and torch.equal(heard[0], heard[2])
 
 

@@ -64,7 +64,7 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
 def test_the_facts_of_a_model():
     spec = family("higgs_v3").spec
     assert (spec.family, spec.variant, spec.frame_shape, spec.frame_samples, spec.sample_rate_hz) == ("higgs_v3", "tts", (8,), 960, 24000)
-    assert (spec.frame_rate_hz, spec.delay, spec.modes, spec.voices) == (25, 7, ("voice", "clone"), ("default",))
+    assert (spec.frame_rate_hz, spec.modes, spec.voices) == (25, ("voice", "clone"), ("default",))
     assert spec.window.lookahead == 10 and spec.reference_s == (0.1, 100.0)
 
 

@@ -55,9 +55,12 @@ class Cache:
     def launch(self, which: list[int], counts: list[int], layer: int, padding: int = 0) -> list[Tensor]:
         """The next counts[i] positions of each sequence which[i] in one launch, with `padding` rows of page 0 behind -> outputs."""
         parts: dict[str, list[Tensor]] = {name: [] for name in "qkv"}
-        positions, writes, lengths, starts = [], [], [], [0]
+        positions: list[int] = []
+        kv_write_index: list[int] = []
+        kv_lens: list[int] = []
+        cu_seqlens = [0]
         columns = max(len(self.sequences[i].pages) for i in which) + 1
-        rows = torch.zeros(len(which) + padding, columns, dtype=torch.int64)
+        page_table = torch.zeros(len(which) + padding, columns, dtype=torch.int64)
         for b, (i, count) in enumerate(zip(which, counts, strict=True)):
             sequence = self.sequences[i]
             new = range(sequence.length, sequence.length + count)
@@ -65,26 +68,27 @@ class Cache:
             for name, part in parts.items():
                 part.append(getattr(sequence, name)[new.start : new.stop])
             positions += new
-            writes += [self.row(sequence, position) for position in new]
-            lengths.append(sequence.length)
-            starts.append(starts[-1] + count)
-            rows[b, : len(sequence.pages)] = torch.tensor(sequence.pages) * 2 * LAYERS * self.page_tokens
+            kv_write_index += [self.row(sequence, position) for position in new]
+            kv_lens.append(sequence.length)
+            cu_seqlens.append(cu_seqlens[-1] + count)
+            page_table[b, : len(sequence.pages)] = torch.tensor(sequence.pages) * 2 * LAYERS * self.page_tokens
         for _ in range(padding):
             for name, part in parts.items():
                 part.append(torch.full((1, HEADS if name == "q" else KV_HEADS, DIM), 7.0))
             positions.append(0)
-            writes.append(0)
-            lengths.append(1)
-            starts.append(starts[-1] + 1)
+            kv_write_index.append(0)
+            kv_lens.append(1)
+            cu_seqlens.append(cu_seqlens[-1] + 1)
         batch = Batch(
-            slots=torch.arange(len(lengths)),
+            slots=torch.arange(len(kv_lens)),
             positions=torch.tensor(positions),
-            writes=torch.tensor(writes),
-            rows=rows,
-            lengths=torch.tensor(lengths),
-            starts=torch.tensor(starts),
+            kv_write_index=torch.tensor(kv_write_index),
+            page_table=page_table,
+            kv_lens=torch.tensor(kv_lens),
+            cu_seqlens=torch.tensor(cu_seqlens),
             kv=self.kv,
             page_tokens=self.page_tokens,
+            is_audio=torch.zeros(len(positions), dtype=torch.bool),
         )
         q, k, v = (torch.cat(parts[name]) for name in "qkv")
         return list(attend(q, k, v, Paged(batch, layer), SCALE).split([*counts, *[1] * padding]))

@@ -7,22 +7,24 @@ import json
 import shutil
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from models import Clock, directory, family, serve
+from models import Clock, directory, family, serve, write
 
 import zoo
 from compile_cache.strategy import Whole
 from serving.engine.engine import Engine
 from serving.engine.runner import PAGE_TOKENS
-from zoo.contract import AudioClip, Request, View
+from zoo.contract import AudioClip, Reference, Request, RequestError, View
 from zoo.qwen3_tts import demo
 from zoo.qwen3_tts.prompt import FRAME, MAX_TEXT_TOKENS, SPEAKER
 
 BASE, DESIGN, VOICE = (family("qwen3_tts", size=size) for size in ("tiny-base", "tiny-1.7b-design", "tiny"))
-CONFIG, CONTROL, WRITE = BASE.config, BASE.config.control, BASE.writer
+CONFIG, CONTROL, TOKENIZE = BASE.config, BASE.config.control, BASE.writer.tokenize
+CLONER = BASE.writer.cloner
 SAMPLES = {"rtol": 0, "atol": 5e-5}
 
 
@@ -36,36 +38,56 @@ def clip(seed: int = 0, seconds: float = 0.7, rate_hz: int = 24000, channels: in
 
 
 CLIP = clip(seconds=1.0)  # 12.5 frames
-ICL = Request(text="hello world", reference=CLIP, reference_text="Good evening.", temperature=0.0, max_frames=20)
-SOUND = replace(ICL, reference_text=None, x_vector_only=True)
+SAYS = "Good evening."
+ICL = Request(text="hello world", references=(Reference(CLIP, SAYS),), temperature=0.0, max_frames=20)
+SOUND = replace(ICL, references=(Reference(CLIP),), options={"x_vector_only_mode": True})
+FULL = {"text_mode": "full"}
 DESIGNED = Request(text="hello world", instructions="A slow old man.", temperature=0.0, max_frames=20)
-WORDS = (*WRITE.tokenize("Good evening."), *WRITE.tokenize("hello world"), CONFIG.tts_eos)
+WORDS = (*TOKENIZE("Good evening."), *TOKENIZE("hello world"), CONFIG.tts_eos)
 PREFIX = (
-    *((token, -1) for token in (CONFIG.im_start, CONFIG.assistant, *WRITE.tokenize("\n"))),
+    *((token, -1) for token in (CONFIG.im_start, CONFIG.assistant, *TOKENIZE("\n"))),
     *((CONFIG.tts_pad, index) for index in (CONTROL.nothink, CONTROL.think_bos, CONTROL.think_eos, SPEAKER)),
     (CONFIG.tts_bos, CONTROL.pad),
 )
 
 
+def with_clip(request: Request, clip: AudioClip, **fields: Any) -> Request:
+    """The same voice's words from another recording."""
+    [reference] = request.references
+    return replace(request, references=(replace(reference, clip=clip),), **fields)
+
+
+def with_words(request: Request, transcript: str | None, **fields: Any) -> Request:
+    [reference] = request.references
+    return replace(request, references=(replace(reference, transcript=transcript),), **fields)
+
+
 def requests() -> list[Request]:
-    """Clones with and without words, of clips of every kind, in both layouts; one clip twice."""
+    """Clones with and without words, of clips of every kind, in both text modes; one clip twice."""
     return [
         replace(ICL, max_frames=13),
         replace(SOUND, max_frames=9),
-        replace(ICL, reference=clip(1, rate_hz=16000), text="It's 7:45, and my phone rings.", temperature=0.8, seed=3, max_frames=25),
-        replace(ICL, reference=clip(2, seconds=0.3), text_mode="full", temperature=1.0, seed=4, max_frames=30),
-        replace(SOUND, reference=clip(3, rate_hz=48000, channels=2), text_mode="full", language="french", temperature=0.7, max_frames=5),
+        with_clip(ICL, clip(1, rate_hz=16000), text="It's 7:45, and my phone rings.", temperature=0.8, seed=3, max_frames=25),
+        with_clip(ICL, clip(2, seconds=0.3), options=FULL, temperature=1.0, seed=4, max_frames=30),
+        with_clip(
+            SOUND,
+            clip(3, rate_hz=48000, channels=2),
+            options=SOUND.options | FULL,
+            language="french",
+            temperature=0.7,
+            max_frames=5,
+        ),
         replace(ICL, text="Good morning, everybody.", language="english", temperature=0.9, seed=5, max_frames=18),
-        replace(ICL, reference=clip(4, seconds=1.9), text="a", max_frames=3),
+        with_clip(ICL, clip(4, seconds=1.9), text="a", max_frames=3),
     ]
 
 
 # what stands where
 
 
-def test_a_clone_with_its_words_in_the_streaming_layout():
+def test_a_clone_with_its_words_interleaved():
     """Both sides at once; here the codes are the longer one."""
-    script = WRITE(ICL)
+    script = write(BASE, ICL)
     sounds = (CONTROL.bos, *(FRAME - f for f in range(13)))
     assert len(WORDS) < len(sounds)
     words = (*WORDS, *[CONFIG.tts_pad] * (len(sounds) - len(WORDS)))
@@ -73,38 +95,38 @@ def test_a_clone_with_its_words_in_the_streaming_layout():
 
 
 def test_text_that_is_longer_than_the_codes_follows_with_the_frames():
-    script = WRITE(replace(ICL, reference=clip(seconds=0.2)))
+    script = write(BASE, with_clip(ICL, clip(seconds=0.2)))
     sounds = (CONTROL.bos, FRAME, FRAME - 1, FRAME - 2)
     assert script.pairs == (*PREFIX, *zip(WORDS[:4], sounds, strict=True)) and script.trailing == WORDS[4:]
 
 
-def test_a_clone_with_its_words_in_the_whole_layout():
-    script = WRITE(replace(ICL, text_mode="full"))
+def test_a_clone_with_its_words_in_full():
+    script = write(BASE, replace(ICL, options=FULL))
     sounds = (CONTROL.bos, *(FRAME - f for f in range(13)))
     body = (*((token, CONTROL.pad) for token in WORDS), *((CONFIG.tts_pad, sound) for sound in sounds))
     assert script.pairs == (*PREFIX, *body) and script.trailing == ()
 
 
 def test_the_sound_of_a_voice_alone_is_one_position():
-    words = WORDS[len(WRITE.tokenize("Good evening.")) :]
-    streaming, whole = WRITE(SOUND), WRITE(replace(SOUND, text_mode="full"))
+    words = WORDS[len(TOKENIZE("Good evening.")) :]
+    streaming, whole = write(BASE, SOUND), write(BASE, replace(SOUND, options=SOUND.options | FULL))
     assert streaming.pairs == (*PREFIX, (words[0], CONTROL.bos)) and streaming.trailing == words[1:]
     assert whole.pairs == (*PREFIX, *((token, CONTROL.pad) for token in words), (CONFIG.tts_pad, CONTROL.bos))
-    assert WRITE(replace(SOUND, reference_text="These words are not read.")) == streaming
+    assert write(BASE, with_words(SOUND, "These words are not read.")) == streaming
 
 
 def test_a_designed_voice_has_no_position_and_reads_all_of_the_text_first():
-    pairs = DESIGN.writer(DESIGNED).pairs
+    pairs = write(DESIGN, DESIGNED).pairs
     config, control = DESIGN.config, DESIGN.config.control
-    instruction = (config.im_start, *WRITE.tokenize("user\nA slow old man."), config.im_end, *WRITE.tokenize("\n"))
+    instruction = (config.im_start, *TOKENIZE("user\nA slow old man."), config.im_end, *TOKENIZE("\n"))
     prefix = [pair for pair in PREFIX if pair[1] != SPEAKER]
-    body = (*((token, control.pad) for token in (*WRITE.tokenize("hello world"), config.tts_eos)), (config.tts_pad, control.bos))
+    body = (*((token, control.pad) for token in (*TOKENIZE("hello world"), config.tts_eos)), (config.tts_pad, control.bos))
     assert pairs == (*((token, -1) for token in instruction), *prefix, *body)
 
 
 def test_inputs_of_a_reference():
     """The speaker's vector and the frames' codes, in tables of the talker's width, each beside its text row."""
-    script, prompt, talker = WRITE(ICL), BASE.prompt(ICL), BASE.talker
+    script, prompt, talker = write(BASE, ICL), BASE.prompt(ICL), BASE.talker
     reference = script.reference
     for row, (text, codec) in zip(prompt.inputs, script.pairs, strict=True):
         expected = talker.text(torch.tensor(text))
@@ -122,10 +144,10 @@ def test_inputs_of_a_reference():
 
 def test_equal_keys_mean_equal_inputs_and_only_they():
     rows: dict[int, torch.Tensor] = {}
-    for request in (*requests(), replace(ICL, text="hello there"), replace(ICL, reference=AudioClip(CLIP.samples.copy(), 24000))):
+    for request in (*requests(), replace(ICL, text="hello there"), with_clip(ICL, AudioClip(CLIP.samples.copy(), 24000))):
         prompt = BASE.prompt(request)
-        assert len(prompt.keys) == len(prompt.inputs)
-        for key, row in zip(prompt.keys, prompt.inputs, strict=True):
+        assert len(prompt.prefix_keys) == len(prompt.inputs)
+        for key, row in zip(prompt.prefix_keys, prompt.inputs, strict=True):
             assert -(2**63) <= key < 2**63
             torch.testing.assert_close(rows.setdefault(key, row), row, rtol=0, atol=1e-6)
     distinct = torch.stack(list(rows.values()))
@@ -139,40 +161,43 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
 @pytest.mark.parametrize(
     ("model", "request_", "param", "message"),
     [
-        (BASE, replace(ICL, reference=None), "reference", r"a reference is needed: .*0.6B base\) clones the voice of a recording"),
-        (BASE, replace(ICL, reference_text=" "), "reference_text", r"reference_text \(what .*\) is needed, or x_vector_only"),
+        (BASE, replace(ICL, references=()), "references", "a reference is needed: .*0.6B base clones the voice of a recording"),
+        (BASE, replace(ICL, references=2 * ICL.references), "references", "2 references are given; .* takes up to 1"),
+        (BASE, with_words(ICL, " "), "transcript", r"a transcript \(what .*\) is needed, or x_vector_only_mode"),
         (BASE, replace(ICL, voice="ryan"), "voice", "has no voice 'ryan', nor any other: it clones a reference"),
-        (BASE, replace(ICL, instructions="Sing."), "instructions", "takes no instructions; 1.7B custom_voice and voice_design do"),
-        (BASE, replace(ICL, reference=clip(seconds=0.05)), "reference", "the reference lasts 0.05 s; from 0.054 to 60 s are possible"),
-        (BASE, replace(ICL, reference=clip(seconds=61, rate_hz=8000)), "reference", "the reference lasts 61 s"),
-        (BASE, replace(SOUND, reference=AudioClip(0 * CLIP.samples, 24000)), "reference", "the reference is silent"),
-        (BASE, replace(ICL, reference=AudioClip(np.nan * CLIP.samples, 24000)), "reference", "samples that are no numbers"),
-        (BASE, replace(ICL, reference_text="1" * 8193), "reference_text", "reference_text has 8193 tokens; at most 8192 are possible"),
-        (BASE, replace(ICL, text="1" * 8000, reference_text="1" * 193), "reference_text", "have 8193 tokens together; at most 8192"),
-        (DESIGN, replace(DESIGNED, instructions=" "), "instructions", "instructions are needed: .* makes a voice from a description of it"),
-        (DESIGN, replace(DESIGNED, voice="ryan"), "voice", "has no voice 'ryan', nor any other: it makes a voice from instructions"),
-        (DESIGN, replace(DESIGNED, reference=CLIP), "reference", "takes no reference: it does not clone; Qwen3-TTS base does"),
-        (VOICE, Request(text="a", voice="ryan", reference_text="b"), "reference_text", "custom_voice.* takes no reference_text"),
-        (VOICE, Request(text="a", voice="ryan", x_vector_only=True), "x_vector_only", "takes no x_vector_only"),
+        (BASE, replace(ICL, instructions="Sing."), "instructions", "no instructions: 1.7B custom_voice and voice_design do"),
+        (BASE, with_clip(ICL, clip(seconds=0.05)), "references", "lasts 0.05 s; from 0.054 to 60 s are possible"),
+        (BASE, with_clip(ICL, clip(seconds=61, rate_hz=8000)), "references", "the reference lasts 61 s"),
+        (BASE, with_clip(SOUND, AudioClip(0 * CLIP.samples, 24000)), "references", "the reference is silent"),
+        (BASE, with_clip(ICL, AudioClip(np.nan * CLIP.samples, 24000)), "references", "samples that are no numbers"),
+        (BASE, with_words(ICL, "1" * 8193), "transcript", "8193 tokens are given; at most 8192 are possible"),
+        (BASE, with_words(ICL, "1" * 193, text="1" * 8000), "transcript", "have 8193 tokens together; at most 8192"),
+        (BASE, replace(ICL, options={"x_vector_only_mode": 1}), "x_vector_only_mode", "is 1; possible: "),
+        (DESIGN, replace(DESIGNED, instructions=" "), "instructions", "are needed: .* makes a voice from a description of it"),
+        (DESIGN, replace(DESIGNED, voice="ryan"), "voice", "nor any other: it makes a voice from instructions"),
+        (DESIGN, replace(DESIGNED, references=ICL.references), "references", "takes no reference: Qwen3-TTS base clones"),
+        (VOICE, Request(text="a", voice="ryan", references=ICL.references), "references", "custom_voice takes no reference"),
+        (VOICE, Request(text="a", voice="ryan", options=SOUND.options), "x_vector_only_mode", "takes no x_vector_only_mode"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
 def test_what_a_user_got_wrong_names_the_field(model, request_, param, message):
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(RequestError, match=message) as refused:
         model.prompt(request_)
     assert refused.value.param == param
 
 
 def test_a_reference_is_encoded_only_when_all_else_is_right():
-    new, before = clip(50), WRITE.cloner.references.num_encoded
-    for wrong in ({"text": ""}, {"language": "klingon"}, {"layout": "diagonal"}, {"voice": "ryan"}, {"reference_text": None}):
-        with pytest.raises(ValueError):
-            BASE.prompt(replace(ICL, reference=new, **wrong))
-    assert WRITE.cloner.references.num_encoded == before
+    new, before = with_clip(ICL, clip(50)), CLONER.references.num_encoded
+    wrong = ({"text": ""}, {"language": "klingon"}, {"options": {"text_mode": "diagonal"}}, {"voice": "ryan"})
+    for request in (with_words(new, None), *(replace(new, **fields) for fields in wrong)):
+        with pytest.raises(RequestError):
+            BASE.prompt(request)
+    assert CLONER.references.num_encoded == before
 
 
 def test_the_longest_words_fit():
-    prompt = BASE.prompt(replace(ICL, text="1" * (MAX_TEXT_TOKENS - 9), reference_text="1" * 9, reference=clip(seconds=0.06)))
+    prompt = BASE.prompt(with_clip(with_words(ICL, "1" * 9), clip(seconds=0.06), text="1" * (MAX_TEXT_TOKENS - 9)))
     state = BASE.state(1, 1)
     BASE.admit(state, 0, prompt)
     assert state.text_count[0] == MAX_TEXT_TOKENS + 1 - 2  # and the end, less what stands beside bos and the one frame
@@ -216,8 +241,8 @@ def test_a_base_model_without_its_speaker_encoder_is_refused(tmp_path):
 
 @pytest.mark.parametrize("request_", [ICL, SOUND], ids=["words", "sound"])
 def test_a_second_use_encodes_nothing(request_, monkeypatch):
-    store = WRITE.cloner.references
-    asked = replace(request_, reference=clip(60 + request_.x_vector_only))
+    store = CLONER.references
+    asked = with_clip(request_, clip(60 + len(request_.options)))
     before = store.num_encoded
     first = BASE.prompt(asked)
     assert store.num_encoded == before + 1
@@ -225,15 +250,17 @@ def test_a_second_use_encodes_nothing(request_, monkeypatch):
     def encodes(*args):
         raise AssertionError("an encoder ran")
 
-    for module in (BASE.codec.encoder, BASE.talker.speaker, WRITE.cloner.mel, BASE.codec.decoder):
+    for module in (BASE.codec.encoder, BASE.talker.speaker, CLONER.mel, BASE.codec.decoder):
         monkeypatch.setattr(module, "forward", encodes)
-    again = BASE.prompt(replace(asked, text="Something else.", reference=AudioClip(asked.reference.samples.copy(), 24000)))
+    same = AudioClip(asked.references[0].clip.samples.copy(), 24000)
+    again = BASE.prompt(with_clip(asked, same, text="Something else."))
     assert store.num_encoded == before + 1
-    assert again.slot["past"] is first.slot["past"] and again.slot["num_prompt_frames"] == first.slot["num_prompt_frames"]
+    for name in ("codec_state", "num_prompt_frames"):
+        assert again.slot.get(name) is first.slot.get(name), name
 
 
 def test_prompts_of_equal_references_from_many_threads():
-    store, asked = WRITE.cloner.references, replace(ICL, reference=clip(70))
+    store, asked = CLONER.references, with_clip(ICL, clip(70))
     before, prompts = store.num_encoded, []
     threads = [threading.Thread(target=lambda: prompts.append(BASE.prompt(asked))) for _ in range(6)]
     for thread in threads:
@@ -252,7 +279,7 @@ def test_priming_is_decoding_without_the_samples(frames):
     decoder = family("qwen3_tts", "float64", "tiny-base").codec.decoder
     codes = torch.randint(64, (2, frames, 16), generator=torch.Generator().manual_seed(frames))
     none = torch.zeros(2, dtype=torch.int64)
-    _, past = decoder(codes, torch.zeros(2, decoder.past_values, dtype=torch.float64), none, none + frames)
+    _, past = decoder(codes, torch.zeros(2, decoder.state_size, dtype=torch.float64), none, none + frames)
     torch.testing.assert_close(decoder.prime(codes), past, rtol=0, atol=1e-11)
 
 
@@ -261,14 +288,14 @@ def test_the_join_is_exact_and_windows_do_not_show(sizes):
     """Against the reference's frames and the new ones decoded at once, of which the reference's samples are cut off. In float64; beside
     it in the batch is a voice that goes on from nothing."""
     exact = family("qwen3_tts", "float64", "tiny-base")
-    codes = WRITE(ICL).reference.codes
+    codes = write(BASE, ICL).reference.codes
     random = torch.Generator().manual_seed(1)
     state = exact.state(3)
     tape = torch.randint(64, (2, 30, 16), generator=random)
     for slot, request in ((2, ICL), (0, SOUND)):
         prompt = BASE.prompt(replace(request, max_frames=30))
         if slot == 2:
-            prompt.slot["past"] = exact.codec.decoder.prime(codes[None])[0]
+            prompt.slot["codec_state"] = exact.codec.decoder.prime(codes[None])[0]
         exact.admit(state, slot, prompt)
     state.tape[[2, 0], :30] = tape
 
@@ -276,15 +303,18 @@ def test_the_join_is_exact_and_windows_do_not_show(sizes):
     while start < 30:
         frames = sizes[turn % len(sizes)]
         count = min(frames, 30 - start)
-        pieces.append(exact.render(state, View(torch.tensor([2, 0]), torch.tensor([start] * 2), torch.tensor([count] * 2), frames)))
-        pieces[-1] = pieces[-1][:, : 1920 * count]
+        is_last = torch.tensor([start + count == 30] * 2)
+        view = View(torch.tensor([2, 0]), torch.tensor([start] * 2), torch.tensor([count] * 2), is_last, frames)
+        samples, valid = exact.render(state, view)
+        assert valid.tolist() == [1920 * count] * 2
+        pieces.append(samples[:, : 1920 * count])
         start, turn = start + count, turn + 1
     heard = torch.cat(pieces, 1)  # [2, N]
 
     none = torch.zeros(1, dtype=torch.int64)
     for row, before in ((0, codes), (1, codes[:0])):
         whole = torch.cat((before, tape[row]))[None]
-        past = torch.zeros(1, exact.codec.decoder.past_values, dtype=torch.float64)
+        past = torch.zeros(1, exact.codec.decoder.state_size, dtype=torch.float64)
         samples, _ = exact.codec.decoder(whole, past, none, none + whole.shape[1])
         torch.testing.assert_close(heard[row], samples[0, 1920 * len(before) :].float(), rtol=0, atol=1e-6)
 
@@ -311,14 +341,15 @@ def num_equal(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
-@pytest.mark.parametrize("layout", ["whole", "streaming"])
+@pytest.mark.parametrize("text_mode", ["full", "interleaved"])
 @pytest.mark.parametrize("report_lag", [0, 1])
-def test_the_engine_shares_the_pages_of_equal_references(layout, report_lag):
+def test_the_engine_shares_the_pages_of_equal_references(text_mode, report_lag):
     """As far as the prompts are equal, for clips that are equal and not the same; and of other clips none."""
-    first = replace(ICL, reference_text="one two three four five six seven eight nine ten", layout=layout, max_frames=4)
-    again = replace(first, text="hello there", reference=AudioClip(CLIP.samples.copy(), 24000), seed=7)
-    other = replace(first, reference=clip(5))
-    keys = [BASE.prompt(request).keys for request in (first, again, other)]
+    words = "one two three four five six seven eight nine ten"
+    first = with_words(ICL, words, options={"text_mode": text_mode}, max_frames=4)
+    again = with_clip(first, AudioClip(CLIP.samples.copy(), 24000), text="hello there", seed=7)
+    other = with_clip(first, clip(5))
+    keys = [BASE.prompt(request).prefix_keys for request in (first, again, other)]
     equal = min(num_equal(keys[0], keys[1]), len(keys[1]) - 1)  # the last input is read by the first step
     engine = Engine(BASE, max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
     listeners = serve(engine, {0: [first], 2: [again], 60: [other]})
@@ -331,7 +362,7 @@ def test_the_engine_shares_the_pages_of_equal_references(layout, report_lag):
 
 
 def test_designs_are_served_too():
-    asked = [DESIGNED, replace(DESIGNED, instructions="A child.", text_mode="interleaved", temperature=0.8, seed=2)]
+    asked = [DESIGNED, replace(DESIGNED, instructions="A child.", options={"text_mode": "interleaved"}, temperature=0.8, seed=2)]
     listeners = serve(Engine(DESIGN, max_slots=2, compile=False, report_lag=1, clock=Clock()), {0: asked})
     for listener, request in zip(listeners, asked, strict=True):
         np.testing.assert_allclose(listener.samples, zoo.generate(DESIGN, request).samples, **SAMPLES)

@@ -1,21 +1,22 @@
-"""From a request to positions: what stands where, in every mode and layout, and what a user may get wrong."""
+"""From a request to positions: what stands where, in every mode, and what a user may get wrong."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from models import family
+from models import family, write
 
-from zoo.contract import Request
+from zoo.contract import Request, RequestError
 from zoo.qwen3_tts.prompt import MAX_TEXT_TOKENS
 
 SMALL, LARGE = family("qwen3_tts"), family("qwen3_tts", size="tiny-1.7b")
-CONFIG, CONTROL, WRITE = SMALL.config, SMALL.config.control, SMALL.writer
+CONFIG, CONTROL, TOKENIZE = SMALL.config, SMALL.config.control, SMALL.writer.tokenize
 ASKED = Request(text="hello world", voice="ryan")
-TEXT = tuple(WRITE.tokenize("hello world"))
-ROLE = ((CONFIG.im_start, -1), (CONFIG.assistant, -1), (WRITE.tokenize("\n")[0], -1))
+TEXT = tuple(TOKENIZE("hello world"))
+ROLE = ((CONFIG.im_start, -1), (CONFIG.assistant, -1), (TOKENIZE("\n")[0], -1))
 AUTO = (CONTROL.nothink, CONTROL.think_bos, CONTROL.think_eos)
 
 
@@ -29,7 +30,7 @@ def spoken(language: str) -> tuple[int, ...]:
 
 def control(**fields: str) -> tuple[int, ...]:
     """The codec ids between the role and the voice."""
-    pairs = WRITE(replace(ASKED, **fields)).pairs[3:]
+    pairs = write(SMALL, replace(ASKED, **fields)).pairs[3:]
     end = next(i for i, (_, codec) in enumerate(pairs) if codec in CONFIG.voices.values())
     assert all(text == CONFIG.tts_pad for text, _ in pairs[: end + 1])
     return tuple(codec for _, codec in pairs[:end])
@@ -38,34 +39,34 @@ def control(**fields: str) -> tuple[int, ...]:
 # what stands where
 
 
-@pytest.mark.parametrize("layout", [None, "whole"])
-def test_the_whole_layout(layout):
-    script = WRITE(replace(ASKED, layout=layout))
+@pytest.mark.parametrize("options", [{}, {"text_mode": "full"}], ids=["default", "full"])
+def test_text_mode_full(options):
+    script = write(SMALL, replace(ASKED, options=options))
     body = ((CONFIG.tts_bos, CONTROL.pad), *((token, CONTROL.pad) for token in (*TEXT, CONFIG.tts_eos)), (CONFIG.tts_pad, CONTROL.bos))
     assert script.pairs == (*ROLE, *pads(*AUTO, CONFIG.voices["ryan"]), *body)
     assert script.trailing == () and script.text_tokens == len(TEXT)
 
 
-def test_the_streaming_layout():
-    script = WRITE(replace(ASKED, text_mode="interleaved"))
+def test_text_mode_interleaved():
+    script = write(SMALL, replace(ASKED, options={"text_mode": "interleaved"}))
     body = ((CONFIG.tts_bos, CONTROL.pad), (TEXT[0], CONTROL.bos))
     assert script.pairs == (*ROLE, *pads(*AUTO, CONFIG.voices["ryan"]), *body)
     assert script.trailing == (*TEXT[1:], CONFIG.tts_eos)
 
 
-def test_a_text_of_one_token_streams_its_end_next():
-    assert WRITE(replace(ASKED, text="a", text_mode="interleaved")).trailing == (CONFIG.tts_eos,)
+def test_a_text_of_one_token_is_followed_by_its_end():
+    assert write(SMALL, replace(ASKED, text="a", options={"text_mode": "interleaved"})).trailing == (CONFIG.tts_eos,)
 
 
 def test_instructions_come_first():
-    plain, styled = (LARGE.writer(replace(ASKED, instructions=words)) for words in (None, " Speak slowly. "))
-    words = (CONFIG.im_start, *WRITE.tokenize("user\nSpeak slowly."), CONFIG.im_end, *WRITE.tokenize("\n"))
+    plain, styled = (write(LARGE, replace(ASKED, instructions=words)) for words in (None, " Speak slowly. "))
+    words = (CONFIG.im_start, *TOKENIZE("user\nSpeak slowly."), CONFIG.im_end, *TOKENIZE("\n"))
     assert styled.pairs == (*((token, -1) for token in words), *plain.pairs)
-    assert LARGE.writer(replace(ASKED, instructions="  ")) == plain
+    assert write(LARGE, replace(ASKED, instructions="  ")) == plain
 
 
 def test_text_is_stripped():
-    assert WRITE(replace(ASKED, text="\n hello world \t\n")) == WRITE(ASKED)
+    assert write(SMALL, replace(ASKED, text="\n hello world \t\n")) == write(SMALL, ASKED)
 
 
 # voices and languages
@@ -91,7 +92,7 @@ def test_a_voice_of_a_dialect_speaks_it_where_chinese_is_meant(voice, language, 
 
 
 def test_names_are_case_insensitive():
-    assert WRITE(replace(ASKED, voice="RyAn", language="English")) == WRITE(replace(ASKED, voice="ryan", language="english"))
+    assert write(SMALL, replace(ASKED, voice="RyAn", language="English")) == write(SMALL, replace(ASKED, voice="ryan", language="english"))
     assert control(voice="Eric", language="CHINESE") == spoken("sichuan_dialect")
     assert control(language="AUTO") == AUTO
 
@@ -101,7 +102,7 @@ def test_names_are_case_insensitive():
 
 def test_inputs_are_sums_of_a_text_row_and_a_codec_row():
     asked = replace(ASKED, instructions="Sing.")
-    script, prompt, talker = LARGE.writer(asked), LARGE.prompt(asked), LARGE.talker
+    script, prompt, talker = write(LARGE, asked), LARGE.prompt(asked), LARGE.talker
     for row, (text, codec) in zip(prompt.inputs, script.pairs, strict=True):
         expected = talker.text(torch.tensor(text))
         if codec >= 0:
@@ -115,62 +116,77 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
     prompts = [LARGE.prompt(replace(ASKED, **change)) for change in changes]
     rows: dict[int, torch.Tensor] = {}
     for prompt in prompts:
-        assert len(prompt.keys) == len(prompt.inputs)
-        for key, row in zip(prompt.keys, prompt.inputs, strict=True):
+        assert len(prompt.prefix_keys) == len(prompt.inputs)
+        for key, row in zip(prompt.prefix_keys, prompt.inputs, strict=True):
             assert -(2**63) <= key < 2**63
             torch.testing.assert_close(rows.setdefault(key, row), row, rtol=0, atol=1e-6)
     distinct = torch.stack(list(rows.values()))
     assert (torch.cdist(distinct, distinct) + 10 * torch.eye(len(distinct))).min() > 0.1
 
 
+def sampling(slot: dict[str, Any]) -> list[list[float]]:
+    """Of the first code and of the depth codes."""
+    return [[pytest.approx(value) for value in slot[name].tolist()] for name in ("temperature", "top_k", "top_p")]
+
+
 def test_sampling_values_are_the_checkpoints_unless_the_request_says_otherwise():
     slot = SMALL.prompt(ASKED).slot
     assert slot["seed"] == 0 and slot["penalty"] == 1.05
-    assert (slot["temperature"], slot["top_k"], slot["top_p"]) == ((0.9, 0.9), (50, 50), (1.0, 1.0))
-    asked = replace(ASKED, temperature=0.5, top_k=0, top_p=0.7, depth_temperature=0.3, depth_top_k=9, depth_top_p=0.2)
+    assert sampling(slot) == [[0.9, 0.9], [50, 50], [1.0, 1.0]]
+    depth = {"depth_temperature": 0.3, "depth_top_k": 9, "depth_top_p": 0.2}
+    asked = replace(ASKED, temperature=0.5, top_k=0, top_p=0.7, options=depth)
     slot = SMALL.prompt(replace(asked, repetition_penalty=1.0, seed=2**63 - 1)).slot
-    assert (slot["temperature"], slot["top_k"], slot["top_p"]) == ((0.5, 0.3), (0, 9), (0.7, 0.2))
+    assert sampling(slot) == [[0.5, 0.3], [0, 9], [0.7, 0.2]]
     assert slot["seed"] == 2**63 - 1 and slot["penalty"] == 1.0
 
 
 def test_a_temperature_of_zero_is_greedy_in_every_codebook():
-    assert SMALL.prompt(replace(ASKED, temperature=0.0)).slot["temperature"] == (0.0, 0.0)
-    assert SMALL.prompt(replace(ASKED, temperature=0.0, depth_temperature=1.0)).slot["temperature"] == (0.0, 1.0)
-    assert SMALL.prompt(replace(ASKED, temperature=0.5)).slot["temperature"] == (0.5, 0.9)
+    both = [{"temperature": 0.0}, {"temperature": 0.0, "options": {"depth_temperature": 1.0}}, {"temperature": 0.5}]
+    found = [sampling(SMALL.prompt(replace(ASKED, **fields)).slot)[0] for fields in both]
+    assert found == [[0.0, 0.0], [0.0, 1.0], [0.5, 0.9]]
 
 
 # what a user may get wrong
+
+
+TAKES = "temperature, top_k, top_p, repetition_penalty, depth_temperature, depth_top_k, depth_top_p, text_mode"
+VOICES = "aiden, dylan, eric, ono_anna, ryan, serena, sohee, uncle_fu, vivian"
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
         ({"text": " \n"}, "text", "text is empty"),
-        ({"text": "1" * (MAX_TEXT_TOKENS + 1)}, "text", "8193 tokens; at most 8192 are possible"),
-        ({"voice": "alloy"}, "voice", "voice 'alloy' is not in this checkpoint; it has: aiden, dylan, eric, ono_anna, ryan, serena"),
-        ({"voice": None}, "voice", "a voice is needed; this checkpoint has: aiden"),
-        ({"language": "klingon"}, "language", "language 'klingon' is not in this checkpoint; it has: auto, chinese, english, french"),
-        ({"language": "beijing_dialect"}, "language", "language 'beijing_dialect' is not in this checkpoint"),  # it comes with a voice
-        ({"instructions": "Sing."}, "instructions", "0.6B .*takes no instructions; .*1.7B"),
-        ({"layout": "diagonal"}, "layout", "layout 'diagonal' is not known; possible: whole, streaming"),
+        ({"text": "1" * (MAX_TEXT_TOKENS + 1)}, "text", "8193 tokens are given; at most 8192 are possible"),
+        ({"voice": "alloy"}, "voice", f"has no voice 'alloy'; it has: {VOICES}"),
+        ({"voice": None}, "voice", f"a voice is needed; Qwen3-TTS 0.6B custom_voice has: {VOICES}"),
+        ({"language": "klingon"}, "language", "has no language 'klingon'; possible: auto, chinese, english, french"),
+        ({"language": "beijing_dialect"}, "language", "has no language 'beijing_dialect'"),  # it comes with a voice
+        ({"instructions": "Sing."}, "instructions", "0.6B custom_voice takes no instructions: the 1.7B one does"),
+        ({"options": {"text_mode": "diagonal"}}, "text_mode", "text_mode is 'diagonal'; possible: full, interleaved"),
+        ({"options": {"cfg_scale": 2.0}}, "cfg_scale", f"0.6B custom_voice takes no cfg_scale; it takes: {TAKES}$"),
+        ({"options": {"solver_steps": 9}}, "solver_steps", f"takes no solver_steps; it takes: {TAKES}$"),
+        ({"options": {"x_vector_only_mode": True}}, "x_vector_only_mode", f"takes no x_vector_only_mode; it takes: {TAKES}$"),
+        ({"options": {"depth_top_k": 1.5}}, "depth_top_k", "depth_top_k is 1.5; possible: "),
+        ({"temperature": 2.1}, "temperature", "temperature is 2.1; possible: .* from 0 to 2"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
 def test_what_a_user_got_wrong_names_the_field(fields, param, message):
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(RequestError, match=message) as refused:
         SMALL.prompt(replace(ASKED, **fields))
     assert refused.value.param == param
 
 
 def test_long_instructions_are_refused():
-    with pytest.raises(ValueError, match="8193 tokens; at most 8192 are possible"):
+    with pytest.raises(ValueError, match="8193 tokens are given; at most 8192 are possible"):
         LARGE.prompt(replace(ASKED, instructions="1" * (MAX_TEXT_TOKENS + 1)))
 
 
 def test_the_longest_text_fits_but_for_the_models_positions():
     asked = replace(ASKED, text="1" * MAX_TEXT_TOKENS)
     assert len(SMALL.prompt(asked).inputs) == MAX_TEXT_TOKENS + 10
-    prompt = SMALL.prompt(replace(asked, text_mode="interleaved"))
+    prompt = SMALL.prompt(replace(asked, options={"text_mode": "interleaved"}))
     state = SMALL.state(1, 1)
     SMALL.admit(state, 0, prompt)
     assert state.text_count[0] == MAX_TEXT_TOKENS
