@@ -5,6 +5,7 @@ Knows no torch, so every surface can read the same list: HTTP, the shell, `zoo i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,16 +50,15 @@ class Option:
 
     def read(self, value: object) -> Value:
         """The value as the option's type. Raises RequestError."""
-        if self.type is float and type(value) is int:
-            value = float(value)
-        if type(value) is not self.type or not self._holds(value):
+        is_kind = type(value) is self.type or (self.type is float and type(value) is int)
+        if not is_kind or not self._holds(value):
             raise RequestError(self.name, f"{self.name} is {value!r}; possible: {self.possible}")
-        return value  # type: ignore[return-value]  # its type is the option's, which the checker cannot follow
+        return self.type(value)
 
     def parse(self, text: str) -> Value:
         """What a shell gives. Raises RequestError."""
-        if self.type is bool and text in ("true", "false"):
-            return text == "true"
+        if self.type is bool:
+            return self.read({"true": True, "false": False}.get(text, text))
         try:
             return self.read(text if self.type is str else self.type(text))
         except ValueError:
@@ -67,9 +67,9 @@ class Option:
     def _holds(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
-        if self.range is None:
+        if self.type not in (int, float):
             return True
-        low, high = self.range
+        low, high = self.range or (-sys.float_info.max, sys.float_info.max)
         return low <= value <= high  # NaN is in no range
 
 

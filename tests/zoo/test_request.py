@@ -65,6 +65,8 @@ def test_what_is_possible_has_the_options_type(option, value, expected):
         (SCALE, "2", "a number from 0 to 10"),
         (GAIN, float("nan"), "a number"),
         (GAIN, float("-inf"), "a number"),
+        (GAIN, 10**400, "a number"),  # beyond any float
+        (SCALE, 10**400, "a number from 0 to 10"),
         (STEPS, 0, "an integer from 1 to 9"),
         (STEPS, 10, "an integer from 1 to 9"),
         (STEPS, 2.0, "an integer from 1 to 9"),
@@ -210,7 +212,10 @@ def test_references():
 def test_turns_and_open_text():
     asked = {"turns": (Turn("user", "Hi."),)}
     refused("turns", "^Hum 1 takes no turns", **asked)
-    check(Request(text="a", **asked), replace(PLAIN, shares_turns=True))
+    refused("turns", "^Hum 1 takes no turns", **asked, spec=replace(PLAIN, shares_turns=True))
+    check(Request(text="a", **asked), replace(PLAIN, listens=True))
+    refused("conversation", "^Hum 1 takes no conversation", conversation="one", spec=replace(PLAIN, listens=True))
+    check(Request(text="a", conversation="one"), replace(PLAIN, shares_turns=True))
     refused("is_open", "^Hum 1 takes no text while it speaks", is_open=True)
     check(Request(text="a", is_open=True), replace(PLAIN, feeds=True))
 
