@@ -309,7 +309,8 @@ class Engine:
             job = model.waiting[0]
             if not model.admit():
                 return
-            for tokens, is_last in job.unfed:
+            unfed, job.unfed = job.unfed, []
+            for tokens, is_last in unfed:
                 self._feed(job.id, tokens, is_last)
 
     def _release(self, job: Job, last: Event) -> None:

@@ -18,7 +18,7 @@ from serving.engine.job import Audio, Job
 from serving.engine.pages import Pages
 from serving.engine.runner import Arena, AsyncCopy, Runner
 from serving.engine.scheduler import Policy, Render, Scheduler
-from zoo.contract import Family, Prompt
+from zoo.contract import Family, Prompt, RequestError
 
 _salts = itertools.count(1)  # one per loaded model: equal keys under other weights are other pages
 
@@ -97,7 +97,9 @@ class ModelWorker:
         return True
 
     def feed(self, job: Job, tokens: Sequence[int], is_last: bool) -> None:
-        """More text for a request in a slot. Raises RequestError for more than the slot holds."""
+        """More text for a request in a slot. Raises RequestError for more than the slot holds, and behind the last of the text."""
+        if self.scheduler.has_all_text(job.slot):
+            raise RequestError("text", "more text came, but the text was complete: feed a request that is_open, and not after its last text")
         steps = self.runner.feed(job.slot, tokens, is_last)
         self.scheduler.feed(job.slot, None if is_last else steps)
 

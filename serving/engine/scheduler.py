@@ -191,6 +191,10 @@ class Scheduler:
         bounded = slots[self.steps_left[slots] < UNBOUNDED]
         self.steps_left[bounded] -= 1
 
+    def has_all_text(self, slot: int) -> bool:
+        """Whether no more text can come."""
+        return bool(self.steps_left[slot] == UNBOUNDED)
+
     def feed(self, slot: int, steps: int | None) -> None:
         """More text arrived, which allows so many more steps; None: it was the last of it."""
         self.steps_left[slot] = UNBOUNDED if steps is None else self.steps_left[slot] + steps
