@@ -75,9 +75,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Codes to samples, in the dtype of its weights. Call `finish` once they are in place."""
+    """Codes to samples, in the dtype of its weights. Call `prepare` once they are in place."""
 
-    tables: Tensor  # [K * V, C], after finish(): a code's row behind the way out of its codebook and the projection
+    tables: Tensor  # [K * V, C], after prepare(): a code's row behind the way out of its codebook and the projection
     bias: Tensor  # [C, 1], all codebooks' and the projection's
 
     def __init__(self, config: CodecConfig):

@@ -78,7 +78,7 @@ class SemanticBlock(nn.Sequential):
 
 
 class Encoder(nn.Module):
-    """Call `finish` once the weights are in place."""
+    """Call `prepare` once the weights are in place."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()

@@ -34,7 +34,7 @@ class Layer(nn.Module):
 class Position(nn.Module):
     """A convolution wide enough to tell where a frame is. Its kernel is published as a direction and, per tap, a length."""
 
-    weight: Tensor  # [D, D / groups, kernel], after finish()
+    weight: Tensor  # [D, D / groups, kernel], after prepare()
 
     def __init__(self, config: SemanticConfig):
         super().__init__()

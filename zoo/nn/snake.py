@@ -23,7 +23,7 @@ class Snake(nn.Module):
 class SnakeBeta(nn.Module):
     """x + sin^2(x e^alpha) / e^beta: BigVGAN's variant, with two parameters."""
 
-    frequency: Tensor  # [C, 1], after finish()
+    frequency: Tensor  # [C, 1], after prepare()
     gain: Tensor  # [C, 1]
 
     def __init__(self, channels: int):

@@ -154,7 +154,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Samples to codes. Run it in fp32: in less, near ties between rows fall the other way. Call `finish` once the weights are in."""
+    """Samples to codes. Run it in fp32: in less, near ties between rows fall the other way. Call `prepare` once the weights are in."""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()

@@ -1,0 +1,97 @@
+"""Our quantisers against those of vector-quantize-pytorch 1.32.0: the same rows give the same codes, and the same latents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import family
+from torch import Tensor, nn
+from vector_quantize_pytorch import FSQ, ResidualVQ, VectorQuantize
+
+from zoo.higgs_v3.layers import Quantizer
+from zoo.nn.vq import SplitVQ
+from zoo.voxcpm2.model import FSQ as OurFSQ
+
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+def copy_linear(theirs: nn.Linear, ours: nn.Linear | nn.Conv1d) -> None:
+    """The weights of a linear map; a convolution one wide is one."""
+    theirs.weight.copy_(ours.weight.flatten(1))
+    if ours.bias is not None:
+        theirs.bias.copy_(ours.bias)
+
+
+def residual(table: Tensor, way_in: nn.Conv1d, way_out: nn.Conv1d) -> ResidualVQ:
+    """One branch of SplitVQ: table [K, V, dim]. Theirs has biases on its ways in and out, ours has none."""
+    books, size, dim = table.shape
+    theirs = ResidualVQ(dim=way_in.in_channels, codebook_dim=dim, num_quantizers=books, codebook_size=size).eval()
+    copy_linear(theirs.project_in, way_in)
+    copy_linear(theirs.project_out, way_out)
+    theirs.project_in.bias.zero_()
+    theirs.project_out.bias.zero_()
+    for layer, rows in zip(theirs.layers, table, strict=True):
+        layer._codebook.embed.copy_(rows[None])
+    return theirs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("used", [2, 5, 16])
+def test_split_vq_is_two_residual_quantisers(used):
+    torch.manual_seed(used)
+    ours = SplitVQ(16, used, 32, 8, 24)
+    for parameter in ours.parameters():
+        parameter.normal_()
+    ours.usage.uniform_(0.5, 3)
+    ours.prepare()
+    branches = (
+        residual(ours.table[:1], ours.first_in, ours.first_out),
+        residual(ours.table[1:], ours.rest_in, ours.rest_out),
+    )
+    latent = torch.randn(3, 24, 50)
+    codes = ours.encode(latent)
+    theirs = torch.cat([branch(latent.mT)[1] for branch in branches], -1)
+    assert torch.equal(codes, theirs) and len(codes.unique()) > 20
+    parts = codes[..., :1], codes[..., 1:]
+    decoded = sum(branch.get_output_from_indices(part) for branch, part in zip(branches, parts, strict=True))
+    torch.testing.assert_close(ours.decode(codes), decoded.mT, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_quantiser_of_higgs_is_a_chain_of_projected_ones():
+    """Each of its levels has ways in and out of its own, which their ResidualVQ refuses; a level alone is one of theirs."""
+    torch.manual_seed(0)
+    ours = Quantizer(family("higgs_v3").config.codec)
+    for parameter in ours.parameters():
+        parameter.normal_(std=0.3)
+    levels: list[VectorQuantize] = []
+    for book in ours:
+        size, dim = book.rows.shape
+        levels.append(VectorQuantize(dim=book.project_in.in_features, codebook_dim=dim, codebook_size=size).eval())
+        copy_linear(levels[-1].project_in, book.project_in)
+        copy_linear(levels[-1].project_out, book.project_out)
+        levels[-1]._codebook.embed.copy_(book.rows[None])
+    latent = torch.randn(3, 50, ours.books[0].project_in.in_features)
+    left, found, spoken = latent, [], torch.zeros_like(latent)
+    for level in levels:
+        quantised, code, _ = level(left)
+        left, spoken = left - quantised, spoken + quantised
+        found.append(code)
+    codes = ours.encode(latent)
+    assert torch.equal(codes, torch.stack(found, -1)) and len(codes.unique()) > 20
+    torch.testing.assert_close(sum(book(codes[..., k]) for k, book in enumerate(ours)), spoken, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_fsq_of_voxcpm_is_theirs_that_preserves_symmetry():
+    """Their default widens the levels by a thousandth, so that values near a bound fall to another one."""
+    torch.manual_seed(0)
+    ours = OurFSQ(24, 6, 9)
+    settings = {"levels": [19] * 6, "dim": 24, "return_indices": False}
+    theirs, default = FSQ(**settings, preserve_symmetry=True).eval(), FSQ(**settings).eval()
+    for module in (theirs, default):
+        copy_linear(module.project_in, ours.narrow)
+        copy_linear(module.project_out, ours.widen)
+    x = 3 * torch.randn(4, 200, 24)
+    torch.testing.assert_close(ours(x), theirs(x)[0], **CLOSE)
+    assert (ours(x) - default(x)[0]).abs().max() > 1e-3
