@@ -56,7 +56,7 @@ class Position(nn.Module):
 
 
 class Hubert(nn.Module):
-    """Run it in fp32. Call `finish` once the weights are in place."""
+    """Run it in fp32. Call `prepare` once the weights are in place."""
 
     def __init__(self, config: SemanticConfig):
         super().__init__()
