@@ -9,6 +9,7 @@ Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts; transformers, models/qw
 from __future__ import annotations
 
 import torch
+from einops import repeat
 from torch import Tensor, nn
 
 from zoo.contract import Batch, Family, Prompt, Request, Spec, View, frame_cap
@@ -150,7 +151,8 @@ class HiggsV3(Family[HiggsState]):
         logits = self.head(h).float().unflatten(-1, (c.codebooks, c.vocab))  # [B, K, V]
         logits[:, 0, c.end].masked_fill_(steps == 0, -torch.inf)  # an end in the first row would leave nothing to hear
         noise = gumbel(state.seed[slots], steps, range(c.codebooks), c.vocab)  # [B, K, V]
-        how = (value[slots, None].expand(-1, c.codebooks).flatten() for value in (state.temperature, state.top_k, state.top_p))  # [B K]
+        settings = (state.temperature, state.top_k, state.top_p)
+        how = (repeat(value[slots], "b -> (b k)", k=c.codebooks) for value in settings)
         drawn = draw(logits.flatten(0, 1), *how, noise.flatten(0, 1)).unflatten(0, (-1, c.codebooks))  # [B, K]
         state.step(slots, drawn, c.begin, c.end)
 

@@ -8,6 +8,7 @@ Source: Hsu et al. 2021 (arXiv 2106.07447); transformers 5.23, models/hubert.
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,8 +27,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]; everybody attends to everybody."""
-        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))  # [B, H, T, dim]
-        x = self.attention_norm(x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        parts = (self.q(x), self.k(x), self.v(x))
+        q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, dim]
+        y = rearrange(F.scaled_dot_product_attention(q, k, v), "b h t d -> b t (h d)")
+        x = self.attention_norm(x + self.out(y))
         return self.mlp_norm(x + self.narrow(F.gelu(self.widen(x))))
 
 

@@ -8,6 +8,7 @@ nothing keeps whole-step compilation free of graph breaks and lets equal blocks 
 from itertools import pairwise
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -84,7 +85,7 @@ def _one_sequence(q: Tensor, kv: Tensor, page_table: Tensor, length: int, page_t
     v = kv[at + page_tokens].transpose(0, 1)
     key = torch.arange(length, device=q.device)
     causal = key <= key[-new:, None]  # [L, n]
-    grouped = q.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [Hkv, G, L, D]
-    groups = grouped.shape[1]
-    out = F.scaled_dot_product_attention(grouped.flatten(1, 2), k, v, attn_mask=causal.repeat(groups, 1), scale=scale)
-    return out.unflatten(1, (groups, new)).permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # [L, H, D]
+    groups = q.shape[1] // heads
+    grouped = rearrange(q, "l (h g) d -> h (g l) d", h=heads)  # [Hkv, G * L, D]
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=causal.repeat(groups, 1), scale=scale)
+    return rearrange(out, "h (g l) d -> l (h g) d", l=new).contiguous()  # [L, H, D]

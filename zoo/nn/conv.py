@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from math import ceil
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -94,7 +95,7 @@ class CausalConv1d(Stateful):
         if self.groups > 1 or not is_short(x):
             return F.conv1d(whole, self.weight, self.bias, dilation=self.dilation, groups=self.groups)
         reach = whole.unfold(2, self.state_length + 1, 1)[..., :: self.dilation]  # [B, C, N, kernel]
-        return F.linear(reach.transpose(1, 2).flatten(2), self.weight.flatten(1), self.bias).mT
+        return F.linear(rearrange(reach, "b c n k -> b n (c k)"), self.weight.flatten(1), self.bias).mT
 
 
 class CausalConvTranspose1d(Stateful):
@@ -116,11 +117,11 @@ class CausalConvTranspose1d(Stateful):
             edge = self.state_length * self.stride  # before it, outputs of what was kept; after it, outputs that wait for the next input
             return y[:, :, edge : y.shape[2] - edge]
         parts = F.linear(whole.mT.contiguous(), self.weight.flatten(1).T)  # [B, state_length + N, Cout * kernel]
-        parts = parts.unflatten(2, (len(self.bias), -1, self.stride))  # what an input gives its own outputs, and the next input's
+        parts = parts.unflatten(2, (len(self.bias), -1, self.stride))  # what an input gives its own outputs, and the next's
         y = parts[:, self.state_length :, :, 0]
         if self.state_length:
             y = y + parts[:, :-1, :, 1]  # [B, N, Cout, stride]
-        return (y.transpose(1, 2) + self.bias[:, None, None]).flatten(2)
+        return rearrange(y + self.bias[:, None], "b n c stride -> b c (n stride)")
 
 
 def reach(layers: Iterable[nn.Module]) -> int:

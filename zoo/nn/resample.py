@@ -3,6 +3,7 @@
 from math import ceil, gcd, pi
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,5 +33,5 @@ class Resample(nn.Module):
 
     def forward(self, samples: Tensor) -> Tensor:
         padded = F.pad(samples, (self.reach, self.reach + self.step))[:, None]
-        resampled = F.conv1d(padded, self.filters, stride=self.step).mT.flatten(1)
+        resampled = rearrange(F.conv1d(padded, self.filters, stride=self.step), "b phase n -> b (n phase)")
         return resampled[:, : -(-samples.shape[1] * self.phases // self.step)]

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -96,9 +97,9 @@ class Layer(Stateful):
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.attention_norm(x)))  # [B, F, H, head_dim]
         k = rotate(k, cos, sin)
         kv = state.extend(self, torch.cat((k, v), -2).flatten(2))  # [B, window - 1 + F, 2D]
-        k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (2 * self.heads, -1)).chunk(2, -2))  # [B, H, window - 1 + F, head_dim]
+        k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)  # [B, H, window - 1 + F, head_dim]
         y = F.scaled_dot_product_attention(rotate(q, cos, sin).transpose(1, 2), k, v, attn_mask=seen)
-        x = torch.addcmul(x, self.attention_scale, self.out(y.transpose(1, 2).flatten(2)))
+        x = torch.addcmul(x, self.attention_scale, self.out(rearrange(y, "b h f d -> b f (h d)")))
         return torch.addcmul(x, self.mlp_scale, self.mlp(self.mlp_norm(x)))
 
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -147,9 +148,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None) -> Tensor:
         """x [B, T, D]; seen [T, T], or None for all of the past."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.attention_norm(x)))  # [B, H, T, head_dim]
+        parts = self.qkv(self.attention_norm(x))
+        q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, head_dim]
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=seen, is_causal=seen is None)
-        x = x + self.attention_scale * self.out(y.transpose(1, 2).flatten(2))
+        x = x + self.attention_scale * self.out(rearrange(y, "b h t d -> b t (h d)"))
         return x + self.mlp_scale * self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
 
 
