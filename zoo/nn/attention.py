@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from zoo.contract import Batch
 from zoo.nn import kernels
+from zoo.nn.operator import operator
 
 
 class Paged:
@@ -36,11 +37,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tenso
     return torch.ops.zoo.paged_attention.default(q, paged.kv, paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens, scale)
 
 
-@torch.library.custom_op("zoo::paged_attention", mutates_args=())
+@operator("paged_attention")
 def paged_attention(
     q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, cu_seqlens: Tensor, page_tokens: int, scale: float
 ) -> Tensor:
-    """q [T, H, D] over the pages of page_table [B, P]; sequence b holds kv_lens[b] positions, the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]."""
+    """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions, the last
+    of which are q[cu_seqlens[b]:cu_seqlens[b+1]]."""
     if q.shape[0] == page_table.shape[0]:  # every sequence has one query: no length has to be known here, so a CUDA graph can hold it
         if kernels.know(q, kv):
             return kernels.attend(q, kv, page_table, kv_lens, page_tokens, scale)
@@ -52,11 +54,6 @@ def paged_attention(
         if stop > start:
             out[start:stop] = _one_sequence(q[start:stop], kv, page_table[b], counts[b], page_tokens, scale)
     return out
-
-
-@paged_attention.register_fake
-def _(q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, cu_seqlens: Tensor, page_tokens: int, scale: float) -> Tensor:
-    return torch.empty_like(q)
 
 
 def _positions(page_table: Tensor, page_tokens: int, count: int) -> Tensor:

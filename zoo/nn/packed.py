@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.nn.linear import FusedLinear
+from zoo.nn.operator import operator
 
 LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 
@@ -47,12 +48,11 @@ class PackedLinear(nn.Module):
         return y if self.parts is None else y.split(self.parts, -1)
 
 
-@torch.library.custom_op("zoo::packed_linear", mutates_args=())
+def _empty_outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@operator("packed_linear", gives=_empty_outputs)
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. An operator, since inductor cannot look into a packed weight."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-@packed_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))

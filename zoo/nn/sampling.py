@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zoo.nn import kernels
+from zoo.nn.operator import operator
 
 _LOW = 0xFFFFFFFF
 
@@ -17,7 +18,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-@torch.library.custom_op("zoo::noise_keys", mutates_args=())
+def _empty_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
+    return seed.new_empty(seed.shape[0], streams)
+
+
+@operator("noise_keys", gives=_empty_keys)
 def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
     """One 32-bit key [B, streams] per row and stream. Opaque to the compiler: each line of `_mix` names x twice, so a chain of them, fused
     into one kernel, doubles at every line and would take minutes to compile."""
@@ -25,11 +30,6 @@ def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
     key = _mix(key ^ ((seed >> 32) & _LOW))
     key = _mix(key ^ (step & _LOW))  # [B]
     return _mix(key[:, None] ^ torch.arange(first, first + streams, device=seed.device))
-
-
-@noise_keys.register_fake
-def _(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
-    return seed.new_empty(seed.shape[0], streams)
 
 
 def gumbel(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
@@ -69,14 +69,9 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill(logits < torch.maximum(by_rank, by_mass), -torch.inf)
 
 
-@torch.library.custom_op("zoo::keep_likely", mutates_args=())
+@operator("keep_likely")
 def keep_likely_on_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return (kernels.keep_likely if kernels.know(logits) else _keep_likely)(logits, top_k, top_p)
-
-
-@keep_likely_on_cpu.register_fake
-def _(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    return torch.empty_like(logits)
 
 
 @torch.compiler.nested_compile_region

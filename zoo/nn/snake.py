@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.nn import kernels
+from zoo.nn.operator import operator
 
 
 class Snake(nn.Module):
@@ -52,11 +53,6 @@ def _snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return (x * frequency).sin_().square_().mul_(gain).add_(x)  # in place: large tensors are dear to allocate
 
 
-@torch.library.custom_op("zoo::snake", mutates_args=())
+@operator("snake")
 def snake_on_cpu(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return (kernels.snake if x.dtype == torch.float32 and kernels.know(x) else _snake)(x, frequency, gain)
-
-
-@snake_on_cpu.register_fake
-def _(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
-    return torch.empty_like(x)

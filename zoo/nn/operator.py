@@ -1,0 +1,28 @@
+"""Operators of our own, `torch.ops.zoo.NAME`: a compiler calls them and does not look into them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+
+def like_first(first: Tensor, *others: object) -> Tensor:
+    """An empty tensor as the first argument is."""
+    return torch.empty_like(first)
+
+
+def operator(
+    name: str, gives: Callable[..., Tensor] = like_first
+) -> Callable[[Callable[..., Tensor]], CustomOpDef]:
+    """Makes a function that changes none of its arguments an operator.
+
+    gives: its arguments -> an empty tensor of its result's shape and dtype, which is all that a compiler asks.
+    """
+
+    def register(function: Callable[..., Tensor]) -> CustomOpDef:
+        made = torch.library.custom_op(f"zoo::{name}", function, mutates_args=())
+        made.register_fake(gives)
+        return made
+
+    return register
