@@ -9,8 +9,6 @@ A tensor's values follow from (seed, published name, shape) alone. All tensors a
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from zoo.higgs_v3.config import CODEC, Config
 from zoo.higgs_v3.vocabulary import ADDED, PUBLISHED_WORDS, tokenizer, tokenizer_config, vocabulary
 from zoo.nn import synthetic
 from zoo.nn.config import change
-from zoo.nn.synthetic import DTYPES, Rule
+from zoo.nn.synthetic import Rule
 
 # --- configs ------------------------------------------------------------------------------------------------------------------------------
 
@@ -181,8 +179,7 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     from zoo.higgs_v3 import build, describe, weights  # here, so that configs and values can be had without the model
     from zoo.nn.checkpoint import published
 
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype} cannot be written; possible: {', '.join(str(known) for known in DTYPES)}")
+    synthetic.check_dtype(dtype)
     directory = write_texts(directory, size, **config)
     model, _ = describe(directory)
     shapes = published(build(model), weights.table(model))
@@ -190,26 +187,17 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     indexed = sorted(name for name in shapes if name not in COPIES)  # as published: the copies are in the file alone
     total = sum(math.prod(shapes[name]) for name in indexed) * dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(indexed, "model.safetensors")}
-    _write_json(directory / "model.safetensors.index.json", index)
+    synthetic.write_json(directory / "model.safetensors.index.json", index)
     return directory
 
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     """The JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
-    directory = Path(directory)
-    if size not in CONFIGS:
-        raise ValueError(f"size {size!r} is not known; sizes: {', '.join(SIZES)}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
-    content = copy.deepcopy(CONFIGS[size])
+    directory, content = synthetic.begin(directory, size, CONFIGS)
     change(content, config, "config.json")
     Config.read(content)  # before anything is written
     directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "config.json", content)
-    _write_json(directory / "tokenizer.json", tokenizer(full=size == "full"))
-    _write_json(directory / "tokenizer_config.json", tokenizer_config())
+    synthetic.write_json(directory / "config.json", content)
+    synthetic.write_json(directory / "tokenizer.json", tokenizer(full=size == "full"))
+    synthetic.write_json(directory / "tokenizer_config.json", tokenizer_config())
     return directory
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from zoo.nn.bpe import Pair, byte_symbols, chain, in_symbols
+
 # The 43 control tags that the model card documents. They are all that a user's text may hold of the special tokens.
 _EMOTIONS = """
 elation amusement enthusiasm determination pride contentment affection relief contemplation confusion surprise awe longing arousal anger
@@ -56,29 +58,18 @@ WORDS = (" the", " to", " h", " s", " w", "ing", "er", "ou", "th", "'s", "n't")
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _symbols() -> dict[int, str]:
-    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's byte-level BPE."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
 @cache
-def merges() -> tuple[tuple[str, str], ...]:
+def merges() -> tuple[Pair, ...]:
     """The BPE merges: for each known piece and word the chain that makes it, letter by letter."""
-    symbols = _symbols()
-    chains = [[symbols[byte] for byte in piece.encode()] for piece in (*PUBLISHED_IDS, *WORDS)]
-    pairs = [("".join(chain[:i]), chain[i]) for chain in chains for i in range(1, len(chain))]
-    return tuple(dict.fromkeys(pairs))
+    return tuple(dict.fromkeys(pair for piece in (*PUBLISHED_IDS, *WORDS) for pair in chain(in_symbols(piece))))
 
 
 def vocabulary(full: bool) -> dict[str, int]:
     """Token -> id: bytes, merged pieces and, at the published size, filler that no merge can reach."""
-    tokens = list(dict.fromkeys([*_symbols().values(), *(left + right for left, right in merges())]))
+    tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))
     if not full:
         return {token: index for index, token in enumerate(tokens)}
-    symbols = _symbols()
-    fixed = {index: "".join(symbols[byte] for byte in piece.encode()) for piece, index in PUBLISHED_IDS.items()}
+    fixed = {index: in_symbols(piece) for piece, index in PUBLISHED_IDS.items()}
     rest = iter([token for token in tokens if token not in fixed.values()])
     return {fixed.get(i) or next(rest, f"<filler {i}>"): i for i in range(PUBLISHED_WORDS)}
 

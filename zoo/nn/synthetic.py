@@ -3,13 +3,14 @@ arithmetic, so they are the same on every machine."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch
 Rule = tuple[str, float, float, bool]
 Fill = Callable[[str, tuple[int, ...]], np.ndarray]  # name and shape -> values
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+Config = TypeVar("Config")
 _CHUNK = 1 << 16  # stays in the cache
 _LANES = np.uint64(0x0000FFFF0000FFFF)
 
@@ -46,6 +48,27 @@ def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule], fan_
         np.multiply(total - np.float32(131070), step, out=chunk)  # 131070 is the sum's mean
         chunk += np.float32(middle)
     return values.reshape(shape)
+
+
+def begin(directory: str | Path, size: str, configs: Mapping[str, Config]) -> tuple[Path, Config]:
+    """Where a checkpoint of that size is to be written, and a copy of its config to be changed. Raises ValueError for a
+    size that is none and for a directory that is not empty."""
+    directory = Path(directory)
+    if size not in configs:
+        raise ValueError(f"size {size!r} is not known; sizes: {', '.join(configs)}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
+    return directory, copy.deepcopy(configs[size])
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raises ValueError for one that no file of tensors is written in."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype} cannot be written; possible: {', '.join(map(str, DTYPES))}")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill, dtype: torch.dtype) -> None:

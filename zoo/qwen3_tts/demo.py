@@ -21,7 +21,7 @@ import torch
 
 from zoo.nn import synthetic
 from zoo.nn.config import change
-from zoo.nn.synthetic import DTYPES, Rule
+from zoo.nn.synthetic import Rule
 from zoo.qwen3_tts.config import SAMPLE_RATE_HZ, Config
 from zoo.qwen3_tts.vocabulary import SPECIAL, merges, text_ids, tokenizer_config, vocabulary
 
@@ -374,8 +374,7 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     from zoo.nn.checkpoint import published  # here, so that configs and values can be had without the model
     from zoo.qwen3_tts import build, describe, weights
 
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype} cannot be written; possible: {', '.join(str(known) for known in DTYPES)}")
+    synthetic.check_dtype(dtype)
     directory = write_texts(directory, size, **config)
     model_config, _, codec_configs, _ = describe(directory)
     talker, codec = build(model_config, codec_configs)
@@ -388,17 +387,12 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     """The JSON files and the tokenizer of a checkpoint, without its tensors; arguments and errors as in `write`."""
-    directory = Path(directory)
-    if size not in CONFIGS:
-        raise ValueError(f"size {size!r} is not known; sizes: {', '.join(SIZES)}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
-    files = copy.deepcopy(CONFIGS[size])
+    directory, files = synthetic.begin(directory, size, CONFIGS)
     change(files["config.json"], config, "config.json")
     Config.read(files["config.json"])  # before anything is written
     (directory / "speech_tokenizer").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        synthetic.write_json(directory / name, content)
     words = vocabulary(full=not size.startswith("tiny"))
     (directory / "vocab.json").write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges())]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
-from itertools import pairwise
 from typing import Any
+
+from zoo.nn.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
 
 _SPECIAL = """
 <|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|>
@@ -20,57 +20,25 @@ TRAPS = ("12", "n't", "Tis", " 1", "e\u0301", "iPhone", ".\n", "\n\n", "  ", " !
 PUBLISHED_IDS = {"assistant": 77091, "user": 872, "system": 8948}  # the rest of the published vocabulary is filler here
 PUBLISHED_WORDS = 151643
 NUM_MERGES = 400
-CORPUS = """
-the quick brown fox jumps over the lazy dog and then the other fox says hello to the world this is a test of the voice that reads your
-text out loud please speak slowly and clearly when you are ready good morning good evening how are you doing today thank you very much
-there was once a small house near the river where an old man lived with his daughter and they would listen to the water every night
-some people like tea others like coffee but everyone likes a good story what is your name my name is long and it is not easy to say
-one two three four five six seven eight nine ten numbers and words and more words make the vocabulary of this little model with care
+WORDS = (
+    ENGLISH
+    + """
 we were walking through the forest talking singing and laughing while the wind was blowing it should have been raining but it was not
 naïve café déjà vu über straße señor mañana 你好 世界 今天 天气 很好 我们 大家 こんにちは ありがとう 안녕하세요 привет мир спасибо
 """
-
-
-def _symbols() -> dict[int, str]:
-    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's byte-level BPE."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def _join(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
-    joined: list[str] = []
-    for symbol in word:
-        if joined and (joined[-1], symbol) == pair:
-            joined[-1] += symbol
-        else:
-            joined.append(symbol)
-    return tuple(joined)
+)
 
 
 @cache
-def merges() -> tuple[tuple[str, str], ...]:
-    """The BPE merges: chains that make each of ROLES and TRAPS one piece, then the most frequent pairs of CORPUS."""
-    symbols = _symbols()
-    found: list[tuple[str, str]] = []
-    for text in (*ROLES, *TRAPS):
-        piece = "".join(symbols[byte] for byte in text.encode())
-        found += [(piece[:i], piece[i]) for i in range(1, len(piece))]
-    words = Counter(tuple(symbols[byte] for byte in f" {word}".encode()) for word in CORPUS.split())
-    while len(found) < NUM_MERGES:
-        pairs: Counter[tuple[str, str]] = Counter()
-        for word, count in words.items():
-            for pair in pairwise(word):
-                pairs[pair] += count
-        best = max(pairs.keys() - set(found), key=lambda pair: (pairs[pair], pair))
-        found.append(best)
-        words = Counter({_join(word, best): count for word, count in words.items()})
-    return tuple(found)
+def merges() -> tuple[Pair, ...]:
+    """The BPE merges: chains that make each of ROLES and TRAPS one piece, then the most frequent pairs of WORDS."""
+    pieces = [in_symbols(text) for text in (*ROLES, *TRAPS)]
+    return learn(pieces, [in_symbols(f" {word}") for word in WORDS.split()], NUM_MERGES, is_last_first=True)
 
 
 def vocabulary(full: bool) -> dict[str, int]:
     """vocab.json: bytes, merged pieces and, at the published size, filler that no merge can reach."""
-    tokens = list(dict.fromkeys([*_symbols().values(), *(left + right for left, right in merges())]))  # two merges can make one piece
+    tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))  # two merges can make one piece
     if not full:
         return {token: index for index, token in enumerate(tokens)}
     fixed = {index: token for token, index in PUBLISHED_IDS.items()}

@@ -10,7 +10,6 @@ All files but the tokenizer's remote code, which nothing here needs. A tensor's 
 from __future__ import annotations
 
 import copy
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 
 from zoo.nn import synthetic
 from zoo.nn.config import change
-from zoo.nn.synthetic import DTYPES, Rule
+from zoo.nn.synthetic import Rule
 from zoo.voxcpm2.config import OLD_VAE, Config
 from zoo.voxcpm2.vocabulary import PUBLISHED_WORDS, special_tokens_map, tokenizer, tokenizer_config, vocabulary
 
@@ -176,8 +175,7 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     from zoo.nn.checkpoint import published, weight_normed  # here, so that configs and values can be had without the model
     from zoo.voxcpm2 import build, describe, weights
 
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype} cannot be written; possible: {', '.join(str(known) for known in DTYPES)}")
+    synthetic.check_dtype(dtype)
     directory = write_texts(directory, size, **config)
     model, _ = describe(directory)
     net, vae = build(model)
@@ -198,12 +196,7 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     """The JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
-    directory = Path(directory)
-    if size not in CONFIGS:
-        raise ValueError(f"size {size!r} is not known; sizes: {', '.join(SIZES)}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
-    content = copy.deepcopy(CONFIGS[size])
+    directory, content = synthetic.begin(directory, size, CONFIGS)
     change(content, config, "config.json")
     Config.read(content)  # before anything is written
     directory.mkdir(parents=True, exist_ok=True)
@@ -214,5 +207,5 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
         "special_tokens_map.json": special_tokens_map(),
     }
     for name, value in files.items():
-        (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        synthetic.write_json(directory / name, value)
     return directory

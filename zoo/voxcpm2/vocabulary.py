@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
-from itertools import pairwise
 from typing import Any
+
+from zoo.nn.bpe import ENGLISH, Pair, learn
 
 SPECIAL = {
     0: "<unk>",
@@ -20,45 +20,23 @@ PUBLISHED_WORDS = 73448
 # Words that must be one piece: Chinese ones, which are taken apart again, one of them with its space, and one with a letter, which is not.
 TRAPS = ("你好", "世界", "今天", "天气", "很好", "▁我们", "大家", "卡拉O")
 NUM_MERGES = 300
-CORPUS = """
-the quick brown fox jumps over the lazy dog and then the other fox says hello to the world this is a test of the voice that reads your
-text out loud please speak slowly and clearly when you are ready good morning good evening how are you doing today thank you very much
-there was once a small house near the river where an old man lived with his daughter and they would listen to the water every night
-some people like tea others like coffee but everyone likes a good story what is your name my name is long and it is not easy to say
-one two three four five six seven eight nine ten numbers and words and more words make the vocabulary of this little model with care
+WORDS = (
+    ENGLISH
+    + """
 Good Once It's iPhone 7 4 5 0 1 2 3 6 8 9 , . ! ? : ; ' " ( ) - < > | / _ naïve café über straße señor
 """
-
-
-def _join(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
-    joined: list[str] = []
-    for symbol in word:
-        if joined and (joined[-1], symbol) == pair:
-            joined[-1] += symbol
-        else:
-            joined.append(symbol)
-    return tuple(joined)
+)
 
 
 @cache
-def merges() -> tuple[tuple[str, str], ...]:
-    """The BPE merges: chains that make each of TRAPS one piece, then the most frequent pairs of CORPUS."""
-    found = [(trap[:i], trap[i]) for trap in TRAPS for i in range(1, len(trap))]
-    words = Counter(tuple(f"▁{word}") for word in CORPUS.split())
-    while len(found) < NUM_MERGES:
-        pairs: Counter[tuple[str, str]] = Counter()
-        for word, count in words.items():
-            for pair in pairwise(word):
-                pairs[pair] += count
-        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        found.append(best)
-        words = Counter({_join(word, best): count for word, count in words.items()})
-    return tuple(found)
+def merges() -> tuple[Pair, ...]:
+    """The BPE merges: chains that make each of TRAPS one piece, then the most frequent pairs of WORDS."""
+    return learn(TRAPS, [f"▁{word}" for word in WORDS.split()], NUM_MERGES)
 
 
 def vocabulary(full: bool) -> dict[str, int]:
     """Token -> id: special tokens at their published ids, bytes, characters, pieces; filled up to the published number where it is full."""
-    characters = sorted({character for word in (*CORPUS.split(), *TRAPS) for character in word} | {"▁"})
+    characters = sorted({character for word in (*WORDS.split(), *TRAPS) for character in word} | {"▁"})
     pieces = ["".join(pair) for pair in merges()]
     rest = iter(dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)] + characters + pieces))
     words: dict[str, int] = {}
