@@ -97,9 +97,11 @@ class ModelWorker:
         return True
 
     def feed(self, job: Job, tokens: Sequence[int], is_last: bool) -> None:
-        """More text for a request in a slot. Raises RequestError for more than the slot holds, and behind the last of the text."""
+        """More text for a request in a slot. Raises RequestError for more than the slot holds, and behind the
+        last of the text."""
         if self.scheduler.has_all_text(job.slot):
-            raise RequestError("text", "more text came, but the text was complete: feed a request that is_open, and not after its last text")
+            instead = "feed a request that is_open, and not after its last text"
+            raise RequestError("text", f"more text came, but the text was complete: {instead}")
         steps = self.runner.feed(job.slot, tokens, is_last)
         self.scheduler.feed(job.slot, None if is_last else steps)
 

@@ -1,4 +1,5 @@
-"""A fixture's request, and what a greedy one must agree in with the reference, whatever kind of voice it asks for."""
+"""A fixture's request, and what a greedy one must agree in with the reference, whatever kind of voice it asks
+for."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ FIELDS = frozenset(field.name for field in fields_of(Request))
 
 
 def request_of(asked: dict[str, Any], clip: AudioClip | None = None) -> Request:
-    """A fixture's request, which is greedy: fields of Request, a reference's transcript, and else options. clip: of its reference."""
+    """A fixture's request, which is greedy: fields of Request, a reference's transcript, and else options.
+    clip: of its reference."""
     asked = {name: value for name, value in asked.items() if name != "reference"}
     transcript = asked.pop("transcript", None)
     fields = {name: value for name, value in asked.items() if name in FIELDS}
@@ -37,7 +39,13 @@ def check_prompt(ours: model.Qwen3TTS, asked: Request, found: dict[str, Tensor],
     torch.testing.assert_close(ours.talker.text(trailing), found["trailing"], rtol=0, atol=1e-6)
 
 
-def check_speech(ours: model.Qwen3TTS, asked: Request, facts: dict, found: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_speech(
+    ours: model.Qwen3TTS,
+    asked: Request,
+    facts: dict,
+    found: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Codes exactly; the talker's hidden states, all logits and the samples within 1e-4."""
     heads: list[tuple[Tensor, Tensor]] = []
     drawn: list[Tensor] = []
@@ -48,7 +56,9 @@ def check_speech(ours: model.Qwen3TTS, asked: Request, facts: dict, found: dict[
 
     real = model.draw
     monkeypatch.setattr(model, "draw", draw)
-    hook = ours.talker.codec_head.register_forward_hook(lambda module, args, out: heads.append((args[0][0], out[0])))
+    hook = ours.talker.codec_head.register_forward_hook(
+        lambda module, args, out: heads.append((args[0][0], out[0]))
+    )
     speech = zoo.generate(ours, asked)
     hook.remove()
 

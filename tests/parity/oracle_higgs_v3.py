@@ -58,7 +58,13 @@ CASES: dict[str, dict[str, Any]] = {
     "one_frame": {"text": "a", "max_frames": 1},
     "clone": {"text": STORY, "max_frames": 24, "reference": True},
     "clone_transcript": {"text": TAGGED, "max_frames": 24, "reference": True, "transcript": CHINESE},
-    "clone_transcript_ends": {"text": "Hello!", "max_frames": 24, "reference": True, "transcript": STORY, "ends": 8},
+    "clone_transcript_ends": {
+        "text": "Hello!",
+        "max_frames": 24,
+        "reference": True,
+        "transcript": STORY,
+        "ends": 8,
+    },
 }
 STEPS = (0, 3, 9)  # kept of hidden states and logits: in the delay window and behind it
 CLIP_SAMPLES = 12_700
@@ -194,9 +200,8 @@ def generate(reference: Reference, request: dict[str, Any], clip: Tensor) -> tup
         samples = F.pad(clip.float() / 32768, (0, 24000 - CLIP_SAMPLES))  # clips of less than a second: audio_codec.py, encode
         delayed = parts["delay"].apply_delay_pattern(reference.codec.encode(samples[None, None]).audio_codes[0].T)
         delayed = torch.where(delayed == 1024, BEGIN, torch.where(delayed == 1025, END, delayed))  # ids are fixed in utils.py
-    ids = torch.tensor(
-        reference.adapter.build_prompt(request["text"], num_ref_tokens=len(delayed), reference_text=request.get("transcript"))
-    )
+    said = {"num_ref_tokens": len(delayed), "reference_text": request.get("transcript")}
+    ids = torch.tensor(reference.adapter.build_prompt(request["text"], **said))
     x = reference.backbone.embed_tokens(ids.clamp(min=0))
     x[ids < 0] = reference.embedding(delayed)
     tensors = {"ids": ids, "inputs": x, "reference": delayed.to(torch.int16)}

@@ -45,8 +45,9 @@ SIZES = ("tiny", "tiny-1.7b", "tiny-base", "tiny-1.7b-base", "tiny-1.7b-design")
 STEPS = (0, 2, 31)  # the end-of-speech id is banned at step 0 and free at step 2; by step 31 the penalty has much to say
 VERSIONS = {name: importlib.metadata.version(name) for name in ("qwen-tts", "transformers", "tokenizers", "torch", "numpy")}
 
-# Requests in fields and options of zoo.contract.Request, all greedy. The reference counts the token that ends the prefill: its max_new_tokens is
-# max_frames + 1. Among them: all prompt layouts, both kinds of size, texts of one token and of many, stops by the model and by the cap.
+# Requests in fields and options of zoo.contract.Request, all greedy. The reference counts the token that ends
+# the prefill: its max_new_tokens is max_frames + 1. Among them: both text modes, both kinds of size, texts of
+# one token and of many, stops by the model and by the cap.
 STORY = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
 HOUSE = "Once there was a small house near the river, where an old man lived with his daughter."
 ODD = "It's 7:45, and my iPhone isn't ready."
@@ -74,14 +75,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # The models without voices of their own. `reference` names one of CLIPS; texts are shorter and longer than the reference's codes.
 SAYS = {"reference": "long", "transcript": "Good evening.", "text_mode": "interleaved"}
+SOUND = SAYS | {"x_vector_only_mode": True}
 WITHOUT_VOICES: dict[str, tuple[str, dict[str, Any]]] = {
     "clone_short_text": ("tiny-base", SAYS | {"text": "Hello!"}),
     "clone_long_text": ("tiny-base", SAYS | {"text": STORY, "language": "german"}),
     "clone_long_text_whole": ("tiny-base", SAYS | {"text": STORY, "language": "japanese", "text_mode": "full"}),
     "clone_early_cut_ends": ("tiny-base", SAYS | {"text": HOUSE, "text_mode": "full"}),
     "clone_stereo": ("tiny-base", SAYS | {"text": HOUSE, "language": "chinese", "reference": "stereo"}),
-    "clone_sound": ("tiny-base", SAYS | {"text": STORY, "language": "german", "x_vector_only_mode": True}),
-    "clone_sound_whole": ("tiny-base", SAYS | {"text": ODD, "language": "korean", "x_vector_only_mode": True, "text_mode": "full"}),
+    "clone_sound": ("tiny-base", SOUND | {"text": STORY, "language": "german"}),
+    "clone_sound_whole": ("tiny-base", SOUND | {"text": ODD, "language": "korean", "text_mode": "full"}),
     "clone_wide": ("tiny-1.7b-base", SAYS | {"text": STORY, "reference": "rate"}),
     "clone_wide_whole": ("tiny-1.7b-base", SAYS | {"text": "Hello!", "reference": "short", "language": "german", "text_mode": "full"}),
     "design": ("tiny-1.7b-design", {"text": STORY, "instructions": "A slow and quiet old man."}),

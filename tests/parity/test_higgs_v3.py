@@ -127,7 +127,8 @@ def test_what_the_lm_reads(case, ours):
 
 
 def test_there_are_cases():
-    kinds = {(bool(r.get("reference")), bool(r.get("transcript")), "ends" in r) for r in (facts(name)["request"] for name in CASES)}
+    requests = [facts(name)["request"] for name in CASES]
+    kinds = {(bool(r.get("reference")), bool(r.get("transcript")), "ends" in r) for r in requests}
     assert len(CASES) == 7 and len(kinds) == 5
     assert min(facts(name)["margin"] for name in CASES) > 1e-3
 

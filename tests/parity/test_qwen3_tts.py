@@ -48,9 +48,10 @@ def voices(size: str = "tiny"):
 
 def test_there_are_cases():
     assert len(CASES) == 15
-    sizes = {(facts["size"], facts["stop"], facts["request"]["text_mode"]) for facts, _ in map(fixture, CASES)}
-    assert {size for size, _, _ in sizes} == {"tiny", "tiny-1.7b"}
-    assert {stop for _, stop, _ in sizes} == {"end", "cap"} and {mode for _, _, mode in sizes} == {"full", "interleaved"}
+    facts = [fixture(name)[0] for name in CASES]
+    assert {f["size"] for f in facts} == {"tiny", "tiny-1.7b"}
+    assert {f["stop"] for f in facts} == {"end", "cap"}
+    assert {f["request"]["text_mode"] for f in facts} == {"full", "interleaved"}
 
 
 def test_what_the_talker_reads(case):

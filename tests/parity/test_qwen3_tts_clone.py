@@ -86,7 +86,8 @@ def test_what_the_talker_reads(case):
 
 
 def test_text_is_shorter_and_longer_than_the_codes():
-    """In text_mode interleaved the longer side goes on: codes beside padding, or text beside the frames that follow."""
+    """In text_mode interleaved the longer side goes on: codes beside padding, or text beside the frames that
+    follow."""
     trailing = {name: load_file(HERE / f"clone_{name}.safetensors")["trailing"] for name in ("short_text", "long_text")}
     assert len(trailing["short_text"]) == 1 < len(trailing["long_text"])
 

@@ -105,7 +105,17 @@ def test_what_a_shell_gives(option, text, expected):
 
 @pytest.mark.parametrize(
     ("option", "text"),
-    [(SCALE, "nan"), (SCALE, "11"), (SCALE, "much"), (SCALE, ""), (STEPS, "2.0"), (STEPS, "10"), (FAST, "yes"), (FAST, "False"), (MODE, "")],
+    [
+        (SCALE, "nan"),
+        (SCALE, "11"),
+        (SCALE, "much"),
+        (SCALE, ""),
+        (STEPS, "2.0"),
+        (STEPS, "10"),
+        (FAST, "yes"),
+        (FAST, "False"),
+        (MODE, ""),
+    ],
 )
 def test_what_a_shell_gives_wrongly(option, text):
     with pytest.raises(RequestError) as error:
@@ -117,7 +127,9 @@ def test_what_a_shell_gives_wrongly(option, text):
 # a request, whatever the model
 
 
-@pytest.mark.parametrize(("name", "value"), [("seed", 2**63), ("seed", -(2**63)), ("max_frames", 0), ("max_frames", 2**31 + 1)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 2**63), ("seed", -(2**63)), ("max_frames", 0), ("max_frames", 2**31 + 1)]
+)
 def test_numbers_that_no_model_can_take(name, value):
     with pytest.raises(RequestError, match=f"^{name} is {value}; from ") as error:
         Request(text="a", **{name: value})
@@ -135,24 +147,51 @@ def test_a_sampling_field_is_no_option_too(name):
 
 
 def test_defaults_are_the_models():
-    defaults = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "scale": 2.0, "steps": 4, "fast": False, "mode": "full"}
+    defaults = {
+        "temperature": 0.9,
+        "top_k": 50,
+        "top_p": 1.0,
+        "scale": 2.0,
+        "steps": 4,
+        "fast": False,
+        "mode": "full",
+    }
     assert check(Request(text="a"), PLAIN) == defaults | {"style": None, "gain": None}
 
 
 def test_what_is_given_takes_their_place():
     asked = Request(text="a", temperature=0, top_k=7, options={"scale": 3, "mode": "interleaved"})
     found = check(asked, PLAIN)
-    assert (found["temperature"], found["top_k"], found["scale"], found["mode"]) == (0.0, 7, 3.0, "interleaved")
+    assert (found["temperature"], found["top_k"], found["scale"], found["mode"]) == (
+        0.0,
+        7,
+        3.0,
+        "interleaved",
+    )
     assert (found["top_p"], found["steps"]) == (1.0, 4)
 
 
 def test_an_option_that_the_model_lacks_is_refused_by_name_with_what_it_takes():
     takes = "temperature, top_k, top_p, scale, steps, fast, mode, style, gain"
     refused("cfg_scale", f"^Hum 1 takes no cfg_scale; it takes: {takes}$", options={"cfg_scale": 2.0})
-    refused("repetition_penalty", f"^Hum 1 takes no repetition_penalty; it takes: {takes}$", repetition_penalty=1.1)
-    refused("temperature", "^Hum 1 takes no temperature; it takes: no options$", temperature=0.0, spec=replace(PLAIN, options=()))
+    refused(
+        "repetition_penalty",
+        f"^Hum 1 takes no repetition_penalty; it takes: {takes}$",
+        repetition_penalty=1.1,
+    )
+    refused(
+        "temperature",
+        "^Hum 1 takes no temperature; it takes: no options$",
+        temperature=0.0,
+        spec=replace(PLAIN, options=()),
+    )
     hinted = replace(PLAIN, hints={"cfg_scale": "it has one lane"})
-    refused("cfg_scale", "takes no cfg_scale: it has one lane; it takes: ", options={"cfg_scale": 2.0}, spec=hinted)
+    refused(
+        "cfg_scale",
+        "takes no cfg_scale: it has one lane; it takes: ",
+        options={"cfg_scale": 2.0},
+        spec=hinted,
+    )
 
 
 def test_a_value_that_is_not_possible_is_refused_by_the_options_name():
@@ -161,7 +200,9 @@ def test_a_value_that_is_not_possible_is_refused_by_the_options_name():
     refused("top_k", "^top_k is 1.5; possible: an integer from 0 to ", top_k=1.5)
 
 
-@pytest.mark.parametrize("text", ["", " \n\t", "\0", "\u200b", "\ufeff", "\u00a0\u2060 \u3000", "\0 \u200d\r\n"])
+@pytest.mark.parametrize(
+    "text", ["", " \n\t", "\0", "\u200b", "\ufeff", "\u00a0\u2060 \u3000", "\0 \u200d\r\n"]
+)
 def test_a_text_of_nothing_but_blanks(text):
     refused("text", "^text is empty$", text=text)
 
@@ -177,13 +218,25 @@ def test_voices():
     refused("voice", "^a voice is needed; Hum 1 has: Anna, bert$", spec=VOICES)
     check(Request(text="a"), replace(VOICES, voices=("Anna",)))  # which voice is clear
     refused("voice", "^Hum 1 has no voice 'anna', nor any other$", voice="anna")
-    refused("voice", "has no voice 'anna', nor any other: give a reference$", voice="anna", references=(REFERENCE,), spec=CLONES)
+    refused(
+        "voice",
+        "has no voice 'anna', nor any other: give a reference$",
+        voice="anna",
+        references=(REFERENCE,),
+        spec=CLONES,
+    )
 
 
 def test_languages():
     for language in (None, "auto", "English", "ENGLISH"):
         check(Request(text="a", voice="anna", language=language), VOICES)
-    refused("language", "^Hum 1 has no language 'french'; possible: auto, english$", voice="anna", language="french", spec=VOICES)
+    refused(
+        "language",
+        "^Hum 1 has no language 'french'; possible: auto, english$",
+        voice="anna",
+        language="french",
+        spec=VOICES,
+    )
     check(Request(text="a", language="Auto"), PLAIN)
     refused("language", "^Hum 1 has no language 'english'; possible: auto$", language="english")
 
@@ -194,7 +247,12 @@ def test_instructions():
     check(Request(text="a", instructions="Sing."), replace(PLAIN, modes=("voice", "instruct")))
     check(Request(text="a", instructions="A child."), DESIGNS)
     for words in (None, "", "\0"):
-        refused("instructions", "^instructions are needed: Hum 1 makes a voice from", instructions=words, spec=DESIGNS)
+        refused(
+            "instructions",
+            "^instructions are needed: Hum 1 makes a voice from",
+            instructions=words,
+            spec=DESIGNS,
+        )
 
 
 def test_references():
@@ -214,7 +272,9 @@ def test_turns_and_open_text():
     refused("turns", "^Hum 1 takes no turns", **asked)
     refused("turns", "^Hum 1 takes no turns", **asked, spec=replace(PLAIN, shares_turns=True))
     check(Request(text="a", **asked), replace(PLAIN, listens=True))
-    refused("conversation", "^Hum 1 takes no conversation", conversation="one", spec=replace(PLAIN, listens=True))
+    refused(
+        "conversation", "^Hum 1 takes no conversation", conversation="one", spec=replace(PLAIN, listens=True)
+    )
     check(Request(text="a", conversation="one"), replace(PLAIN, shares_turns=True))
     refused("is_open", "^Hum 1 takes no text while it speaks", is_open=True)
     check(Request(text="a", is_open=True), replace(PLAIN, feeds=True))

@@ -77,7 +77,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Codes to samples, in the dtype of its weights. Call `prepare` once they are in place."""
 
-    tables: Tensor  # [K * V, C], after prepare(): a code's row behind the way out of its codebook and the projection
+    tables: Tensor  # [K * V, C], after prepare(): a code's row behind its way out and the projection
     bias: Tensor  # [C, 1], all codebooks' and the projection's
 
     def __init__(self, config: CodecConfig):

@@ -52,7 +52,8 @@ class Codebook(nn.Module):
 class Quantizer(nn.Module):
     """Residual vector quantisation: each level quantises what the ones before left over.
 
-    vector-quantize-pytorch's ResidualVQ is not used: it has no ways in and out of each level (tests/zoo/nn/test_vq.py compares the levels).
+    vector-quantize-pytorch's ResidualVQ is not used: it has no ways in and out of each level
+    (tests/zoo/nn/test_vq.py compares the levels).
     """
 
     def __init__(self, config: CodecConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain as concatenate
 from typing import Any
 
 from zoo.nn.bpe import Pair, byte_symbols, chain, in_symbols
@@ -61,7 +62,8 @@ SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L
 @cache
 def merges() -> tuple[Pair, ...]:
     """The BPE merges: for each known piece and word the chain that makes it, letter by letter."""
-    return tuple(dict.fromkeys(pair for piece in (*PUBLISHED_IDS, *WORDS) for pair in chain(in_symbols(piece))))
+    chains = [chain(in_symbols(piece)) for piece in (*PUBLISHED_IDS, *WORDS)]
+    return tuple(dict.fromkeys(concatenate(*chains)))
 
 
 def vocabulary(full: bool) -> dict[str, int]:

@@ -41,8 +41,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tenso
 def paged_attention(
     q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, cu_seqlens: Tensor, page_tokens: int, scale: float
 ) -> Tensor:
-    """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions, the last
-    of which are q[cu_seqlens[b]:cu_seqlens[b+1]]."""
+    """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions,
+    the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]."""
     if q.shape[0] == page_table.shape[0]:  # every sequence has one query: no length has to be known here, so a CUDA graph can hold it
         if kernels.know(q, kv):
             return kernels.attend(q, kv, page_table, kv_lens, page_tokens, scale)

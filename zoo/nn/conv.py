@@ -1,11 +1,11 @@
 """Causal convolutions that stream: what a layer remembers is the end of its input, and comes in and goes out as a value.
 
-    state of a stream [V]   ┌ conv: C x 6 ┬ blocks.0.up: C x 1 ┬ layers.0: 71 x 2D ┬ ...      one row, in which each layer has a place
-                            └─────────────┴────────────────────┴───────────────────┴ ...
+    a stream's state [V] ┌ conv: C x 6 ┬ up: C x 1 ┬ layers.0: 71 x 2D ┬ ...   one row, a place a layer
+                         └─────────────┴───────────┴───────────────────┴ ...
 
-The places are dealt out once, when a decoder is built, by name: in what order its layers run does not matter. A stream that begins has a
-state of zeros, which is the zero padding of a causal convolution.
-Source of the idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of state per stream; streaming equals offline).
+The places are dealt out once, when a decoder is built, by name: in what order its layers run does not matter.
+A stream that begins has a state of zeros, which is the zero padding of a causal convolution. Source of the
+idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of state per stream; streaming equals offline).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 
 class Stateful(nn.Module):
-    """A layer that keeps the last `state_length` positions of its input, `channels` values each. They lie along `state_dim` of [B, _, _]."""
+    """A layer that keeps the last `state_length` positions of its input, `channels` values each. They lie
+    along `state_dim` of [B, _, _]."""
 
     state_name: str | None = None  # its place in the row; StateLayout gives it
 
@@ -37,7 +38,8 @@ class Stateful(nn.Module):
 
 
 class StateLayout:
-    """Where each layer of a decoder has its place in a stream's row, by the layer's name; `size` is the row's, in values."""
+    """Where each layer of a decoder has its place in a stream's row, by the layer's name; `size` is the
+    row's, in values."""
 
     def __init__(self, decoder: nn.Module):
         self.places: dict[str, slice] = {}
@@ -50,10 +52,11 @@ class StateLayout:
 
 
 class CodecState:
-    """What the layers of a decoder remember, during one forward: each takes what it kept, and leaves what it will need next time.
+    """What the layers of a decoder remember, during one forward: each takes what it kept, and leaves what it
+    will need next time.
 
-    rows [B, V]: as the last forward left them. frames: the frames F of this forward. count [B]: how many of a row's frames are valid,
-    0 to F; the others are padding, and padding is never remembered.
+    rows [B, V]: as the last forward left them. frames: the frames F of this forward. count [B]: how many of a
+    row's frames are valid, 0 to F; the others are padding, and padding is never remembered.
     """
 
     def __init__(self, layout: StateLayout, rows: Tensor, frames: int, count: Tensor):
@@ -61,15 +64,22 @@ class CodecState:
         self.kept: dict[str, Tensor] = {}  # for the next forward [B, values], by layer
 
     def extend(self, layer: Stateful, x: Tensor) -> Tensor:
-        """x, N long in the layer's dim, N a multiple of F -> what the layer kept, then x: state_length + N long."""
+        """x, N long in the layer's dim, N a multiple of F -> what the layer kept, then x: state_length + N
+        long."""
         if layer.state_length == 0:
             return x
         name, dim, shape = layer.state_name, layer.state_dim, layer.state_shape
-        assert name is not None, f"a {type(layer).__name__} has no place in the state: no StateLayout was made of its decoder"
-        assert name not in self.kept, f"layer {name!r} ran twice in one forward; it has one place in the state"
+        assert name is not None, (
+            f"a {type(layer).__name__} has no place in the state: no StateLayout was made of its decoder"
+        )
+        assert name not in self.kept, (
+            f"layer {name!r} ran twice in one forward; it has one place in the state"
+        )
         whole = torch.cat((self.rows[:, self.layout.places[name]].unflatten(1, shape), x), dim)
         valid = self.count * (x.shape[dim] // self.frames)
-        index = valid[:, None] + torch.arange(layer.state_length, device=x.device)  # [B, length], the last ones before the padding
+        index = valid[:, None] + torch.arange(
+            layer.state_length, device=x.device
+        )  # [B, length], the last ones before the padding
         index = index[:, :, None] if dim == 1 else index[:, None]
         self.kept[name] = whole.gather(dim, index.expand(-1, *shape)).flatten(1)
         return whole
@@ -99,12 +109,16 @@ class CausalConv1d(Stateful):
 
 
 class CausalConvTranspose1d(Stateful):
-    """Upsampling: x [B, C, N] -> [B, Cout, N * stride]; the kernel is one or two strides long, so an output reads its own input and the one
-    before. What is kept is that input rather than the output's tail: it is smaller, and every sample gets the bias once."""
+    """Upsampling: x [B, C, N] -> [B, Cout, N * stride]; the kernel is one or two strides long, so an output
+    reads its own input and the one before. What is kept is that input rather than the output's tail: it is
+    smaller, and every sample gets the bias once."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, stride: int):
         if kernel not in (stride, 2 * stride):
-            raise ValueError(f"a kernel of {kernel} with a stride of {stride} cannot stream; possible kernels: {stride}, {2 * stride}")
+            raise ValueError(
+                f"a kernel of {kernel} with a stride of {stride} cannot stream;"
+                f" possible kernels: {stride}, {2 * stride}"
+            )
         super().__init__(channels, kernel // stride - 1)
         self.weight = nn.Parameter(torch.empty(channels, out_channels, kernel))
         self.bias = nn.Parameter(torch.empty(out_channels))
@@ -114,10 +128,16 @@ class CausalConvTranspose1d(Stateful):
         whole = state.extend(self, x)
         if not is_short(x):
             y = F.conv_transpose1d(whole, self.weight, self.bias, stride=self.stride)
-            edge = self.state_length * self.stride  # before it, outputs of what was kept; after it, outputs that wait for the next input
+            edge = (
+                self.state_length * self.stride
+            )  # before it, outputs of what was kept; after it, outputs that wait for the next input
             return y[:, :, edge : y.shape[2] - edge]
-        parts = F.linear(whole.mT.contiguous(), self.weight.flatten(1).T)  # [B, state_length + N, Cout * kernel]
-        parts = parts.unflatten(2, (len(self.bias), -1, self.stride))  # what an input gives its own outputs, and the next's
+        parts = F.linear(
+            whole.mT.contiguous(), self.weight.flatten(1).T
+        )  # [B, state_length + N, Cout * kernel]
+        parts = parts.unflatten(
+            2, (len(self.bias), -1, self.stride)
+        )  # what an input gives its own outputs, and the next's
         y = parts[:, self.state_length :, :, 0]
         if self.state_length:
             y = y + parts[:, :-1, :, 1]  # [B, N, Cout, stride]
@@ -125,7 +145,8 @@ class CausalConvTranspose1d(Stateful):
 
 
 def reach(layers: Iterable[nn.Module]) -> int:
-    """Frames that the convolutions among `layers`, in the order of the audio's way, look back from the first sample of a new one."""
+    """Frames that the convolutions among `layers`, in the order of the audio's way, look back from the first
+    sample of a new one."""
     rate, frames = 1, 0.0  # positions per frame so far; frames looked back
     for layer in layers:
         if isinstance(layer, CausalConv1d | CausalConvTranspose1d):

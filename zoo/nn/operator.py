@@ -17,7 +17,8 @@ def operator(
 ) -> Callable[[Callable[..., Tensor]], CustomOpDef]:
     """Makes a function that changes none of its arguments an operator.
 
-    gives: its arguments -> an empty tensor of its result's shape and dtype, which is all that a compiler asks.
+    gives: its arguments -> an empty tensor of its result's shape and dtype, which is all that a compiler
+    asks.
     """
 
     def register(function: Callable[..., Tensor]) -> CustomOpDef:

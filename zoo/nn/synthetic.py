@@ -51,8 +51,8 @@ def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule], fan_
 
 
 def begin(directory: str | Path, size: str, configs: Mapping[str, Config]) -> tuple[Path, Config]:
-    """Where a checkpoint of that size is to be written, and a copy of its config to be changed. Raises ValueError for a
-    size that is none and for a directory that is not empty."""
+    """Where a checkpoint of that size is to be written, and a copy of its config to be changed. Raises
+    ValueError for a size that is none and for a directory that is not empty."""
     directory = Path(directory)
     if size not in configs:
         raise ValueError(f"size {size!r} is not known; sizes: {', '.join(configs)}")

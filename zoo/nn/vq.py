@@ -1,7 +1,8 @@
 """Vector quantisation: rows of codebooks in place of vectors.
 
-vector-quantize-pytorch's ResidualVQ gives the same codes (tests/zoo/nn/test_vq.py) and is not used: it stacks all codebooks anew for each
-decoding (four frames of Qwen3-TTS in 11 ms on one core, here 0.4), and takes a second to import.
+vector-quantize-pytorch's ResidualVQ gives the same codes (tests/zoo/nn/test_vq.py) and is not used: it stacks
+all codebooks anew for each decoding (four frames of Qwen3-TTS in 11 ms on one core, here 0.4), and takes a
+second to import.
 """
 
 import torch
@@ -17,9 +18,9 @@ class SplitVQ(Parted):
     """Residual vector quantisation in two branches that read the same latent: the first codebook alone ("semantic"), and the others, each
     of which quantises what the one before left over. A branch has its own way in (width -> dim) and out (dim -> width).
 
-    A checkpoint keeps each row as the training left it, a sum of vectors and how often the row was used. `prepare` divides them, once, for
-    the `used` first codebooks. Source: Defossez et al., "Moshi" (2024), section 3.3; transformers, models/mimi,
-    MimiSplitResidualVectorQuantizer.
+    A checkpoint keeps each row as the training left it, a sum of vectors and how often the row was used.
+    `prepare` divides them, once, for the `used` first codebooks. Source: Defossez et al., "Moshi" (2024),
+    section 3.3; transformers, models/mimi, MimiSplitResidualVectorQuantizer.
     """
 
     table: Tensor  # [K, V, dim], after prepare()

@@ -97,7 +97,7 @@ class Layer(Stateful):
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.attention_norm(x)))  # [B, F, H, head_dim]
         k = rotate(k, cos, sin)
         kv = state.extend(self, torch.cat((k, v), -2).flatten(2))  # [B, window - 1 + F, 2D]
-        k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)  # [B, H, window - 1 + F, head_dim]
+        k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)  # [B, H, window - 1 + F, D]
         y = F.scaled_dot_product_attention(rotate(q, cos, sin).transpose(1, 2), k, v, attn_mask=seen)
         x = torch.addcmul(x, self.attention_scale, self.out(rearrange(y, "b h f d -> b f (h d)")))
         return torch.addcmul(x, self.mlp_scale, self.mlp(self.mlp_norm(x)))
@@ -118,7 +118,8 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         frame = torch.arange(x.shape[1], device=x.device)
         cos, sin = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
-        # Key j stands window - 1 - j frames before this call's first frame. Zeros before the stream began are no keys: they are masked.
+        # Key j stands window - 1 - j frames before this call's first frame. Zeros before the stream began are
+        # no keys: they are masked.
         kept = self.window - 1
         key = torch.arange(kept + x.shape[1], device=x.device)
         window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [F, window - 1 + F]
@@ -209,15 +210,17 @@ class Decoder(nn.Module):
                 module.prepare()
 
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """codes [B, F, K] int64; rows [B, state_size], zeros for a new stream; start [B], frames of the stream before these; count [B],
-        how many of the F frames are valid (0 to F) -> samples [B, F * frame_samples] in [-1, 1], and the rows for the next call.
-        Samples of frames that are not valid mean nothing."""
+        """codes [B, F, K] int64; rows [B, state_size], zeros for a new stream; start [B], frames of the
+        stream before these; count [B], how many of the F frames are valid (0 to F) -> samples [B, F *
+        frame_samples] in [-1, 1], and the rows for the next call. Samples of frames that are not valid mean
+        nothing."""
         state = CodecState(self.layout, rows, codes.shape[1], count)
         return self._speak(self._read(codes, start, state), state), state.next()
 
     def prime(self, codes: Tensor) -> Tensor:
-        """codes [B, F, K] -> the rows [B, state_size] of streams that have said them. Their samples are not made: behind the transformer,
-        where nearly all of the work is, only the last frames are needed, as far as the convolutions look back."""
+        """codes [B, F, K] -> the rows [B, state_size] of streams that have said them. Their samples are not
+        made: behind the transformer, where nearly all of the work is, only the last frames are needed, as far
+        as the convolutions look back."""
         start = codes.new_zeros(codes.shape[0])
         rows = codes.new_zeros(codes.shape[0], self.state_size, dtype=self.dtype)
         state = CodecState(self.layout, rows, codes.shape[1], start + codes.shape[1])
@@ -229,7 +232,8 @@ class Decoder(nn.Module):
     @property
     def reach(self) -> int:
         """Frames that the convolutions behind the transformer look back from the first sample of a new one."""
-        return reach(layer for part in (*self.upsample, self.stem, *self.blocks, self.tail) for layer in part.modules())
+        parts = (*self.upsample, self.stem, *self.blocks, self.tail)
+        return reach(layer for part in parts for layer in part.modules())
 
     def _read(self, codes: Tensor, start: Tensor, state: CodecState) -> Tensor:
         """-> [B, C, F] at the frame rate"""

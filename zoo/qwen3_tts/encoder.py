@@ -149,14 +149,15 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None) -> Tensor:
         """x [B, T, D]; seen [T, T], or None for all of the past."""
         parts = self.qkv(self.attention_norm(x))
-        q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, head_dim]
+        q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, dim]
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=seen, is_causal=seen is None)
         x = x + self.attention_scale * self.out(rearrange(y, "b h t d -> b t (h d)"))
         return x + self.mlp_scale * self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
 
 
 class Encoder(nn.Module):
-    """Samples to codes. Run it in fp32: in less, near ties between rows fall the other way. Call `prepare` once the weights are in."""
+    """Samples to codes. Run it in fp32: in less, near ties between rows fall the other way. Call `prepare`
+    once the weights are in."""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()

@@ -168,7 +168,8 @@ class Qwen3TTS(Family[Qwen3State]):
     def feed(self, state: Qwen3State, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         """A frame reads a token, and after the last one the end of the text."""
         if wrong := [token for token in tokens if not 0 <= token < self.config.text_vocab]:
-            raise RequestError("text", f"{wrong[0]} is no token of the text; ids from 0 to {self.config.text_vocab - 1} are possible")
+            possible = f"ids from 0 to {self.config.text_vocab - 1} are possible"
+            raise RequestError("text", f"{wrong[0]} is no token of the text; {possible}")
         more = [*tokens, self.config.tts_eos] if is_last else list(tokens)
         start = int(state.text_count[slot])
         stop = start + len(more)

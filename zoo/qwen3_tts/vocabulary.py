@@ -31,14 +31,16 @@ naïve café déjà vu über straße señor mañana 你好 世界 今天 天气 
 
 @cache
 def merges() -> tuple[Pair, ...]:
-    """The BPE merges: chains that make each of ROLES and TRAPS one piece, then the most frequent pairs of WORDS."""
+    """The BPE merges: chains that make each of ROLES and TRAPS one piece, then the most frequent pairs of
+    WORDS."""
     pieces = [in_symbols(text) for text in (*ROLES, *TRAPS)]
     return learn(pieces, [in_symbols(f" {word}") for word in WORDS.split()], NUM_MERGES, is_last_first=True)
 
 
 def vocabulary(full: bool) -> dict[str, int]:
     """vocab.json: bytes, merged pieces and, at the published size, filler that no merge can reach."""
-    tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))  # two merges can make one piece
+    pieces = [left + right for left, right in merges()]
+    tokens = list(dict.fromkeys([*byte_symbols().values(), *pieces]))  # two merges can make one piece
     if not full:
         return {token: index for index, token in enumerate(tokens)}
     fixed = {index: token for token, index in PUBLISHED_IDS.items()}

@@ -30,9 +30,11 @@ MAX_PATCHES = 4096
 
 
 class FSQ(nn.Module):
-    """Finite scalar quantisation (arXiv 2309.15505): a narrow middle of which each value is rounded to one of 2 scale + 1 levels.
+    """Finite scalar quantisation (arXiv 2309.15505): a narrow middle of which each value is rounded to one of
+    2 scale + 1 levels.
 
-    vector-quantize-pytorch's FSQ is not used: in bf16 it rounds from fp32, and so to other levels than the reference."""
+    vector-quantize-pytorch's FSQ is not used: in bf16 it rounds from fp32, and so to other levels than the
+    reference."""
 
     def __init__(self, width: int, middle: int, scale: int):
         super().__init__()

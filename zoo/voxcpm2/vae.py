@@ -4,8 +4,9 @@ calls; the encoder makes latent frames of reference audio.
     latents [B, D, F] ─ conv ─ x8 ─ x6 ─ x5 ─ x2 ─ x2 ─ x2 ─ conv, tanh ─ samples [B, 1920 F]
                         2048  1024  512  256  128   64   32  channels
 
-Every layer looks back only. What the layers must remember of a stream, the ends of their inputs, is one row of `state_size` values: zeros
-for a new stream, handed in and out. Source: OpenBMB/VoxCPM, modules/audiovae/audio_vae_v2.py.
+Every layer looks back only. What the layers must remember of a stream, the ends of their inputs, is one row
+of `state_size` values: zeros for a new stream, handed in and out. Source: OpenBMB/VoxCPM,
+modules/audiovae/audio_vae_v2.py.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ class Decoder(nn.Module):
         return self.tail.weight.dtype
 
     def forward(self, latents: Tensor, rows: Tensor, count: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-        """latents [B, D, N], N a multiple of `frames`; rows [B, state_size], zeros for a new stream; count [B], how many of the `frames`
-        equal stretches of N are valid (0 to all) -> samples in [-1, 1] and the rows for the next call. Other samples mean nothing."""
+        """latents [B, D, N], N a multiple of `frames`; rows [B, state_size], zeros for a new stream; count
+        [B], how many of the `frames` equal stretches of N are valid (0 to all) -> samples in [-1, 1] and the
+        rows for the next call. Other samples mean nothing."""
         state = CodecState(self.layout, rows, frames, count)
         x = self.widen(self.conv(latents, state), state)
         for block in self.blocks:
@@ -105,7 +107,8 @@ class Decoder(nn.Module):
         return x.squeeze(1).tanh(), state.next()
 
     def prime(self, latents: Tensor) -> Tensor:
-        """latents [B, D, F] -> the rows [B, state_size] of streams that have said them. The last `reach` frames are enough."""
+        """latents [B, D, F] -> the rows [B, state_size] of streams that have said them. The last `reach`
+        frames are enough."""
         latents = latents[:, :, -self.reach :]
         batch, _, frames = latents.shape
         count = torch.full((batch,), frames, device=latents.device)

@@ -94,7 +94,8 @@ def test_render_reads_the_tape_on_both_sides_and_stops_at_its_end():
         state.tape[slot, : len(tape)], state.ready[slot] = tape, len(tape)
     slots = torch.tensor([0, 2, 1])
     is_last = torch.tensor([False, True, True])
-    heard, valid = model.render(state, View(slots, torch.tensor([12, 5, 27]), torch.tensor([4, 4, 4]), is_last, 4))
+    view = View(slots, torch.tensor([12, 5, 27]), torch.tensor([4, 4, 4]), is_last, 4)
+    heard, valid = model.render(state, view)
     assert valid.tolist() == [4 * 960] * 3
     for row, (slot, start) in enumerate(((0, 12), (2, 5), (1, 27))):
         exact = whole(decoder(), tapes[slot])[960 * start : 960 * (start + 4)]

@@ -26,8 +26,12 @@ def ours():
 def clip(seconds: float = 0.6, rate_hz: int = 24_000, channels: int = 1, hz: float = 130.0) -> AudioClip:
     """A buzz, a little different in each channel."""
     at = np.arange(round(seconds * rate_hz)) / rate_hz
-    sound = np.stack([sum(np.sin(2 * np.pi * k * (hz + 3 * c) * at) / k for k in range(1, 9)) for c in range(channels)])
-    return AudioClip((0.1 * sound).astype(np.float32) if channels > 1 else (0.1 * sound[0]).astype(np.float32), rate_hz)
+    sound = np.stack(
+        [sum(np.sin(2 * np.pi * k * (hz + 3 * c) * at) / k for k in range(1, 9)) for c in range(channels)]
+    )
+    return AudioClip(
+        (0.1 * sound).astype(np.float32) if channels > 1 else (0.1 * sound[0]).astype(np.float32), rate_hz
+    )
 
 
 def names(ours, request: Request) -> list[str]:
@@ -44,7 +48,14 @@ def test_three_forms(ours):
     said = ours.writer.tokenize("It hums.")
     assert names(ours, Request(text="Hello.")) == ["<|tts|>", "<|text|>", *"t" * len(text), "<|audio|>"]
     cloned = Request(text="Hello.", references=(Reference(clip()),))
-    assert names(ours, cloned) == ["<|tts|>", "<|ref_audio|>", *rows, "<|text|>", *"t" * len(text), "<|audio|>"]
+    assert names(ours, cloned) == [
+        "<|tts|>",
+        "<|ref_audio|>",
+        *rows,
+        "<|text|>",
+        *"t" * len(text),
+        "<|audio|>",
+    ]
     with_words = replace(cloned, references=(Reference(clip(), "It hums."),))
     by_sound = replace(with_words, options={"x_vector_only_mode": True})
     assert names(ours, by_sound) == names(ours, cloned)  # though its words are given
@@ -55,7 +66,15 @@ def test_three_forms(ours):
 def test_every_documented_control_tag_is_one_token_anywhere_in_a_text(ours):
     special = ours.writer.tokenize.special
     for tag in CONTROL_TAGS:
-        assert names(ours, Request(text=f"{tag}a{tag}a")) == ["<|tts|>", "<|text|>", tag, "t", tag, "t", "<|audio|>"]
+        assert names(ours, Request(text=f"{tag}a{tag}a")) == [
+            "<|tts|>",
+            "<|text|>",
+            tag,
+            "t",
+            tag,
+            "t",
+            "<|audio|>",
+        ]
     others = set(special) - set(CONTROL_TAGS)
     assert len(CONTROL_TAGS) == 43 and len(others) == 41
     for token in others:
@@ -73,12 +92,23 @@ def test_defaults(ours):
     assert ours.prompt(Request(text="xyz" * 7)).max_frames == 21 * 24
     assert ours.prompt(Request(text="xyz" * 20)).max_frames == 1024 - 63 - 7  # what there is room for
     set_ = Request(text="a", seed=5, temperature=1.0, top_k=0, top_p=0.5, max_frames=3)
-    assert ours.prompt(set_).slot == {"seed": 5, "temperature": 1.0, "top_k": 0, "top_p": 0.5} and ours.prompt(set_).max_frames == 3
-    assert ours.prompt(Request(text="a", temperature=1e-5)).slot["temperature"] == 0  # greedy, as in the reference
+    assert (
+        ours.prompt(set_).slot == {"seed": 5, "temperature": 1.0, "top_k": 0, "top_p": 0.5}
+        and ours.prompt(set_).max_frames == 3
+    )
+    assert (
+        ours.prompt(Request(text="a", temperature=1e-5)).slot["temperature"] == 0
+    )  # greedy, as in the reference
 
 
 def test_what_says_nothing_new_is_taken(ours):
-    same = Request(text="a", language="Auto", voice="Default", instructions=" \u200b", options={"x_vector_only_mode": False})
+    same = Request(
+        text="a",
+        language="Auto",
+        voice="Default",
+        instructions=" \u200b",
+        options={"x_vector_only_mode": False},
+    )
     assert ours.prompt(same).prefix_keys == ours.prompt(Request(text="a")).prefix_keys
 
 
@@ -96,10 +126,26 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
         ("text", {"text": ""}, "text is empty"),
         ("text", {"text": " \n "}, "text is empty"),
         ("voice", {"voice": "vivian"}, "has no voice 'vivian'; it has: default: or give a reference"),
-        ("instructions", {"instructions": "slowly"}, r"takes no instructions: control tags in the text, such as <\|emotion:awe\|>"),
-        ("language", {"language": "german"}, "no language 'german'; possible: auto: it hears the language from the text"),
-        ("repetition_penalty", {"repetition_penalty": 1.3}, f"takes no repetition_penalty; it takes: {TAKES}"),
-        ("depth_temperature", {"options": {"depth_temperature": 0.0}}, f"takes no depth_temperature; it takes: {TAKES}"),
+        (
+            "instructions",
+            {"instructions": "slowly"},
+            r"takes no instructions: control tags in the text, such as <\|emotion:awe\|>",
+        ),
+        (
+            "language",
+            {"language": "german"},
+            "no language 'german'; possible: auto: it hears the language from the text",
+        ),
+        (
+            "repetition_penalty",
+            {"repetition_penalty": 1.3},
+            f"takes no repetition_penalty; it takes: {TAKES}",
+        ),
+        (
+            "depth_temperature",
+            {"options": {"depth_temperature": 0.0}},
+            f"takes no depth_temperature; it takes: {TAKES}",
+        ),
         ("depth_top_k", {"options": {"depth_top_k": 0}}, f"takes no depth_top_k; it takes: {TAKES}"),
         ("depth_top_p", {"options": {"depth_top_p": 0.3}}, f"takes no depth_top_p; it takes: {TAKES}"),
         ("text_mode", {"options": {"text_mode": "interleaved"}}, f"takes no text_mode; it takes: {TAKES}"),
@@ -107,11 +153,23 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
         ("solver_steps", {"options": {"solver_steps": 5}}, f"takes no solver_steps; it takes: {TAKES}"),
         ("turns", {"turns": (Turn("user", "Hi."),)}, "takes no turns"),
         ("is_open", {"is_open": True}, "takes no text while it speaks"),
-        ("references", {"references": 2 * (Reference(clip()),)}, "2 references are given; Higgs Audio V3 takes up to 1"),
+        (
+            "references",
+            {"references": 2 * (Reference(clip()),)},
+            "2 references are given; Higgs Audio V3 takes up to 1",
+        ),
         ("text", {"text": "x" * 1100}, "text has 1100 tokens; the model reads 1024 positions in all"),
-        ("text", {"text": "x" * 1014, "max_frames": 5}, "takes 1017 positions and leaves room for 0 frames; 5 are asked for"),
+        (
+            "text",
+            {"text": "x" * 1014, "max_frames": 5},
+            "takes 1017 positions and leaves room for 0 frames; 5 are asked for",
+        ),
         ("text", {"text": "x" * 1014}, "takes 1017 positions and leaves room for 0 frames; 1 are asked for"),
-        ("text", {"text": "x" * 1000, "max_frames": 100}, "1003 positions and leaves room for 14 frames; 100 are asked for"),
+        (
+            "text",
+            {"text": "x" * 1000, "max_frames": 100},
+            "1003 positions and leaves room for 14 frames; 100 are asked for",
+        ),
         ("references", voice_of(clip(0.05)), "the reference lasts 0.05 s; from 0.1 to 100 s are possible"),
         ("references", voice_of(clip(100.1, 8000)), "the reference lasts 100.1 s"),
         ("references", voice_of(SILENCE), "the reference is silent"),
@@ -146,7 +204,12 @@ def test_other_rates_and_channels_are_heard(ours):
     """Channels are averaged, rates resampled: as the averaged, resampled clip."""
     stereo = clip(1.1, 24000, channels=2)
     assert rows(ours, stereo) == rows(ours, AudioClip(stereo.samples.mean(0), 24000))
-    assert len(rows(ours, clip(1.1, 44100))) == len(rows(ours, clip(1.1, 16000))) == len(rows(ours, clip(1.1))) == 28 + 7  # 27.5 frames
+    assert (
+        len(rows(ours, clip(1.1, 44100)))
+        == len(rows(ours, clip(1.1, 16000)))
+        == len(rows(ours, clip(1.1)))
+        == 28 + 7
+    )  # 27.5 frames
 
 
 def test_a_short_clip_is_filled_up_to_a_second(ours):
@@ -175,7 +238,9 @@ def test_keys_are_of_what_is_read(ours):
     for i in range(len(one.prefix_keys)):
         assert (one.prefix_keys[i] == other.prefix_keys[i]) == torch.equal(one.inputs[i], other.inputs[i]), i
     assert sum(a != b for a, b in zip(one.prefix_keys, other.prefix_keys, strict=True)) > 20
-    assert all(key < 0 for key in one.prefix_keys[2:34]) and all(-(2**63) <= key < 2**63 for key in one.prefix_keys)
+    assert all(key < 0 for key in one.prefix_keys[2:34]) and all(
+        -(2**63) <= key < 2**63 for key in one.prefix_keys
+    )
 
 
 def test_equal_references_share_pages_in_the_engine(ours):

@@ -71,7 +71,8 @@ class Cache:
             kv_write_index += [self.row(sequence, position) for position in new]
             kv_lens.append(sequence.length)
             cu_seqlens.append(cu_seqlens[-1] + count)
-            page_table[b, : len(sequence.pages)] = torch.tensor(sequence.pages) * 2 * LAYERS * self.page_tokens
+            page_rows = 2 * LAYERS * self.page_tokens
+            page_table[b, : len(sequence.pages)] = torch.tensor(sequence.pages) * page_rows
         for _ in range(padding):
             for name, part in parts.items():
                 part.append(torch.full((1, HEADS if name == "q" else KV_HEADS, DIM), 7.0))

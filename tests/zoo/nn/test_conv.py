@@ -5,11 +5,27 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful, StateLayout, is_short, reach
+from zoo.nn.conv import (
+    CausalConv1d,
+    CausalConvTranspose1d,
+    CodecState,
+    Stateful,
+    StateLayout,
+    is_short,
+    reach,
+)
 
 FRAMES, PER_FRAME = 13, 2
 # channels, out channels, kernel, dilation, groups
-CONVS = [(3, 5, 7, 1, 1), (4, 4, 7, 9, 1), (6, 6, 7, 1, 6), (4, 8, 3, 2, 2), (3, 2, 1, 1, 1), (96, 4, 7, 3, 1), (96, 4, 1, 1, 1)]
+CONVS = [
+    (3, 5, 7, 1, 1),
+    (4, 4, 7, 9, 1),
+    (6, 6, 7, 1, 6),
+    (4, 8, 3, 2, 2),
+    (3, 2, 1, 1, 1),
+    (96, 4, 7, 3, 1),
+    (96, 4, 1, 1, 1),
+]
 # channels, out channels, kernel, stride
 TRANSPOSED = [(3, 5, 8, 4), (4, 3, 3, 3), (4, 2, 1, 1), (96, 2, 6, 3), (96, 2, 2, 2)]
 
@@ -31,7 +47,9 @@ def stream(layer, x, shapes):
     calls = 0
     while (done < FRAMES).any():
         frames = shapes[calls % len(shapes)]
-        wish = torch.tensor([frames - (calls + b) % (frames + 1) if b else frames for b in range(batch)])  # row 0 fills every call
+        wish = torch.tensor(
+            [frames - (calls + b) % (frames + 1) if b else frames for b in range(batch)]
+        )  # row 0 fills every call
         count = torch.minimum(wish, FRAMES - done)
         part = torch.randn(batch, x.shape[1], frames * PER_FRAME, dtype=x.dtype)
         for b in range(batch):
@@ -55,7 +73,9 @@ def test_causal_conv(sizes, shapes):
     layer = filled(CausalConv1d(*sizes))
     assert layer.state_size == channels * (kernel - 1) * dilation
     x = torch.randn(3, channels, FRAMES * PER_FRAME, dtype=torch.float64)
-    whole = F.conv1d(F.pad(x, ((kernel - 1) * dilation, 0)), layer.weight, layer.bias, dilation=dilation, groups=groups)
+    whole = F.conv1d(
+        F.pad(x, ((kernel - 1) * dilation, 0)), layer.weight, layer.bias, dilation=dilation, groups=groups
+    )
     torch.testing.assert_close(stream(layer, x, shapes), whole, rtol=0, atol=1e-12)
 
 
@@ -67,14 +87,18 @@ def test_causal_conv_transpose(sizes, shapes):
     layer = filled(CausalConvTranspose1d(*sizes))
     assert layer.state_size == channels * (kernel // stride - 1)
     x = torch.randn(3, channels, FRAMES * PER_FRAME, dtype=torch.float64)
-    whole = F.conv_transpose1d(x, layer.weight, layer.bias, stride=stride)[:, :, : FRAMES * PER_FRAME * stride]
+    whole = F.conv_transpose1d(x, layer.weight, layer.bias, stride=stride)[
+        :, :, : FRAMES * PER_FRAME * stride
+    ]
     torch.testing.assert_close(stream(layer, x, shapes), whole, rtol=0, atol=1e-12)
 
 
 def test_both_ways_are_tested():
     """The sizes above take the matrix product as well as the convolution kernel."""
     for sizes in CONVS[-1], TRANSPOSED[-1]:
-        assert is_short(torch.empty(1, sizes[0], PER_FRAME)) and not is_short(torch.empty(1, sizes[0], FRAMES * PER_FRAME))
+        assert is_short(torch.empty(1, sizes[0], PER_FRAME)) and not is_short(
+            torch.empty(1, sizes[0], FRAMES * PER_FRAME)
+        )
 
 
 def test_kernel_that_cannot_stream():
@@ -101,7 +125,11 @@ def pair() -> tuple[Pair, CodecState, torch.Tensor]:
     torch.manual_seed(0)
     module = filled(Pair())
     rows = torch.randn(2, module.layout.size, dtype=torch.float64)
-    return module, CodecState(module.layout, rows, 5, torch.tensor([5, 2])), torch.randn(2, 3, 5, dtype=torch.float64)
+    return (
+        module,
+        CodecState(module.layout, rows, 5, torch.tensor([5, 2])),
+        torch.randn(2, 3, 5, dtype=torch.float64),
+    )
 
 
 def test_places_are_by_name():
@@ -156,14 +184,22 @@ def test_one_graph_for_every_batch():
 def test_what_came_before_the_padding_is_kept(dim):
     x = torch.arange(1.0, 9).view(1, 1, 8).repeat(3, 1, 1)  # four frames of two
     layer = Stateful(1, 3, dim)
-    state = CodecState(StateLayout(layer), torch.tensor([[-2.0, -1, 0]]).repeat(3, 1), 4, torch.tensor([0, 1, 4]))
+    state = CodecState(
+        StateLayout(layer), torch.tensor([[-2.0, -1, 0]]).repeat(3, 1), 4, torch.tensor([0, 1, 4])
+    )
     whole = state.extend(layer, x.transpose(dim, 2))
     assert whole.flatten(1).tolist() == [[-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8]] * 3
     assert state.next().tolist() == [[-2, -1, 0], [0, 1, 2], [6, 7, 8]]
 
 
 def test_how_far_convolutions_look_back():
-    """Six frames, then two positions at a rate of four, then one at twelve: 6 + 1 + 2 / 4 + 1 / 12 frames and so eight."""
-    layers = [CausalConv1d(2, 2, 7), CausalConvTranspose1d(2, 2, 8, 4), CausalConv1d(2, 2, 3), CausalConvTranspose1d(2, 2, 3, 3)]
+    """Six frames, then two positions at a rate of four, then one at twelve: 6 + 1 + 2 / 4 + 1 / 12 frames and
+    so eight."""
+    layers = [
+        CausalConv1d(2, 2, 7),
+        CausalConvTranspose1d(2, 2, 8, 4),
+        CausalConv1d(2, 2, 3),
+        CausalConvTranspose1d(2, 2, 3, 3),
+    ]
     assert reach([*layers, nn.Identity(), CausalConv1d(2, 2, 2)]) == 8
     assert reach(layers[:1]) == 6 and reach([]) == 0

@@ -1,4 +1,5 @@
-"""Our quantisers against those of vector-quantize-pytorch 1.32.0: the same rows give the same codes, and the same latents."""
+"""Our quantisers against those of vector-quantize-pytorch 1.32.0: the same rows give the same codes, and the
+same latents."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def copy_linear(theirs: nn.Linear, ours: nn.Linear | nn.Conv1d) -> None:
 def residual(table: Tensor, way_in: nn.Conv1d, way_out: nn.Conv1d) -> ResidualVQ:
     """One branch of SplitVQ: table [K, V, dim]. Theirs has biases on its ways in and out, ours has none."""
     books, size, dim = table.shape
-    theirs = ResidualVQ(dim=way_in.in_channels, codebook_dim=dim, num_quantizers=books, codebook_size=size).eval()
+    theirs = ResidualVQ(
+        dim=way_in.in_channels, codebook_dim=dim, num_quantizers=books, codebook_size=size
+    ).eval()
     copy_linear(theirs.project_in, way_in)
     copy_linear(theirs.project_out, way_out)
     theirs.project_in.bias.zero_()
@@ -59,7 +62,8 @@ def test_split_vq_is_two_residual_quantisers(used):
 
 @torch.no_grad()
 def test_the_quantiser_of_higgs_is_a_chain_of_projected_ones():
-    """Each of its levels has ways in and out of its own, which their ResidualVQ refuses; a level alone is one of theirs."""
+    """Each of its levels has ways in and out of its own, which their ResidualVQ refuses; a level alone is one
+    of theirs."""
     torch.manual_seed(0)
     ours = Quantizer(family("higgs_v3").config.codec)
     for parameter in ours.parameters():
@@ -67,7 +71,9 @@ def test_the_quantiser_of_higgs_is_a_chain_of_projected_ones():
     levels: list[VectorQuantize] = []
     for book in ours:
         size, dim = book.rows.shape
-        levels.append(VectorQuantize(dim=book.project_in.in_features, codebook_dim=dim, codebook_size=size).eval())
+        levels.append(
+            VectorQuantize(dim=book.project_in.in_features, codebook_dim=dim, codebook_size=size).eval()
+        )
         copy_linear(levels[-1].project_in, book.project_in)
         copy_linear(levels[-1].project_out, book.project_out)
         levels[-1]._codebook.embed.copy_(book.rows[None])
@@ -79,7 +85,9 @@ def test_the_quantiser_of_higgs_is_a_chain_of_projected_ones():
         found.append(code)
     codes = ours.encode(latent)
     assert torch.equal(codes, torch.stack(found, -1)) and len(codes.unique()) > 20
-    torch.testing.assert_close(sum(book(codes[..., k]) for k, book in enumerate(ours)), spoken, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        sum(book(codes[..., k]) for k, book in enumerate(ours)), spoken, rtol=0, atol=1e-4
+    )
 
 
 @torch.no_grad()

@@ -31,7 +31,10 @@ SAMPLES = {"rtol": 0, "atol": 5e-5}
 def clip(seed: int = 0, seconds: float = 0.7, rate_hz: int = 24000, channels: int = 1) -> AudioClip:
     """A buzz of its own pitch."""
     at = np.arange(round(seconds * rate_hz)) / rate_hz
-    voices = [sum(np.sin(2 * np.pi * (100 + 37 * seed + c) * k * at) / k for k in range(1, 9)) for c in range(channels)]
+    voices = [
+        sum(np.sin(2 * np.pi * (100 + 37 * seed + c) * k * at) / k for k in range(1, 9))
+        for c in range(channels)
+    ]
     noise = np.random.default_rng(seed).standard_normal((channels, len(at)))
     samples = (0.1 * np.stack(voices) + 0.02 * noise).astype(np.float32)
     return AudioClip(samples if channels > 1 else samples[0], rate_hz)
@@ -67,7 +70,14 @@ def requests() -> list[Request]:
     return [
         replace(ICL, max_frames=13),
         replace(SOUND, max_frames=9),
-        with_clip(ICL, clip(1, rate_hz=16000), text="It's 7:45, and my phone rings.", temperature=0.8, seed=3, max_frames=25),
+        with_clip(
+            ICL,
+            clip(1, rate_hz=16000),
+            text="It's 7:45, and my phone rings.",
+            temperature=0.8,
+            seed=3,
+            max_frames=25,
+        ),
         with_clip(ICL, clip(2, seconds=0.3), options=FULL, temperature=1.0, seed=4, max_frames=30),
         with_clip(
             SOUND,
@@ -77,7 +87,9 @@ def requests() -> list[Request]:
             temperature=0.7,
             max_frames=5,
         ),
-        replace(ICL, text="Good morning, everybody.", language="english", temperature=0.9, seed=5, max_frames=18),
+        replace(
+            ICL, text="Good morning, everybody.", language="english", temperature=0.9, seed=5, max_frames=18
+        ),
         with_clip(ICL, clip(4, seconds=1.9), text="a", max_frames=3),
     ]
 
@@ -120,7 +132,10 @@ def test_a_designed_voice_has_no_position_and_reads_all_of_the_text_first():
     config, control = DESIGN.config, DESIGN.config.control
     instruction = (config.im_start, *TOKENIZE("user\nA slow old man."), config.im_end, *TOKENIZE("\n"))
     prefix = [pair for pair in PREFIX if pair[1] != SPEAKER]
-    body = (*((token, control.pad) for token in (*TOKENIZE("hello world"), config.tts_eos)), (config.tts_pad, control.bos))
+    body = (
+        *((token, control.pad) for token in (*TOKENIZE("hello world"), config.tts_eos)),
+        (config.tts_pad, control.bos),
+    )
     assert pairs == (*((token, -1) for token in instruction), *prefix, *body)
 
 
@@ -144,7 +159,11 @@ def test_inputs_of_a_reference():
 
 def test_equal_keys_mean_equal_inputs_and_only_they():
     rows: dict[int, torch.Tensor] = {}
-    for request in (*requests(), replace(ICL, text="hello there"), with_clip(ICL, AudioClip(CLIP.samples.copy(), 24000))):
+    for request in (
+        *requests(),
+        replace(ICL, text="hello there"),
+        with_clip(ICL, AudioClip(CLIP.samples.copy(), 24000)),
+    ):
         prompt = BASE.prompt(request)
         assert len(prompt.prefix_keys) == len(prompt.inputs)
         for key, row in zip(prompt.prefix_keys, prompt.inputs, strict=True):
@@ -152,7 +171,9 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
             torch.testing.assert_close(rows.setdefault(key, row), row, rtol=0, atol=1e-6)
     distinct = torch.stack(list(rows.values()))
     apart = torch.cdist(distinct, distinct) + 10 * torch.eye(len(distinct))
-    assert (apart < 1e-3).sum() <= 2  # one clip's speaker, with and without words, is one vector under two keys
+    assert (
+        apart < 1e-3
+    ).sum() <= 2  # one clip's speaker, with and without words, is one vector under two keys
 
 
 # what is refused
@@ -161,23 +182,88 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
 @pytest.mark.parametrize(
     ("model", "request_", "param", "message"),
     [
-        (BASE, replace(ICL, references=()), "references", "a reference is needed: .*0.6B base clones the voice of a recording"),
-        (BASE, replace(ICL, references=2 * ICL.references), "references", "2 references are given; .* takes up to 1"),
-        (BASE, with_words(ICL, " "), "transcript", r"a transcript \(what .*\) is needed, or x_vector_only_mode"),
-        (BASE, replace(ICL, voice="ryan"), "voice", "has no voice 'ryan', nor any other: it clones a reference"),
-        (BASE, replace(ICL, instructions="Sing."), "instructions", "no instructions: 1.7B custom_voice and voice_design do"),
-        (BASE, with_clip(ICL, clip(seconds=0.05)), "references", "lasts 0.05 s; from 0.054 to 60 s are possible"),
+        (
+            BASE,
+            replace(ICL, references=()),
+            "references",
+            "a reference is needed: .*0.6B base clones the voice of a recording",
+        ),
+        (
+            BASE,
+            replace(ICL, references=2 * ICL.references),
+            "references",
+            "2 references are given; .* takes up to 1",
+        ),
+        (
+            BASE,
+            with_words(ICL, " "),
+            "transcript",
+            r"a transcript \(what .*\) is needed, or x_vector_only_mode",
+        ),
+        (
+            BASE,
+            replace(ICL, voice="ryan"),
+            "voice",
+            "has no voice 'ryan', nor any other: it clones a reference",
+        ),
+        (
+            BASE,
+            replace(ICL, instructions="Sing."),
+            "instructions",
+            "no instructions: 1.7B custom_voice and voice_design do",
+        ),
+        (
+            BASE,
+            with_clip(ICL, clip(seconds=0.05)),
+            "references",
+            "lasts 0.05 s; from 0.054 to 60 s are possible",
+        ),
         (BASE, with_clip(ICL, clip(seconds=61, rate_hz=8000)), "references", "the reference lasts 61 s"),
         (BASE, with_clip(SOUND, AudioClip(0 * CLIP.samples, 24000)), "references", "the reference is silent"),
-        (BASE, with_clip(ICL, AudioClip(np.nan * CLIP.samples, 24000)), "references", "samples that are no numbers"),
+        (
+            BASE,
+            with_clip(ICL, AudioClip(np.nan * CLIP.samples, 24000)),
+            "references",
+            "samples that are no numbers",
+        ),
         (BASE, with_words(ICL, "1" * 8193), "transcript", "8193 tokens are given; at most 8192 are possible"),
-        (BASE, with_words(ICL, "1" * 193, text="1" * 8000), "transcript", "have 8193 tokens together; at most 8192"),
+        (
+            BASE,
+            with_words(ICL, "1" * 193, text="1" * 8000),
+            "transcript",
+            "have 8193 tokens together; at most 8192",
+        ),
         (BASE, replace(ICL, options={"x_vector_only_mode": 1}), "x_vector_only_mode", "is 1; possible: "),
-        (DESIGN, replace(DESIGNED, instructions=" "), "instructions", "are needed: .* makes a voice from a description of it"),
-        (DESIGN, replace(DESIGNED, voice="ryan"), "voice", "nor any other: it makes a voice from instructions"),
-        (DESIGN, replace(DESIGNED, references=ICL.references), "references", "takes no reference: Qwen3-TTS base clones"),
-        (VOICE, Request(text="a", voice="ryan", references=ICL.references), "references", "custom_voice takes no reference"),
-        (VOICE, Request(text="a", voice="ryan", options=SOUND.options), "x_vector_only_mode", "takes no x_vector_only_mode"),
+        (
+            DESIGN,
+            replace(DESIGNED, instructions=" "),
+            "instructions",
+            "are needed: .* makes a voice from a description of it",
+        ),
+        (
+            DESIGN,
+            replace(DESIGNED, voice="ryan"),
+            "voice",
+            "nor any other: it makes a voice from instructions",
+        ),
+        (
+            DESIGN,
+            replace(DESIGNED, references=ICL.references),
+            "references",
+            "takes no reference: Qwen3-TTS base clones",
+        ),
+        (
+            VOICE,
+            Request(text="a", voice="ryan", references=ICL.references),
+            "references",
+            "custom_voice takes no reference",
+        ),
+        (
+            VOICE,
+            Request(text="a", voice="ryan", options=SOUND.options),
+            "x_vector_only_mode",
+            "takes no x_vector_only_mode",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
@@ -197,17 +283,24 @@ def test_a_reference_is_encoded_only_when_all_else_is_right():
 
 
 def test_the_longest_words_fit():
-    prompt = BASE.prompt(with_clip(with_words(ICL, "1" * 9), clip(seconds=0.06), text="1" * (MAX_TEXT_TOKENS - 9)))
+    prompt = BASE.prompt(
+        with_clip(with_words(ICL, "1" * 9), clip(seconds=0.06), text="1" * (MAX_TEXT_TOKENS - 9))
+    )
     state = BASE.state(1, 1)
     BASE.admit(state, 0, prompt)
-    assert state.text_count[0] == MAX_TEXT_TOKENS + 1 - 2  # and the end, less what stands beside bos and the one frame
+    assert (
+        state.text_count[0] == MAX_TEXT_TOKENS + 1 - 2
+    )  # and the end, less what stands beside bos and the one frame
 
 
 # models
 
 
 def test_the_facts_of_each_variant():
-    facts = {size: family("qwen3_tts", size=size).spec for size in ("tiny", "tiny-base", "tiny-1.7b-base", "tiny-1.7b-design")}
+    facts = {
+        size: family("qwen3_tts", size=size).spec
+        for size in ("tiny", "tiny-base", "tiny-1.7b-base", "tiny-1.7b-design")
+    }
     assert [spec.modes for spec in facts.values()] == [("voice",), ("clone",), ("clone",), ("design",)]
     assert [spec.reference_s for spec in facts.values()] == [None, (0.054, 60.0), (0.054, 60.0), None]
     assert facts["tiny-base"].voices == facts["tiny-1.7b-design"].voices == ()
@@ -215,7 +308,10 @@ def test_the_facts_of_each_variant():
     assert VOICE.codec.encoder is None and VOICE.talker.speaker is None
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("0.6b-base", 914_643_008), ("1.7b-base", 1_928_677_440), ("1.7b-design", 1_916_676_352)])
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [("0.6b-base", 914_643_008), ("1.7b-base", 1_928_677_440), ("1.7b-design", 1_916_676_352)],
+)
 def test_published_parameters(size, parameters, tmp_path):
     assert zoo.inspect(demo.write_texts(tmp_path / "model", size))["parameters"] == parameters + 170_557_441
 
@@ -225,14 +321,18 @@ def test_a_codec_alone_is_refused_by_name(codec, tmp_path):
     path = shutil.copytree(directory("qwen3_tts", "tiny-base") / "speech_tokenizer", tmp_path / "codec")
     config = json.loads((path / "config.json").read_text()) | {"model_type": codec}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=rf"a codec alone \({codec}\) and cannot speak; a model has it as speech_tokenizer/"):
+    with pytest.raises(
+        ValueError, match=rf"a codec alone \({codec}\) and cannot speak; a model has it as speech_tokenizer/"
+    ):
         zoo.load(path, "cpu")
 
 
 def test_a_base_model_without_its_speaker_encoder_is_refused(tmp_path):
     path = shutil.copytree(directory("qwen3_tts", "tiny-base"), tmp_path / "model")
     shutil.copy(directory("qwen3_tts", "tiny") / "model.safetensors", path)
-    with pytest.raises(ValueError, match="does not hold the tensors its config promises: missing speaker_encoder"):
+    with pytest.raises(
+        ValueError, match="does not hold the tensors its config promises: missing speaker_encoder"
+    ):
         zoo.load(path, "cpu")
 
 
@@ -304,7 +404,9 @@ def test_the_join_is_exact_and_windows_do_not_show(sizes):
         frames = sizes[turn % len(sizes)]
         count = min(frames, 30 - start)
         is_last = torch.tensor([start + count == 30] * 2)
-        view = View(torch.tensor([2, 0]), torch.tensor([start] * 2), torch.tensor([count] * 2), is_last, frames)
+        view = View(
+            torch.tensor([2, 0]), torch.tensor([start] * 2), torch.tensor([count] * 2), is_last, frames
+        )
         samples, valid = exact.render(state, view)
         assert valid.tolist() == [1920 * count] * 2
         pieces.append(samples[:, : 1920 * count])
@@ -362,7 +464,12 @@ def test_the_engine_shares_the_pages_of_equal_references(text_mode, report_lag):
 
 
 def test_designs_are_served_too():
-    asked = [DESIGNED, replace(DESIGNED, instructions="A child.", options={"text_mode": "interleaved"}, temperature=0.8, seed=2)]
+    asked = [
+        DESIGNED,
+        replace(
+            DESIGNED, instructions="A child.", options={"text_mode": "interleaved"}, temperature=0.8, seed=2
+        ),
+    ]
     listeners = serve(Engine(DESIGN, max_slots=2, compile=False, report_lag=1, clock=Clock()), {0: asked})
     for listener, request in zip(listeners, asked, strict=True):
         np.testing.assert_allclose(listener.samples, zoo.generate(DESIGN, request).samples, **SAMPLES)

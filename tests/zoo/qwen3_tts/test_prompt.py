@@ -42,7 +42,11 @@ def control(**fields: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("options", [{}, {"text_mode": "full"}], ids=["default", "full"])
 def test_text_mode_full(options):
     script = write(SMALL, replace(ASKED, options=options))
-    body = ((CONFIG.tts_bos, CONTROL.pad), *((token, CONTROL.pad) for token in (*TEXT, CONFIG.tts_eos)), (CONFIG.tts_pad, CONTROL.bos))
+    body = (
+        (CONFIG.tts_bos, CONTROL.pad),
+        *((token, CONTROL.pad) for token in (*TEXT, CONFIG.tts_eos)),
+        (CONFIG.tts_pad, CONTROL.bos),
+    )
     assert script.pairs == (*ROLE, *pads(*AUTO, CONFIG.voices["ryan"]), *body)
     assert script.trailing == () and script.text_tokens == len(TEXT)
 
@@ -55,7 +59,9 @@ def test_text_mode_interleaved():
 
 
 def test_a_text_of_one_token_is_followed_by_its_end():
-    assert write(SMALL, replace(ASKED, text="a", options={"text_mode": "interleaved"})).trailing == (CONFIG.tts_eos,)
+    assert write(SMALL, replace(ASKED, text="a", options={"text_mode": "interleaved"})).trailing == (
+        CONFIG.tts_eos,
+    )
 
 
 def test_instructions_come_first():
@@ -92,7 +98,9 @@ def test_a_voice_of_a_dialect_speaks_it_where_chinese_is_meant(voice, language, 
 
 
 def test_names_are_case_insensitive():
-    assert write(SMALL, replace(ASKED, voice="RyAn", language="English")) == write(SMALL, replace(ASKED, voice="ryan", language="english"))
+    assert write(SMALL, replace(ASKED, voice="RyAn", language="English")) == write(
+        SMALL, replace(ASKED, voice="ryan", language="english")
+    )
     assert control(voice="Eric", language="CHINESE") == spoken("sichuan_dialect")
     assert control(language="AUTO") == AUTO
 
@@ -126,7 +134,9 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
 
 def sampling(slot: dict[str, Any]) -> list[list[float]]:
     """Of the first code and of the depth codes."""
-    return [[pytest.approx(value) for value in slot[name].tolist()] for name in ("temperature", "top_k", "top_p")]
+    return [
+        [pytest.approx(value) for value in slot[name].tolist()] for name in ("temperature", "top_k", "top_p")
+    ]
 
 
 def test_sampling_values_are_the_checkpoints_unless_the_request_says_otherwise():
@@ -141,7 +151,11 @@ def test_sampling_values_are_the_checkpoints_unless_the_request_says_otherwise()
 
 
 def test_a_temperature_of_zero_is_greedy_in_every_codebook():
-    both = [{"temperature": 0.0}, {"temperature": 0.0, "options": {"depth_temperature": 1.0}}, {"temperature": 0.5}]
+    both = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "options": {"depth_temperature": 1.0}},
+        {"temperature": 0.5},
+    ]
     found = [sampling(SMALL.prompt(replace(ASKED, **fields)).slot)[0] for fields in both]
     assert found == [[0.0, 0.0], [0.0, 1.0], [0.5, 0.9]]
 
@@ -149,7 +163,9 @@ def test_a_temperature_of_zero_is_greedy_in_every_codebook():
 # what a user may get wrong
 
 
-TAKES = "temperature, top_k, top_p, repetition_penalty, depth_temperature, depth_top_k, depth_top_p, text_mode"
+TAKES = (
+    "temperature, top_k, top_p, repetition_penalty, depth_temperature, depth_top_k, depth_top_p, text_mode"
+)
 VOICES = "aiden, dylan, eric, ono_anna, ryan, serena, sohee, uncle_fu, vivian"
 
 
@@ -160,13 +176,37 @@ VOICES = "aiden, dylan, eric, ono_anna, ryan, serena, sohee, uncle_fu, vivian"
         ({"text": "1" * (MAX_TEXT_TOKENS + 1)}, "text", "8193 tokens are given; at most 8192 are possible"),
         ({"voice": "alloy"}, "voice", f"has no voice 'alloy'; it has: {VOICES}"),
         ({"voice": None}, "voice", f"a voice is needed; Qwen3-TTS 0.6B custom_voice has: {VOICES}"),
-        ({"language": "klingon"}, "language", "has no language 'klingon'; possible: auto, chinese, english, french"),
-        ({"language": "beijing_dialect"}, "language", "has no language 'beijing_dialect'"),  # it comes with a voice
-        ({"instructions": "Sing."}, "instructions", "0.6B custom_voice takes no instructions: the 1.7B one does"),
-        ({"options": {"text_mode": "diagonal"}}, "text_mode", "text_mode is 'diagonal'; possible: full, interleaved"),
-        ({"options": {"cfg_scale": 2.0}}, "cfg_scale", f"0.6B custom_voice takes no cfg_scale; it takes: {TAKES}$"),
+        (
+            {"language": "klingon"},
+            "language",
+            "has no language 'klingon'; possible: auto, chinese, english, french",
+        ),
+        (
+            {"language": "beijing_dialect"},
+            "language",
+            "has no language 'beijing_dialect'",
+        ),  # it comes with a voice
+        (
+            {"instructions": "Sing."},
+            "instructions",
+            "0.6B custom_voice takes no instructions: the 1.7B one does",
+        ),
+        (
+            {"options": {"text_mode": "diagonal"}},
+            "text_mode",
+            "text_mode is 'diagonal'; possible: full, interleaved",
+        ),
+        (
+            {"options": {"cfg_scale": 2.0}},
+            "cfg_scale",
+            f"0.6B custom_voice takes no cfg_scale; it takes: {TAKES}$",
+        ),
         ({"options": {"solver_steps": 9}}, "solver_steps", f"takes no solver_steps; it takes: {TAKES}$"),
-        ({"options": {"x_vector_only_mode": True}}, "x_vector_only_mode", f"takes no x_vector_only_mode; it takes: {TAKES}$"),
+        (
+            {"options": {"x_vector_only_mode": True}},
+            "x_vector_only_mode",
+            f"takes no x_vector_only_mode; it takes: {TAKES}$",
+        ),
         ({"options": {"depth_top_k": 1.5}}, "depth_top_k", "depth_top_k is 1.5; possible: "),
         ({"temperature": 2.1}, "temperature", "temperature is 2.1; possible: .* from 0 to 2"),
     ],
