@@ -61,7 +61,7 @@ class Speaking:
             self.steps.append(slots.tolist())
             return step(slots)
 
-        self.model.runner.step = counted  # type: ignore[method-assign]
+        self.model.runner.step = counted
 
     def begin(self, request: Request, name: str = "a") -> Listener:
         listener = Listener()
@@ -125,7 +125,7 @@ def test_fed_equals_the_whole_text_at_once(ours, whole, portions):
         tapes.append(speaking.model.runner.frames(job.slot))
         release(job)
 
-    speaking.model.release = released  # type: ignore[method-assign]
+    speaking.model.release = released
     request, rest = cut(ours, whole)
     listener = speak_in_portions(speaking, request, rest, PORTIONS[portions])
     assert tapes[0].tolist() == zoo.generate(ours, whole).frames.tolist()
@@ -170,7 +170,7 @@ def test_an_engine_with_none_but_starving_slots_sleeps_and_the_next_token_wakes_
             asleep.set()
         return has_more
 
-    engine.turn = told  # type: ignore[method-assign]
+    engine.turn = told
     thread = threading.Thread(target=engine.run)
     engine.speak("a", request, listener)
     thread.start()
