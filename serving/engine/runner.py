@@ -9,7 +9,8 @@ A slot's lanes are sequences of their own, in pages of their own, that take ever
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -27,6 +28,7 @@ from zoo.contract import Batch, Family, Lane, Prompt, View
 PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
 CACHED_SAMPLES = 150_000  # of a render on a CPU: in larger launches a decoder's layers do not find each other's outputs in the cache
 INT = np.int64
+Observer = Callable[[str, int, float], None]  # "prefill", "step", "render" or "wait"; its rows; its seconds
 
 
 def row_bytes(family: Family[Any]) -> int:
@@ -99,9 +101,9 @@ class Arena:
 class AsyncCopy:
     """Values that the device was asked for. `read` gives them to the host, and waits only if the device is not there yet."""
 
-    def __init__(self, *values: Tensor):
+    def __init__(self, *values: Tensor, observer: Observer | None = None):
         self._event: torch.cuda.Event | None = None
-        self._host = values
+        self._host, self._observer = values, observer
         if values[0].device.type == "cuda":
             self._host = tuple(torch.empty(value.shape, dtype=value.dtype, pin_memory=True) for value in values)
             for host, value in zip(self._host, values, strict=True):
@@ -111,12 +113,22 @@ class AsyncCopy:
 
     def read(self) -> tuple[np.ndarray, ...]:
         if self._event is not None:
+            began_s = time.perf_counter()
             self._event.synchronize()
+            if self._observer is not None:
+                self._observer("wait", len(self._host[0]), time.perf_counter() - began_s)
         return tuple(value.numpy() for value in self._host)
 
 
 class Runner:
-    """A family on a device with `num_slots` slots, and pages of an arena that has the family in it."""
+    """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
+
+    observer: told of each launch once it returned, and of each wait for the device. What it does to the state is
+    in the launch's report. timer: what launches are timed by.
+    """
+
+    observer: Observer | None = None
+    timer: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, family: Family[Any], num_slots: int, arena: Arena, compile: bool = True, is_deterministic: bool = False):
         self.family, self.num_slots, self.arena, self.device = family, num_slots, arena, family.device
@@ -203,7 +215,10 @@ class Runner:
         lanes = [self.prompts[chunk.slot][chunk.lane] for chunk in chunks]
         stretches = [slice(chunk.start, chunk.stop) for chunk in chunks]
         batch.is_audio = torch.cat([cast(Tensor, lane.is_audio)[at] for lane, at in zip(lanes, stretches, strict=True)])
-        self.launch_prefill(torch.cat([lane.inputs[at] for lane, at in zip(lanes, stretches, strict=True)]), batch)
+        inputs = torch.cat([lane.inputs[at] for lane, at in zip(lanes, stretches, strict=True)])  # [T, D]
+        began_s = self.timer()
+        self.launch_prefill(inputs, batch)
+        self._observe("prefill", len(chunks), began_s)
 
     @torch.inference_mode()
     def step(self, slots: np.ndarray) -> AsyncCopy:
@@ -215,9 +230,12 @@ class Runner:
         padded[: len(slots)] = slots
         sequences = self.sequences(padded)
         batch = self.batch(padded, sequences, sequences, self.kv_lens[sequences] - 1, np.arange(len(sequences) + 1, dtype=INT))
+        began_s = self.timer()
         self.graphs.run((len(padded), batch.page_table.shape[1]), partial(self.launch_step, batch))
+        self._observe("step", len(slots), began_s)
         at, state = batch.slots[: len(slots)], self.state
-        return AsyncCopy(torch.stack((state.ready[at], state.done[at].long(), state.written[at]), 1))
+        report = torch.stack((state.ready[at], state.done[at].long(), state.written[at]), 1)
+        return AsyncCopy(report, observer=self.observer)
 
     @torch.inference_mode()
     def render(self, due: Render) -> AsyncCopy:
@@ -227,9 +245,15 @@ class Runner:
             at = slice(first, first + rows)
             slots, start, count, is_last = (self.place(field[at]) for field in (due.slots, due.start, due.count, due.is_last))
             view = View(slots, start, count, is_last, due.frames, due.length)
+            began_s = self.timer()
             parts.append(self.launch_render(view))
+            self._observe("render", len(slots), began_s)
         samples, valid = zip(*parts, strict=True)
-        return AsyncCopy(torch.cat(samples), torch.cat(valid))
+        return AsyncCopy(torch.cat(samples), torch.cat(valid), observer=self.observer)
+
+    def _observe(self, event: str, rows: int, began_s: float) -> None:
+        if self.observer is not None:
+            self.observer(event, rows, self.timer() - began_s)
 
     def _render_rows(self, due: Render) -> int:
         """Rows of one launch. They do not know of each other, so a CPU takes a few at a time; and one, where no company may change a bit."""
