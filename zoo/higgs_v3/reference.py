@@ -1,15 +1,20 @@
-"""Higgs Audio V3 as a plain loop around transformers' classes, in the environment of `make fixtures`: on the work of `zoo bench --against
-reference`, or with the requests of `zoo parity`, whose samples it writes to a file. No package runs the whole model outside a server.
+"""Higgs Audio V3 as a plain loop around transformers' classes, as serving/tools/reference.py orders it: for
+`zoo bench --against reference` and `zoo parity`. It runs as a script in an environment of its own, which
+tests/parity/remake.sh builds. No package runs the whole model outside a server.
 
-Backbone and codec are Qwen3Model and HiggsAudioV2TokenizerModel. `streams` texts are one static batch, a step draws for all of them, and
-the codec decodes each at the end. The stop rule is left out of the benchmark, whose length is fixed, and followed in parity.
+Backbone and codec are Qwen3Model and HiggsAudioV2TokenizerModel. `streams` requests are one static batch, a
+step draws for all of them, and the codec decodes each at the end. The stop rule is left out of the benchmark,
+whose length is fixed, and followed in parity.
 """
+
+from __future__ import annotations
 
 import copy
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +24,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel, Qwen3Config, Qwen3Model
 
 NAME = "transformers 5.23"
+RATE_HZ = 24000
 TEXT = "tied.embedding.text_embedding.weight"
 PUBLISHED = {  # of bosonai/higgs-audio-v2-tokenizer, which the checkpoint does not name
     "codebook_size": 1024,
@@ -68,7 +74,8 @@ class Model:
     @torch.inference_mode()
     def speak(self, prompt: torch.Tensor, frames: int, greedy: bool) -> list[torch.Tensor]:
         """prompt [B, T, D] -> the samples [N] of each."""
-        cache, x, rows, end = DynamicCache(), prompt, [], frames
+        cache, x, end = DynamicCache(), prompt, frames
+        rows: list[torch.Tensor] = []  # of [B, K]
         book = torch.arange(self.books)
         while len(rows) < min(frames, end) + self.books - 1:
             hidden = self.backbone(inputs_embeds=x, past_key_values=cache).last_hidden_state[:, -1]
@@ -112,38 +119,57 @@ def fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     assert not missing and all("masked_spec_embed" in name for name in unexpected), (missing, unexpected)
 
 
+def prompt_of(model: Model, request: dict[str, Any]) -> torch.Tensor:
+    """-> [1, T, D]"""
+    if not request["references"]:
+        return model.prompt(request["text"])
+    [reference] = request["references"]
+    transcript = None if request["options"].get("x_vector_only_mode") else reference["transcript"]
+    return model.prompt(request["text"], reference_rows(model, reference["clip"]), transcript)
+
+
+@torch.inference_mode()
+def reference_rows(model: Model, path: str) -> torch.Tensor:
+    """The codes of a clip, each codebook a row later than the one before. [F + K - 1, K]"""
+    clip = np.load(path)
+    rate_hz = int(clip["rate_hz"])
+    assert rate_hz == RATE_HZ, f"a clip of {rate_hz} Hz: the plain loop does not resample"
+    codes = model.codec.encode(torch.from_numpy(clip["samples"])[None, None]).audio_codes[0].T  # [F, K]
+    rows = torch.full((len(codes) + model.books - 1, model.books), model.end)
+    for k in range(model.books):
+        rows[:k, k], rows[k : k + len(codes), k] = model.begin, codes[:, k]
+    return rows
+
+
+def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
+    prompt = prompt_of(model, request).repeat(streams, 1, 1)
+    model.speak(prompt, 4, greedy=False)
+    began_s, samples = time.perf_counter(), 0
+    for _ in range(rounds):
+        samples += sum(map(len, model.speak(prompt, request["max_frames"], greedy=False)))
+    wall_s, audio_s = time.perf_counter() - began_s, samples / RATE_HZ
+    speed = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
+    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | speed
+
+
+def speak(model: Model, request: dict[str, Any]) -> np.ndarray:
+    """A greedy request -> its samples [N]."""
+    return model.speak(prompt_of(model, request), request["max_frames"], greedy=True)[0].numpy()
+
+
 def main() -> None:
     order = json.loads(sys.argv[1])
     model = Model(Path(order["directory"]), getattr(torch, order.get("dtype", "float32")))
     if "requests" in order:
-        np.savez(order["out"], **{name: one(model, request) for name, request in order["requests"].items()})
+        requests = order["requests"].items()
+        spoken: dict[str, Any] = {name: speak(model, request) for name, request in requests}
+        np.savez(order["out"], **spoken)
         print(json.dumps({"name": NAME}))
         return
-    runs = []
-    for streams in order["streams"]:
-        prompt = model.prompt(order["text"]).repeat(streams, 1, 1)
-        model.speak(prompt, 4, greedy=False)
-        began, samples = time.perf_counter(), 0
-        for _ in range(order["rounds"]):
-            samples += sum(map(len, model.speak(prompt, order["frames"], greedy=False)))
-        wall, audio = time.perf_counter() - began, samples / 24000
-        runs.append({"streams": streams, "audio_s": audio, "wall_s": wall, "rtf": wall * streams / audio, "audio_s_per_s": audio / wall})
-    print(json.dumps({"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads(), "runs": runs}))
+    runs = [measure(model, order["request"], streams, order["rounds"]) for streams in order["streams"]]
+    facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    print(json.dumps(facts | {"runs": runs}))
 
 
-@torch.inference_mode()
-def one(model: Model, request: dict) -> np.ndarray:
-    """A greedy request -> its samples [N]."""
-    rows = None
-    if "reference" in request:
-        clip = np.load(request["reference"])
-        assert int(clip["rate_hz"]) == 24000, "the plain loop does not resample"
-        codes = model.codec.encode(torch.from_numpy(clip["samples"])[None, None]).audio_codes[0].T  # [F, K]
-        rows = torch.full((len(codes) + model.books - 1, model.books), model.end)
-        for k in range(model.books):
-            rows[:k, k], rows[k : k + len(codes), k] = model.begin, codes[:, k]
-    prompt = model.prompt(request["text"], rows, request.get("reference_text"))
-    return model.speak(prompt, request["max_frames"], greedy=True)[0].numpy()
-
-
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The reference implementation of Qwen3-TTS, qwen-tts 0.1.1, as serving/tools/reference.py orders it: for
+`zoo bench --against reference` and `zoo parity`. It runs as a script in an environment of its own, which
+tests/parity/remake.sh builds.
+
+It has no server and no streaming: `streams` texts are one static batch, and first audio is all audio.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+import time
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+NAME = "qwen-tts 0.1.1"
+# Only its code for 25 Hz uses these
+ABSENT = ("sox", "onnxruntime", "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi")
+FRAME_SAMPLES, RATE_HZ = 1920, 24000
+
+
+def load(directory: str, dtype: str) -> Any:
+    """-> a Qwen3TTSModel."""
+    for absent in ABSENT:
+        sys.modules[absent] = types.ModuleType(absent)
+        sys.modules[absent].__spec__ = importlib.machinery.ModuleSpec(absent, None)
+    from qwen_tts import Qwen3TTSModel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Qwen3TTSModel.from_pretrained(directory, dtype=getattr(torch, dtype), device_map=device)
+
+
+def speak(model: Any, request: dict[str, Any], streams: int = 1) -> list[np.ndarray]:
+    """The same request `streams` times in a batch -> the samples [N] of each."""
+    options, language = request["options"], request["language"] or "auto"
+    how: dict[str, Any] = {"text": [request["text"]] * streams, "language": [language] * streams}
+    how["max_new_tokens"] = request["max_frames"] + 1  # it counts the end
+    if request["temperature"] == 0:
+        how |= {"do_sample": False, "subtalker_dosample": False}
+    if "text_mode" in options:
+        how["non_streaming_mode"] = options["text_mode"] == "full"
+    if request["references"]:
+        return clone(model, request, how)
+    instructions = [request["instructions"] or ""] * streams
+    if request["voice"] is None:
+        return model.generate_voice_design(**how, instruct=instructions)[0]
+    return model.generate_custom_voice(**how, speaker=[request["voice"]] * streams, instruct=instructions)[0]
+
+
+def clone(model: Any, request: dict[str, Any], how: dict[str, Any]) -> list[np.ndarray]:
+    """It cuts the reference off the front of what it decodes, a sample early where its division rounds down:
+    that one goes too."""
+    [reference] = request["references"]
+    clip = np.load(reference["clip"])
+    waves, _ = model.generate_voice_clone(
+        **how,
+        ref_audio=(clip["samples"], int(clip["rate_hz"])),
+        ref_text=reference["transcript"],
+        x_vector_only_mode=request["options"].get("x_vector_only_mode", False),
+    )
+    return [wave[len(wave) % FRAME_SAMPLES :] for wave in waves]
+
+
+def measure(model: Any, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
+    speak(model, request | {"max_frames": 4}, streams)
+    began_s, samples = time.perf_counter(), 0
+    for _ in range(rounds):
+        samples += sum(map(len, speak(model, request, streams)))
+    wall_s, audio_s = time.perf_counter() - began_s, samples / RATE_HZ
+    speed = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
+    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | speed
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    model = load(order["directory"], order.get("dtype", "float32"))
+    if "requests" in order:
+        requests = order["requests"].items()
+        spoken: dict[str, Any] = {name: speak(model, request)[0] for name, request in requests}
+        np.savez(order["out"], **spoken)
+        print(json.dumps({"name": NAME}))
+        return
+    runs = [measure(model, order["request"], streams, order["rounds"]) for streams in order["streams"]]
+    facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    print(json.dumps(facts | {"runs": runs}))
+
+
+if __name__ == "__main__":
+    main()
