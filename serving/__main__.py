@@ -308,7 +308,7 @@ def bench(
         policy=policy,
         voice=voice,
         reference_python=str(reference_python or usual_reference(directory)) if against else None,
-        say=partial(print, file=sys.stderr, flush=True),
+        log_line=partial(print, file=sys.stderr, flush=True),
     )
     if as_json:
         print(json.dumps(result))
@@ -333,7 +333,7 @@ def warm(
 
     for model, directory in directories.items():
         with progress_bar(model) as advance:
-            done = compile_all(directory, device=device, dtype=dtype, max_slots=max_slots, say=advance)
+            done = compile_all(directory, device=device, dtype=dtype, max_slots=max_slots, progress=advance)
         if as_json:
             print(json.dumps(done))
         else:
@@ -372,10 +372,10 @@ def parity(
         compile=compile,
         frames=frames,
         reference_python=str(reference_python) if reference_python.exists() else None,
-        say=partial(print, file=sys.stderr, flush=True),
+        log_line=partial(print, file=sys.stderr, flush=True),
     )
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps(result, allow_nan=False))
         return 0
     form = f"{'compiled' if compile else 'eager'} {result['dtype']}"
     table = Table(title=f"{model}: {result['family']} {result['variant']}", title_justify="left")
@@ -394,9 +394,12 @@ def parity(
             steps,
             f"{run['equal_s']:.2f} of {run['expected_s']:.2f}",
             f"{run['largest_sample_difference']:.1e}",
-            f"{run['snr_db']:.0f} dB",
+            "no difference" if run["snr_db"] is None else f"{run['snr_db']:.0f} dB",
         )
     Console().print(table)
+    for name, why in result["refused"].items():
+        print(f"Not asked, since the model refuses it: {name} ({why})")
+    print(f"Compiled after the warm-up: {result['compiles_after_warmup']}")
     if result["reference"] is None:
         print(f"Not compared with the reference: {reference_python} does not exist; `make fixtures` builds it in a source tree.")
     return 0

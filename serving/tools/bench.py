@@ -1,21 +1,22 @@
 """How fast a model is on this machine, and how fast it could be: `zoo bench`.
 
-The clock is a listener's: from the request to its first samples, and seconds of audio counted from samples and the true rate. The floor
-comes from the model itself: one eager step is watched, and the weights that its matrix products and convolutions read, and the
-arithmetic they do, are counted. What the machine can do is measured in the same run.
+The clock is a listener's: from the request to its first samples, and seconds of audio counted from samples
+and the true rate. The floor comes from the model itself: one eager step is watched, and the weights that its
+matrix products and convolutions read, and the arithmetic they do, are counted. What the machine can do is
+measured in the same run.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import resource
-import subprocess
+import tempfile
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from compile_cache import threads
-from serving.engine.engine import Audio, Engine, Failed, Text
+from serving.engine.engine import Audio, Engine, Event, Failed, Text
 from serving.engine.prepare_for_host import prepare_for_host
-from serving.engine.runner import PAGE_TOKENS, Arena, AsyncCopy, Runner, token_bytes
+from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
+from serving.tools import reference
+from serving.tools.requests import first_request
 from zoo.contract import Family, Request, View
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
-REFERENCES = Path(__file__).parent.parent / "benchmarks"  # reference_FAMILY.py
+WARM_FRAMES = 4  # of the round before the clock starts: caches, allocators, page faults
 
 
 def bench(
-    directory: str,
+    model: str,
     *,
     streams: tuple[int, ...] = (1, 8),
     frames: int = 50,
@@ -47,147 +50,175 @@ def bench(
     policy: str = "streaming",
     voice: str | None = None,
     reference_python: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Closed loop: `streams` requests at once, `rounds` times over, of `frames` frames (fewer if the model ends). Raises ValueError."""
-    family = zoo.load(directory, device=device, dtype=dtype)
-    spec = family.spec
-    request: dict[str, Any] = {"text": TEXT, "voice": voice or (spec.voices[0] if spec.voices else None), "max_frames": frames}
-    floor = work(family, Request(**request))
+    """Closed loop: `streams` requests at once, `rounds` times over, of `frames` frames (fewer if the model
+    ends), in the first of the model's modes. Raises ValueError."""
+    family = zoo.load(model, device=device, dtype=dtype)
+    given = {} if voice is None else {"voice": voice}
+    request = first_request(family, text=TEXT, max_frames=frames, **given)
+    if reference_python is not None:
+        reference.script(family.spec.family)  # a look at it before the minutes that our own runs take
+    counted = work(family, request)
     prepare_for_host(family, compile=compile)
     limits = machine(family)
-    say(f"this machine: {limits['bytes_per_s'] / 1e9:.1f} GB/s, {limits['flops_per_s'] / 1e9:.0f} GFLOP/s in {family.dtype}")
+    gb_per_s, gflops_per_s = limits["bytes_per_s"] / 1e9, limits["flops_per_s"] / 1e9
+    log_line(f"this machine: {gb_per_s:.1f} GB/s, {gflops_per_s:.0f} GFLOP/s in {family.dtype}")
     engine = Engine(family, max_slots=max(streams), policy=policy, compile=compile)
-    began = time.perf_counter()
-    engine.warm(lambda progress, detail: say(f"warming {progress:4.0%} {detail}"))
-    result: dict[str, Any] = {
-        "family": spec.family,
-        "variant": spec.variant,
-        "device": torch.cuda.get_device_name() if family.device.type == "cuda" else platform.processor() or platform.machine(),
+    began_s = time.perf_counter()
+    engine.warm(lambda fraction, stage: log_line(f"warming {fraction:4.0%} {stage}"))
+    warm_s = time.perf_counter() - began_s
+
+    def finish(run: dict[str, Any]) -> None:
+        add_floor(run, min_ms_per_frame(counted, limits, run["streams"], max(family.spec.window.sizes)))
+        log_line(summary(run))
+
+    runs = drive(engine, streams, rounds, request, finish)
+    result = {
+        "family": family.spec.family,
+        "variant": family.spec.variant,
+        "device": device_name(family.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": str(family.dtype).removeprefix("torch."),
         "compiled": compile,
-        "warm_s": time.perf_counter() - began,
+        "warm_s": warm_s,
+        "compiles_after_warmup": engine.stats()["compiles_after_warmup"],
         "machine": limits,
-        "step_weight_bytes": floor["step"]["bytes"],
-        "frame_flops": floor["step"]["flops"] + floor["render"]["flops"],
-        "runs": [],
+        "step_weight_bytes": counted["step"]["bytes"],
+        "frame_flops": counted["step"]["flops"] + counted["render"]["flops"],
+        "peak_memory_bytes": peak_memory(family.device),
+        "runs": runs,
     }
-
-    def drive() -> None:
-        try:
-            for count in streams:
-                load(engine, count, 1, {**request, "max_frames": 4})  # caches, allocators, page faults
-                run = load(engine, count, rounds, request)
-                run["floor_ms_per_frame"] = least_ms(floor, limits, count, max(spec.window.sizes))
-                run["floor_fraction"] = run["floor_ms_per_frame"] * run["frames"] / count / (1e3 * run["wall_s"])
-                result["runs"].append(run)
-                say(line(run))
-        finally:
-            engine.stop()
-
-    with ThreadPoolExecutor(1, "load", threads.use_one_thread) as pool:  # the engine has the main thread, as in a server
-        driving = pool.submit(drive)
-        engine.run()
-        driving.result()
-    result["peak_memory_bytes"] = peak_memory(family.device)
-    if reference_python:
+    if reference_python is not None:
         del engine
-        result["reference"] = against(directory, spec.family, reference_python, streams, rounds, frames, result["dtype"], request, say)
-        for run, theirs in zip(result["runs"], result["reference"]["runs"], strict=True):
+        log_line("the reference ...")
+        order = {"directory": str(zoo.find(model)[1].resolve()), "dtype": result["dtype"]}
+        order |= {"streams": streams, "rounds": rounds}
+        result["reference"] = against(family.spec.family, reference_python, order, request, log_line)
+        for run, theirs in zip(runs, result["reference"]["runs"], strict=True):
             run["speedup"] = run["audio_s_per_s"] / theirs["audio_s_per_s"]
     return result
 
 
-def line(run: dict[str, Any]) -> str:
+def summary(run: dict[str, Any]) -> str:
     return (
-        f"{run['streams']:3} streams: RTF {run['rtf']:.3f}  {run['audio_s_per_s']:.2f} audio-s/s  first audio {run['ttfa_ms']:.0f} ms  "
-        f"{run['step_ms']:.1f} ms/step, of it host {run['host_ms_per_step']:.2f}  floor {run['floor_fraction']:.0%}"
+        f"{run['streams']:3} streams: RTF {run['rtf']:.3f}  {run['audio_s_per_s']:.2f} audio-s/s  "
+        f"first audio {run['ttfa_ms']:.0f} ms  {run['step_ms']:.1f} ms/step, beside it "
+        f"render {run['render_ms']:.1f} and host {run['host_ms_per_step']:.2f}  "
+        f"floor {run['floor_fraction']:.0%}"
     )
 
 
-def load(engine: Engine, streams: int, rounds: int, request: dict[str, Any]) -> dict[str, Any]:
-    """`rounds` requests on each of `streams` lines, the next when the last is done."""
-    [model] = engine.models.values()
-    rate = model.family.spec.sample_rate_hz
-    first, samples, frames, errors = [], [], [], []
-    left, done = threading.Semaphore(0), threading.Lock()
+def drive(
+    engine: Engine,
+    streams: tuple[int, ...],
+    rounds: int,
+    request: Request,
+    report: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """A run for each number of streams. The engine has the calling thread, as in a server; the listeners have
+    another one."""
 
-    def start(line: int, turn: int) -> None:
-        began, heard = time.perf_counter(), [0, 0]
+    def listen() -> list[dict[str, Any]]:
+        runs = []
+        try:
+            for count in streams:
+                load(engine, count, 1, replace(request, max_frames=WARM_FRAMES))
+                runs.append(load(engine, count, rounds, request))
+                report(runs[-1])
+            return runs
+        finally:
+            engine.stop()
 
-        def deliver(event: Any) -> None:
+    with ThreadPoolExecutor(1, "load", threads.use_one_thread) as pool:
+        listening = pool.submit(listen)
+        engine.run()
+        return listening.result()
+
+
+class Load:
+    """Requests in a closed loop: on each of `streams` streams `rounds` of them, the next when the last is
+    done."""
+
+    def __init__(self, engine: Engine, rounds: int, request: Request):
+        self.engine, self.rounds, self.request = engine, rounds, request
+        self.first_audio_s: list[float] = []
+        self.num_samples = self.num_frames = 0
+        self.errors: list[str] = []
+        self._left = threading.Semaphore(0)
+
+    def run(self, streams: int) -> float:
+        """-> seconds. Raises RuntimeError if a request fails."""
+        began_s = time.perf_counter()
+        for stream in range(streams):
+            self._start(stream, 0)
+        for _ in range(streams):
+            self._left.acquire()
+        if self.errors:
+            raise RuntimeError(self.errors[0])
+        return time.perf_counter() - began_s
+
+    def _start(self, stream: int, turn: int) -> None:
+        began_s, is_first = time.perf_counter(), True
+
+        def deliver(event: Event) -> None:  # on the engine's thread
+            nonlocal is_first
             if isinstance(event, Audio):
-                if heard[0] == 0:
-                    first.append(time.perf_counter() - began)
-                heard[0] += len(event.samples)
-                heard[1] += event.frames
-            if isinstance(event, Audio | Text):
-                return
-            with done:
-                samples.append(heard[0])
-                frames.append(heard[1])
-            if isinstance(event, Failed):
-                errors.append(event.message)
-            if turn + 1 < rounds and not errors:
-                start(line, turn + 1)
-            else:
-                left.release()
+                if is_first:
+                    self.first_audio_s.append(time.perf_counter() - began_s)
+                is_first = False
+                self.num_samples += len(event.samples)
+                self.num_frames += event.frames
+            elif not isinstance(event, Text):
+                self._end(stream, turn, event)
 
-        engine.speak(f"{line}-{turn}", Request(**request, seed=1000 * line + turn), deliver)
+        self.engine.speak(f"{stream}-{turn}", replace(self.request, seed=1000 * stream + turn), deliver)
 
-    clock = Clock(model.runner)
-    began = time.perf_counter()
-    for line_ in range(streams):
-        start(line_, 0)
-    for _ in range(streams):
-        left.acquire()
-    wall = time.perf_counter() - began
-    clock.stop()
-    if errors:
-        raise RuntimeError(errors[0])
-    audio = sum(samples) / rate
+    def _end(self, stream: int, turn: int, event: Event) -> None:
+        if isinstance(event, Failed):
+            self.errors.append(event.message)
+        if turn + 1 < self.rounds and not self.errors:
+            self._start(stream, turn + 1)
+        else:
+            self._left.release()
+
+
+class LaunchTimes:
+    """Seconds that a runner spends in its launches, by kind, and how many there were. All other time is the
+    host's."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.launches: Counter[str] = Counter()
+
+    def __call__(self, event: str, rows: int, seconds: float) -> None:
+        self.seconds[event] += seconds
+        self.launches[event] += 1
+
+
+def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[str, Any]:
+    """What `streams` listeners notice, and where the time goes. Raises RuntimeError if a request fails."""
+    [model] = engine.models.values()
+    model.runner.observer = times = LaunchTimes()
+    listeners = Load(engine, rounds, request)
+    wall_s = listeners.run(streams)
+    model.runner.observer = None
+    audio_s, steps = listeners.num_samples / model.family.spec.sample_rate_hz, times.launches["step"]
     return {
         "streams": streams,
         "requests": streams * rounds,
-        "frames": sum(frames),
-        "audio_s": audio,
-        "wall_s": wall,
-        "rtf": wall * streams / audio,
-        "audio_s_per_s": audio / wall,
-        "ttfa_ms": 1e3 * float(np.median(first)),
-        "ttfa_p90_ms": 1e3 * float(np.quantile(first, 0.9)),
-        "step_ms": 1e3 * clock.step_s / clock.steps,
-        "render_ms": 1e3 * clock.render_s / clock.steps,
-        "host_ms_per_step": 1e3 * max(wall - clock.step_s - clock.render_s - clock.other_s, 0.0) / clock.steps,
+        "frames": listeners.num_frames,
+        "audio_s": audio_s,
+        "wall_s": wall_s,
+        "rtf": wall_s * streams / audio_s,
+        "audio_s_per_s": audio_s / wall_s,
+        "ttfa_ms": 1e3 * float(np.median(listeners.first_audio_s)),
+        "ttfa_p90_ms": 1e3 * float(np.quantile(listeners.first_audio_s, 0.9)),
+        "step_ms": 1e3 * times.seconds["step"] / steps,
+        "render_ms": 1e3 * times.seconds["render"] / steps,
+        "host_ms_per_step": 1e3 * max(wall_s - sum(times.seconds.values()), 0.0) / steps,
     }
-
-
-class Clock:
-    """Time inside the runner's lowered calls and waits for them; all other time is the host's."""
-
-    def __init__(self, runner: Runner):
-        self.runner, self.steps = runner, 0
-        self.step_s = self.render_s = self.other_s = 0.0
-        self.plain = runner._step, runner._hidden, runner._render, AsyncCopy.read
-        runner._step, runner._hidden, runner._render = (
-            self._timed(call, name) for call, name in zip(self.plain, ("step_s", "other_s", "render_s"), strict=False)
-        )
-        AsyncCopy.read = self._timed(AsyncCopy.read, "other_s")  # type: ignore[method-assign]
-
-    def stop(self) -> None:
-        self.runner._step, self.runner._hidden, self.runner._render, AsyncCopy.read = self.plain  # type: ignore[method-assign]
-
-    def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            result = call(*args)
-            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
-            self.steps += name == "step_s"
-            return result
-
-        return timed
 
 
 class Traffic(TorchDispatchMode):
@@ -200,7 +231,7 @@ class Traffic(TorchDispatchMode):
         self.weights = {tensor.untyped_storage().data_ptr() for tensor in module.parameters()}
         self.bytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in self.HEAVY:
             for arg in args:
                 if isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() in self.weights:
@@ -209,17 +240,21 @@ class Traffic(TorchDispatchMode):
 
 
 @torch.no_grad()
-def work(family: Family, request: Request) -> dict[str, dict[str, int]]:
-    """Weights read and arithmetic done by one eager step of one stream, and by its largest window; of that, the arithmetic of a frame."""
-    prompt, window = family.prompt(request), family.spec.window.sizes[-1]
+def work(family: Family[Any], request: Request) -> dict[str, dict[str, int]]:
+    """Weights read and arithmetic done by one eager step of one stream, and by its largest window; of that,
+    the arithmetic of a frame."""
+    prompt, window = family.prompt(request), family.spec.window
+    frames = window.sizes[-1]
     lanes, pages = len(prompt.lanes), -(-max(len(lane.inputs) for lane in prompt.lanes) // PAGE_TOKENS)
-    runner = Runner(family, 1, Arena([family], (1 + lanes * pages) * PAGE_TOKENS * token_bytes(family)), compile=False)
+    arena = Arena([family], (1 + lanes * pages) * PAGE_TOKENS * token_bytes(family))
+    runner = Runner(family, 1, arena, compile=False)
     own = [range(1 + lane * pages, 1 + (lane + 1) * pages) for lane in range(lanes)]
     runner.open(0, prompt, own, [len(lane.inputs) - 1 for lane in prompt.lanes])
     row = torch.zeros(1, dtype=torch.int64, device=family.device)
+    view = View(row, row, row + frames, row > 0, frames, window.length_bucket(frames))
     calls = {
         "step": lambda: runner.step(np.zeros(1, np.int64)).read(),
-        "render": lambda: family.render(runner.state, View(row, row, row + window, window)),
+        "render": lambda: family.render(runner.state, view),
     }
     counts: dict[str, dict[str, int]] = {}
     with torch.inference_mode(False):
@@ -227,21 +262,29 @@ def work(family: Family, request: Request) -> dict[str, dict[str, int]]:
             with FlopCounterMode(display=False) as flops, Traffic(family) as traffic:
                 call()
             counts[name] = {"bytes": traffic.bytes, "flops": flops.get_total_flops()}
-    counts["render"]["flops"] //= window
+    counts["render"]["flops"] //= frames
     return counts
 
 
-def least_ms(floor: dict[str, dict[str, int]], limits: dict[str, float], streams: int, window: int) -> float:
-    """The least time for a frame of every stream: weights at full bandwidth or arithmetic at full rate, whichever takes longer; the
-    renderer's weights are read once per largest window."""
-    step, render = floor["step"], floor["render"]
+def min_ms_per_frame(
+    counted: dict[str, dict[str, int]], limits: dict[str, float], streams: int, window: int
+) -> float:
+    """The least time for a frame of every stream: weights at full bandwidth or arithmetic at full rate,
+    whichever takes longer; the renderer's weights are read once per largest window."""
+    step, render = counted["step"], counted["render"]
     read = (step["bytes"] + render["bytes"] / window) / limits["bytes_per_s"]
     compute = streams * (step["flops"] + render["flops"]) / limits["flops_per_s"]
     return 1e3 * max(read, compute)
 
 
-def machine(family: Family) -> dict[str, float]:
-    """Bytes per second of a large matrix-vector product, and FLOP/s of a large matrix product, in the model's dtype: the best of some."""
+def add_floor(run: dict[str, Any], min_ms: float) -> None:
+    run["floor_ms_per_frame"] = min_ms
+    run["floor_fraction"] = min_ms * run["frames"] / run["streams"] / (1e3 * run["wall_s"])
+
+
+def machine(family: Family[Any]) -> dict[str, float]:
+    """Bytes per second of a large matrix-vector product, and FLOP/s of a large matrix product, in the model's
+    dtype: the best of some."""
     device, dtype = family.device, family.dtype
     side = 16384 if device.type == "cuda" else 8192
     matrix = torch.ones(side, side, dtype=dtype, device=device)
@@ -264,6 +307,12 @@ def best(call: Callable[[], Any], device: torch.device, tries: int = 6) -> float
     return min(times)
 
 
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return platform.processor() or platform.machine()
+
+
 def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
@@ -271,21 +320,14 @@ def peak_memory(device: torch.device) -> int:
 
 
 def against(
-    directory: str, family: str, python: str, streams: tuple[int, ...], rounds: int, frames: int, dtype: str, request: dict, say: Callable
+    family: str, python: str, order: dict[str, Any], request: Request, log_line: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The reference implementation on the same work, in its own environment. Raises ValueError if it cannot be run."""
-    script = REFERENCES / f"reference_{family}.py"
-    if not script.exists():
-        raise ValueError(f"{script} does not exist: running against the reference needs a source tree that has one for this family")
-    order = {"directory": str(Path(directory).resolve()), "streams": streams, "rounds": rounds, "frames": frames, "dtype": dtype, **request}
-    say("the reference ...")
-    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    try:
-        out = subprocess.run([python, str(script), json.dumps(order)], stdout=subprocess.PIPE, check=True, env=env, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(f"the reference did not run with {python}: {error}") from None
-    result = json.loads(out.stdout.splitlines()[-1])
+    """The reference implementation on the same work, in its own environment. Raises ValueError if it cannot
+    be run."""
+    with tempfile.TemporaryDirectory(prefix="zoo-bench-") as place:
+        order = order | {"request": reference.fields(request, Path(place), "request")}
+        result = reference.run(family, python, order)
     for run in result["runs"]:
-        say(f"{run['streams']:3} streams: RTF {run['rtf']:.3f}  {run['audio_s_per_s']:.2f} audio-s/s  (the reference)")
+        rtf, speed = run["rtf"], run["audio_s_per_s"]
+        log_line(f"{run['streams']:3} streams: RTF {rtf:.3f}  {speed:.2f} audio-s/s  (the reference)")
     return result
-

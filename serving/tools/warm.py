@@ -15,20 +15,21 @@ from serving.engine.prepare_for_host import prepare_for_host
 
 
 def warm(
-    directory: str,
+    model: str,
     *,
     device: str | None = None,
     dtype: str | None = None,
     max_slots: int = 8,
-    say: Callable[[float, str], None] = lambda progress, stage: None,
+    progress: Callable[[float, str], None] = lambda fraction, stage: None,
 ) -> dict[str, Any]:
-    """Do what a server with the same settings does before it is ready, and keep what was compiled -> what that was. Raises ValueError."""
-    began = time.perf_counter()
-    family = zoo.load(directory, device=device, dtype=dtype)
+    """Do what a server with the same settings does before it is ready, and keep what was compiled -> what
+    that was. Raises ValueError."""
+    began_s = time.perf_counter()
+    family = zoo.load(model, device=device, dtype=dtype)
     place = prepare_for_host(family)
     engine = Engine(family, max_slots=max_slots)
-    loaded, before = time.perf_counter(), counts()
-    engine.warm(say)
+    loaded_s, before = time.perf_counter(), counts()
+    engine.warm(progress)
     made = counts() - before
     return {
         "family": family.spec.family,
@@ -40,6 +41,6 @@ def warm(
         "graphs": made.graphs,
         "found": made.found,
         "compiled": made.compiled,
-        "load_s": loaded - began,
-        "warm_s": time.perf_counter() - loaded,
+        "load_s": loaded_s - began_s,
+        "warm_s": time.perf_counter() - loaded_s,
     }

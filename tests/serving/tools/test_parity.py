@@ -1,8 +1,8 @@
-"""`zoo parity` and `zoo warm` below their commands: what they find, and that they would find what is wrong."""
+"""`zoo parity` below its command: what it finds, and that it would find what is wrong."""
 
 from __future__ import annotations
 
-import stat
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,48 +10,101 @@ import pytest
 import torch
 from models import directory, family
 from toy import Toy
+from toy_grid import GridToy
 
 import zoo
 from compile_cache.strategy import Whole
-from serving import parity as measured
-from serving.tools.parity import buzz, compare, follow, parity, requests
-from serving.tools.warm import warm
-from zoo.contract import Request
-
-TINY = str(directory("qwen3_tts", "tiny"))
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+from serving.engine.engine import Engine
+from serving.tools import reference
+from serving.tools.parity import compare, difference, follow, parity
+from serving.tools.requests import every_request
+from zoo.contract import Option, Prompt, Request
 
 
-def test_the_served_form_says_what_the_plain_one_says():
-    result = parity(TINY, device="cpu", dtype="float32", compile=False, frames=6)
-    run = result["served"]["voice"]
-    assert (run["steps"], run["steps_equal"], run["largest_frame_difference"]) == (6, 6, 0)
-    assert run["equal_s"] == run["expected_s"] == run["audio_s"] == 6 * 0.08
-    assert run["largest_sample_difference"] < 5e-5 and run["snr_db"] > 80
-    assert result["reference"] is None and (result["family"], result["dtype"]) == ("qwen3_tts", "float32")
+def tiny(name: str) -> str:
+    return str(directory(name, "tiny"))
+
+
+def followed(plain: zoo.Family, served: zoo.Family, request: Request) -> dict:
+    [worker] = Engine(served, max_slots=2, compile=False).models.values()
+    run = follow(plain, worker, request)
+    assert not worker.running and not worker.waiting and len(worker.free_slots) == 2  # all was given back
+    return run
+
+
+@pytest.mark.parametrize("name", zoo.families())
+def test_the_served_form_says_what_the_plain_one_says(name):
+    result = parity(tiny(name), device="cpu", dtype="float32", compile=False, frames=6)
+    assert result["family"] == name and result["dtype"] == "float32" and result["reference"] is None
+    assert result["compiles_after_warmup"] == 0 and result["graphs"] == 0
+    assert set(result["served"]) == set(every_request(family(name), 6)[0])
+    for run in result["served"].values():
+        assert run["steps"] >= 3 and run["largest_frame_difference"] < 1e-5
+        assert run["equal_s"] == run["expected_s"] == run["audio_s"] > 0
+        assert run["largest_sample_difference"] < 5e-5 and (run["snr_db"] is None or run["snr_db"] > 80)
+    json.dumps(result, allow_nan=False)
+
+
+def test_codes_are_equal_at_every_step():
+    run = followed(family("qwen3_tts"), zoo.load(tiny("qwen3_tts"), "cpu", "float32"), greedy(6))
+    assert (run["steps"], run["steps_equal"], run["largest_frame_difference"]) == (6, 6, 0.0)
+    assert run["audio_s"] == 6 * 0.08
+
+
+def test_several_passes_are_followed_through_windows_that_hold_samples_back(with_end):
+    grid = with_end(GridToy(), -1e9)
+    text = "Good morning, everybody who is here."
+    request = Request(text=text, max_frames=17, temperature=0.0, options={"echoes": 3})
+    run = followed(grid, grid, request)
+    assert run["steps_equal"] == run["steps"] == 3 * 17
+    assert run["equal_s"] == run["expected_s"] == run["audio_s"] == 3 * 17 * 4 / 50
+
+
+@pytest.mark.parametrize("name", ["toy_guided", "toy_delay"])
+def test_lanes_and_written_text_are_followed(name):
+    request = Request(text="Good morning.", max_frames=9, temperature=0.0)
+    run = followed(family(name), family(name), request)
+    assert run["steps_equal"] == run["steps"] > 1 and run["snr_db"] is None
+
+
+def greedy(frames: int) -> Request:
+    return Request(text="hello", voice="vivian", temperature=0.0, max_frames=frames)
 
 
 def test_a_form_that_says_something_else_is_seen():
     """The wrong one errs from its first step on, but each step is taken from where the right one stood."""
-    plain = family("qwen3_tts")
-    wrong = zoo.load(TINY, "cpu", "float32")
-    wrong.talker.codec_head.weight = torch.nn.Parameter(wrong.talker.codec_head.weight.roll(1, 0), requires_grad=False)
-    run = follow(plain, wrong, Request(text="hello", voice="vivian", temperature=0.0, max_frames=5), compile=False)
+    wrong = zoo.load(tiny("qwen3_tts"), "cpu", "float32")
+    head = wrong.talker.codec_head
+    head.weight = torch.nn.Parameter(head.weight.roll(1, 0), requires_grad=False)
+    run = followed(family("qwen3_tts"), wrong, greedy(5))
     assert run["steps"] == 5 and run["steps_equal"] == 0 and run["largest_frame_difference"] >= 1
     assert run["equal_s"] == run["expected_s"]  # the tapes were the right one's
 
 
-def test_a_request_for_each_thing_a_model_can_do():
-    base = family("qwen3_tts", size="tiny-base").spec
-    assert set(requests(base, 5)) == {"clone"} and requests(base, 5)["clone"].reference is not None
-    assert set(requests(family("qwen3_tts", size="tiny-1.7b-design").spec, 5)) == {"design"}
-    assert set(requests(replace(base, modes=("voice", "clone"), voices=("a",)), 5)) == {"voice", "clone"}
-    assert buzz().samples.dtype == np.float32 and np.abs(buzz().samples).max() < 1
+def test_a_form_that_ends_elsewhere_is_seen():
+    wrong = zoo.load(tiny("qwen3_tts"), "cpu", "float32")
+    wrong.never[:] = True
+    wrong.never[wrong.config.control.eos] = False  # it can say nothing but the end
+    run = followed(family("qwen3_tts"), wrong, greedy(5))
+    assert run["steps"] == 5 and run["steps_equal"] < 5 and run["largest_frame_difference"] is None
+    assert run["equal_s"] == run["expected_s"] == 5 * 0.08
+
+
+def test_a_form_that_makes_no_numbers_is_seen():
+    wrong = zoo.load(tiny("qwen3_tts"), "cpu", "float32")
+    render = wrong.render
+    wrong.render = lambda state, view: (torch.full_like(render(state, view)[0], torch.nan), view.count * 1920)
+    run = followed(family("qwen3_tts"), wrong, greedy(5))
+    assert run["equal_s"] == 0 and run["snr_db"] == pytest.approx(0.0)
+    json.dumps(run, allow_nan=False)
+
+
+def test_frames_are_compared_as_codes_or_as_latents():
+    codes = torch.tensor([[1, 2], [3, 4]])
+    assert difference(codes, codes) == 0 and difference(codes, torch.tensor([[1, 5], [6, 4]])) == 2
+    latents = torch.tensor([4.0, -2.0])
+    assert difference(latents, torch.tensor([4.0, -1.0])) == 0.25
+    assert difference(latents, torch.tensor([4.0, torch.nan])) == float("inf")
 
 
 def test_two_renderings_are_compared_sample_by_sample():
@@ -59,49 +112,78 @@ def test_two_renderings_are_compared_sample_by_sample():
     other = sound.copy()
     other[600] += 0.1
     same, differs = compare(sound, sound, 1000), compare(other, sound, 1000)
-    assert (same["equal_s"], same["largest_sample_difference"], same["snr_db"]) == (1.0, 0.0, float("inf"))
+    assert (same["equal_s"], same["largest_sample_difference"], same["snr_db"]) == (1.0, 0.0, None)
     assert differs["equal_s"] == 0.6 and differs["largest_sample_difference"] == pytest.approx(0.1, abs=1e-6)
     assert differs["snr_db"] == pytest.approx(10 * np.log10(np.square(sound).sum() / 0.01), abs=0.01)
     assert compare(sound[:400], sound, 1000)["audio_s"] == 0.4
+    assert compare(other, np.zeros(1000, np.float32), 1000)["snr_db"] < -100
+    assert compare(sound[:0], sound[:0], 1000)["snr_db"] is None
 
 
-def test_the_reference_is_asked_the_same_and_compared(tmp_path, monkeypatch):
-    """Its script gets the requests and a place for the samples; here it says what we say, but for one sample."""
+def test_the_reference_is_asked_the_same_and_compared(monkeypatch):
+    """Here it says what we say, but for one sample of one request."""
     plain = family("qwen3_tts")
-    request = replace(requests(plain.spec, 4)["voice"], voice=plain.spec.voices[0])
-    samples = zoo.generate(plain, request).samples.numpy().copy()
-    samples[1920] += 0.5
-    np.save(tmp_path / "said.npy", samples)
-    python = tmp_path / "python"
-    python.write_text(
-        "#!/usr/bin/env python3\n"
-        "import json, shutil, sys, zipfile\n"
-        "order = json.loads(sys.argv[2])\n"
-        "assert order['requests']['voice']['max_frames'] == 4 and order['requests']['voice']['temperature'] == 0.0\n"
-        f"with zipfile.ZipFile(order['out'], 'w') as out: out.write({str(tmp_path / 'said.npy')!r}, 'voice.npy')\n"
-        "print(json.dumps({'name': 'a reference'}))\n"
-    )
-    python.chmod(python.stat().st_mode | stat.S_IEXEC)
-    result = parity(TINY, device="cpu", compile=False, frames=4, reference_python=str(python))
-    assert result["reference"]["name"] == "a reference"
-    assert result["reference"]["runs"]["voice"]["equal_s"] == pytest.approx(1920 / 24000)
+    work, _ = every_request(plain, 4)
+
+    def run(name: str, python: str, order: dict) -> dict:
+        assert name == "qwen3_tts" and python == "a python" and order["directory"] == tiny("qwen3_tts")
+        assert set(order["requests"]) == set(work) and "noise" not in order
+        assert {asked["max_frames"] for asked in order["requests"].values()} == {4}
+        assert {asked["temperature"] for asked in order["requests"].values()} == {0.0}
+        spoken = {name: zoo.generate(plain, request).samples.numpy().copy() for name, request in work.items()}
+        spoken["voice dylan"][1920] += 0.5
+        np.savez(order["out"], **spoken)
+        return {"name": "a reference"}
+
+    monkeypatch.setattr(reference, "run", run)
+    how = {"device": "cpu", "compile": False, "reference_python": "a python"}
+    found = parity(tiny("qwen3_tts"), frames=4, **how)["reference"]
+    assert found["name"] == "a reference" and set(found["runs"]) == set(work)
+    assert found["runs"].pop("voice dylan")["equal_s"] == pytest.approx(1920 / 24000)
+    assert all(run["snr_db"] is None for run in found["runs"].values())
+    assert all(run["equal_s"] == run["expected_s"] > 0 for run in found["runs"].values())
 
 
-def test_a_reference_that_cannot_run_is_one_line(monkeypatch):
-    with pytest.raises(ValueError, match="did not run"):
-        measured.reference(TINY, family("qwen3_tts").spec, "/bin/false", {}, torch.zeros(0))
-    with pytest.raises(ValueError, match=r"reference_toy\.py does not exist"):
-        measured.reference(TINY, family("toy").spec, "/bin/true", {}, torch.zeros(0))
+def test_the_reference_is_given_the_noise_that_frames_are_solved_from(monkeypatch):
+    plain = family("voxcpm2")
+
+    def run(name: str, python: str, order: dict) -> dict:
+        noise = torch.from_numpy(np.load(order["noise"]))
+        assert noise.shape == (3, *plain.spec.noise_shape)
+        request = replace(every_request(plain, 3)[0]["voice"])
+        np.savez(order["out"], voice=zoo.generate(plain, request, noise=noise).samples.numpy())
+        return {"name": "a reference"}
+
+    monkeypatch.setattr(reference, "run", run)
+    how = {"device": "cpu", "compile": False, "reference_python": "a python"}
+    found = parity(tiny("voxcpm2"), frames=3, **how)["reference"]
+    assert found["runs"]["voice"]["snr_db"] is None
 
 
-def test_warm_says_what_it_made(monkeypatch, tmp_path):
+class Accented(Toy):
+    """A toy with a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        accent = Option("accent", str, "where it comes from", "north", choices=("north", "south"))
+        self.spec = replace(self.spec, options=(*self.spec.options, accent))
+
+    def prompt(self, request: Request) -> Prompt:
+        accent = request.options.get("accent", "north")
+        prompt = super().prompt(replace(request, text=f"{accent} {request.text}"))
+        del prompt.slot["accent"]
+        return prompt
+
+
+@pytest.mark.compile
+def test_the_served_form_is_the_servers_and_is_compiled_once(monkeypatch):
+    """One warm-up for all requests, and nothing is compiled after it."""
     monkeypatch.setattr(
-        "serving.engine.runner.lower", lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb
+        "serving.engine.runner.lower",
+        lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb,
     )
     torch._dynamo.reset()
-    monkeypatch.setattr(zoo, "load", lambda directory, device, dtype: Toy())
-    steps: list[tuple[float, str]] = []
-    done = warm("toy", device="cpu", max_slots=2, say=lambda fraction, stage: steps.append((fraction, stage)))
-    assert (done["graphs"], done["found"], done["compiled"]) == (1, 0, 0)  # this backend has no kernels to keep
-    assert done["cache"].startswith(str(tmp_path / "cache")) and done["warm_s"] > 0
-    assert steps[0][0] == 0 and steps[-1] == (1.0, "warm")
+    monkeypatch.setattr(zoo, "load", lambda model, device, dtype: Accented())
+    result = parity("toy", device="cpu", compile=True, frames=40)
+    assert result["compiled"] and result["graphs"] == 1 and result["compiles_after_warmup"] == 0
+    assert set(result["served"]) == {"voice", "voice accent=south"}

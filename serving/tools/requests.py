@@ -1,0 +1,111 @@
+"""What a model can be asked for, read off its `Spec` alone: the requests of `zoo parity` and `zoo bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from zoo.contract import Family, Option, Prompt
+from zoo.request import AudioClip, Reference, Request, RequestError
+
+TEXT = "Good morning. The train to the north leaves at a quarter to eight."
+TRANSCRIPT = "It hums and hums."
+MANNER = "An old sailor, slow and hoarse."
+
+
+def first_request(family: Family[Any], **fields: Any) -> Request:
+    """In the first of the model's modes. Raises RequestError."""
+    way = next(iter(ways(family).values()))
+    return Request(**way | {"text": TEXT} | fields)
+
+
+def every_request(family: Family[Any], frames: int) -> tuple[dict[str, Request], dict[str, str]]:
+    """One greedy request for each thing that the model can do, by name -> and what it refused, by name, with
+    its own words.
+
+    Of requests with equal prompts the first is kept: an option that changes nothing is not asked twice.
+    """
+    taken: dict[str, Request] = {}
+    refused: dict[str, str] = {}
+    known = set()
+    for name, request in _candidates(family, frames):
+        try:
+            said = _signature(family.prompt(request))
+        except RequestError as error:
+            refused[name] = str(error)
+            continue
+        if said not in known:
+            taken[name] = request
+        known.add(said)
+    return taken, refused
+
+
+def ways(family: Family[Any]) -> dict[str, dict[str, Any]]:
+    """The ways to ask for a voice, by name, as fields of a request."""
+    spec = family.spec
+    found: dict[str, dict[str, Any]] = {}
+    voice = next(iter(spec.voices), None)
+    if "voice" in spec.modes or not spec.modes:
+        found["voice"] = {"voice": voice}
+        found |= {f"voice {other}": {"voice": other} for other in _other_voices(family)}
+    if "instruct" in spec.modes:
+        found["instruct"] = {"voice": voice, "instructions": MANNER}
+    if "design" in spec.modes:
+        found["design"] = {"instructions": MANNER}
+    if spec.reference_s is not None:
+        clip, other = (buzz(max(1.0, spec.reference_s[0]), pitch_hz) for pitch_hz in (110, 170))
+        found["clone"] = {"references": (Reference(clip, TRANSCRIPT),)}
+        found["clone without transcript"] = {"references": (Reference(clip),)}
+        if spec.max_references > 1:
+            found["clone of two"] = {"references": (Reference(other), Reference(clip, TRANSCRIPT))}
+    if spec.reference_s is not None and {"instruct", "design"} & set(spec.modes):
+        found["clone with instructions"] = found["clone without transcript"] | {"instructions": MANNER}
+    for language in spec.languages[1:2]:  # the first one is "auto"
+        found[f"language {language}"] = next(iter(found.values())) | {"language": language}
+    return found
+
+
+def _other_voices(family: Family[Any]) -> list[str]:
+    """A voice for each form that a prompt takes beside the first voice's: one of a dialect, say, has another
+    number of positions."""
+    forms: dict[int, str] = {}
+    for voice in family.spec.voices:
+        forms.setdefault(len(family.prompt(Request(text=TEXT, voice=voice)).inputs), voice)
+    return list(forms.values())[1:]
+
+
+def _candidates(family: Family[Any], frames: int) -> Iterator[tuple[str, Request]]:
+    """Every way with the model's defaults, then with each other choice of each option that has some."""
+    options = family.spec.options
+    samples = any(option.name == "temperature" for option in options)
+    usual: dict[str, Any] = {"text": TEXT, "max_frames": frames, "temperature": 0.0 if samples else None}
+    plain = {name: Request(**usual | way) for name, way in ways(family).items()}
+    yield from plain.items()
+    for name, request in plain.items():
+        for option in options:
+            for value in _other_choices(option):
+                said = f"{name} {option.name}={str(value).lower()}"
+                yield said, replace(request, options={option.name: value})
+
+
+def _other_choices(option: Option) -> list[bool | str]:
+    choices: tuple[bool | str, ...] = (False, True) if option.type is bool else option.choices
+    return [choice for choice in choices if choice != option.default]
+
+
+def _signature(prompt: Prompt) -> tuple[Any, ...]:
+    """What the model reads: equal for equal prompts."""
+    rows = ((name, torch.as_tensor(value).flatten().tolist()) for name, value in sorted(prompt.slot.items()))
+    return tuple(lane.prefix_keys for lane in prompt.lanes), tuple((name, *row) for name, row in rows)
+
+
+def buzz(duration_s: float, pitch_hz: float) -> AudioClip:
+    """A sound with a moving pitch."""
+    at = np.arange(round(duration_s * 24000)) / 24000
+    phase = 2 * np.pi * pitch_hz * (at + 0.02 * np.sin(9 * at))
+    sound = sum(np.sin(k * phase) / k for k in range(1, 12))
+    return AudioClip((0.1 * sound * (1.2 + np.sin(20 * at))).astype(np.float32), 24000)

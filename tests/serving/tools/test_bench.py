@@ -1,0 +1,153 @@
+"""`zoo bench` below its command, and the one hook that everything is timed by."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from models import Listener, directory, family
+from toy import Guided, Toy
+
+import zoo
+from serving.engine.engine import Engine
+from serving.tools import bench as measured
+from serving.tools import reference
+from serving.tools.bench import LaunchTimes, bench, min_ms_per_frame, work
+from serving.tools.requests import first_request
+from zoo.contract import Request
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    monkeypatch.setattr(measured, "machine", lambda family: {"bytes_per_s": 1e9, "flops_per_s": 1e10})
+
+
+def test_a_model_is_measured(monkeypatch, with_end):
+    monkeypatch.setattr(zoo, "load", lambda model, device, dtype: with_end(Toy(), -1e9))
+    lines: list[str] = []
+    result = bench("toy", streams=(1, 3), frames=5, rounds=2, compile=False, log_line=lines.append)
+    assert result["family"] == "toy" and result["compiles_after_warmup"] == 0 and not result["compiled"]
+    for streams, run in zip((1, 3), result["runs"], strict=True):
+        assert run["streams"] == streams and run["requests"] == 2 * streams
+        assert run["frames"] == 5 * run["requests"] and run["audio_s"] == run["frames"] * 4 / 50
+        assert run["rtf"] == pytest.approx(run["wall_s"] * streams / run["audio_s"])
+        assert 0 < run["ttfa_ms"] <= run["ttfa_p90_ms"] < 1e3 * run["wall_s"]
+        assert run["step_ms"] > 0 and run["render_ms"] > 0 and run["host_ms_per_step"] > 0
+        floor_s = run["floor_ms_per_frame"] * run["frames"] / streams / 1e3
+        assert run["floor_fraction"] == pytest.approx(floor_s / run["wall_s"])
+    assert sum("streams: RTF" in line for line in lines) == 2
+    json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize("name, size", [("qwen3_tts", "tiny-base"), ("qwen3_tts", "tiny-1.7b-design")])
+def test_models_without_a_voice_of_their_own_are_measured_too(name, size):
+    result = bench(str(directory(name, size)), streams=(1,), frames=3, rounds=1, device="cpu", compile=False)
+    assert result["runs"][0]["frames"] == 3
+
+
+def test_a_request_that_fails_ends_the_run(monkeypatch, with_end):
+    monkeypatch.setattr(zoo, "load", lambda model, device, dtype: with_end(Toy(), 1e9))
+    with pytest.raises(RuntimeError, match="the model ended before its first frame"):
+        bench("toy", streams=(2,), frames=5, compile=False)
+
+
+def test_a_voice_that_the_model_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(zoo, "load", lambda model, device, dtype: Toy())
+    with pytest.raises(ValueError, match="no voice 'vivian'"):
+        bench("toy", voice="vivian")
+
+
+def test_the_reference_does_the_same_work(monkeypatch):
+    plain = family("qwen3_tts")
+
+    def run(name: str, python: str, order: dict) -> dict:
+        assert (name, python, order["dtype"], order["rounds"]) == ("qwen3_tts", "a python", "float32", 1)
+        assert order["streams"] == (1,) and order["request"]["voice"] == plain.spec.voices[0]
+        assert order["request"]["max_frames"] == 3 and order["request"]["text"] == measured.TEXT
+        return {"name": "a reference", "runs": [{"streams": 1, "rtf": 4.0, "audio_s_per_s": 0.25}]}
+
+    monkeypatch.setattr(reference, "run", run)
+    how = {"device": "cpu", "compile": False, "reference_python": "a python"}
+    result = bench(str(directory("qwen3_tts", "tiny")), streams=(1,), frames=3, rounds=1, **how)
+    assert result["reference"]["name"] == "a reference"
+    assert result["runs"][0]["speedup"] == result["runs"][0]["audio_s_per_s"] / 0.25
+
+
+def test_a_family_without_a_reference_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(zoo, "load", lambda model, device, dtype: Toy())
+    monkeypatch.setattr(measured, "work", None)  # not reached
+    with pytest.raises(ValueError, match="toy has no reference implementation"):
+        bench("toy", reference_python="a python")
+
+
+def test_work_counts_the_weights_that_products_read():
+    """Of the toy's step each once, without the embeddings. Guidance reads none twice, and does twice the arithmetic."""
+    toy, guided = Toy(), Guided()
+    plain, twice = work(toy, first_request(toy)), work(guided, first_request(guided))
+    read = [module.weight for module in toy.modules() if isinstance(module, torch.nn.Linear)]
+    assert plain["step"]["bytes"] == twice["step"]["bytes"] >= 4 * sum(weight.numel() for weight in read)
+    assert twice["step"]["flops"] > 1.5 * plain["step"]["flops"] > 0
+    assert plain["render"]["bytes"] == 0  # it has an oscillator, and no weights
+
+
+def test_the_floor_is_what_takes_longer():
+    counted = {"step": {"bytes": 4_000_000, "flops": 1_000_000}, "render": {"bytes": 25_000_000, "flops": 0}}
+    limits = {"bytes_per_s": 1e9, "flops_per_s": 1e9}
+    assert min_ms_per_frame(counted, limits, streams=1, window=25) == pytest.approx(5.0)
+    assert min_ms_per_frame(counted, limits, streams=8, window=25) == pytest.approx(8.0)
+
+
+def test_the_observer_is_told_of_every_launch(with_end):
+    engine = Engine(with_end(Toy(), -1e9), max_slots=2, compile=False)
+    [model] = engine.models.values()
+    times, rows = LaunchTimes(), Counter()
+
+    def observe(event: str, count: int, seconds: float) -> None:
+        times(event, count, seconds)
+        rows[event] += count
+
+    model.runner.observer = observe
+    listeners = [Listener(), Listener()]
+    began_s = time.perf_counter()
+    for i, listener in enumerate(listeners):
+        engine.speak(str(i), Request(text="Good morning.", max_frames=6, seed=i), listener)
+    while engine.turn():
+        pass
+    took_s = time.perf_counter() - began_s
+    assert set(times.launches) == {"prefill", "step", "render"}  # a CPU is never waited for
+    assert rows["prefill"] == 2 and times.launches["prefill"] == 1
+    assert rows["step"] == 12 == sum(listener.frames for listener in listeners)
+    assert times.launches["step"] == 6
+    assert all(seconds > 0 for seconds in times.seconds.values()) and sum(times.seconds.values()) < took_s
+
+
+def test_what_the_observer_does_to_the_state_is_in_the_report():
+    """benchmarks/host.py keeps requests from ending that way."""
+    engine = Engine(Toy(), max_slots=1, compile=False)
+    [model] = engine.models.values()
+    model.runner.observer = lambda event, rows, seconds: model.runner.state.done.zero_()
+    listener = Listener()
+    engine.speak("a", Request(text="Good morning.", max_frames=2), listener)
+    for _ in range(20):
+        engine.turn()
+    assert listener.end is None
+    model.runner.observer = None
+    while engine.turn():
+        pass
+    assert listener.has_ended_well
+
+
+def test_launches_are_timed_by_the_runners_timer():
+    engine = Engine(Toy(), max_slots=1, compile=False)
+    [model] = engine.models.values()
+    ticks, seconds = iter(np.arange(1000.0)), []
+    model.runner.timer = lambda: float(next(ticks))
+    model.runner.observer = lambda event, rows, took_s: seconds.append(took_s)
+    engine.speak("a", Request(text="Good morning.", max_frames=3), Listener())
+    while engine.turn():
+        pass
+    assert seconds and set(seconds) == {1.0}

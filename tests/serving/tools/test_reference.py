@@ -1,0 +1,72 @@
+"""The reference implementation's process: what it is given, and what becomes of its answer."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import zoo
+from serving.tools import reference
+from serving.tools.requests import buzz
+from zoo.request import Reference, Request
+
+
+def interpreter(directory: Path, code: str) -> str:
+    """A `python` that runs `code` in place of the script that it is given; `order` is what it was told."""
+    python = directory / "python"
+    lines = ("#!/usr/bin/env python3", "import json, sys", "order = json.loads(sys.argv[3])", code)
+    python.write_text("\n".join(lines) + "\n")
+    python.chmod(python.stat().st_mode | stat.S_IEXEC)
+    return str(python)
+
+
+def test_every_family_has_its_reference_in_its_folder():
+    for name in zoo.families():
+        assert reference.script(name).parent == Path(zoo.__file__).parent / name
+
+
+def test_the_answer_is_the_last_line_that_it_writes(tmp_path):
+    answer = "print('loading')\nprint(json.dumps({'flag': sys.argv[1], 'script': sys.argv[2], **order}))"
+    python = interpreter(tmp_path, answer)
+    answer = reference.run("higgs_v3", python, {"directory": "model"})
+    script = str(Path(zoo.__file__).parent / "higgs_v3" / "reference.py")
+    assert answer == {"flag": "-P", "script": script, "directory": "model"}
+
+
+@pytest.mark.parametrize(
+    "family, python, line",
+    [
+        ("toy", "/bin/true", r"toy has no reference implementation to compare with: .*reference\.py does not exist"),
+        ("voxcpm2", "/bin/false", "the reference of voxcpm2 did not run with /bin/false: exit status 1"),
+        ("voxcpm2", "/nowhere/py", "the reference of voxcpm2 did not run with /nowhere/py: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(family, python, line):
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        reference.run(family, python, {})
+
+
+def test_a_request_is_json_and_its_clips_are_files(tmp_path):
+    clip = buzz(1.0, 110)
+    references = (Reference(clip, "It hums."), Reference(clip))
+    options = {"cfg_scale": 1.5}
+    request = Request(text="Hello.", references=references, temperature=0.0, max_frames=7, options=options)
+    fields = json.loads(json.dumps(reference.fields(request, tmp_path, "clone x=true"), allow_nan=False))
+    given = fields.pop("references")
+    assert fields == {
+        "text": "Hello.",
+        "voice": None,
+        "language": None,
+        "instructions": None,
+        "temperature": 0.0,
+        "max_frames": 7,
+        "options": {"cfg_scale": 1.5},
+    }
+    assert [one["transcript"] for one in given] == ["It hums.", None]
+    for one in given:
+        with np.load(one["clip"]) as kept:
+            assert int(kept["rate_hz"]) == 24_000 and np.array_equal(kept["samples"], clip.samples)
