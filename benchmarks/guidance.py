@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from compile_cache.strategy import Strategy
 from serving.engine.engine import Audio, Engine
 from serving.engine.prepare_for_host import prepare_for_host
-from zoo.contract import KV, Batch, Family, Lane, Prompt, Request, Spec, State, View, Window
+from zoo.contract import KV, Batch, Family, Lane, Option, Prompt, Request, Spec, State, View, Window, frame_cap
 from zoo.nn.attention import Paged, attend
 from zoo.nn.guidance import merge
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
+from zoo.request import check
 
 HEAD_DIM, KV_HEADS, BOOKS, CODES = 64, 4, 4, 1024
 TEXT, NULL = 120, (0,) * 100  # bytes of a request's text; what the second lane reads instead
@@ -64,14 +65,16 @@ class Block(nn.Module):
 
 
 class SpeakerState(State):
-    """Adds: guidance [S+1]."""
+    """Adds: how far guidance goes [S+1]."""
+
+    cfg_scale: Tensor
 
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
         super().__init__(spec, slots, max_frames, dtype, device)
-        self.guidance = torch.ones(slots + 1, device=device)
+        self.add("cfg_scale", default=1)
 
 
-class Speaker(Family):
+class Speaker(Family[SpeakerState]):
     """Reads bytes, draws four codes a frame until its cap, and renders them as they are."""
 
     def __init__(self, size: Size, lanes: int, max_frames: int, dtype: torch.dtype):
@@ -91,6 +94,7 @@ class Speaker(Family):
             max_positions=512 + max_frames,
             window=Window(sizes=(1, 4, 25)),
             lanes=lanes,
+            options=(Option("cfg_scale", float, "how far guidance goes; 1 is none", 1.0, (0, 100)),),
         )
         self.bytes = nn.Embedding(256, size.width)
         self.codes = Tables(BOOKS, CODES, size.width)
@@ -103,21 +107,16 @@ class Speaker(Family):
         self.to(dtype).eval().requires_grad_(False)
 
     def prompt(self, request: Request) -> Prompt:
-        keys, guided = tuple(request.text.encode()), self.spec.lanes == 2
-        slot = {"seed": request.seed, "guidance": request.guidance}
-        null = Lane(self.bytes(torch.tensor(NULL)), NULL) if guided else None
-        return Prompt(self.bytes(torch.tensor(keys)), keys, request.max_frames or self.spec.max_frames, slot, null=null)
+        keys, slot = tuple(request.text.encode()), {"seed": request.seed, **check(request, self.spec)}
+        null = Lane(self.bytes(torch.tensor(NULL)), NULL) if self.spec.lanes == 2 else None
+        cap = frame_cap(self.spec, request, len(keys), self.spec.max_frames)
+        return Prompt(self.bytes(torch.tensor(keys)), keys, cap, slot, null=null)
 
     def state(self, slots: int, max_frames: int | None = None) -> SpeakerState:
         return SpeakerState(self.spec, slots, max_frames or self.spec.max_frames, self.dtype, self.device)
 
-    def admit(self, state: SpeakerState, slot: int, prompt: Prompt) -> None:  # type: ignore[override]
-        state.open(slot, prompt)
-        state.seed[slot], state.guidance[slot] = prompt.slot["seed"], prompt.slot["guidance"]
-
-    def embed(self, state: State, slots: Tensor) -> Tensor:
-        frame = state.tape[slots, (state.ready[slots] - 1).clamp(min=0)]  # [B, K]
-        rows = self.codes(frame).sum(1)  # [B, D]
+    def embed(self, state: SpeakerState, slots: Tensor) -> Tensor:
+        rows = self.codes(state.last_frame(slots)).sum(1)  # [B, D]
         return rows.repeat(2, 1) if self.spec.lanes == 2 else rows
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -127,18 +126,17 @@ class Speaker(Family):
             inputs = layer(inputs, cos, sin, Paged(batch, i))
         return self.norm(inputs)
 
-    def emit(self, state: SpeakerState, slots: Tensor, h: Tensor) -> None:  # type: ignore[override]
+    def emit(self, state: SpeakerState, slots: Tensor, h: Tensor) -> None:
         logits = self.head(h).float().unflatten(-1, (BOOKS, CODES))  # [L B, K, V]
         if self.spec.lanes == 2:
-            logits = merge(logits, state.guidance[slots])  # [B, K, V]
+            logits = merge(logits, state.cfg_scale[slots])  # [B, K, V]
         noise = gumbel(state.seed[slots], state.steps[slots], range(BOOKS), CODES)
-        one = torch.ones_like(state.guidance[slots]).repeat_interleave(BOOKS)  # [B K]
+        one = torch.ones_like(state.cfg_scale[slots]).repeat_interleave(BOOKS)  # [B K]
         frame = draw(logits.flatten(0, 1), one, (50 * one).long(), one, noise.flatten(0, 1)).unflatten(0, (-1, BOOKS))
         state.append(slots, frame, torch.zeros_like(state.done[slots]))
 
-    def render(self, state: State, view: View) -> Tensor:
-        at = view.start[:, None] + torch.arange(view.frames)  # [B, F]
-        return state.tape[view.slots[:, None], at.clamp(max=state.tape.shape[1] - 1)].flatten(1).float() / CODES
+    def render(self, state: SpeakerState, view: View) -> tuple[Tensor, Tensor]:
+        return state.window(view).flatten(1).float() / CODES, view.count * BOOKS
 
 
 class Timed:
@@ -154,27 +152,28 @@ class Timed:
         self.rounds = 0
 
     def round(self, requests: int, frames: int) -> dict[str, float]:
-        heard, steps, step = 0, 0, self.model.runner.step
+        heard, steps = 0, 0
 
         def hear(event: Any) -> None:
             nonlocal heard
             heard += event.frames if isinstance(event, Audio) else 0
 
-        def counted(slots: np.ndarray) -> Any:
+        def count(event: str, rows: int, seconds: float) -> None:
             nonlocal steps
-            steps += 1
-            return step(slots)
+            steps += event == "step"
 
-        self.model.runner.step = counted  # type: ignore[method-assign]
+        self.model.runner.observer = count
         texts = np.random.default_rng(self.rounds).integers(97, 123, (requests, TEXT), np.uint8)
         self.rounds += 1
         began = time.perf_counter()
         for i, text in enumerate(texts):
-            self.engine.speak(str(i), Request(text=text.tobytes().decode(), seed=i, guidance=2.0, max_frames=frames), hear)
+            said, options = text.tobytes().decode(), {"cfg_scale": 2.0}
+            request = Request(text=said, seed=i, max_frames=frames, options=options)
+            self.engine.speak(str(i), request, hear)
         while self.engine.turn():
             pass
         took_s = time.perf_counter() - began
-        self.model.runner.step = step  # type: ignore[method-assign]
+        self.model.runner.observer = None
         assert heard == requests * frames, f"{heard} frames heard, {requests * frames} asked for"
         return {"frames_per_s": heard / took_s, "steps_per_s": steps / took_s, "steps": steps}
 

@@ -41,14 +41,14 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
 
     import zoo
     from compile_cache import threads
-    from serving import runner as running
+    from serving.engine.runner import PAGE_TOKENS, Arena, Runner, common_page_bytes
+    from serving.engine.warmup import warm_step
+    from serving.tools.requests import first_request
     from zoo.nn import kernels
     from zoo.nn.linear import SwiGLU
     from zoo.nn.packed import pack
 
     torch._inductor.config.cpp.enable_kernel_profile = True
-    if how in ("flat", "bucket"):
-        running.any_size = lambda *_: None
     family = zoo.load(directory, dtype=dtype)
     threads.set_num_threads(family)
     pack(family)
@@ -58,22 +58,27 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     if how == "mlp":
         SwiGLU.forward = torch.compile(SwiGLU.forward, fullgraph=True, dynamic=True, options={"cpp.threads": 1})
     slots = max(batches)
-    pages = -(-(POSITIONS + 64) // running.PAGE_TOKENS)
-    arena = running.Arena([family], (slots * pages + 2) * running.common_page_bytes([family]))
-    runner = running.Runner(family, slots, arena, compile=how not in ("eager", *APART))
-    request = zoo.Request(text="Hello there.", voice=family.spec.voices[0] if family.spec.voices else None)
+    pages = -(-(POSITIONS + 64) // PAGE_TOKENS)
+    lanes = family.spec.lanes
+    arena = Arena([family], (slots * lanes * pages + 2) * common_page_bytes([family]))
+    runner = Runner(family, slots, arena, compile=how not in ("eager", *APART))
+    request = first_request(family, text="Hello there.")
     for slot in range(slots):
-        runner.open(slot, family.prompt(request), [range(1 + slot * pages, 1 + (slot + 1) * pages)], [POSITIONS])
+        own = [range(1 + i * pages, 1 + (i + 1) * pages) for i in range(slot * lanes, (slot + 1) * lanes)]
+        runner.open(slot, family.prompt(request), own, [POSITIONS] * lanes)
 
     def step(batch: int) -> None:
         runner.step(np.arange(batch)).read()
 
-    before, began = usage(), time.perf_counter()
-    with torch.inference_mode():
-        runner._warm_step()
-    for batch in batches if how in ("flat", "bucket", *APART) else []:
-        step(batch)
-    result: dict[str, Any] = {"how": how, "ready_s": time.perf_counter() - began, "ready_cpu_s": usage() - before, "step_ms": {}}
+    before, began_s = usage(), time.perf_counter()
+    if how == "regions":  # one graph for every size
+        with torch.inference_mode():
+            warm_step(runner)
+    else:
+        for batch in batches:
+            step(batch)
+    result: dict[str, Any] = {"how": how, "ready_s": time.perf_counter() - began_s}
+    result |= {"ready_cpu_s": usage() - before, "step_ms": {}}
     for batch in batches:
         times = []
         for _ in range(8):
