@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Builds the reference environments, .venv-parity-FAMILY: for the fixtures, `zoo parity` and `zoo bench --against reference`.
+#   tests/parity/environments.sh [BASE]     BASE: an environment with speechzoo[dev] (default .venv); its torch serves all
+# Nothing is installed with its dependencies: they would bring another torch.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+base=$(cd "${1:-.venv}" && pwd)
+site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+# environment FAMILY PACKAGE==VERSION ...
+environment() {
+    local venv=.venv-parity-$1
+    "$base/bin/python" -m venv "$venv"
+    site "$base" >"$(site "$venv")/base.pth"
+    "$venv/bin/python" -m pip install --quiet --no-deps "${@:2}"
+}
+
+audio=(
+    librosa==0.11.0 lazy-loader==0.6 audioread==3.1.0 soxr==1.1.0 scipy==1.17.1 numba==0.68.1 llvmlite==0.50.0 joblib==1.6.0
+    cloudpickle==3.1.2 decorator==5.3.1 msgpack==1.2.4 pooch==1.9.0 platformdirs==4.14.7
+)
+environment qwen3_tts qwen-tts==0.1.1 transformers==4.57.3 tokenizers==0.22.2 huggingface-hub==0.36.2 accelerate==1.12.0 \
+    requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
+environment voxcpm2 voxcpm==2.0.3 "${audio[@]}"
+
+# Of sglang-omni a few files are read, and nothing is installed: it would bring a server. torchaudio's compiled parts are for CUDA alone.
+environment higgs_v3 transformers==5.23.0 torchaudio==2.11.0
+higgs=.venv-parity-higgs_v3
+rm -f "$(site "$higgs")"/torchaudio/lib/*.so
+"$higgs/bin/python" -m pip download --quiet --no-deps --dest "$higgs" sglang_omni==0.1.9
+"$higgs/bin/python" -m zipfile -e "$higgs"/sglang_omni-0.1.9-*.whl "$higgs/sglang_omni"
