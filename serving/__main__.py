@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from zoo.hub import local_directory, name_of
+from zoo.hub import name_of, resolved
 
 if TYPE_CHECKING:
     from serving.http.voices import Voices
@@ -56,7 +56,8 @@ def serve(
         list[str],
         Argument(
             metavar="MODEL",
-            help="Directories, or ORG/NAME on the Hugging Face Hub; NAME=MODEL chooses the id for clients.",
+            help="Directories, or ORG/NAME on the Hugging Face Hub; MODEL+DIR adds an adapter (LoRA), NAME=MODEL "
+            "chooses the id for clients.",
         ),
     ],
     host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -163,7 +164,7 @@ def say(
     """Speak one text into a file."""
     form = output_format(out)
     text = text_to_say(text)
-    directory = local_directory(model)
+    directory = resolved(model)
     references = [] if reference is None else [recording(reference)]
 
     import zoo
@@ -291,7 +292,7 @@ def bench(
     """Measure a model on this machine: real-time factor, first audio, audio-s/s, and how near it comes to the hardware's limit."""
     if against not in (None, "reference"):
         raise ValueError(f"--against {against}: possible is: reference")
-    directory = str(local_directory(model))
+    directory = resolved(model)
 
     from functools import partial
 
@@ -325,7 +326,7 @@ def warm(
     as_json: Annotated[bool, Option("--json", help="One JSON object a model, for programs.")] = False,
 ) -> int:
     """Compile a model ahead of time, so that a server of it is ready in seconds."""
-    directories = {model: str(local_directory(model)) for model in models}
+    directories = {model: resolved(model) for model in models}
     if cache_dir is not None:
         os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
 
@@ -355,7 +356,7 @@ def parity(
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
     """Measure how exact a model is: its served form against the plain fp32 one, and that against the reference implementation."""
-    directory = str(local_directory(model))
+    directory = resolved(model)
 
     from functools import partial
 
@@ -492,14 +493,14 @@ def recording(path: Path) -> AudioClip:
         raise ValueError(f"{path} cannot be used: {error}") from None
 
 
-def named_directory(model: str) -> tuple[str, Path]:
-    """MODEL or NAME=MODEL -> the name for clients and the directory. Raises ValueError."""
+def named_directory(model: str) -> tuple[str, str]:
+    """MODEL or NAME=MODEL -> the name for clients and the directory, with its adapter. Raises ValueError."""
     name, equals, named = model.partition("=")
     if not equals or Path(model).is_dir():
-        return name_of(model), local_directory(model)
+        return name_of(model), resolved(model)
     if not name:
         raise ValueError(f"{model!r} has no name before '='; needed is MODEL or NAME=MODEL")
-    return name, local_directory(named)
+    return name, resolved(named)
 
 
 def named_directories(models: list[str]) -> dict[str, str]:
@@ -508,7 +509,7 @@ def named_directories(models: list[str]) -> dict[str, str]:
     for name, directory in map(named_directory, models):
         if name in directories:
             raise ValueError(f"two models have the name {name!r}; NAME=MODEL gives one another name")
-        directories[name] = str(directory)
+        directories[name] = directory
     return directories
 
 

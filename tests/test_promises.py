@@ -276,6 +276,25 @@ def test_streamed_equals_generated(name, policy, report_lag):
         assert len(listener.chunks) > 1 or listener.frames < 8 + family(name).spec.window.lookahead or policy == "throughput"
 
 
+@every_family
+@pytest.mark.parametrize("report_lag", [0, 1])
+def test_a_deterministic_engine_gives_equal_requests_equal_bits(name, report_lag):
+    """Alone, or beside others that come and go; with windows that are cut by the same frames."""
+    asked, *others = requests(name, 5, max_frames=30)
+
+    def heard(arrivals: dict[int, list[Request]], turn_s: float) -> bytes:
+        clock = Clock()
+        settings = {"compile": False, "report_lag": report_lag, "is_deterministic": True}
+        engine = Engine(family(name), max_slots=3, clock=clock, **settings)
+        clock.now_s = turn_s
+        listeners = serve(engine, arrivals)
+        return next(ear for ear, request in zip(listeners, chain(*arrivals.values()), strict=True) if request is asked).samples.tobytes()
+
+    alone_bits = heard({0: [asked]}, 0.0)
+    assert heard({0: [others[0], asked], 2: others[1:]}, 5.0) == alone_bits
+    assert heard({0: others[:2], 3: [asked], 9: others[2:]}, 9.0) == alone_bits
+
+
 # speed changes nothing
 
 

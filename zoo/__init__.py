@@ -55,12 +55,12 @@ def find(model: str | Path) -> tuple[FamilyFolder, Path]:
     """The family that claims a model, and where the model lies. Raises ValueError.
 
     model: a directory, which never touches the network; or ORG/NAME or ORG/NAME@REVISION, which `zoo.hub`
-    fetches.
+    fetches; either with +ADAPTER behind it, a directory.
     """
-    from zoo.hub import local_directory
+    from zoo.hub import local_directory, split_adapter
     from zoo.nn.json_files import read_config
 
-    path = local_directory(model)
+    path = local_directory(split_adapter(model)[0])
     known = families()
     for family in known.values():
         if family.claims(path):
@@ -72,21 +72,19 @@ def find(model: str | Path) -> tuple[FamilyFolder, Path]:
     raise ValueError(f"{path} has model_type {read_config(path).get('model_type')!r}; {names}")
 
 
-def load(
-    model: str | Path,
-    device: str | None = None,
-    dtype: str | torch.dtype | None = None,
-    adapter: str | Path | None = None,
-) -> Family:
+def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
     """A model (see `find`) -> its family, with weights. Raises ValueError.
 
     device None: the GPU where there is one. dtype: float32 or bfloat16, as torch's or by name; None: bfloat16 on a
-    GPU, float32 on a CPU. adapter: a directory with what fine-tuning adds to the weights (LoRA), for families that
-    take one.
+    GPU, float32 on a CPU. MODEL+ADAPTER: a directory with what fine-tuning adds to the weights (LoRA), for families
+    that take one.
     """
     import torch
 
-    family, path = find(model)
+    from zoo.hub import split_adapter
+
+    base, adapter = split_adapter(model)
+    family, path = find(base)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(device)
@@ -99,7 +97,7 @@ def load(
     if name not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not possible; possible: {', '.join(DTYPES)}")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32: a reference's codes can hang on its last bits
-    return family.load(path, where, getattr(torch, name), None if adapter is None else Path(adapter))
+    return family.load(path, where, getattr(torch, name), adapter)
 
 
 def inspect(model: str | Path) -> dict[str, Any]:

@@ -25,8 +25,30 @@ def local_directory(model: str | Path) -> Path:
     return _fetched(match["id"], match["revision"])
 
 
+def split_adapter(model: str | Path) -> tuple[str, Path | None]:
+    """MODEL or MODEL+ADAPTER -> both; the adapter is a directory. Raises ValueError."""
+    base, plus, adapter = str(model).rpartition("+")
+    if not plus or Path(model).is_dir():
+        return str(model), None
+    if not Path(adapter).is_dir():
+        raise ValueError(f"{adapter!r} is not a directory; a model with an adapter is MODEL+DIRECTORY")
+    return base, Path(adapter)
+
+
+def resolved(model: str) -> str:
+    """The same model by its directory: DIR or DIR+ADAPTER. Raises ValueError."""
+    base, adapter = split_adapter(model)
+    directory = str(local_directory(base))
+    return directory if adapter is None else f"{directory}+{adapter.resolve()}"
+
+
 def name_of(model: str) -> str:
-    """What to call a model: its directory's name, or its repository's."""
+    """What to call a model: its directory's name, or its repository's, and its adapter's."""
+    base, adapter = split_adapter(model)
+    return _name_of(base) if adapter is None else f"{_name_of(base)}+{adapter.resolve().name}"
+
+
+def _name_of(model: str) -> str:
     match = _REPOSITORY.fullmatch(model)
     if match is None or Path(model).is_dir():
         return Path(model).resolve().name

@@ -19,6 +19,11 @@ Value = bool | int | float | str
 KINDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 
+def shown(bound: float) -> str:
+    """A range's end as a user would write it."""
+    return f"{bound:.0f}" if bound == int(bound) else f"{bound:g}"
+
+
 class RequestError(ValueError):
     """Something that a user got wrong: `param` names the field, the message says what came and what is possible."""
 
@@ -46,7 +51,7 @@ class Option:
         if self.range is None:
             return KINDS[self.type]
         low, high = self.range
-        return f"{KINDS[self.type]} from {low:g} to {high:g}"
+        return f"{KINDS[self.type]} from {shown(low)} to {shown(high)}"
 
     def read(self, value: object) -> Value:
         """The value as the option's type. Raises RequestError."""

@@ -20,6 +20,7 @@ from serving.engine.runner import Arena, AsyncCopy, Runner
 from serving.engine.scheduler import Policy, Render, Scheduler
 from zoo.contract import Family, Prompt, RequestError
 
+CHUNK_PAGES = 4
 _salts = itertools.count(1)  # one per loaded model: equal keys under other weights are other pages
 
 
@@ -43,7 +44,10 @@ class ModelWorker:
         self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
         self.runner = Runner(family, num_slots, arena, compile, is_deterministic)
         frame_s = 1 / spec.frame_rate_hz
-        self.scheduler = Scheduler(num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes)
+        # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such pieces.
+        self.chunk_pages = CHUNK_PAGES if is_deterministic else 1
+        chunk_tokens = CHUNK_PAGES * self.runner.page_tokens if is_deterministic else None
+        self.scheduler = Scheduler(num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes, chunk_tokens)
         self.salt = next(_salts)
         self.is_deterministic = is_deterministic
 
@@ -71,7 +75,7 @@ class ModelWorker:
         """Give the first in the queue a slot and all the pages of all its lanes: who speaks is never paused. -> whether there were enough."""
         job, page_tokens = self.waiting[0], self.runner.page_tokens
         lanes, needed = job.prompt.lanes, self._lane_pages(job.prompt)
-        shared = [self.pages.match(self.salt, lane.prefix_keys, page_tokens) for lane in lanes]
+        shared = [self.pages.match(self.salt, lane.prefix_keys, page_tokens, self.chunk_pages) for lane in lanes]
         num_shared = sum(map(len, shared))
         fresh = self.pages.take(sum(needed) - num_shared)
         if fresh is None:
@@ -132,7 +136,8 @@ class ModelWorker:
         """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to launch."""
         chunks = self.scheduler.next_chunks()
         if chunks:
-            self.runner.prefill(chunks)
+            for launch in [[chunk] for chunk in chunks] if self.is_deterministic else [chunks]:
+                self.runner.prefill(launch)
             for chunk in chunks:
                 self.scheduler.record_prefill(chunk)
                 if chunk.is_last:

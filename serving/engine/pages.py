@@ -44,15 +44,16 @@ class Pages:
         """Pages that `take` can give now."""
         return len(self._free) + len(self._cached)
 
-    def match(self, salt: int, keys: Sequence[int], page_tokens: int) -> list[int]:
+    def match(self, salt: int, keys: Sequence[int], page_tokens: int, multiple: int = 1) -> list[int]:
         """The longest run of indexed pages from the start of a prompt, with one reference on each: its first len(pages) * page_tokens
         positions need not be computed. The last key is never covered, because somebody must compute its hidden state.
-        keys: one int64 per position."""
+        keys: one int64 per position. multiple: so many pages at a time."""
         pages = []
         for link in _chain(salt, keys, page_tokens, (len(keys) - 1) // page_tokens):
             if link not in self._page_of:
                 break
             pages.append(self._page_of[link])
+        pages = pages[: len(pages) // multiple * multiple]
         for page in pages:
             self._references[page] += 1
             self._cached.pop(page, None)

@@ -76,7 +76,7 @@ UNBOUNDED = np.iinfo(np.int64).max
 
 class Scheduler:
     """The state of every slot, as far as time is concerned. frame_s: a frame's length; lanes: prompts of a slot, all of which are prefilled
-    before it decodes.
+    before it decodes; chunk_tokens: prompts are cut at its multiples, whoever else is prefilled, None: as there is room.
 
     A slot's frames pass three counters: ready (on the tape, reported), rendered (handed to a launch), delivered (given to the listener).
     The listener plays from the first delivery on, and `plays_until_s` is when all that was delivered is played (-inf before the first).
@@ -84,13 +84,21 @@ class Scheduler:
     A slot whose text is still arriving takes `steps_left` steps and then starves: it is in no launch, and what it has spoken is rendered.
     """
 
-    def __init__(self, num_slots: int, policy: Policy, window: Window, frame_s: float, lanes: int = 1):
+    def __init__(
+        self,
+        num_slots: int,
+        policy: Policy,
+        window: Window,
+        frame_s: float,
+        lanes: int = 1,
+        chunk_tokens: int | None = None,
+    ):
         assert num_slots > 0 and frame_s > 0, f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
         sizes = window.sizes
         assert sizes and sizes[0] > 0 and all(np.diff(sizes) > 0), f"window sizes {sizes}, ascending frame counts expected"
         assert not any(size % window.grid for size in sizes), f"window sizes {sizes}, multiples of the grid {window.grid} expected"
         assert window.lookahead >= 0, f"a lookahead of {window.lookahead} frames"
-        self.policy = policy
+        self.policy, self.chunk_tokens = policy, chunk_tokens
         self.frame_s = frame_s
         self.window = window
         self.sizes = np.array(sizes)
@@ -165,13 +173,19 @@ class Scheduler:
         left = self.policy.prefill_tokens
         for slot in self.waiting:
             for lane, (start, end) in enumerate(zip(self.num_prefilled[slot].tolist(), self.prompt_tokens[slot].tolist(), strict=True)):
-                stop = min(start + left, end)
+                stop = self._chunk_end(start, end, left)
                 if start < stop:
                     chunks.append(Chunk(slot, start, stop, is_last=stop == end, lane=lane))
                     left -= stop - start
-            if left == 0:
+            if left <= 0:
                 break
         return chunks
+
+    def _chunk_end(self, start: int, end: int, left: int) -> int:
+        """Of a stretch with room for `left` positions; the room is not kept to where chunks are cut in equal lengths."""
+        if self.chunk_tokens is None:
+            return min(start + left, end)
+        return start if left <= 0 else min(start - start % self.chunk_tokens + self.chunk_tokens, end)
 
     def record_prefill(self, chunk: Chunk) -> None:
         """The chunk is launched. After the last one of all its lanes the slot decodes."""

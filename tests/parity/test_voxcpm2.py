@@ -68,7 +68,7 @@ def model(name: str) -> VoxCPM2:
         return family("voxcpm2", size=fact["size"])
     with tempfile.TemporaryDirectory() as place:
         write_adapter(Path(place), fact["adapter"])
-        return zoo.load(directory("voxcpm2", fact["size"]), "cpu", "float32", adapter=place)
+        return zoo.load(f"{directory('voxcpm2', fact['size'])}+{place}", "cpu", "float32")
 
 
 def write_adapter(place: Path, adapter: dict) -> None:

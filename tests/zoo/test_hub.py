@@ -15,7 +15,7 @@ from huggingface_hub import errors
 from models import directory
 
 import zoo
-from zoo.hub import IGNORED, local_directory, name_of
+from zoo.hub import IGNORED, local_directory, name_of, resolved, split_adapter
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -196,3 +196,21 @@ def test_a_server_names_a_repository_by_its_own_name(asked):
     from serving.__main__ import named_directories
 
     assert list(named_directories(["org/name@v1", "other=org/name"])) == ["name", "other"]
+
+
+def test_a_model_may_have_an_adapter(tmp_path):
+    model, adapter = tmp_path / "model", tmp_path / "anna"
+    both = f"{model}+{adapter}"
+    for path in (model, adapter):
+        path.mkdir()
+    assert split_adapter(both) == (str(model), adapter)
+    assert resolved(both) == both and name_of(both) == "model+anna"
+    assert split_adapter(model) == (str(model), None)
+    with pytest.raises(ValueError, match="'nobody' is not a directory; a model with an adapter is MODEL"):
+        resolved(f"{model}+nobody")
+
+
+def test_a_directory_with_a_plus_in_its_name_is_a_model(tmp_path):
+    model = tmp_path / "c++"
+    model.mkdir()
+    assert split_adapter(model) == (str(model), None) and name_of(str(model)) == "c++"

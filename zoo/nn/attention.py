@@ -43,11 +43,12 @@ def paged_attention(
 ) -> Tensor:
     """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions,
     the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]."""
-    if q.shape[0] == page_table.shape[0]:  # every sequence has one query: no length has to be known here, so a CUDA graph can hold it
+    if q.shape[0] == page_table.shape[0]:  # every sequence has one query
         if kernels.know(q, kv):
             return kernels.attend(q, kv, page_table, kv_lens, page_tokens, scale)
-        longest = int(kv_lens.max()) if q.device.type == "cpu" else page_table.shape[1] * page_tokens
-        return _one_query_each(q, kv, page_table, kv_lens, page_tokens, scale, longest)
+        if q.device.type != "cpu":  # no length has to be known here, so a CUDA graph can hold it
+            return _one_query_each(q, kv, page_table, kv_lens, page_tokens, scale)
+    # Sequence by sequence: no last bit of one depends on how long the others are.
     out = torch.empty_like(q)
     edges, counts = cu_seqlens.tolist(), kv_lens.tolist()
     for b, (start, stop) in enumerate(pairwise(edges)):
@@ -63,8 +64,10 @@ def _positions(page_table: Tensor, page_tokens: int, count: int) -> Tensor:
     return (page_table[..., :pages, None] + within).flatten(-2)[..., :count]
 
 
-def _one_query_each(q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, page_tokens: int, scale: float, longest: int) -> Tensor:
-    heads = kv.shape[1]
+def _one_query_each(
+    q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, page_tokens: int, scale: float
+) -> Tensor:
+    heads, longest = kv.shape[1], page_table.shape[1] * page_tokens
     at = _positions(page_table, page_tokens, longest)  # [B, n]
     k = kv[at].transpose(1, 2)  # [B, Hkv, n, D]
     v = kv[at + page_tokens].transpose(1, 2)

@@ -305,3 +305,14 @@ def test_an_arena_of_scratch_alone_is_refused():
         Pages(1)
     with pytest.raises(ValueError, match="an arena of 3 pages has none to hand out: 3 are scratch, so 4 are the least"):
         Pages(3, num_scratch=3)
+
+
+def test_pages_may_be_shared_several_at_a_time():
+    pages, keys = Pages(20), list(range(50))
+    held = pages.take(5)
+    pages.publish(1, keys, 10, held)
+    assert pages.match(1, [*keys, 0], 10, multiple=2) == held[:4]
+    assert pages.match(1, keys[:11], 10, multiple=2) == []
+    pages.give_back(held[:4])
+    pages.give_back(held)
+    assert pages.free == pages.num_pages

@@ -773,3 +773,19 @@ def test_nothing_is_to_be_done_while_all_wait_for_text():
     assert not scheduler.is_idle
     due(scheduler, 0.0)
     assert scheduler.is_idle
+
+
+def test_prompts_may_be_cut_at_equal_lengths_whoever_else_waits():
+    def cuts(*prompts: int) -> list[tuple[int, int]]:
+        scheduler = Scheduler(3, replace(Policy.STREAMING, prefill_tokens=50), WINDOW, FRAME_S, chunk_tokens=32)
+        for slot, tokens in enumerate(prompts):
+            scheduler.open(slot, tokens, skip=32 if slot == 0 else 0)
+        last = []
+        while chunks := scheduler.next_chunks():
+            last += [(chunk.start, chunk.stop) for chunk in chunks if chunk.slot == len(prompts) - 1]
+            for chunk in chunks:
+                scheduler.record_prefill(chunk)
+        return last
+
+    assert cuts(100) == [(32, 64), (64, 96), (96, 100)]
+    assert cuts(100, 70) == cuts(40, 33, 70) == [(0, 32), (32, 64), (64, 70)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zoo.contract import Batch
-from zoo.nn.attention import Paged, attend
+from zoo.nn.attention import Paged, _one_query_each, _one_sequence, attend
 
 HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 16, 3
 SCALE = DIM**-0.5
@@ -179,3 +179,16 @@ def test_bfloat16_is_close():
     found = cache.launch([0], [37], layer=0)[0]
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), truth, rtol=0, atol=0.03)
+
+
+def test_the_batched_form_that_a_gpu_runs_equals_one_sequence_after_the_other():
+    """It knows no length, so that a CUDA graph can hold it: it reads as far as the page table is wide."""
+    random = torch.Generator().manual_seed(3)
+    kv_lens, page_tokens, columns = torch.tensor([1, 16, 17, 40]), 16, 4
+    kv = torch.randn(2 * page_tokens * columns * len(kv_lens), KV_HEADS, DIM, generator=random)
+    pages = torch.randperm(columns * len(kv_lens), generator=random).view(len(kv_lens), columns)
+    page_table, q = pages * 2 * page_tokens, torch.randn(len(kv_lens), HEADS, DIM, generator=random)
+    batched = _one_query_each(q, kv, page_table, kv_lens, page_tokens, SCALE)
+    for b, length in enumerate(kv_lens.tolist()):
+        alone = _one_sequence(q[b : b + 1], kv, page_table[b], length, page_tokens, SCALE)
+        torch.testing.assert_close(batched[b : b + 1], alone)
