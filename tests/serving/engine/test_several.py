@@ -291,6 +291,7 @@ def test_progress_is_over_all_models():
     assert stages[0] == "hum: step" and stages[-1] == "buzz: warm" and fractions[stages.index("buzz: step")] == 0.5
 
 
+@pytest.mark.compile
 def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     """And the largest says how many threads all have."""
     sized: list[zoo.Family] = []

@@ -475,6 +475,7 @@ def test_designs_are_served_too():
         np.testing.assert_allclose(listener.samples, zoo.generate(DESIGN, request).samples, **SAMPLES)
 
 
+@pytest.mark.compile
 def test_lowered_equals_eager_with_references_in_play(monkeypatch):
     """One graph serves clones with words, by sound, and those whose first pages are another's."""
     torch._dynamo.reset()

@@ -131,6 +131,7 @@ def test_decoder_knows_where_it_is(codec):
     assert (samples[0] - samples[1]).abs().max() > 1e-4
 
 
+@pytest.mark.compile
 def test_one_graph_for_every_batch_size(codec):
     decoder = codec.decoder
 

@@ -27,13 +27,13 @@ NAMED = Request(
     voice="ryan",
     options=INTERLEAVED,
     temperature=0.0,
-    max_frames=40,
+    max_frames=28,
 )
 CLONED = replace(
     NAMED, voice=None, references=(Reference(CLIP),), options=INTERLEAVED | {"x_vector_only_mode": True}
 )
 SAMPLED = replace(
-    NAMED, voice="vivian", text="It's 7:45, and my phone rings.", temperature=0.9, seed=3, max_frames=30
+    NAMED, voice="vivian", text="It's 7:45, and my phone rings.", temperature=0.9, seed=3, max_frames=20
 )
 TRANSCRIBED = replace(
     CLONED, references=(Reference(replace(CLIP, samples=CLIP.samples[:2400]), "Hm."),), options=INTERLEAVED
