@@ -1,6 +1,6 @@
 """VoxCPM2's flow-matching solve, for all slots at once and one after the other.
 
-    python benchmarks/cfm.py DIR [--dtype bfloat16] [--slots 1 4 16 64] [--compile]
+python benchmarks/cfm.py DIR [--dtype bfloat16] [--slots 1 4 16 64] [--compile]
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def solve_all(solve: Callable[..., torch.Tensor], rows: list[tuple[torch.Tensor,
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -51,14 +53,23 @@ def main() -> None:
     width = family.config.dit.hidden
     solve = lower(family.net.solver, Whole()) if options.compile else family.net.solver
     for slots in sorted(options.slots, reverse=True):
-        mu, before, noise = torch.randn(slots, 2, width, dtype=dtype), torch.randn(slots, *shape, dtype=dtype), torch.randn(slots, *shape)
+        mu, before, noise = (
+            torch.randn(slots, 2, width, dtype=dtype),
+            torch.randn(slots, *shape, dtype=dtype),
+            torch.randn(slots, *shape),
+        )
         given = (mu, before, noise.to(dtype), torch.full((slots,), 2.0), torch.full((slots,), 10))
         if options.compile:
             any_size(given, 0, "batch")
         solve(*given)
         one_by_one = [tuple(value[i : i + 1] for value in given) for i in range(slots)]
-        batched, apart = (best_ms(partial(solve_all, solve, rows), options.tries) for rows in ([given], one_by_one))
-        print(f"{slots:3} slots  at once {batched:8.1f} ms  one by one {apart:8.1f} ms  {apart / batched:.1f}x", flush=True)
+        batched, apart = (
+            best_ms(partial(solve_all, solve, rows), options.tries) for rows in ([given], one_by_one)
+        )
+        print(
+            f"{slots:3} slots  at once {batched:8.1f} ms  one by one {apart:8.1f} ms  {apart / batched:.1f}x",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

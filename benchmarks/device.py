@@ -34,7 +34,11 @@ from serving.engine.prepare_for_host import prepare_for_host
 from serving.tools.bench import bench
 from serving.tools.requests import first_request
 
-TEXTS = ("Good morning.", "The quick brown fox jumps over the lazy dog.", "It is a quarter to eight, and the train leaves now.")
+TEXTS = (
+    "Good morning.",
+    "The quick brown fox jumps over the lazy dog.",
+    "It is a quarter to eight, and the train leaves now.",
+)
 
 
 def requests(family: zoo.Family, is_greedy: bool) -> list[zoo.Request]:
@@ -65,13 +69,22 @@ def check(name: str, device: str) -> dict[str, object]:
     results: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as directory:
         path = zoo.families()[name].write_demo(Path(directory) / "tiny", "tiny", dtype=torch.float32)
-        here, there = zoo.load(path, device="cpu", dtype="float32"), zoo.load(path, device=device, dtype="float32")
+        here, there = (
+            zoo.load(path, device="cpu", dtype="float32"),
+            zoo.load(path, device=device, dtype="float32"),
+        )
         prepare_for_host(there)
         spec = here.spec
-        noise = torch.randn(40, *spec.noise_shape, generator=torch.Generator().manual_seed(0)) if spec.noise_shape else None
+        noise = (
+            torch.randn(40, *spec.noise_shape, generator=torch.Generator().manual_seed(0))
+            if spec.noise_shape
+            else None
+        )
         gaps = []
         for request in requests(here, is_greedy=True):
-            ours, theirs = (zoo.generate(family, request, noise=noise).frames.double() for family in (there, here))
+            ours, theirs = (
+                zoo.generate(family, request, noise=noise).frames.double() for family in (there, here)
+            )
             gaps.append(float((ours - theirs).abs().max()) if ours.shape == theirs.shape else None)
         results["frames_apart_from_cpu"] = gaps  # 0 where frames are codes
         for compile in (False, True):
@@ -79,8 +92,19 @@ def check(name: str, device: str) -> dict[str, object]:
             batched = together(there, work, compile)
             apart = [zoo.generate(there, request).samples.numpy() for request in work]
             same = [len(a) == len(b) for a, b in zip(apart, batched, strict=True)]
-            gap = max(float(np.abs(a - b).max()) for a, b in zip(apart, batched, strict=True) if len(a) == len(b)) if any(same) else None
-            results["batched_compiled" if compile else "batched_eager"] = {"lengths_equal": same, "largest_sample_gap": gap}
+            gap = (
+                max(
+                    float(np.abs(a - b).max())
+                    for a, b in zip(apart, batched, strict=True)
+                    if len(a) == len(b)
+                )
+                if any(same)
+                else None
+            )
+            results["batched_compiled" if compile else "batched_eager"] = {
+                "lengths_equal": same,
+                "largest_sample_gap": gap,
+            }
         half = zoo.load(path, device=device, dtype="bfloat16")
         prepare_for_host(half)
         spoken = together(half, requests(half, is_greedy=False), True)
@@ -89,7 +113,9 @@ def check(name: str, device: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True)
     smallest = [f"{name}=tiny" for name in zoo.families()]
     parser.add_argument("--models", nargs="+", metavar="FAMILY=SIZE", default=smallest)
@@ -121,7 +147,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             path = zoo.families()[name].write_demo(Path(directory) / size, size)
             for compile in (True, False):
-                measure = partial(bench, str(path), streams=tuple(options.streams), frames=options.frames, compile=compile)
+                measure = partial(
+                    bench, str(path), streams=tuple(options.streams), frames=options.frames, compile=compile
+                )
                 logged = partial(measure, log_line=partial(print, flush=True))
                 stage(f"{name} {size} {'compiled' if compile else 'eager'}", logged)
     sys.exit(any(isinstance(part, dict) and "error" in part for part in result.values()))

@@ -1,10 +1,12 @@
-"""What guidance costs: the engine's throughput with two lanes a slot over that with one, on a model of plain transformer layers.
+"""What guidance costs: the engine's throughput with two lanes a slot over that with one, on a model of plain
+transformer layers.
 
     python benchmarks/guidance.py [--streams 1 4 8] [--requests 8] [--frames 48] [--size mid] [--dtype float32] [--eager] [--json]
 
-Both models have the same random weights and speak as many frames of as many requests; every request has a text of its own and, where there
-are two lanes, the null prompt of all the others. Prefix pages are shared, prompts are prefilled in chunks, and reports are read a launch
-late. The two take turns, and the best of their rounds counts. The ratio is that of frames a second; both engines are warm.
+Both models have the same random weights and speak as many frames of as many requests; every request has a
+text of its own and, where there are two lanes, the null prompt of all the others. Prefix pages are shared,
+prompts are prefilled in chunks, and reports are read a launch late. The two take turns, and the best of their
+rounds counts. The ratio is that of frames a second; both engines are warm.
 """
 
 from __future__ import annotations
@@ -26,7 +28,20 @@ from torch import Tensor, nn
 from compile_cache.strategy import Strategy
 from serving.engine.engine import Audio, Engine
 from serving.engine.prepare_for_host import prepare_for_host
-from zoo.contract import KV, Batch, Family, Lane, Option, Prompt, Request, Spec, State, View, Window, frame_cap
+from zoo.contract import (
+    KV,
+    Batch,
+    Family,
+    Lane,
+    Option,
+    Prompt,
+    Request,
+    Spec,
+    State,
+    View,
+    Window,
+    frame_cap,
+)
 from zoo.nn.attention import Paged, attend
 from zoo.nn.guidance import merge
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
@@ -59,8 +74,11 @@ class Block(nn.Module):
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)) for part in self.qkv(self.norm(x)))  # [T, H or Hkv, dim]
-        x = x + self.out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, HEAD_DIM**-0.5).flatten(1))
+        # [T, H or Hkv, dim]
+        q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)) for part in self.qkv(self.norm(x)))
+        x = x + self.out(
+            attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, HEAD_DIM**-0.5).flatten(1)
+        )
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -132,7 +150,9 @@ class Speaker(Family[SpeakerState]):
             logits = merge(logits, state.cfg_scale[slots])  # [B, K, V]
         noise = gumbel(state.seed[slots], state.steps[slots], range(BOOKS), CODES)
         one = torch.ones_like(state.cfg_scale[slots]).repeat_interleave(BOOKS)  # [B K]
-        frame = draw(logits.flatten(0, 1), one, (50 * one).long(), one, noise.flatten(0, 1)).unflatten(0, (-1, BOOKS))
+        frame = draw(logits.flatten(0, 1), one, (50 * one).long(), one, noise.flatten(0, 1)).unflatten(
+            0, (-1, BOOKS)
+        )
         state.append(slots, frame, torch.zeros_like(state.done[slots]))
 
     def render(self, state: SpeakerState, view: View) -> tuple[Tensor, Tensor]:
@@ -179,7 +199,9 @@ class Timed:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--frames", type=int, default=48)
@@ -189,7 +211,12 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result: dict[str, Any] = {"size": asdict(SIZES[options.size]), "dtype": options.dtype, "requests": options.requests, "runs": []}
+    result: dict[str, Any] = {
+        "size": asdict(SIZES[options.size]),
+        "dtype": options.dtype,
+        "requests": options.requests,
+        "runs": [],
+    }
     for streams in options.streams:
         shape = (streams, options.frames, getattr(torch, options.dtype), not options.eager)
         both = {lanes: Timed(SIZES[options.size], lanes, *shape) for lanes in (1, 2)}
@@ -211,8 +238,14 @@ def main() -> None:
         }
         result["runs"].append(run)
         if not options.json:
-            ones, twos = (f"{found['steps_per_s']:.1f} steps/s, {found['frames_per_s']:.1f} frames/s" for found in (one, two))
-            print(f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; ratio {run['ratio']:.2f}", flush=True)
+            ones, twos = (
+                f"{found['steps_per_s']:.1f} steps/s, {found['frames_per_s']:.1f} frames/s"
+                for found in (one, two)
+            )
+            print(
+                f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; ratio {run['ratio']:.2f}",
+                flush=True,
+            )
     if options.json:
         print(json.dumps(result))
 

@@ -48,7 +48,9 @@ def host_ms(family: Family[Any], slots: int, policy: str, steps: int) -> float:
     launches = Launches(model.runner)
     voice = family.spec.voices[0] if family.spec.voices else None
     for line in range(slots):
-        asked = Request(text="one two three four five", voice=voice, seed=line, max_frames=SETTLED + steps + 60)
+        asked = Request(
+            text="one two three four five", voice=voice, seed=line, max_frames=SETTLED + steps + 60
+        )
         engine.speak(str(line), asked, lambda event: None)
     for _ in range(SETTLED):
         engine.turn()
@@ -56,12 +58,16 @@ def host_ms(family: Family[Any], slots: int, policy: str, steps: int) -> float:
     for _ in range(steps):
         engine.turn()
     took_s = time.thread_time() - began
-    assert len(model.running) == slots, f"{len(model.running)} of {slots} requests still speak: they ended too early to measure"
+    assert len(model.running) == slots, (
+        f"{len(model.running)} of {slots} requests still speak: they ended too early to measure"
+    )
     return 1e3 * (took_s - (launches.spent_s - spent_s)) / steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--steps", type=int, default=150)

@@ -1,4 +1,5 @@
-"""One step of a model, as it is lowered: compile time cold and warm, step time by batch size, and how many kernels a step runs.
+"""One step of a model, as it is lowered: compile time cold and warm, step time by batch size, and how many
+kernels a step runs.
 
     python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat mlp blocks regions] [--json OUT]
 
@@ -6,10 +7,12 @@ eager    the function as it is written
 flat     the whole step as one graph, every block unrolled; a graph per batch size, since inductor 2.13 fails on one for all
 mlp      only the gated MLPs are compiled, once for all of them
 blocks   each repeated block is a callable of its own, compiled once for all of them; what is between them runs as written
-regions  the whole step as one graph that holds each repeated block once; one graph for every batch size (what the server uses)
+regions  the whole step as one graph that holds each repeated block once; one graph for every batch size (what
+the server uses)
 bucket   the same, but a graph per batch size
-Each is measured in processes of its own: first with an empty cache directory, then again with what the first one left. Kernels are what
-the profiler sees at the bottom: operators that call no other, and inductor's generated functions.
+Each is measured in processes of its own: first with an empty cache directory, then again with what the first
+one left. Kernels are what the profiler sees at the bottom: operators that call no other, and inductor's
+generated functions.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     if how in ("flat", "mlp", "blocks"):
         unmark(family, compile_blocks=how == "blocks")
     if how == "mlp":
-        SwiGLU.forward = torch.compile(SwiGLU.forward, fullgraph=True, dynamic=True, options={"cpp.threads": 1})
+        SwiGLU.forward = torch.compile(
+            SwiGLU.forward, fullgraph=True, dynamic=True, options={"cpp.threads": 1}
+        )
     slots = max(batches)
     pages = -(-(POSITIONS + 64) // PAGE_TOKENS)
     lanes = family.spec.lanes
@@ -91,16 +96,22 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
 
 
 def unmark(family: Any, compile_blocks: bool) -> None:
-    """Take the marks off everything that is marked as a region; repeated blocks may be compiled apart instead."""
+    """Take the marks off everything that is marked as a region; repeated blocks may be compiled apart
+    instead."""
     import torch
     import torch.fx.experimental._config
 
-    if compile_blocks:  # sizes that are equal once need not stay so: the places of a frame's steps are such sizes
+    # sizes that are equal once need not stay so: the places of a frame's steps are such sizes
+    if compile_blocks:
         torch.fx.experimental._config.use_duck_shape = False
         torch._dynamo.config.recompile_limit = 64
     for kind in {type(module) for module in family.modules()}:
         if plain := vars(kind.forward).get(MARK):
-            kind.forward = torch.compile(plain, fullgraph=True, dynamic=True, options={"cpp.threads": 1}) if compile_blocks else plain
+            kind.forward = (
+                torch.compile(plain, fullgraph=True, dynamic=True, options={"cpp.threads": 1})
+                if compile_blocks
+                else plain
+            )
     for name, module in tuple(sys.modules.items()):
         if name.startswith("zoo."):
             for key, value in tuple(vars(module).items()):
@@ -113,17 +124,29 @@ def num_kernels(call: Any) -> int:
 
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         call()
-    operators = [event for event in seen.events() if event.name.startswith(("aten::", "zoo::", "mkldnn::", "cpp_fused"))]
-    return sum(not any(child.name.startswith(("aten::", "mkldnn::")) for child in event.cpu_children) for event in operators)
+    operators = [
+        event
+        for event in seen.events()
+        if event.name.startswith(("aten::", "zoo::", "mkldnn::", "cpp_fused"))
+    ]
+    return sum(
+        not any(child.name.startswith(("aten::", "mkldnn::")) for child in event.cpu_children)
+        for event in operators
+    )
 
 
 def usage() -> float:
     """CPU seconds of this process and of the compilers it ran."""
-    return sum(r.ru_utime + r.ru_stime for r in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    return sum(
+        r.ru_utime + r.ru_stime
+        for r in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
@@ -138,9 +161,24 @@ def main() -> None:
     for how in options.how:
         with tempfile.TemporaryDirectory() as cache:
             for cached in (False,) if how == "eager" else (False, True):
-                command = [sys.executable, __file__, options.directory, "--dtype", options.dtype, "--worker", "--how", how, "--batches"]
+                command = [
+                    sys.executable,
+                    __file__,
+                    options.directory,
+                    "--dtype",
+                    options.dtype,
+                    "--worker",
+                    "--how",
+                    how,
+                    "--batches",
+                ]
                 command += map(str, options.batches)
-                out = subprocess.run(command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, stdout=subprocess.PIPE, check=True)
+                out = subprocess.run(
+                    command,
+                    env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+                    stdout=subprocess.PIPE,
+                    check=True,
+                )
                 result = {"cached": cached, **json.loads(out.stdout.splitlines()[-1])}
                 steps = "  ".join(f"{batch}: {ms:.1f}" for batch, ms in result["step_ms"].items())
                 print(

@@ -1,4 +1,5 @@
-"""How often this process has compiled, and how much of it came out of the cache. Dynamo and Inductor count; this reads."""
+"""How often this process has compiled, and how much of it came out of the cache. Dynamo and Inductor count;
+this reads."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from torch._dynamo.utils import counters
 
 @dataclass(frozen=True)
 class Counts:
-    """graphs: functions turned into graphs, which costs seconds each even where the code is found; found and compiled: their kernels."""
+    """graphs: functions turned into graphs, which costs seconds each even where the code is found; found and
+    compiled: their kernels."""
 
     graphs: int
     found: int

@@ -17,7 +17,8 @@ class Graphs:
         self.misses = 0
 
     def record(self, key: tuple, launch: Callable[[], None]) -> None:
-        """Run `launch` until it is warm, then record it. It must read and write tensors that stay where they are."""
+        """Run `launch` until it is warm, then record it. It must read and write tensors that stay where they
+        are."""
         for _ in range(2):
             launch()
         if self.device.type != "cuda":
@@ -29,7 +30,8 @@ class Graphs:
         self.recorded[key] = graph
 
     def run(self, key: tuple, launch: Callable[[], None]) -> None:
-        """Replay what was recorded under `key`; where nothing was, run `launch` (on a GPU that is counted as a miss)."""
+        """Replay what was recorded under `key`; where nothing was, run `launch` (on a GPU that is counted as
+        a miss)."""
         graph = self.recorded.get(key)
         if graph is not None:
             graph.replay()

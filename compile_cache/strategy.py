@@ -10,10 +10,11 @@ class Eager:
 
 @dataclass(frozen=True)
 class Whole:
-    """One graph from the first line of the function to the last: `fullgraph=True`, no graph break, one callable for every batch size.
+    """One graph from the first line of the function to the last: `fullgraph=True`, no graph break, one
+    callable for every batch size.
 
-    Blocks that repeat are marked where they are written, by `torch.compiler.nested_compile_region`: the graph then holds each once and
-    calls it many times, and compiling takes as long for eighty blocks as for one.
+    Blocks that repeat are marked where they are written, by `torch.compiler.nested_compile_region`: the graph
+    then holds each once and calls it many times, and compiling takes as long for eighty blocks as for one.
     """
 
 
@@ -22,10 +23,12 @@ Lowering = Eager | Whole
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a family's verbs are lowered. `fp32` lists, for the reader, what the model's own lines keep in fp32."""
+    """How a family's verbs are lowered. `fp32` lists, for the reader, what the model's own lines keep in
+    fp32."""
 
     step: Lowering = Whole()
     prefill: Lowering = Eager()  # of `hidden`, over many positions: once a request, and its shapes vary
     render: Lowering = Eager()
     fp32: tuple[str, ...] = ()
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # sizes of recorded launches; a smaller batch is padded up to one
+    # sizes of recorded launches; a smaller batch is padded up to one
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)

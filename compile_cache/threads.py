@@ -12,10 +12,11 @@ SMALL_BYTES = 64 << 20
 
 
 def set_num_threads(model: nn.Module) -> int:
-    """One thread for a model of less than SMALL_BYTES, else as many as there were -> the number. Call before anything is compiled.
+    """One thread for a model of less than SMALL_BYTES, else as many as there were -> the number. Call before
+    anything is compiled.
 
-    Waking a second thread takes longer than the products of a small model: a step of 8 streams of the tiny Qwen3-TTS took 20 ms with two
-    threads and 4 ms with one (benchmarks/LOG.md).
+    Waking a second thread takes longer than the products of a small model: a step of 8 streams of the tiny
+    Qwen3-TTS took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md).
     """
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     if size < SMALL_BYTES and next(model.parameters()).device.type == "cpu":
@@ -24,11 +25,13 @@ def set_num_threads(model: nn.Module) -> int:
 
 
 def use_one_thread() -> None:
-    """The calling thread computes without helpers from now on, whatever the others do. Call it before the thread computes anything.
+    """The calling thread computes without helpers from now on, whatever the others do. Call it before the
+    thread computes anything.
 
-    A second team of OpenMP threads makes the first one slow for good: libgomp then counts more threads than cores, and lets those that
-    wait for work sleep at once. A step of Qwen3-TTS took twice as long (benchmarks/LOG.md). `torch.set_num_threads` cannot say this:
-    of MKL's number and of torch's own there is one a process.
+    A second team of OpenMP threads makes the first one slow for good: libgomp then counts more threads than
+    cores, and lets those that wait for work sleep at once. A step of Qwen3-TTS took twice as long
+    (benchmarks/LOG.md). `torch.set_num_threads` cannot say this: of MKL's number and of torch's own there is
+    one a process.
     """
     torch.get_num_threads()  # torch sets up a thread when it is first asked
     library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))

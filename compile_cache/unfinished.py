@@ -1,8 +1,9 @@
 """What a process that was killed left half written in the compile cache.
 
-A compiler writes a library under its own name, so a library that was being linked when its process was killed stays as it is, and every
-later start would load it. Each process therefore keeps a mark in the directory and a lock on it, which ends with the process however it
-ends. A mark that nobody holds is of a process that was killed: what was compiled after its last `settle` is dropped, and compiled again.
+A compiler writes a library under its own name, so a library that was being linked when its process was killed
+stays as it is, and every later start would load it. Each process therefore keeps a mark in the directory and
+a lock on it, which ends with the process however it ends. A mark that nobody holds is of a process that was
+killed: what was compiled after its last `settle` is dropped, and compiled again.
 
 Whoever may write to this directory can run code as this user: it is made for its owner alone.
 """
@@ -21,7 +22,8 @@ _marks: dict[Path, int] = {}  # directory -> this process's mark, open and locke
 
 
 def begin(directory: Path) -> None:
-    """From now on this process compiles into the directory. Drops what a killed process left half written, with a line on stderr."""
+    """From now on this process compiles into the directory. Drops what a killed process left half written,
+    with a line on stderr."""
     if directory in _marks:
         return
     dropped = [name for mark in directory.glob("unfinished-*") for name in _drop_after(mark)]
@@ -48,7 +50,8 @@ def _end(path: Path, handle: int) -> None:
 
 
 def _drop_after(mark: Path) -> list[str]:
-    """The names of the compiled files that a killed process wrote after its mark was last set, all removed; none for a live process."""
+    """The names of the compiled files that a killed process wrote after its mark was last set, all removed;
+    none for a live process."""
     try:
         handle = os.open(mark, os.O_RDWR)
     except FileNotFoundError:  # it has just ended
@@ -59,7 +62,11 @@ def _drop_after(mark: Path) -> list[str]:
         return []
     else:
         since_s = os.fstat(handle).st_mtime - SLACK_S
-        files = [file for file in mark.parent.rglob("*") if file.suffix in COMPILED and file.stat().st_mtime >= since_s]
+        files = [
+            file
+            for file in mark.parent.rglob("*")
+            if file.suffix in COMPILED and file.stat().st_mtime >= since_s
+        ]
         for file in files:
             file.unlink(missing_ok=True)
         mark.unlink(missing_ok=True)

@@ -1,10 +1,12 @@
-"""Set before anything imports torch: threads that wait must sleep, or a busy machine turns milliseconds into tens of them."""
+"""Set before anything imports torch: threads that wait must sleep, or a busy machine turns milliseconds into
+tens of them."""
 
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums are cut among threads: with one, the number of cores changes no last bit
+# sums are cut among threads: with one, the number of cores changes no last bit
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""What many tests need: every family as a tiny random model, requests that differ in everything, and the codes of each alone."""
+"""What many tests need: every family as a tiny random model, requests that differ in everything, and the
+codes of each alone."""
 
 from __future__ import annotations
 
@@ -50,11 +51,14 @@ _CLIP = AudioClip(np.sin(np.arange(3500) ** 1.5 / 30).astype(np.float32) / 4, 16
 @cache
 def directory(name: str, size: str) -> Path:
     """A tiny random checkpoint, written once per process. Not to be changed: copy it first."""
-    return zoo.families()[name].write_demo(Path(_directories.name) / f"{name}-{size}", size, dtype=torch.float32)
+    return zoo.families()[name].write_demo(
+        Path(_directories.name) / f"{name}-{size}", size, dtype=torch.float32
+    )
 
 
 def family(name: str, dtype: str = "float32", size: str = "tiny") -> Family:
-    """dtype "float64" is for what a family computes from a state alone (`render`): no checkpoint runs in it as a whole."""
+    """dtype "float64" is for what a family computes from a state alone (`render`): no checkpoint runs in it
+    as a whole."""
     return _family(name, dtype, size)
 
 
@@ -66,7 +70,8 @@ def _family(name: str, dtype: str, size: str) -> Family:
 
 
 def requests(name: str, count: int, max_frames: int = 14) -> list[Request]:
-    """`count` requests that differ in text, voice, reference, sampling, seed and length, and in every option of the family's."""
+    """`count` requests that differ in text, voice, reference, sampling, seed and length, and in every option
+    of the family's."""
     spec = family(name).spec
     return [
         Request(
@@ -175,7 +180,8 @@ class Clock:
 
 
 def serve(engine: Engine, arrivals: dict[int, list[Request]]) -> list[Listener]:
-    """Speak each turn's requests, turn by turn, until all have ended -> their listeners, in order of arrival."""
+    """Speak each turn's requests, turn by turn, until all have ended -> their listeners, in order of
+    arrival."""
     listeners: list[Listener] = []
     turns = itertools.count()
     while True:

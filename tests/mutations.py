@@ -1,4 +1,5 @@
-"""JSON files of the tiny checkpoints with a value changed: to another type, out of range, or to what is nearly right."""
+"""JSON files of the tiny checkpoints with a value changed: to another type, out of range, or to what is
+nearly right."""
 
 from __future__ import annotations
 

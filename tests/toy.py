@@ -1,7 +1,8 @@
-"""A whole family on one screen: it reads bytes and hums. That it keeps every promise shows that the engine knows no model.
+"""A whole family on one screen: it reads bytes and hums. That it keeps every promise shows that the engine
+knows no model.
 
-A frame is two codes; the first may be the end. A frame's codes set the speed of an oscillator whose phase runs on from frame to frame, so
-a window that is rendered out of order, or from a past of its own, is heard.
+A frame is two codes; the first may be the end. A frame's codes set the speed of an oscillator whose phase
+runs on from frame to frame, so a window that is rendered out of order, or from a past of its own, is heard.
 
 `Guided` is the same with guidance: a second lane hums without having read the text.
 """
@@ -13,7 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
-from zoo.contract import KV, Batch, Family, Lane, Option, Prompt, Request, Spec, State, View, Window, frame_cap
+from zoo.contract import (
+    KV,
+    Batch,
+    Family,
+    Lane,
+    Option,
+    Prompt,
+    Request,
+    Spec,
+    State,
+    View,
+    Window,
+    frame_cap,
+)
 from zoo.nn.attention import Paged, attend
 from zoo.nn.guidance import merge
 from zoo.nn.linear import FusedLinear
@@ -31,7 +45,8 @@ NULL = (7,) * 38  # what a lane without the text reads: more than two pages of i
 
 
 class ToyState(State):
-    """Adds: sampling values, how far guidance goes, and the oscillator's phase [S+1] int64, so that adding up is exact."""
+    """Adds: sampling values, how far guidance goes, and the oscillator's phase [S+1] int64, so that adding up
+    is exact."""
 
     temperature: Tensor
     top_k: Tensor
@@ -58,7 +73,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in self.qkv(self.norm(x)))  # [T, H, dim]
-        return x + self.out(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.dim**-0.5).flatten(1))
+        return x + self.out(
+            attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.dim**-0.5).flatten(1)
+        )
 
 
 class Toy(Family[ToyState]):
@@ -122,18 +139,26 @@ class Toy(Family[ToyState]):
 
     def render(self, state: ToyState, view: View) -> tuple[Tensor, Tensor]:
         codes, frame = state.window(view), torch.arange(view.frames)  # [B, F, K]
-        speed = (codes * CODES ** torch.arange(codes.shape[-1])).sum(-1) * (frame < view.count[:, None])  # [B, F], no two frames alike
-        phase = state.phase[view.slots][:, None] + speed[..., None].expand(-1, -1, FRAME_SAMPLES).flatten(1).cumsum(1)  # [B, N]
+        # [B, F], no two frames alike
+        speed = (codes * CODES ** torch.arange(codes.shape[-1])).sum(-1) * (frame < view.count[:, None])
+        # [B, N]
+        phase = state.phase[view.slots][:, None] + speed[..., None].expand(-1, -1, FRAME_SAMPLES).flatten(
+            1
+        ).cumsum(1)
         state.phase[view.slots] = phase[:, -1]
         return (phase % TURN * (2 * math.pi / TURN)).sin(), view.count * FRAME_SAMPLES
 
 
 class Guided(Toy):
-    """Two lanes: the second reads NULL where the first reads the text, so their prompts differ in length, and then the same frames."""
+    """Two lanes: the second reads NULL where the first reads the text, so their prompts differ in length, and
+    then the same frames."""
 
     def __init__(self) -> None:
         super().__init__()
-        options = (*self.spec.options, Option("cfg_scale", float, "how far guidance goes; 1 is none", 1.0, (0, 100)))
+        options = (
+            *self.spec.options,
+            Option("cfg_scale", float, "how far guidance goes; 1 is none", 1.0, (0, 100)),
+        )
         self.spec = replace(self.spec, variant="guided", lanes=2, options=options)
 
     def prompt(self, request: Request) -> Prompt:

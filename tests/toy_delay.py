@@ -1,4 +1,5 @@
-"""A toy that thinks before it speaks, and goes on writing while it does. It has all that families with a delay pattern have:
+"""A toy that thinks before it speaks, and goes on writing while it does. It has all that families with a
+delay pattern have:
 
     step        0    1   ...   t     t+1    t+2   t+3   t+4  ...  e     e+1   e+2     e: the step that draws code 0's end, or is the cap
     phase       text            \\    transition  audio ...............  drain ......
@@ -7,8 +8,8 @@
     codebook 1                               B     c01   c11  ...          .            a code stands where its frame is: step - delay
     codebook 2                               B     B     c02  ...          .     .      . drawn and dropped
 
-Text is drawn from the first lane alone; a codebook is guided while it has frames to speak, and not before or after. A text token is a
-piece of bytes, and some characters take several.
+Text is drawn from the first lane alone; a codebook is guided while it has frames to speak, and not before or
+after. A text token is a piece of bytes, and some characters take several.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from zoo.nn.sampling import draw, gumbel
 BOOKS = 3
 BEGIN = CODES  # what a codebook is fed before its first frame
 MAX_TEXT = 9  # steps of the text phase
-PIECES = (b"", b"a", b"e ", b"hm", b"!", *(bytes((byte,)) for byte in sorted(set("é天😀".encode()))))  # the first: no token
+# the first: no token
+PIECES = (b"", b"a", b"e ", b"hm", b"!", *(bytes((byte,)) for byte in sorted(set("é天😀".encode()))))
 LATER = 1 << 40  # a step that has not come yet
 
 
 class TextAndAudioState(ToyState):
-    """Adds: begins [S+1], the first step of the audio phase, or LATER; end [S+1], the frames that the tape will have: the cap, until
-    codebook 0 ends; row [S+1, K], the codes of the last step; word [S+1], its text token."""
+    """Adds: begins [S+1], the first step of the audio phase, or LATER; end [S+1], the frames that the tape
+    will have: the cap, until codebook 0 ends; row [S+1, K], the codes of the last step; word [S+1], its text
+    token."""
 
     begins: Tensor
     end: Tensor
@@ -78,20 +81,27 @@ class TextAndAudioToy(Guided):
 
     def emit(self, state: TextAndAudioState, slots: Tensor, h: Tensor) -> None:
         how = state.temperature[slots], state.top_k[slots], state.top_p[slots]
-        steps, begins, end, alive = state.steps[slots], state.begins[slots], state.end[slots], ~state.done[slots]
+        steps, begins, end, alive = (
+            state.steps[slots],
+            state.begins[slots],
+            state.end[slots],
+            ~state.done[slots],
+        )
         book, at = torch.arange(BOOKS), steps - begins  # at: the step of the audio phase, below 0 before it
         frame = at[:, None] - book  # [B, K], of each codebook's code
         is_speaking = (frame >= 0) & (frame < end[:, None])
 
         noise = gumbel(state.seed[slots], steps, range(BOOKS + 1), CODES)  # [B, K + 1, V]
-        word = draw(self.word_head(h).float().unflatten(0, (2, -1))[0], *how, noise[:, BOOKS, : len(PIECES)])  # [B]
+        # [B]
+        word = draw(self.word_head(h).float().unflatten(0, (2, -1))[0], *how, noise[:, BOOKS, : len(PIECES)])
         weight = torch.where(is_speaking, state.cfg_scale[slots, None], 1.0)  # [B, K]
         logits = merge(self.book_heads(h).float().unflatten(-1, (BOOKS, CODES)), weight)  # [B, K, V]
         row = torch.stack([draw(logits[:, k], *how, noise[:, k]) for k in range(BOOKS)], 1)
         row = torch.where(frame >= 0, row, BEGIN)
 
         is_text = begins == LATER
-        word = torch.where(is_text & (steps + 1 >= MAX_TEXT) | (at == -1), 0, word)  # in the audio phase 0 is a pause
+        # in the audio phase 0 is a pause
+        word = torch.where(is_text & (steps + 1 >= MAX_TEXT) | (at == -1), 0, word)
         begins = torch.where(is_text & (word == 0), steps + 2, begins)
         end = torch.where((at >= 0) & (at < end) & (row[:, 0] == END), at, end)
         is_kept = alive[:, None] & (frame >= 0) & (frame < end[:, None])
@@ -99,7 +109,13 @@ class TextAndAudioToy(Guided):
         state.tape[place] = torch.where(is_kept, row, state.tape[place])
 
         state.write(slots, torch.where(word > 0, word, -1))
-        for name, value in (("begins", begins), ("end", end), ("word", word), ("row", row), ("steps", steps + 1)):
+        for name, value in (
+            ("begins", begins),
+            ("end", end),
+            ("word", word),
+            ("row", row),
+            ("steps", steps + 1),
+        ):
             rows = getattr(state, name)
             rows[slots] = torch.where(alive[:, None] if value.dim() > 1 else alive, value, rows[slots])
         whole = (at + 2 - BOOKS).clamp(min=0)  # frames all of whose codes are there

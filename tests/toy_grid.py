@@ -1,12 +1,13 @@
-"""A toy with everything that a family may ask of the renderer, the text and the conversation, and an option of its own.
+"""A toy with everything that a family may ask of the renderer, the text and the conversation, and an option
+of its own.
 
     text      "Good morning, everybod" "y" " " "w" ...     the first HEAD bytes are read before frame 0, then one beside every frame
     tape      |  .  .  .  .  .  |  .  .  .  .  .  |        a window ends on a grid of GRID frames, counted from an offset of the prompt
     frame f   reads frames f - LEFT .. f + AHEAD, and the sum of all before it
     samples   ............ HOLD of each window wait for the next one
 
-The option `echoes` speaks the text several times, each pass after what the one before has said. A conversation's next turn goes on from the
-frames of the last one.
+The option `echoes` speaks the text several times, each pass after what the one before has said. A
+conversation's next turn goes on from the frames of the last one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from zoo.request import check
 
 HEAD, MAX_TRAILING, SILENCE = 20, 64, 0
 GRID, AHEAD, LEFT, HOLD = 5, 3, 2, 6
-WINDOW = Window(sizes=(5, 10, 25), lookahead=AHEAD, left=LEFT, grid=GRID, hold_samples=HOLD, lengths=(16, 32, 64))
+WINDOW = Window(
+    sizes=(5, 10, 25), lookahead=AHEAD, left=LEFT, grid=GRID, hold_samples=HOLD, lengths=(16, 32, 64)
+)
 ECHOES = Option("echoes", int, "how often the text is spoken", 1, (1, 3))
 
 
 class GridState(ToyState):
-    """Adds: the bytes that frames read [S+1, M] and their count; samples kept back [S+1, HOLD] and their count. The phase is not used."""
+    """Adds: the bytes that frames read [S+1, M] and their count; samples kept back [S+1, HOLD] and their
+    count. The phase is not used."""
 
     text: Tensor
     text_count: Tensor
@@ -67,7 +71,9 @@ class GridToy(Toy):
         values = check(request, self.spec)
         text, echoes = request.text.encode(), values.pop("echoes")
         if request.is_open and (len(text) < HEAD or echoes > 1):
-            raise RequestError("text", f"text that arrives while the toy speaks begins with {HEAD} bytes and has no echoes")
+            raise RequestError(
+                "text", f"text that arrives while the toy speaks begins with {HEAD} bytes and has no echoes"
+            )
         for i in range(echoes):
             frames = yield self._pass(request, values, text, is_final=i == echoes - 1)
             text = b"%d " % int(frames.sum()) + text
@@ -78,7 +84,12 @@ class GridToy(Toy):
         before = self.conversations.get(request.conversation or "")
         if before is not None:
             inputs, keys = torch.cat((before.inputs, inputs)), before.prefix_keys + keys
-        slot = {"seed": request.seed, "text": torch.tensor(list(trailing)), "text_count": len(trailing), **values}
+        slot = {
+            "seed": request.seed,
+            "text": torch.tensor(list(trailing)),
+            "text_count": len(trailing),
+            **values,
+        }
         return Prompt(
             inputs=inputs,
             prefix_keys=keys,
@@ -110,7 +121,9 @@ class GridToy(Toy):
     def end_turn(self, prompt: Prompt, frames: Tensor) -> tuple[int, ...]:
         trailing = prompt.slot["text"].tolist()[: len(frames)]
         read = torch.tensor(trailing + [SILENCE] * (len(frames) - len(trailing)), dtype=torch.int64)
-        keys = tuple(prefix_key(*frame, byte) for frame, byte in zip(frames.tolist(), read.tolist(), strict=True))
+        keys = tuple(
+            prefix_key(*frame, byte) for frame, byte in zip(frames.tolist(), read.tolist(), strict=True)
+        )
         if prompt.conversation is not None:
             inputs = torch.cat((prompt.inputs, self._rows(frames, read)))
             self.conversations[prompt.conversation] = Turns(inputs, prompt.prefix_keys + keys)
@@ -130,10 +143,14 @@ class GridToy(Toy):
         frame = torch.arange(length + AHEAD)
         whole = state.tape[view.slots][:, : length + AHEAD]  # [B, F, 2]
         whole = torch.nn.functional.pad(whole, (0, 0, 0, length + AHEAD - whole.shape[1]))
-        loud = (whole * torch.tensor((1, CODES))).sum(-1) * (frame < state.ready[view.slots][:, None])  # [B, F]
-        around = torch.nn.functional.pad(loud, (LEFT, 0)).unfold(1, LEFT + 1 + AHEAD, 1)[:, :length]  # [B, length, 6]
-        speed = (around * torch.arange(1, LEFT + 2 + AHEAD)).sum(-1) + loud[:, :length].cumsum(1)  # [B, length]
-        phase = speed[..., None].expand(-1, -1, FRAME_SAMPLES).flatten(1).cumsum(1) % TURN  # [B, N], of the whole tape
+        # [B, F]
+        loud = (whole * torch.tensor((1, CODES))).sum(-1) * (frame < state.ready[view.slots][:, None])
+        # [B, length, 6]
+        around = torch.nn.functional.pad(loud, (LEFT, 0)).unfold(1, LEFT + 1 + AHEAD, 1)[:, :length]
+        # [B, length]
+        speed = (around * torch.arange(1, LEFT + 2 + AHEAD)).sum(-1) + loud[:, :length].cumsum(1)
+        # [B, N], of the whole tape
+        phase = speed[..., None].expand(-1, -1, FRAME_SAMPLES).flatten(1).cumsum(1) % TURN
 
         at = view.start[:, None] * FRAME_SAMPLES + torch.arange(view.frames * FRAME_SAMPLES)
         new = phase.gather(1, at.clamp(max=phase.shape[1] - 1))
@@ -148,7 +165,9 @@ class GridToy(Toy):
         there = held + view.count * FRAME_SAMPLES
         kept = torch.where(view.is_last, 0, there.clamp(max=HOLD))
         valid = there - kept
-        state.held[view.slots] = joined.gather(1, (valid[:, None] + torch.arange(HOLD)).clamp(max=len(at) - 1))
+        state.held[view.slots] = joined.gather(
+            1, (valid[:, None] + torch.arange(HOLD)).clamp(max=len(at) - 1)
+        )
         state.held_count[view.slots] = kept
         return (joined * (2 * math.pi / TURN)).sin(), valid
 

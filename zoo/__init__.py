@@ -2,6 +2,8 @@
 
     family = zoo.load("Qwen3-TTS-12Hz-1.7B-CustomVoice")
     speech = zoo.generate(family, zoo.Request(text="Good morning.", voice="vivian"))
+
+torch is imported when the first model is, not with the package.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ DTYPES = ("float32", "bfloat16")
 
 
 def __getattr__(name: str) -> Any:
-    """torch is imported when the first model is, not with the package."""
     if name in ("AudioClip", "Reference", "Request", "RequestError", "Turn"):
         return getattr(importlib.import_module("zoo.request"), name)
     if name in ("Family", "Speech"):
@@ -75,9 +76,9 @@ def find(model: str | Path) -> tuple[FamilyFolder, Path]:
 def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
     """A model (see `find`) -> its family, with weights. Raises ValueError.
 
-    device None: the GPU where there is one. dtype: float32 or bfloat16, as torch's or by name; None: bfloat16 on a
-    GPU, float32 on a CPU. MODEL+ADAPTER: a directory with what fine-tuning adds to the weights (LoRA), for families
-    that take one.
+    device None: the GPU where there is one. dtype: float32 or bfloat16, as torch's or by name; None: bfloat16
+    on a GPU, float32 on a CPU. MODEL+ADAPTER: a directory with what fine-tuning adds to the weights (LoRA),
+    for families that take one.
     """
     import torch
 

@@ -2,12 +2,13 @@
 
     request -> Prompt -> slot -> frames on the tape -> samples
 
-A running request holds a *slot*: one row in tensors that live on the device. Each step makes one pass through paged layers and appends
-one *frame*, or a part of one, to the slot's *tape*. The renderer reads a *window* of the tape and returns samples. The engine knows
-slots, pages, frames and deadlines; it never sees a logit, a codebook or a latent.
+A running request holds a *slot*: one row in tensors that live on the device. Each step makes one pass through
+paged layers and appends one *frame*, or a part of one, to the slot's *tape*. The renderer reads a *window* of
+the tape and returns samples. The engine knows slots, pages, frames and deadlines; it never sees a logit, a
+codebook or a latent.
 
-Letters, everywhere: B slots in a launch, L lanes per slot, S all slots, T positions, F frames, K codebooks, V vocabulary, D width,
-H heads, C channels, N samples, P pages of one sequence.
+Letters, everywhere: B slots in a launch, L lanes per slot, S all slots, T positions, F frames, K codebooks, V
+vocabulary, D width, H heads, C channels, N samples, P pages of one sequence.
 """
 
 from __future__ import annotations
@@ -65,14 +66,19 @@ class KV:
 
 @dataclass(frozen=True)
 class Window:
-    """Which stretches of the tape `render` takes, in frames. The engine picks when a stretch is rendered, this fixes its shapes.
+    """Which stretches of the tape `render` takes, in frames. The engine picks when a stretch is rendered,
+    this fixes its shapes.
 
     sizes: the shapes of a launch, ascending; a shorter stretch is padded up to one.
-    lookahead: frames beyond a stretch that `render` reads. They are on the tape before it is rendered, unless the speech ends there.
+    lookahead: frames beyond a stretch that `render` reads. They are on the tape before it is rendered, unless
+    the speech ends there.
     left: frames before a stretch that `render` reads again from the tape.
-    grid: a stretch ends where `Prompt.grid_offset` and a multiple of the grid add up, or where the speech ends.
-    hold_samples: the most samples that `render` keeps back until the next stretch; the last one gives them all.
-    lengths: shapes of everything up to a stretch's end, ascending, for a decoder that reads a growing past; () for one that does not.
+    grid: a stretch ends where `Prompt.grid_offset` and a multiple of the grid add up, or where the speech
+    ends.
+    hold_samples: the most samples that `render` keeps back until the next stretch; the last one gives them
+    all.
+    lengths: shapes of everything up to a stretch's end, ascending, for a decoder that reads a growing past;
+    () for one that does not.
 
         tape      0        25        50        75         grid 25, grid_offset 0, lookahead 3
         ready     ............................... 78 ->   the stretch 50 .. 75 may be rendered
@@ -91,10 +97,13 @@ class Window:
         return next((n for n in self.sizes if n >= frames), self.sizes[-1])
 
     def length_bucket(self, stop: int) -> int:
-        """The smallest length that holds everything up to frame `stop`; 0 where the decoder reads no growing past."""
+        """The smallest length that holds everything up to frame `stop`; 0 where the decoder reads no growing
+        past."""
         if not self.lengths:
             return 0
-        assert stop <= self.lengths[-1], f"a window ends at frame {stop}, beyond the longest length {self.lengths[-1]}"
+        assert stop <= self.lengths[-1], (
+            f"a window ends at frame {stop}, beyond the longest length {self.lengths[-1]}"
+        )
         return next(n for n in self.lengths if n >= stop)
 
 
@@ -114,18 +123,23 @@ class Spec:
     max_positions: int  # the longest prompt and tape together
     window: Window
     lanes: int = 1
-    noise_shape: tuple[int, ...] = ()  # of the noise that one frame is solved from; () where frames are not solved from noise
+    # of the noise that one frame is solved from; () where frames are not solved from noise
+    noise_shape: tuple[int, ...] = ()
     voices: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ()  # "voice" of its own, "instruct", "design" from instructions, "clone" of a reference
-    reference_s: tuple[float, float] | None = None  # the shortest and the longest reference, where references are taken
+    # "voice" of its own, "instruct", "design" from instructions, "clone" of a reference
+    modes: tuple[str, ...] = ()
+    # the shortest and the longest reference, where references are taken
+    reference_s: tuple[float, float] | None = None
     max_references: int = 1
     options: tuple[Option, ...] = ()  # what else a request may set, the shared sampling fields included
-    hints: Mapping[str, str] = field(default_factory=dict)  # field -> what to do instead, where the model does not take it
+    # field -> what to do instead, where the model does not take it
+    hints: Mapping[str, str] = field(default_factory=dict)
     name: str = ""  # for messages; the variant where it is empty
     feeds: bool = False  # whether text may arrive while the model speaks
     listens: bool = False  # whether a request may hold turns of a conversation
-    shares_turns: bool = False  # whether the KV cache of what was generated serves the conversation's next turn
+    # whether the KV cache of what was generated serves the conversation's next turn
+    shares_turns: bool = False
     licence: str = ""  # of the weights, where it limits their use
 
     @property
@@ -133,10 +147,19 @@ class Spec:
         return self.sample_rate_hz / self.frame_samples
 
 
-def frame_cap(spec: Spec, request: Request, num_positions: int, expected: int, extra_steps: int = 0, steps_per_frame: int = 1) -> int:
-    """The longest tape of a request whose prompt takes `num_positions`: what it asks for, else `expected` frames or as many as fit.
+def frame_cap(
+    spec: Spec,
+    request: Request,
+    num_positions: int,
+    expected: int,
+    extra_steps: int = 0,
+    steps_per_frame: int = 1,
+) -> int:
+    """The longest tape of a request whose prompt takes `num_positions`: what it asks for, else `expected`
+    frames or as many as fit.
 
-    extra_steps: positions that the model takes beside those of its frames. Raises RequestError where there is no room.
+    extra_steps: positions that the model takes beside those of its frames. Raises RequestError where there is
+    no room.
     """
     room = (spec.max_positions - num_positions - extra_steps) // steps_per_frame
     wanted = min(expected, room) if request.max_frames is None else request.max_frames
@@ -149,9 +172,11 @@ def frame_cap(spec: Spec, request: Request, num_positions: int, expected: int, e
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """What one lane reads before the first frame: all but the last input fill pages, the last one is read by the first step.
+    """What one lane reads before the first frame: all but the last input fill pages, the last one is read by
+    the first step.
 
-    `prefix_keys` name the positions: equal keys from the start mean equal inputs, so pages can be shared, by the lanes of any slots.
+    `prefix_keys` name the positions: equal keys from the start mean equal inputs, so pages can be shared, by
+    the lanes of any slots.
     """
 
     inputs: Tensor  # [T, D], the model's dtype and device
@@ -161,23 +186,26 @@ class Lane:
 
 @dataclass
 class Prompt:
-    """What one pass of a request begins with. `inputs`, `prefix_keys` and `is_audio` are those of its first lane (see Lane), which for most
-    families is the only one.
+    """What one pass of a request begins with. `inputs`, `prefix_keys` and `is_audio` are those of its first
+    lane (see Lane), which for most families is the only one.
 
-    Guidance is a second lane of the same slot: the same speech over a prompt of another length that lacks what guides, and `emit` merges
-    what the two say. A request that asks for no guidance has both lanes too: the launch is the same for all.
+    Guidance is a second lane of the same slot: the same speech over a prompt of another length that lacks
+    what guides, and `emit` merges what the two say. A request that asks for no guidance has both lanes too:
+    the launch is the same for all.
     """
 
     inputs: Tensor  # [T, D]
     prefix_keys: tuple[int, ...]
     max_frames: int
-    slot: dict[str, Any] = field(default_factory=dict)  # rows of the state by name; what is left out gets its default
+    # rows of the state by name; what is left out gets its default
+    slot: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
     null: Lane | None = None  # of the second lane, where spec.lanes is 2
     max_steps: int = 0  # the most steps that the pass can take; 0: one a frame
     is_audio: Tensor | None = None
     grid_offset: int = 0  # frames before the first point of the window's grid
-    num_fed_steps: int | None = None  # steps that the text given so far allows; None: all of the text is there
+    # steps that the text given so far allows; None: all of the text is there
+    num_fed_steps: int | None = None
     conversation: str | None = None  # as the request names it
     is_final: bool = True  # whether no other pass follows in the same answer
 
@@ -204,10 +232,11 @@ class Prompt:
 class Batch:
     """Where a launch reads and writes. Fixed shapes; the tensors live on the device and the host fills them.
 
-    A step has a sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones. A prefill has N sequences of
-    any slots and lanes. Sequences lie one after the other: sequence n owns positions cu_seqlens[n]:cu_seqlens[n+1]. `page_table` counts
-    rows of `kv`: layer 0's keys of a page begin at its row in the table, the values `page_tokens` rows later, and each further layer
-    2 * page_tokens rows later.
+    A step has a sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones. A
+    prefill has N sequences of any slots and lanes. Sequences lie one after the other: sequence n owns
+    positions cu_seqlens[n]:cu_seqlens[n+1]. `page_table` counts rows of `kv`: layer 0's keys of a page begin
+    at its row in the table, the values `page_tokens` rows later, and each further layer 2 * page_tokens rows
+    later.
     """
 
     slots: Tensor  # [B], the slots of a step (unused while prompts are prefilled)
@@ -218,12 +247,15 @@ class Batch:
     cu_seqlens: Tensor  # [N + 1]
     kv: Tensor  # [rows, H, D], the family's view of the byte arena
     page_tokens: int
-    is_audio: Tensor  # [T] bool, whether each input is a row of audio; of a step, whether it is the prompt's last input and is one
+    # [T] bool, whether each input is a row of audio; of a step, whether it is the prompt's last input and is
+    # one
+    is_audio: Tensor
 
 
 @dataclass
 class View:
-    """A stretch of tape per slot to be rendered: frames start .. start + count of `frames` (the launch's shape) ones."""
+    """A stretch of tape per slot to be rendered: frames start .. start + count of `frames` (the launch's
+    shape) ones."""
 
     slots: Tensor  # [B]
     start: Tensor  # [B]
@@ -234,12 +266,14 @@ class View:
 
 
 class State:
-    """One row per slot, and a spare row (the last) that padding reads and writes. Tensors only; families add theirs with `add`.
+    """One row per slot, and a spare row (the last) that padding reads and writes. Tensors only; families add
+    theirs with `add`.
 
-    tape [S+1, F, *frame]; ready [S+1] frames on the tape, at most limit [S+1]; steps [S+1] emissions made; done [S+1]; seed [S+1];
-    first [S+1, L, D], the last input of each lane's prompt, which the first step reads, and whether it is audio, first_is_audio
-    [S+1, L]; written [S+1], the text token that the last step wrote, or -1. noise [F, *noise] takes the place of what each step draws, in
-    every slot alike, where it is not None: see zoo.generate.
+    tape [S+1, F, *frame]; ready [S+1] frames on the tape, at most limit [S+1]; steps [S+1] emissions made;
+    done [S+1]; seed [S+1]; first [S+1, L, D], the last input of each lane's prompt, which the first step
+    reads, and whether it is audio, first_is_audio [S+1, L]; written [S+1], the text token that the last step
+    wrote, or -1. noise [F, *noise] takes the place of what each step draws, in every slot alike, where it is
+    not None: see zoo.generate.
     """
 
     seed: Tensor
@@ -261,13 +295,15 @@ class State:
         self.add("seed", dtype=torch.int64)
 
     def add(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, default: float = 0) -> None:
-        """A tensor [S+1, *shape] under `name`; `open` sets a slot's row to what the prompt says of it, or to `default`."""
+        """A tensor [S+1, *shape] under `name`; `open` sets a slot's row to what the prompt says of it, or to
+        `default`."""
         rows = self.spare + 1
         setattr(self, name, torch.full((rows, *shape), default, dtype=dtype, device=self.device))
         self._defaults[name] = default
 
     def open(self, slot: int, prompt: Prompt) -> None:
-        """Make a row new: nothing of the request that held it before is left. A value shorter than its row fills the row's beginning."""
+        """Make a row new: nothing of the request that held it before is left. A value shorter than its row
+        fills the row's beginning."""
         self.tape[slot] = 0
         self.ready[slot] = 0
         self.steps[slot] = 0
@@ -298,17 +334,20 @@ class State:
         return self.tape[slots, (self.ready[slots] - 1).clamp(min=0)]
 
     def window(self, view: View, left: int = 0, lookahead: int = 0) -> Tensor:
-        """The tape around each stretch [B, left + F + lookahead, *frame]; what lies beyond an end of the tape repeats that end."""
+        """The tape around each stretch [B, left + F + lookahead, *frame]; what lies beyond an end of the tape
+        repeats that end."""
         frames = torch.arange(-left, view.frames + lookahead, device=view.start.device)
         at = (view.start[:, None] + frames).clamp(min=0, max=self.tape.shape[1] - 1)  # [B, F]
         return self.tape[view.slots[:, None], at]
 
     def write(self, slots: Tensor, token: Tensor) -> None:
-        """The text token of this step [B], -1 where it writes none; a slot that is done stays as it is, so this comes before its end."""
+        """The text token of this step [B], -1 where it writes none; a slot that is done stays as it is, so
+        this comes before its end."""
         self.written[slots] = torch.where(self.done[slots], self.written[slots], token)
 
     def append(self, slots: Tensor, frame: Tensor, ended: Tensor) -> None:
-        """One more frame [B, *frame] on each tape, or none where the model ended [B]; a slot that is done stays as it is."""
+        """One more frame [B, *frame] on each tape, or none where the model ended [B]; a slot that is done
+        stays as it is."""
         alive, ready = ~self.done[slots], self.ready[slots]
         spoken = alive & ~ended
         at = ready.clamp(max=self.tape.shape[1] - 1)
@@ -323,8 +362,8 @@ S = TypeVar("S", bound=State)
 
 
 class Family(nn.Module, ABC, Generic[S]):
-    """A speech LM as four verbs: embed (slot -> what the LM reads next), hidden (through the layers), emit (hidden -> one frame on the
-    tape) and render (a window of the tape -> samples)."""
+    """A speech LM as four verbs: embed (slot -> what the LM reads next), hidden (through the layers), emit
+    (hidden -> one frame on the tape) and render (a window of the tape -> samples)."""
 
     spec: Spec
     strategy: Strategy
@@ -334,12 +373,14 @@ class Family(nn.Module, ABC, Generic[S]):
     # host, off the loop
     @abstractmethod
     def prompt(self, request: Request) -> Prompt:
-        """May be called from several threads. What a reference costs is paid here, once, and kept. Raises RequestError for what a user got
-        wrong: what came, and what is possible. `zoo.request.check` refuses what `spec` says the model does not take."""
+        """May be called from several threads. What a reference costs is paid here, once, and kept. Raises
+        RequestError for what a user got wrong: what came, and what is possible. `zoo.request.check` refuses
+        what `spec` says the model does not take."""
 
     def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """The passes of one answer, which follow each other in one stream of audio: long text, segments, turns. The frames that a pass made
-        [F, *frame] (on the CPU) are sent back, so the next one can go on from them. All but the last say `is_final=False`."""
+        """The passes of one answer, which follow each other in one stream of audio: long text, segments,
+        turns. The frames that a pass made [F, *frame] (on the CPU) are sent back, so the next one can go on
+        from them. All but the last say `is_final=False`."""
         yield self.prompt(request)
 
     # at the door
@@ -350,14 +391,16 @@ class Family(nn.Module, ABC, Generic[S]):
         state.open(slot, prompt)
 
     def feed(self, state: S, slot: int, tokens: Sequence[int], is_last: bool) -> int:
-        """More text for a slot whose prompt was open -> how many more steps it allows. `is_last`: no text follows, so the slot is bounded no
-        more. Raises RequestError for more than the slot holds, and then nothing was taken. For families whose spec says `feeds`."""
+        """More text for a slot whose prompt was open -> how many more steps it allows. `is_last`: no text
+        follows, so the slot is bounded no more. Raises RequestError for more than the slot holds, and then
+        nothing was taken. For families whose spec says `feeds`."""
         raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
     # device: fixed shapes, in place by slot, nothing read back
     @abstractmethod
     def embed(self, state: S, slots: Tensor) -> Tensor:
-        """[B] -> what the LM reads after the slot's last step [L * B, D]; anything where there was no step yet."""
+        """[B] -> what the LM reads after the slot's last step [L * B, D]; anything where there was no step
+        yet."""
 
     @abstractmethod
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -365,31 +408,35 @@ class Family(nn.Module, ABC, Generic[S]):
 
     @abstractmethod
     def emit(self, state: S, slots: Tensor, h: Tensor) -> None:
-        """h [L * B, D] -> one frame on each slot's tape, or none; may write a text token; may set done. A slot that is done is left as it
-        is."""
+        """h [L * B, D] -> one frame on each slot's tape, or none; may write a text token; may set done. A
+        slot that is done is left as it is."""
 
     @abstractmethod
     def render(self, state: S, view: View) -> tuple[Tensor, Tensor]:
-        """-> samples [B, N] float32, N the same for equal `view.frames`, and how many of each row are valid [B] int64; moves the decoder's
-        state by `view.count` frames."""
+        """-> samples [B, N] float32, N the same for equal `view.frames`, and how many of each row are valid
+        [B] int64; moves the decoder's state by `view.count` frames."""
 
     # host, as reports come in
     def detokenize(self, token: int) -> bytes:
-        """The UTF-8 bytes of a text token that the model wrote; a character may span tokens. For families that write text."""
+        """The UTF-8 bytes of a text token that the model wrote; a character may span tokens. For families
+        that write text."""
         raise AssertionError(f"{self.spec.family} wrote the text token {token}, and cannot detokenize it")
 
     def end_turn(self, prompt: Prompt, frames: Tensor) -> tuple[int, ...]:
-        """The frames [F, *frame] (on the CPU) that were made of a prompt -> prefix keys of the positions behind the prompt, one a frame, as
-        the conversation's next prompt names them; the family remembers the frames for it. For families whose spec says `shares_turns`."""
+        """The frames [F, *frame] (on the CPU) that were made of a prompt -> prefix keys of the positions
+        behind the prompt, one a frame, as the conversation's next prompt names them; the family remembers the
+        frames for it. For families whose spec says `shares_turns`."""
         raise AssertionError(f"{self.spec.family} shares no turns")
 
     # written once, here
     def step(self, state: S, batch: Batch) -> None:
-        """Everything between two frames, for every slot of the launch. A slot's first step reads the prompt's last input, so filling pages
-        never emits and all that emits is this one function."""
-        # A list has its length in the graph; a size that differs from model to model becomes a variable there.
+        """Everything between two frames, for every slot of the launch. A slot's first step reads the prompt's
+        last input, so filling pages never emits and all that emits is this one function."""
+        # A list has its length in the graph; a size that differs from model to model becomes a variable
+        # there.
         slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
-        torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])  # what a graph for any B has to know
+        # what a graph for any B has to know
+        torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
         is_first = (state.steps[slots] == 0).repeat(len(first))  # [L B]
         inputs = torch.where(is_first[:, None], torch.cat(first), self.embed(state, slots))  # [L B, D]
         first_is_audio = torch.cat(state.first_is_audio[slots].unbind(1))  # [L B]
@@ -418,13 +465,15 @@ class FamilyFolder(Protocol):
     def load(
         self, directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
     ) -> Family[Any]:
-        """The family with its weights, and with what the directory `adapter` adds to them. Raises ValueError that
-        names what is wrong, an adapter among it where the family takes none."""
+        """The family with its weights, and with what the directory `adapter` adds to them. Raises ValueError
+        that names what is wrong, an adapter among it where the family takes none."""
 
     def survey(self, directory: Path) -> tuple[Spec, int]:
         """The spec and the number of parameters, weights unread. Raises ValueError."""
 
-    def write_demo(self, directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
+    def write_demo(
+        self, directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None
+    ) -> Path:
         """Write a random checkpoint in the published layout. Raises ValueError, OSError."""
 
 

@@ -1,4 +1,5 @@
-"""The plain loop: one request, alone, eager, no server. The truth that everything faster is tested against."""
+"""The plain loop: one request, alone, eager, no server. The truth that everything faster is tested
+against."""
 
 from __future__ import annotations
 
@@ -17,13 +18,20 @@ PAGE_TOKENS = 16
 
 @kernels.plain()
 @torch.inference_mode()
-def generate(family: Family[Any], request: Request, max_frames: int | None = None, noise: Tensor | None = None) -> Speech:
-    """Speak one request from its first frame to its last, then render each pass's whole tape at once. Raises RequestError.
+def generate(
+    family: Family[Any], request: Request, max_frames: int | None = None, noise: Tensor | None = None
+) -> Speech:
+    """Speak one request from its first frame to its last, then render each pass's whole tape at once. Raises
+    RequestError.
 
-    noise [F, *noise] is used in place of what the seed gives, so that another implementation can be compared; F frames are then the most.
+    noise [F, *noise] is used in place of what the seed gives, so that another implementation can be compared;
+    F frames are then the most.
     """
     if request.is_open:
-        raise RequestError("is_open", "text arrives while a model speaks through an engine: zoo.generate takes all of it at once")
+        raise RequestError(
+            "is_open",
+            "text arrives while a model speaks through an engine: zoo.generate takes all of it at once",
+        )
     noise = None if noise is None else _fitting(noise, family)
     if noise is not None:
         max_frames = min(len(noise), max_frames or len(noise))
@@ -52,7 +60,9 @@ def _fitting(noise: Tensor, family: Family[Any]) -> Tensor:
     if not shape:
         raise ValueError(f"{family.spec.family} takes no noise: its frames are not solved from any")
     if noise.shape[1:] != shape or len(noise) == 0:
-        raise ValueError(f"noise has shape {list(noise.shape)}; [frames, {', '.join(map(str, shape))}] is needed")
+        raise ValueError(
+            f"noise has shape {list(noise.shape)}; [frames, {', '.join(map(str, shape))}] is needed"
+        )
     return noise.to(family.device)
 
 
@@ -78,11 +88,14 @@ def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None) -> Spe
     slots, is_last = torch.tensor([0], device=family.device), torch.tensor([True], device=family.device)
     length = family.spec.window.length_bucket(frames)
     samples, valid = family.render(state, View(slots, start, count, is_last, frames, length))
-    return Speech(state.tape[0, :frames].cpu(), samples[0, : int(valid[0])].cpu(), family.spec.sample_rate_hz, text)
+    return Speech(
+        state.tape[0, :frames].cpu(), samples[0, : int(valid[0])].cpu(), family.spec.sample_rate_hz, text
+    )
 
 
 class SoloBatches:
-    """The launches of one request in slot 0, over pages of its own laid one after the other, lane after lane."""
+    """The launches of one request in slot 0, over pages of its own laid one after the other, lane after
+    lane."""
 
     def __init__(self, family: Family[Any], prompt: Prompt):
         kv, self.device = family.spec.kv, family.device
@@ -90,8 +103,11 @@ class SoloBatches:
         self.lengths = [len(lane.inputs) - 1 for lane in prompt.lanes]  # positions in the cache
         lanes, pages = len(self.lengths), -(-max(prompt.max_positions) // PAGE_TOKENS)
         page_rows = 2 * kv.num_layers * PAGE_TOKENS
-        self.kv = torch.zeros(lanes * pages * page_rows, kv.num_heads, kv.head_dim, dtype=family.dtype, device=self.device)
-        self.page_table = torch.arange(0, len(self.kv), page_rows, device=self.device).view(lanes, pages)  # [L, P]
+        self.kv = torch.zeros(
+            lanes * pages * page_rows, kv.num_heads, kv.head_dim, dtype=family.dtype, device=self.device
+        )
+        # [L, P]
+        self.page_table = torch.arange(0, len(self.kv), page_rows, device=self.device).view(lanes, pages)
 
     def prefill(self, lane: int = 0) -> Batch:
         """Of one lane's prompt but for its last input."""
@@ -112,7 +128,10 @@ class SoloBatches:
             return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
         positions = tensor(chain(*stretches))  # [T]
-        owner = tensor(chain(*([lane] * len(stretch) for lane, stretch in zip(lanes, stretches, strict=True))))  # [T]
+        # [T]
+        owner = tensor(
+            chain(*([lane] * len(stretch) for lane, stretch in zip(lanes, stretches, strict=True)))
+        )
         return Batch(
             slots=tensor([0]),
             positions=positions,

@@ -1,4 +1,5 @@
-"""Reference audio: what is made of a user's clip before an encoder hears it, and a store of what encoders made of clips."""
+"""Reference audio: what is made of a user's clip before an encoder hears it, and a store of what encoders
+made of clips."""
 
 from __future__ import annotations
 
@@ -44,11 +45,13 @@ class References(Generic[T]):
         return References(self.max_bytes)
 
     def get(self, key: bytes, encode: Callable[[], T]) -> T:
-        """What is held under the key, or else what `encode` makes, which is then held. What `encode` raises goes on to the caller."""
+        """What is held under the key, or else what `encode` makes, which is then held. What `encode` raises
+        goes on to the caller."""
         found = self._find(key)
         if found is not None:
             return found
-        with self._encoding:  # one at a time: encoders are wide, and who had to wait may find that its reference has been encoded
+        # one at a time: encoders are wide, and who had to wait may find that its reference has been encoded
+        with self._encoding:
             found = self._find(key)
             if found is None:
                 found = encode()
@@ -72,7 +75,8 @@ class References(Generic[T]):
 
 
 def content(clip: AudioClip, *what_else: object) -> bytes:
-    """A clip's name: 16 bytes that follow from its samples, its rate and whatever else matters. Raises ValueError."""
+    """A clip's name: 16 bytes that follow from its samples, its rate and whatever else matters. Raises
+    ValueError."""
     _check_form(clip)
     name = blake2b(repr((clip.samples.shape, clip.sample_rate_hz, *what_else)).encode(), digest_size=16)
     name.update(np.ascontiguousarray(clip.samples).data)
@@ -80,20 +84,28 @@ def content(clip: AudioClip, *what_else: object) -> bytes:
 
 
 def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarray:
-    """A clip as one channel at rate_hz -> [N] float32: channels are averaged, then resampled (soxr, high quality).
+    """A clip as one channel at rate_hz -> [N] float32: channels are averaged, then resampled (soxr, high
+    quality).
 
-    reference_s: the shortest and the longest clip. Raises ValueError with `.param` for audio that is no reference.
+    reference_s: the shortest and the longest clip. Raises ValueError with `.param` for audio that is no
+    reference.
     Source: librosa, to_mono and resample, which the reference implementations use: N is rounded up.
     """
     _check_form(clip)
     samples = clip.samples if clip.samples.ndim == 1 else clip.samples.mean(0)
     lasts_s, (shortest_s, longest_s) = len(samples) / clip.sample_rate_hz, reference_s
     if not shortest_s <= lasts_s <= longest_s:
-        raise RequestError("references", f"the reference lasts {lasts_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible")
+        raise RequestError(
+            "references",
+            f"the reference lasts {lasts_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible",
+        )
     if not np.isfinite(samples).all():
         raise RequestError("references", "the reference holds samples that are no numbers (NaN or infinite)")
     if np.abs(samples).max() < SILENT:
-        raise RequestError("references", f"the reference is silent: its loudest sample is {np.abs(samples).max():.2g} of full scale")
+        raise RequestError(
+            "references",
+            f"the reference is silent: its loudest sample is {np.abs(samples).max():.2g} of full scale",
+        )
     if clip.sample_rate_hz == rate_hz:
         return samples
     wanted = -(-len(samples) * rate_hz // clip.sample_rate_hz)
@@ -103,8 +115,23 @@ def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.
 
 def _check_form(clip: AudioClip) -> None:
     samples, rate_hz = clip.samples, clip.sample_rate_hz
-    if not isinstance(samples, np.ndarray) or samples.dtype != np.float32 or samples.ndim not in (1, 2) or len(samples) == 0:
-        came = f"{samples.dtype} {list(samples.shape)}" if isinstance(samples, np.ndarray) else type(samples).__name__
-        raise RequestError("references", f"the reference's samples are {came}; a float32 array [N] or [channels, N] is needed")
+    if (
+        not isinstance(samples, np.ndarray)
+        or samples.dtype != np.float32
+        or samples.ndim not in (1, 2)
+        or len(samples) == 0
+    ):
+        came = (
+            f"{samples.dtype} {list(samples.shape)}"
+            if isinstance(samples, np.ndarray)
+            else type(samples).__name__
+        )
+        raise RequestError(
+            "references",
+            f"the reference's samples are {came}; a float32 array [N] or [channels, N] is needed",
+        )
     if not isinstance(rate_hz, int) or not RATES_HZ[0] <= rate_hz <= RATES_HZ[1]:
-        raise RequestError("references", f"the reference's rate is {rate_hz!r} Hz; an integer from {RATES_HZ[0]} to {RATES_HZ[1]} is possible")
+        raise RequestError(
+            "references",
+            f"the reference's rate is {rate_hz!r} Hz; an integer from {RATES_HZ[0]} to {RATES_HZ[1]} is possible",
+        )

@@ -25,7 +25,8 @@ def shown(bound: float) -> str:
 
 
 class RequestError(ValueError):
-    """Something that a user got wrong: `param` names the field, the message says what came and what is possible."""
+    """Something that a user got wrong: `param` names the field, the message says what came and what is
+    possible."""
 
     def __init__(self, param: str, message: str):
         super().__init__(message)
@@ -88,7 +89,8 @@ class AudioClip:
 
 @dataclass(frozen=True)
 class Reference:
-    """A voice to speak in, what the clip says word for word, and who speaks it where a text names several speakers."""
+    """A voice to speak in, what the clip says word for word, and who speaks it where a text names several
+    speakers."""
 
     clip: AudioClip
     transcript: str | None = None
@@ -97,7 +99,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class Turn:
-    """What was said before in a conversation, for models that listen: a text, a clip, or both. role: "user", "assistant" or "system"."""
+    """What was said before in a conversation, for models that listen: a text, a clip, or both. role: "user",
+    "assistant" or "system"."""
 
     role: str
     text: str | None = None
@@ -108,8 +111,10 @@ class Turn:
 class Request:
     """What a user asks for. `None` means the checkpoint's own default; temperature 0 is greedy.
 
-    `references` are voices to speak in. `options` holds what only some models take (`Spec.options` lists it). `turns` is what the user
-    said in a conversation, for models that listen; `conversation` names one, so that its next turn finds this one in the KV cache. `is_open`: more text is fed while the model speaks (`Engine.feed`). A model refuses what it does not take.
+    `references` are voices to speak in. `options` holds what only some models take (`Spec.options` lists it).
+    `turns` is what the user said in a conversation, for models that listen; `conversation` names one, so that
+    its next turn finds this one in the KV cache. `is_open`: more text is fed while the model speaks
+    (`Engine.feed`). A model refuses what it does not take.
     """
 
     text: str
@@ -140,13 +145,22 @@ class Request:
 
 
 INT64 = 2**63 - 1
-SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")  # fields of Request that are options of most models
+# fields of Request that are options of most models
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
-def sampling_options(temperature: float, top_k: int, top_p: float, repetition_penalty: float | None = None) -> tuple[Option, ...]:
+def sampling_options(
+    temperature: float, top_k: int, top_p: float, repetition_penalty: float | None = None
+) -> tuple[Option, ...]:
     """The shared sampling fields with a checkpoint's defaults; None: the model has no repetition penalty."""
     options = (
-        Option("temperature", float, "how far sampling strays from the likeliest; 0 is greedy", temperature, (0, 2)),
+        Option(
+            "temperature",
+            float,
+            "how far sampling strays from the likeliest; 0 is greedy",
+            temperature,
+            (0, 2),
+        ),
         Option("top_k", int, "how many of the likeliest are sampled from; 0 is all", top_k, (0, 1_000_000)),
         Option("top_p", float, "the share of probability that is sampled from; 1 is all", top_p, (1e-6, 1)),
     )
@@ -157,7 +171,8 @@ def sampling_options(temperature: float, top_k: int, top_p: float, repetition_pe
 
 
 def check(request: Request, spec: Spec) -> dict[str, Any]:
-    """Refuse what the model does not take -> the value of each of its options, its default where the request gives none.
+    """Refuse what the model does not take -> the value of each of its options, its default where the request
+    gives none.
 
     Raises RequestError, which says what the model takes.
     """
@@ -183,7 +198,9 @@ BLANK = " \t\n\r\v\f\0\u00a0\u00ad\u180e\u200b\u200c\u200d\u200e\u200f\u2028\u20
 
 def _options(request: Request, spec: Spec, name: str) -> dict[str, Any]:
     known = {option.name: option for option in spec.options}
-    given = {param: value for param in SAMPLING if (value := getattr(request, param)) is not None} | request.options
+    given = {
+        param: value for param in SAMPLING if (value := getattr(request, param)) is not None
+    } | request.options
     for param in given:
         if param not in known:
             takes = ", ".join(known) or "no options"
@@ -198,16 +215,24 @@ def _check_voice(request: Request, spec: Spec, name: str) -> None:
         if len(voices) > 1 and not request.references:
             raise RequestError("voice", f"a voice is needed; {name} has: {_listed(spec.voices)}")
     elif not voices:
-        raise RequestError("voice", f"{name} has no voice {request.voice!r}, nor any other{_hint(spec, 'voice')}")
+        raise RequestError(
+            "voice", f"{name} has no voice {request.voice!r}, nor any other{_hint(spec, 'voice')}"
+        )
     elif request.voice.lower() not in voices:
-        raise RequestError("voice", f"{name} has no voice {request.voice!r}; it has: {_listed(spec.voices)}{_hint(spec, 'voice')}")
+        raise RequestError(
+            "voice",
+            f"{name} has no voice {request.voice!r}; it has: {_listed(spec.voices)}{_hint(spec, 'voice')}",
+        )
 
 
 def _check_language(request: Request, spec: Spec, name: str) -> None:
     language = (request.language or "auto").lower()
     if language not in (spec.languages or ("auto",)):
         possible = _listed(spec.languages) if spec.languages else "auto"
-        raise RequestError("language", f"{name} has no language {request.language!r}; possible: {possible}{_hint(spec, 'language')}")
+        raise RequestError(
+            "language",
+            f"{name} has no language {request.language!r}; possible: {possible}{_hint(spec, 'language')}",
+        )
 
 
 def _check_instructions(request: Request, spec: Spec, name: str) -> None:
@@ -215,7 +240,9 @@ def _check_instructions(request: Request, spec: Spec, name: str) -> None:
     if is_given and not {"instruct", "design"} & set(spec.modes):
         raise RequestError("instructions", f"{name} takes no instructions{_hint(spec, 'instructions')}")
     if not is_given and spec.modes == ("design",):
-        raise RequestError("instructions", f"instructions are needed: {name} makes a voice from a description of it")
+        raise RequestError(
+            "instructions", f"instructions are needed: {name} makes a voice from a description of it"
+        )
 
 
 def _check_references(request: Request, spec: Spec, name: str) -> None:
@@ -223,7 +250,9 @@ def _check_references(request: Request, spec: Spec, name: str) -> None:
     if num and spec.reference_s is None:
         raise RequestError("references", f"{name} takes no reference{_hint(spec, 'references')}")
     if num > spec.max_references:
-        raise RequestError("references", f"{num} references are given; {name} takes up to {spec.max_references}")
+        raise RequestError(
+            "references", f"{num} references are given; {name} takes up to {spec.max_references}"
+        )
     if not num and spec.modes == ("clone",):
         raise RequestError("references", f"a reference is needed: {name} clones the voice of a recording")
 

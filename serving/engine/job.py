@@ -15,7 +15,9 @@ from zoo.contract import Prompt
 if TYPE_CHECKING:
     from serving.engine.model_worker import ModelWorker
 
-NO_AUDIO = "the model ended before its first frame, so there is no audio: another text, voice or seed may give some"
+NO_AUDIO = (
+    "the model ended before its first frame, so there is no audio: another text, voice or seed may give some"
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Finished:
-    """reason: "stop" (the model ended), "length" (the cap) or "cancelled"; usage: the prompt's, and `text_tokens` that the model wrote, if
-    any. No event follows."""
+    """reason: "stop" (the model ended), "length" (the cap) or "cancelled"; usage: the prompt's, and
+    `text_tokens` that the model wrote, if any. No event follows."""
 
     reason: str
     frames: int
@@ -63,7 +65,8 @@ class Job:
     prompt: Prompt
     passes: Generator[Prompt, Tensor, None]
     deliver: Callable[[Event], None]
-    is_pinned: bool = False  # whether windows are cut by frame number, so that equal requests give equal bytes
+    # whether windows are cut by frame number, so that equal requests give equal bytes
+    is_pinned: bool = False
     arrival: int = -1  # its place in the order in which all models' requests came
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)  # of each lane
@@ -72,8 +75,11 @@ class Job:
     past_frames: int = 0  # of the passes before this one
     past_usage: dict[str, int] = field(default_factory=dict)  # likewise
     plays_until_s: float = -np.inf  # of a listener who has heard an earlier pass
-    unfed: list[tuple[list[int], bool]] = field(default_factory=list)  # text that came while the job had no slot
-    characters: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    # text that came while the job had no slot
+    unfed: list[tuple[list[int], bool]] = field(default_factory=list)
+    characters: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
 
     @property
     def pass_frames(self) -> int:
@@ -99,7 +105,10 @@ class Job:
         counts = [self.past_usage, self.prompt.usage]
         if self.text_tokens:
             counts.append({"text_tokens": self.text_tokens})
-        return {name: sum(count.get(name, 0) for count in counts) for name in dict.fromkeys(k for c in counts for k in c)}
+        return {
+            name: sum(count.get(name, 0) for count in counts)
+            for name in dict.fromkeys(k for c in counts for k in c)
+        }
 
     def next_pass(self, prompt: Prompt) -> None:
         """This pass is spoken, and its slot was given back."""
@@ -107,7 +116,8 @@ class Job:
         self.prompt, self.is_composing = prompt, False
 
     def write(self, token: int, is_done: bool) -> None:
-        """The model wrote a text token (-1: none). A character is delivered once all its bytes are here, or no more come."""
+        """The model wrote a text token (-1: none). A character is delivered once all its bytes are here, or
+        no more come."""
         self.text_tokens += token >= 0
         is_end = is_done and self.prompt.is_final
         text = self.characters.decode(self.model.family.detokenize(token) if token >= 0 else b"", is_end)

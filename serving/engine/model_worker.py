@@ -2,7 +2,8 @@
 
     arrive ─> waiting ─admit─> slot ─launch─> prefill, step, step, ... ─collect─> frames ready ─render─> samples ─deliver─> client
 
-The engine drives it, one round a turn. With the other models it shares the pages, which it takes and gives back, and nothing else.
+The engine drives it, one round a turn. With the other models it shares the pages, which it takes and gives
+back, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _salts = itertools.count(1)  # one per loaded model: equal keys under other weig
 
 
 class ModelWorker:
-    """A family with `num_slots` slots of its own, on pages that it may have to share. Raises ValueError for a policy that is none."""
+    """A family with `num_slots` slots of its own, on pages that it may have to share. Raises ValueError for a
+    policy that is none."""
 
     def __init__(
         self,
@@ -44,17 +46,21 @@ class ModelWorker:
         self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
         self.runner = Runner(family, num_slots, arena, compile, is_deterministic)
         frame_s = 1 / spec.frame_rate_hz
-        # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such pieces.
+        # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such
+        # pieces.
         self.chunk_pages = CHUNK_PAGES if is_deterministic else 1
         chunk_tokens = CHUNK_PAGES * self.runner.page_tokens if is_deterministic else None
-        self.scheduler = Scheduler(num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes, chunk_tokens)
+        self.scheduler = Scheduler(
+            num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes, chunk_tokens
+        )
         self.salt = next(_salts)
         self.is_deterministic = is_deterministic
 
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}  # by slot
         self.free_slots = list(range(num_slots - 1, -1, -1))
-        self._tenancy = np.zeros(num_slots, np.int64)  # grows when a slot changes hands, so that late reports find their own request
+        # grows when a slot changes hands, so that late reports find their own request
+        self._tenancy = np.zeros(num_slots, np.int64)
         self.launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = deque()
         self.renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = deque()
 
@@ -72,10 +78,13 @@ class ModelWorker:
         return sum(self._lane_pages(prompt))
 
     def admit(self) -> bool:
-        """Give the first in the queue a slot and all the pages of all its lanes: who speaks is never paused. -> whether there were enough."""
+        """Give the first in the queue a slot and all the pages of all its lanes: who speaks is never paused.
+        -> whether there were enough."""
         job, page_tokens = self.waiting[0], self.runner.page_tokens
         lanes, needed = job.prompt.lanes, self._lane_pages(job.prompt)
-        shared = [self.pages.match(self.salt, lane.prefix_keys, page_tokens, self.chunk_pages) for lane in lanes]
+        shared = [
+            self.pages.match(self.salt, lane.prefix_keys, page_tokens, self.chunk_pages) for lane in lanes
+        ]
         num_shared = sum(map(len, shared))
         fresh = self.pages.take(sum(needed) - num_shared)
         if fresh is None:
@@ -85,7 +94,10 @@ class ModelWorker:
             return False
         self.waiting.popleft()
         job.slot, dealt = self.free_slots.pop(), iter(fresh)
-        job.pages = [pages + list(itertools.islice(dealt, count - len(pages))) for pages, count in zip(shared, needed, strict=True)]
+        job.pages = [
+            pages + list(itertools.islice(dealt, count - len(pages)))
+            for pages, count in zip(shared, needed, strict=True)
+        ]
         skips = [len(pages) * page_tokens for pages in shared]
         self.running[job.slot] = job
         self.scheduler.open(
@@ -110,7 +122,8 @@ class ModelWorker:
         self.scheduler.feed(job.slot, None if is_last else steps)
 
     def release(self, job: Job) -> None:
-        """Take back whatever a request holds. What is under way for its slot still runs, ahead of anything the next tenant launches."""
+        """Take back whatever a request holds. What is under way for its slot still runs, ahead of anything
+        the next tenant launches."""
         if job.slot < 0:
             self.waiting.remove(job)
             return
@@ -126,14 +139,16 @@ class ModelWorker:
         job.slot, job.pages = -1, []
 
     def publish_turn(self, job: Job) -> None:
-        """Let the conversation's next turn find what was generated in the KV cache. For a pass that is over."""
+        """Let the conversation's next turn find what was generated in the KV cache. For a pass that is
+        over."""
         lane, pages = job.prompt.lanes[0], job.pages[0]
         keys = (*lane.prefix_keys, *self.family.end_turn(job.prompt, self.runner.frames(job.slot)))
         filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
         self.pages.publish(self.salt, keys[:filled], self.runner.page_tokens, pages)
 
     def launch(self) -> bool:
-        """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to launch."""
+        """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to
+        launch."""
         chunks = self.scheduler.next_chunks()
         if chunks:
             for launch in [[chunk] for chunk in chunks] if self.is_deterministic else [chunks]:
@@ -142,7 +157,12 @@ class ModelWorker:
                 self.scheduler.record_prefill(chunk)
                 if chunk.is_last:
                     job, lane = self.running[chunk.slot], chunk.lane
-                    self.pages.publish(self.salt, job.prompt.lanes[lane].prefix_keys[:-1], self.runner.page_tokens, job.pages[lane])
+                    self.pages.publish(
+                        self.salt,
+                        job.prompt.lanes[lane].prefix_keys[:-1],
+                        self.runner.page_tokens,
+                        job.pages[lane],
+                    )
         slots = self.scheduler.decoding_slots()
         if slots.size:
             self.launches.append((slots, self._tenancy[slots], self.runner.step(slots)))
@@ -150,8 +170,8 @@ class ModelWorker:
         return bool(chunks) or bool(slots.size)
 
     def collect(self, launched: bool) -> None:
-        """What came of it: reports, the windows that are due because of them, samples to their listeners. While there are launches under
-        way, the last of each kind (`report_lag`) is left alone."""
+        """What came of it: reports, the windows that are due because of them, samples to their listeners.
+        While there are launches under way, the last of each kind (`report_lag`) is left alone."""
         self._collect_reports(self.report_lag if launched else 0)
         rendered = self._render()
         self._deliver(self.report_lag if launched or rendered else 0)
@@ -179,10 +199,13 @@ class ModelWorker:
             [report] = copy.read()
             same = self._tenancy[slots] == tenancy
             slots, (ready, done, written) = slots[same], report[same].T
-            # A slot that was done already took a step in vain, whose report says again what the one before said.
+            # A slot that was done already took a step in vain, whose report says again what the one before
+            # said.
             has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.is_done[slots]
             self.scheduler.report(slots, ready, done > 0)
-            for slot, token, is_done in zip(slots[has_text].tolist(), written[has_text].tolist(), done[has_text].tolist(), strict=True):
+            for slot, token, is_done in zip(
+                slots[has_text].tolist(), written[has_text].tolist(), done[has_text].tolist(), strict=True
+            ):
                 self.running[slot].write(token, bool(is_done))
 
     def _render(self) -> bool:
@@ -197,7 +220,9 @@ class ModelWorker:
             samples, valid = copy.read()
             same = np.flatnonzero(self._tenancy[render.slots] == tenancy)
             slots, counts, num_samples = render.slots[same], render.count[same], valid[same]
-            for row, slot, frames, num in zip(same.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True):
+            for row, slot, frames, num in zip(
+                same.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True
+            ):
                 self.running[slot].deliver(Audio(samples[row, :num].copy(), frames))
             given_s = num_samples / self.family.spec.sample_rate_hz
             self.scheduler.record_delivery(slots, counts, given_s, render.is_last[same], self.clock())

@@ -1,4 +1,5 @@
-"""Memory policy: who holds which page of the arena, and which prompts' pages can be read again. It counts pages and never touches them.
+"""Memory policy: who holds which page of the arena, and which prompts' pages can be read again. It counts
+pages and never touches them.
 
     free ---take---> held ---give_back---> free         a page nobody can find again
                       |  ^
@@ -6,8 +7,8 @@
                       v  |
                      held and indexed ---give_back---> cached: had by match as it is, or by take once it is the least recently used
 
-A page is bytes in one arena that all resident models share. Idea of hashed, reference-counted pages: GeeeekExplorer/nano-vllm,
-nanovllm/engine/block_manager.py.
+A page is bytes in one arena that all resident models share. Idea of hashed, reference-counted pages:
+GeeeekExplorer/nano-vllm, nanovllm/engine/block_manager.py.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from hashlib import blake2b
 
 
 class Pages:
-    """Reference counts and a prefix index over an arena's pages. The first `num_scratch` are scratch, one of each model: padding rows write
-    to them, and nobody is given them. `num_pages` are left.
+    """Reference counts and a prefix index over an arena's pages. The first `num_scratch` are scratch, one of
+    each model: padding rows write to them, and nobody is given them. `num_pages` are left.
 
-    `shared` counts pages handed out by `match`, `evicted` those that lost their place in the index. Raises ValueError where none is left.
+    `shared` counts pages handed out by `match`, `evicted` those that lost their place in the index. Raises
+    ValueError where none is left.
     """
 
     def __init__(self, num_in_arena: int, num_scratch: int = 1):
@@ -34,8 +36,10 @@ class Pages:
         self.shared = 0
         self.evicted = 0
         self._references = [0] * num_in_arena
-        self._free = list(range(num_in_arena - 1, num_scratch - 1, -1))  # a stack, so that the pages used last are used next
-        self._cached: OrderedDict[int, None] = OrderedDict()  # indexed pages without a holder, least recently used first
+        # a stack, so that the pages used last are used next
+        self._free = list(range(num_in_arena - 1, num_scratch - 1, -1))
+        # indexed pages without a holder, least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}  # the index: link of a chain -> page
         self._link_of: dict[int, bytes] = {}  # and back
 
@@ -45,8 +49,9 @@ class Pages:
         return len(self._free) + len(self._cached)
 
     def match(self, salt: int, keys: Sequence[int], page_tokens: int, multiple: int = 1) -> list[int]:
-        """The longest run of indexed pages from the start of a prompt, with one reference on each: its first len(pages) * page_tokens
-        positions need not be computed. The last key is never covered, because somebody must compute its hidden state.
+        """The longest run of indexed pages from the start of a prompt, with one reference on each: its first
+        len(pages) * page_tokens positions need not be computed. The last key is never covered, because
+        somebody must compute its hidden state.
         keys: one int64 per position. multiple: so many pages at a time."""
         pages = []
         for link in _chain(salt, keys, page_tokens, (len(keys) - 1) // page_tokens):
@@ -61,28 +66,39 @@ class Pages:
         return pages
 
     def take(self, num: int) -> list[int] | None:
-        """`num` pages with one reference each, or None and nothing is taken. Cached pages go last, the least recently used first."""
+        """`num` pages with one reference each, or None and nothing is taken. Cached pages go last, the least
+        recently used first."""
         assert num >= 0, f"{num} pages asked for, 0 or more expected"
         if num > self.free:
             return None
         return [self._take_one() for _ in range(num)]
 
     def publish(self, salt: int, keys: Sequence[int], page_tokens: int, pages: Sequence[int]) -> None:
-        """Let `match` find a prompt's whole pages, once they are written. pages: those of the sequence in order, of which the ones behind
-        the prompt are left alone. Where the index already has a page with the same past, the older page stays."""
+        """Let `match` find a prompt's whole pages, once they are written. pages: those of the sequence in
+        order, of which the ones behind the prompt are left alone. Where the index already has a page with the
+        same past, the older page stays."""
         num_whole = len(keys) // page_tokens
-        assert len(pages) >= num_whole, f"{len(pages)} pages cannot hold the {num_whole} whole pages of {len(keys)} keys"
+        assert len(pages) >= num_whole, (
+            f"{len(pages)} pages cannot hold the {num_whole} whole pages of {len(keys)} keys"
+        )
         for link, page in zip(_chain(salt, keys, page_tokens, num_whole), pages, strict=False):
-            assert self._references[page] > 0, f"page {page} is published with {self._references[page]} references, at least 1 expected"
+            assert self._references[page] > 0, (
+                f"page {page} is published with {self._references[page]} references, at least 1 expected"
+            )
             if link not in self._page_of:
-                assert page not in self._link_of, f"page {page} is published as {link.hex()}, but holds {self._link_of[page].hex()}"
+                assert page not in self._link_of, (
+                    f"page {page} is published as {link.hex()}, but holds {self._link_of[page].hex()}"
+                )
                 self._page_of[link] = page
                 self._link_of[page] = link
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Drop one reference on each. From the last page to the first, so that the end of a prefix is evicted before what it hangs on."""
+        """Drop one reference on each. From the last page to the first, so that the end of a prefix is evicted
+        before what it hangs on."""
         for page in reversed(pages):
-            assert self._references[page] > 0, f"page {page} is given back with {self._references[page]} references, at least 1 expected"
+            assert self._references[page] > 0, (
+                f"page {page} is given back with {self._references[page]} references, at least 1 expected"
+            )
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._link_of:
@@ -102,8 +118,9 @@ class Pages:
 
 
 def _chain(salt: int, keys: Sequence[int], page_tokens: int, num_pages: int) -> Iterator[bytes]:
-    """One 128-bit link per page, which names the page's keys and all before them. The salt (the weights) begins the chain, so equal keys
-    of two models never meet. Raises OverflowError for a key that is no int64."""
+    """One 128-bit link per page, which names the page's keys and all before them. The salt (the weights)
+    begins the chain, so equal keys of two models never meet. Raises OverflowError for a key that is no
+    int64."""
     packed = array("q", keys[: num_pages * page_tokens]).tobytes()
     page_bytes = 8 * page_tokens
     link = blake2b(str(salt).encode(), digest_size=16).digest()

@@ -14,11 +14,17 @@ from zoo.nn.packed import pack
 
 
 def prepare_for_host(*families: Family, compile: bool = True) -> Path:
-    """Threads for the largest, matrices laid out for the CPU and kernels of its own, and a place where compiled code is kept, the first
-    one's -> that place. Call it once for all of a process, before anything is compiled. Raises ValueError if the place cannot be written,
-    or if something is to be compiled and there is no C++ compiler."""
+    """Threads for the largest, matrices laid out for the CPU and kernels of its own, and a place where
+    compiled code is kept, the first one's -> that place. Call it once for all of a process, before anything
+    is compiled. Raises ValueError if the place cannot be written, or if something is to be compiled and there
+    is no C++ compiler."""
     threads.set_num_threads(
-        max(families, key=lambda family: sum(parameter.numel() * parameter.itemsize for parameter in family.parameters()))
+        max(
+            families,
+            key=lambda family: sum(
+                parameter.numel() * parameter.itemsize for parameter in family.parameters()
+            ),
+        )
     )
     for family in families:
         pack(family)
@@ -29,7 +35,10 @@ def prepare_for_host(*families: Family, compile: bool = True) -> Path:
 
 
 def use_cache_dir(family: Family) -> Path:
-    """What is compiled from now on is this family's -> the place where it is kept. Raises ValueError if the place cannot be written."""
+    """What is compiled from now on is this family's -> the place where it is kept. Raises ValueError if the
+    place cannot be written."""
     here = Path(zoo.__file__).parent
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "contract.py")
-    return artifacts.use_cache_dir(family.spec.family, family, (replace(family.spec, options=(), hints={}), family.strategy), code)
+    return artifacts.use_cache_dir(
+        family.spec.family, family, (replace(family.spec, options=(), hints={}), family.strategy), code
+    )

@@ -4,9 +4,9 @@
     decoding_slots()       then every speaker takes one step, so a long prompt costs the others one bounded chunk per turn
     take_due_windows(now)  the windows of the tape that are due, the nearest deadline first; who waits for first audio has none to lose
 
-What is known of a slot is one row in vectors by slot, and a turn is arithmetic on whole vectors: its cost does not grow with the
-number of speakers. The clock is an argument, so the same calls give the same answers. Idea of a policy on one screen:
-GeeeekExplorer/nano-vllm, nanovllm/engine/scheduler.py.
+What is known of a slot is one row in vectors by slot, and a turn is arithmetic on whole vectors: its cost
+does not grow with the number of speakers. The clock is an argument, so the same calls give the same answers.
+Idea of a policy on one screen: GeeeekExplorer/nano-vllm, nanovllm/engine/scheduler.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from zoo.contract import Window
 
 @dataclass(frozen=True)
 class Policy:
-    """What a server is for. `Policy.named` finds one by name and raises ValueError for a name that is none."""
+    """What a server is for. `Policy.named` finds one by name and raises ValueError for a name that is
+    none."""
 
     name: str
     prefill_tokens: int  # prompt positions per turn, at most
-    at_risk_s: float | None  # a listener with less audio than this is served early; None: nobody listens yet, so windows are full
+    # a listener with less audio than this is served early; None: nobody listens yet, so windows are full
+    at_risk_s: float | None
 
     STREAMING: ClassVar[Policy]
     THROUGHPUT: ClassVar[Policy]
@@ -46,7 +48,8 @@ Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions start .. stop of one lane's prompt, to be prefilled in one launch. is_last: the prompt ends there."""
+    """Positions start .. stop of one lane's prompt, to be prefilled in one launch. is_last: the prompt ends
+    there."""
 
     slot: int
     start: int
@@ -57,9 +60,11 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Render:
-    """One launch of the renderer: frames start .. start + count of each slot's tape, in a window of `frames` frames.
+    """One launch of the renderer: frames start .. start + count of each slot's tape, in a window of `frames`
+    frames.
 
-    length: of the window's length buckets, 0 without them. is_pinned: each row is computed by itself, whoever is beside it.
+    length: of the window's length buckets, 0 without them. is_pinned: each row is computed by itself, whoever
+    is beside it.
     """
 
     slots: np.ndarray  # [B], ascending
@@ -75,13 +80,15 @@ UNBOUNDED = np.iinfo(np.int64).max
 
 
 class Scheduler:
-    """The state of every slot, as far as time is concerned. frame_s: a frame's length; lanes: prompts of a slot, all of which are prefilled
-    before it decodes; chunk_tokens: prompts are cut at its multiples, whoever else is prefilled, None: as there is room.
+    """The state of every slot, as far as time is concerned. frame_s: a frame's length; lanes: prompts of a
+    slot, all of which are prefilled before it decodes; chunk_tokens: prompts are cut at its multiples,
+    whoever else is prefilled, None: as there is room.
 
-    A slot's frames pass three counters: ready (on the tape, reported), rendered (handed to a launch), delivered (given to the listener).
-    The listener plays from the first delivery on, and `plays_until_s` is when all that was delivered is played (-inf before the first).
-    A delivery that comes later than that is an underrun, and playback goes on from there.
-    A slot whose text is still arriving takes `steps_left` steps and then starves: it is in no launch, and what it has spoken is rendered.
+    A slot's frames pass three counters: ready (on the tape, reported), rendered (handed to a launch),
+    delivered (given to the listener). The listener plays from the first delivery on, and `plays_until_s` is
+    when all that was delivered is played (-inf before the first). A delivery that comes later than that is an
+    underrun, and playback goes on from there. A slot whose text is still arriving takes `steps_left` steps
+    and then starves: it is in no launch, and what it has spoken is rendered.
     """
 
     def __init__(
@@ -93,10 +100,16 @@ class Scheduler:
         lanes: int = 1,
         chunk_tokens: int | None = None,
     ):
-        assert num_slots > 0 and frame_s > 0, f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
+        assert num_slots > 0 and frame_s > 0, (
+            f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
+        )
         sizes = window.sizes
-        assert sizes and sizes[0] > 0 and all(np.diff(sizes) > 0), f"window sizes {sizes}, ascending frame counts expected"
-        assert not any(size % window.grid for size in sizes), f"window sizes {sizes}, multiples of the grid {window.grid} expected"
+        assert sizes and sizes[0] > 0 and all(np.diff(sizes) > 0), (
+            f"window sizes {sizes}, ascending frame counts expected"
+        )
+        assert not any(size % window.grid for size in sizes), (
+            f"window sizes {sizes}, multiples of the grid {window.grid} expected"
+        )
         assert window.lookahead >= 0, f"a lookahead of {window.lookahead} frames"
         self.policy, self.chunk_tokens = policy, chunk_tokens
         self.frame_s = frame_s
@@ -108,7 +121,8 @@ class Scheduler:
         self.is_done = np.zeros(num_slots, bool)
         self.is_flushed = np.zeros(num_slots, bool)  # whether the window that ends the speech was handed out
         self.is_over = np.zeros(num_slots, bool)  # whether it was delivered
-        self.is_pinned = np.zeros(num_slots, bool)  # whether windows are cut by frame number, not by the clock
+        # whether windows are cut by frame number, not by the clock
+        self.is_pinned = np.zeros(num_slots, bool)
         self.steps_left = np.full(num_slots, UNBOUNDED)
         self.grid_offset = np.zeros(num_slots, np.int64)
         self.prompt_tokens = np.zeros((num_slots, lanes), np.int64)
@@ -134,9 +148,9 @@ class Scheduler:
         is_pinned: bool = False,
         plays_until_s: float = -np.inf,
     ) -> None:
-        """A request moves in. prompt_tokens: positions to fill before its first step; skip: those that shared pages already hold. Either
-        is a number for each lane, or one for all. steps: that its text allows so far, None: all of the text is there. plays_until_s: of a
-        listener who has heard an earlier pass."""
+        """A request moves in. prompt_tokens: positions to fill before its first step; skip: those that shared
+        pages already hold. Either is a number for each lane, or one for all. steps: that its text allows so
+        far, None: all of the text is there. plays_until_s: of a listener who has heard an earlier pass."""
         assert not self.is_open[slot], f"slot {slot} is opened, but it is in use"
         skipped, tokens = np.asarray(skip), np.asarray(prompt_tokens)
         assert ((skipped >= 0) & (skipped <= tokens)).all(), f"{skip} of {prompt_tokens} positions skipped"
@@ -148,7 +162,9 @@ class Scheduler:
         self.steps_left[slot] = UNBOUNDED if steps is None else steps
         self.grid_offset[slot] = grid_offset
         self.prompt_tokens[slot], self.num_prefilled[slot] = tokens, skipped
-        self.num_ready[slot] = self.num_rendered[slot] = self.num_delivered[slot] = self.num_underruns[slot] = 0
+        self.num_ready[slot] = self.num_rendered[slot] = self.num_delivered[slot] = self.num_underruns[
+            slot
+        ] = 0
         self.late_in_a_row[slot] = 0
         self.plays_until_s[slot] = plays_until_s
         if not self.is_decoding[slot]:
@@ -167,12 +183,14 @@ class Scheduler:
         return self.past_underruns + int(self.num_underruns.sum())
 
     def next_chunks(self) -> list[Chunk]:
-        """The prompt positions of this turn, at most policy.prefill_tokens of them; short prompts share a turn, long ones take several.
-        A slot's lanes are filled one after the other."""
+        """The prompt positions of this turn, at most policy.prefill_tokens of them; short prompts share a
+        turn, long ones take several. A slot's lanes are filled one after the other."""
         chunks: list[Chunk] = []
         left = self.policy.prefill_tokens
         for slot in self.waiting:
-            for lane, (start, end) in enumerate(zip(self.num_prefilled[slot].tolist(), self.prompt_tokens[slot].tolist(), strict=True)):
+            for lane, (start, end) in enumerate(
+                zip(self.num_prefilled[slot].tolist(), self.prompt_tokens[slot].tolist(), strict=True)
+            ):
                 stop = self._chunk_end(start, end, left)
                 if start < stop:
                     chunks.append(Chunk(slot, start, stop, is_last=stop == end, lane=lane))
@@ -182,7 +200,8 @@ class Scheduler:
         return chunks
 
     def _chunk_end(self, start: int, end: int, left: int) -> int:
-        """Of a stretch with room for `left` positions; the room is not kept to where chunks are cut in equal lengths."""
+        """Of a stretch with room for `left` positions; the room is not kept to where chunks are cut in equal
+        lengths."""
         if self.chunk_tokens is None:
             return min(start + left, end)
         return start if left <= 0 else min(start - start % self.chunk_tokens + self.chunk_tokens, end)
@@ -190,7 +209,9 @@ class Scheduler:
     def record_prefill(self, chunk: Chunk) -> None:
         """The chunk is launched. After the last one of all its lanes the slot decodes."""
         slot, start = chunk.slot, self.num_prefilled[chunk.slot, chunk.lane]
-        assert slot in self.waiting and start == chunk.start, f"{chunk} is launched, but slot {slot} has {start} positions"
+        assert slot in self.waiting and start == chunk.start, (
+            f"{chunk} is launched, but slot {slot} has {start} positions"
+        )
         self.num_prefilled[slot, chunk.lane] = chunk.stop
         if (self.num_prefilled[slot] == self.prompt_tokens[slot]).all():
             del self.waiting[slot]
@@ -225,16 +246,20 @@ class Scheduler:
         return bool((~self.is_open | is_waiting | self._is_finished()).all())
 
     def report(self, slots: np.ndarray, ready: np.ndarray, done: np.ndarray) -> None:
-        """A launch's late report, all [B]: frames on the tape, and whether no more come. Slots that were closed since are left out."""
-        assert self.is_decoding[slots].all(), f"slots {slots} report, but only {np.flatnonzero(self.is_decoding)} decode"
+        """A launch's late report, all [B]: frames on the tape, and whether no more come. Slots that were
+        closed since are left out."""
+        assert self.is_decoding[slots].all(), (
+            f"slots {slots} report, but only {np.flatnonzero(self.is_decoding)} decode"
+        )
         self.num_ready[slots] = ready
         self.is_done[slots] = done
 
     def take_due_windows(self, now: float) -> list[Render]:
-        """The windows that are due, one per slot at most and grouped by launch shape, the nearest deadline first. All of them are to be
-        launched, in this order: they count as rendered from here on."""
+        """The windows that are due, one per slot at most and grouped by launch shape, the nearest deadline
+        first. All of them are to be launched, in this order: they count as rendered from here on."""
         pending = self._renderable() - self.num_rendered  # [S], below 0 where even less is known
-        in_flight = self.num_rendered - self.num_delivered  # [S], as good as heard: the next window need not be hurried because of them
+        # [S], as good as heard: the next window need not be hurried because of them
+        in_flight = self.num_rendered - self.num_delivered
         left_s = np.maximum(self.plays_until_s - now, 0) + in_flight * self.frame_s  # [S]
         is_dry = self._is_dry(pending, left_s)
         is_flush = self._needs_flush()
@@ -258,14 +283,16 @@ class Scheduler:
         return np.where(self.is_done, known, on_grid)
 
     def _is_due(self, pending: np.ndarray, left_s: np.ndarray) -> np.ndarray:
-        """Due is a slot whose frames fill the largest shape, or that is done or starved (the rest goes). Where somebody listens, also a slot
-        without audio whose frames fill the smallest shape, and one that is at risk whose frames fill the middle shape. [S]"""
+        """Due is a slot whose frames fill the largest shape, or that is done or starved (the rest goes).
+        Where somebody listens, also a slot without audio whose frames fill the smallest shape, and one that
+        is at risk whose frames fill the middle shape. [S]"""
         smallest, middle, largest = self.sizes[0], self.sizes[:2][-1], self.sizes[-1]
         is_due = (pending >= largest) | ((self.is_done | self.is_starved) & (pending > 0))
         if self.policy.at_risk_s is None:
             return is_due
         is_first = self.num_rendered == 0
-        first = 1 if self.window.grid > 1 else smallest  # the grid's first stretch may be shorter than any shape
+        # the grid's first stretch may be shorter than any shape
+        first = 1 if self.window.grid > 1 else smallest
         hurried = is_first & (pending >= first)
         hurried |= (left_s < self.policy.at_risk_s) & (pending >= np.maximum(middle, self._least()))
         in_order = pending >= self._pinned_size()
@@ -279,14 +306,15 @@ class Scheduler:
         return is_dry & ~self.is_pinned
 
     def _least(self) -> np.ndarray:
-        """The fewest frames worth a window. Who is late time after time is late for want of speed, and is only helped by larger shapes,
-        which cost less a frame. [S]"""
+        """The fewest frames worth a window. Who is late time after time is late for want of speed, and is
+        only helped by larger shapes, which cost less a frame. [S]"""
         least = self.sizes[np.minimum(self.late_in_a_row // PATIENCE, len(self.sizes) - 1)]
         least[self.late_in_a_row < PATIENCE] = 1
         return least
 
     def _pinned_size(self) -> np.ndarray:
-        """The next window where windows follow from frame numbers alone: first audio early, then full ones. [S]"""
+        """The next window where windows follow from frame numbers alone: first audio early, then full ones.
+        [S]"""
         smallest, middle, largest = self.sizes[0], self.sizes[:2][-1], self.sizes[-1]
         if self.policy.at_risk_s is None:
             return np.full(len(self.num_rendered), largest)
@@ -294,7 +322,8 @@ class Scheduler:
         return np.where(self.num_rendered == 0, smallest, size)
 
     def _needs_flush(self) -> np.ndarray:
-        """Whose frames were all handed out before it was known that no more come, while the renderer keeps samples back. [S]"""
+        """Whose frames were all handed out before it was known that no more come, while the renderer keeps
+        samples back. [S]"""
         if not self.window.hold_samples:
             return np.zeros(len(self.is_done), bool)
         return self.is_done & (self.num_rendered == self.num_ready) & ~self.is_flushed & (self.num_ready > 0)
@@ -302,15 +331,17 @@ class Scheduler:
     def _cut(self, slots: np.ndarray, pending: np.ndarray, is_dry: np.ndarray) -> np.ndarray:
         """How many frames of each slot go into its window. [B]
 
-        Who is done, starved or dry gets all there is, padded up to a shape, unless that is more than twice the work of several smaller
-        ones: then one of those, and soon the next. The others are due because they fill a shape, and can wait for what is left over, so
-        the renderer computes nothing in vain. The work of a shape is its frames, and those around it that are read as well.
+        Who is done, starved or dry gets all there is, padded up to a shape, unless that is more than twice
+        the work of several smaller ones: then one of those, and soon the next. The others are due because
+        they fill a shape, and can wait for what is left over, so the renderer computes nothing in vain. The
+        work of a shape is its frames, and those around it that are read as well.
         """
         around = self.window.left + self.window.lookahead
         largest = np.where(self.is_pinned[slots], self._pinned_size()[slots], self.sizes[-1])
         there = np.minimum(pending, largest)
         padded = self.sizes[np.searchsorted(self.sizes, np.maximum(there, 1))]  # [B]
-        full = self.sizes[np.maximum(np.searchsorted(self.sizes, there, side="right") - 1, 0)]  # [B], where there is enough for any
+        # [B], where there is enough for any
+        full = self.sizes[np.maximum(np.searchsorted(self.sizes, there, side="right") - 1, 0)]
         is_worth = (padded + around <= 2 * -(-there // full) * (full + around)) | (there < self.sizes[0])
         takes_all = self.is_done[slots] | self.is_starved[slots] | is_dry
         count = np.minimum(np.where(takes_all & is_worth, there, full), pending)
@@ -320,7 +351,9 @@ class Scheduler:
         is_end = self.is_done[slots] & (stop == self.num_ready[slots])
         return np.where(is_end, count, offset + (stop - offset) // grid * grid - self.num_rendered[slots])
 
-    def _grouped(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray) -> list[Render]:
+    def _grouped(
+        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray
+    ) -> list[Render]:
         """One launch for each shape."""
         frames = self.sizes[np.searchsorted(self.sizes, np.maximum(count, 1))]  # [B]
         lengths = np.array(self.window.lengths or (0,))
@@ -329,13 +362,23 @@ class Scheduler:
         renders = []
         for shape in np.unique(shapes, axis=0):
             rows = np.flatnonzero((shapes == shape).all(1))
-            render = Render(slots[rows], start[rows], count[rows], is_last[rows], int(shape[0]), int(shape[1]), bool(shape[2]))
+            render = Render(
+                slots[rows],
+                start[rows],
+                count[rows],
+                is_last[rows],
+                int(shape[0]),
+                int(shape[1]),
+                bool(shape[2]),
+            )
             renders.append(render)
         return renders
 
-    def record_delivery(self, slots: np.ndarray, count: np.ndarray, given_s: np.ndarray, is_last: np.ndarray, now: float) -> None:
-        """Frames were given to the listeners, as `given_s` seconds of audio, all [B]; each slot once, and those that were closed since are
-        left out. is_last: the speech ended with them."""
+    def record_delivery(
+        self, slots: np.ndarray, count: np.ndarray, given_s: np.ndarray, is_last: np.ndarray, now: float
+    ) -> None:
+        """Frames were given to the listeners, as `given_s` seconds of audio, all [B]; each slot once, and
+        those that were closed since are left out. is_last: the speech ended with them."""
         until_s = self.plays_until_s[slots]
         is_late = np.isfinite(until_s) & (until_s < now)
         self.num_underruns[slots] += is_late
@@ -346,7 +389,9 @@ class Scheduler:
         # Turns are uneven, since some prefill a prompt: a long one is remembered for about twenty deliveries.
         self.latency_s = max(0.9 * self.latency_s, (now - self.rendered_s[slots]).max(initial=0.0))
         over = slots[self.num_delivered[slots] > self.num_rendered[slots]]
-        assert not over.size, f"slots {over}: {self.num_delivered[over]} frames delivered, {self.num_rendered[over]} rendered"
+        assert not over.size, (
+            f"slots {over}: {self.num_delivered[over]} frames delivered, {self.num_rendered[over]} rendered"
+        )
 
     def finished_slots(self) -> np.ndarray:
         """The slots that are done and wholly delivered, ascending. [B]"""
@@ -357,6 +402,6 @@ class Scheduler:
         return self.is_done & (self.num_delivered == self.num_ready) & is_whole
 
     def _lead_s(self) -> float:
-        """With less than this left, a listener who is not served in this turn may hear a gap: the next turn comes up to a latency later,
-        and its audio another one later. Never less than a frame."""
+        """With less than this left, a listener who is not served in this turn may hear a gap: the next turn
+        comes up to a latency later, and its audio another one later. Never less than a frame."""
         return max(self.frame_s, 2 * self.latency_s)

@@ -1,4 +1,5 @@
-"""What a runner compiles and records before its first request: everything that a request can need, on the spare slot alone."""
+"""What a runner compiles and records before its first request: everything that a request can need, on the
+spare slot alone."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def warm(runner: Runner, progress: Callable[[float, str], None]) -> None:
 
 
 def warm_step(runner: Runner) -> None:
-    """On a CPU one graph serves every size; on a GPU every size and page-table width is recorded, the largest first."""
+    """On a CPU one graph serves every size; on a GPU every size and page-table width is recorded, the largest
+    first."""
     sizes, widths = [2], [1]
     if runner.device.type == "cuda":
         sizes = sorted(runner.buckets, reverse=True)
@@ -71,7 +73,11 @@ def spare_batch(runner: Runner, lowering: Lowering, size: int, tokens: int, colu
     if lowering == Whole():
         any_size((batch.slots,), 0, "batch")
         any_size((batch.kv_lens, batch.page_table), 0, "sequences")
-        any_size((batch.positions, batch.kv_write_index, batch.is_audio), 0, "sequences" if tokens == 1 else "tokens")
+        any_size(
+            (batch.positions, batch.kv_write_index, batch.is_audio),
+            0,
+            "sequences" if tokens == 1 else "tokens",
+        )
         any_size((batch.cu_seqlens,), 0, "edges")
         any_size((batch.page_table,), 1, "pages")
     return batch

@@ -52,7 +52,8 @@ def parity(
     """
     plain = zoo.load(model, device=device, dtype="float32")
     served = zoo.load(model, device=device, dtype=dtype)
-    place = prepare_for_host(served, compile=compile)  # before anything is computed: it sets the number of threads
+    # before anything is computed: it sets the number of threads
+    place = prepare_for_host(served, compile=compile)
     work, refused = every_request(plain, frames)
     if not work:
         raise ValueError(f"{model} refuses every request: {'; '.join(refused.values())}")

@@ -22,7 +22,11 @@ class Model:
 def test_a_process_may_load_any_number_of_models(monkeypatch):
     """Dynamo allows a function eight graphs, and all these models have the same one."""
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="eager", fullgraph=True, dynamic=False))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **how: compiled(function, backend="eager", fullgraph=True, dynamic=False),
+    )
     steps = [lower(Model(weight).step, Whole()) for weight in range(12)]
     assert [int(step(torch.tensor(10))) for step in steps] == [10 * weight + 1 for weight in range(12)]
     assert int(steps[3](torch.tensor(10), more=5)) == 35

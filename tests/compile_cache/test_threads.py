@@ -37,11 +37,16 @@ print(torch.get_num_threads())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir() or os.cpu_count() == 1, reason="two cores, and threads counted in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir() or os.cpu_count() == 1,
+    reason="two cores, and threads counted in /proc",
+)
 @pytest.mark.parametrize(("how", "threads"), [("alone", 1), ("with helpers", 2)])
 def test_a_thread_that_is_alone_brings_no_team_with_it(how, threads):
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
-    ran = subprocess.run([sys.executable, "-c", TEAMS, how], env=env, stdout=subprocess.PIPE, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", TEAMS, how], env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
     grown, in_it, in_ours = map(int, ran.stdout.split())
     assert (grown, in_it) == (threads, threads), "the thread itself, and those that help it"
     assert in_ours == 2

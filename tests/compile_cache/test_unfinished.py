@@ -13,7 +13,8 @@ import pytest
 
 from compile_cache import unfinished
 
-# A process that begins, compiles (or finds) a function, settles if it is told so, writes half a library, and waits to be killed.
+# A process that begins, compiles (or finds) a function, settles if it is told so, writes half a library, and
+# waits to be killed.
 PROCESS = """
 import sys, time
 from pathlib import Path
@@ -34,7 +35,9 @@ if "stay" in sys.argv:
 
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", PROCESS, str(directory), *arguments], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(directory), *arguments], stdout=subprocess.PIPE
+    )
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     return process
 
@@ -97,7 +100,8 @@ if "stay" in sys.argv:
 
 @pytest.mark.compile
 def test_an_empty_library_of_a_killed_process_is_compiled_again(tmp_path):
-    """As it was found: the library is there, under its name, with nothing in it, and every start after it died."""
+    """As it was found: the library is there, under its name, with nothing in it, and every start after it
+    died."""
     command = [sys.executable, "-c", COMPILE, str(tmp_path)]
     killed = subprocess.Popen([*command, "stay"], stdout=subprocess.PIPE, text=True)
     assert killed.stdout is not None

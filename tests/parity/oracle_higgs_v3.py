@@ -1,8 +1,10 @@
-"""Makes the Higgs Audio V3 fixtures and its manifest from the reference implementations; see README.md beside this.
+"""Makes the Higgs Audio V3 fixtures and its manifest from the reference implementations; see README.md beside
+this.
 
-There is no package that runs the whole model, so the parts come from where the model card points. Backbone and codec are transformers'
-Qwen3Model and HiggsAudioV2TokenizerModel, which needs torchaudio. Prompt, delay pattern, sampling and stop rule are sglang-omni's: those
-files are loaded one by one, without the server. The loop around them is this file's, and all of it is greedy.
+There is no package that runs the whole model, so the parts come from where the model card points. Backbone
+and codec are transformers' Qwen3Model and HiggsAudioV2TokenizerModel, which needs torchaudio. Prompt, delay
+pattern, sampling and stop rule are sglang-omni's: those files are loaded one by one, without the server. The
+loop around them is this file's, and all of it is greedy.
 
 Runs in the reference environment that remake.sh builds; SGLANG_OMNI is the unpacked wheel:
     PYTHONPATH=. .venv-parity-higgs_v3/bin/python tests/parity/oracle_higgs_v3.py SGLANG_OMNI
@@ -41,16 +43,21 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "higgs_v3"
 MANIFESTS = HERE.parent / "manifests"
 SIZE, SEED = "tiny", 0
-STRIDE = 97  # of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
+# of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
+STRIDE = 97
 CODEC = "tied.embedding.modality_embeddings.0.model."
 BOOKS, CODES = 8, 64
 BEGIN, END = CODES, CODES + 1
-VERSIONS = {name: importlib.metadata.version(name) for name in ("transformers", "torchaudio", "tokenizers", "torch", "numpy")}
+VERSIONS = {
+    name: importlib.metadata.version(name)
+    for name in ("transformers", "torchaudio", "tokenizers", "torch", "numpy")
+}
 
 STORY = "The quick brown fox jumps over the lazy dog."
 TAGGED = "<|emotion:awe|>Look at this! <|sfx:laughter|>Haha<|prosody:pause|> It's 7:45."
 CHINESE = "今天天气很好。"
-# Requests in the fields of zoo.contract.Request. `reference` is the one clip; `ends` forces the end of codebook 0 at that step.
+# Requests in the fields of zoo.contract.Request. `reference` is the one clip; `ends` forces the end of
+# codebook 0 at that step.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 40},
     "tagged": {"text": TAGGED, "max_frames": 24},
@@ -68,13 +75,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 STEPS = (0, 3, 9)  # kept of hidden states and logits: in the delay window and behind it
 CLIP_SAMPLES = 12_700
-# Lengths mod 960: 0 and 118 (acoustic and semantic branch agree), 119 and 631 (they do not), 632 and 959 (they do again)
+# Lengths mod 960: 0 and 118 (acoustic and semantic branch agree), 119 and 631 (they do not), 632 and 959
+# (they do again)
 LENGTHS = tuple(9600 + more for more in (0, 118, 119, 400, 631, 632, 959))
-TEXTS = (STORY, TAGGED, CHINESE, "don't DON'T  we'll", "12 345", "a\n\nb \n c", "e\u0301 naïve", "<|prosody:pause|> x <|style:singing|>y")
+TEXTS = (
+    STORY,
+    TAGGED,
+    CHINESE,
+    "don't DON'T  we'll",
+    "12 345",
+    "a\n\nb \n c",
+    "e\u0301 naïve",
+    "<|prosody:pause|> x <|style:singing|>y",
+)
 FORGED = ("<|audio|>", "a<|ref_audio|>b", "<|im_end|>", "<|env:music|>", "<|tts|> x", "<|emotion:joy|>")
 
 
-# --- the references -----------------------------------------------------------------------------------------------------------------------
+# --- the references -----------------------------------------------------------------------------------------
 
 
 def sglang(root: Path) -> dict[str, Any]:
@@ -128,13 +145,23 @@ def codec_config(config: dict[str, Any]) -> HiggsAudioV2TokenizerConfig:
         downsample_factor=320,
         codebook_size=codec["codebook_size"],
         codebook_dim=codec["codebook_dim"],
-        acoustic_model_config={"model_type": "dac", **codec["acoustic_model_config"], "upsampling_ratios": ratios, "hop_length": 960},
-        semantic_model_config={"model_type": "hubert", "mask_time_prob": 0.0, **codec["semantic_model_config"]},
+        acoustic_model_config={
+            "model_type": "dac",
+            **codec["acoustic_model_config"],
+            "upsampling_ratios": ratios,
+            "hop_length": 960,
+        },
+        semantic_model_config={
+            "model_type": "hubert",
+            "mask_time_prob": 0.0,
+            **codec["semantic_model_config"],
+        },
     )
 
 
 def shapes_of(config: dict[str, Any], codec: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Published name -> shape, from the references' classes without memory; what they have no class for is added by hand."""
+    """Published name -> shape, from the references' classes without memory; what they have no class for is
+    added by hand."""
     with torch.device("meta"):
         backbone = Qwen3Model(Qwen3Config(**config["text_config"])).state_dict()
         model = HiggsAudioV2TokenizerModel(codec_config(codec)).state_dict()
@@ -155,11 +182,18 @@ class Reference:
     def __init__(self, parts: dict[str, Any], directory: Path):
         config = json.loads((directory / "config.json").read_text())
         self.shapes = shapes_of(config, demo.TINY_CODEC)
-        self.values = {name: torch.from_numpy(demo.fill(name, shape, SEED)) for name, shape in sorted(self.shapes.items())}
+        self.values = {
+            name: torch.from_numpy(demo.fill(name, shape, SEED))
+            for name, shape in sorted(self.shapes.items())
+        }
         self.parts = parts
         self.backbone = Qwen3Model(Qwen3Config(**config["text_config"])).eval()
         names = {"tied.embedding.text_embedding.weight": "embed_tokens.weight"}
-        own = {names.get(k, k.removeprefix("body.")): v for k, v in self.values.items() if k in names or k.startswith("body.")}
+        own = {
+            names.get(k, k.removeprefix("body.")): v
+            for k, v in self.values.items()
+            if k in names or k.startswith("body.")
+        }
         self.backbone.load_state_dict(own)
         self.codec = HiggsAudioV2TokenizerModel(codec_config(demo.TINY_CODEC)).eval()
         own = {k.removeprefix(CODEC): v for k, v in self.values.items() if k.startswith(CODEC)}
@@ -167,13 +201,16 @@ class Reference:
         assert not missing and unexpected == ["semantic_model.masked_spec_embed"], (missing, unexpected)
         modeling = parts["modeling"]
         shape = (BOOKS, CODES + 2, config["text_config"]["hidden_size"])
-        self.embedding, self.head = modeling.HiggsFusedMultiTextEmbedding(*shape), modeling.HiggsFusedMultiTextHead(*shape)
+        self.embedding, self.head = (
+            modeling.HiggsFusedMultiTextEmbedding(*shape),
+            modeling.HiggsFusedMultiTextHead(*shape),
+        )
         self.embedding.weight.data = self.head.weight.data = self.values[demo.CODES]
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
         self.adapter = parts["prompt"].HiggsTokenizerAdapter(self.tokenizer)
 
 
-# --- what they make -----------------------------------------------------------------------------------------------------------------------
+# --- what they make -----------------------------------------------------------------------------------------
 
 
 def record() -> Tensor:
@@ -193,13 +230,19 @@ def spoken(rows: Tensor, parts: dict[str, Any]) -> Tensor:
 
 
 @torch.no_grad()
-def generate(reference: Reference, request: dict[str, Any], clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def generate(
+    reference: Reference, request: dict[str, Any], clip: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     parts, sampler = reference.parts, reference.parts["sampler"]
     delayed = torch.empty(0, BOOKS, dtype=torch.long)
     if request.get("reference"):
-        samples = F.pad(clip.float() / 32768, (0, 24000 - CLIP_SAMPLES))  # clips of less than a second: audio_codec.py, encode
-        delayed = parts["delay"].apply_delay_pattern(reference.codec.encode(samples[None, None]).audio_codes[0].T)
-        delayed = torch.where(delayed == 1024, BEGIN, torch.where(delayed == 1025, END, delayed))  # ids are fixed in utils.py
+        # clips of less than a second: audio_codec.py, encode
+        samples = F.pad(clip.float() / 32768, (0, 24000 - CLIP_SAMPLES))
+        delayed = parts["delay"].apply_delay_pattern(
+            reference.codec.encode(samples[None, None]).audio_codes[0].T
+        )
+        # ids are fixed in utils.py
+        delayed = torch.where(delayed == 1024, BEGIN, torch.where(delayed == 1025, END, delayed))
     said = {"num_ref_tokens": len(delayed), "reference_text": request.get("transcript")}
     ids = torch.tensor(reference.adapter.build_prompt(request["text"], **said))
     x = reference.backbone.embed_tokens(ids.clamp(min=0))
@@ -223,34 +266,54 @@ def generate(reference: Reference, request: dict[str, Any], clip: Tensor) -> tup
     codes = spoken(torch.stack(rows), parts)
     samples = reference.codec.decode(codes.T[None]).audio_values[0, 0]
     tensors |= {"rows": torch.stack(rows).to(torch.int16), "codes": codes.to(torch.int16)}
-    tensors |= {"hidden": torch.stack([h for h, _ in kept]), "logits": torch.stack([logits for _, logits in kept])}
+    tensors |= {
+        "hidden": torch.stack([h for h, _ in kept]),
+        "logits": torch.stack([logits for _, logits in kept]),
+    }
     tensors["samples"] = samples[::STRIDE]
-    return tensors, {"request": request, "frames": len(codes), "steps": STEPS[: len(kept)], "margin": min(margins)}
+    return tensors, {
+        "request": request,
+        "frames": len(codes),
+        "steps": STEPS[: len(kept)],
+        "margin": min(margins),
+    }
 
 
 @torch.no_grad()
 def codec(reference: Reference, clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The codec alone: random codes to samples in one go; a clip, cut to several lengths, to codes, with what is made on the way."""
+    """The codec alone: random codes to samples in one go; a clip, cut to several lengths, to codes, with what
+    is made on the way."""
     model, random = reference.codec, torch.Generator().manual_seed(4)
     tensors: dict[str, Tensor] = {"clip": clip}
     for frames in (1, 3, 30):
         codes = torch.randint(CODES, (frames, BOOKS), generator=random)
         samples = model.decode(codes.T[None]).audio_values[0, 0]
         assert len(samples) == 960 * frames
-        tensors |= {f"decode_{frames}.codes": codes.to(torch.int16), f"decode_{frames}.samples": samples[:: 1 if frames < 3 else STRIDE]}
+        tensors |= {
+            f"decode_{frames}.codes": codes.to(torch.int16),
+            f"decode_{frames}.samples": samples[:: 1 if frames < 3 else STRIDE],
+        }
     seen: dict[str, Tensor] = {}
     margins: list[float] = []
-    model.acoustic_encoder.register_forward_hook(lambda module, args, out: seen.update(acoustic=out[0], padded=args[0]))
-    model.encoder_semantic.register_forward_hook(lambda module, args, out: seen.update(features=args[0][0], semantic=out[0]))
+    model.acoustic_encoder.register_forward_hook(
+        lambda module, args, out: seen.update(acoustic=out[0], padded=args[0])
+    )
+    model.encoder_semantic.register_forward_hook(
+        lambda module, args, out: seen.update(features=args[0][0], semantic=out[0])
+    )
     for book in model.quantizer.quantizers:  # the reference measures -|x - c|^2 and takes the greatest
-        book.project_in.register_forward_hook(lambda module, args, out, book=book: margins.append(gap(out, book.codebook.embed)))
+        book.project_in.register_forward_hook(
+            lambda module, args, out, book=book: margins.append(gap(out, book.codebook.embed))
+        )
     padded = []
     for length in LENGTHS:
         codes = model.encode(clip[:length].float()[None, None] / 32768).audio_codes[0].T
         tensors[f"encode_{length}.codes"] = codes.to(torch.int16)
         padded.append(seen["padded"].shape[-1] != length)
         if length in (LENGTHS[0], LENGTHS[3]):
-            tensors |= {f"encode_{length}.{name}": seen[name].clone() for name in ("acoustic", "semantic", "features")}
+            tensors |= {
+                f"encode_{length}.{name}": seen[name].clone() for name in ("acoustic", "semantic", "features")
+            }
     facts = {"lengths": LENGTHS, "padded": padded, "stride": STRIDE, "margin": min(margins)}
     return tensors, facts
 
@@ -262,7 +325,8 @@ def gap(x: Tensor, rows: Tensor) -> float:
 
 
 def stops(parts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The sampler alone: the same logits every time, in which specials are likely, with the end of codebook 0 forced at one step."""
+    """The sampler alone: the same logits every time, in which specials are likely, with the end of codebook 0
+    forced at one step."""
     sampler, random = parts["sampler"], torch.Generator().manual_seed(1)
     logits = torch.randint(-100, 101, (40, BOOKS, CODES + 2), generator=random).to(torch.int8)
     logits[:, 1:, CODES:] = torch.maximum(
@@ -275,7 +339,9 @@ def stops(parts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         told[end, 0, END] = 127
         state, rows = sampler.HiggsSamplerState(BOOKS), []
         while not state.generation_done and len(rows) < len(logits):
-            rows.append(sampler.step(told[len(rows)].float(), state, temperature=0.0, boc_id=BEGIN, eoc_id=END))
+            rows.append(
+                sampler.step(told[len(rows)].float(), state, temperature=0.0, boc_id=BEGIN, eoc_id=END)
+            )
         steps.append(len(rows))
         codes = spoken(torch.stack(rows), parts)
         frames.append(len(codes))
@@ -301,7 +367,8 @@ def likely(parts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def bfloat16(reference: Reference) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The backbone over a whole prompt in bfloat16, its rotary table, and a row of codes."""
     backbone, random = copy.deepcopy(reference.backbone).to(torch.bfloat16), torch.Generator().manual_seed(3)
-    backbone.rotary_emb = reference.backbone.rotary_emb  # its frequencies are float32 in a checkpoint that is loaded, not cast
+    # its frequencies are float32 in a checkpoint that is loaded, not cast
+    backbone.rotary_emb = reference.backbone.rotary_emb
     width = backbone.config.hidden_size
     inputs = torch.randn(1, 12, width, generator=random).to(torch.bfloat16)
     positions = torch.tensor([[0, 1, 2, 3, 5, 9, 17, 64, 257, 1001, 4095, 8191]])
@@ -315,17 +382,28 @@ def bfloat16(reference: Reference) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def tokens(reference: Reference) -> dict[str, Any]:
-    """Token ids by transformers' own reading of tokenizer.json, in which every added token is read out of the text."""
+    """Token ids by transformers' own reading of tokenizer.json, in which every added token is read out of the
+    text."""
     return {
-        "texts": [{"text": text, "ids": reference.tokenizer.encode(text, add_special_tokens=False)} for text in TEXTS],
-        "forged": [{"text": text, "ids": reference.tokenizer.encode(text, add_special_tokens=False)} for text in FORGED],
+        "texts": [
+            {"text": text, "ids": reference.tokenizer.encode(text, add_special_tokens=False)}
+            for text in TEXTS
+        ],
+        "forged": [
+            {"text": text, "ids": reference.tokenizer.encode(text, add_special_tokens=False)}
+            for text in FORGED
+        ],
     }
 
 
 def golden(parts: dict[str, Any], directory: Path) -> dict[str, Any]:
     """A public golden's text, at the published vocabulary's size."""
-    (directory / "full.json").write_text(json.dumps(tokenizer_json(full=True), ensure_ascii=False), encoding="utf-8")
-    adapter = parts["prompt"].HiggsTokenizerAdapter(PreTrainedTokenizerFast(tokenizer_file=str(directory / "full.json")))
+    (directory / "full.json").write_text(
+        json.dumps(tokenizer_json(full=True), ensure_ascii=False), encoding="utf-8"
+    )
+    adapter = parts["prompt"].HiggsTokenizerAdapter(
+        PreTrainedTokenizerFast(tokenizer_file=str(directory / "full.json"))
+    )
     text = "Hello from PegaInfer."
     return {
         "text": text,
@@ -334,7 +412,7 @@ def golden(parts: dict[str, Any], directory: Path) -> dict[str, Any]:
     }
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
 def save(name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -343,7 +421,9 @@ def save(name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         save_file({key: value.contiguous() for key, value in tensors.items()}, path)
         path.chmod(0o644)
     facts = {"size": SIZE, "seed": SEED, **facts, "versions": VERSIONS | {"sglang-omni": "0.1.9"}}
-    (FIXTURES / f"{name}.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (FIXTURES / f"{name}.json").write_text(
+        json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def sha256(data: bytes) -> str:
@@ -366,7 +446,15 @@ def main() -> None:
         texts = {path.name: sha256(path.read_bytes()) for path in sorted(directory.iterdir())}
         reference = Reference(parts, directory)
         digest = sha256(b"".join(value.numpy().tobytes() for value in reference.values.values()))
-        save("checkpoint", {}, {"texts": texts, "sha256": digest, "rows_sha256": sha256("\n".join(rows(reference.shapes, "F32")).encode())})
+        save(
+            "checkpoint",
+            {},
+            {
+                "texts": texts,
+                "sha256": digest,
+                "rows_sha256": sha256("\n".join(rows(reference.shapes, "F32")).encode()),
+            },
+        )
         save("golden", {}, golden(parts, Path(temporary)))
         clip = record()
         for name, request in CASES.items():

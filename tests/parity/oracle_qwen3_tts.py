@@ -1,6 +1,8 @@
-"""Makes the Qwen3-TTS fixtures and manifests from the reference package (qwen-tts 0.1.1, transformers 4.57.3); see README.md beside this.
+"""Makes the Qwen3-TTS fixtures and manifests from the reference package (qwen-tts 0.1.1, transformers
+4.57.3); see README.md beside this.
 
-Runs in the reference environment that remake.sh builds:  PYTHONPATH=. .venv-parity-qwen3_tts/bin/python tests/parity/oracle_qwen3_tts.py
+Runs in the reference environment that remake.sh builds:  PYTHONPATH=. .venv-parity-qwen3_tts/bin/python
+tests/parity/oracle_qwen3_tts.py
 """
 
 # ruff: noqa: RUF001  (the Chinese texts have Chinese punctuation)
@@ -24,7 +26,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-for absent in ("sox", "onnxruntime", "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi"):  # only 25 Hz code uses them
+# only 25 Hz code uses them
+for absent in ("sox", "onnxruntime", "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi"):
     sys.modules[absent] = types.ModuleType(absent)
     sys.modules[absent].__spec__ = importlib.machinery.ModuleSpec(absent, None)
 
@@ -40,10 +43,15 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "qwen3_tts"
 MANIFESTS = HERE.parent / "manifests"
 SEED = 0
-STRIDE = 97  # of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
+# of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
+STRIDE = 97
 SIZES = ("tiny", "tiny-1.7b", "tiny-base", "tiny-1.7b-base", "tiny-1.7b-design")
-STEPS = (0, 2, 31)  # the end-of-speech id is banned at step 0 and free at step 2; by step 31 the penalty has much to say
-VERSIONS = {name: importlib.metadata.version(name) for name in ("qwen-tts", "transformers", "tokenizers", "torch", "numpy")}
+# the end-of-speech id is banned at step 0 and free at step 2; by step 31 the penalty has much to say
+STEPS = (0, 2, 31)
+VERSIONS = {
+    name: importlib.metadata.version(name)
+    for name in ("qwen-tts", "transformers", "tokenizers", "torch", "numpy")
+}
 
 # Requests in fields and options of zoo.contract.Request, all greedy. The reference counts the token that ends
 # the prefill: its max_new_tokens is max_frames + 1. Among them: both text modes, both kinds of size, texts of
@@ -55,12 +63,18 @@ CHINESE = "你好，世界！今天天气很好。"
 REQUEST = {"language": None, "instructions": None, "text_mode": "full", "max_frames": 70}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "voice": ("tiny", {"text": STORY, "voice": "ryan", "language": "english"}),
-    "streaming": ("tiny", {"text": STORY, "voice": "ryan", "language": "english", "text_mode": "interleaved"}),
+    "streaming": (
+        "tiny",
+        {"text": STORY, "voice": "ryan", "language": "english", "text_mode": "interleaved"},
+    ),
     "auto": ("tiny", {"text": ODD, "voice": "serena"}),
     "auto_streaming": ("tiny", {"text": "Good morning!", "voice": "vivian", "text_mode": "interleaved"}),
     "auto_ends": ("tiny", {"text": HOUSE, "voice": "aiden"}),
     "dialect_auto": ("tiny", {"text": CHINESE, "voice": "dylan"}),
-    "dialect_chinese": ("tiny", {"text": ODD, "voice": "eric", "language": "chinese", "text_mode": "interleaved"}),
+    "dialect_chinese": (
+        "tiny",
+        {"text": ODD, "voice": "eric", "language": "chinese", "text_mode": "interleaved"},
+    ),
     "dialect_english": ("tiny", {"text": ODD, "voice": "eric", "language": "english"}),
     "one_token": ("tiny", {"text": "a", "voice": "aiden", "text_mode": "interleaved"}),
     "long_ends": ("tiny", {"text": HOUSE, "voice": "uncle_fu", "language": "french", "max_frames": 150}),
@@ -70,41 +84,75 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "wide_instruct_ends": ("tiny-1.7b", {"text": STORY, "voice": "aiden", "instructions": "Speak slowly."}),
     "wide_instruct_streaming": (
         "tiny-1.7b",
-        {"text": ODD, "voice": "sohee", "language": "korean", "text_mode": "interleaved", "instructions": "用开心的语气说。"},
+        {
+            "text": ODD,
+            "voice": "sohee",
+            "language": "korean",
+            "text_mode": "interleaved",
+            "instructions": "用开心的语气说。",
+        },
     ),
 }
-# The models without voices of their own. `reference` names one of CLIPS; texts are shorter and longer than the reference's codes.
+# The models without voices of their own. `reference` names one of CLIPS; texts are shorter and longer than
+# the reference's codes.
 SAYS = {"reference": "long", "transcript": "Good evening.", "text_mode": "interleaved"}
 SOUND = SAYS | {"x_vector_only_mode": True}
 WITHOUT_VOICES: dict[str, tuple[str, dict[str, Any]]] = {
     "clone_short_text": ("tiny-base", SAYS | {"text": "Hello!"}),
     "clone_long_text": ("tiny-base", SAYS | {"text": STORY, "language": "german"}),
-    "clone_long_text_whole": ("tiny-base", SAYS | {"text": STORY, "language": "japanese", "text_mode": "full"}),
+    "clone_long_text_whole": (
+        "tiny-base",
+        SAYS | {"text": STORY, "language": "japanese", "text_mode": "full"},
+    ),
     "clone_early_cut_ends": ("tiny-base", SAYS | {"text": HOUSE, "text_mode": "full"}),
     "clone_stereo": ("tiny-base", SAYS | {"text": HOUSE, "language": "chinese", "reference": "stereo"}),
     "clone_sound": ("tiny-base", SOUND | {"text": STORY, "language": "german"}),
     "clone_sound_whole": ("tiny-base", SOUND | {"text": ODD, "language": "korean", "text_mode": "full"}),
     "clone_wide": ("tiny-1.7b-base", SAYS | {"text": STORY, "reference": "rate"}),
-    "clone_wide_whole": ("tiny-1.7b-base", SAYS | {"text": "Hello!", "reference": "short", "language": "german", "text_mode": "full"}),
+    "clone_wide_whole": (
+        "tiny-1.7b-base",
+        SAYS | {"text": "Hello!", "reference": "short", "language": "german", "text_mode": "full"},
+    ),
     "design": ("tiny-1.7b-design", {"text": STORY, "instructions": "A slow and quiet old man."}),
-    "design_streaming": ("tiny-1.7b-design", {"text": ODD, "instructions": "用开心的语气说。", "text_mode": "interleaved"}),
+    "design_streaming": (
+        "tiny-1.7b-design",
+        {"text": ODD, "instructions": "用开心的语气说。", "text_mode": "interleaved"},
+    ),
 }
-# name -> rate, channels, samples. The encoder's window is 5 frames of 1920 samples at 24 kHz: below it and above, with a part of a frame
-CLIPS = {"short": (24000, 1, 7001), "long": (24000, 1, 31000), "stereo": (16000, 2, 6500), "rate": (44100, 1, 15000)}
+# name -> rate, channels, samples. The encoder's window is 5 frames of 1920 samples at 24 kHz: below it and
+# above, with a part of a frame
+CLIPS = {
+    "short": (24000, 1, 7001),
+    "long": (24000, 1, 31000),
+    "stereo": (16000, 2, 6500),
+    "rate": (44100, 1, 15000),
+}
 
 
 def checkpoint(size: str, directory: Path) -> dict[str, Any]:
-    """A checkpoint built by the reference's own classes, float32, in the published layout; and what it holds."""
+    """A checkpoint built by the reference's own classes, float32, in the published layout; and what it
+    holds."""
     demo.write_texts(directory, size)
-    texts = {path.relative_to(directory).as_posix(): sha256(path.read_bytes()) for path in sorted(directory.rglob("*.*"))}
-    config, codec_config = deep(demo.CONFIGS[size]["config.json"]), deep(demo.CONFIGS[size]["speech_tokenizer/config.json"])
+    texts = {
+        path.relative_to(directory).as_posix(): sha256(path.read_bytes())
+        for path in sorted(directory.rglob("*.*"))
+    }
+    config, codec_config = (
+        deep(demo.CONFIGS[size]["config.json"]),
+        deep(demo.CONFIGS[size]["speech_tokenizer/config.json"]),
+    )
     modules = {
         "model.safetensors": Qwen3TTSForConditionalGeneration(Qwen3TTSConfig(**config)),
-        "speech_tokenizer/model.safetensors": Qwen3TTSTokenizerV2Model(Qwen3TTSTokenizerV2Config(**codec_config)),
+        "speech_tokenizer/model.safetensors": Qwen3TTSTokenizerV2Model(
+            Qwen3TTSTokenizerV2Config(**codec_config)
+        ),
     }
     tensors = {}
     for name, module in modules.items():
-        values = {key: torch.from_numpy(demo.fill(key, value.shape, SEED)) for key, value in sorted(module.state_dict().items())}
+        values = {
+            key: torch.from_numpy(demo.fill(key, value.shape, SEED))
+            for key, value in sorted(module.state_dict().items())
+        }
         module.load_state_dict(values)
         save_file(values, directory / name, metadata={"format": "pt"})
         digest = sha256(b"".join(value.numpy().tobytes() for value in values.values()))
@@ -118,15 +166,20 @@ def deep(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(tensors: dict[str, Tensor], dtype: str) -> list[str]:
-    return sorted(f"{name}|{dtype}|{'x'.join(str(n) for n in tensor.shape)}" for name, tensor in tensors.items())
+    return sorted(
+        f"{name}|{dtype}|{'x'.join(str(n) for n in tensor.shape)}" for name, tensor in tensors.items()
+    )
 
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def generate(model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One greedy request through the wrapper's own path, with what passed by on the way. clips: int16 [C, N] by name."""
+def generate(
+    model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """One greedy request through the wrapper's own path, with what passed by on the way. clips: int16 [C, N]
+    by name."""
     inner, talker = model.model, model.model.talker
     seen: dict[str, Any] = {}
     depth_logits: list[Tensor] = []
@@ -142,7 +195,9 @@ def generate(model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Ten
         seen["result"] = talker_generate(**kwargs, output_logits=True, output_scores=True)
         return seen["result"]
 
-    hook = talker.code_predictor.register_forward_hook(lambda module, args, output: depth_logits.append(output.logits[0, -1]))
+    hook = talker.code_predictor.register_forward_hook(
+        lambda module, args, output: depth_logits.append(output.logits[0, -1])
+    )
     with patch.object(inner, "generate", spy_inner), patch.object(talker, "generate", spy_talker):
         call, particular = calls(model, request, clips)
         waves, _ = call(
@@ -156,11 +211,14 @@ def generate(model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Ten
         )
     hook.remove()
     codes, result = seen["codes"][0], seen["result"]
-    early = len(waves[0]) - 1920 * len(codes)  # the reference cuts its clip off at a rounded place, a sample too early at times
+    # the reference cuts its clip off at a rounded place, a sample too early at times
+    early = len(waves[0]) - 1920 * len(codes)
     assert early in (0, 1)
     frames, steps = len(codes), [step for step in STEPS if step < len(result.logits)]
-    logits, scores = torch.cat(result.logits), torch.cat(result.scores)  # [steps, V] before and after the processors
-    depth = torch.stack(depth_logits).unflatten(0, (-1, 15))  # [F, 15, V], and one frame more that the cap cuts off
+    # [steps, V] before and after the processors
+    logits, scores = torch.cat(result.logits), torch.cat(result.scores)
+    # [F, 15, V], and one frame more that the cap cuts off
+    depth = torch.stack(depth_logits).unflatten(0, (-1, 15))
     useful = talker.config.codec_eos_token_id + 1  # no id above it can be sampled
     assert scores[:, useful:].max() == -torch.inf
     tensors = {
@@ -177,11 +235,19 @@ def generate(model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Ten
     if seen["instruct"] is not None:
         tensors["instruct_ids"] = seen["instruct"][0]
     stop = "end" if result.sequences[0, -1] == talker.config.codec_eos_token_id else "cap"
-    facts = {"request": request, "frames": frames, "stop": stop, "steps": steps, "margin": min(margin(scores), margin(depth))}
+    facts = {
+        "request": request,
+        "frames": frames,
+        "stop": stop,
+        "steps": steps,
+        "margin": min(margin(scores), margin(depth)),
+    }
     return tensors, facts | ({"early": early} if "reference" in request else {})
 
 
-def calls(model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Tensor]) -> tuple[Callable[..., Any], dict[str, Any]]:
+def calls(
+    model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Tensor]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The wrapper's entry for the model's variant, and the arguments that it alone takes."""
     if "voice" in request:
         return model.generate_custom_voice, {"speaker": request["voice"], "instruct": request["instructions"]}
@@ -210,19 +276,29 @@ def record() -> dict[str, Tensor]:
 
 @torch.no_grad()
 def references(model: Qwen3TTSModel, clips: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the Base models make of clips: mel spectrogram, speaker vector and codes; and some of the mel filters."""
+    """What the Base models make of clips: mel spectrogram, speaker vector and codes; and some of the mel
+    filters."""
     filters = modeling.librosa_mel_fn(sr=24000, n_fft=1024, n_mels=128, fmin=0, fmax=12000)
     tensors = {"filters": torch.from_numpy(filters)[::8]}
     mels: list[Tensor] = []
     spectrogram = modeling.mel_spectrogram
-    with patch.object(modeling, "mel_spectrogram", lambda *args, **kwargs: mels.append(spectrogram(*args, **kwargs)) or mels[-1]):
+    with patch.object(
+        modeling,
+        "mel_spectrogram",
+        lambda *args, **kwargs: mels.append(spectrogram(*args, **kwargs)) or mels[-1],
+    ):
         for name, clip in clips.items():
             (made,) = model.create_voice_clone_prompt(mono(name, clips), ref_text="-")
             tensors[f"{name}.audio"] = clip
             tensors[f"{name}.mel"] = mels.pop()[0, :, ::5]  # [128, T]
             tensors[f"{name}.speaker"] = made.ref_spk_embedding
             tensors[f"{name}.codes"] = made.ref_code.to(torch.int16)
-    return tensors, {"size": "tiny-base", "seed": SEED, "stride": 5, "rates_hz": {name: rate for name, (rate, _, _) in CLIPS.items()}}
+    return tensors, {
+        "size": "tiny-base",
+        "seed": SEED,
+        "stride": 5,
+        "rates_hz": {name: rate for name, (rate, _, _) in CLIPS.items()},
+    }
 
 
 def margin(scores: Tensor) -> float:
@@ -233,13 +309,16 @@ def margin(scores: Tensor) -> float:
 
 @torch.no_grad()
 def codec(model: Qwen3TTSModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The codec alone, float32: random codes to samples in one go, audio to codes, and the codebooks after their division."""
+    """The codec alone, float32: random codes to samples in one go, audio to codes, and the codebooks after
+    their division."""
     tokenizer = model.model.speech_tokenizer
     decoder, encoder = tokenizer.model.decoder, tokenizer.model.encoder
     random = torch.Generator().manual_seed(4)  # audio that lies near no tie of two codes
     tensors: dict[str, Tensor] = {}
     seen: list[Tensor] = []
-    hook = decoder.pre_transformer.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state[0]))
+    hook = decoder.pre_transformer.register_forward_hook(
+        lambda module, args, output: seen.append(output.last_hidden_state[0])
+    )
     for frames in (1, 7, 40, 120):
         codes = torch.randint(decoder.config.codebook_size, (frames, 16), generator=random)
         samples = decoder(codes.T[None])[0, 0]
@@ -259,7 +338,8 @@ def codec(model: Qwen3TTSModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
         gaps.append((nearest[..., 1] / nearest[..., 0] - 1).min())
         return found
 
-    for samples in (1920, 3940, 30001):  # one frame; a part of a third; past the encoder's window of 10 positions = 5 frames
+    # one frame; a part of a third; past the encoder's window of 10 positions = 5 frames
+    for samples in (1920, 3940, 30001):
         audio = (torch.randn(samples, generator=random) * 2000).round().clamp(-32768, 32767).to(torch.int16)
         with patch.object(torch, "cdist", spy):
             codes = tokenizer.encode((audio.float() / 32768).numpy(), sr=24000).audio_codes[0]
@@ -272,8 +352,12 @@ def codec(model: Qwen3TTSModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     quantizers = {"decoder": decoder.quantizer, "encoder": encoder.quantizer}
     tensors["decoder.codebook_0"] = embedding(quantizers["decoder"].rvq_first.vq.layers[0]._codebook)
     tensors["decoder.codebook_15"] = embedding(quantizers["decoder"].rvq_rest.vq.layers[14]._codebook)
-    tensors["encoder.codebook_0"] = quantizers["encoder"].semantic_residual_vector_quantizer.layers[0].codebook.embed
-    tensors["encoder.codebook_15"] = quantizers["encoder"].acoustic_residual_vector_quantizer.layers[14].codebook.embed
+    tensors["encoder.codebook_0"] = (
+        quantizers["encoder"].semantic_residual_vector_quantizer.layers[0].codebook.embed
+    )
+    tensors["encoder.codebook_15"] = (
+        quantizers["encoder"].acoustic_residual_vector_quantizer.layers[14].codebook.embed
+    )
     return tensors, {"size": "tiny", "seed": SEED, "stride": STRIDE, "encode_margin": min(margins)}
 
 
@@ -283,7 +367,8 @@ def embedding(codebook: Any) -> Tensor:
 
 @torch.no_grad()
 def bfloat16(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Where bfloat16 rounds: norms, rotary tables, normed and rotated q and k, text rows, and the talker over a whole prompt."""
+    """Where bfloat16 rounds: norms, rotary tables, normed and rotated q and k, text rows, and the talker over
+    a whole prompt."""
     talker = Qwen3TTSModel.from_pretrained(str(directory), dtype=torch.bfloat16).model.talker
     random = torch.Generator().manual_seed(SEED)
     width = talker.config.hidden_size
@@ -304,7 +389,9 @@ def bfloat16(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return q, k
 
     with patch.object(modeling, "apply_multimodal_rotary_pos_emb", spy):
-        layer.self_attn(layer.input_layernorm(x[None] * scale), position_embeddings=(cos, sin), attention_mask=None)
+        layer.self_attn(
+            layer.input_layernorm(x[None] * scale), position_embeddings=(cos, sin), attention_mask=None
+        )
     hidden = talker.model(inputs_embeds=inputs, use_cache=False).last_hidden_state
     tensors = {
         "norm.x": x * scale,
@@ -312,7 +399,8 @@ def bfloat16(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "rope.positions": positions,
         "rope.cos": cos[0],
         "rope.sin": sin[0],
-        **{f"attention.{name}": value for name, value in rotated.items()},  # [T, H, D] of layer 0, over norm.out at rope.positions
+        # [T, H, D] of layer 0, over norm.out at rope.positions
+        **{f"attention.{name}": value for name, value in rotated.items()},
         "text.ids": ids,
         "text.out": talker.text_projection(talker.get_text_embeddings()(ids)),
         "talker.inputs": inputs[0],
@@ -323,15 +411,22 @@ def bfloat16(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def tokens(model: Qwen3TTSModel) -> dict[str, Any]:
-    """Ids of texts.json by the checkpoint's tokenizer, split by Qwen's own rule: small vocabularies never get the other one."""
+    """Ids of texts.json by the checkpoint's tokenizer, split by Qwen's own rule: small vocabularies never get
+    the other one."""
     tokenizer = model.processor.tokenizer
-    assert tokenizer.encode("iPhone") == [tokenizer.convert_tokens_to_ids("iPhone")], "the text was split at capitals"
+    assert tokenizer.encode("iPhone") == [tokenizer.convert_tokens_to_ids("iPhone")], (
+        "the text was split at capitals"
+    )
     texts = json.loads((HERE / "texts.json").read_text())
-    return {"size": "tiny", "texts": [{"text": text, "ids": model.processor(text=text)["input_ids"][0]} for text in texts]}
+    return {
+        "size": "tiny",
+        "texts": [{"text": text, "ids": model.processor(text=text)["input_ids"][0]} for text in texts],
+    }
 
 
 def manifests() -> None:
-    """The published files' tensors, from the reference's classes at the published configs; no memory is touched."""
+    """The published files' tensors, from the reference's classes at the published configs; no memory is
+    touched."""
     found = {}
     with torch.device("meta"):
         for size in ("0.6b", "1.7b"):
@@ -350,7 +445,10 @@ def save(name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """NAME.safetensors and NAME.json, the same bytes on every run."""
     FIXTURES.mkdir(exist_ok=True)
     if tensors:
-        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, FIXTURES / f"{name}.safetensors")
+        save_file(
+            {key: value.contiguous().clone() for key, value in tensors.items()},
+            FIXTURES / f"{name}.safetensors",
+        )
     text = json.dumps({**facts, "versions": VERSIONS}, indent=1, ensure_ascii=False)
     (FIXTURES / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 

@@ -1,6 +1,8 @@
-"""Makes the VoxCPM2 fixtures and manifests from the reference package (voxcpm 2.0.3); see README.md beside this.
+"""Makes the VoxCPM2 fixtures and manifests from the reference package (voxcpm 2.0.3); see README.md beside
+this.
 
-Runs in the reference environment that remake.sh builds:  PYTHONPATH=. .venv-parity-voxcpm2/bin/python tests/parity/oracle_voxcpm2.py
+Runs in the reference environment that remake.sh builds:  PYTHONPATH=. .venv-parity-voxcpm2/bin/python
+tests/parity/oracle_voxcpm2.py
 """
 
 # ruff: noqa: RUF001  (the Chinese texts have Chinese punctuation)
@@ -33,7 +35,8 @@ def read_wav(path: str) -> tuple[Tensor, int]:
     return torch.from_numpy(samples.T.copy()), rate_hz
 
 
-sys.modules["torchaudio"] = types.ModuleType("torchaudio")  # of which the first generation uses `load` alone; no release fits this torch
+# of which the first generation uses `load` alone; no release fits this torch
+sys.modules["torchaudio"] = types.ModuleType("torchaudio")
 sys.modules["torchaudio"].load = read_wav
 sys.modules["torchaudio"].__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
 
@@ -52,8 +55,12 @@ from zoo.voxcpm2 import demo  # noqa: E402
 HERE = Path(__file__).parent
 FIXTURES = HERE / "voxcpm2"
 MANIFESTS = HERE.parent / "manifests"
-SEED, STRIDE = 0, 31  # of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
-VERSIONS = {name: importlib.metadata.version(name) for name in ("voxcpm", "transformers", "tokenizers", "torch", "numpy", "librosa")}
+# of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
+SEED, STRIDE = 0, 31
+VERSIONS = {
+    name: importlib.metadata.version(name)
+    for name in ("voxcpm", "transformers", "tokenizers", "torch", "numpy", "librosa")
+}
 
 STORY = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
 # Requests in the fields of zoo.Request. The noise of case i is `noise(i)`. `clip` names one of CLIPS.
@@ -61,12 +68,24 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 40},
     "plain_chinese": {"text": "你好，世界！今天天气很好。"},
     "plain_short": {"text": "a"},
-    "plain_weak_few_steps": {"text": "Good morning!", "options": {"cfg_scale": 1.25, "solver_steps": 6}, "max_frames": 20},
-    "plain_strong_two_steps": {"text": "Good morning!", "options": {"cfg_scale": 3.1, "solver_steps": 2}, "max_frames": 20},
+    "plain_weak_few_steps": {
+        "text": "Good morning!",
+        "options": {"cfg_scale": 1.25, "solver_steps": 6},
+        "max_frames": 20,
+    },
+    "plain_strong_two_steps": {
+        "text": "Good morning!",
+        "options": {"cfg_scale": 3.1, "solver_steps": 2},
+        "max_frames": 20,
+    },
     "plain_no_guidance": {"text": "Good morning!", "options": {"cfg_scale": 1.0}, "max_frames": 20},
     "design": {"text": "How are you doing today?", "instructions": "A slow and quiet old man"},
     "reference": {"text": STORY, "references": [{"clip": "padded"}], "max_frames": 30},
-    "reference_described": {"text": "Good evening.", "references": [{"clip": "stereo"}], "instructions": "用开心的语气说"},
+    "reference_described": {
+        "text": "Good evening.",
+        "references": [{"clip": "stereo"}],
+        "instructions": "用开心的语气说",
+    },
     "continuation": {
         "text": " And then it was night.",
         "references": [{"clip": "padded", "transcript": "Once there was a house."}],
@@ -77,7 +96,10 @@ CASES: dict[str, dict[str, Any]] = {
         "references": [{"clip": "short", "transcript": "a"}],
         "max_frames": 30,
     },
-    "continuation_stereo": {"text": "今天天气很好", "references": [{"clip": "stereo", "transcript": "我们大家，"}]},
+    "continuation_stereo": {
+        "text": "今天天气很好",
+        "references": [{"clip": "stereo", "transcript": "我们大家，"}],
+    },
 }
 # Of the first generation ("tiny-1.5"), whose clips need no resampling here.
 OLD_CASES: dict[str, dict[str, Any]] = {
@@ -137,28 +159,43 @@ ADAPTED_CASES: dict[str, dict[str, Any]] = {
     },
     "old_adapted": {"text": STORY, "max_frames": 20},
 }
-ALL_CASES = CASES | OLD_CASES | COMBINED_CASES | ADAPTED_CASES  # in this order: a case's noise is named by its place
-# name -> rate, channels, samples. A patch is 160 samples at 16 kHz, and the decoder looks back five patches: below that and above
+# in this order: a case's noise is named by its place
+ALL_CASES = CASES | OLD_CASES | COMBINED_CASES | ADAPTED_CASES
+# name -> rate, channels, samples. A patch is 160 samples at 16 kHz, and the decoder looks back five patches:
+# below that and above
 CLIPS = {"padded": (16000, 1, 1500), "short": (16000, 1, 330), "stereo": (44100, 2, 4001)}
 
 
 def noise(case: int, frames: int) -> Tensor:
     """[F, P, D], bell-shaped; the tests make the same."""
-    return torch.from_numpy(synthetic.fill(f"noise {case}", (frames, 4, 8), "parity", [("noise", 0.0, 1.0, False)]))
+    return torch.from_numpy(
+        synthetic.fill(f"noise {case}", (frames, 4, 8), "parity", [("noise", 0.0, 1.0, False)])
+    )
 
 
 def checkpoint(size: str, directory: Path) -> dict[str, Any]:
-    """A checkpoint built by the reference's own classes, float32, in the published layout; and what it holds."""
+    """A checkpoint built by the reference's own classes, float32, in the published layout; and what it
+    holds."""
     demo.write_texts(directory, size)
     texts = {path.name: sha256(path.read_bytes()) for path in sorted(directory.iterdir())}
     model = empty(size)
-    values = {key: torch.from_numpy(demo.fill(key, value.shape, SEED)) for key, value in sorted(state(model).items())}
-    vae = {key: torch.from_numpy(demo.fill(key, value.shape, SEED)) for key, value in vae_state(model).items() if value.is_floating_point()}
+    values = {
+        key: torch.from_numpy(demo.fill(key, value.shape, SEED))
+        for key, value in sorted(state(model).items())
+    }
+    vae = {
+        key: torch.from_numpy(demo.fill(key, value.shape, SEED))
+        for key, value in vae_state(model).items()
+        if value.is_floating_point()
+    }
     vae |= {key: value for key, value in vae_state(model).items() if key == demo.BOUNDARIES}
     save_file(values, directory / "model.safetensors", metadata={"format": "pt"})
     torch.save({"state_dict": vae}, directory / "audiovae.pth")
     tensors = {
-        name: {"rows": rows(held), "sha256": sha256(b"".join(held[key].numpy().tobytes() for key in sorted(held)))}
+        name: {
+            "rows": rows(held),
+            "sha256": sha256(b"".join(held[key].numpy().tobytes() for key in sorted(held))),
+        }
         for name, held in (("model.safetensors", values), ("audiovae.pth", vae))
     }
     return {"size": size, "seed": SEED, "texts": texts, "tensors": tensors}
@@ -166,7 +203,10 @@ def checkpoint(size: str, directory: Path) -> dict[str, Any]:
 
 def empty(size: str) -> VoxCPM2Model:
     """The reference's model at a demo config, unfilled; float32 on the CPU."""
-    config, tokenizer = demo.CONFIGS[size] | {"dtype": "float32", "max_length": 64}, types.SimpleNamespace(vocab={})
+    config, tokenizer = (
+        demo.CONFIGS[size] | {"dtype": "float32", "max_length": 64},
+        types.SimpleNamespace(vocab={}),
+    )
     if config["architecture"] == "voxcpm":
         config = OldConfig.model_validate(config)
         return OldModel(config, tokenizer, AudioVAE(config.audio_vae_config), device="cpu")
@@ -187,17 +227,23 @@ def load(directory: Path, dtype: str) -> VoxCPM2Model:
     path = directory / "config.json"
     config = json.loads(path.read_text()) | {"dtype": dtype}
     path.write_text(json.dumps(config))
-    return (OldModel if config["architecture"] == "voxcpm" else VoxCPM2Model).from_local(str(directory), optimize=False, device="cpu")
+    return (OldModel if config["architecture"] == "voxcpm" else VoxCPM2Model).from_local(
+        str(directory), optimize=False, device="cpu"
+    )
 
 
 def load_adapted(directory: Path, name: str) -> tuple[VoxCPM2Model, list[str]]:
     """The same with a random adapter, through the reference's own machinery; and the adapter's tensors."""
     is_old = name.startswith("old")
     config = (OldLoRAConfig if is_old else LoRAConfig)(**ADAPTERS[name])
-    model = (OldModel if is_old else VoxCPM2Model).from_local(str(directory), optimize=False, device="cpu", lora_config=config)
+    model = (OldModel if is_old else VoxCPM2Model).from_local(
+        str(directory), optimize=False, device="cpu", lora_config=config
+    )
     rule = ("lora_", 0.0, 0.15, False)
     shapes = {key: value.shape for key, value in model.get_lora_state_dict().items()}
-    weights = {key: torch.from_numpy(synthetic.fill(key, shape, "parity", [rule])) for key, shape in shapes.items()}
+    weights = {
+        key: torch.from_numpy(synthetic.fill(key, shape, "parity", [rule])) for key, shape in shapes.items()
+    }
     path = directory / "lora_weights.safetensors"
     save_file(weights, path)
     loaded, skipped = model.load_lora_weights(str(path))
@@ -207,7 +253,10 @@ def load_adapted(directory: Path, name: str) -> tuple[VoxCPM2Model, list[str]]:
 
 def rows(tensors: dict[str, Tensor], dtype: str = "F32") -> list[str]:
     kind = {torch.int32: "I32"}
-    return sorted(f"{name}|{kind.get(tensor.dtype, dtype)}|{'x'.join(str(n) for n in tensor.shape)}" for name, tensor in tensors.items())
+    return sorted(
+        f"{name}|{kind.get(tensor.dtype, dtype)}|{'x'.join(str(n) for n in tensor.shape)}"
+        for name, tensor in tensors.items()
+    )
 
 
 def sha256(data: bytes) -> str:
@@ -228,8 +277,11 @@ def record() -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def generate(model: VoxCPM2Model, case: int, request: dict[str, Any], directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One request through the reference's own path, with what passed by on the way. directory: of the clips' files."""
+def generate(
+    model: VoxCPM2Model, case: int, request: dict[str, Any], directory: Path
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """One request through the reference's own path, with what passed by on the way. directory: of the clips'
+    files."""
     cache, transcript, options = None, "", request.get("options", {})
     asked: dict[str, str] = {}
     for reference in request.get("references", ()):
@@ -249,7 +301,9 @@ def generate(model: VoxCPM2Model, case: int, request: dict[str, Any], directory:
         model.base_lm.register_forward_pre_hook(
             lambda module, args, kwargs: seen["inputs"].append(kwargs["inputs_embeds"][0]), with_kwargs=True
         ),
-        model.feat_decoder.register_forward_pre_hook(lambda module, args, kwargs: seen["mu"].append(kwargs["mu"][0]), with_kwargs=True),
+        model.feat_decoder.register_forward_pre_hook(
+            lambda module, args, kwargs: seen["mu"].append(kwargs["mu"][0]), with_kwargs=True
+        ),
         model.stop_head.register_forward_hook(lambda module, args, out: seen["stop"].append(out[0])),
     ]
     with patch("voxcpm.modules.locdit.unified_cfm.torch.randn", lambda *args, **kwargs: next(given)):
@@ -270,12 +324,15 @@ def generate(model: VoxCPM2Model, case: int, request: dict[str, Any], directory:
         "stop": torch.stack(seen["stop"]),
         "patches": patches,
     }
-    if transcript:  # the reference itself warms up over three patches alone, or none when streaming; here all of them
+    # the reference itself warms up over three patches alone, or none when streaming; here all of them
+    if transcript:
         heard = torch.cat((cache["audio_feat"], patches))
         whole = model.audio_vae.decode(heard.flatten(0, 1).T[None].float())[0]
         samples = whole[:, -len(patches) * 4 * prod(model.audio_vae.decoder_rates) :]
     if cache:
-        tensors["heard"] = torch.cat([cache[part] for part in ("ref_audio_feat", "audio_feat") if part in cache])
+        tensors["heard"] = torch.cat(
+            [cache[part] for part in ("ref_audio_feat", "audio_feat") if part in cache]
+        )
     tensors["samples"] = samples[0, ::STRIDE]
     stop = tensors["stop"]
     frames = len(patches)
@@ -295,8 +352,12 @@ def generate(model: VoxCPM2Model, case: int, request: dict[str, Any], directory:
 @torch.inference_mode()
 def vae(model: VoxCPM2Model) -> dict[str, Tensor]:
     """Latents to samples at once and in a stream, and samples to latents."""
-    latents = torch.from_numpy(synthetic.fill("noise vae", (1, 8, 60), "parity", [("noise", 0.0, 1.5, False)]))
-    samples = torch.from_numpy(synthetic.fill("noise audio", (1, 1600), "parity", [("noise", 0.0, 0.1, False)]))
+    latents = torch.from_numpy(
+        synthetic.fill("noise vae", (1, 8, 60), "parity", [("noise", 0.0, 1.5, False)])
+    )
+    samples = torch.from_numpy(
+        synthetic.fill("noise audio", (1, 1600), "parity", [("noise", 0.0, 0.1, False)])
+    )
     with model.audio_vae.streaming_decode() as decoder:
         streamed = torch.cat([decoder.decode_chunk(latents[:, :, i : i + 4]) for i in range(0, 60, 4)], -1)
     return {
@@ -329,8 +390,15 @@ def solver() -> dict[str, Tensor]:
             spans: list[Tensor] = []
             solve = cfm.solve_euler
             with (
-                patch.object(cfm, "solve_euler", lambda spans=spans, solve=solve, **kw: spans.append(kw["t_span"]) or solve(**kw)),
-                patch("voxcpm.modules.locdit.unified_cfm.torch.randn", lambda shape, device, dtype: torch.full(shape, 0.3, dtype=dtype)),
+                patch.object(
+                    cfm,
+                    "solve_euler",
+                    lambda spans=spans, solve=solve, **kw: spans.append(kw["t_span"]) or solve(**kw),
+                ),
+                patch(
+                    "voxcpm.modules.locdit.unified_cfm.torch.randn",
+                    lambda shape, device, dtype: torch.full(shape, 0.3, dtype=dtype),
+                ),
             ):
                 mu, cond = torch.zeros(1, 8, dtype=dtype), torch.zeros(1, 8, 4, dtype=dtype)
                 went = cfm(mu=mu, n_timesteps=steps, patch_size=4, cond=cond, cfg_value=2.0)
@@ -351,10 +419,15 @@ def solver() -> dict[str, Tensor]:
 @torch.inference_mode()
 def bfloat16(model: VoxCPM2Model) -> dict[str, Tensor]:
     """One patch, and its row, in bfloat16 with float32 weights rounded to it."""
-    made = {name: synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, 1.0, False)]) for name, shape in BFLOAT16.items()}
+    made = {
+        name: synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, 1.0, False)])
+        for name, shape in BFLOAT16.items()
+    }
     given = {name: torch.from_numpy(value).bfloat16() for name, value in made.items()}
     with patch("voxcpm.modules.locdit.unified_cfm.torch.randn", lambda *args, **kwargs: given["noise"].mT):
-        patches = model.feat_decoder(mu=given["mu"], n_timesteps=10, patch_size=4, cond=given["cond"].mT.contiguous(), cfg_value=1.6).mT
+        patches = model.feat_decoder(
+            mu=given["mu"], n_timesteps=10, patch_size=4, cond=given["cond"].mT.contiguous(), cfg_value=1.6
+        ).mT
     row = model.enc_to_lm_proj(model.feat_encoder(given["cond"][:, None]))[:, 0]
     return {"patches": patches, "rows": row, "fsq": model.fsq_layer(given["hidden"])}
 
@@ -363,17 +436,41 @@ BFLOAT16 = {"noise": (3, 4, 8), "mu": (3, 48), "cond": (3, 4, 8), "hidden": (3, 
 
 
 def tokens(model: VoxCPM2Model) -> dict[str, Any]:
-    """The ids of texts, as the reference's wrapper around the transformers tokenizer has them once its core has made one line of them."""
+    """The ids of texts, as the reference's wrapper around the transformers tokenizer has them once its core
+    has made one line of them."""
     texts = json.loads((HERE / "texts.json").read_text())
     texts += ["你好", "你好世界", "我们", "x我们y", "我们 大家", "卡拉O", "天气 weather 天气", "饕餮"]
     texts += ["</s>", "a<|audio_start|>b", "<s>", "<0x41>", "<unk>"]
-    seams = [("Hello. ", "World"), ("Hello.", " World"), ("Hello.", "World"), ("Hello. ", " World"), ("Hello.\n", "World")]
-    seams += [("Hello.", "\nWorld"), (" Hello  again.\t", "World"), ("  Hello.", "World"), ("\nHello.", "World"), ("Hel", "lo")]
-    seams += [("你", "好"), ("我们，", "大家"), ("我们 ", "大家"), ("我们大家。", " 今天天气很好 "), ("今天 天", "气"), ("卡拉", "O")]
-    joined = [
-        {"transcript": before, "text": text, "ids": model.text_tokenizer(before + re.sub(r"\s+", " ", text))} for before, text in seams
+    seams = [
+        ("Hello. ", "World"),
+        ("Hello.", " World"),
+        ("Hello.", "World"),
+        ("Hello. ", " World"),
+        ("Hello.\n", "World"),
     ]
-    return {"texts": [{"text": text, "ids": model.text_tokenizer(re.sub(r"\s+", " ", text))} for text in texts], "seams": joined}
+    seams += [
+        ("Hello.", "\nWorld"),
+        (" Hello  again.\t", "World"),
+        ("  Hello.", "World"),
+        ("\nHello.", "World"),
+        ("Hel", "lo"),
+    ]
+    seams += [
+        ("你", "好"),
+        ("我们，", "大家"),
+        ("我们 ", "大家"),
+        ("我们大家。", " 今天天气很好 "),
+        ("今天 天", "气"),
+        ("卡拉", "O"),
+    ]
+    joined = [
+        {"transcript": before, "text": text, "ids": model.text_tokenizer(before + re.sub(r"\s+", " ", text))}
+        for before, text in seams
+    ]
+    return {
+        "texts": [{"text": text, "ids": model.text_tokenizer(re.sub(r"\s+", " ", text))} for text in texts],
+        "seams": joined,
+    }
 
 
 def manifests() -> None:
@@ -381,7 +478,10 @@ def manifests() -> None:
     for size, prefix in (("full", "voxcpm2"), ("1.5", "voxcpm2_1.5"), ("0.5b", "voxcpm2_0.5b")):
         with torch.device("meta"):
             model = empty(size)
-        for name, tensors, dtype in ((prefix, state(model), "BF16"), (f"{prefix}_vae", vae_state(model), "F32")):
+        for name, tensors, dtype in (
+            (prefix, state(model), "BF16"),
+            (f"{prefix}_vae", vae_state(model), "F32"),
+        ):
             (MANIFESTS / f"{name}.txt").write_text("\n".join(rows(tensors, dtype)) + "\n")
             print(name, len(tensors))
 
@@ -390,7 +490,10 @@ def save(name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """NAME.safetensors and NAME.json, the same bytes on every run."""
     FIXTURES.mkdir(exist_ok=True)
     if tensors:
-        save_file({key: value.contiguous().clone() for key, value in tensors.items()}, FIXTURES / f"{name}.safetensors")
+        save_file(
+            {key: value.contiguous().clone() for key, value in tensors.items()},
+            FIXTURES / f"{name}.safetensors",
+        )
     text = json.dumps({**facts, "versions": VERSIONS}, indent=1, ensure_ascii=False)
     (FIXTURES / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 

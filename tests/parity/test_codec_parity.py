@@ -1,4 +1,5 @@
-"""The codec against the reference implementation, float32, tiny: codec.safetensors, made by oracle_qwen3_tts.py."""
+"""The codec against the reference implementation, float32, tiny: codec.safetensors, made by
+oracle_qwen3_tts.py."""
 
 import json
 from pathlib import Path
@@ -21,7 +22,9 @@ FOUND = load_file(HERE / "codec.safetensors")
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory):
-    directory = write(tmp_path_factory.mktemp("demo") / "tiny", FACTS["size"], FACTS["seed"]) / "speech_tokenizer"
+    directory = (
+        write(tmp_path_factory.mktemp("demo") / "tiny", FACTS["size"], FACTS["seed"]) / "speech_tokenizer"
+    )
     config = read_json(directory / "config.json")
     configs = DecoderConfig.from_json(config), EncoderConfig.from_json(config)
     with torch.device("meta"):
@@ -45,7 +48,9 @@ def output_of(module, call):
 def test_codebooks(codec):
     for name in ("decoder", "encoder"):
         for k in (0, 15):
-            torch.testing.assert_close(getattr(codec, name).quantizer.table[k], FOUND[f"{name}.codebook_{k}"], rtol=0, atol=0)
+            torch.testing.assert_close(
+                getattr(codec, name).quantizer.table[k], FOUND[f"{name}.codebook_{k}"], rtol=0, atol=0
+            )
 
 
 @pytest.mark.parametrize("frames", [1, 7, 40, 120])  # the window is 6
@@ -53,13 +58,16 @@ def test_decoder(codec, frames):
     """Measured: transformer 2e-6, samples 2e-5. It is rounding: in float64 the two agree to 1e-14."""
     codes = FOUND[f"decode_{frames}.codes"].long()[None]
     past, start = torch.zeros(1, codec.decoder.state_size), torch.zeros(1, dtype=torch.int64)
-    transformer, (samples, _) = output_of(codec.decoder.transformer, lambda: codec.decoder(codes, past, start, start + frames))
+    transformer, (samples, _) = output_of(
+        codec.decoder.transformer, lambda: codec.decoder(codes, past, start, start + frames)
+    )
     torch.testing.assert_close(transformer[0], FOUND[f"decode_{frames}.transformer"], rtol=1e-5, atol=1e-5)
     stride = 1 if frames < 10 else FACTS["stride"]
     torch.testing.assert_close(samples[0, ::stride], FOUND[f"decode_{frames}.samples"], rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("samples", [1920, 3940, 30001])  # the last is past the window, which the reference does not apply
+# the last is past the window, which the reference does not apply
+@pytest.mark.parametrize("samples", [1920, 3940, 30001])
 def test_encoder(codec, samples):
     audio = FOUND[f"encode_{samples}.audio"].float()[None] / 32768
     latent, codes = output_of(codec.encoder.downsample, lambda: codec.encoder(audio))

@@ -1,4 +1,5 @@
-"""The demo checkpoint is the one that the reference's classes make, and the manifests are those of the published files."""
+"""The demo checkpoint is the one that the reference's classes make, and the manifests are those of the
+published files."""
 
 import hashlib
 import json
@@ -15,8 +16,8 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "qwen3_tts"
 MANIFESTS = HERE.parent / "manifests"
 
-# sha256 of the rows, joined with line feeds: taken from the headers of the published files by kadirnar/voicehub
-# (voicehub/models/qwen3tts/native/metadata.py).
+# sha256 of the rows, joined with line feeds: taken from the headers of the published files by
+# kadirnar/voicehub (voicehub/models/qwen3tts/native/metadata.py).
 FINGERPRINTS = {
     "0.6b_base": "3889c5131670e5b82d9cca8f7e14164e69572b3820c26db7c68a486a458f6c4e",
     "0.6b_custom_voice": "e19ec7ba43585e1a5992503f4401083394eb97b62c7eb53aff79b45889927b14",
@@ -71,7 +72,10 @@ def test_the_demo_is_the_checkpoint_of_the_reference(size, tmp_path):
         with safe_open(directory / name, framework="pt") as file:
             values = {key: file.get_tensor(key) for key in sorted(file.keys())}
         assert rows({key: tuple(value.shape) for key, value in values.items()}, "F32") == tensors["rows"]
-        assert hashlib.sha256(b"".join(value.numpy().tobytes() for value in values.values())).hexdigest() == tensors["sha256"]
+        assert (
+            hashlib.sha256(b"".join(value.numpy().tobytes() for value in values.values())).hexdigest()
+            == tensors["sha256"]
+        )
 
 
 def test_the_seed_and_the_dtype_of_the_demo(tmp_path):
@@ -80,7 +84,10 @@ def test_the_seed_and_the_dtype_of_the_demo(tmp_path):
     demo.write(full, dtype=torch.float32)
     demo.write(half)
     demo.write(other, seed=1)
-    tensors = {path: safe_open(path / "model.safetensors", framework="pt").get_tensor(name) for path in (full, half, other)}
+    tensors = {
+        path: safe_open(path / "model.safetensors", framework="pt").get_tensor(name)
+        for path in (full, half, other)
+    }
     assert tensors[half].dtype == torch.bfloat16
     assert torch.equal(tensors[half], tensors[full].bfloat16())
     assert not torch.equal(tensors[half], tensors[other])
@@ -109,9 +116,18 @@ def test_changes_to_the_config_are_merged_in(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": "huge"}, "size 'huge' is not known; sizes: tiny, tiny-1.7b, mid, 0.6b, 1.7b, tiny-base, .*, full"),
-        ({"dtype": torch.int8}, "dtype torch.int8 cannot be written; possible: torch.float32, torch.bfloat16, torch.float16"),
-        ({"tts_model_type": "singer"}, "tts_model_type 'singer' is not supported; supported: base, custom_voice, voice_design"),
+        (
+            {"size": "huge"},
+            "size 'huge' is not known; sizes: tiny, tiny-1.7b, mid, 0.6b, 1.7b, tiny-base, .*, full",
+        ),
+        (
+            {"dtype": torch.int8},
+            "dtype torch.int8 cannot be written; possible: torch.float32, torch.bfloat16, torch.float16",
+        ),
+        (
+            {"tts_model_type": "singer"},
+            "tts_model_type 'singer' is not supported; supported: base, custom_voice, voice_design",
+        ),
         ({"talker_config": {"layers": 1}}, "talker_config has no 'layers'; it has: .*num_hidden_layers"),
     ],
 )
@@ -142,12 +158,17 @@ def test_the_vocabulary_of_the_published_size():
     assert all(left + right in words for left, right in demo.merges())
     config = demo.CONFIGS["0.6b"]["config.json"]
     assert (config["im_start_token_id"], config["im_end_token_id"]) == (151644, 151645)
-    assert (config["tts_pad_token_id"], config["tts_bos_token_id"], config["tts_eos_token_id"]) == (151671, 151672, 151673)
+    assert (config["tts_pad_token_id"], config["tts_bos_token_id"], config["tts_eos_token_id"]) == (
+        151671,
+        151672,
+        151673,
+    )
 
 
 def test_files_whose_published_bytes_are_known(tmp_path):
     directory = demo.write_texts(tmp_path / "demo", "0.6b")
-    generation = (directory / "generation_config.json").read_bytes().rstrip()  # published without a last line feed
+    # published without a last line feed
+    generation = (directory / "generation_config.json").read_bytes().rstrip()
     features = (directory / "speech_tokenizer" / "preprocessor_config.json").read_bytes()
     assert hashlib.sha256(generation).hexdigest().startswith("f1b90b45")
     assert hashlib.sha256(features).hexdigest().startswith("fcb3805e")

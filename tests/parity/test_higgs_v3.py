@@ -1,4 +1,5 @@
-"""Higgs Audio V3 against the reference implementations: checkpoint, prompts, greedy requests, stop rule, sampling and codec.
+"""Higgs Audio V3 against the reference implementations: checkpoint, prompts, greedy requests, stop rule,
+sampling and codec.
 
 The fixtures and what they hold: README.md beside this.
 """
@@ -71,7 +72,13 @@ def test_our_modules_have_the_published_tensors(tmp_path):
     assert rows(shapes, "BF16") == MANIFEST.read_text().splitlines()
     assert len(shapes) == 929 and len(shapes.keys() - set(weights.HEADS)) == 927
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 4_654_850_537
-    assert (spec.kv.num_layers, spec.kv.num_heads, spec.kv.head_dim, spec.max_frames, spec.max_positions) == (36, 8, 128, 2041, 8192)
+    assert (spec.kv.num_layers, spec.kv.num_heads, spec.kv.head_dim, spec.max_frames, spec.max_positions) == (
+        36,
+        8,
+        128,
+        2041,
+        8192,
+    )
 
 
 def test_the_demo_is_the_checkpoint_of_the_reference():
@@ -82,7 +89,10 @@ def test_the_demo_is_the_checkpoint_of_the_reference():
         values = {key: file.get_tensor(key) for key in sorted(file.keys())}
     names = "\n".join(rows({key: tuple(value.shape) for key, value in values.items()}, "F32"))
     assert hashlib.sha256(names.encode()).hexdigest() == expected["rows_sha256"]
-    assert hashlib.sha256(b"".join(value.numpy().tobytes() for value in values.values())).hexdigest() == expected["sha256"]
+    assert (
+        hashlib.sha256(b"".join(value.numpy().tobytes() for value in values.values())).hexdigest()
+        == expected["sha256"]
+    )
 
 
 # prompts
@@ -96,14 +106,29 @@ def test_the_public_golden(tmp_path):
     ids = [special["<|tts|>"], special["<|text|>"], *tokenize("Hello from PegaInfer."), special["<|audio|>"]]
     assert ids == expected["ids"] == [151667, 151672, 9707, 504, 393, 11188, 641, 802, 13, 151670]
     assert expected["with_reference"][:2] == [151667, special["<|ref_text|>"]]
-    published_ids = {"<|endoftext|>": 151643, "<|ref_audio|>": 151679, "<|ref_text|>": 151680, "<|emotion:elation|>": 151681}
-    published_ids |= {"<|emotion:helplessness|>": 151701, "<|style:singing|>": 151704, "<|sfx:cough|>": 151707, "<|sfx:sneeze|>": 151715}
-    published_ids |= {"<|prosody:speed_very_slow|>": 151716, "<|prosody:long_pause|>": 151723, "<|prosody:expressive_low|>": 151726}
+    published_ids = {
+        "<|endoftext|>": 151643,
+        "<|ref_audio|>": 151679,
+        "<|ref_text|>": 151680,
+        "<|emotion:elation|>": 151681,
+    }
+    published_ids |= {
+        "<|emotion:helplessness|>": 151701,
+        "<|style:singing|>": 151704,
+        "<|sfx:cough|>": 151707,
+        "<|sfx:sneeze|>": 151715,
+    }
+    published_ids |= {
+        "<|prosody:speed_very_slow|>": 151716,
+        "<|prosody:long_pause|>": 151723,
+        "<|prosody:expressive_low|>": 151726,
+    }
     assert {token: special[token] for token in published_ids} == published_ids
 
 
 def test_token_ids(ours):
-    """Control tags are read out of a text; whatever else looks like a special token there is ordinary text, to us alone."""
+    """Control tags are read out of a text; whatever else looks like a special token there is ordinary text,
+    to us alone."""
     tokenize = ours.writer.tokenize
     first = min(tokenize.special.values())
     for entry in facts("tokens")["texts"]:
@@ -117,7 +142,10 @@ def test_token_ids(ours):
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_lm_reads(case, ours):
     script, expected = write(ours, asked(case)), found(case)
-    assert torch.where(torch.tensor(script.ids) < 0, -100, torch.tensor(script.ids)).tolist() == expected["ids"].tolist()
+    assert (
+        torch.where(torch.tensor(script.ids) < 0, -100, torch.tensor(script.ids)).tolist()
+        == expected["ids"].tolist()
+    )
     if script.reference is not None:
         assert script.reference.rows.tolist() == expected["reference"].tolist()
     torch.testing.assert_close(ours.prompt(asked(case)).inputs, expected["inputs"], rtol=0, atol=1e-6)
@@ -162,7 +190,8 @@ def test_a_greedy_request_from_text_to_samples(case, ours, monkeypatch):
 
 
 def tape(logits: Tensor, end: int, most: int) -> tuple[DelayState, int]:
-    """Greedy steps over scripted logits [R, K, V], in which codebook 0 ends at step `end` -> the state, and how many steps it took."""
+    """Greedy steps over scripted logits [R, K, V], in which codebook 0 ends at step `end` -> the state, and
+    how many steps it took."""
     state = family("higgs_v3").state(1, most)
     state.open(0, family("higgs_v3").prompt(Request(text="a", max_frames=most)))
     told = logits.clone()
@@ -177,8 +206,9 @@ def tape(logits: Tensor, end: int, most: int) -> tuple[DelayState, int]:
 
 @pytest.mark.parametrize("end", range(21))
 def test_where_speech_ends(end):
-    """From step 8 on as the reference does it: as many frames as the step that ended it, six steps later, and no special in them. Before,
-    the reference takes no notice and goes on, here to the end of the script; to us speech that ends is speech that ends."""
+    """From step 8 on as the reference does it: as many frames as the step that ended it, six steps later, and
+    no special in them. Before, the reference takes no notice and goes on, here to the end of the script; to
+    us speech that ends is speech that ends."""
     expected, said = found("stops"), facts("stops")
     state, steps = tape(expected["logits"], end, most=33)
     codes = state.tape[0, : state.ready[0]]
@@ -202,8 +232,12 @@ def test_the_scripts_hold_specials_where_codes_are_kept():
 
 def test_what_is_drawn_from():
     expected = found("likely")
-    for (temperature, top_k, top_p), probabilities in zip(facts("likely")["settings"], expected["probabilities"], strict=True):
-        kept = keep_likely(expected["logits"] / temperature, torch.full((8,), top_k), torch.full((8,), top_p)).softmax(-1)
+    for (temperature, top_k, top_p), probabilities in zip(
+        facts("likely")["settings"], expected["probabilities"], strict=True
+    ):
+        kept = keep_likely(
+            expected["logits"] / temperature, torch.full((8,), top_k), torch.full((8,), top_p)
+        ).softmax(-1)
         assert torch.equal(kept > 0, probabilities > 0)
         torch.testing.assert_close(kept, probabilities, rtol=0, atol=1e-6)
 
@@ -217,7 +251,9 @@ def test_decoder(frames, ours):
     expected = found("codec")
     codes = expected[f"decode_{frames}.codes"].long()
     edge = torch.randint(64, (10, 8))  # what lies beyond the tape is not read
-    samples = ours.codec.decoder(torch.cat((edge, codes, edge))[None], torch.tensor([0]), torch.tensor([frames]))[0]
+    samples = ours.codec.decoder(
+        torch.cat((edge, codes, edge))[None], torch.tensor([0]), torch.tensor([frames])
+    )[0]
     assert len(samples) == 960 * frames
     kept = samples[:: 1 if frames < 3 else facts("codec")["stride"]]
     torch.testing.assert_close(kept, expected[f"decode_{frames}.samples"], rtol=0, atol=5e-5)
@@ -225,19 +261,28 @@ def test_decoder(frames, ours):
 
 @pytest.mark.parametrize("length", facts("codec")["lengths"])
 def test_encoder(length, ours):
-    """Lengths for which the two branches agree on the number of frames, and lengths for which the acoustic one is padded."""
+    """Lengths for which the two branches agree on the number of frames, and lengths for which the acoustic
+    one is padded."""
     expected, encoder = found("codec"), ours.codec.encoder
     seen: dict[str, Tensor] = {}
     hooks = [
-        encoder.acoustic.register_forward_hook(lambda module, args, out: seen.update(acoustic=out[0], padded=args[0])),
-        encoder.semantic.register_forward_hook(lambda module, args, out: seen.update(features=args[0][0], semantic=out[0])),
+        encoder.acoustic.register_forward_hook(
+            lambda module, args, out: seen.update(acoustic=out[0], padded=args[0])
+        ),
+        encoder.semantic.register_forward_hook(
+            lambda module, args, out: seen.update(features=args[0][0], semantic=out[0])
+        ),
     ]
     codes = ours.codec.encode(expected["clip"][:length].float()[None] / 32768)[0]
     for hook in hooks:
         hook.remove()
     assert codes.tolist() == expected[f"encode_{length}.codes"].tolist()
     pads = seen["padded"].shape[-1] != length
-    assert pads == facts("codec")["padded"][facts("codec")["lengths"].index(length)] == (119 <= length % 960 <= 631)
+    assert (
+        pads
+        == facts("codec")["padded"][facts("codec")["lengths"].index(length)]
+        == (119 <= length % 960 <= 631)
+    )
     for name in ("acoustic", "semantic", "features"):
         if f"encode_{length}.{name}" in expected:
             torch.testing.assert_close(seen[name], expected[f"encode_{length}.{name}"], **CLOSE)
@@ -247,7 +292,8 @@ def test_encoder(length, ours):
 
 
 def test_where_bfloat16_rounds():
-    """The rotary table and the sum of a step's rows bit for bit. Attention adds up in another order than the reference's: cosine."""
+    """The rotary table and the sum of a step's rows bit for bit. Attention adds up in another order than the
+    reference's: cosine."""
     rounded, expected = family("higgs_v3", "bfloat16"), found("bfloat16")
     stack, kv = rounded.config.stack, rounded.spec.kv
     cos, sin = rope_table(expected["positions"], stack.head_dim, stack.rope_theta, torch.bfloat16)
@@ -273,7 +319,9 @@ def test_where_bfloat16_rounds():
 
 def test_logits_are_float32_before_anything_is_done_to_them(monkeypatch):
     rounded, drawn = family("higgs_v3", "bfloat16"), []
-    monkeypatch.setattr(model, "draw", lambda logits, *how: drawn.append((logits, *how)) or draw(logits, *how))
+    monkeypatch.setattr(
+        model, "draw", lambda logits, *how: drawn.append((logits, *how)) or draw(logits, *how)
+    )
     heads: list[Tensor] = []
     hook = rounded.head.register_forward_hook(lambda module, args, out: heads.append(out))
     zoo.generate(rounded, Request(text="a", max_frames=1))
@@ -285,16 +333,24 @@ def test_logits_are_float32_before_anything_is_done_to_them(monkeypatch):
     expected[0, rounded.config.end] = -torch.inf  # of the first row alone
     assert torch.equal(logits, expected)
     assert torch.equal(drawn[1][0], heads[1].float().view(8, -1))
-    assert temperature.tolist() == pytest.approx([0.8] * 8) and top_k.tolist() == [30] * 8 and top_p.tolist() == pytest.approx([0.8] * 8)
+    assert (
+        temperature.tolist() == pytest.approx([0.8] * 8)
+        and top_k.tolist() == [30] * 8
+        and top_p.tolist() == pytest.approx([0.8] * 8)
+    )
 
 
 # the published weights
 
 
 @pytest.mark.checkpoint
-@pytest.mark.skipif("ZOO_CHECKPOINT_HIGGS_V3" not in os.environ, reason="ZOO_CHECKPOINT_HIGGS_V3 names no published checkpoint")
+@pytest.mark.skipif(
+    "ZOO_CHECKPOINT_HIGGS_V3" not in os.environ,
+    reason="ZOO_CHECKPOINT_HIGGS_V3 names no published checkpoint",
+)
 def test_the_published_model_says_what_the_public_golden_says():
-    """The first row before any masking, greedy: the model itself knows that seven codebooks have not begun."""
+    """The first row before any masking, greedy: the model itself knows that seven codebooks have not
+    begun."""
     real = zoo.load(os.environ["ZOO_CHECKPOINT_HIGGS_V3"], "cpu", "bfloat16")
     said = Request(text="Hello from PegaInfer.")
     script = write(real, said)

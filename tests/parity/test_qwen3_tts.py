@@ -1,4 +1,5 @@
-"""Qwen3-TTS against the reference implementation: greedy requests in float32, rounding in bfloat16, token ids; then the rules one by one.
+"""Qwen3-TTS against the reference implementation: greedy requests in float32, rounding in bfloat16, token
+ids; then the rules one by one.
 
 The fixtures and what they hold: README.md beside this.
 """
@@ -79,8 +80,8 @@ def same_bits(ours: Tensor, theirs: Tensor) -> None:
 
 
 def same_but_for_the_last_bit(ours: Tensor, theirs: Tensor) -> None:
-    """For what comes out of matrix products: on the machine that made the fixtures the bits are equal, on others the kernels may add up in
-    another order."""
+    """For what comes out of matrix products: on the machine that made the fixtures the bits are equal, on
+    others the kernels may add up in another order."""
     assert ours.dtype == theirs.dtype == torch.bfloat16
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-9)
 
@@ -104,7 +105,9 @@ def test_queries_and_keys_are_normed_by_head_and_then_rotated(rounded):
     cos, sin = (found[f"rope.{name}"][0][:, None] for name in ("cos", "sin"))
     q, k, _ = block.qkv(found["norm.out"])
     same_but_for_the_last_bit(block.q_norm(q.unflatten(-1, (block.heads, -1))), found["attention.q_normed"])
-    same_but_for_the_last_bit(block.k_norm(k.unflatten(-1, (block.kv_heads, -1))), found["attention.k_normed"])
+    same_but_for_the_last_bit(
+        block.k_norm(k.unflatten(-1, (block.kv_heads, -1))), found["attention.k_normed"]
+    )
     for name in "qk":
         same_bits(rotate(found[f"attention.{name}_normed"], cos, sin), found[f"attention.{name}"])
 
@@ -115,7 +118,8 @@ def test_the_text_rows(rounded):
 
 
 def test_the_whole_talker_in_bfloat16(rounded):
-    """Three layers of attention add up in another order than the reference's, so the bits differ; measured cosine: 0.9999."""
+    """Three layers of attention add up in another order than the reference's, so the bits differ; measured
+    cosine: 0.9999."""
     ours, found = rounded
     at = torch.arange(len(found["talker.inputs"]))
     kv = ours.spec.kv
@@ -131,7 +135,10 @@ def test_the_whole_talker_in_bfloat16(rounded):
         is_audio=torch.zeros(len(at), dtype=torch.bool),
     )
     hidden = ours.hidden(found["talker.inputs"], batch)
-    for value, truth in ((hidden, found["talker.hidden"]), (ours.talker.codec_head(hidden), found["talker.logits"])):
+    for value, truth in (
+        (hidden, found["talker.hidden"]),
+        (ours.talker.codec_head(hidden), found["talker.logits"]),
+    ):
         assert F.cosine_similarity(value.float(), truth.float()).min() > 0.9998
 
 
@@ -139,7 +146,8 @@ def test_the_whole_talker_in_bfloat16(rounded):
 
 
 def test_token_ids():
-    """The one deviation: a user's text is only ever text. What looks like a special token there is its characters, to us."""
+    """The one deviation: a user's text is only ever text. What looks like a special token there is its
+    characters, to us."""
     added = read_json(directory("qwen3_tts", "tiny") / "tokenizer_config.json")["added_tokens_decoder"]
     special = [token["content"] for token in added.values()]
     tokenize, lookalikes = voices().writer.tokenize, 0
@@ -157,7 +165,9 @@ def test_token_ids():
 # the rules one by one
 
 
-SPOKEN = Request(text="Good morning, everybody.", voice="ryan", language="english", temperature=0.0, max_frames=30)
+SPOKEN = Request(
+    text="Good morning, everybody.", voice="ryan", language="english", temperature=0.0, max_frames=30
+)
 
 
 def test_the_penalty_counts_every_code_said_and_no_prompt():
@@ -176,13 +186,17 @@ def test_the_penalty_counts_every_code_said_and_no_prompt():
     assert codes != zoo.generate(voices(), replace(asked, repetition_penalty=1.0)).frames[:, 0].tolist()
 
 
-def scores(name: str = "float32", steps: int = 5, penalty: float = 1.0, said: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+def scores(
+    name: str = "float32", steps: int = 5, penalty: float = 1.0, said: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
     """Raw logits of some hidden state, and the scores that are drawn from. Both [V]."""
     ours = family("qwen3_tts", name)
     h = torch.randn(1, ours.spec.width, generator=torch.Generator().manual_seed(1)).to(ours.dtype)
     mask = torch.zeros(1, ours.config.vocab, dtype=torch.bool)
     mask[0, list(said)] = True
-    return ours.talker.codec_head(h)[0], ours.scores(h, mask, torch.tensor([penalty]), torch.tensor([steps]))[0]
+    return ours.talker.codec_head(h)[0], ours.scores(h, mask, torch.tensor([penalty]), torch.tensor([steps]))[
+        0
+    ]
 
 
 def test_scores_are_float32_before_anything_is_done_to_them():
@@ -200,7 +214,9 @@ def test_the_last_1024_ids_are_never_said_but_for_the_end():
     allowed = [*range(config.vocab - 1024), config.control.eos]
     assert torch.equal(found[allowed], raw[allowed])  # code 0 among them
     assert sorted((found > -torch.inf).nonzero()[:, 0].tolist()) == allowed
-    assert set(config.voices.values()) | set(config.languages.values()) <= set((found == -torch.inf).nonzero()[:, 0].tolist())
+    assert set(config.voices.values()) | set(config.languages.values()) <= set(
+        (found == -torch.inf).nonzero()[:, 0].tolist()
+    )
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
@@ -226,16 +242,25 @@ def test_the_cap_is_the_number_of_frames(cap):
 
 
 def test_the_cap_of_who_sets_none():
-    """Twelve frames a text token but 192 at least, and never more than the checkpoint's max_new_tokens allow."""
+    """Twelve frames a text token but 192 at least, and never more than the checkpoint's max_new_tokens
+    allow."""
     spec = voices().spec
-    assert spec.max_frames == read_json(directory("qwen3_tts", "tiny") / "generation_config.json")["max_new_tokens"] - 1 == 249
-    caps = {tokens: voices().prompt(Request(text="1" * tokens, voice="ryan")).max_frames for tokens in (1, 16, 17, 20, 21)}
+    assert (
+        spec.max_frames
+        == read_json(directory("qwen3_tts", "tiny") / "generation_config.json")["max_new_tokens"] - 1
+        == 249
+    )
+    caps = {
+        tokens: voices().prompt(Request(text="1" * tokens, voice="ryan")).max_frames
+        for tokens in (1, 16, 17, 20, 21)
+    }
     assert caps == {1: 192, 16: 192, 17: 204, 20: 240, 21: 249}
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-1.7b"])
 def test_what_is_read_after_a_frame(size):
-    """All sixteen codes, the last one too, in tables of the talker's width; and the text by offset, then tts_pad for ever."""
+    """All sixteen codes, the last one too, in tables of the talker's width; and the text by offset, then
+    tts_pad for ever."""
     ours = voices(size)
     prompt = ours.prompt(Request(text="one two", voice="ryan", options={"text_mode": "interleaved"}))
     state = ours.state(1)
@@ -243,12 +268,16 @@ def test_what_is_read_after_a_frame(size):
     slot, talker = torch.tensor([0]), ours.talker
     frame = torch.arange(16) * 3 + 1
     state.tape[0, 0], state.ready[0] = frame, 1
-    codes = talker.codec_embedding.weight[frame[0]] + sum(talker.depth.embeddings.table(g)[frame[g + 1]] for g in range(15))
+    codes = talker.codec_embedding.weight[frame[0]] + sum(
+        talker.depth.embeddings.table(g)[frame[g + 1]] for g in range(15)
+    )
     trailing = [*prompt.slot["text"].tolist(), ours.config.tts_pad, ours.config.tts_pad]
     assert len(trailing) > 3 and trailing[-3] == ours.config.tts_eos
     for k, token in enumerate(trailing):
         state.steps[0] = k + 1  # what follows frame k
-        torch.testing.assert_close(ours.embed(state, slot)[0], codes + talker.text(torch.tensor(token)), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            ours.embed(state, slot)[0], codes + talker.text(torch.tensor(token)), rtol=0, atol=1e-5
+        )
     before = ours.embed(state, slot)
     for k in range(16):
         state.tape[0, 0] = frame

@@ -1,4 +1,5 @@
-"""Base and VoiceDesign against the reference implementation: what is made of a reference, and greedy requests in float32.
+"""Base and VoiceDesign against the reference implementation: what is made of a reference, and greedy requests
+in float32.
 
 The fixtures and what they hold: README.md beside this.
 """
@@ -37,7 +38,9 @@ def request(facts: dict) -> Request:
 
 @pytest.fixture(params=CASES)
 def case(request):
-    return json.loads((HERE / f"{request.param}.json").read_text()), load_file(HERE / f"{request.param}.safetensors")
+    return json.loads((HERE / f"{request.param}.json").read_text()), load_file(
+        HERE / f"{request.param}.safetensors"
+    )
 
 
 # references
@@ -45,12 +48,15 @@ def case(request):
 
 def test_mel_filters():
     """librosa's, which are rounded to float32 twice."""
-    torch.testing.assert_close(slaney_filters(24000, 1024, 128)[::8].float(), CLIPS["filters"], rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        slaney_filters(24000, 1024, 128)[::8].float(), CLIPS["filters"], rtol=0, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("name", FACTS["rates_hz"])
 def test_what_is_made_of_a_reference(name, monkeypatch):
-    """Mel and speaker vector within 1e-4, codes exactly, for clips below and above the encoder's window. Measured: 1e-6 each."""
+    """Mel and speaker vector within 1e-4, codes exactly, for clips below and above the encoder's window.
+    Measured: 1e-6 each."""
     cloner = family("qwen3_tts", size="tiny-base").writer.cloner
     mels: list[Tensor] = []
     hook = cloner.mel.register_forward_hook(lambda module, args, out: mels.append(out[0]))
@@ -88,7 +94,10 @@ def test_what_the_talker_reads(case):
 def test_text_is_shorter_and_longer_than_the_codes():
     """In text_mode interleaved the longer side goes on: codes beside padding, or text beside the frames that
     follow."""
-    trailing = {name: load_file(HERE / f"clone_{name}.safetensors")["trailing"] for name in ("short_text", "long_text")}
+    trailing = {
+        name: load_file(HERE / f"clone_{name}.safetensors")["trailing"]
+        for name in ("short_text", "long_text")
+    }
     assert len(trailing["short_text"]) == 1 < len(trailing["long_text"])
 
 

@@ -1,4 +1,5 @@
-"""VoxCPM2 against the reference implementation, in float32 on the same noise, and where single bits matter in bfloat16.
+"""VoxCPM2 against the reference implementation, in float32 on the same noise, and where single bits matter in
+bfloat16.
 
 The fixtures and what they hold: README.md beside this.
 """
@@ -46,7 +47,9 @@ def facts(name: str) -> dict:
 
 def noise(name: str, *shape: int, deviation: float = 1.0) -> Tensor:
     """As the oracle makes it."""
-    return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, deviation, False)]))
+    return torch.from_numpy(
+        synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, deviation, False)])
+    )
 
 
 def clip(name: str) -> AudioClip:
@@ -56,7 +59,9 @@ def clip(name: str) -> AudioClip:
 
 def request(name: str) -> Request:
     asked = facts(name)["request"]
-    references = tuple(Reference(clip(given["clip"]), given.get("transcript")) for given in asked.get("references", ()))
+    references = tuple(
+        Reference(clip(given["clip"]), given.get("transcript")) for given in asked.get("references", ())
+    )
     return Request(**asked | {"references": references})
 
 
@@ -73,7 +78,9 @@ def model(name: str) -> VoxCPM2:
 
 def write_adapter(place: Path, adapter: dict) -> None:
     """As fine-tuning writes it, with the values that the oracle gives the tensors."""
-    (place / "lora_config.json").write_text(json.dumps({"base_model": "a path of its own", "lora_config": adapter["config"]}))
+    (place / "lora_config.json").write_text(
+        json.dumps({"base_model": "a path of its own", "lora_config": adapter["config"]})
+    )
     tensors = {}
     for row in adapter["rows"]:
         name, _, shape = row.split("|")
@@ -104,17 +111,25 @@ def rows(shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
         ("0.5b", "voxcpm2_0.5b", 243, 652_287_296, 75_326_465, 19, 1280, (30, 2, 64)),
     ],
 )
-def test_our_modules_have_the_published_tensors(size, name, vae_rows, parameters, vae_parameters, reach, frame_samples, kv, tmp_path):
+def test_our_modules_have_the_published_tensors(
+    size, name, vae_rows, parameters, vae_parameters, reach, frame_samples, kv, tmp_path
+):
     config, spec = describe(demo.write_texts(tmp_path / "demo", size))
     net, vae = build(config)
-    manifest, vae_manifest = ((MANIFESTS / f"{name}{part}.txt").read_text().splitlines() for part in ("", "_vae"))
+    manifest, vae_manifest = (
+        (MANIFESTS / f"{name}{part}.txt").read_text().splitlines() for part in ("", "_vae")
+    )
     assert sorted(rows(published(net, weights.root(config)), "BF16")) == manifest
     shapes = rows(weight_normed(published(vae, weights.vae(config.vae))), "F32")
     assert sorted([*shapes, *[f"{weights.BOUNDARIES}|I32|3"][: len(config.vae.boundaries)]]) == vae_manifest
     assert len(vae_manifest) == vae_rows and (len(manifest) == 577) == (size == "full")
     assert sum(p.numel() for p in net.parameters()) == parameters
     assert sum(p.numel() for p in vae.parameters()) == vae_parameters and vae.decoder.reach == reach
-    assert (spec.kv.num_layers, spec.kv.num_heads, spec.kv.head_dim) == kv and spec.frame_samples == frame_samples
+    assert (
+        spec.kv.num_layers,
+        spec.kv.num_heads,
+        spec.kv.head_dim,
+    ) == kv and spec.frame_samples == frame_samples
     assert size != "full" or vae.decoder.state_size == 161_856  # as many as the reference's stream holds
 
 
@@ -128,8 +143,14 @@ def test_the_demo_is_the_checkpoint_of_the_reference(size):
         file = open_file(made / name)
         values = {key: file.read(key) for key in file.headers}
         kinds = {torch.float32: "F32", torch.int32: "I32"}
-        assert sorted(rows({key: tuple(value.shape)}, kinds[value.dtype])[0] for key, value in values.items()) == tensors["rows"]
-        assert hashlib.sha256(b"".join(values[key].numpy().tobytes() for key in sorted(values))).hexdigest() == tensors["sha256"]
+        assert (
+            sorted(rows({key: tuple(value.shape)}, kinds[value.dtype])[0] for key, value in values.items())
+            == tensors["rows"]
+        )
+        assert (
+            hashlib.sha256(b"".join(values[key].numpy().tobytes() for key in sorted(values))).hexdigest()
+            == tensors["sha256"]
+        )
 
 
 # requests from text to samples
@@ -143,7 +164,8 @@ def test_there_are_cases():
 
 @cache
 def spoken(name: str) -> tuple[zoo.Speech, dict[str, Tensor]]:
-    """A case, and what passed by on the way: what the language models read, what the solver was given, how near the stop was."""
+    """A case, and what passed by on the way: what the language models read, what the solver was given, how
+    near the stop was."""
     fact = facts(name)
     ours = model(name)
     seen: dict[str, list[Tensor]] = {"mu": [], "stop": []}
@@ -175,7 +197,9 @@ def test_what_is_heard_of_references(name):
     found, references = load_file(HERE / f"{name}.safetensors"), script_of(name).references
     assert len(references) == len(facts(name)["request"].get("references", ()))
     if references:
-        torch.testing.assert_close(torch.cat([reference.patches for reference in references]), found["heard"], **CLOSE)
+        torch.testing.assert_close(
+            torch.cat([reference.patches for reference in references]), found["heard"], **CLOSE
+        )
 
 
 @every_case
@@ -230,7 +254,9 @@ def test_the_schedule(steps, dtype):
 def test_the_time_sinusoid(dtype):
     name = str(dtype).removeprefix("torch.")
     assert torch.equal(sinusoid(sway_times(10, dtype), 1024)[:, ::11], SOLVER[f"{name}.sinusoid"])
-    assert torch.equal(sinusoid(torch.zeros(1, dtype=dtype), 1024)[0, ::11], SOLVER[f"{name}.sinusoid_of_zero"])
+    assert torch.equal(
+        sinusoid(torch.zeros(1, dtype=dtype), 1024)[0, ::11], SOLVER[f"{name}.sinusoid_of_zero"]
+    )
 
 
 @both_dtypes
@@ -247,10 +273,16 @@ def test_the_positions(dtype, tmp_path):
 @torch.inference_mode()
 def test_a_patch_in_bfloat16():
     """Where everything rounds. The facts file measures 0.6 % between batch sizes of one implementation."""
-    found, ours, how = load_file(HERE / "bfloat16.safetensors"), family("voxcpm2", "bfloat16"), facts("bfloat16")
+    found, ours, how = (
+        load_file(HERE / "bfloat16.safetensors"),
+        family("voxcpm2", "bfloat16"),
+        facts("bfloat16"),
+    )
     given = {name: noise(name, *shape).bfloat16() for name, shape in how["shapes"].items()}
     guidance, steps = torch.full((3,), how["cfg_scale"]), torch.full((3,), 10)
-    patches = ours.net.solver(given["mu"].unflatten(1, (2, -1)), given["cond"], given["noise"], guidance, steps)
+    patches = ours.net.solver(
+        given["mu"].unflatten(1, (2, -1)), given["cond"], given["noise"], guidance, steps
+    )
     for value, truth, most in (
         (patches, found["patches"], 2e-2),
         (ours.net.rows(given["cond"]), found["rows"], 1e-2),
@@ -279,7 +311,8 @@ def test_token_ids():
 
 
 def test_token_ids_where_transcript_and_text_meet():
-    """They are one string, joined as they are given: neither is stripped, and in the text alone white space becomes single spaces."""
+    """They are one string, joined as they are given: neither is stripped, and in the text alone white space
+    becomes single spaces."""
     writer, seams = family("voxcpm2").writer, facts("tokens")["seams"]
     given = AudioClip(np.sin(np.arange(400, dtype=np.float32)), 16000)
     for seam in seams:
@@ -287,7 +320,10 @@ def test_token_ids_where_transcript_and_text_meet():
         ids = writer(asked, check(asked, family("voxcpm2").spec)).ids
         assert list(ids[: ids.index(101)]) == seam["ids"], seam
     ids = {seam["transcript"] + "|" + seam["text"]: tuple(seam["ids"]) for seam in seams}
-    assert ids["Hello. |World"] == ids["Hello.| World"] != ids["Hello.|World"] and ids["Hello.|\nWorld"] != ids["Hello.\n|World"]
+    assert (
+        ids["Hello. |World"] == ids["Hello.| World"] != ids["Hello.|World"]
+        and ids["Hello.|\nWorld"] != ids["Hello.\n|World"]
+    )
 
 
 # adapters
@@ -295,5 +331,7 @@ def test_token_ids_where_transcript_and_text_meet():
 
 @pytest.mark.parametrize(("name", "size"), [("adapted", "tiny"), ("old_adapted", "tiny-1.5")])
 def test_an_adapter_changes_what_is_said(name, size):
-    plain = zoo.generate(family("voxcpm2", size=size), request(name), noise=noise(str(facts(name)["case"]), 400, 4, 8)[:5])
+    plain = zoo.generate(
+        family("voxcpm2", size=size), request(name), noise=noise(str(facts(name)["case"]), 400, 4, 8)[:5]
+    )
     assert (plain.frames[0] - spoken(name)[0].frames[0]).abs().max() > 0.1

@@ -1,4 +1,5 @@
-"""References: what a clip becomes before an encoder hears it, what is refused, and the store of what was encoded."""
+"""References: what a clip becomes before an encoder hears it, what is refused, and the store of what was
+encoded."""
 
 from __future__ import annotations
 
@@ -55,11 +56,23 @@ def test_other_rates_are_resampled(rate_hz):
         (tone()[:0], 24000, r"float32 \[0\]; a float32 array"),
         (tone()[None, :0], 24000, r"lasts 0 s"),
         (tone()[:, None], 24000, r"lasts 4.167e-05 s"),  # samples and channels the wrong way round
-        (np.where(np.arange(24000) == 9, np.nan, tone()).astype(np.float32), 24000, r"samples that are no numbers"),
-        (np.where(np.arange(24000) == 9, np.inf, tone()).astype(np.float32), 24000, r"samples that are no numbers"),
+        (
+            np.where(np.arange(24000) == 9, np.nan, tone()).astype(np.float32),
+            24000,
+            r"samples that are no numbers",
+        ),
+        (
+            np.where(np.arange(24000) == 9, np.inf, tone()).astype(np.float32),
+            24000,
+            r"samples that are no numbers",
+        ),
         (tone(loudness=0.0), 24000, r"the reference is silent: its loudest sample is 0 of full scale"),
         (np.stack((tone(), -tone())), 24000, r"the reference is silent"),  # channels that cancel each other
-        ((tone() * 32767).astype(np.int16), 24000, r"samples are int16 \[24000\]; a float32 array \[N\] or \[channels, N\] is needed"),
+        (
+            (tone() * 32767).astype(np.int16),
+            24000,
+            r"samples are int16 \[24000\]; a float32 array \[N\] or \[channels, N\] is needed",
+        ),
         (tone().astype(np.float64), 24000, r"samples are float64 \[24000\]"),
         (tone()[None, None], 24000, r"samples are float32 \[1, 1, 24000\]"),
         (tone().tolist(), 24000, r"samples are list; a float32 array"),

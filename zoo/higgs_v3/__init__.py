@@ -1,4 +1,5 @@
-"""Higgs Audio V3 TTS (Boson AI): text to 24 kHz speech, 8 codes per 40 ms frame. See README.md beside this file."""
+"""Higgs Audio V3 TTS (Boson AI): text to 24 kHz speech, 8 codes per 40 ms frame. See README.md beside this
+file."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ NAME = "higgs_v3"
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot be read."""
+    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot
+    be read."""
     from zoo.higgs_v3.config import CODEC_ALONE, MODEL, V2
     from zoo.nn.json_files import read_config
 
@@ -23,7 +25,8 @@ def claims(path: Path) -> bool:
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> HiggsV3:
-    """The family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError that names what is wrong."""
+    """The family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError that names what is
+    wrong."""
     from zoo.higgs_v3 import weights
     from zoo.higgs_v3.clone import Cloner
     from zoo.higgs_v3.model import HiggsV3
@@ -39,7 +42,16 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
             "published names (body.*, tied.embedding.*)"
         )
     module = build(config)
-    checkpoint.load(module, weights.table(config), directory, device, dtype, skip="unread", fp32="codec", optional=frozenset(weights.HEADS))
+    checkpoint.load(
+        module,
+        weights.table(config),
+        directory,
+        device,
+        dtype,
+        skip="unread",
+        fp32="codec",
+        optional=frozenset(weights.HEADS),
+    )
     module.codec.prepare()
     module.eval().requires_grad_(False)
     writer = PromptWriter(config, directory, Cloner(config, module.codec, device))

@@ -1,4 +1,5 @@
-"""What a clone needs of its reference: its codes, as the rows that the LM reads. They are encoded once, in fp32, and kept.
+"""What a clone needs of its reference: its codes, as the rows that the LM reads. They are encoded once, in
+fp32, and kept.
 
 clip ─ mono, 24 kHz, a second at least ─ codec encoder ─> codes [F, K] ─ staggered ─> rows [F + 7, K]
 """
@@ -18,7 +19,8 @@ from zoo.nn.keys import prefix_key
 from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
-REFERENCE_S = (0.1, 100.0)  # the longest: sglang-omni 0.1.9, models/higgs_tts/stages.py; with less than the shortest there is no voice
+# the longest: sglang-omni 0.1.9, models/higgs_tts/stages.py; with less than the shortest there is no voice
+REFERENCE_S = (0.1, 100.0)
 MIN_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are filled up with zeros at their end: likewise
 
 
@@ -50,4 +52,3 @@ class Cloner:
         codes = self.codec.encode(samples)[0]  # [F, K]
         rows = stagger(codes, self.config.begin, self.config.end)
         return EncodedReference(rows, tuple(prefix_key(*row) for row in rows.tolist()))
-

@@ -1,13 +1,16 @@
-"""The codec at 25 Hz. The decoder turns frames of 8 codes (40 ms) into 24 kHz samples, exactly, however the frames are cut into windows.
+"""The codec at 25 Hz. The decoder turns frames of 8 codes (40 ms) into 24 kHz samples, exactly, however the
+frames are cut into windows.
 
     codes [B, 10 + F + 10, K] ─ tables ─ conv ─ x8 ─ x5 ─ x4 ─ x2 ─ x3 ─ conv ─ samples [B, 960 F]
                                  256     1024   512  256  128   64   32     1    channels
                                          25 Hz  0.2    1    4    8   24   kHz
 
-A frame is heard ten frames early and ten frames late, so a window comes with ten more frames on both sides, and every convolution gives
-only what it knows in full: each layer's stretch is a little shorter than the one before, until the window alone is left. Where the tape
-begins and where it ends the layers see zeros, as the padding of a decoder that is given the whole tape.
-Source: transformers 5.23, models/higgs_audio_v2_tokenizer and models/dac; Kumar et al. 2023 (arXiv 2306.06546).
+A frame is heard ten frames early and ten frames late, so a window comes with ten more frames on both sides,
+and every convolution gives only what it knows in full: each layer's stretch is a little shorter than the one
+before, until the window alone is left. Where the tape begins and where it ends the layers see zeros, as the
+padding of a decoder that is given the whole tape.
+Source: transformers 5.23, models/higgs_audio_v2_tokenizer and models/dac; Kumar et al. 2023 (arXiv
+2306.06546).
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ from zoo.nn.snake import Snake
 
 
 class Stretch:
-    """Where a tensor's positions lie on the tape, at a layer's rate: `before` of them before the window's frames, `after` after.
+    """Where a tensor's positions lie on the tape, at a layer's rate: `before` of them before the window's
+    frames, `after` after.
 
-    start [B], end [B]: the window's first frame, and how many the tape holds. taped [B, 1, N] bool: which positions lie on the tape.
+    start [B], end [B]: the window's first frame, and how many the tape holds. taped [B, 1, N] bool: which
+    positions lie on the tape.
     """
 
     def __init__(self, start: Tensor, end: Tensor, frames: int, context: int):
@@ -43,8 +48,8 @@ class Stretch:
         self.taped = self.taped[..., edge : self.taped.shape[2] - edge]
 
     def upsample(self, stride: int, padding: int) -> None:
-        """A transposed convolution of two strides, `padding` positions of whose output are cut off: a position is known in full from the
-        second input on, and up to the last."""
+        """A transposed convolution of two strides, `padding` positions of whose output are cut off: a
+        position is known in full from the second input on, and up to the last."""
         self.rate *= stride
         self.before, self.after = (self.before - 1) * stride + padding, self.after * stride - padding
         self.taped = self._taped()
@@ -97,16 +102,23 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def prepare(self, quantizer: Quantizer) -> None:
-        """Codebook, way out and projection are linear, one after the other: a row per code is left of them. In fp64, then rounded once."""
+        """Codebook, way out and projection are linear, one after the other: a row per code is left of them.
+        In fp64, then rounded once."""
         project = self.project.weight.double()
-        tables = [project @ book.project_out.weight.double() @ book.rows.double().T for book in quantizer]  # [C, V] each
-        bias = project @ torch.stack([book.project_out.bias.double() for book in quantizer]).sum(0) + self.project.bias.double()
-        self.register_buffer("tables", torch.cat(tables, 1).T.contiguous().to(self.project.weight.dtype), persistent=False)
+        # [C, V] each
+        tables = [project @ book.project_out.weight.double() @ book.rows.double().T for book in quantizer]
+        bias = (
+            project @ torch.stack([book.project_out.bias.double() for book in quantizer]).sum(0)
+            + self.project.bias.double()
+        )
+        self.register_buffer(
+            "tables", torch.cat(tables, 1).T.contiguous().to(self.project.weight.dtype), persistent=False
+        )
         self.register_buffer("bias", bias[:, None].to(self.project.weight.dtype), persistent=False)
 
     def forward(self, codes: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """codes [B, context + F + context, K] int64, of which the tape holds those of frames 0 .. end [B]; the F in the middle are frames
-        start [B] .. start + F -> their samples [B, F * frame_samples]."""
+        """codes [B, context + F + context, K] int64, of which the tape holds those of frames 0 .. end [B];
+        the F in the middle are frames start [B] .. start + F -> their samples [B, F * frame_samples]."""
         frames = codes.shape[1] - 2 * self.context
         stretch = Stretch(start, end, frames, self.context)
         first = torch.arange(self.books, device=codes.device) * self.size

@@ -32,8 +32,8 @@ SPECIALS = 2  # of a codebook's vocabulary, at its end: "begin of codes" and "en
 SAMPLE_RATE_HZ = 24_000
 SEMANTIC_RATE_HZ = 16_000
 
-# No published file names the codec's shape: it is that of bosonai/higgs-audio-v2-tokenizer, config.json, whose names these are. A demo
-# checkpoint of another size says so in `audio_encoder_config.codec_config`.
+# No published file names the codec's shape: it is that of bosonai/higgs-audio-v2-tokenizer, config.json,
+# whose names these are. A demo checkpoint of another size says so in `audio_encoder_config.codec_config`.
 CODEC: dict[str, Any] = {
     "codebook_size": 1024,
     "codebook_dim": 64,
@@ -135,7 +135,8 @@ class CodecConfig:
     latent: int  # channels between the codebooks and the acoustic decoder
     encoder_channels: int  # of the encoder's first convolution, doubled by each block
     decoder_channels: int  # of the decoder's first block, halved by each
-    ratios: tuple[int, ...]  # samples to frames in the encoder, frames to samples in the decoder, in this order in both
+    # samples to frames in the encoder, frames to samples in the decoder, in this order in both
+    ratios: tuple[int, ...]
     semantic: SemanticConfig
 
     @property

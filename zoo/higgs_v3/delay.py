@@ -1,4 +1,5 @@
-"""The delay pattern: codebook k speaks k steps after codebook 0, so that each code can be drawn knowing the coarser ones of its frame.
+"""The delay pattern: codebook k speaks k steps after codebook 0, so that each code can be drawn knowing the
+coarser ones of its frame.
 
     step        0    1    2   ...  7    8   ...  r    r+1  ...  r+6      r is the first step whose code 0 is E: r frames were spoken
     codebook 0  c00  c10  c20      c70  c80      E    .         .
@@ -6,9 +7,10 @@
     ...                                                                  B "begin", E "end", . drawn, fed back, and dropped
     codebook 7  B    B    B        c07  c17      .    .         c(r-1)7  frame f is whole after step f + 7
 
-On the tape a code stands where its frame is: the delay is an address that is written to, and whoever reads the tape never hears of it.
-Source: MusicGen (arXiv 2306.05284), section 2.2; sgl-project/sglang-omni 0.1.9, models/higgs_tts/sampler.py and utils.py; the idea of the
-write address: kyutai-labs/moshi, models/lm.py, LMGen.
+On the tape a code stands where its frame is: the delay is an address that is written to, and whoever reads
+the tape never hears of it.
+Source: MusicGen (arXiv 2306.05284), section 2.2; sgl-project/sglang-omni 0.1.9, models/higgs_tts/sampler.py
+and utils.py; the idea of the write address: kyutai-labs/moshi, models/lm.py, LMGen.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from zoo.contract import Prompt, Spec, State
 
 
 class DelayState(State):
-    """Adds: row [S+1, K], the codes of the last step, specials among them; end [S+1], the frames that the tape will have: the cap, until
-    codebook 0 says where the speech ends."""
+    """Adds: row [S+1, K], the codes of the last step, specials among them; end [S+1], the frames that the
+    tape will have: the cap, until codebook 0 says where the speech ends."""
 
     row: Tensor
     end: Tensor
@@ -36,15 +38,17 @@ class DelayState(State):
         self.end[slot] = prompt.max_frames
 
     def step(self, slots: Tensor, drawn: Tensor, begin: int, end: int) -> None:
-        """One step's codes [B, K], as they were drawn, to where their frames stand; a slot that is done stays as it is.
+        """One step's codes [B, K], as they were drawn, to where their frames stand; a slot that is done stays
+        as it is.
 
-        An "end" of codebook 0 ends the speech at whichever step it comes. Specials inside of frames that are kept become code 0: clamped to
-        the last code, which is a real one, they would be heard.
+        An "end" of codebook 0 ends the speech at whichever step it comes. Specials inside of frames that are
+        kept become code 0: clamped to the last code, which is a real one, they would be heard.
         """
         steps, alive, books = self.steps[slots], ~self.done[slots], drawn.shape[1]
         book = torch.arange(books, device=slots.device)
         row = torch.where(book > steps[:, None], begin, drawn)  # [B, K]
-        ends = torch.where(alive & (row[:, 0] == end), torch.minimum(self.end[slots], steps), self.end[slots])  # [B]
+        # [B]
+        ends = torch.where(alive & (row[:, 0] == end), torch.minimum(self.end[slots], steps), self.end[slots])
 
         frame = steps[:, None] - book  # [B, K], whose code this is
         kept = alive[:, None] & (frame >= 0) & (frame < ends[:, None])

@@ -1,10 +1,12 @@
-"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work without weights.
+"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work
+without weights.
 
     write("demo", "tiny")    # about a megabyte, runs anywhere
     write("mid", "mid")      # 150 million parameters; the decoder of the codec as published
     write("full", "full")    # the published shapes and sizes, 9.3 GB
 
-A tensor's values follow from (seed, published name, shape) alone. All tensors are of one dtype, the codec's too, as published.
+A tensor's values follow from (seed, published name, shape) alone. All tensors are of one dtype, the codec's
+too, as published.
 """
 
 from __future__ import annotations
@@ -23,11 +25,19 @@ from zoo.nn import synthetic
 from zoo.nn.config import change
 from zoo.nn.synthetic import Rule
 
-# --- configs ------------------------------------------------------------------------------------------------------------------------------
+# --- configs ------------------------------------------------------------------------------------------------
 
 
 def _text(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, words: int, rows: int, positions: int
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    words: int,
+    rows: int,
+    positions: int,
 ) -> dict[str, Any]:
     """words: of the tokenizer, before the added tokens; rows: of the embedding."""
     return {
@@ -120,7 +130,13 @@ MID_CODEC = _codec(
     1024,
     64,
     {"encoder_hidden_size": 32, "decoder_hidden_size": 256},
-    {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 6, "conv_dim": [256] * 7},
+    {
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "conv_dim": [256] * 7,
+    },
 )
 _WORDS = len(vocabulary(full=False))
 _ROWS = -(-(_WORDS + len(ADDED)) // 64) * 64
@@ -131,9 +147,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 SIZES = tuple(CONFIGS)
 
-# --- values -------------------------------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be left out unnoticed.
+# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be
+# left out unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"\.inited$", 1.0, 0.0, False),
     (r"\.cluster_size$", 1.5, 0.25, False),
@@ -147,7 +164,8 @@ RULES: tuple[Rule, ...] = (
     (r"\.bias$", 0.0, 0.1, False),
     (r"text_embedding\.weight$", 0.0, 0.5, False),
     (r"modality_embeddings\.0\.embedding\.weight$", 0.0, 2.0, True),  # as a head: logits of a few units
-    (r"\.(o_proj|down_proj)\.weight$", 0.0, 3.0, True),  # louder than the codes read, or the tied head would say them again and again
+    # louder than the codes read, or the tied head would say them again and again
+    (r"\.(o_proj|down_proj)\.weight$", 0.0, 3.0, True),
     (r"\.acoustic_decoder\.conv2\.weight$", 0.0, 0.01, True),  # soft audio
     (r"\.acoustic_(en|de)coder\..*\.res_unit\d\.conv2\.weight$", 0.0, 0.5, True),
     (r"\.conv_t1\.weight$", 0.0, 1.4, True),  # transposed: its fan-in is two thirds of this, or less
@@ -155,28 +173,40 @@ RULES: tuple[Rule, ...] = (
     (r"\.weight$", 0.0, 1.0, True),
 )
 CODES = "tied.embedding.modality_embeddings.0.embedding.weight"
-COPIES = {"tied.head.text_head.weight": "tied.embedding.text_embedding.weight", "tied.head.modality_heads.0.weight": CODES}
+COPIES = {
+    "tied.head.text_head.weight": "tied.embedding.text_embedding.weight",
+    "tied.head.modality_heads.0.weight": CODES,
+}
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule knows."""
+    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
+    knows."""
     name = COPIES.get(name, name)
     values = synthetic.fill(name, shape, f"higgs_v3:{seed}", RULES)
     if name == CODES:
-        values[shape[0] // 8 - 1] *= 0.3  # the end of codebook 0, less likely: a voice made by chance would have little to say
+        # the end of codebook 0, less likely: a voice made by chance would have little to say
+        values[shape[0] // 8 - 1] *= 0.3
     return values
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
-def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Path:
+def write(
+    directory: str | Path,
+    size: str = "tiny",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    **config: Any,
+) -> Path:
     """A checkpoint with every file of the published layout.
 
-    config: changes to config.json, merged into its blocks: `text_config={"num_hidden_layers": 1}`. Raises ValueError for an unknown size,
-    key or dtype, and for a directory that is not empty.
+    config: changes to config.json, merged into its blocks: `text_config={"num_hidden_layers": 1}`. Raises
+    ValueError for an unknown size, key or dtype, and for a directory that is not empty.
     """
-    from zoo.higgs_v3 import build, describe, weights  # here, so that configs and values can be had without the model
+    # here, so that configs and values can be had without the model
+    from zoo.higgs_v3 import build, describe, weights
     from zoo.nn.checkpoint import published
 
     synthetic.check_dtype(dtype)
@@ -184,7 +214,8 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     model, _ = describe(directory)
     shapes = published(build(model), weights.table(model))
     synthetic.write_tensors(directory / "model.safetensors", shapes, partial(fill, seed=seed), dtype)
-    indexed = sorted(name for name in shapes if name not in COPIES)  # as published: the copies are in the file alone
+    # as published: the copies are in the file alone
+    indexed = sorted(name for name in shapes if name not in COPIES)
     total = sum(math.prod(shapes[name]) for name in indexed) * dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(indexed, "model.safetensors")}
     synthetic.write_json(directory / "model.safetensors.index.json", index)

@@ -45,7 +45,9 @@ class Acoustic(nn.Module):
         super().__init__()
         channels, self.ratios = config.encoder_channels, config.ratios
         self.stem = nn.Conv1d(1, channels, KERNEL, padding=KERNEL // 2)
-        self.blocks = nn.ModuleList(AcousticBlock(channels << i, rate) for i, rate in enumerate(config.ratios))
+        self.blocks = nn.ModuleList(
+            AcousticBlock(channels << i, rate) for i, rate in enumerate(config.ratios)
+        )
         self.snake = Snake(channels << len(config.ratios))
         self.tail = nn.Conv1d(channels << len(config.ratios), config.latent, 3, padding=1)
 
@@ -74,7 +76,9 @@ class SemanticUnit(nn.Module):
 
 class SemanticBlock(nn.Sequential):
     def __init__(self, channels: int):
-        super().__init__(SemanticUnit(channels), SemanticUnit(channels), nn.Conv1d(channels, channels, 3, padding=1))
+        super().__init__(
+            SemanticUnit(channels), SemanticUnit(channels), nn.Conv1d(channels, channels, 3, padding=1)
+        )
 
 
 class Encoder(nn.Module):
@@ -86,7 +90,9 @@ class Encoder(nn.Module):
         self.pad = config.frame_samples // 2
         self.acoustic = Acoustic(config)
         self.hubert = Hubert(config.semantic)
-        self.semantic = nn.Sequential(nn.Conv1d(hidden, hidden, 3, padding=1, bias=False), SemanticBlock(hidden), SemanticBlock(hidden))
+        self.semantic = nn.Sequential(
+            nn.Conv1d(hidden, hidden, 3, padding=1, bias=False), SemanticBlock(hidden), SemanticBlock(hidden)
+        )
         self.join = nn.Linear(config.width, config.width)
 
     def prepare(self) -> None:
@@ -99,8 +105,8 @@ class Encoder(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         """samples [B, N] at 24 kHz -> [B, F, W].
 
-        The semantic branch says how many frames there are. Where the acoustic one would give another number, which is where N mod 960 lies
-        in 119 .. 631, its samples get half a frame of zeros on both sides.
+        The semantic branch says how many frames there are. Where the acoustic one would give another number,
+        which is where N mod 960 lies in 119 .. 631, its samples get half a frame of zeros on both sides.
         """
         heard = self.hubert(F.pad(self.resample(samples), (SEMANTIC_PAD, SEMANTIC_PAD)))[:, ::2]  # [B, F, D]
         semantic = self.semantic(heard.mT)  # [B, D, F]

@@ -1,4 +1,5 @@
-"""What both halves of the codec are made of. Source: transformers 5.23, models/dac and models/higgs_audio_v2_tokenizer."""
+"""What both halves of the codec are made of. Source: transformers 5.23, models/dac and
+models/higgs_audio_v2_tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)  # how far each 
 
 
 class Residual(nn.Module):
-    """x [B, C, N] -> [B, C, N - 2 edge]: what it knows in full. For as many as came in, pad x with `edge` zeros on both sides first."""
+    """x [B, C, N] -> [B, C, N - 2 edge]: what it knows in full. For as many as came in, pad x with `edge`
+    zeros on both sides first."""
 
     def __init__(self, channels: int, dilation: int):
         super().__init__()
@@ -28,11 +30,14 @@ class Residual(nn.Module):
         self.conv2 = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv2(self.snake2(self.conv1(self.snake1(x)))).add_(x[..., self.edge : x.shape[2] - self.edge])
+        return self.conv2(self.snake2(self.conv1(self.snake1(x)))).add_(
+            x[..., self.edge : x.shape[2] - self.edge]
+        )
 
 
 class Codebook(nn.Module):
-    """One level: a way in, rows to choose from, and a way out. Distances are Euclidean, between vectors as they are."""
+    """One level: a way in, rows to choose from, and a way out. Distances are Euclidean, between vectors as
+    they are."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()

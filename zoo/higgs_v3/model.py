@@ -26,11 +26,13 @@ from zoo.nn.sampling import draw, gumbel
 from zoo.request import check
 
 GREEDY = 1e-5  # at a temperature this low the reference takes the likeliest code
-FRAMES_PER_TEXT_TOKEN, MIN_FRAMES = 24, 384  # the guard against a voice that never ends, where the request sets no cap
+# the guard against a voice that never ends, where the request sets no cap
+FRAMES_PER_TEXT_TOKEN, MIN_FRAMES = 24, 384
 
 
 class Block(nn.Module):
-    """Grouped-query attention over pages with a norm per head, then a gated MLP, each behind a norm and added to its input.
+    """Grouped-query attention over pages with a norm per head, then a gated MLP, each behind a norm and added
+    to its input.
 
     Source: transformers, models/qwen3, Qwen3DecoderLayer.
     """
@@ -50,14 +52,16 @@ class Block(nn.Module):
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, D], cos and sin [T, 1, dim]"""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))  # [T, H or Hkv, dim]
+        # [T, H or Hkv, dim]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         x = x + self.out(attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Backbone(nn.Module):
-    """The LM: two tables, of text and of codes, and the blocks. A step's codes are read as the sum of their rows."""
+    """The LM: two tables, of text and of codes, and the blocks. A step's codes are read as the sum of their
+    rows."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -91,11 +95,14 @@ class HiggsV3(Family[HiggsState]):
         self.config, self.spec, self.strategy = config, spec, STRATEGY
         self.backbone, self.codec = backbone, codec
         self.writer = writer
-        assert codec.decoder.context == spec.window.lookahead, f"the codec looks {codec.decoder.context} frames ahead, not {spec.window.lookahead}"
+        assert codec.decoder.context == spec.window.lookahead, (
+            f"the codec looks {codec.decoder.context} frames ahead, not {spec.window.lookahead}"
+        )
         table = backbone.codes.weight
         self.dtype, self.device = table.dtype, table.device
         self.head = nn.Linear(config.stack.hidden, config.codebooks * config.vocab, bias=False, device="meta")
-        self.head.weight = table  # tied: a code is scored by the row it is read as. The text's head is never run
+        # tied: a code is scored by the row it is read as. The text's head is never run
+        self.head.weight = table
 
     # host, off the loop
 
@@ -136,7 +143,8 @@ class HiggsV3(Family[HiggsState]):
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         stack = self.config.stack
-        # In bf16 the table is rounded too, as it was in training (sglang-omni 0.1.9, models/higgs_tts/utils.py, truncate_rope_to_bf16).
+        # In bf16 the table is rounded too, as it was in training (sglang-omni 0.1.9,
+        # models/higgs_tts/utils.py, truncate_rope_to_bf16).
         cos, sin = rope_table(batch.positions, stack.head_dim, stack.rope_theta, inputs.dtype)
         cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
         x = inputs
@@ -153,11 +161,13 @@ class HiggsV3(Family[HiggsState]):
         noise = gumbel(state.seed[slots], steps, range(c.codebooks), c.vocab)  # [B, K, V]
         settings = (state.temperature, state.top_k, state.top_p)
         how = (repeat(value[slots], "b -> (b k)", k=c.codebooks) for value in settings)
-        drawn = draw(logits.flatten(0, 1), *how, noise.flatten(0, 1)).unflatten(0, (-1, c.codebooks))  # [B, K]
+        # [B, K]
+        drawn = draw(logits.flatten(0, 1), *how, noise.flatten(0, 1)).unflatten(0, (-1, c.codebooks))
         state.step(slots, drawn, c.begin, c.end)
 
     def render(self, state: HiggsState, view: View) -> tuple[Tensor, Tensor]:
-        """The codec looks ten frames to both sides: they are read from the tape, whose end is where no more frames are ready."""
+        """The codec looks ten frames to both sides: they are read from the tape, whose end is where no more
+        frames are ready."""
         window = self.spec.window
         codes = state.window(view, window.left, window.lookahead)  # [B, F + 20, K]
         samples = self.codec.decoder(codes, view.start, state.ready[view.slots])

@@ -1,11 +1,14 @@
-"""From a request to what the LM reads before the first frame: text tokens, and a reference's rows of codes (R, one position each).
+"""From a request to what the LM reads before the first frame: text tokens, and a reference's rows of codes
+(R, one position each).
 
     zero-shot                 <|tts|>                                               <|text|> text… <|audio|>
     reference                 <|tts|>                           <|ref_audio|> R…    <|text|> text… <|audio|>
     reference, transcript     <|tts|> <|ref_text|> transcript…  <|ref_audio|> R…    <|text|> text… <|audio|>
 
-There is no chat template, no system prompt and no token that ends the reference. The hidden state at <|audio|> gives the first codes.
-Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts/text_tokenizer.py; vllm-omni 0.30.0, higgs_audio_v3_tokenizer.py, says the same.
+There is no chat template, no system prompt and no token that ends the reference. The hidden state at
+<|audio|> gives the first codes.
+Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts/text_tokenizer.py; vllm-omni 0.30.0,
+higgs_audio_v3_tokenizer.py, says the same.
 """
 
 from __future__ import annotations
@@ -43,8 +46,9 @@ HINTS = {
 
 
 class TextTokenizer:
-    """The checkpoint's byte-level BPE. Of its added tokens, a user's text may hold the documented control tags alone: whatever else looks
-    like a special token there is ordinary text, and cannot change the prompt's structure."""
+    """The checkpoint's byte-level BPE. Of its added tokens, a user's text may hold the documented control
+    tags alone: whatever else looks like a special token there is ordinary text, and cannot change the
+    prompt's structure."""
 
     def __init__(self, directory: Path):
         path = directory / "tokenizer.json"
@@ -54,14 +58,18 @@ class TextTokenizer:
         if missing:
             raise ValueError(f"{path} lacks tokens of Higgs Audio V3: {', '.join(missing[:8])}")
         try:
-            self._tokenizer = Tokenizer.from_str(json.dumps(content | {"added_tokens": [], "post_processor": None}))
+            self._tokenizer = Tokenizer.from_str(
+                json.dumps(content | {"added_tokens": [], "post_processor": None})
+            )
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ValueError(f"{path} is not a tokenizer: {error}") from None
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = []
         for i, part in enumerate(_TAG.split(text)):  # text and tags in turn
-            ids += [self.special[part]] if i % 2 else self._tokenizer.encode(part, add_special_tokens=False).ids
+            ids += (
+                [self.special[part]] if i % 2 else self._tokenizer.encode(part, add_special_tokens=False).ids
+            )
         return ids
 
 
@@ -76,14 +84,17 @@ class Script:
 
 
 class PromptWriter:
-    """Request -> Script. Raises ValueError for what a user got wrong. A reference is encoded last, when all else is known to be right."""
+    """Request -> Script. Raises ValueError for what a user got wrong. A reference is encoded last, when all
+    else is known to be right."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.cloner = cloner
         self.max_tokens = config.max_positions
         self.tokenize = TextTokenizer(directory)
         if (most := max(self.tokenize.special.values())) >= config.text_vocab:
-            raise ValueError(f"{directory / 'tokenizer.json'} has ids up to {most}, but the model has {config.text_vocab} text rows")
+            raise ValueError(
+                f"{directory / 'tokenizer.json'} has ids up to {most}, but the model has {config.text_vocab} text rows"
+            )
 
     def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
         """values: of the model's options, as `zoo.request.check` gives them."""
@@ -111,5 +122,7 @@ class PromptWriter:
     def _tokens(self, param: str, text: str) -> list[int]:
         tokens = self.tokenize(text.strip())
         if len(tokens) > self.max_tokens:
-            raise RequestError(param, f"{param} has {len(tokens)} tokens; the model reads {self.max_tokens} positions in all")
+            raise RequestError(
+                param, f"{param} has {len(tokens)} tokens; the model reads {self.max_tokens} positions in all"
+            )
         return tokens

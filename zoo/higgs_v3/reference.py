@@ -21,7 +21,13 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch.nn import functional as F
-from transformers import DynamicCache, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel, Qwen3Config, Qwen3Model
+from transformers import (
+    DynamicCache,
+    HiggsAudioV2TokenizerConfig,
+    HiggsAudioV2TokenizerModel,
+    Qwen3Config,
+    Qwen3Model,
+)
 
 NAME = "transformers 5.23"
 RATE_HZ = 24000
@@ -30,7 +36,12 @@ PUBLISHED = {  # of bosonai/higgs-audio-v2-tokenizer, which the checkpoint does 
     "codebook_size": 1024,
     "codebook_dim": 64,
     "acoustic_model_config": {"encoder_hidden_size": 64, "decoder_hidden_size": 1024, "hidden_size": 256},
-    "semantic_model_config": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "semantic_model_config": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
 }
 
 
@@ -43,15 +54,32 @@ class Model:
         files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
         tensors = {name: file.get_tensor(name) for file in files for name in file.keys()}  # noqa: SIM118  (it is no dict)
         prefix = "tied.embedding.modality_embeddings.0."
-        codes = next(name for name in tensors if name.startswith(prefix) and tensors[name].shape[0] == self.books * self.size)
+        codes = next(
+            name
+            for name in tensors
+            if name.startswith(prefix) and tensors[name].shape[0] == self.books * self.size
+        )
         self.table = tensors[codes].to(dtype)  # [K * V, D]
         with torch.device("meta"):
             self.backbone = Qwen3Model(Qwen3Config(**config["text_config"])).eval()
-            self.codec = HiggsAudioV2TokenizerModel(codec_config(audio.get("codec_config", PUBLISHED), self.books)).eval()
-        own = {name.removeprefix("body."): value.to(dtype) for name, value in tensors.items() if name.startswith("body.")}
+            self.codec = HiggsAudioV2TokenizerModel(
+                codec_config(audio.get("codec_config", PUBLISHED), self.books)
+            ).eval()
+        own = {
+            name.removeprefix("body."): value.to(dtype)
+            for name, value in tensors.items()
+            if name.startswith("body.")
+        }
         fill(self.backbone, own | {"embed_tokens.weight": tensors[TEXT].to(dtype)})
         codec = prefix + "model."
-        fill(self.codec, {name.removeprefix(codec): value.float() for name, value in tensors.items() if name.startswith(codec)})
+        fill(
+            self.codec,
+            {
+                name.removeprefix(codec): value.float()
+                for name, value in tensors.items()
+                if name.startswith(codec)
+            },
+        )
         self.backbone.rotary_emb = type(self.backbone.rotary_emb)(config=self.backbone.config)
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
@@ -59,7 +87,9 @@ class Model:
         """rows [..., K] -> [..., D]"""
         return F.embedding(rows + torch.arange(self.books) * self.size, self.table).sum(-2)
 
-    def prompt(self, text: str, rows: torch.Tensor | None = None, reference_text: str | None = None) -> torch.Tensor:
+    def prompt(
+        self, text: str, rows: torch.Tensor | None = None, reference_text: str | None = None
+    ) -> torch.Tensor:
         """-> [1, T, D]"""
         parts = [self.words("<|tts|>")]
         if rows is not None:
@@ -86,9 +116,15 @@ class Model:
             rows.append(torch.where(book > len(rows), self.begin, drawn))
             x = self.read(rows[-1])[:, None]
         tape = torch.stack(rows, 1)  # [B, R, K]
-        codes = torch.stack([tape[:, k : len(rows) - self.books + 1 + k, k] for k in range(self.books)], -1)[:, :end]
+        codes = torch.stack([tape[:, k : len(rows) - self.books + 1 + k, k] for k in range(self.books)], -1)[
+            :, :end
+        ]
         codes = torch.where(codes >= self.begin, 0, codes)
-        return [self.codec.decode(one.T[None]).audio_values[0, 0] for one in codes] if codes.shape[1] else [torch.zeros(0)] * len(codes)
+        return (
+            [self.codec.decode(one.T[None]).audio_values[0, 0] for one in codes]
+            if codes.shape[1]
+            else [torch.zeros(0)] * len(codes)
+        )
 
 
 def draw(logits: torch.Tensor, temperature: float = 0.8, top_k: int = 30, top_p: float = 0.8) -> torch.Tensor:
@@ -109,8 +145,17 @@ def codec_config(codec: dict, books: int) -> HiggsAudioV2TokenizerConfig:
         downsample_factor=320,
         codebook_size=codec["codebook_size"],
         codebook_dim=codec["codebook_dim"],
-        acoustic_model_config={"model_type": "dac", **codec["acoustic_model_config"], "upsampling_ratios": ratios, "hop_length": 960},
-        semantic_model_config={"model_type": "hubert", "mask_time_prob": 0.0, **codec["semantic_model_config"]},
+        acoustic_model_config={
+            "model_type": "dac",
+            **codec["acoustic_model_config"],
+            "upsampling_ratios": ratios,
+            "hop_length": 960,
+        },
+        semantic_model_config={
+            "model_type": "hubert",
+            "mask_time_prob": 0.0,
+            **codec["semantic_model_config"],
+        },
     )
 
 

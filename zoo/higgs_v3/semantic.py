@@ -35,7 +35,8 @@ class Layer(nn.Module):
 
 
 class Position(nn.Module):
-    """A convolution wide enough to tell where a frame is. Its kernel is published as a direction and, per tap, a length."""
+    """A convolution wide enough to tell where a frame is. Its kernel is published as a direction and, per
+    tap, a length."""
 
     weight: Tensor  # [D, D / groups, kernel], after prepare()
 
@@ -43,7 +44,9 @@ class Position(nn.Module):
         super().__init__()
         self.kernel, self.groups = config.position_kernel, config.position_groups
         self.length = nn.Parameter(torch.empty(1, 1, config.position_kernel))
-        self.direction = nn.Parameter(torch.empty(config.hidden, config.hidden // config.position_groups, config.position_kernel))
+        self.direction = nn.Parameter(
+            torch.empty(config.hidden, config.hidden // config.position_groups, config.position_kernel)
+        )
         self.bias = nn.Parameter(torch.empty(config.hidden))
 
     @torch.no_grad()
@@ -66,7 +69,8 @@ class Hubert(nn.Module):
         widths = (1, *config.conv_widths)
         shapes = zip(widths[:-1], widths[1:], config.conv_kernels, config.conv_strides, strict=True)
         self.convs = nn.ModuleList(nn.Conv1d(*shape, bias=False) for shape in shapes)
-        self.conv_norm = nn.GroupNorm(widths[1], widths[1])  # each channel by itself, over time, behind the first convolution
+        # each channel by itself, over time, behind the first convolution
+        self.conv_norm = nn.GroupNorm(widths[1], widths[1])
         self.input_norm = nn.LayerNorm(widths[-1], config.eps)
         self.input = nn.Linear(widths[-1], config.hidden)
         self.position = Position(config)
@@ -74,7 +78,8 @@ class Hubert(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """samples [B, N] at 16 kHz, as loud as they are -> [B, T, D], the mean of what goes into the first layer and of what each makes."""
+        """samples [B, N] at 16 kHz, as loud as they are -> [B, T, D], the mean of what goes into the first
+        layer and of what each makes."""
         x = samples[:, None]
         for i, conv in enumerate(self.convs):
             x = conv(x)

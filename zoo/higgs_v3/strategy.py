@@ -3,7 +3,8 @@
 from compile_cache.strategy import Strategy, Whole
 from zoo.contract import Window
 
-WINDOW = Window(sizes=(4, 25, 75), lookahead=10, left=10)  # the codec looks as far to the left as to the right: render reads both from the tape
+# the codec looks as far to the left as to the right: render reads both from the tape
+WINDOW = Window(sizes=(4, 25, 75), lookahead=10, left=10)
 STRATEGY = Strategy(
     step=Whole(),  # prefill and render stay eager
     fp32=("norms' mean squares", "RoPE angles", "logits and sampling", "codec"),

@@ -1,4 +1,5 @@
-"""The model's special tokens; and for the demo checkpoints a small byte-level BPE that is made here, at the published place and size."""
+"""The model's special tokens; and for the demo checkpoints a small byte-level BPE that is made here, at the
+published place and size."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 from zoo.nn.bpe import Pair, byte_symbols, chain, in_symbols
 
-# The 43 control tags that the model card documents. They are all that a user's text may hold of the special tokens.
+# The 43 control tags that the model card documents. They are all that a user's text may hold of the special
+# tokens.
 _EMOTIONS = """
 elation amusement enthusiasm determination pride contentment affection relief contemplation confusion surprise awe longing arousal anger
 fear disgust bitterness sadness shame helplessness
@@ -53,7 +55,8 @@ HIGGS = (
 ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *HIGGS)
 
 PUBLISHED_WORDS = 151643
-# The pieces of the one text whose published ids are known: "Hello from PegaInfer." (a public golden). All others are filler at that size.
+# The pieces of the one text whose published ids are known: "Hello from PegaInfer." (a public golden). All
+# others are filler at that size.
 PUBLISHED_IDS = {"Hello": 9707, " from": 504, " P": 393, "ega": 11188, "In": 641, "fer": 802, ".": 13}
 WORDS = (" the", " to", " h", " s", " w", "ing", "er", "ou", "th", "'s", "n't")
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -86,12 +89,16 @@ def tokenizer(full: bool) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": len(words) + i, "content": token, **flags, "special": token not in _QWEN_PLAIN.split()} for i, token in enumerate(ADDED)
+            {"id": len(words) + i, "content": token, **flags, "special": token not in _QWEN_PLAIN.split()}
+            for i, token in enumerate(ADDED)
         ],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [{"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}, byte_level],
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
+                byte_level,
+            ],
         },
         "post_processor": byte_level,
         "decoder": byte_level,

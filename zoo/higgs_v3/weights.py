@@ -11,7 +11,8 @@ from zoo.higgs_v3.model import Backbone
 from zoo.nn.names import decoder_block
 
 CODEC = "tied.embedding.modality_embeddings.0.model"
-# Copies of the two embeddings. The file holds them, the index does not name them, so who walks the index leaves them behind.
+# Copies of the two embeddings. The file holds them, the index does not name them, so who walks the index
+# leaves them behind.
 HEADS = ("tied.head.text_head.weight", "tied.head.modality_heads.0.weight")
 
 
@@ -39,15 +40,24 @@ def table(config: Config) -> dict[str, str]:
 
 
 def unread(config: Config) -> dict[str, tuple[int, ...]]:
-    """Published name -> shape of what nobody reads: heads that are copies, the codec's semantic decoder, its codebooks' counts."""
+    """Published name -> shape of what nobody reads: heads that are copies, the codec's semantic decoder, its
+    codebooks' counts."""
     codec = config.codec
     width, hidden = codec.width, codec.semantic.hidden
-    shapes = {HEADS[0]: (config.text_vocab, config.stack.hidden), HEADS[1]: (config.codebooks * config.vocab, config.stack.hidden)}
-    rest: dict[str, tuple[int, ...]] = {"semantic_model.masked_spec_embed": (hidden,), "fc1.weight": (hidden, width), "fc1.bias": (hidden,)}
+    shapes = {
+        HEADS[0]: (config.text_vocab, config.stack.hidden),
+        HEADS[1]: (config.codebooks * config.vocab, config.stack.hidden),
+    }
+    rest: dict[str, tuple[int, ...]] = {
+        "semantic_model.masked_spec_embed": (hidden,),
+        "fc1.weight": (hidden, width),
+        "fc1.bias": (hidden,),
+    }
     for k in range(codec.codebooks):
         book = f"quantizer.quantizers.{k}.codebook"
         rest |= {f"{book}.inited": (1,), f"{book}.cluster_size": (codec.codebook_size,)}
-        rest[f"{book}.embed_avg"] = (codec.codebook_size, codec.codebook_width)  # a sum that nobody divided: no codebook
+        # a sum that nobody divided: no codebook
+        rest[f"{book}.embed_avg"] = (codec.codebook_size, codec.codebook_width)
     rest |= {f"decoder_semantic.{conv}.weight": (hidden, hidden, 3) for conv in ("conv1", "conv2")}
     for i in range(2):
         block = f"decoder_semantic.conv_blocks.{i}"

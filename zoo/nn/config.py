@@ -136,7 +136,8 @@ def _is_number(value: Any, low: float, high: float) -> bool:
 
 
 def change(config: dict[str, Any], changes: dict[str, Any], where: str) -> None:
-    """Merge `changes` into `config`, block by block. Raises ValueError for a key that is not there to be changed."""
+    """Merge `changes` into `config`, block by block. Raises ValueError for a key that is not there to be
+    changed."""
     for key, value in changes.items():
         if key not in config:
             raise ValueError(f"{where} has no {key!r}; it has: {', '.join(sorted(config))}")

@@ -1,9 +1,9 @@
 """A CPU's own kernels: kernels.cpp, built as inductor builds what it generates, and kept in the same place.
 
-Torch's general operators spend most of a small step on the way to the work: gathering pages before attention reads them, sorting a
-vocabulary for its fifty likeliest, passing five times over a codec's activations. These do the work alone (benchmarks/LOG.md). Until
-`build`, and on other devices, the operators in attention.py, sampling.py and snake.py run as they are written in torch, which is what the
-kernels are tested against.
+Torch's general operators spend most of a small step on the way to the work: gathering pages before attention
+reads them, sorting a vocabulary for its fifty likeliest, passing five times over a codec's activations. These
+do the work alone (benchmarks/LOG.md). Until `build`, and on other devices, the operators in attention.py,
+sampling.py and snake.py run as they are written in torch, which is what the kernels are tested against.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _plain = ContextVar("plain", default=False)
 
 
 def build() -> None:
-    """From now on this process's CPU operators use the kernels. Takes seconds the first time. Raises ValueError without a C++ compiler."""
+    """From now on this process's CPU operators use the kernels. Takes seconds the first time. Raises
+    ValueError without a C++ compiler."""
     global _library
     from torch._inductor.codecache import CppCodeCache  # takes two seconds, which only a server has to spend
     from torch._inductor.exc import InvalidCxxCompiler
@@ -32,7 +33,9 @@ def build() -> None:
     try:
         library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
     except InvalidCxxCompiler:
-        raise ValueError("compiling for a CPU needs a C++ compiler, and there is none: install g++, or serve with --no-compile") from None
+        raise ValueError(
+            "compiling for a CPU needs a C++ compiler, and there is none: install g++, or serve with --no-compile"
+        ) from None
     for name in NAMES.values():
         getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
     library.snake.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
@@ -42,7 +45,8 @@ def build() -> None:
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Here, and on this thread, operators run as they are written in torch: the truth that all else is compared with."""
+    """Here, and on this thread, operators run as they are written in torch: the truth that all else is
+    compared with."""
     token = _plain.set(True)
     try:
         yield
@@ -52,12 +56,19 @@ def plain() -> Iterator[None]:
 
 def know(*tensors: Tensor) -> bool:
     """Whether the kernels are to be used, and made for such tensors."""
-    return _library is not None and not _plain.get() and all(tensor.device.type == "cpu" and tensor.dtype in NAMES for tensor in tensors)
+    return (
+        _library is not None
+        and not _plain.get()
+        and all(tensor.device.type == "cpu" and tensor.dtype in NAMES for tensor in tensors)
+    )
 
 
 def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: int, scale: float) -> Tensor:
-    """One query for each sequence: q [B, H, D], kv [rows, Hkv, D], rows [B, P], lengths [B] -> [B, H, D]; `attention.paged_attention`."""
-    assert _library is not None and kv.is_contiguous() and q.dtype == kv.dtype, f"{q.dtype} over {kv.dtype}, {kv.stride()}"
+    """One query for each sequence: q [B, H, D], kv [rows, Hkv, D], rows [B, P], lengths [B] -> [B, H, D];
+    `attention.paged_attention`."""
+    assert _library is not None and kv.is_contiguous() and q.dtype == kv.dtype, (
+        f"{q.dtype} over {kv.dtype}, {kv.stride()}"
+    )
     q, rows, lengths = q.contiguous(), rows.contiguous(), lengths.contiguous()
     out, (batch, heads, width), kv_heads = torch.empty_like(q), q.shape, kv.shape[1]
     pointers = (tensor.data_ptr() for tensor in (q, kv, rows, lengths, out))
@@ -68,10 +79,14 @@ def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: in
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """logits [B, V] float32, top_k [B] int64, top_p [B] float32 -> [B, V]; `sampling.keep_likely`."""
-    assert _library is not None and logits.dtype == top_p.dtype == torch.float32 and top_k.dtype == torch.int64
+    assert (
+        _library is not None and logits.dtype == top_p.dtype == torch.float32 and top_k.dtype == torch.int64
+    )
     logits, top_k, top_p = logits.contiguous(), top_k.contiguous(), top_p.contiguous()
     out = torch.empty_like(logits)
-    _library.keep_likely(*(tensor.data_ptr() for tensor in (logits, top_k, top_p, out)), *logits.shape, torch.get_num_threads())
+    _library.keep_likely(
+        *(tensor.data_ptr() for tensor in (logits, top_k, top_p, out)), *logits.shape, torch.get_num_threads()
+    )
     return out
 
 
@@ -79,7 +94,11 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """x [B, C, N], frequency and gain of C values each, all float32 -> [B, C, N]; `snake.snake`."""
     assert _library is not None and x.dtype == frequency.dtype == gain.dtype == torch.float32
     x, frequency, gain = x.contiguous(), frequency.contiguous(), gain.contiguous()
-    assert frequency.numel() == gain.numel() == x.shape[1], f"{frequency.numel()} frequencies for {x.shape[1]} channels"
+    assert frequency.numel() == gain.numel() == x.shape[1], (
+        f"{frequency.numel()} frequencies for {x.shape[1]} channels"
+    )
     out = torch.empty_like(x)
-    _library.snake(*(tensor.data_ptr() for tensor in (x, frequency, gain, out)), *x.shape, torch.get_num_threads())
+    _library.snake(
+        *(tensor.data_ptr() for tensor in (x, frequency, gain, out)), *x.shape, torch.get_num_threads()
+    )
     return out

@@ -7,14 +7,17 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ZEROS, ROLLOFF = 6, 0.99  # zero crossings of the sinc to each side; where the low-pass ends, as a part of half the lower rate
+# zero crossings of the sinc to each side; where the low-pass ends, as a part of half the lower rate
+ZEROS, ROLLOFF = 6, 0.99
 
 
 class Resample(nn.Module):
-    """samples [B, N] at one rate -> [B, ceil(N * to / from)] at another: a low-pass under a Hann window, one filter per output phase.
+    """samples [B, N] at one rate -> [B, ceil(N * to / from)] at another: a low-pass under a Hann window, one
+    filter per output phase.
 
-    Source: J. O. Smith, Digital Audio Resampling (ccrma.stanford.edu/~jos/resample); torchaudio 2.11, functional.resample, whose defaults
-    these are. The filters are made on the CPU, wherever the model is built.
+    Source: J. O. Smith, Digital Audio Resampling (ccrma.stanford.edu/~jos/resample); torchaudio 2.11,
+    functional.resample, whose defaults these are. The filters are made on the CPU, wherever the model is
+    built.
     """
 
     filters: Tensor  # [to, 1, taps]

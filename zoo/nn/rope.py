@@ -5,8 +5,10 @@ from torch import Tensor
 
 
 def rope_table(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [...] -> cos, sin, each [..., dim]. Angles in fp32, the table then in the activations' dtype."""
-    frequency = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)  # [dim/2]
+    """positions [...] -> cos, sin, each [..., dim]. Angles in fp32, the table then in the activations'
+    dtype."""
+    # [dim/2]
+    frequency = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)
     angle = positions.float()[..., None] * frequency
     angle = torch.cat((angle, angle), -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)

@@ -1,4 +1,5 @@
-"""Snake, the activation of codecs: a line with a ripple, x + sin^2(f x) g, where f and g belong to the channel.
+"""Snake, the activation of codecs: a line with a ripple, x + sin^2(f x) g, where f and g belong to the
+channel.
 
 Source: Ziyin et al. 2020 (arXiv 2006.08195).
 """

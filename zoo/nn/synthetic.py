@@ -1,5 +1,5 @@
-"""Random tensors for demo checkpoints, and files of them. A tensor's values follow from (salt, published name, shape) alone, by integer
-arithmetic, so they are the same on every machine."""
+"""Random tensors for demo checkpoints, and files of them. A tensor's values follow from (salt, published
+name, shape) alone, by integer arithmetic, so they are the same on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-# where the published name matches, middle, deviation, whether the deviation is divided by the root of the fan-in (all axes but the first)
+# where the published name matches, middle, deviation, whether the deviation is divided by the root of the
+# fan-in (all axes but the first)
 Rule = tuple[str, float, float, bool]
 Fill = Callable[[str, tuple[int, ...]], np.ndarray]  # name and shape -> values
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -24,11 +25,14 @@ _CHUNK = 1 << 16  # stays in the cache
 _LANES = np.uint64(0x0000FFFF0000FFFF)
 
 
-def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule], fan_in: int | None = None) -> np.ndarray:
+def fill(
+    name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule], fan_in: int | None = None
+) -> np.ndarray:
     """Random float32 values by the first rule that matches. Raises ValueError for a name that no rule knows.
 
-    fan_in: how many products are summed into one output, where that is not all axes but the first.
-    Four 16-bit words of a PCG64 stream are summed: bell-shaped, bounded by 3.5 deviations, and exact integers up to the last two steps.
+    fan_in: how many products are summed into one output, where that is not all axes but the first. Four
+    16-bit words of a PCG64 stream are summed: bell-shaped, bounded by 3.5 deviations, and exact integers up
+    to the last two steps.
     """
     shape = tuple(shape)
     rule = next((rule for rule in rules if re.search(rule[0], name)), None)
@@ -37,7 +41,9 @@ def fill(name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule], fan_
     _, middle, deviation, scaled = rule
     if scaled:
         deviation /= math.sqrt(fan_in or math.prod(shape[1:]))
-    stream = np.random.PCG64(int.from_bytes(hashlib.sha256(f"{salt}:{name}".encode()).digest()[:16], "little"))
+    stream = np.random.PCG64(
+        int.from_bytes(hashlib.sha256(f"{salt}:{name}".encode()).digest()[:16], "little")
+    )
     step = np.float32(deviation * math.sqrt(3) / 65536)  # the sum's deviation is 65536 / sqrt(3)
     values = np.empty(math.prod(shape), np.float32)
     for start in range(0, values.size, _CHUNK):
@@ -72,8 +78,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill, dtype: torch.dtype) -> None:
-    """A safetensors file, its tensors made and written one at a time: the header's length, a JSON header, then the tensors' bytes in the
-    header's order."""
+    """A safetensors file, its tensors made and written one at a time: the header's length, a JSON header,
+    then the tensors' bytes in the header's order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(shapes):

@@ -1,4 +1,5 @@
-"""Qwen3-TTS 12 Hz (Qwen team, Apache-2.0): text to 24 kHz speech, 16 codes per 80 ms frame. See README.md beside this file."""
+"""Qwen3-TTS 12 Hz (Qwen team, Apache-2.0): text to 24 kHz speech, 16 codes per 80 ms frame. See README.md
+beside this file."""
 
 from __future__ import annotations
 
@@ -14,18 +15,22 @@ NAME = "qwen3_tts"
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot be read."""
+    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot
+    be read."""
     from zoo.nn.json_files import read_config
 
     config = read_config(path)
     # Codecs alone are claimed too, to be refused by name.
     codecs = ("qwen3_tts_tokenizer_12hz", "qwen3_tts_tokenizer_25hz")
     known = ("qwen3_tts", *codecs)
-    return config.get("model_type") in known or config.get("architectures") == ["Qwen3TTSForConditionalGeneration"]
+    return config.get("model_type") in known or config.get("architectures") == [
+        "Qwen3TTSForConditionalGeneration"
+    ]
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> Qwen3TTS:
-    """The family with its weights: the talker in `dtype`, codec and speaker encoder in fp32. Raises ValueError that names what is wrong."""
+    """The family with its weights: the talker in `dtype`, codec and speaker encoder in fp32. Raises
+    ValueError that names what is wrong."""
     import torch
 
     from zoo.nn import checkpoint
@@ -40,7 +45,9 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     talker, codec = build(config, codec_configs)
     checkpoint.load(talker, weights.root(config), directory, device, dtype)
     skip = "encoder" if talker.speaker is None else None
-    checkpoint.load(codec, weights.codec(*codec_configs), directory / "speech_tokenizer", device, torch.float32, skip)
+    checkpoint.load(
+        codec, weights.codec(*codec_configs), directory / "speech_tokenizer", device, torch.float32, skip
+    )
     codec.decoder.prepare()
     if talker.speaker is None:
         codec.encoder = None  # only references need it; its tensors were checked above
@@ -48,7 +55,11 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     else:
         codec.encoder.prepare()
         cloner = Cloner(talker.speaker.float().eval(), codec, device)
-    return Qwen3TTS(config, defaults, spec, talker, codec, PromptWriter(config, directory, cloner)).eval().requires_grad_(False)
+    return (
+        Qwen3TTS(config, defaults, spec, talker, codec, PromptWriter(config, directory, cloner))
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def build(config, codec_configs):

@@ -10,7 +10,8 @@ from zoo.qwen3_tts.config import StackConfig
 
 
 class Qwen3Block(nn.Module):
-    """Grouped-query attention with a norm per head, then a gated MLP, each behind a norm and added to its input.
+    """Grouped-query attention with a norm per head, then a gated MLP, each behind a norm and added to its
+    input.
 
     Source: transformers, models/qwen3, Qwen3DecoderLayer.
     """

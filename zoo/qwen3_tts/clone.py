@@ -1,5 +1,5 @@
-"""What a clone needs of its reference: the sound of the voice, and for cloning with a transcript the codes and where the codec stands after
-them. All of it is encoded once, in fp32, and kept.
+"""What a clone needs of its reference: the sound of the voice, and for cloning with a transcript the codes
+and where the codec stands after them. All of it is encoded once, in fp32, and kept.
 
     clip ─ mono, 24 kHz ─┬─ log mel ─ speaker encoder ─────────> speaker [D]
                          └─ codec encoder ─> codes [F, K] ─ prime ─> codec_state: new frames go on from the reference without a seam
@@ -40,7 +40,9 @@ class EncodedReference:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.speaker, self.codes, self.codec_state) if tensor is not None)
+        return sum(
+            tensor.nbytes for tensor in (self.speaker, self.codes, self.codec_state) if tensor is not None
+        )
 
 
 class Cloner:
@@ -59,7 +61,8 @@ class Cloner:
 
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip, x_vector_only: bool) -> EncodedReference:
-        samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, self.reference_s), device=self.device)[None]  # [1, N]
+        # [1, N]
+        samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, self.reference_s), device=self.device)[None]
         speaker = self.speaker(self.mel(samples))[0]
         if x_vector_only:
             none = torch.empty(0, self.codec.decoder.config.codebooks, dtype=torch.int64, device=self.device)

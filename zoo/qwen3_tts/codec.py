@@ -1,12 +1,14 @@
-"""The 12 Hz codec. The decoder turns frames of 16 codes (80 ms) into 24 kHz samples, exactly, however the frames are cut into calls.
+"""The 12 Hz codec. The decoder turns frames of 16 codes (80 ms) into 24 kHz samples, exactly, however the
+frames are cut into calls.
 
     codes [B, F, K] ─ codebooks ─ conv ─ transformer ─ upsample x2 x2 ─ conv ─ x8 ─ x5 ─ x4 ─ x3 ─ conv ─ samples [B, 1920 F]
                         512       1024   8 layers          1024         1536  768  384  192   96     1     channels
                                          12.5 Hz          25, 50 Hz           0.4   2    8    24  kHz
 
-Every layer looks back only. What the layers must remember of a stream, their inputs' ends and the last 71 keys and values, is one row of
-`state_size` values: zeros for a new stream, handed in and out. Source: QwenLM/Qwen3-TTS,
-qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py, whose own streaming (300 frames with 25 of context) is an approximation.
+Every layer looks back only. What the layers must remember of a stream, their inputs' ends and the last 71
+keys and values, is one row of `state_size` values: zeros for a new stream, handed in and out. Source:
+QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py, whose own streaming (300
+frames with 25 of context) is an approximation.
 """
 
 from __future__ import annotations
@@ -93,8 +95,10 @@ class Layer(Stateful):
         self.mlp_scale = nn.Parameter(torch.empty(config.hidden))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, state: CodecState) -> Tensor:
-        """x [B, F, D]; cos and sin [B, F, 1, head_dim]; seen [B, 1, F, window - 1 + F]: which key a frame may read."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.attention_norm(x)))  # [B, F, H, head_dim]
+        """x [B, F, D]; cos and sin [B, F, 1, head_dim]; seen [B, 1, F, window - 1 + F]: which key a frame may
+        read."""
+        # [B, F, H, head_dim]
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.attention_norm(x)))
         k = rotate(k, cos, sin)
         kv = state.extend(self, torch.cat((k, v), -2).flatten(2))  # [B, window - 1 + F, 2D]
         k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)  # [B, H, window - 1 + F, D]
@@ -231,7 +235,8 @@ class Decoder(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Frames that the convolutions behind the transformer look back from the first sample of a new one."""
+        """Frames that the convolutions behind the transformer look back from the first sample of a new
+        one."""
         parts = (*self.upsample, self.stem, *self.blocks, self.tail)
         return reach(layer for part in parts for layer in part.modules())
 

@@ -27,7 +27,8 @@ NEW_TOKENS = (2, 1 << 17)  # the first of them ends the prefill and is no frame
 NARROW = (1, 64)  # kernels and dilations of the speaker encoder: wider ones would need long references
 # Of the defaults, as of a request: zoo.request.sampling_options
 TEMPERATURE, TOP_K, TOP_P, PENALTY = (0.0, 2.0), (0, 1_000_000), (1e-6, 1.0), (0.5, 2.0)
-# Published configs name the speaker encoder's width and rate alone; the rest is the reference's (configuration_qwen3_tts.py).
+# Published configs name the speaker encoder's width and rate alone; the rest is the reference's
+# (configuration_qwen3_tts.py).
 SPEAKER: dict[str, Any] = {
     "mel_dim": 128,
     "enc_channels": [512, 512, 512, 512, 1536],
@@ -110,7 +111,10 @@ class SpeakerConfig:
     @property
     def min_frames(self) -> int:
         """Frames that the mirrored ends of every convolution need."""
-        return 1 + max((kernel - 1) * dilation // 2 for kernel, dilation in zip(self.kernels, self.dilations, strict=True))
+        return 1 + max(
+            (kernel - 1) * dilation // 2
+            for kernel, dilation in zip(self.kernels, self.dilations, strict=True)
+        )
 
     @classmethod
     def read(cls, block: ConfigBlock, talker_width: int) -> SpeakerConfig:
@@ -132,7 +136,11 @@ class SpeakerConfig:
             gate=block.integer("enc_se_channels", *WIDTH),
         )
         first, *middle, last = read.channels
-        if not len(read.channels) == len(read.kernels) == len(read.dilations) or set(middle) != {first} or last != len(middle) * first:
+        if (
+            not len(read.channels) == len(read.kernels) == len(read.dilations)
+            or set(middle) != {first}
+            or last != len(middle) * first
+        ):
             counts = f"there are {len(read.kernels)} enc_kernel_sizes and {len(read.dilations)} enc_dilations"
             known = "known are equal blocks, all of which the last convolution joins"
             raise block.refuse("enc_channels", f"{counts}; {known}")
@@ -172,7 +180,8 @@ class Config:
 
     @property
     def takes_instructions(self) -> bool:
-        """The 0.6B models were not trained for them and neither were the Base models: the reference drops them."""
+        """The 0.6B models were not trained for them and neither were the Base models: the reference drops
+        them."""
         return self.variant == "voice_design" or (self.variant == "custom_voice" and self.size != "0b6")
 
     @property
@@ -194,7 +203,9 @@ class Config:
         """Raises ValueError for what is missing or out of range, and by name for models that cannot run."""
         root = ConfigBlock(config)
         if (model := str(config.get("model_type"))).startswith("qwen3_tts_tokenizer"):
-            raise ValueError(f"this directory is a codec alone ({model}) and cannot speak; a model has it as speech_tokenizer/")
+            raise ValueError(
+                f"this directory is a codec alone ({model}) and cannot speak; a model has it as speech_tokenizer/"
+            )
         tokenizer, variant = root.string("tokenizer_type"), root.string("tts_model_type")
         if tokenizer != CODEC:
             raise ValueError(f"tokenizer_type {tokenizer!r} is not supported; supported: {CODEC}")
@@ -207,7 +218,9 @@ class Config:
         codebooks = talker.integer("num_code_groups", 2, CODEBOOKS[1])
         depth.expect(num_code_groups=codebooks)
         stack, speaker = StackConfig.read(talker), None
-        if variant == "base":  # fine-tuned CustomVoice directories keep the block of the Base model they come from, but not its tensors
+        # fine-tuned CustomVoice directories keep the block of the Base model they come from, but not its
+        # tensors
+        if variant == "base":
             speaker = SpeakerConfig.read(root.block("speaker_encoder_config"), stack.hidden)
         vocab = talker.integer("vocab_size", CONTROL_IDS + 1, VOCABULARY[1])
         text_vocab = talker.integer("text_vocab_size", *VOCABULARY)

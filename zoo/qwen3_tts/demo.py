@@ -1,9 +1,11 @@
-"""Random checkpoints in the published layout: every file, no trained weight. For tests, first tries, and speed work without weights.
+"""Random checkpoints in the published layout: every file, no trained weight. For tests, first tries, and
+speed work without weights.
 
     write("demo", "tiny")    # a few hundred kilobytes, runs anywhere
     write("full", "0.6b")    # the published shapes and sizes; also "0.6b-base", which clones, and "1.7b-design", see SIZES
 
-A tensor's values follow from (seed, published name, shape) alone, by integer arithmetic, so they are the same on every machine.
+A tensor's values follow from (seed, published name, shape) alone, by integer arithmetic, so they are the same
+on every machine.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from zoo.nn.synthetic import Rule
 from zoo.qwen3_tts.config import SAMPLE_RATE_HZ, Config
 from zoo.qwen3_tts.vocabulary import SPECIAL, merges, text_ids, tokenizer_config, vocabulary
 
-# --- configs ------------------------------------------------------------------------------------------------------------------------------
+# --- configs ------------------------------------------------------------------------------------------------
 
 LANGUAGES = {
     "chinese": 2055,
@@ -53,7 +55,15 @@ VOICES = {
     "dylan": 2878,
 }
 DIALECTS = {"eric": "sichuan_dialect", "dylan": "beijing_dialect"}
-CONTROL = {"pad": 2148, "bos": 2149, "eos_token": 2150, "think": 2154, "nothink": 2155, "think_bos": 2156, "think_eos": 2157}
+CONTROL = {
+    "pad": 2148,
+    "bos": 2149,
+    "eos_token": 2150,
+    "think": 2154,
+    "nothink": 2155,
+    "think_bos": 2156,
+    "think_eos": 2157,
+}
 
 
 def _stack(hidden: int, inner: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
@@ -78,9 +88,20 @@ def _stack(hidden: int, inner: int, layers: int, heads: int, head_dim: int) -> d
     }
 
 
-def _root(size: str, talker: dict, depth: dict, codes: int, text: dict[str, int], text_hidden: int, text_vocab: int, ids) -> dict[str, Any]:
-    """config.json of a CustomVoice model. ids: where a published codec id that is not a code lies in this vocabulary."""
-    sections = [24, 20, 20] if talker["head_dim"] == 128 else [2, 1, 1]  # inert: all three count the same positions
+def _root(
+    size: str,
+    talker: dict,
+    depth: dict,
+    codes: int,
+    text: dict[str, int],
+    text_hidden: int,
+    text_vocab: int,
+    ids,
+) -> dict[str, Any]:
+    """config.json of a CustomVoice model. ids: where a published codec id that is not a code lies in this
+    vocabulary."""
+    # inert: all three count the same positions
+    sections = [24, 20, 20] if talker["head_dim"] == 128 else [2, 1, 1]
     return {
         "architectures": ["Qwen3TTSForConditionalGeneration"],
         "assistant_token_id": text["assistant"],
@@ -102,7 +123,12 @@ def _root(size: str, talker: dict, depth: dict, codes: int, text: dict[str, int]
             "max_position_embeddings": 32768,
             "model_type": "qwen3_tts_talker",
             "position_id_per_seconds": 13,
-            "rope_scaling": {"interleaved": True, "mrope_section": sections, "rope_type": "default", "type": "default"},
+            "rope_scaling": {
+                "interleaved": True,
+                "mrope_section": sections,
+                "rope_type": "default",
+                "type": "default",
+            },
             "spk_id": {name: ids(index) for name, index in VOICES.items()},
             "spk_is_dialect": {name: DIALECTS.get(name, False) for name in VOICES},
             "text_hidden_size": text_hidden,
@@ -110,7 +136,8 @@ def _root(size: str, talker: dict, depth: dict, codes: int, text: dict[str, int]
             "vocab_size": codes + 1024,
         },
         "tokenizer_type": "qwen3_tts_tokenizer_12hz",
-        "transformers_version": "4.57.1",  # from 4.57.3 on, the reference swaps in another model's text splitting for large vocabularies
+        # from 4.57.3 on, the reference swaps in another model's text splitting for large vocabularies
+        "transformers_version": "4.57.1",
         "tts_bos_token_id": text["<tts_text_bos>"],
         "tts_eos_token_id": text["<tts_text_eod>"],
         "tts_model_size": size,
@@ -255,23 +282,44 @@ FEATURES = {
     "sampling_rate": 24000,
 }
 
-# --- sizes --------------------------------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------------------
 
 
 def _published(size: str, talker: dict, depth: dict) -> dict[str, Any]:
-    return _root(size, talker, depth, 2048, text_ids(full=True), text_hidden=2048, text_vocab=151936, ids=lambda index: index)
+    return _root(
+        size,
+        talker,
+        depth,
+        2048,
+        text_ids(full=True),
+        text_hidden=2048,
+        text_vocab=151936,
+        ids=lambda index: index,
+    )
 
 
 def _tiny(size: str, depth_hidden: int) -> dict[str, Any]:
     talker, depth = _stack(32, 64, 3, 4, head_dim=8), _stack(depth_hidden, 48, 2, 4, head_dim=8)
     text = text_ids(full=False)
-    return _root(size, talker, depth, 64, text, text_hidden=24, text_vocab=768, ids=lambda index: index - 2048 + 64)
+    return _root(
+        size, talker, depth, 64, text, text_hidden=24, text_vocab=768, ids=lambda index: index - 2048 + 64
+    )
 
 
 def _mid() -> dict[str, Any]:
-    """About a fifth of the 0.6B model, with all of its codes and positions: for comparing speed where the published size is too slow."""
+    """About a fifth of the 0.6B model, with all of its codes and positions: for comparing speed where the
+    published size is too slow."""
     talker, depth = _stack(512, 1536, 16, 8, head_dim=64), _stack(512, 1536, 5, 8, head_dim=64)
-    return _root("0b6", talker, depth, 2048, text_ids(full=True), text_hidden=512, text_vocab=151936, ids=lambda index: index)
+    return _root(
+        "0b6",
+        talker,
+        depth,
+        2048,
+        text_ids(full=True),
+        text_hidden=512,
+        text_vocab=151936,
+        ids=lambda index: index,
+    )
 
 
 def _files(config: dict[str, Any], codec: dict[str, Any], max_new_tokens: int) -> dict[str, dict[str, Any]]:
@@ -284,34 +332,51 @@ def _files(config: dict[str, Any], codec: dict[str, Any], max_new_tokens: int) -
         "configuration.json": {"framework": "pytorch", "task": "text-to-speech", "allow_remote": True},
         "speech_tokenizer/config.json": codec,
         "speech_tokenizer/preprocessor_config.json": FEATURES,
-        "speech_tokenizer/configuration.json": {"framework": "pytorch", "task": "feature-extraction", "allow_remote": True},
+        "speech_tokenizer/configuration.json": {
+            "framework": "pytorch",
+            "task": "feature-extraction",
+            "allow_remote": True,
+        },
     }
 
 
-def _variant(custom_voice: dict[str, dict[str, Any]], variant: str, **speaker: Any) -> dict[str, dict[str, Any]]:
-    """The files of a variant that has no voices of its own. speaker: further keys of the speaker encoder's block."""
+def _variant(
+    custom_voice: dict[str, dict[str, Any]], variant: str, **speaker: Any
+) -> dict[str, dict[str, Any]]:
+    """The files of a variant that has no voices of its own. speaker: further keys of the speaker encoder's
+    block."""
     files = copy.deepcopy(custom_voice)
     config = files["config.json"]
     talker = config["talker_config"]
     talker |= {"spk_id": {}, "spk_is_dialect": {}}
-    talker["codec_language_id"] = {name: index for name, index in talker["codec_language_id"].items() if "dialect" not in name}
+    talker["codec_language_id"] = {
+        name: index for name, index in talker["codec_language_id"].items() if "dialect" not in name
+    }
     config["tts_model_type"] = variant
     if variant == "base":
-        config["speaker_encoder_config"] = {"enc_dim": talker["hidden_size"], "sample_rate": SAMPLE_RATE_HZ, **speaker}
+        config["speaker_encoder_config"] = {
+            "enc_dim": talker["hidden_size"],
+            "sample_rate": SAMPLE_RATE_HZ,
+            **speaker,
+        }
     return files
 
 
 TINY_SPEAKER = {"enc_channels": [16, 16, 16, 16, 48], "enc_attention_channels": 8, "enc_se_channels": 8}
 
-# Every JSON file of each size but the vocabulary. "tiny" is built like the 0.6B model, "tiny-1.7b" (narrower code predictor) like the 1.7B;
-# "mid" is for speed alone. Without a suffix a model is CustomVoice, "-base" clones and "-design" makes voices from descriptions; there is
-# no design of the 0.6B.
+# Every JSON file of each size but the vocabulary. "tiny" is built like the 0.6B model, "tiny-1.7b" (narrower
+# code predictor) like the 1.7B; "mid" is for speed alone. Without a suffix a model is CustomVoice, "-base"
+# clones and "-design" makes voices from descriptions; there is no design of the 0.6B.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": _files(_tiny("0b6", 32), TINY_CODEC, 250),
     "tiny-1.7b": _files(_tiny("1b7", 16), TINY_CODEC, 250),
     "mid": _files(_mid(), MID_CODEC, 8192),
-    "0.6b": _files(_published("0b6", _stack(1024, 3072, 28, 16, 128), _stack(1024, 3072, 5, 16, 128)), CODEC, 8192),
-    "1.7b": _files(_published("1b7", _stack(2048, 6144, 28, 16, 128), _stack(1024, 3072, 5, 16, 128)), CODEC, 8192),
+    "0.6b": _files(
+        _published("0b6", _stack(1024, 3072, 28, 16, 128), _stack(1024, 3072, 5, 16, 128)), CODEC, 8192
+    ),
+    "1.7b": _files(
+        _published("1b7", _stack(2048, 6144, 28, 16, 128), _stack(1024, 3072, 5, 16, 128)), CODEC, 8192
+    ),
 }
 CONFIGS |= {
     "tiny-base": _variant(CONFIGS["tiny"], "base", **TINY_SPEAKER),
@@ -324,10 +389,11 @@ CONFIGS |= {
 }
 SIZES = tuple(CONFIGS)
 
-# --- values -------------------------------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
-# (where the published name matches, middle, deviation, whether the deviation is divided by the root of the fan-in); the first match counts.
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be left out unnoticed.
+# (where the published name matches, middle, deviation, whether the deviation is divided by the root of the
+# fan-in); the first match counts. The values are meant to catch errors: nothing is one, zero or so small that
+# a branch of the network could be left out unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"\.initialized$", 1.0, 0.0, False),
     (r"\.cluster_usage$", 1.5, 0.25, False),  # ones would hide the division
@@ -349,7 +415,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule knows."""
+    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
+    knows."""
     shape = tuple(shape)
     return synthetic.fill(name, shape, f"qwen3_tts:{seed}", RULES, _fan_in(name, shape))
 
@@ -362,14 +429,22 @@ def _fan_in(name: str, shape: tuple[int, ...]) -> int | None:
     return None
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
-def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Path:
-    """A checkpoint with every file of the published layout. dtype: of the root's tensors (the codec's are float32).
+def write(
+    directory: str | Path,
+    size: str = "tiny",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    **config: Any,
+) -> Path:
+    """A checkpoint with every file of the published layout. dtype: of the root's tensors (the codec's are
+    float32).
 
-    config: changes to config.json, merged into its blocks: `talker_config={"num_hidden_layers": 1}`. Tensors are made and written one at
-    a time. Raises ValueError for an unknown size, key or dtype, and for a directory that is not empty.
+    config: changes to config.json, merged into its blocks: `talker_config={"num_hidden_layers": 1}`. Tensors
+    are made and written one at a time. Raises ValueError for an unknown size, key or dtype, and for a
+    directory that is not empty.
     """
     from zoo.nn.checkpoint import published  # here, so that configs and values can be had without the model
     from zoo.qwen3_tts import build, describe, weights
@@ -379,14 +454,19 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     model_config, _, codec_configs, _ = describe(directory)
     talker, codec = build(model_config, codec_configs)
     values = partial(fill, seed=seed)
-    synthetic.write_tensors(directory / "model.safetensors", published(talker, weights.root(model_config)), values, dtype)
+    synthetic.write_tensors(
+        directory / "model.safetensors", published(talker, weights.root(model_config)), values, dtype
+    )
     shapes = published(codec, weights.codec(*codec_configs))
-    synthetic.write_tensors(directory / "speech_tokenizer" / "model.safetensors", shapes, values, torch.float32)
+    synthetic.write_tensors(
+        directory / "speech_tokenizer" / "model.safetensors", shapes, values, torch.float32
+    )
     return directory
 
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
-    """The JSON files and the tokenizer of a checkpoint, without its tensors; arguments and errors as in `write`."""
+    """The JSON files and the tokenizer of a checkpoint, without its tensors; arguments and errors as in
+    `write`."""
     directory, files = synthetic.begin(directory, size, CONFIGS)
     change(files["config.json"], config, "config.json")
     Config.read(files["config.json"])  # before anything is written

@@ -1,8 +1,8 @@
 """The code predictor: from the talker's hidden state and a frame's first code to its other fifteen.
 
-A small transformer with a fresh cache every frame. Position 0 is the talker's hidden state, position 1 the talker's embedding of the
-first code, position g+1 this module's embedding of code g; the output there, through head g, gives code g+1. The last code is never
-fed back.
+A small transformer with a fresh cache every frame. Position 0 is the talker's hidden state, position 1 the
+talker's embedding of the first code, position g+1 this module's embedding of code g; the output there,
+through head g, gives code g+1. The last code is never fed back.
 
     position   0       1    2    3   ...  15
     input      hidden  c0   c1   c2  ...  c14
@@ -29,16 +29,22 @@ from zoo.qwen3_tts.config import Config
 
 
 class DepthBlock(Qwen3Block):
-    """A block over a dense cache. Its place in the frame comes in as tensors: all blocks and steps are one compiled region."""
+    """A block over a dense cache. Its place in the frame comes in as tensors: all blocks and steps are one
+    compiled region."""
 
     @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, L, D] at the positions of cos and sin [L, dim] -> x, and the cache k, v [B, Hkv, K, dim] fp32 with these positions in it.
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, L, D] at the positions of cos and sin [L, dim] -> x, and the cache k, v [B, Hkv, K, dim] fp32
+        with these positions in it.
 
-        seen [L, K] bool: what each position sees; its last one is its own. L is 2 at the frame's start, then 1.
+        seen [L, K] bool: what each position sees; its last one is its own. L is 2 at the frame's start, then
+        1.
         """
         length = x.shape[1]
-        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x))  # [B, H or Hkv, L, dim]
+        # [B, H or Hkv, L, dim]
+        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x))
         q, new_k = rotate(q, cos, sin), rotate(new_k, cos, sin)
         if length > 1:
             k, v = torch.cat((new_k, k[:, :, length:]), 2), torch.cat((new_v, v[:, :, length:]), 2)
@@ -58,21 +64,32 @@ class CodePredictor(nn.Module):
         depth = config.depth
         self.config = depth
         self.codebooks = config.codebooks
-        self.embeddings = Tables(config.codebooks - 1, config.depth_vocab, config.talker.hidden)  # of the talker's width
+        # of the talker's width
+        self.embeddings = Tables(config.codebooks - 1, config.depth_vocab, config.talker.hidden)
         self.project = nn.Linear(config.talker.hidden, depth.hidden) if config.projects else nn.Identity()
         self.layers = nn.ModuleList(DepthBlock(depth) for _ in range(depth.layers))
         self.norm = RMSNorm(depth.hidden, depth.eps)
-        self.heads = nn.ModuleList(nn.Linear(depth.hidden, config.depth_vocab, bias=False) for _ in range(config.codebooks - 1))
+        self.heads = nn.ModuleList(
+            nn.Linear(depth.hidden, config.depth_vocab, bias=False) for _ in range(config.codebooks - 1)
+        )
 
-    def forward(self, hidden: Tensor, first: Tensor, first_row: Tensor, noise: Tensor, pick: Callable[..., Tensor]) -> Tensor:
-        """hidden [B, D] after the talker's final norm, first [B] code 0, first_row [B, D] its embedding -> the frame's codes [B, K].
+    def forward(
+        self, hidden: Tensor, first: Tensor, first_row: Tensor, noise: Tensor, pick: Callable[..., Tensor]
+    ) -> Tensor:
+        """hidden [B, D] after the talker's final norm, first [B] code 0, first_row [B, D] its embedding ->
+        the frame's codes [B, K].
 
         pick(logits=, noise=) [B, V] fp32 -> [B] chooses each code; noise [B, K - 1, V].
         """
         c = self.config
-        cos, sin = rope_table(torch.arange(self.codebooks, device=hidden.device), c.head_dim, c.rope_theta, torch.float32)
-        seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()  # [K, K]
-        empty = torch.zeros(hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device)
+        cos, sin = rope_table(
+            torch.arange(self.codebooks, device=hidden.device), c.head_dim, c.rope_theta, torch.float32
+        )
+        # [K, K]
+        seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()
+        empty = torch.zeros(
+            hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device
+        )
         cache = [(empty, empty)] * c.layers
         codes = [first]
         x = torch.stack((hidden, first_row), 1)  # [B, 2, D]

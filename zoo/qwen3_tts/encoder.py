@@ -3,7 +3,8 @@
     samples [B, N] ─ conv ─ (residual, strided conv) x4 ─ conv ─ transformer ─ downsample ─ codebooks ─ codes [B, N / 1920, K]
                                 4, 5, 6, 8: 24 kHz to 25 Hz       25 Hz         12.5 Hz
 
-Source: Defossez et al., "Moshi" (2024), section 3.3; transformers 4.57, models/mimi/modeling_mimi.py, as QwenLM/Qwen3-TTS runs it.
+Source: Defossez et al., "Moshi" (2024), section 3.3; transformers 4.57, models/mimi/modeling_mimi.py, as
+QwenLM/Qwen3-TTS runs it.
 """
 
 from __future__ import annotations
@@ -111,9 +112,18 @@ class EncoderConfig:
 
 
 class Conv(nn.Conv1d):
-    """Causal: padded on the left by kernel - stride, and on the right to a whole stride. [B, C, N] -> [B, Cout, ceil(N / stride)]."""
+    """Causal: padded on the left by kernel - stride, and on the right to a whole stride. [B, C, N] -> [B,
+    Cout, ceil(N / stride)]."""
 
-    def __init__(self, channels: int, out_channels: int, kernel: int, stride: int = 1, bias: bool = True, pad: str = "constant"):
+    def __init__(
+        self,
+        channels: int,
+        out_channels: int,
+        kernel: int,
+        stride: int = 1,
+        bias: bool = True,
+        pad: str = "constant",
+    ):
         super().__init__(channels, out_channels, kernel, stride, bias=bias)
         self.pad = pad
 
@@ -150,7 +160,9 @@ class Layer(nn.Module):
         """x [B, T, D]; seen [T, T], or None for all of the past."""
         parts = self.qkv(self.attention_norm(x))
         q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, dim]
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=seen, is_causal=seen is None)
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=seen, is_causal=seen is None
+        )
         x = x + self.attention_scale * self.out(rearrange(y, "b h t d -> b t (h d)"))
         return x + self.mlp_scale * self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
 
@@ -171,17 +183,22 @@ class Encoder(nn.Module):
         self.convs = nn.Sequential(*convs, nn.ELU(), Conv(channels, config.hidden, config.last_kernel))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.downsample = Conv(config.hidden, config.hidden, 4, 2, bias=False, pad="replicate")
-        self.quantizer = SplitVQ(config.codebooks, config.used, config.codebook_size, config.codebook_dim, config.hidden)
-        self.initialized = nn.ParameterList(torch.empty(1) for _ in range(config.codebooks))  # of the codebooks; published, read by nothing
+        self.quantizer = SplitVQ(
+            config.codebooks, config.used, config.codebook_size, config.codebook_dim, config.hidden
+        )
+        # of the codebooks; published, read by nothing
+        self.initialized = nn.ParameterList(torch.empty(1) for _ in range(config.codebooks))
 
     def prepare(self) -> None:
         """Compute once what follows from the weights alone."""
         self.quantizer.prepare()
 
     def forward(self, samples: Tensor, window: int | None = None) -> Tensor:
-        """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes no code but that of a last, partial frame.
+        """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes no code but
+        that of a last, partial frame.
 
-        window: how many positions (40 ms each) a position attends to, itself included; None is all, as in the reference.
+        window: how many positions (40 ms each) a position attends to, itself included; None is all, as in the
+        reference.
         """
         x = self.convs(samples[:, None]).mT  # [B, T, D]
         position = torch.arange(x.shape[1], device=x.device)

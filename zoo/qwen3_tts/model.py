@@ -34,7 +34,8 @@ from zoo.qwen3_tts.strategy import STRATEGY
 from zoo.request import check
 
 MIN_NEW_TOKENS = 2  # the end is banned before: without it some requests come out empty (vllm-omni #4962)
-FRAMES_PER_TEXT_TOKEN, MIN_FRAMES = 12, 192  # the guard against a voice that never ends, where the request sets no cap
+# the guard against a voice that never ends, where the request sets no cap
+FRAMES_PER_TEXT_TOKEN, MIN_FRAMES = 12, 192
 
 
 class Block(Qwen3Block):
@@ -44,7 +45,9 @@ class Block(Qwen3Block):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, D], cos and sin [T, 1, dim]"""
         q, k, v = self.project_qkv(x)
-        return self.project_output(x, attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1))
+        return self.project_output(
+            x, attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1)
+        )
 
 
 class TextProjection(nn.Module):
@@ -75,14 +78,15 @@ class Talker(nn.Module):
 
     def frames(self, codes: Tensor) -> Tensor:
         """codes [..., K] -> a frame's codes as one row each [..., D]."""
-        rows = torch.cat((self.codec_embedding(codes[..., :1]), self.depth.embeddings(codes[..., 1:])), -2)  # [..., K, D]
+        # [..., K, D]
+        rows = torch.cat((self.codec_embedding(codes[..., :1]), self.depth.embeddings(codes[..., 1:])), -2)
         return rows.sum(-2)
 
 
 class Qwen3State(State):
-    """Adds: trailing text ids [S+1, M], their count, and whether more are fed [S+1]; sampling values [S+1, 2] (first code, depth codes);
-    codes seen so far [S+1, V], for the repetition penalty; the codec decoder's state [S+1, values], and the reference's frames in it
-    [S+1], which come before the tape's."""
+    """Adds: trailing text ids [S+1, M], their count, and whether more are fed [S+1]; sampling values [S+1, 2]
+    (first code, depth codes); codes seen so far [S+1, V], for the repetition penalty; the codec decoder's
+    state [S+1, values], and the reference's frames in it [S+1], which come before the tape's."""
 
     text: Tensor
     text_count: Tensor
@@ -109,7 +113,15 @@ class Qwen3State(State):
 
 
 class Qwen3TTS(Family[Qwen3State]):
-    def __init__(self, config: Config, defaults: Defaults, spec: Spec, talker: Talker, codec: Codec, writer: PromptWriter):
+    def __init__(
+        self,
+        config: Config,
+        defaults: Defaults,
+        spec: Spec,
+        talker: Talker,
+        codec: Codec,
+        writer: PromptWriter,
+    ):
         super().__init__()
         self.config, self.defaults, self.spec, self.strategy = config, defaults, spec, STRATEGY
         self.talker, self.codec = talker, codec
@@ -144,7 +156,8 @@ class Qwen3TTS(Family[Qwen3State]):
         )
 
     def _slot(self, request: Request, values: dict[str, Any], script: Script) -> dict[str, Any]:
-        """Rows of the state. Greedy first codes make the depth codes greedy too, unless the request says otherwise."""
+        """Rows of the state. Greedy first codes make the depth codes greedy too, unless the request says
+        otherwise."""
         if request.temperature == 0 and "depth_temperature" not in request.options:
             values = values | {"depth_temperature": 0.0}
         rows: dict[str, Any] = {
@@ -174,7 +187,9 @@ class Qwen3TTS(Family[Qwen3State]):
         start = int(state.text_count[slot])
         stop = start + len(more)
         if stop > MAX_TEXT_TOKENS:
-            raise RequestError("text", f"the text has {stop} tokens so far; at most {MAX_TEXT_TOKENS} are possible")
+            raise RequestError(
+                "text", f"the text has {stop} tokens so far; at most {MAX_TEXT_TOKENS} are possible"
+            )
         state.text[slot, start:stop] = torch.tensor(more, dtype=torch.int64, device=self.device)
         state.text_count[slot] = stop
         return len(more)
@@ -185,7 +200,8 @@ class Qwen3TTS(Family[Qwen3State]):
         """The last frame's sixteen codes as one row, plus the text token that follows that frame."""
         codes = state.last_frame(slots)  # [B, K]
         frame = (state.steps[slots] - 1).clamp(min=0, max=MAX_TEXT_TOKENS - 1)
-        token = torch.where(frame < state.text_count[slots], state.text[slots, frame], self.config.tts_pad)  # [B]
+        # [B]
+        token = torch.where(frame < state.text_count[slots], state.text[slots, frame], self.config.tts_pad)
         return self.talker.frames(codes) + self.talker.text(token)
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -198,9 +214,16 @@ class Qwen3TTS(Family[Qwen3State]):
         return self.talker.norm(x)
 
     def emit(self, state: Qwen3State, slots: Tensor, h: Tensor) -> None:
-        """One frame of 16 codes (80 ms) per slot, or the end. h [B, D], the talker's hidden state at each last position."""
-        alive, steps, seed, seen = ~state.done[slots], state.steps[slots], state.seed[slots], state.seen_codes[slots]
-        temperature, top_k, top_p = state.temperature[slots], state.top_k[slots], state.top_p[slots]  # [B, 2] each
+        """One frame of 16 codes (80 ms) per slot, or the end. h [B, D], the talker's hidden state at each
+        last position."""
+        alive, steps, seed, seen = (
+            ~state.done[slots],
+            state.steps[slots],
+            state.seed[slots],
+            state.seen_codes[slots],
+        )
+        # [B, 2] each
+        temperature, top_k, top_p = state.temperature[slots], state.top_k[slots], state.top_p[slots]
 
         logits = self.scores(h, seen, state.penalty[slots], steps)
         noise = gumbel(seed, steps, range(1), self.config.vocab)[:, 0]  # [B, V]
@@ -210,24 +233,32 @@ class Qwen3TTS(Family[Qwen3State]):
         pick = partial(draw, temperature=temperature[:, 1], top_k=top_k[:, 1], top_p=top_p[:, 1])
         frame = self.talker.depth(h, first, self.talker.codec_embedding(first), noise, pick)  # [B, K]
 
-        state.seen_codes[slots] = seen | (alive[:, None] & (torch.arange(self.config.vocab, device=h.device) == first[:, None]))
+        state.seen_codes[slots] = seen | (
+            alive[:, None] & (torch.arange(self.config.vocab, device=h.device) == first[:, None])
+        )
         state.append(slots, frame, ended)
 
     def scores(self, h: Tensor, seen: Tensor, penalty: Tensor, steps: Tensor) -> Tensor:
-        """First code's logits [B, V] in fp32: repetition penalty over every code seen so far, no end before its time, codes alone."""
+        """First code's logits [B, V] in fp32: repetition penalty over every code seen so far, no end before
+        its time, codes alone."""
         logits = penalise(self.talker.codec_head(h).float(), seen, penalty)
-        early = (steps < MIN_NEW_TOKENS)[:, None] & (torch.arange(self.config.vocab, device=h.device) == self.config.control.eos)
+        early = (steps < MIN_NEW_TOKENS)[:, None] & (
+            torch.arange(self.config.vocab, device=h.device) == self.config.control.eos
+        )
         return logits.masked_fill(early | self.never, -torch.inf)
 
     def render(self, state: Qwen3State, view: View) -> tuple[Tensor, Tensor]:
         start = state.num_prompt_frames[view.slots] + view.start  # frames that the codec has heard
-        samples, after = self.codec.decoder(state.window(view), state.codec_state[view.slots], start, view.count)
+        samples, after = self.codec.decoder(
+            state.window(view), state.codec_state[view.slots], start, view.count
+        )
         state.codec_state[view.slots] = after
         return samples.float(), view.count * self.spec.frame_samples
 
 
 def key(text_id: int, codec_id: int, reference: EncodedReference | None) -> int:
-    """What names a position: its ids, which make a number that is not negative; or, negative, a hash of them and of the reference."""
+    """What names a position: its ids, which make a number that is not negative; or, negative, a hash of them
+    and of the reference."""
     if codec_id >= NOTHING:
         return text_id << 32 | codec_id + 1
     assert reference is not None, f"codec id {codec_id} is of a reference, and there is none"

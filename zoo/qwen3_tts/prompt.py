@@ -1,18 +1,20 @@
 """From a request to what the talker reads before the first frame.
 
-Every position is the sum of a text row and, after the role, a codec row ("." stands for tts_pad, "-" for nothing):
+Every position is the sum of a text row and, after the role, a codec row ("." stands for tts_pad, "-" for
+nothing):
 
     text   instruction…  <|im_start|> assistant \\n  .      .          .         .          .      tts_bos  ┬ text…  tts_eos  . (full)
     codec  -             -                         think  think_bos  language  think_eos  voice  pad      │ pad…   pad      bos
                                                                                                           └ text[0] (interleaved)
                                                                                                             bos
 
-With language "auto" the four control ids are three: nothink, think_bos, think_eos. The voice is a row of the checkpoint, or what the
-speaker encoder made of a reference; a model that designs voices has no such position. In the interleaved mode the rest of the text, and
-tts_eos, is added to the frames that follow, a token a frame.
+With language "auto" the four control ids are three: nothink, think_bos, think_eos. The voice is a row of the
+checkpoint, or what the speaker encoder made of a reference; a model that designs voices has no such position.
+In the interleaved mode the rest of the text, and tts_eos, is added to the frames that follow, a token a
+frame.
 
-A reference with its transcript stands where the text begins, as what has been said already. The interleaved mode reads both sides at
-once; whichever is longer goes on, the text beside the frames that follow:
+A reference with its transcript stands where the text begins, as what has been said already. The interleaved
+mode reads both sides at once; whichever is longer goes on, the text beside the frames that follow:
 
     text   reference text…  text…  tts_eos   .    .  .  .… (full)       reference text…  text…  tts_eos  .…
     codec  pad…             pad…   pad       bos  frames…               bos  frames…                            (interleaved)
@@ -33,7 +35,8 @@ from zoo.qwen3_tts.clone import Cloner, EncodedReference
 from zoo.qwen3_tts.config import Config, Defaults
 from zoo.request import Option, Request, RequestError, sampling_options
 
-# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation | line ends | spaces
+# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation | line
+# ends | spaces
 _SPLIT = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -47,13 +50,21 @@ def options(config: Config, defaults: Defaults) -> tuple[Option, ...]:
     mode = "full: the model reads all of the text first; interleaved: a token with every frame"
     after = "of a frame's codes after the first"
     own = [
-        Option("depth_temperature", float, f"temperature {after}; 0 where temperature is", d.depth_temperature, (0, 2)),
+        Option(
+            "depth_temperature",
+            float,
+            f"temperature {after}; 0 where temperature is",
+            d.depth_temperature,
+            (0, 2),
+        ),
         Option("depth_top_k", int, f"top_k {after}; 0 is all", d.depth_top_k, (0, 1_000_000)),
         Option("depth_top_p", float, f"top_p {after}; 1 is all", d.depth_top_p, (1e-6, 1)),
         Option("text_mode", str, mode, "interleaved" if clones else "full", choices=("full", "interleaved")),
     ]
     if clones:
-        own.append(Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False))
+        own.append(
+            Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False)
+        )
     return (*sampling_options(d.temperature, d.top_k, d.top_p, d.repetition_penalty), *own)
 
 
@@ -68,7 +79,8 @@ def hints(config: Config) -> dict[str, str]:
 
 
 class TextTokenizer:
-    """Byte-level BPE with Qwen2's split. Special tokens are never read out of a user's text: `<|im_end|>` there is ordinary text."""
+    """Byte-level BPE with Qwen2's split. Special tokens are never read out of a user's text: `<|im_end|>`
+    there is ordinary text."""
 
     def __init__(self, directory: Path):
         vocab, merges = directory / "vocab.json", directory / "merges.txt"
@@ -83,7 +95,10 @@ class TextTokenizer:
         self.max_id = max(self._tokenizer.get_vocab().values(), default=0)
         self._tokenizer.normalizer = normalizers.NFC()
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(_SPLIT, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [
+                pre_tokenizers.Split(_SPLIT, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
         )
 
     def __call__(self, text: str) -> list[int]:
@@ -96,7 +111,8 @@ NOTHING, SPEAKER, FRAME = -1, -2, -3  # nothing; the reference's speaker; the re
 
 @dataclass(frozen=True)
 class Script:
-    """A prompt as ids: pairs[t] = (text id, codec id or one of the above), and the text ids that follow the first frames."""
+    """A prompt as ids: pairs[t] = (text id, codec id or one of the above), and the text ids that follow the
+    first frames."""
 
     pairs: tuple[tuple[int, int], ...]
     trailing: tuple[int, ...]
@@ -107,7 +123,8 @@ class Script:
 class PromptWriter:
     """Request -> Script. Raises RequestError for what a user got wrong.
 
-    cloner: of the Base models, which have no voice of their own. A reference is encoded last, when all else is known to be right.
+    cloner: of the Base models, which have no voice of their own. A reference is encoded last, when all else
+    is known to be right.
     """
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner | None):
@@ -125,7 +142,9 @@ class PromptWriter:
         c, control = self.config, self.config.control
         is_full = values["text_mode"] == "full"
         if request.is_open and is_full:
-            raise RequestError("text_mode", "text that arrives while the model speaks needs text_mode interleaved")
+            raise RequestError(
+                "text_mode", "text that arrives while the model speaks needs text_mode interleaved"
+            )
         text = self._tokens("text", request.text)
         if not text:
             raise RequestError("text", "text is empty")
@@ -156,14 +175,18 @@ class PromptWriter:
             words = []
         if request.is_open and len(words) < len(sounds):
             missing = f"the reference has {len(sounds) - 1} frames, and transcript and text have {len(words)} tokens"
-            raise RequestError("text", f"{missing}: give {len(sounds) - len(words)} tokens more, or x_vector_only_mode")
+            raise RequestError(
+                "text", f"{missing}: give {len(sounds) - len(words)} tokens more, or x_vector_only_mode"
+            )
         pairs += [(words[i] if i < len(words) else c.tts_pad, index) for i, index in enumerate(sounds)]
         return Script(tuple(pairs), tuple(words[len(sounds) :]), len(text), reference)
 
     def _tokens(self, param: str, text: str) -> list[int]:
         tokens = self.tokenize(text.strip())
         if len(tokens) > MAX_TEXT_TOKENS:
-            raise RequestError(param, f"{param}: {len(tokens)} tokens are given; at most {MAX_TEXT_TOKENS} are possible")
+            raise RequestError(
+                param, f"{param}: {len(tokens)} tokens are given; at most {MAX_TEXT_TOKENS} are possible"
+            )
         return tokens
 
     def _instruction(self, request: Request) -> list[int]:
@@ -179,7 +202,8 @@ class PromptWriter:
         return request.voice.lower() if request.voice is not None else next(iter(self.config.voices))
 
     def _language(self, request: Request, voice: str | None) -> int | None:
-        """The codec id of the language, None for auto. A voice of a dialect speaks it where Chinese is asked for, or nothing is."""
+        """The codec id of the language, None for auto. A voice of a dialect speaks it where Chinese is asked
+        for, or nothing is."""
         language = (request.language or "auto").lower()
         if language in ("auto", "chinese") and voice in self.config.dialects:
             language = self.config.dialects[voice]
@@ -195,7 +219,8 @@ class PromptWriter:
             raise RequestError("transcript", needed)
         if (both := text_tokens + len(tokens)) > MAX_TEXT_TOKENS:
             raise RequestError(
-                "transcript", f"text and transcript have {both} tokens together; at most {MAX_TEXT_TOKENS} are possible"
+                "transcript",
+                f"text and transcript have {both} tokens together; at most {MAX_TEXT_TOKENS} are possible",
             )
         return tokens
 

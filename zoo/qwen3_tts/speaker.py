@@ -1,10 +1,13 @@
-"""The speaker encoder of the Base models: how a voice sounds, as one row that the talker reads. It is ECAPA-TDNN without batch norms.
+"""The speaker encoder of the Base models: how a voice sounds, as one row that the talker reads. It is
+ECAPA-TDNN without batch norms.
 
     mel [B, 128, T] ─ conv ─ block ─ block ─ block ─ conv over all three ─ mean and deviation, attended ─ linear ─ [B, D]
                              └── each: conv, eight convs in a chain, conv, gate by channel, + its input
 
-Every convolution is as long as its input, which is mirrored at its ends. The vector is used as it is, without a norm.
-Source: Desplanques et al. 2020 (arXiv 2005.07143); QwenLM/Qwen3-TTS, modeling_qwen3_tts.py, Qwen3TTSSpeakerEncoder.
+Every convolution is as long as its input, which is mirrored at its ends. The vector is used as it is, without
+a norm.
+Source: Desplanques et al. 2020 (arXiv 2005.07143); QwenLM/Qwen3-TTS, modeling_qwen3_tts.py,
+Qwen3TTSSpeakerEncoder.
 """
 
 from __future__ import annotations
@@ -19,16 +22,21 @@ class Conv(nn.Conv1d):
     """[B, C, T] -> [B, Cout, T], T above (kernel - 1) * dilation / 2."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int = 1, dilation: int = 1):
-        super().__init__(channels, out_channels, kernel, dilation=dilation, padding="same", padding_mode="reflect")
+        super().__init__(
+            channels, out_channels, kernel, dilation=dilation, padding="same", padding_mode="reflect"
+        )
 
 
 class Chain(nn.Module):
-    """Res2Net: the channels in equal parts, each convolved after the one before was added to it, so that parts see further and further."""
+    """Res2Net: the channels in equal parts, each convolved after the one before was added to it, so that
+    parts see further and further."""
 
     def __init__(self, channels: int, parts: int, kernel: int, dilation: int):
         super().__init__()
         self.parts = parts
-        self.convs = nn.ModuleList(Conv(channels // parts, channels // parts, kernel, dilation) for _ in range(parts - 1))
+        self.convs = nn.ModuleList(
+            Conv(channels // parts, channels // parts, kernel, dilation) for _ in range(parts - 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, *rest = x.chunk(self.parts, 1)
@@ -54,7 +62,8 @@ class Block(nn.Module):
 
 
 class Pooling(nn.Module):
-    """[B, C, T] -> [B, 2C, 1]: each channel's mean and deviation, over the frames that an attention of its own picks."""
+    """[B, C, T] -> [B, 2C, 1]: each channel's mean and deviation, over the frames that an attention of its
+    own picks."""
 
     def __init__(self, channels: int, attention: int):
         super().__init__()
@@ -85,7 +94,9 @@ class SpeakerEncoder(nn.Module):
         kernel, *kernels, last_kernel = config.kernels
         dilation, *dilations, last_dilation = config.dilations
         self.stem = Conv(config.mels, width, kernel, dilation)
-        self.blocks = nn.ModuleList(Block(width, config.parts, config.gate, k, d) for k, d in zip(kernels, dilations, strict=True))
+        self.blocks = nn.ModuleList(
+            Block(width, config.parts, config.gate, k, d) for k, d in zip(kernels, dilations, strict=True)
+        )
         self.join = Conv(wide, wide, last_kernel, last_dilation)
         self.pooling = Pooling(wide, config.attention)
         self.out = Conv(2 * wide, config.width)

@@ -1,4 +1,5 @@
-"""The text vocabulary of the demo checkpoints: a small byte-level BPE that is made here, at the published place and size."""
+"""The text vocabulary of the demo checkpoints: a small byte-level BPE that is made here, at the published
+place and size."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ _SPECIAL = """
 """
 SPECIAL = tuple(_SPECIAL.split())
 ROLES = ("assistant", "user", "system")  # a header must be one token: prompts are cut at fixed places
-# Pieces that show how a text was split: five that only a wrong split (or no NFC) can make, then some of the right one.
+# Pieces that show how a text was split: five that only a wrong split (or no NFC) can make, then some of the
+# right one.
 TRAPS = ("12", "n't", "Tis", " 1", "e\u0301", "iPhone", ".\n", "\n\n", "  ", " !", "'s")
-PUBLISHED_IDS = {"assistant": 77091, "user": 872, "system": 8948}  # the rest of the published vocabulary is filler here
+# the rest of the published vocabulary is filler here
+PUBLISHED_IDS = {"assistant": 77091, "user": 872, "system": 8948}
 PUBLISHED_WORDS = 151643
 NUM_MERGES = 400
 WORDS = (
@@ -56,11 +59,15 @@ def text_ids(full: bool) -> dict[str, int]:
 
 def tokenizer_config(first: int) -> dict[str, Any]:
     """tokenizer_config.json. first: the id of the first of SPECIAL."""
-    plain = {token for token in SPECIAL if token.startswith(("<|fim", "<|repo", "<|file", "<tool", "</", "<think"))}
+    plain = {
+        token for token in SPECIAL if token.startswith(("<|fim", "<|repo", "<|file", "<tool", "</", "<think"))
+    }
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     return {
         "add_prefix_space": False,
-        "added_tokens_decoder": {str(first + i): {"content": t, **flags, "special": t not in plain} for i, t in enumerate(SPECIAL)},
+        "added_tokens_decoder": {
+            str(first + i): {"content": t, **flags, "special": t not in plain} for i, t in enumerate(SPECIAL)
+        },
         "additional_special_tokens": [token for token in SPECIAL[1:] if token not in plain],
         "bos_token": None,
         "clean_up_tokenization_spaces": False,

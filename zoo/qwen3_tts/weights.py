@@ -41,13 +41,26 @@ def root(config: Config) -> dict[str, str]:
 
 
 def _speaker(config: SpeakerConfig) -> dict[str, str]:
-    pairs = {"blocks.0.conv": "stem", "mfa.conv": "join", "asp.tdnn.conv": "pooling.squeeze", "asp.conv": "pooling.attend", "fc": "out"}
+    pairs = {
+        "blocks.0.conv": "stem",
+        "mfa.conv": "join",
+        "asp.tdnn.conv": "pooling.squeeze",
+        "asp.conv": "pooling.attend",
+        "fc": "out",
+    }
     for i in range(len(config.channels) - 2):
         theirs, ours = f"blocks.{i + 1}", f"blocks.{i}"
         pairs |= {f"{theirs}.tdnn1.conv": f"{ours}.into", f"{theirs}.tdnn2.conv": f"{ours}.out"}
         pairs |= {f"{theirs}.se_block.conv1": f"{ours}.squeeze", f"{theirs}.se_block.conv2": f"{ours}.excite"}
-        pairs |= {f"{theirs}.res2net_block.blocks.{k}.conv": f"{ours}.chain.convs.{k}" for k in range(config.parts - 1)}
-    return {f"speaker_encoder.{a}.{leaf}": f"speaker.{b}.{leaf}" for a, b in pairs.items() for leaf in ("weight", "bias")}
+        pairs |= {
+            f"{theirs}.res2net_block.blocks.{k}.conv": f"{ours}.chain.convs.{k}"
+            for k in range(config.parts - 1)
+        }
+    return {
+        f"speaker_encoder.{a}.{leaf}": f"speaker.{b}.{leaf}"
+        for a, b in pairs.items()
+        for leaf in ("weight", "bias")
+    }
 
 
 def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""VoxCPM2 (OpenBMB, Apache-2.0): text to 48 kHz speech, a patch of 4 continuous latents per 160 ms; and VoxCPM 0.5B and 1.5 before it.
-See README.md beside this file."""
+"""VoxCPM2 (OpenBMB, Apache-2.0): text to 48 kHz speech, a patch of 4 continuous latents per 160 ms; and
+VoxCPM 0.5B and 1.5 before it. See README.md beside this file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NAME = "voxcpm2"
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot be read."""
+    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot
+    be read."""
     from zoo.nn.json_files import read_config
 
     config = read_config(path)

@@ -4,8 +4,8 @@
                                 "target_modules_lm": ["q_proj", …], …}}, as fine-tuning writes it
     lora_weights.safetensors   base_lm.layers.0.self_attn.q_proj.lora_A [r, in], ….lora_B [out, r], …
 
-Source: OpenBMB/VoxCPM, modules/layers/lora.py; model/voxcpm2.py, _apply_lora; scripts/train_voxcpm_finetune.py,
-save_checkpoint.
+Source: OpenBMB/VoxCPM, modules/layers/lora.py; model/voxcpm2.py, _apply_lora;
+scripts/train_voxcpm_finetune.py, save_checkpoint.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Adapter:
 
 
 def read_adapter(directory: Path, published: Mapping[str, Shape]) -> Adapter:
-    """published: name -> shape of the model's tensors. Raises ValueError for anything but the tensors, and all
-    of them, that the adapter's config says it changes."""
+    """published: name -> shape of the model's tensors. Raises ValueError for anything but the tensors, and
+    all of them, that the adapter's config says it changes."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; an adapter is one with {CONFIG} and {FILES[0]}")
     config = ConfigBlock(read_json(directory / CONFIG), file=str(directory / CONFIG)).block("lora_config")

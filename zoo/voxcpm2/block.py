@@ -18,7 +18,8 @@ from zoo.voxcpm2.config import Rope, StackConfig
 
 
 class Block(nn.Module):
-    """Grouped-query attention, then a gated MLP, each behind a norm and added to its input. heads * head_dim may differ from the width."""
+    """Grouped-query attention, then a gated MLP, each behind a norm and added to its input. heads * head_dim
+    may differ from the width."""
 
     def __init__(self, config: StackConfig):
         super().__init__()
@@ -53,7 +54,9 @@ class PagedBlock(Block):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, D], cos and sin [T, 1, dim]"""
         q, k, v = self.project_qkv(x)
-        return self.project_output(x, attend(rope(q, cos, sin), rope(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1))
+        return self.project_output(
+            x, attend(rope(q, cos, sin), rope(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1)
+        )
 
 
 class UnplacedBlock(Block):
@@ -82,7 +85,8 @@ class LocalBlock(Block):
 
 
 class LongRope(nn.Module):
-    """Tables of cosines and sines. Angles in fp32; the table is rounded to the model's dtype, as the reference's is."""
+    """Tables of cosines and sines. Angles in fp32; the table is rounded to the model's dtype, as the
+    reference's is."""
 
     stretch: Tensor  # [dim / 2], after prepare()
     frequency: Tensor  # [dim / 2]
@@ -96,7 +100,9 @@ class LongRope(nn.Module):
         self.dtype = dtype
         pairs = torch.arange(0, 2 * len(self.config.factors), 2).float()
         frequency = 1.0 / self.config.theta ** (pairs / (2 * len(self.config.factors)))
-        self.register_buffer("stretch", (1.0 / torch.tensor(self.config.factors)).to(device), persistent=False)
+        self.register_buffer(
+            "stretch", (1.0 / torch.tensor(self.config.factors)).to(device), persistent=False
+        )
         self.register_buffer("frequency", frequency.to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +120,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.first_layer = first_layer
         self.rope = LongRope(config.rope) if config.rope else None
-        self.layers = nn.ModuleList((PagedBlock if config.rope else UnplacedBlock)(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            (PagedBlock if config.rope else UnplacedBlock)(config) for _ in range(config.layers)
+        )
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -147,7 +155,9 @@ class LocalStack(nn.Module):
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Call once, with the weights in place."""
         self.rope.prepare(device, dtype)
-        for name, table in zip(("cos", "sin"), self.rope(torch.arange(self.tokens, device=device)), strict=True):
+        for name, table in zip(
+            ("cos", "sin"), self.rope(torch.arange(self.tokens, device=device)), strict=True
+        ):
             self.register_buffer(name, table, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What a clone needs of its reference: its latents, their rows for the language model and, where speech goes on from it, where the decoder
-stands after it. All of it is encoded once and kept.
+"""What a clone needs of its reference: its latents, their rows for the language model and, where speech goes
+on from it, where the decoder stands after it. All of it is encoded once and kept.
 
     clip ─ mono, 16 kHz ─ padded to whole patches ─ VAE encoder ─> patches [R, P, D] ─┬─ LocEnc ─> rows [R, H]
                                                                                      └─ prime ─> codec_state: no seam after the reference
@@ -36,21 +36,30 @@ class EncodedReference:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.patches, self.rows, self.codec_state) if tensor is not None)
+        return sum(
+            tensor.nbytes for tensor in (self.patches, self.rows, self.codec_state) if tensor is not None
+        )
 
 
 class Cloner:
-    """AudioClip -> EncodedReference. May be called from several threads. rows: patches [R, P, D] -> what the language
-    model reads of them [R, H]."""
+    """AudioClip -> EncodedReference. May be called from several threads. rows: patches [R, P, D] -> what the
+    language model reads of them [R, H]."""
 
-    def __init__(self, config: Config, vae: Vae, rows: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: Config,
+        vae: Vae,
+        rows: Callable[[Tensor], Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         self.config, self.vae, self.rows, self.device, self.dtype = config, vae, rows, device, dtype
         self.reference_s = reference_s(config)
         self.references: References[EncodedReference] = References()
 
     def __call__(self, clip: AudioClip, continues: bool) -> EncodedReference:
-        """continues: speech goes on from the clip, so it is padded before, not after. Raises ValueError (`param` "references") for audio
-        that is no reference."""
+        """continues: speech goes on from the clip, so it is padded before, not after. Raises ValueError
+        (`param` "references") for audio that is no reference."""
         name = content(clip, continues)
         return self.references.get(name, lambda: self._encode(name, clip, continues))
 

@@ -24,9 +24,16 @@ from zoo.nn.config import (
     ConfigBlock,
 )
 
-# What the published config.json leaves to the reference's defaults, and the only values that this package knows.
-VAE_FIXED: dict[str, Any] = {"depthwise": True, "use_noise_block": False, "cond_type": "scale_bias", "cond_out_layer": False}
-# The same of the first generation (model/voxcpm.py, modules/audiovae/audio_vae.py): VoxCPM-0.5B says nothing of its VAE.
+# What the published config.json leaves to the reference's defaults, and the only values that this package
+# knows.
+VAE_FIXED: dict[str, Any] = {
+    "depthwise": True,
+    "use_noise_block": False,
+    "cond_type": "scale_bias",
+    "cond_out_layer": False,
+}
+# The same of the first generation (model/voxcpm.py, modules/audiovae/audio_vae.py): VoxCPM-0.5B says nothing
+# of its VAE.
 OLD_LOCAL: dict[str, Any] = {"hidden_dim": 1024, "ffn_dim": 4096, "num_heads": 16, "num_layers": 4}
 OLD_VAE: dict[str, Any] = {
     "encoder_dim": 128,
@@ -99,7 +106,8 @@ class StackConfig:
         )
 
     def local(self, block: ConfigBlock) -> StackConfig:
-        """One of the small stacks that work within a patch: it has its own sizes, and the rest of this one."""
+        """One of the small stacks that work within a patch: it has its own sizes, and the rest of this
+        one."""
         hidden = block.integer("hidden_dim", 4, MAX_WIDTH, step=2)  # the solver reads sines and cosines
         heads = block.integer("num_heads", *HEADS, step=self.kv_heads)
         return replace(
@@ -127,7 +135,8 @@ class VaeConfig:
     decoder_rates: tuple[int, ...]
     rate_hz: int  # of what is encoded
     out_rate_hz: int
-    boundaries: tuple[int, ...]  # of the classes of output rates, in Hz; empty where the decoder knows one rate alone
+    # of the classes of output rates, in Hz; empty where the decoder knows one rate alone
+    boundaries: tuple[int, ...]
     pads_odd: bool  # the encoder pads a convolution of an odd stride by one sample more
 
     @property
@@ -195,7 +204,11 @@ class Config:
 
     @property
     def name(self) -> str:
-        return ("VoxCPM1.5" if self.vae.rate_hz == 44_100 else "VoxCPM-0.5B") if self.is_first_generation else "VoxCPM2"
+        return (
+            ("VoxCPM1.5" if self.vae.rate_hz == 44_100 else "VoxCPM-0.5B")
+            if self.is_first_generation
+            else "VoxCPM2"
+        )
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
@@ -242,7 +255,8 @@ class Config:
 
 
 def is_old(config: dict[str, Any]) -> bool:
-    """Whether a VoxCPM config is of the first generation. Re-uploads state model_type, and wrongly: what it holds decides."""
+    """Whether a VoxCPM config is of the first generation. Re-uploads state model_type, and wrongly: what it
+    holds decides."""
     if (architecture := str(config.get("architecture", "")).lower()) in ("voxcpm", "voxcpm2"):
         return architecture == "voxcpm"
     vae = config.get("audio_vae_config")

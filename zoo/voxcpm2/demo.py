@@ -1,10 +1,12 @@
-"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work without weights.
+"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work
+without weights.
 
     write("demo", "tiny")    # under a megabyte, runs anywhere
     write("mid", "mid")      # 150 million parameters, shaped like the published model
     write("full", "full")    # the published shapes and sizes; also "1.5" and "0.5b", the first generation's
 
-All files but the tokenizer's remote code, which nothing here needs. A tensor's values follow from (seed, published name, shape) alone.
+All files but the tokenizer's remote code, which nothing here needs. A tensor's values follow from (seed,
+published name, shape) alone.
 """
 
 from __future__ import annotations
@@ -21,14 +23,30 @@ from zoo.nn import synthetic
 from zoo.nn.config import change
 from zoo.nn.synthetic import Rule
 from zoo.voxcpm2.config import OLD_VAE, Config
-from zoo.voxcpm2.vocabulary import PUBLISHED_WORDS, special_tokens_map, tokenizer, tokenizer_config, vocabulary
+from zoo.voxcpm2.vocabulary import (
+    PUBLISHED_WORDS,
+    special_tokens_map,
+    tokenizer,
+    tokenizer_config,
+    vocabulary,
+)
 
-# --- configs ------------------------------------------------------------------------------------------------------------------------------
+# --- configs ------------------------------------------------------------------------------------------------
 
 
-def _lm(hidden: int, inner: int, layers: int, heads: int, head_dim: int, vocab: int, positions: int, last_factor: float) -> dict[str, Any]:
+def _lm(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+    vocab: int,
+    positions: int,
+    last_factor: float,
+) -> dict[str, Any]:
     pairs = head_dim // 2
-    factors = [round(0.9978 * (last_factor / 0.9978) ** (i / (pairs - 1)), 5) for i in range(pairs)]  # the published ends; between, a guess
+    # the published ends; between, a guess
+    factors = [round(0.9978 * (last_factor / 0.9978) ** (i / (pairs - 1)), 5) for i in range(pairs)]
     return {
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -56,7 +74,13 @@ def _lm(hidden: int, inner: int, layers: int, heads: int, head_dim: int, vocab: 
 
 
 def _local(hidden: int, inner: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
-    return {"hidden_dim": hidden, "ffn_dim": inner, "num_heads": heads, "num_layers": layers, "kv_channels": head_dim}
+    return {
+        "hidden_dim": hidden,
+        "ffn_dim": inner,
+        "num_heads": heads,
+        "num_layers": layers,
+        "kv_channels": head_dim,
+    }
 
 
 CFM = {"sigma_min": 1e-06, "solver": "euler", "t_scheduler": "log-norm", "inference_cfg_rate": 2.0}
@@ -72,7 +96,14 @@ VAE: dict[str, Any] = {
 }
 
 
-def _config(lm: dict[str, Any], residual_layers: int, fsq: int, local: dict[str, Any], vae: dict[str, Any], longest: int) -> dict[str, Any]:
+def _config(
+    lm: dict[str, Any],
+    residual_layers: int,
+    fsq: int,
+    local: dict[str, Any],
+    vae: dict[str, Any],
+    longest: int,
+) -> dict[str, Any]:
     return {
         "architecture": "voxcpm2",
         "lm_config": lm,
@@ -91,7 +122,9 @@ def _config(lm: dict[str, Any], residual_layers: int, fsq: int, local: dict[str,
     }
 
 
-def _old(lm: dict[str, Any], patch: int, residual_layers: int, fsq: int, local: dict[str, Any], longest: int) -> dict[str, Any]:
+def _old(
+    lm: dict[str, Any], patch: int, residual_layers: int, fsq: int, local: dict[str, Any], longest: int
+) -> dict[str, Any]:
     """The first generation: it gives no width of a head and knows no rates; 0.5B says nothing of its VAE."""
     config = copy.deepcopy(_config(lm, residual_layers, fsq, local, OLD_VAE, longest))
     for block in (config["lm_config"], config["encoder_config"], config["dit_config"]):
@@ -108,11 +141,28 @@ VAE_1_5: dict[str, Any] = {
     "decoder_rates": [7, 7, 6, 3, 2],
     "sample_rate": 44100,
 }
-_TINY_VAE_1_5 = VAE_1_5 | {"encoder_dim": 4, "encoder_rates": [2, 3, 5], "latent_dim": 8, "decoder_dim": 32, "decoder_rates": [5, 3, 2]}
-_TINY_VAE = VAE | {"encoder_dim": 4, "encoder_rates": [2, 5, 4], "latent_dim": 8, "decoder_dim": 64, "decoder_rates": [5, 3, 2, 2, 2]}
+_TINY_VAE_1_5 = VAE_1_5 | {
+    "encoder_dim": 4,
+    "encoder_rates": [2, 3, 5],
+    "latent_dim": 8,
+    "decoder_dim": 32,
+    "decoder_rates": [5, 3, 2],
+}
+_TINY_VAE = VAE | {
+    "encoder_dim": 4,
+    "encoder_rates": [2, 5, 4],
+    "latent_dim": 8,
+    "decoder_dim": 64,
+    "decoder_rates": [5, 3, 2, 2, 2],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": _config(
-        _lm(32, 48, 3, 4, 16, len(vocabulary(full=False)), 512, 31.02392), 2, 16, _local(24, 32, 2, 4, 16), _TINY_VAE, longest=512
+        _lm(32, 48, 3, 4, 16, len(vocabulary(full=False)), 512, 31.02392),
+        2,
+        16,
+        _local(24, 32, 2, 4, 16),
+        _TINY_VAE,
+        longest=512,
     ),
     "mid": _config(
         _lm(768, 2304, 10, 16, 64, PUBLISHED_WORDS // 8, 32768, 31.02392),
@@ -123,19 +173,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
         longest=8192,
     ),
     "full": _config(
-        _lm(2048, 6144, 28, 16, 128, PUBLISHED_WORDS, 32768, 31.02392), 8, 512, _local(1024, 4096, 12, 16, 128), VAE, longest=8192
+        _lm(2048, 6144, 28, 16, 128, PUBLISHED_WORDS, 32768, 31.02392),
+        8,
+        512,
+        _local(1024, 4096, 12, 16, 128),
+        VAE,
+        longest=8192,
     ),
-    "tiny-1.5": _old(_lm(32, 48, 3, 4, 8, len(vocabulary(full=False)), 512, 49.85339), 4, 2, 16, _local(48, 32, 2, 6, 8), longest=512)
+    "tiny-1.5": _old(
+        _lm(32, 48, 3, 4, 8, len(vocabulary(full=False)), 512, 49.85339),
+        4,
+        2,
+        16,
+        _local(48, 32, 2, 6, 8),
+        longest=512,
+    )
     | {"audio_vae_config": _TINY_VAE_1_5, "feat_dim": 8},
-    "1.5": _old(_lm(1024, 4096, 24, 16, 64, PUBLISHED_WORDS, 32768, 49.85339), 4, 8, 256, _local(1024, 4096, 8, 16, 64), longest=8192)
+    "1.5": _old(
+        _lm(1024, 4096, 24, 16, 64, PUBLISHED_WORDS, 32768, 49.85339),
+        4,
+        8,
+        256,
+        _local(1024, 4096, 8, 16, 64),
+        longest=8192,
+    )
     | {"audio_vae_config": VAE_1_5},
-    "0.5b": _old(_lm(1024, 4096, 24, 16, 64, PUBLISHED_WORDS, 32768, 49.85339), 2, 6, 256, _local(1024, 4096, 4, 16, 64), longest=4096),
+    "0.5b": _old(
+        _lm(1024, 4096, 24, 16, 64, PUBLISHED_WORDS, 32768, 49.85339),
+        2,
+        6,
+        256,
+        _local(1024, 4096, 4, 16, 64),
+        longest=4096,
+    ),
 }
 SIZES = tuple(CONFIGS)
 
-# --- values -------------------------------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be left out unnoticed.
+# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be
+# left out unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"\.alpha$", 1.0, 0.2, False),
@@ -149,30 +226,40 @@ RULES: tuple[Rule, ...] = (
     (r"special_token$", 0.0, 1.0, False),
     (r"^stop_proj\.bias$", 0.05, 0.1, False),  # see fill
     (r"\.bias$", 0.0, 0.1, False),
-    (r"estimator\.out_proj\.weight$", 0.0, 0.6, True),  # latents about as large as the noise that they are made of
+    # latents about as large as the noise that they are made of
+    (r"estimator\.out_proj\.weight$", 0.0, 0.6, True),
     (r"\.weight$", 0.0, 1.0, True),
 )
 BOUNDARIES = "decoder.sr_bin_boundaries"
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule knows."""
+    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
+    knows."""
     values = synthetic.fill(name, shape, f"voxcpm2:{seed}", RULES)
-    if name == "stop_head.weight":  # to go on is likelier than to stop: otherwise chance lets a checkpoint say nothing, or never end
+    # to go on is likelier than to stop: otherwise chance lets a checkpoint say nothing, or never end
+    if name == "stop_head.weight":
         values = np.sort(values, axis=0)[::-1].copy()
     return values
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
-def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Path:
+def write(
+    directory: str | Path,
+    size: str = "tiny",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    **config: Any,
+) -> Path:
     """A checkpoint in the published layout. dtype: of the nets' tensors (the VAE's are float32).
 
-    config: changes to config.json, merged into its blocks: `lm_config={"num_hidden_layers": 1}`. Raises ValueError for an unknown size, key
-    or dtype, and for a directory that is not empty.
+    config: changes to config.json, merged into its blocks: `lm_config={"num_hidden_layers": 1}`. Raises
+    ValueError for an unknown size, key or dtype, and for a directory that is not empty.
     """
-    from zoo.nn.checkpoint import published, weight_normed  # here, so that configs and values can be had without the model
+    # here, so that configs and values can be had without the model
+    from zoo.nn.checkpoint import published, weight_normed
     from zoo.voxcpm2 import build, describe, weights
 
     synthetic.check_dtype(dtype)
@@ -186,7 +273,8 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     else:
         synthetic.write_tensors(directory / "model.safetensors", shapes, partial(fill, seed=seed), dtype)
     tensors = {
-        name: torch.from_numpy(fill(name, shape, seed)) for name, shape in weight_normed(published(vae, weights.vae(model.vae))).items()
+        name: torch.from_numpy(fill(name, shape, seed))
+        for name, shape in weight_normed(published(vae, weights.vae(model.vae))).items()
     }
     if model.vae.boundaries:
         tensors[BOUNDARIES] = torch.tensor(model.vae.boundaries, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""Within a patch: LocEnc makes one row for the language model of a patch of latents, LocDiT makes the next patch of the language models'
-hidden states, by flow matching.
+"""Within a patch: LocEnc makes one row for the language model of a patch of latents, LocDiT makes the next
+patch of the language models' hidden states, by flow matching.
 
     LocEnc   [special, z0 z1 z2 z3] ─ 12 blocks ─> the special token's output: the patch's code
     LocDiT   [lm, residual, time, c0 c1 c2 c3, x0 x1 x2 x3] ─ 12 blocks ─> the last four's output: the velocity of x
@@ -20,7 +20,8 @@ from zoo.nn.cfm import euler_steps, guided, sinusoid, sway_times
 from zoo.voxcpm2.block import LocalStack
 from zoo.voxcpm2.config import Config
 
-MAX_STEPS = 10  # of the solver; every slot's solve makes as many, so that requests with fewer can share a launch with it
+# of the solver; every slot's solve makes as many, so that requests with fewer can share a launch with it
+MAX_STEPS = 10
 
 
 class PatchEncoder(nn.Module):
@@ -51,7 +52,8 @@ class TimeProjection(nn.Module):
 class PatchSolver(nn.Module):
     """Hidden states to a patch of latents, for all rows at once and with nothing read back."""
 
-    times: Tensor  # [n + 1, n, h], after prepare(): the time token of every step of every schedule of at most n steps
+    # [n + 1, n, h], after prepare(): the time token of every step of every schedule of at most n steps
+    times: Tensor
     goes: Tensor  # [n + 1, n], how far each step goes; 0 beyond the schedule's end
 
     def __init__(self, config: Config):
@@ -67,7 +69,8 @@ class PatchSolver(nn.Module):
 
     @torch.no_grad()
     def prepare(self, most_steps: int) -> None:
-        """Call once, with the weights in place: what follows from the weights and the schedules alone. Schedules are made on the host."""
+        """Call once, with the weights in place: what follows from the weights and the schedules alone.
+        Schedules are made on the host."""
         weight = self.input.weight
         looks = torch.zeros(most_steps + 1, most_steps, dtype=weight.dtype)
         goes = torch.zeros_like(looks)
@@ -80,8 +83,8 @@ class PatchSolver(nn.Module):
         self.register_buffer("goes", goes.to(weight.device), persistent=False)
 
     def forward(self, mu: Tensor, before: Tensor, noise: Tensor, guidance: Tensor, steps: Tensor) -> Tensor:
-        """mu [B, M, h], M being 2, or 1 in the first generation; before [B, P, D], the patch before this one; noise [B, P, D]; guidance [B]
-        fp32; steps [B] -> patch [B, P, D].
+        """mu [B, M, h], M being 2, or 1 in the first generation; before [B, P, D], the patch before this one;
+        noise [B, P, D]; guidance [B] fp32; steps [B] -> patch [B, P, D].
 
         The net sees every row twice, with its mu and with one of zeros: guidance is the difference.
         """

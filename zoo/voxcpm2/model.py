@@ -25,7 +25,8 @@ from zoo.voxcpm2.strategy import STRATEGY
 from zoo.voxcpm2.vae import Vae
 
 STOP_AFTER = 2  # the step (from 0) after which the stop head is believed: four patches are the least
-PATCHES_PER_TEXT_TOKEN, MORE_PATCHES = 6, 10  # the guard against a voice that never ends, where the request sets no cap
+# the guard against a voice that never ends, where the request sets no cap
+PATCHES_PER_TEXT_TOKEN, MORE_PATCHES = 6, 10
 MAX_PATCHES = 4096
 
 
@@ -77,11 +78,13 @@ class Net(nn.Module):
         return self.from_code(self.encoder(patches))
 
     def join(self, base: Tensor, heard: Tensor) -> Tensor:
-        """The base model's hidden states and the rows of audio, zero elsewhere [T, H] each -> what the residual model reads [T, H]."""
+        """The base model's hidden states and the rows of audio, zero elsewhere [T, H] each -> what the
+        residual model reads [T, H]."""
         return base + heard if self.fusion is None else self.fusion(torch.cat((base, heard), 1))
 
     def mu(self, base: Tensor, residual: Tensor) -> Tensor:
-        """Both models' hidden states [B, H] -> what the solver is told of them [B, 2, h], or their sum [B, 1, h]."""
+        """Both models' hidden states [B, H] -> what the solver is told of them [B, 2, h], or their sum [B, 1,
+        h]."""
         mu = torch.stack((self.lm_to_solver(base), self.residual_to_solver(residual)), 1)
         return mu.sum(1, keepdim=True) if self.fusion is None else mu
 
@@ -91,7 +94,8 @@ class Net(nn.Module):
 
 
 class VoxState(State):
-    """Adds: the patch before the first [S+1, P, D]; guidance [S+1]; solver steps [S+1]; the decoder's state [S+1, values]."""
+    """Adds: the patch before the first [S+1, P, D]; guidance [S+1]; solver steps [S+1]; the decoder's state
+    [S+1, values]."""
 
     before: Tensor
     cfg_scale: Tensor
@@ -123,7 +127,11 @@ class VoxCPM2(Family[VoxState]):
         ids = torch.tensor(script.ids, device=self.device)  # [T]
         is_audio = ids == AUDIO
         rows = self.net.embedding(ids.clamp(min=0))  # [T, H]
-        slot = {"seed": request.seed, "cfg_scale": values["cfg_scale"], "solver_steps": values["solver_steps"]}
+        slot = {
+            "seed": request.seed,
+            "cfg_scale": values["cfg_scale"],
+            "solver_steps": values["solver_steps"],
+        }
         if script.references:
             rows[is_audio] = torch.cat([reference.rows for reference in script.references])
         if script.continues:
@@ -151,7 +159,8 @@ class VoxCPM2(Family[VoxState]):
         return self.net.rows(self._last(state, slots))  # [B, H]
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        """[T, H] -> [T, 2 H], the base model's hidden states, quantised where audio is, and the residual model's."""
+        """[T, H] -> [T, 2 H], the base model's hidden states, quantised where audio is, and the residual
+        model's."""
         is_audio = batch.is_audio[:, None]
         base = self.net.base(inputs, batch)
         base = torch.where(is_audio, self.net.fsq(base), base)  # [T, H]
@@ -159,25 +168,34 @@ class VoxCPM2(Family[VoxState]):
         return torch.cat((base, residual), 1)
 
     def emit(self, state: VoxState, slots: Tensor, h: Tensor) -> None:
-        """One patch of latents (160 ms) per slot. The patch at which the model stops is said. h [B, 2 H] at each last position."""
+        """One patch of latents (160 ms) per slot. The patch at which the model stops is said. h [B, 2 H] at
+        each last position."""
         base, residual = h.chunk(2, -1)
         steps = state.steps[slots]
         mu, noise = self.net.mu(base, residual), self._noise(state, slots)
-        patch = self.net.solver(mu, self._last(state, slots), noise, state.cfg_scale[slots], state.solver_steps[slots])
+        patch = self.net.solver(
+            mu, self._last(state, slots), noise, state.cfg_scale[slots], state.solver_steps[slots]
+        )
         stops = self.net.stops(base) & (steps > STOP_AFTER)
         state.append(slots, patch, torch.zeros_like(stops))
         state.done[slots] = state.done[slots] | stops
 
     def _last(self, state: VoxState, slots: Tensor) -> Tensor:
         """The patch before the next one [B, P, D]: on the tape, or of the reference, or zeros."""
-        return torch.where((state.ready[slots] > 0)[:, None, None], state.last_frame(slots), state.before[slots])
+        return torch.where(
+            (state.ready[slots] > 0)[:, None, None], state.last_frame(slots), state.before[slots]
+        )
 
     def _noise(self, state: VoxState, slots: Tensor) -> Tensor:
         """[B, P, D]"""
         if state.noise is not None:
             return state.noise[state.steps[slots]].to(self.dtype)
         width = self.config.patch * self.config.vae.latent
-        return normal(state.seed[slots], state.steps[slots], width).unflatten(1, self.spec.noise_shape).to(self.dtype)
+        return (
+            normal(state.seed[slots], state.steps[slots], width)
+            .unflatten(1, self.spec.noise_shape)
+            .to(self.dtype)
+        )
 
     def render(self, state: VoxState, view: View) -> tuple[Tensor, Tensor]:
         latents = state.window(view).flatten(1, 2).mT.to(state.codec_state.dtype)  # [B, D, F * P]
@@ -188,6 +206,10 @@ class VoxCPM2(Family[VoxState]):
 
 def keys(script: Script) -> tuple[int, ...]:
     """What names each position: a text id, or, negative, a hash of the reference and the patch."""
-    patches = [prefix_key(reference.name, i) for reference in script.references for i in range(len(reference.patches))]
+    patches = [
+        prefix_key(reference.name, i)
+        for reference in script.references
+        for i in range(len(reference.patches))
+    ]
     of_next_patch = iter(patches)
     return tuple(next(of_next_patch) if index == AUDIO else index for index in script.ids)

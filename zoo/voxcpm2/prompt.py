@@ -50,17 +50,19 @@ OPTIONS = (
     Option("solver_steps", int, "in how many steps noise becomes a frame", MAX_STEPS, (MIN_STEPS, MAX_STEPS)),
     Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False),
 )
-POSSIBLE_TOGETHER = "one without (for the voice) and one with a transcript (to go on from) are possible together"
+POSSIBLE_TOGETHER = (
+    "one without (for the voice) and one with a transcript (to go on from) are possible together"
+)
 _HAN = re.compile("[\u4e00-\u9fff]{2,}")
 
 
 class TextTokenizer:
     """BPE with byte fallback. Chinese words are taken apart, as the model was trained: it knows characters.
 
-    Special tokens are never read out of a user's text: `<|audio_start|>` there is ordinary text. The tokenizer is
-    read as it stands in its file, which puts a space before every text. The reference reads it through
-    transformers, which from release 5 on rebuilds it on the way: a text that begins with a space then gets no
-    other, and so it is here.
+    Special tokens are never read out of a user's text: `<|audio_start|>` there is ordinary text. The
+    tokenizer is read as it stands in its file, which puts a space before every text. The reference reads it
+    through transformers, which from release 5 on rebuilds it on the way: a text that begins with a space then
+    gets no other, and so it is here.
     """
 
     def __init__(self, directory: Path):

@@ -104,7 +104,9 @@ def answer(order: dict[str, Any], place: Path) -> dict[str, Any]:
     model = load(Path(order["directory"]), place, order.get("dtype", "float32"))
     if "requests" in order:
         noise, requests = np.load(order["noise"]), order["requests"].items()
-        spoken: dict[str, Any] = {name: speak_from(model, request, place, noise) for name, request in requests}
+        spoken: dict[str, Any] = {
+            name: speak_from(model, request, place, noise) for name, request in requests
+        }
         np.savez(order["out"], **spoken)
         return {"name": NAME}
     runs = [measure(model, order["request"], place, streams, order["rounds"]) for streams in order["streams"]]

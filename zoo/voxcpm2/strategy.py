@@ -3,8 +3,15 @@
 from compile_cache.strategy import Strategy, Whole
 from zoo.contract import Window
 
-WINDOW = Window(sizes=(1, 2, 6))  # patches of 160 ms; the decoder's past is carried, so no left context is needed
+# patches of 160 ms; the decoder's past is carried, so no left context is needed
+WINDOW = Window(sizes=(1, 2, 6))
 STRATEGY = Strategy(
     step=Whole(),
-    fp32=("norms' mean squares", "RoPE angles and rotation", "noise before it is rounded", "guidance", "AudioVAE"),
+    fp32=(
+        "norms' mean squares",
+        "RoPE angles and rotation",
+        "noise before it is rounded",
+        "guidance",
+        "AudioVAE",
+    ),
 )

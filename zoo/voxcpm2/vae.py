@@ -1,5 +1,5 @@
-"""The AudioVAE, in fp32 always. The decoder turns latent frames (40 ms) into 48 kHz samples, exactly, however the frames are cut into
-calls; the encoder makes latent frames of reference audio.
+"""The AudioVAE, in fp32 always. The decoder turns latent frames (40 ms) into 48 kHz samples, exactly, however
+the frames are cut into calls; the encoder makes latent frames of reference audio.
 
     latents [B, D, F] ─ conv ─ x8 ─ x6 ─ x5 ─ x2 ─ x2 ─ x2 ─ conv, tanh ─ samples [B, 1920 F]
                         2048  1024  512  256  128   64   32  channels
@@ -39,7 +39,8 @@ class Residual(nn.Module):
 
 
 class Rate(nn.Module):
-    """What the decoder is told of the rate that it is to make: a scale and a bias by channel, from tables by class of rates."""
+    """What the decoder is told of the rate that it is to make: a scale and a bias by channel, from tables by
+    class of rates."""
 
     def __init__(self, classes: int, which: int, channels: int):
         super().__init__()
@@ -56,7 +57,11 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, stride: int, config: VaeConfig):
         super().__init__()
-        self.rate = Rate(len(config.boundaries) + 1, config.rate_class, channels) if config.boundaries else nn.Identity()
+        self.rate = (
+            Rate(len(config.boundaries) + 1, config.rate_class, channels)
+            if config.boundaries
+            else nn.Identity()
+        )
         self.snake = Snake(channels)
         self.up = CausalConvTranspose1d(channels, channels // 2, 2 * stride, stride)
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
@@ -76,7 +81,9 @@ class Decoder(nn.Module):
         width, last = config.decoder_width, config.decoder_width >> len(config.decoder_rates)
         self.conv = CausalConv1d(config.latent, config.latent, KERNEL, groups=config.latent)
         self.widen = CausalConv1d(config.latent, width, 1)
-        self.blocks = nn.ModuleList(Block(width >> i, stride, config) for i, stride in enumerate(config.decoder_rates))
+        self.blocks = nn.ModuleList(
+            Block(width >> i, stride, config) for i, stride in enumerate(config.decoder_rates)
+        )
         self.snake = Snake(last)
         self.tail = CausalConv1d(last, 1, KERNEL)
         self.layout = StateLayout(self)
@@ -116,9 +123,19 @@ class Decoder(nn.Module):
 
 
 class EncoderConv(nn.Module):
-    """A causal convolution over all of its input at once; a strided one has a kernel of two strides. [B, C, N] -> [B, Cout, N / stride]."""
+    """A causal convolution over all of its input at once; a strided one has a kernel of two strides. [B, C,
+    N] -> [B, Cout, N / stride]."""
 
-    def __init__(self, channels: int, out_channels: int, kernel: int, stride: int = 1, dilation: int = 1, groups: int = 1, more: int = 0):
+    def __init__(
+        self,
+        channels: int,
+        out_channels: int,
+        kernel: int,
+        stride: int = 1,
+        dilation: int = 1,
+        groups: int = 1,
+        more: int = 0,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_channels, channels // groups, kernel))
         self.bias = nn.Parameter(torch.empty(out_channels))
@@ -126,7 +143,9 @@ class EncoderConv(nn.Module):
         self.pad = (kernel - 1) * dilation + 1 - stride + more
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv1d(F.pad(x, (self.pad, 0)), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+        return F.conv1d(
+            F.pad(x, (self.pad, 0)), self.weight, self.bias, self.stride, 0, self.dilation, self.groups
+        )
 
 
 class EncoderResidual(nn.Module):
@@ -148,7 +167,9 @@ class EncoderBlock(nn.Module):
         super().__init__()
         self.residuals = nn.Sequential(*(EncoderResidual(channels, dilation) for dilation in DILATIONS))
         self.snake = Snake(channels)
-        self.down = EncoderConv(channels, 2 * channels, 2 * stride, stride, more=stride % 2 if pads_odd else 0)
+        self.down = EncoderConv(
+            channels, 2 * channels, 2 * stride, stride, more=stride % 2 if pads_odd else 0
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.snake(self.residuals(x)))
@@ -161,7 +182,9 @@ class Encoder(nn.Module):
         super().__init__()
         width, last = config.encoder_width, config.encoder_width << len(config.encoder_rates)
         self.conv = EncoderConv(1, width, KERNEL)
-        self.blocks = nn.Sequential(*(EncoderBlock(width << i, rate, config.pads_odd) for i, rate in enumerate(config.encoder_rates)))
+        self.blocks = nn.Sequential(
+            *(EncoderBlock(width << i, rate, config.pads_odd) for i, rate in enumerate(config.encoder_rates))
+        )
         self.mean = EncoderConv(last, config.latent, LATENT_KERNEL)
         self.log_variance = EncoderConv(last, config.latent, LATENT_KERNEL)  # published; read by nothing
 

@@ -1,4 +1,5 @@
-"""The tokenizer of the demo checkpoints: a small BPE with byte fallback that is made here, in the form of the published one."""
+"""The tokenizer of the demo checkpoints: a small BPE with byte fallback that is made here, in the form of the
+published one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SPECIAL = {
     104: "<|ref_audio_end|>",
 }
 PUBLISHED_WORDS = 73448
-# Words that must be one piece: Chinese ones, which are taken apart again, one of them with its space, and one with a letter, which is not.
+# Words that must be one piece: Chinese ones, which are taken apart again, one of them with its space, and one
+# with a letter, which is not.
 TRAPS = ("你好", "世界", "今天", "天气", "很好", "▁我们", "大家", "卡拉O")
 NUM_MERGES = 300
 WORDS = (
@@ -35,7 +37,8 @@ def merges() -> tuple[Pair, ...]:
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """Token -> id: special tokens at their published ids, bytes, characters, pieces; filled up to the published number where it is full."""
+    """Token -> id: special tokens at their published ids, bytes, characters, pieces; filled up to the
+    published number where it is full."""
     characters = sorted({character for word in (*WORDS.split(), *TRAPS) for character in word} | {"▁"})
     pieces = ["".join(pair) for pair in merges()]
     rest = iter(dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)] + characters + pieces))
@@ -57,12 +60,18 @@ def tokenizer(full: bool) -> dict[str, Any]:
         "added_tokens": [{"id": index, "content": token, **flags} for index, token in SPECIAL.items()],
         "normalizer": {
             "type": "Sequence",
-            "normalizers": [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}],
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
         },
         "pre_tokenizer": None,
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "single": [
+                {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
         },
@@ -116,4 +125,7 @@ def tokenizer_config() -> dict[str, Any]:
 def special_tokens_map() -> dict[str, Any]:
     """special_tokens_map.json."""
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    return {f"{role}_token": {"content": token, **flags} for role, token in (("bos", "<s>"), ("eos", "</s>"), ("unk", "<unk>"))}
+    return {
+        f"{role}_token": {"content": token, **flags}
+        for role, token in (("bos", "<s>"), ("eos", "</s>"), ("unk", "<unk>"))
+    }

@@ -33,7 +33,9 @@ def root(config: Config) -> dict[str, str]:
     }
     for theirs, ours in (("time_mlp", "time"), ("delta_time_mlp", "delta_time")):
         pairs |= {f"{dit}.{theirs}.linear_{n}": f"solver.{ours}.fc{n}" for n in (1, 2)}
-    return table | {f"{theirs}.{leaf}": f"{ours}.{leaf}" for theirs, ours in pairs.items() for leaf in ("weight", "bias")}
+    return table | {
+        f"{theirs}.{leaf}": f"{ours}.{leaf}" for theirs, ours in pairs.items() for leaf in ("weight", "bias")
+    }
 
 
 def _stack(theirs: str, ours: str, layers: int) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""Guidance as a second lane of every slot, and text that a model writes: the engine with two toys that have them. That lanes keep the
-promises is in test_promises.py, which runs over these toys too."""
+"""Guidance as a second lane of every slot, and text that a model writes: the engine with two toys that have
+them. That lanes keep the promises is in test_promises.py, which runs over these toys too."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def written(request: Request) -> list[tuple[str, int]]:
 
 
 def tokens(request: Request, *phases: str) -> list[int]:
-    return [token for phase, token in written(request) if token >= 0 and phase in (phases or ("text", "audio"))]
+    return [
+        token for phase, token in written(request) if token >= 0 and phase in (phases or ("text", "audio"))
+    ]
 
 
 def one(that: Callable[[Request], bool]) -> Request:
@@ -67,7 +69,10 @@ def one(that: Callable[[Request], bool]) -> Request:
 def test_the_two_lanes_are_the_two_ends_of_guidance():
     """At 1 the guided toy is the plain one; at 0 it has not read the text; and beyond it is neither."""
     asked, plain = Request(text="Good morning.", seed=3, max_frames=20), family("toy")
-    text, null = zoo.generate(plain, asked).frames, zoo.generate(plain, replace(asked, text=bytes(NULL).decode())).frames
+    text, null = (
+        zoo.generate(plain, asked).frames,
+        zoo.generate(plain, replace(asked, text=bytes(NULL).decode())).frames,
+    )
     assert torch.equal(zoo.generate(GUIDED, asked).frames, text)
     assert torch.equal(zoo.generate(GUIDED, replace(asked, options={"cfg_scale": 1.0})).frames, text)
     assert torch.equal(zoo.generate(GUIDED, replace(asked, options={"cfg_scale": 0.0})).frames, null)
@@ -105,7 +110,10 @@ def test_a_prompt_must_have_the_lanes_of_its_model():
 @LAGS
 def test_the_pages_of_equal_null_prompts_are_shared_by_all(report_lag):
     both = engine(report_lag=report_lag, max_slots=3)
-    asked = [long(text=text * 20, options={"cfg_scale": 2.0}, seed=seed, max_frames=20) for seed, text in enumerate("abcd")]
+    asked = [
+        long(text=text * 20, options={"cfg_scale": 2.0}, seed=seed, max_frames=20)
+        for seed, text in enumerate("abcd")
+    ]
     listeners = serve(both, {0: asked[:1], 2: asked[1:3], 30: asked[3:]})
     for listener, request in zip(listeners, asked, strict=True):
         assert listener.samples == pytest.approx(alone("toy_guided", request).samples.numpy(), abs=5e-5)
@@ -124,7 +132,8 @@ def test_lanes_that_begin_alike_share_within_a_slot_too():
 def test_a_slot_has_the_pages_of_all_its_lanes_or_none():
     """11 positions and 38, and 30 frames: 3 pages and 5, of which the null prompt's 2 can be shared."""
     asked = long(max_frames=30)
-    small = engine(kv_bytes=(1 + 13) * PAGE_BYTES)  # 13 to be had: the other request lacks one, or has enough once it shares
+    # 13 to be had: the other request lacks one, or has enough once it shares
+    small = engine(kv_bytes=(1 + 13) * PAGE_BYTES)
     everything = at_rest(small)
     first, second = Listener(), Listener()
     small.speak("first", asked, first)
@@ -133,7 +142,8 @@ def test_a_slot_has_the_pages_of_all_its_lanes_or_none():
     small.turn()
     assert small.pages.free == 5 and small.pages.shared == 0
     small.turn()
-    assert small.pages.free == 5 and small.pages.shared == 0  # it matches two, lacks one of six, and holds none while it waits
+    # it matches two, lacks one of six, and holds none while it waits
+    assert small.pages.free == 5 and small.pages.shared == 0
     small.cancel("first")
     small.turn()
     assert small.pages.free == 13 - 8 and small.pages.shared == NULL_PAGES
@@ -144,7 +154,10 @@ def test_a_slot_has_the_pages_of_all_its_lanes_or_none():
 
 
 def test_a_request_that_can_never_fit_counts_all_its_lanes():
-    with pytest.raises(ValueError, match="49 prompt positions and 30 frames need 8 pages of KV memory; this server has 7: ask for fewer"):
+    with pytest.raises(
+        ValueError,
+        match="49 prompt positions and 30 frames need 8 pages of KV memory; this server has 7: ask for fewer",
+    ):
         engine(kv_bytes=8 * PAGE_BYTES).speak("large", long(max_frames=30), Listener())
 
 
@@ -189,13 +202,16 @@ def test_a_character_that_is_never_finished_is_told_as_such(monkeypatch):
 
 @LAGS
 def test_every_token_is_told_once_however_late_reports_are(report_lag):
-    """In company, with requests that write in their very last step: its report comes twice when there is a launch in flight."""
+    """In company, with requests that write in their very last step: its report comes twice when there is a
+    launch in flight."""
     asked = requests("toy_delay", 12, max_frames=40)
     assert sum(written(request)[-1][1] >= 0 for request in asked) > 2
     listeners = serve(engine(SCRIBE, report_lag=report_lag, max_slots=5), {0: asked[:7], 9: asked[7:]})
     for listener, request in zip(listeners, asked, strict=True):
         assert (
-            "".join(listener.texts) == alone("toy_delay", request).text == b"".join(map(SCRIBE.detokenize, tokens(request))).decode(errors="replace")
+            "".join(listener.texts)
+            == alone("toy_delay", request).text
+            == b"".join(map(SCRIBE.detokenize, tokens(request))).decode(errors="replace")
         )
         assert listener.end.usage.get("text_tokens", 0) == len(tokens(request))
 
@@ -203,7 +219,11 @@ def test_every_token_is_told_once_however_late_reports_are(report_lag):
 @LAGS
 def test_text_begins_before_the_audio_and_goes_on_among_it(report_lag):
     single, events = engine(SCRIBE, report_lag=report_lag), list[Event]()
-    single.speak("request", one(lambda request: bool(tokens(request, "text")) and len(tokens(request, "audio")) > 5), events.append)
+    single.speak(
+        "request",
+        one(lambda request: bool(tokens(request, "text")) and len(tokens(request, "audio")) > 5),
+        events.append,
+    )
     while single.turn():
         single.clock.now_s += 0.03
     kinds = [type(event) for event in events]

@@ -16,7 +16,8 @@ PAGE_TOKENS = (2, 3)
 
 
 class Naive:
-    """The same rules without hashes: a prefix is the tuple of its keys, and the oldest cached page is found by looking."""
+    """The same rules without hashes: a prefix is the tuple of its keys, and the oldest cached page is found
+    by looking."""
 
     def __init__(self):
         self.references = dict.fromkeys(range(1, NUM_PAGES), 0)
@@ -57,7 +58,9 @@ class Naive:
         return num_evicted
 
     def publish(self, salt, keys, page_tokens, pages):
-        for prefix, page in zip(self.prefixes(salt, keys, page_tokens, len(keys) // page_tokens), pages, strict=False):
+        for prefix, page in zip(
+            self.prefixes(salt, keys, page_tokens, len(keys) // page_tokens), pages, strict=False
+        ):
             if self.find(prefix) is None:
                 self.prefix_of[page] = prefix
 
@@ -69,7 +72,8 @@ class Naive:
 
 
 class AgainstNaive(RuleBasedStateMachine):
-    """Requests come (match, take, publish) and go (give_back) in any order; keys are few, so prefixes meet often."""
+    """Requests come (match, take, publish) and go (give_back) in any order; keys are few, so prefixes meet
+    often."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +127,9 @@ class AgainstNaive(RuleBasedStateMachine):
 
 
 TestAgainstNaive = AgainstNaive.TestCase
-TestAgainstNaive.settings = settings(max_examples=150, stateful_step_count=30, deadline=None, derandomize=True)
+TestAgainstNaive.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
+)
 
 
 def prompt(pages: Pages, keys, salt=1, page_tokens=4) -> list[int]:
@@ -180,7 +186,8 @@ def test_match_gives_the_longest_run_of_whole_pages():
     first = prompt(pages, range(12))
     assert pages.match(1, [*range(8), 99, 10, 11, 12], 4) == first[:2]
     assert pages.match(1, [99, *range(1, 12)], 4) == []
-    assert pages.match(1, [*range(4), 99, *range(5, 16)], 4) == first[:1]  # page 2 of the new prompt has other keys before it
+    # page 2 of the new prompt has other keys before it
+    assert pages.match(1, [*range(4), 99, *range(5, 16)], 4) == first[:1]
     assert pages.shared == 3
 
 
@@ -257,7 +264,9 @@ def test_a_double_free_is_told_with_both_values():
     pages = Pages(4)
     held = pages.take(2)
     pages.give_back(held)
-    with pytest.raises(AssertionError, match=rf"page {held[1]} is given back with 0 references, at least 1 expected"):
+    with pytest.raises(
+        AssertionError, match=rf"page {held[1]} is given back with 0 references, at least 1 expected"
+    ):
         pages.give_back(held)
 
 
@@ -301,9 +310,13 @@ def test_keys_are_any_int64():
 
 
 def test_an_arena_of_scratch_alone_is_refused():
-    with pytest.raises(ValueError, match="an arena of 1 pages has none to hand out: 1 are scratch, so 2 are the least"):
+    with pytest.raises(
+        ValueError, match="an arena of 1 pages has none to hand out: 1 are scratch, so 2 are the least"
+    ):
         Pages(1)
-    with pytest.raises(ValueError, match="an arena of 3 pages has none to hand out: 3 are scratch, so 4 are the least"):
+    with pytest.raises(
+        ValueError, match="an arena of 3 pages has none to hand out: 3 are scratch, so 4 are the least"
+    ):
         Pages(3, num_scratch=3)
 
 

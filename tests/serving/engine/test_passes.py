@@ -63,7 +63,9 @@ def test_a_later_pass_goes_on_from_what_was_spoken():
     [text, once], twice = ["123 " + TEXT, asked()], alone("toy_grid", asked(options={"echoes": 2})).frames
     spoken = alone("toy_grid", once).frames
     assert torch.equal(twice[: len(spoken)], spoken)
-    assert torch.equal(twice[len(spoken) :], alone("toy_grid", asked(text=f"{int(spoken.sum())} {TEXT}")).frames)
+    assert torch.equal(
+        twice[len(spoken) :], alone("toy_grid", asked(text=f"{int(spoken.sum())} {TEXT}")).frames
+    )
     assert not torch.equal(twice[len(spoken) :], alone("toy_grid", asked(text=text)).frames)
 
 
@@ -207,7 +209,9 @@ def test_who_waits_for_text_can_be_cancelled():
 
 
 def test_a_model_without_open_text_refuses_it():
-    with pytest.raises(RequestError, match="toy hum takes no text while it speaks: give all of it at once") as refused:
+    with pytest.raises(
+        RequestError, match="toy hum takes no text while it speaks: give all of it at once"
+    ) as refused:
         engine(family("toy")).speak("request", asked(is_open=True), Listener())
     assert refused.value.param == "is_open"
     with pytest.raises(RequestError, match="zoo.generate takes all of it at once"):
@@ -265,5 +269,3 @@ def test_a_model_without_turns_refuses_conversations():
         with pytest.raises(RequestError, match="toy hum takes no") as refused:
             engine(family("toy")).speak("request", asked(**field), Listener())
         assert refused.value.param == next(iter(field))
-
-

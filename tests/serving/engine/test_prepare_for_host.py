@@ -33,7 +33,8 @@ def test_fit_names_a_place_of_its_own_and_lays_out_the_matrices(tmp_path):
     place = prepare_for_host(fitted)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(place) and place.is_dir()
     assert place.parent.parent == tmp_path / "compiled" / f"torch-{torch.__version__}"
-    assert place.parent.name == f"{torch.backends.cpu.get_cpu_capability().lower()}-1-threads"  # a tiny model has one thread
+    # a tiny model has one thread
+    assert place.parent.name == f"{torch.backends.cpu.get_cpu_capability().lower()}-1-threads"
     assert isinstance(fitted.wide, PackedLinear)
     assert place == prepare_for_host(fitted)
     assert place != prepare_for_host(zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32"))

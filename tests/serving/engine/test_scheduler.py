@@ -18,8 +18,8 @@ WINDOW = Window(SIZES)
 
 
 def speaking(num_slots=1, policy=Policy.STREAMING, sizes=SIZES, slots=None, context=0, **more) -> Scheduler:
-    """A scheduler whose slots (all of them, unless said otherwise) are past their prompts. context: frames read on both sides of a window;
-    more: of the Window."""
+    """A scheduler whose slots (all of them, unless said otherwise) are past their prompts. context: frames
+    read on both sides of a window; more: of the Window."""
     scheduler = Scheduler(num_slots, policy, Window(sizes, lookahead=context, left=context, **more), FRAME_S)
     for slot in range(num_slots) if slots is None else slots:
         scheduler.open(slot, prompt_tokens=1)
@@ -35,16 +35,22 @@ def report(scheduler, ready: dict[int, int], done=()):
 def due(scheduler, now) -> list[tuple[dict[int, tuple[int, int]], int]]:
     """Launches as ({slot: (start, count)}, frames)."""
     renders = scheduler.take_due_windows(now)
-    return [({int(s): (int(a), int(n)) for s, a, n in zip(r.slots, r.start, r.count, strict=True)}, r.frames) for r in renders]
+    return [
+        ({int(s): (int(a), int(n)) for s, a, n in zip(r.slots, r.start, r.count, strict=True)}, r.frames)
+        for r in renders
+    ]
 
 
 def deliver(scheduler, counts: dict[int, int], now):
     frames = np.array(list(counts.values()))
-    scheduler.record_delivery(np.array(list(counts)), frames, frames * FRAME_S, np.zeros(len(frames), bool), now)
+    scheduler.record_delivery(
+        np.array(list(counts)), frames, frames * FRAME_S, np.zeros(len(frames), bool), now
+    )
 
 
 def playing(ahead_frames: int, sizes=SIZES) -> Scheduler:
-    """One slot that at time 0 has delivered `ahead_frames` frames: the listener runs dry at ahead_frames * FRAME_S."""
+    """One slot that at time 0 has delivered `ahead_frames` frames: the listener runs dry at ahead_frames *
+    FRAME_S."""
     scheduler = speaking(sizes=sizes)
     report(scheduler, {0: ahead_frames})
     for n in iter(lambda: due(scheduler, 0.0), []):
@@ -230,7 +236,8 @@ def test_how_early_is_early_enough_is_measured():
     scheduler = playing(50)
     report(scheduler, {0: 75})
     scheduler.take_due_windows(0.0)
-    deliver(scheduler, {0: 25}, 0.2)  # a window takes 0.2 s to its listener, so 0.4 s ahead is the last moment
+    # a window takes 0.2 s to its listener, so 0.4 s ahead is the last moment
+    deliver(scheduler, {0: 25}, 0.2)
     report(scheduler, {0: 76})
     assert due(scheduler, 6.0 - 0.41) == []
     assert due(scheduler, 6.0 - 0.39) == [({0: (75, 1)}, 1)]
@@ -261,7 +268,8 @@ def test_what_is_left_goes_when_the_slot_is_done():
     report(scheduler, {0: 50 + 57}, done=[0])
     assert due(scheduler, 0.0) == [({0: (50, 25)}, 25)]
     assert due(scheduler, 0.0) == [({0: (75, 25)}, 25)]
-    assert due(scheduler, 0.0) == [({0: (100, 4)}, 4)]  # 7 in a window of 25 would be more than twice the work
+    # 7 in a window of 25 would be more than twice the work
+    assert due(scheduler, 0.0) == [({0: (100, 4)}, 4)]
     assert due(scheduler, 0.0) == [({0: (104, 3)}, 4)]
     assert due(scheduler, 0.0) == []
 
@@ -477,7 +485,8 @@ def test_throughput_renders_full_windows_and_the_rest_at_the_end():
 
 
 def bytecodes_of_a_turn(num_slots: int) -> int:
-    """Bytecodes run by a steady turn in which all slots step, report, render and deliver: a count, so that no timer can be lucky."""
+    """Bytecodes run by a steady turn in which all slots step, report, render and deliver: a count, so that no
+    timer can be lucky."""
     scheduler = speaking(num_slots)
     slots = np.arange(num_slots)
     count = 0
@@ -514,10 +523,13 @@ def test_a_turn_runs_the_same_python_for_one_slot_and_for_64():
 
 
 class Server:
-    """A model on a simulated clock. A turn takes step_s, plus prefill_s for each 256 prompt positions, plus render_s per launch; reports
-    come a turn late, and audio reaches its listener a turn after its window was launched."""
+    """A model on a simulated clock. A turn takes step_s, plus prefill_s for each 256 prompt positions, plus
+    render_s per launch; reports come a turn late, and audio reaches its listener a turn after its window was
+    launched."""
 
-    def __init__(self, num_slots, policy, sizes=SIZES, step_s=0.010, prefill_s=0.015, render_s=0.004, context=0):
+    def __init__(
+        self, num_slots, policy, sizes=SIZES, step_s=0.010, prefill_s=0.015, render_s=0.004, context=0
+    ):
         self.scheduler = Scheduler(num_slots, policy, Window(sizes, lookahead=context, left=context), FRAME_S)
         self.step_s, self.prefill_s, self.render_s = step_s, prefill_s, render_s
         self.now = 0.0
@@ -544,13 +556,19 @@ class Server:
                 self.open(slot, prompt_tokens, num_frames)
             chunks = self.scheduler.next_chunks()
             assert sum(c.stop - c.start for c in chunks) <= self.scheduler.policy.prefill_tokens
-            launch = np.concatenate([[c.slot for c in chunks if c.is_last], self.scheduler.decoding_slots()]).astype(int)
+            launch = np.concatenate(
+                [[c.slot for c in chunks if c.is_last], self.scheduler.decoding_slots()]
+            ).astype(int)
             for chunk in chunks:
                 self.scheduler.record_prefill(chunk)
             self.scheduler.report(stepped, self.frames[stepped], self.frames[stepped] == self.total[stepped])
             self.frames[launch] = np.minimum(self.frames[launch] + 1, self.total[launch])
             renders = self.scheduler.take_due_windows(self.now)
-            self.now += self.step_s + self.prefill_s * sum(c.stop - c.start for c in chunks) / 256 + self.render_s * len(renders)
+            self.now += (
+                self.step_s
+                + self.prefill_s * sum(c.stop - c.start for c in chunks) / 256
+                + self.render_s * len(renders)
+            )
             for render in in_flight:
                 self.hear(render)
             stepped, in_flight = launch, renders
@@ -564,10 +582,13 @@ class Server:
             self.first_s.setdefault(slot, self.now - self.opened_s[slot])
             assert start == sum(n for _, n, _ in self.heard[slot])
             assert 1 <= count <= render.frames
-            end = start + count  # of what is heard, and the lookahead behind it is on the tape by now, unless the tape ends before
+            # of what is heard, and the lookahead behind it is on the tape by now, unless the tape ends before
+            end = start + count
             assert self.frames[slot] >= min(end + self.scheduler.window.lookahead, self.total[slot])
             self.heard[slot].append((int(start), int(count), render.frames))
-        self.scheduler.record_delivery(render.slots, render.count, render.count * FRAME_S, render.is_last, self.now)
+        self.scheduler.record_delivery(
+            render.slots, render.count, render.count * FRAME_S, render.is_last, self.now
+        )
 
 
 def crowd(num, every_s, rng):
@@ -589,7 +610,10 @@ def test_sixteen_listeners_hear_no_gap_when_the_model_is_fast_enough(window, eve
 def test_sixteen_listeners_of_a_renderer_that_looks_ahead(policy):
     """Whoever is shorter than the lookahead is heard whole too."""
     server, rng = Server(16, policy, (4, 25), context=10), random.Random(3)
-    arrivals = [(0.05 * slot, slot, rng.randrange(20, 700), rng.choice((1, 9, 10, 11, 14, 15, 120))) for slot in range(16)]
+    arrivals = [
+        (0.05 * slot, slot, rng.randrange(20, 700), rng.choice((1, 9, 10, 11, 14, 15, 120)))
+        for slot in range(16)
+    ]
     server.run(arrivals)
     assert server.underruns == 0
     for _, slot, _, num_frames in arrivals:
@@ -600,7 +624,8 @@ def test_a_model_slower_than_time_is_told_by_the_underruns():
     server = Server(16, Policy.STREAMING, step_s=0.1)
     server.run(crowd(16, 0.05, random.Random(3)))
     assert server.underruns > 16
-    assert max(frames for windows in server.heard.values() for _, _, frames in windows) == 25  # no small ones for ever
+    # no small ones for ever
+    assert max(frames for windows in server.heard.values() for _, _, frames in windows) == 25
 
 
 def test_first_audio_comes_soon_while_fifteen_others_play():
@@ -627,16 +652,23 @@ def test_a_throughput_server_renders_full_windows_until_the_end():
         full, rest = divmod(num_frames, 25)
         heard = server.heard[slot]
         assert heard[:full] == [(i * 25, 25, 25) for i in range(full)]
-        assert sum(count for _, count, _ in heard[full:]) == rest and all(frames < 25 for _, _, frames in heard[full:] if rest < 13)
+        assert sum(count for _, count, _ in heard[full:]) == rest and all(
+            frames < 25 for _, _, frames in heard[full:] if rest < 13
+        )
 
 
 @pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("seed", range(5))
 def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed):
     rng = random.Random(seed)
-    server = Server(4, policy, sizes=rng.choice([(1, 4, 25), (2, 7), (5,)]), step_s=rng.choice([0.005, 0.05, 0.09]))
+    server = Server(
+        4, policy, sizes=rng.choice([(1, 4, 25), (2, 7), (5,)]), step_s=rng.choice([0.005, 0.05, 0.09])
+    )
     for _ in range(3):
-        arrivals = [(server.now + rng.random(), slot, rng.randrange(1, 900), rng.randrange(1, 120)) for slot in range(4)]
+        arrivals = [
+            (server.now + rng.random(), slot, rng.randrange(1, 900), rng.randrange(1, 120))
+            for slot in range(4)
+        ]
         server.run(sorted(arrivals))
         for _, slot, _, num_frames in arrivals:
             assert sum(count for _, count, _ in server.heard[slot]) == num_frames
@@ -713,7 +745,10 @@ def test_launches_are_grouped_by_the_length_of_what_was_spoken():
     scheduler.num_rendered[:] = scheduler.num_delivered[:] = [4, 8, 40]
     report(scheduler, {0: 8, 1: 12, 2: 44})
     renders = scheduler.take_due_windows(0.0)
-    assert [(render.slots.tolist(), render.frames, render.length) for render in renders] == [([0], 4, 8), ([1, 2], 4, 64)]
+    assert [(render.slots.tolist(), render.frames, render.length) for render in renders] == [
+        ([0], 4, 8),
+        ([1, 2], 4, 64),
+    ]
 
 
 # windows that follow from frame numbers alone
@@ -777,7 +812,9 @@ def test_nothing_is_to_be_done_while_all_wait_for_text():
 
 def test_prompts_may_be_cut_at_equal_lengths_whoever_else_waits():
     def cuts(*prompts: int) -> list[tuple[int, int]]:
-        scheduler = Scheduler(3, replace(Policy.STREAMING, prefill_tokens=50), WINDOW, FRAME_S, chunk_tokens=32)
+        scheduler = Scheduler(
+            3, replace(Policy.STREAMING, prefill_tokens=50), WINDOW, FRAME_S, chunk_tokens=32
+        )
         for slot, tokens in enumerate(prompts):
             scheduler.open(slot, tokens, skip=32 if slot == 0 else 0)
         last = []

@@ -1,4 +1,5 @@
-"""Several models in one engine: on one arena of pages, each speaks as it does alone, and none can use_cache_dir another waiting for ever."""
+"""Several models in one engine: on one arena of pages, each speaks as it does alone, and none can
+use_cache_dir another waiting for ever."""
 
 from __future__ import annotations
 
@@ -24,14 +25,18 @@ from serving.engine.prepare_for_host import prepare_for_host, use_cache_dir
 from serving.engine.runner import PAGE_TOKENS, Arena, common_page_bytes, row_bytes, token_bytes
 from zoo.contract import KV, Request
 
-BUZZ = KV(num_layers=3, num_heads=1, head_dim=20)  # a row of 80 bytes beside the hum's 64, and 480 bytes a position beside 256
+# a row of 80 bytes beside the hum's 64, and 480 bytes a position beside 256
+BUZZ = KV(num_layers=3, num_heads=1, head_dim=20)
 FAMILIES = {"hum": family("toy"), "buzz": Toy(seed=9, kv=BUZZ), "qwen": family("qwen3_tts")}
 LAGS = pytest.mark.parametrize("report_lag", [0, 1])
 Asked = tuple[str, Request]  # of which model what is asked
 
 
 def engine(*names: str, **settings) -> Engine:
-    return Engine({name: FAMILIES[name] for name in names}, **{"max_slots": 2, "compile": False, "report_lag": 0, "clock": Clock(), **settings})
+    return Engine(
+        {name: FAMILIES[name] for name in names},
+        **{"max_slots": 2, "compile": False, "report_lag": 0, "clock": Clock(), **settings},
+    )
 
 
 def speak(engine: Engine, asked: Iterable[Asked]) -> list[Listener]:
@@ -67,12 +72,17 @@ def long(**fields) -> Request:
 
 @LAGS
 def test_each_speaks_as_it_does_alone(report_lag):
-    """Every family there is, and one whose rows are odd. Requests come a few at a time, in no order, onto fewer slots and few pages."""
+    """Every family there is, and one whose rows are odd. Requests come a few at a time, in no order, onto
+    fewer slots and few pages."""
     families = {"buzz": FAMILIES["buzz"], **{name: family(name) for name in NAMES}}
     kv_bytes = 12 * len(families) * common_page_bytes(list(families.values()))
-    together = Engine(families, max_slots=2, kv_bytes=kv_bytes, compile=False, report_lag=report_lag, clock=Clock())
+    together = Engine(
+        families, max_slots=2, kv_bytes=kv_bytes, compile=False, report_lag=report_lag, clock=Clock()
+    )
     assert len({model.runner.page_tokens for model in together.models.values()}) > 2
-    asked = [(name, request) for name in families for request in requests("toy" if name == "buzz" else name, 4)]
+    asked = [
+        (name, request) for name in families for request in requests("toy" if name == "buzz" else name, 4)
+    ]
     chance = random.Random(report_lag)
     chance.shuffle(asked)
     listeners = []
@@ -87,10 +97,18 @@ def test_each_speaks_as_it_does_alone(report_lag):
 
 @LAGS
 def test_what_another_dtype_left_behind_is_not_read(report_lag, monkeypatch):
-    """All that was written in float32 is NaN in bfloat16: in pages that change hands, in the other's scratch, and in pages that a slot's
-    earlier tenant had. The short ones' rows read on to the length of the long one's."""
+    """All that was written in float32 is NaN in bfloat16: in pages that change hands, in the other's scratch,
+    and in pages that a slot's earlier tenant had. The short ones' rows read on to the length of the long
+    one's."""
     half = Toy(dtype=torch.bfloat16, kv=BUZZ)
-    both = Engine({"full": FAMILIES["hum"], "half": half}, max_slots=3, kv_bytes=16 * 16 * 480, compile=False, report_lag=report_lag, clock=Clock())
+    both = Engine(
+        {"full": FAMILIES["hum"], "half": half},
+        max_slots=3,
+        kv_bytes=16 * 16 * 480,
+        compile=False,
+        report_lag=report_lag,
+        clock=Clock(),
+    )
     for name, text in (("half", "y" * 40), ("full", "z" * 40)):
         speak(both, [(name, long(text=text, seed=seed)) for seed in range(3)])
         run(both)
@@ -123,13 +141,21 @@ def test_prefix_pages_are_shared_by_one_models_requests_and_never_across(report_
 
 @LAGS
 def test_random_cancels_leave_every_page_and_slot_where_it_was(report_lag):
-    both = engine("hum", "buzz", max_slots=4, kv_bytes=20 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]), report_lag=report_lag)
+    both = engine(
+        "hum",
+        "buzz",
+        max_slots=4,
+        kv_bytes=20 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
+        report_lag=report_lag,
+    )
     before, chance = at_rest(both), random.Random(report_lag)
     listeners: dict[str, Listener] = {}
     cancels: dict[int, list[str]] = {}
     kinds = requests("toy", 20, max_frames=10)
     for turn in range(1500):
-        for _ in range(min(chance.choice((0, 0, 1, 2)), 250 - len(listeners)) if len(both._known) < 16 else 0):
+        for _ in range(
+            min(chance.choice((0, 0, 1, 2)), 250 - len(listeners)) if len(both._known) < 16 else 0
+        ):
             model, id = chance.choice(("hum", "buzz")), f"request-{len(listeners)}"
             listeners[id] = Listener()
             both.speak(id, replace(chance.choice(kinds), seed=chance.getrandbits(62)), listeners[id], model)
@@ -158,7 +184,12 @@ def test_one_models_end_frees_its_own_pages_alone():
     for job in [*both.models["hum"].running.values(), *both.models["hum"].waiting]:
         both.cancel(job.id)
     both.turn()
-    assert both.pages.free == everything - len(held) and [listener.end is None for listener in listeners] == [False, False, False, True]
+    assert both.pages.free == everything - len(held) and [listener.end is None for listener in listeners] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     run(both)
     same(listeners[3], FAMILIES["buzz"], long())
 
@@ -172,9 +203,13 @@ def holder(engine: Engine, listener: Listener) -> bool:
 
 
 def test_who_lacks_pages_is_not_overtaken_by_another_models_requests():
-    """The one at the head of the line needs most of the arena; the other model could always use what there is, and asks for ever."""
-    both = engine("hum", "buzz", max_slots=4, kv_bytes=8 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]))
-    small = [("hum", long(max_frames=12, text=text)) for text in ("aaaa", "bbbb", "cccc", "dddd")]  # a page each
+    """The one at the head of the line needs most of the arena; the other model could always use what there
+    is, and asks for ever."""
+    both = engine(
+        "hum", "buzz", max_slots=4, kv_bytes=8 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]])
+    )
+    # a page each
+    small = [("hum", long(max_frames=12, text=text)) for text in ("aaaa", "bbbb", "cccc", "dddd")]
     early = speak(both, small[:3])
     both.turn()
     [large] = speak(both, [("buzz", long(text="0123456789", max_frames=60))])  # five of six pages
@@ -206,7 +241,10 @@ def test_a_full_line_is_that_models_own():
         both.speak("third", long(), Listener(), "hum")
     speak(both, [("buzz", long())])
     both.turn()
-    assert {name: (model["running"], model["waiting"]) for name, model in both.stats()["models"].items()} == {"hum": (2, 0), "buzz": (1, 0)}
+    assert {name: (model["running"], model["waiting"]) for name, model in both.stats()["models"].items()} == {
+        "hum": (2, 0),
+        "buzz": (1, 0),
+    }
 
 
 def test_every_model_with_work_has_one_round_a_turn_and_no_other_has_any(monkeypatch):
@@ -215,7 +253,9 @@ def test_every_model_with_work_has_one_round_a_turn_and_no_other_has_any(monkeyp
     for name, model in three.models.items():
         monkeypatch.setattr(model.runner, "step", counted(model.runner.step, calls, name, "step"))
         for question in ("next_chunks", "decoding_slots", "take_due_windows", "finished_slots"):
-            monkeypatch.setattr(model.scheduler, question, counted(getattr(model.scheduler, question), calls, name, question))
+            monkeypatch.setattr(
+                model.scheduler, question, counted(getattr(model.scheduler, question), calls, name, question)
+            )
     speak(three, [("hum", long()), ("hum", long(seed=1)), ("buzz", long())])
     for _ in range(10):
         three.turn()
@@ -233,7 +273,13 @@ def counted(function, calls, *key):
 # pages
 
 
-SHAPES = [[HUM], [HUM, BUZZ], [KV(28, 8, 128), KV(24, 2, 64), KV(36, 8, 80)], [KV(1, 1, 2), KV(40, 16, 128)], [KV(2, 3, 6), KV(2, 5, 10)]]
+SHAPES = [
+    [HUM],
+    [HUM, BUZZ],
+    [KV(28, 8, 128), KV(24, 2, 64), KV(36, 8, 80)],
+    [KV(1, 1, 2), KV(40, 16, 128)],
+    [KV(2, 3, 6), KV(2, 5, 10)],
+]
 
 
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16, torch.float32]], ids=str)
@@ -253,7 +299,8 @@ def test_a_page_holds_whole_rows_of_every_model_and_wastes_little(shapes, dtypes
 def test_rows_that_no_page_suits():
     families = [Toy(kv=KV(1, 1, 254)), Toy(kv=KV(1, 1, 262))]  # 8 * 127 and 8 * 131 bytes
     with pytest.raises(
-        ValueError, match=r"toy 1016, toy 1048, so a page of whole rows takes 133096, where 33536 are needed: serve them apart"
+        ValueError,
+        match=r"toy 1016, toy 1048, so a page of whole rows takes 133096, where 33536 are needed: serve them apart",
     ):
         Arena(families, 1 << 30)
 
@@ -263,7 +310,10 @@ def test_memory_is_that_of_all_together():
     wanted = sum(usual_kv_bytes(FAMILIES[name], 3) for name in ("hum", "buzz"))
     assert wanted - both.arena.page_bytes < both.arena.bytes.numel() <= wanted
     assert both.stats()["pages"] == both.arena.num_pages - 2  # a scratch page for each
-    with pytest.raises(ValueError, match="100 bytes of KV memory hold no page: a page of these models takes 7680, and 3 are the least"):
+    with pytest.raises(
+        ValueError,
+        match="100 bytes of KV memory hold no page: a page of these models takes 7680, and 3 are the least",
+    ):
         engine("hum", "buzz", kv_bytes=100)
 
 
@@ -288,7 +338,11 @@ def test_progress_is_over_all_models():
     engine("hum", "buzz").warm(lambda fraction, stage: told.append((fraction, stage)))
     fractions, stages = zip(*told, strict=True)
     assert list(fractions) == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
-    assert stages[0] == "hum: step" and stages[-1] == "buzz: warm" and fractions[stages.index("buzz: step")] == 0.5
+    assert (
+        stages[0] == "hum: step"
+        and stages[-1] == "buzz: warm"
+        and fractions[stages.index("buzz: step")] == 0.5
+    )
 
 
 @pytest.mark.compile
@@ -320,7 +374,9 @@ def test_nothing_compiles_once_all_are_warm(monkeypatch):
     """What was lowered for one model is not thrown away for the other."""
     torch._dynamo.reset()
     lower = partial(torch.compile, backend="eager", fullgraph=True)
-    monkeypatch.setattr("serving.engine.runner.lower", lambda verb, how: lower(verb) if how == Whole() else verb)
+    monkeypatch.setattr(
+        "serving.engine.runner.lower", lambda verb, how: lower(verb) if how == Whole() else verb
+    )
     families = {"hum": Toy(seed=1), "buzz": Toy(seed=2, kv=BUZZ)}
     both = Engine(families, compile=True, report_lag=0, clock=Clock())
     both.warm(lambda *_: None)

@@ -40,9 +40,17 @@ def test_the_answer_is_the_last_line_that_it_writes(tmp_path):
 @pytest.mark.parametrize(
     "family, python, line",
     [
-        ("toy", "/bin/true", r"toy has no reference implementation to compare with: .*reference\.py does not exist"),
+        (
+            "toy",
+            "/bin/true",
+            r"toy has no reference implementation to compare with: .*reference\.py does not exist",
+        ),
         ("voxcpm2", "/bin/false", "the reference of voxcpm2 did not run with /bin/false: exit status 1"),
-        ("voxcpm2", "/nowhere/py", "the reference of voxcpm2 did not run with /nowhere/py: No such file or directory"),
+        (
+            "voxcpm2",
+            "/nowhere/py",
+            "the reference of voxcpm2 did not run with /nowhere/py: No such file or directory",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_one_line(family, python, line):

@@ -27,8 +27,11 @@ def codes(frames: int = FRAMES, seed: int = 0) -> Tensor:
     return torch.randint(64, (frames, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def window(decoder: Decoder, tape: Tensor, start: int, frames: int, left: int = 10, right: int = 10) -> Tensor:
-    """Frames start .. start + frames of a tape [F, 8], of which the decoder sees `left` and `right` more; noise stands for the rest."""
+def window(
+    decoder: Decoder, tape: Tensor, start: int, frames: int, left: int = 10, right: int = 10
+) -> Tensor:
+    """Frames start .. start + frames of a tape [F, 8], of which the decoder sees `left` and `right` more;
+    noise stands for the rest."""
     at = torch.arange(start - 10, start + frames + 10)
     seen = (at >= start - left) & (at < start + frames + right) & (at >= 0) & (at < len(tape))
     noise = torch.randint(64, (len(at), 8), generator=torch.Generator().manual_seed(9))
@@ -46,7 +49,9 @@ def test_the_context_follows_from_the_strides_and_is_the_window():
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (25,), (3, 1, 7)], ids=str)
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
+)
 def test_streamed_equals_whole(sizes, dtype, atol):
     """Measured: 1e-14 and 2e-6."""
     tape, start, pieces = codes(), 0, []
@@ -64,7 +69,8 @@ def test_ten_frames_on_both_sides_are_needed():
     assert (window(decoder(), tape, 20, 4) - exact).abs().max() < 1e-10
     for less in ({"left": 9}, {"right": 9}):
         assert (window(decoder(), tape, 20, 4, **less) - exact).abs().max() > 1e-4, less
-    assert (window(decoder(), tape, 20, 4, right=0) - exact).abs().max() > 0.1  # as far off as servers are that look only back
+    # as far off as servers are that look only back
+    assert (window(decoder(), tape, 20, 4, right=0) - exact).abs().max() > 0.1
 
 
 def test_the_layers_as_the_reference_runs_them():
@@ -78,7 +84,13 @@ def test_the_layers_as_the_reference_runs_them():
         rate = block.rate
         x = F.conv_transpose1d(block.snake(x), block.up.weight, block.up.bias, rate, -(-rate // 2), rate % 2)
         for unit in block.residuals:
-            y = F.conv1d(unit.snake1(x), unit.conv1.weight, unit.conv1.bias, padding=unit.edge, dilation=unit.conv1.dilation)
+            y = F.conv1d(
+                unit.snake1(x),
+                unit.conv1.weight,
+                unit.conv1.bias,
+                padding=unit.edge,
+                dilation=unit.conv1.dilation,
+            )
             x = x + unit.conv2(unit.snake2(y))
     x = F.conv1d(ours.snake(x), ours.tail.weight, ours.tail.bias, padding=3)[0, 0]
     assert len(x) == 960 * 13
@@ -86,7 +98,8 @@ def test_the_layers_as_the_reference_runs_them():
 
 
 def test_render_reads_the_tape_on_both_sides_and_stops_at_its_end():
-    """Slots with tapes of different lengths in one launch; what lies beyond a tape's end, codes of unfinished frames, is not heard."""
+    """Slots with tapes of different lengths in one launch; what lies beyond a tape's end, codes of unfinished
+    frames, is not heard."""
     model = family("higgs_v3", "float64")
     state, tapes = model.state(3, 60), {0: codes(40, 1), 2: codes(9, 2), 1: codes(31, 3)}
     for slot, tape in tapes.items():
@@ -103,7 +116,8 @@ def test_render_reads_the_tape_on_both_sides_and_stops_at_its_end():
 
 
 def test_samples_of_a_window_do_not_change_when_the_tape_grows():
-    """Lookahead there is enough of: what is rendered while a voice speaks is what is rendered when it has ended."""
+    """Lookahead there is enough of: what is rendered while a voice speaks is what is rendered when it has
+    ended."""
     model, tape = family("higgs_v3", "float64"), codes(60)
     heard = []
     for ready in (24, 25, 60):

@@ -1,4 +1,5 @@
-"""The delay pattern of Higgs Audio V3: where a step's codes go, when frames are whole, and where speech ends."""
+"""The delay pattern of Higgs Audio V3: where a step's codes go, when frames are whole, and where speech
+ends."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_rows_of_a_reference():
 
 
 def test_staggered_codes_land_where_they_came_from(ours):
-    """What a reference's rows say, spoken step by step, is the reference; and a frame is whole seven steps after it began."""
+    """What a reference's rows say, spoken step by step, is the reference; and a frame is whole seven steps
+    after it began."""
     there, codes = state(ours, 1), script(12)
     ready = run(there, {0: stagger(codes, BEGIN, END)})
     assert torch.equal(there.tape[0, :12], codes)
@@ -72,7 +74,8 @@ def test_what_is_drawn_before_a_codebook_begins_is_dropped_and_not_fed_back(ours
 
 @pytest.mark.parametrize("frames", [1, 2, 7, 8, 9])
 def test_the_cap(frames, ours):
-    """As many frames as asked for, each with its own codes, and seven more steps; the tape may be no longer than that."""
+    """As many frames as asked for, each with its own codes, and seven more steps; the tape may be no longer
+    than that."""
     there, codes = state(ours, 1, frames), script(30)
     rows = stagger(codes, BEGIN, END)[:30]
     for step in range(frames + 7):
@@ -117,7 +120,9 @@ def test_slots_step_side_by_side_each_at_its_own_time(ours):
 def test_a_model_that_ends_at_once_says_one_frame(ours):
     """From the request to the samples, alone and in the engine: the end cannot be drawn in the first row."""
     asked = Request(text="a", max_frames=9)
-    hook = ours.head.register_forward_hook(lambda module, args, out: out.index_fill(1, torch.tensor(END), 1e4))
+    hook = ours.head.register_forward_hook(
+        lambda module, args, out: out.index_fill(1, torch.tensor(END), 1e4)
+    )
     speech = zoo.generate(ours, asked)
     (listener,) = serve(Engine(ours, max_slots=2, compile=False, clock=Clock()), {0: [asked]})
     hook.remove()
@@ -140,12 +145,15 @@ def test_requests_whose_first_row_would_end_are_heard(text, seed, ours):
 
 
 def test_the_engine_keeps_positions_for_the_steps_behind_the_last_frame(ours):
-    """Prompt and frames fill a page to the brim, so the seven steps more are on a page that must be each request's own."""
+    """Prompt and frames fill a page to the brim, so the seven steps more are on a page that must be each
+    request's own."""
     asked = [Request(text="a", max_frames=PAGE_TOKENS - 4, seed=seed) for seed in range(3)]
     assert len(ours.prompt(asked[0]).inputs) + asked[0].max_frames == PAGE_TOKENS
     listeners = serve(Engine(ours, max_slots=3, compile=False, clock=Clock()), {0: asked})
     for listener, request in zip(listeners, asked, strict=True):
-        torch.testing.assert_close(torch.from_numpy(listener.samples), zoo.generate(ours, request).samples, rtol=0, atol=5e-5)
+        torch.testing.assert_close(
+            torch.from_numpy(listener.samples), zoo.generate(ours, request).samples, rtol=0, atol=5e-5
+        )
 
 
 @pytest.mark.parametrize("end", [1, 2, 8])
@@ -154,7 +162,11 @@ def test_a_model_that_ends_soon_says_as_many_frames(end, ours):
 
     def force(module, args, out):
         seen.append(out)
-        return out.index_fill(1, torch.tensor(END), 1e4) if len(seen) == end + 1 else out.index_fill(1, torch.tensor(END), -1e4)
+        return (
+            out.index_fill(1, torch.tensor(END), 1e4)
+            if len(seen) == end + 1
+            else out.index_fill(1, torch.tensor(END), -1e4)
+        )
 
     hook = ours.head.register_forward_hook(force)
     speech = zoo.generate(ours, Request(text="a", max_frames=20))

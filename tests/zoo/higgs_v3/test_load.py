@@ -51,7 +51,12 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
     for module, expected in ((loaded.backbone, getattr(torch, dtype)), (loaded.codec, torch.float32)):
         tensors = dict(module.named_parameters())
         assert tensors and {tensor.dtype for tensor in tensors.values()} == {expected}
-    assert not any(tensor.is_meta or tensor.requires_grad for tensor in (*loaded.parameters(), *loaded.buffers())) and not loaded.training
+    assert (
+        not any(
+            tensor.is_meta or tensor.requires_grad for tensor in (*loaded.parameters(), *loaded.buffers())
+        )
+        and not loaded.training
+    )
     with safe_open(TINY / "model.safetensors", framework="pt") as file:
         query = file.get_tensor("body.layers.2.self_attn.q_proj.weight")
         rows = file.get_tensor(f"{weights.CODEC}.quantizer.quantizers.7.codebook.embed")
@@ -63,13 +68,20 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
 
 def test_the_facts_of_a_model():
     spec = family("higgs_v3").spec
-    assert (spec.family, spec.variant, spec.frame_shape, spec.frame_samples, spec.sample_rate_hz) == ("higgs_v3", "tts", (8,), 960, 24000)
+    assert (spec.family, spec.variant, spec.frame_shape, spec.frame_samples, spec.sample_rate_hz) == (
+        "higgs_v3",
+        "tts",
+        (8,),
+        960,
+        24000,
+    )
     assert (spec.frame_rate_hz, spec.modes, spec.voices) == (25, ("voice", "clone"), ("default",))
     assert spec.window.lookahead == 10 and spec.reference_s == (0.1, 100.0)
 
 
 def test_inspect_of_the_published_size_reads_no_weights(tmp_path):
-    """Layers, two tables and the codec, but for its 31 M values that nobody runs (and the heads, which are copies)."""
+    """Layers, two tables and the codec, but for its 31 M values that nobody runs (and the heads, which are
+    copies)."""
     found = zoo.inspect(demo.write_texts(tmp_path / "model", "full"))
     unread = 16_516_608 + 787_200 + 768 + 8 * (1 + 1024 + 1024 * 64)
     assert found["parameters"] == 3_633_511_936 + 388_956_160 + 21_012_480 + 201_401_321 - unread
@@ -86,7 +98,10 @@ def test_the_index_names_all_but_the_heads_which_may_be_absent(copied):
     save_file({name: tensors[name] for name in indexed}, copied / "model.safetensors")
     again = zoo.load(copied, "cpu")
     spoken = zoo.generate(again, Request(text="a", max_frames=3, temperature=0.0))
-    assert torch.equal(spoken.frames, zoo.generate(family("higgs_v3"), Request(text="a", max_frames=3, temperature=0.0)).frames)
+    assert torch.equal(
+        spoken.frames,
+        zoo.generate(family("higgs_v3"), Request(text="a", max_frames=3, temperature=0.0)).frames,
+    )
 
 
 def test_a_directory_without_an_index(copied):
@@ -112,14 +127,26 @@ def test_claims(copied):
 @pytest.mark.parametrize(
     ("block", "values", "message"),
     [
-        (None, {"model_type": "higgs_audio"}, r"this is Higgs Audio V2 \(higgs_audio\): .*; only Higgs Audio V3 TTS .* is supported"),
+        (
+            None,
+            {"model_type": "higgs_audio"},
+            r"this is Higgs Audio V2 \(higgs_audio\): .*; only Higgs Audio V3 TTS .* is supported",
+        ),
         (None, {"model_type": "higgs_audio_v2"}, r"this is Higgs Audio V2 \(higgs_audio_v2\)"),
         (None, {"model_type": "higgs_audio_v2_tokenizer"}, "this directory is a codec alone .* cannot speak"),
         ("audio_encoder_config", {"encoder_type": "whisper"}, "encoder_type='whisper'; a model that listens"),
         ("audio_encoder_config", {"use_delay_pattern": False}, "use_delay_pattern=False; only True is known"),
-        ("audio_encoder_config", {"tie_word_embeddings": False}, "tie_word_embeddings=False; only True is known"),
+        (
+            "audio_encoder_config",
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings=False; only True is known",
+        ),
         ("audio_encoder_config", {"out_dim": 128}, "out_dim=128; the LM that reads it has hidden_size=64"),
-        ("audio_encoder_config", {"vocab_size": 1026}, "the LM has 1024 codes per codebook, and the codec 64"),
+        (
+            "audio_encoder_config",
+            {"vocab_size": 1026},
+            "the LM has 1024 codes per codebook, and the codec 64",
+        ),
         ("audio_encoder_config", {"num_codebooks": None}, "audio_encoder_config has no 'num_codebooks'"),
         ("text_config", {"model_type": "llama"}, "text_config has model_type='llama'; only 'qwen3' is known"),
         ("text_config", {"attention_bias": True}, "attention_bias=True; only False is known"),
@@ -170,7 +197,11 @@ def test_loading_is_strict(change_of, copied):
     else:
         tensors[name] = tensors[name][:1].clone()
     save_file(tensors, copied / "model.safetensors")
-    messages = {"missing": f"missing {name}", "unknown": "unknown tied.head.extra.weight", "shape": f"{name} has shape"}
+    messages = {
+        "missing": f"missing {name}",
+        "unknown": "unknown tied.head.extra.weight",
+        "shape": f"{name} has shape",
+    }
     refused(copied, messages[change_of])
 
 
@@ -179,7 +210,10 @@ def test_the_layout_of_fine_tuning_tools_is_known_by_name(copied):
     tensors = load_file(copied / "model.safetensors")
     tensors["audio_embedding.weight"] = tensors.pop(demo.CODES)
     save_file(tensors, copied / "model.safetensors")
-    refused(copied, r"names its tensors as fine-tuning tools do .*; needed are the published names \(body\.\*, tied\.embedding\.\*\)")
+    refused(
+        copied,
+        r"names its tensors as fine-tuning tools do .*; needed are the published names \(body\.\*, tied\.embedding\.\*\)",
+    )
 
 
 # demo checkpoints
@@ -189,7 +223,10 @@ def test_the_layout_of_fine_tuning_tools_is_known_by_name(copied):
     ("arguments", "message"),
     [
         ({"size": "huge"}, "size 'huge' is not known; sizes: tiny, mid, full"),
-        ({"dtype": torch.int8}, "dtype torch.int8 cannot be written; possible: torch.float32, torch.bfloat16, torch.float16"),
+        (
+            {"dtype": torch.int8},
+            "dtype torch.int8 cannot be written; possible: torch.float32, torch.bfloat16, torch.float16",
+        ),
         ({"model_type": "higgs_audio"}, "this is Higgs Audio V2"),
         ({"text_config": {"layers": 1}}, "text_config has no 'layers'; it has: .*num_hidden_layers"),
     ],
@@ -207,7 +244,10 @@ def test_write_does_not_write_over_anything(tmp_path):
 
 
 def test_the_seed_the_dtype_and_the_copies_of_the_demo(tmp_path):
-    half, other = demo.write(tmp_path / "half"), demo.write(tmp_path / "other", seed=1, text_config={"num_hidden_layers": 1})
+    half, other = (
+        demo.write(tmp_path / "half"),
+        demo.write(tmp_path / "other", seed=1, text_config={"num_hidden_layers": 1}),
+    )
     tensors, plain = load_file(half / "model.safetensors"), load_file(TINY / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert all(torch.equal(tensors[name], plain[name].bfloat16()) for name in plain)

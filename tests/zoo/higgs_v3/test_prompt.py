@@ -230,7 +230,8 @@ def test_a_reference_is_encoded_once():
 
 
 def test_keys_are_of_what_is_read(ours):
-    """Equal where the reference's codes are equal, whatever the text behind; different from the first row whose codes differ."""
+    """Equal where the reference's codes are equal, whatever the text behind; different from the first row
+    whose codes differ."""
     asked = (("a", 130.0), ("b", 130.0), ("a", 200.0))
     one, same, other = (ours.prompt(Request(text=text, **voice_of(clip(hz=hz)))) for text, hz in asked)
     assert len(one.prefix_keys) == len(one.inputs) == 4 + 32 + 1

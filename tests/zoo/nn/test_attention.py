@@ -20,7 +20,8 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 @dataclass
 class Sequence:
-    """q [T, H, D], k and v [T, Hkv, D] of one whole sequence, and how many of its positions are in the cache."""
+    """q [T, H, D], k and v [T, Hkv, D] of one whole sequence, and how many of its positions are in the
+    cache."""
 
     q: Tensor
     k: Tensor
@@ -31,11 +32,14 @@ class Sequence:
     def truth(self) -> Tensor:
         """Plain causal attention over the whole sequence."""
         q, k, v = (part.transpose(0, 1) for part in (self.q, self.k, self.v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True).transpose(0, 1)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=SCALE, enable_gqa=True
+        ).transpose(0, 1)
 
 
 class Cache:
-    """Sequences over pages that were dealt in no order. What nobody wrote is loud, so that reading it is heard."""
+    """Sequences over pages that were dealt in no order. What nobody wrote is loud, so that reading it is
+    heard."""
 
     def __init__(self, lengths: list[int], page_tokens: int, seed: int = 0):
         self.page_tokens = page_tokens
@@ -53,7 +57,8 @@ class Cache:
         return sequence.pages[page] * 2 * LAYERS * self.page_tokens + within
 
     def launch(self, which: list[int], counts: list[int], layer: int, padding: int = 0) -> list[Tensor]:
-        """The next counts[i] positions of each sequence which[i] in one launch, with `padding` rows of page 0 behind -> outputs."""
+        """The next counts[i] positions of each sequence which[i] in one launch, with `padding` rows of page 0
+        behind -> outputs."""
         parts: dict[str, list[Tensor]] = {name: [] for name in "qkv"}
         positions: list[int] = []
         kv_write_index: list[int] = []
@@ -117,11 +122,19 @@ def test_ragged_launches(seed):
     lengths = [chance.randint(1, 60) for _ in range(6)]
     cache = Cache(lengths, 16, seed)
     while True:
-        which = [i for i, sequence in enumerate(cache.sequences) if sequence.length < lengths[i] and chance.random() < 0.7]
-        counts = [min(chance.choice((1, 1, 2, 5, 16, 40)), lengths[i] - cache.sequences[i].length) for i in which]
+        which = [
+            i
+            for i, sequence in enumerate(cache.sequences)
+            if sequence.length < lengths[i] and chance.random() < 0.7
+        ]
+        counts = [
+            min(chance.choice((1, 1, 2, 5, 16, 40)), lengths[i] - cache.sequences[i].length) for i in which
+        ]
         if which:
             agrees(cache, which, cache.launch(which, counts, layer=1))
-        elif all(sequence.length == length for sequence, length in zip(cache.sequences, lengths, strict=True)):
+        elif all(
+            sequence.length == length for sequence, length in zip(cache.sequences, lengths, strict=True)
+        ):
             return
 
 
@@ -143,7 +156,8 @@ def test_padding_stays_on_page_zero():
     assert all(output.isfinite().all() for output in outputs)
     changed = {row for row in range(len(before)) if not torch.equal(before[row], cache.kv[row])}
     own = {cache.row(cache.sequences[0], 19), cache.row(cache.sequences[1], 8)}
-    assert changed == {row + part for row in own | {0} for part in (0, 16)}  # a key, and its value a page further
+    # a key, and its value a page further
+    assert changed == {row + part for row in own | {0} for part in (0, 16)}
 
 
 def test_layers_do_not_meet():
@@ -160,7 +174,8 @@ def test_layers_do_not_meet():
 
 
 def test_shared_pages_are_read_by_both():
-    """Two sequences with the same beginning: the second one's table names the first one's page, and it writes only behind."""
+    """Two sequences with the same beginning: the second one's table names the first one's page, and it writes
+    only behind."""
     cache = Cache([24, 30], 16)
     first, second = cache.sequences
     for name in "kv":

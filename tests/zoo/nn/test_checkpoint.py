@@ -1,4 +1,5 @@
-"""Strict loading: what is missing, left over or misshapen is named; parts and shards; nothing is left unfilled."""
+"""Strict loading: what is missing, left over or misshapen is named; parts and shards; nothing is left
+unfilled."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ def test_everything_is_filled(model, tensors, tmp_path):
     assert torch.equal(first, tensors["attn.q.weight"].T)
     assert torch.equal(second, tensors["attn.k.weight"].T) and torch.equal(third, tensors["attn.v.weight"].T)
     index = torch.tensor([[4, 0]])
-    assert torch.equal(model.tables(index)[0], torch.stack((tensors["embed.0.weight"][4], tensors["embed.1.weight"][0])))
+    assert torch.equal(
+        model.tables(index)[0], torch.stack((tensors["embed.0.weight"][4], tensors["embed.1.weight"][0]))
+    )
 
 
 def test_the_files_dtype_gives_way_to_the_one_asked_for(model, tensors, tmp_path):
@@ -126,7 +129,9 @@ def test_a_buffer_of_integers_is_read_as_what_it_is(tmp_path):
 def test_a_weight_that_is_not_finite(value, dtype, where, model, tensors, tmp_path):
     tensors["attn.q.weight"].view(-1)[where] = value
     save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"safetensors: attn.q.weight holds NaN or infinity as torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"safetensors: attn.q.weight holds NaN or infinity as torch.float32"
+    ):
         load(model, TABLE, tmp_path, CPU, torch.float32)
 
 
@@ -149,7 +154,9 @@ def test_a_submodule_may_be_skipped_but_is_checked(model, tensors, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     load(model, TABLE, tmp_path, CPU, torch.float32, skip="encoder")
     assert model.encoder.weight.is_meta
-    assert not any(tensor.is_meta for name, tensor in model.named_parameters() if not name.startswith("encoder"))
+    assert not any(
+        tensor.is_meta for name, tensor in model.named_parameters() if not name.startswith("encoder")
+    )
     del tensors["encoder.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing encoder.weight \[2, 2\]"):
@@ -161,9 +168,18 @@ def test_a_submodule_may_be_skipped_but_is_checked(model, tensors, tmp_path):
     [
         (lambda found: found.pop("attn.k.weight"), r"missing attn.k.weight \[2, 3\]"),
         (lambda found: found.update({"lora.weight": torch.zeros(7)}), r"unknown lora.weight \[7\]"),
-        (lambda found: found.update({"embed.1.weight": torch.zeros(6, 3)}), r"embed.1.weight has shape \[6, 3\], expected \[5, 3\]"),
-        (lambda found: found.update({"attn.q.weight": torch.zeros(3, 4)}), r"attn.q.weight has shape \[3, 4\], expected \[4, 3\]"),
-        (lambda found: [found.pop(name) for name in list(found)[:9]] and found.update(x=torch.zeros(1)), r"missing .*\(and 2 more\)"),
+        (
+            lambda found: found.update({"embed.1.weight": torch.zeros(6, 3)}),
+            r"embed.1.weight has shape \[6, 3\], expected \[5, 3\]",
+        ),
+        (
+            lambda found: found.update({"attn.q.weight": torch.zeros(3, 4)}),
+            r"attn.q.weight has shape \[3, 4\], expected \[4, 3\]",
+        ),
+        (
+            lambda found: [found.pop(name) for name in list(found)[:9]] and found.update(x=torch.zeros(1)),
+            r"missing .*\(and 2 more\)",
+        ),
     ],
     ids=["missing", "extra", "misshapen", "transposed", "many"],
 )
@@ -181,7 +197,9 @@ def test_a_file_that_was_cut_short(kept, model, tensors, tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"is not a whole safetensors file .*it may have been cut short; copy it again"):
+    with pytest.raises(
+        ValueError, match=r"is not a whole safetensors file .*it may have been cut short; copy it again"
+    ):
         load(model, TABLE, tmp_path, CPU, torch.float32)
 
 

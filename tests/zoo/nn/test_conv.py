@@ -1,4 +1,5 @@
-"""Streaming convolutions equal the offline ones, whatever the cut and whatever stands behind a row's valid frames."""
+"""Streaming convolutions equal the offline ones, whatever the cut and whatever stands behind a row's valid
+frames."""
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def filled(layer):
 
 
 def stream(layer, x, shapes):
-    """x [B, C, FRAMES * PER_FRAME] -> [B, Cout, N], in calls of `shapes` frames. Rows take different shares of each; the rest is junk."""
+    """x [B, C, FRAMES * PER_FRAME] -> [B, Cout, N], in calls of `shapes` frames. Rows take different shares
+    of each; the rest is junk."""
     batch = x.shape[0]
     done = torch.zeros(batch, dtype=torch.int64)
     layout = StateLayout(layer)

@@ -34,7 +34,15 @@ def launch(lengths: list[int], dtype: torch.dtype, kv_heads: int = 2, groups: in
             at = sequence[i // PAGE] + i % PAGE
             kv[at], kv[at + PAGE] = torch.randn(2, kv_heads, width, generator=generator)
     q = torch.randn(len(lengths), kv_heads * groups, width, generator=generator)
-    return q.to(dtype), kv.to(dtype), rows, torch.tensor(lengths), torch.arange(len(lengths) + 1), PAGE, width**-0.5
+    return (
+        q.to(dtype),
+        kv.to(dtype),
+        rows,
+        torch.tensor(lengths),
+        torch.arange(len(lengths) + 1),
+        PAGE,
+        width**-0.5,
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -61,8 +69,15 @@ def test_a_row_does_not_know_of_the_others_nor_of_the_threads(monkeypatch):
 
 def test_a_prompt_and_another_dtype_are_left_to_torch():
     q, kv, *rest = launch([20], torch.float64)
-    assert kernels.know(q.float(), kv.float()) and not kernels.know(q.float(), kv) and not plain(lambda: kernels.know(q.float()))
-    assert torch.equal(paged_attention(q, kv.nan_to_num(0), *rest), plain(lambda: paged_attention(q, kv.nan_to_num(0), *rest)))
+    assert (
+        kernels.know(q.float(), kv.float())
+        and not kernels.know(q.float(), kv)
+        and not plain(lambda: kernels.know(q.float()))
+    )
+    assert torch.equal(
+        paged_attention(q, kv.nan_to_num(0), *rest),
+        plain(lambda: paged_attention(q, kv.nan_to_num(0), *rest)),
+    )
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 500, 507])
@@ -88,13 +103,15 @@ def test_snake_is_torchs(threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(0)
     x = 5 * torch.randn(3, 8, 5000, generator=generator)
-    frequency, gain = torch.logspace(-3, 3, 8)[:, None], torch.rand(1, 8, 1, generator=generator)  # phases of up to 20,000
+    # phases of up to 20,000
+    frequency, gain = torch.logspace(-3, 3, 8)[:, None], torch.rand(1, 8, 1, generator=generator)
     exact = plain(lambda: snake(x.double(), frequency.double(), gain.double()))
     ours = (snake(x, frequency, gain) - exact).abs().max()
     theirs = (plain(lambda: snake(x, frequency, gain)) - exact).abs().max()
     assert ours < 1.5 * theirs, f"{ours:.2g} from the truth, torch's {theirs:.2g}"
     assert torch.equal(snake(x[:1], frequency, gain), snake(x, frequency, gain)[:1])
-    assert torch.equal(snake(x[..., 7:4007], frequency, gain), snake(x, frequency, gain)[..., 7:4007])  # not contiguous
+    # not contiguous
+    assert torch.equal(snake(x[..., 7:4007], frequency, gain), snake(x, frequency, gain)[..., 7:4007])
 
 
 def test_snake_of_what_has_no_phase_stays_within_its_gain():

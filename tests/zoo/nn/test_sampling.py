@@ -1,11 +1,17 @@
-"""Sampling by row: the right distribution, the same draws wherever a row stands, and the processors of transformers as the reference."""
+"""Sampling by row: the right distribution, the same draws wherever a row stands, and the processors of
+transformers as the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from zoo.nn.sampling import draw, gumbel, keep_likely, penalise
 
@@ -45,7 +51,10 @@ def test_every_row_has_settings_of_its_own():
     top_k, top_p = torch.tensor([0, 1, 3, 0, 5, 40]), torch.tensor([1.0, 1.0, 1.0, 0.5, 0.5, 0.01])
     together = keep_likely(scores, top_k, top_p)
     for row in range(6):
-        assert torch.equal(together[row : row + 1], keep_likely(scores[row : row + 1], top_k[row : row + 1], top_p[row : row + 1]))
+        assert torch.equal(
+            together[row : row + 1],
+            keep_likely(scores[row : row + 1], top_k[row : row + 1], top_p[row : row + 1]),
+        )
     assert (together > -torch.inf).sum(-1).tolist()[:3] == [40, 1, 3]
 
 
@@ -63,21 +72,28 @@ def test_the_penalty_is_that_of_transformers(penalty):
     scores = logits(30)
     said = torch.randint(WIDTH, (30, 12), generator=torch.Generator().manual_seed(1))  # some twice
     seen = torch.zeros(30, WIDTH, dtype=torch.bool).scatter_(1, said, True)
-    assert torch.equal(penalise(scores, seen, rows(penalty, 30)), RepetitionPenaltyLogitsProcessor(penalty)(said, scores))
+    assert torch.equal(
+        penalise(scores, seen, rows(penalty, 30)), RepetitionPenaltyLogitsProcessor(penalty)(said, scores)
+    )
 
 
 # what is drawn
 
 
 def noise(count: int, width: int = WIDTH, seed: int = 0, stream: int = 0) -> Tensor:
-    return gumbel(torch.arange(count) + seed, torch.arange(count) % 100, range(stream, stream + 1), width)[:, 0]
+    return gumbel(torch.arange(count) + seed, torch.arange(count) % 100, range(stream, stream + 1), width)[
+        :, 0
+    ]
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.6, 6, 1.0), (1.0, 0, 0.8), (0.9, 10, 0.7)], ids=str
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.6, 6, 1.0), (1.0, 0, 0.8), (0.9, 10, 0.7)],
+    ids=str,
 )
 def test_draws_follow_the_softmax_of_what_is_kept(temperature, top_k, top_p):
-    """Pearson's chi-square over 20,000 seeds, rare tokens as one; a level of one in a million, so only a mistake fails."""
+    """Pearson's chi-square over 20,000 seeds, rare tokens as one; a level of one in a million, so only a
+    mistake fails."""
     count, scores = 20000, logits(1, width=20)
     truth = TemperatureLogitsWarper(temperature)(None, scores)
     if top_k:
@@ -85,7 +101,13 @@ def test_draws_follow_the_softmax_of_what_is_kept(temperature, top_k, top_p):
     if top_p < 1:
         truth = TopPLogitsWarper(top_p)(None, truth)
     expected = truth.softmax(-1)[0].double() * count
-    drawn = draw(scores.expand(count, -1), rows(temperature, count), ints(top_k, count), rows(top_p, count), noise(count, 20))
+    drawn = draw(
+        scores.expand(count, -1),
+        rows(temperature, count),
+        ints(top_k, count),
+        rows(top_p, count),
+        noise(count, 20),
+    )
     seen = drawn.bincount(minlength=20).double()
     assert seen[expected == 0].sum() == 0
     rare = expected < 20
@@ -94,7 +116,9 @@ def test_draws_follow_the_softmax_of_what_is_kept(temperature, top_k, top_p):
     expected, seen = expected[expected > 0], seen[expected > 0]
     chi_square = ((seen - expected).square() / expected).sum()
     tail = torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), chi_square / 2)
-    assert tail > 1e-6, f"chi-square {chi_square:.1f} of {len(expected)} kinds: {seen.tolist()}, expected {expected.tolist()}"
+    assert tail > 1e-6, (
+        f"chi-square {chi_square:.1f} of {len(expected)} kinds: {seen.tolist()}, expected {expected.tolist()}"
+    )
 
 
 def test_temperature_zero_takes_the_largest_whatever_else_is_set():
@@ -106,7 +130,9 @@ def test_temperature_zero_takes_the_largest_whatever_else_is_set():
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (0, 1e-6)])
 def test_one_candidate_is_no_choice(top_k, top_p):
     scores = logits(100)
-    assert torch.equal(draw(scores, rows(2.0, 100), ints(top_k, 100), rows(top_p, 100), noise(100)), scores.argmax(-1))
+    assert torch.equal(
+        draw(scores, rows(2.0, 100), ints(top_k, 100), rows(top_p, 100), noise(100)), scores.argmax(-1)
+    )
 
 
 def test_hot_and_cold_rows_share_a_batch():
@@ -139,7 +165,8 @@ def test_noise_is_what_it_was():
 
 
 def test_every_bit_of_the_seed_counts():
-    """64 seeds that differ from the first in one bit each, the sign bit and the high word's among them; and steps and streams alike."""
+    """64 seeds that differ from the first in one bit each, the sign bit and the high word's among them; and
+    steps and streams alike."""
     bits = [0, *(1 << bit for bit in range(63)), -(1 << 63)]
     found = gumbel(torch.tensor(bits), torch.zeros(65, dtype=torch.int64), range(1), 256)[:, 0]
     assert len({tuple(row.tolist()) for row in found}) == 65

@@ -134,7 +134,9 @@ def test_what_is_no_file_of_tensors(tmp_path):
     torch.jit.script(nn.Linear(2, 2)).save(tmp_path / "flow.pt")
     refused(tmp_path / "flow.pt", r"flow.pt holds more than tensors \(TorchScript archives\)")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    refused(tmp_path / "model.gguf", "is of no known format; known: .safetensors, .pt, .pth, .bin, .ckpt, .onnx")
+    refused(
+        tmp_path / "model.gguf", "is of no known format; known: .safetensors, .pt, .pth, .bin, .ckpt, .onnx"
+    )
     refused(tmp_path / "hift.pt", "hift.pt does not exist")
 
 

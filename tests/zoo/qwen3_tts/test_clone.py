@@ -1,4 +1,5 @@
-"""Clones and designed voices: what stands where in their prompts, what is refused, and the engine's promises with references in play."""
+"""Clones and designed voices: what stands where in their prompts, what is refused, and the engine's promises
+with references in play."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def test_a_designed_voice_has_no_position_and_reads_all_of_the_text_first():
 
 
 def test_inputs_of_a_reference():
-    """The speaker's vector and the frames' codes, in tables of the talker's width, each beside its text row."""
+    """The speaker's vector and the frames' codes, in tables of the talker's width, each beside its text
+    row."""
     script, prompt, talker = write(BASE, ICL), BASE.prompt(ICL), BASE.talker
     reference = script.reference
     for row, (text, codec) in zip(prompt.inputs, script.pairs, strict=True):
@@ -385,8 +387,8 @@ def test_priming_is_decoding_without_the_samples(frames):
 
 @pytest.mark.parametrize("sizes", [[1], [4], [25], [1, 4, 25]], ids=str)
 def test_the_join_is_exact_and_windows_do_not_show(sizes):
-    """Against the reference's frames and the new ones decoded at once, of which the reference's samples are cut off. In float64; beside
-    it in the batch is a voice that goes on from nothing."""
+    """Against the reference's frames and the new ones decoded at once, of which the reference's samples are
+    cut off. In float64; beside it in the batch is a voice that goes on from nothing."""
     exact = family("qwen3_tts", "float64", "tiny-base")
     codes = write(BASE, ICL).reference.codes
     random = torch.Generator().manual_seed(1)

@@ -1,4 +1,5 @@
-"""The codec at a tiny size: streamed equals one-shot, the encoder is causal, names and shapes are the published ones."""
+"""The codec at a tiny size: streamed equals one-shot, the encoder is causal, names and shapes are the
+published ones."""
 
 import copy
 import hashlib
@@ -16,7 +17,8 @@ from zoo.qwen3_tts.codec import Codec, DecoderConfig
 from zoo.qwen3_tts.demo import CODEC, TINY_CODEC, fill
 from zoo.qwen3_tts.encoder import EncoderConfig
 
-# Source: hashes of the published file's header, taken by kadirnar/voicehub, voicehub/models/qwen3tts/native/metadata.py.
+# Source: hashes of the published file's header, taken by kadirnar/voicehub,
+# voicehub/models/qwen3tts/native/metadata.py.
 FINGERPRINTS = {
     "": (496, "b0493e243c89bbf06ef06ecf80e2a06152fcf2802add4da2915992db4de3542e"),
     "encoder.": (225, "5e8d7354d9c30a170d083126d8f73ed15e48395cc12814f1eb9cabe8a320e6e2"),
@@ -37,7 +39,9 @@ def codec(tmp_path_factory):
     with torch.device("meta"):
         codec = Codec(decoder, encoder).eval()
     table = weights.codec(decoder, encoder)
-    write_tensors(directory / "model.safetensors", published(codec, table), partial(fill, seed=0), torch.float32)
+    write_tensors(
+        directory / "model.safetensors", published(codec, table), partial(fill, seed=0), torch.float32
+    )
     load(codec, table, directory, torch.device("cpu"), torch.float32)
     codec.decoder.double().prepare()
     codec.encoder.prepare()
@@ -64,16 +68,21 @@ def test_published_names_and_shapes():
     assert not list(codec.buffers())
     shapes = published(codec, weights.codec(decoder, encoder))
     for prefix, (count, fingerprint) in FINGERPRINTS.items():
-        rows = sorted(f"{name}|F32|{'x'.join(map(str, shape))}" for name, shape in shapes.items() if name.startswith(prefix))
+        rows = sorted(
+            f"{name}|F32|{'x'.join(map(str, shape))}"
+            for name, shape in shapes.items()
+            if name.startswith(prefix)
+        )
         assert (len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()) == (count, fingerprint)
-    # keys and values of 8 layers; the inputs' ends of the plain convolutions; the last inputs of the transposed ones
+    # keys and values of 8 layers; the inputs' ends of the plain convolutions; the last inputs of the
+    # transposed ones
     assert codec.decoder.state_size == 8 * 71 * 2 * 1024 + (2 * 512 + 18 * 1024 + 78 * 1440 + 6 * 96) + 2880
 
 
 @pytest.mark.parametrize("shapes", [(1,), (2,), (4,), (25,), (1, 4, 25), (60,)])
 def test_streamed_equals_one_shot(codec, shapes):
-    """Three streams, each with its own share of every call (none at all sometimes), rubbish behind the valid frames; then the same rows
-    for three new streams."""
+    """Three streams, each with its own share of every call (none at all sometimes), rubbish behind the valid
+    frames; then the same rows for three new streams."""
     decoder = codec.decoder
     torch.manual_seed(1)
     for _ in range(2):
@@ -108,7 +117,8 @@ def test_no_valid_frame_changes_nothing(codec):
 
 @pytest.mark.parametrize(("window", "last"), [(5, 20), (6, 22), (FRAMES, FRAMES - 1)])
 def test_decoder_window(codec, window, last):
-    """The last frame that hears the first: 2 through the first convolution, window - 1 through each of two layers, 10 in the rest."""
+    """The last frame that hears the first: 2 through the first convolution, window - 1 through each of two
+    layers, 10 in the rest."""
     config = copy.deepcopy(TINY_CODEC)
     config["decoder_config"]["sliding_window"] = window
     decoder = Codec(*configs(config)).decoder.double().eval().requires_grad_(False)
@@ -165,12 +175,14 @@ def test_encoder_is_causal(codec):
     assert len(whole.unique()) > 30
     for frames in (1, 7, 19):
         assert torch.equal(codec.encoder(audio[:, : frames * 1920]), whole[:, :frames])
-    padded = torch.cat((audio[:, : 7 * 1920 + 500], torch.zeros(1, 5000)), 1)  # a last frame that is partial, and its padding
+    # a last frame that is partial, and its padding
+    padded = torch.cat((audio[:, : 7 * 1920 + 500], torch.zeros(1, 5000)), 1)
     assert torch.equal(codec.encoder(padded)[:, :7], whole[:, :7])
 
 
 def test_encoder_window(codec):
-    """Codes are the same until the audio is longer than the window (10 positions, two per frame), and differ after."""
+    """Codes are the same until the audio is longer than the window (10 positions, two per frame), and differ
+    after."""
     torch.manual_seed(5)
     audio = torch.randn(1, 40 * 1920)
     whole, windowed = codec.encoder(audio), codec.encoder(audio, window=codec.encoder.config.window)
@@ -186,7 +198,9 @@ def test_quantizer_finds_the_nearest_row(codec):
     latent = torch.randn(2, 32, 11)
     rows = (quantizer.sums / quantizer.usage.clamp(min=1e-5)[:, None]).unflatten(0, (32, 64))
     first = quantizer.first_in(latent).mT
-    assert torch.equal(quantizer.encode(latent)[..., 0], (first[:, :, None] - rows[0]).norm(dim=-1).argmin(-1))
+    assert torch.equal(
+        quantizer.encode(latent)[..., 0], (first[:, :, None] - rows[0]).norm(dim=-1).argmin(-1)
+    )
     rest = quantizer.rest_in(latent).mT
     for k in range(1, 16):
         code = (rest[:, :, None] - rows[k]).norm(dim=-1).argmin(-1)

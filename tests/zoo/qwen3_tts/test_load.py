@@ -97,7 +97,11 @@ def test_the_facts_of_a_model():
         24000,
     )
     assert spec.frame_rate_hz == 12.5 and spec.modes == ("voice",)
-    assert spec.voices == tuple(sorted(demo.VOICES)) and spec.languages[0] == "auto" and len(spec.languages) == 11
+    assert (
+        spec.voices == tuple(sorted(demo.VOICES))
+        and spec.languages[0] == "auto"
+        and len(spec.languages) == 11
+    )
     assert family("qwen3_tts", size="tiny-1.7b").spec.modes == ("voice", "instruct")
 
 
@@ -116,7 +120,11 @@ def test_a_fine_tuned_directory_has_one_voice_and_needs_no_name_for_it(dialect, 
     """It keeps a block of the Base model that it comes from, without the tensors."""
     config = json.loads((copied / "config.json").read_text())
     talker = config["talker_config"] | {"spk_id": {"Anna": 100}, "spk_is_dialect": {"Anna": dialect}}
-    change(copied / "config.json", talker_config=talker, speaker_encoder_config={"enc_dim": 32, "sample_rate": 24000})
+    change(
+        copied / "config.json",
+        talker_config=talker,
+        speaker_encoder_config={"enc_dim": 32, "sample_rate": 24000},
+    )
     tuned = zoo.load(copied, "cpu")
     assert tuned.spec.voices == ("anna",)
     named, unnamed = (tuned.prompt(Request(text="hello", voice=voice)) for voice in ("ANNA", None))
@@ -152,7 +160,10 @@ def test_what_no_family_claims(copied):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tokenizer_type": "qwen3_tts_tokenizer_25hz"}, "_25hz' is not supported; supported: qwen3_tts_tokenizer_12hz"),
+        (
+            {"tokenizer_type": "qwen3_tts_tokenizer_25hz"},
+            "_25hz' is not supported; supported: qwen3_tts_tokenizer_12hz",
+        ),
         ({"tts_model_type": "singer"}, "tts_model_type 'singer' is not supported; supported: .*custom_voice"),
         ({"tts_pad_token_id": None}, "config.json: the root has no 'tts_pad_token_id'"),
         ({"talker_config": {}}, "config.json: talker_config has no 'code_predictor_config'"),
@@ -188,7 +199,10 @@ def test_a_vocabulary_that_is_none(copied):
 def test_a_config_that_does_not_fit_the_tensors(copied):
     config = json.loads((copied / "config.json").read_text())
     change(copied / "config.json", talker_config=config["talker_config"] | {"num_hidden_layers": 4})
-    refused(copied, r"does not hold the tensors its config promises: missing talker.model.layers.3.*\(and 3 more\)")
+    refused(
+        copied,
+        r"does not hold the tensors its config promises: missing talker.model.layers.3.*\(and 3 more\)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,7 +217,11 @@ def test_a_config_that_does_not_fit_the_tensors(copied):
         ("talker_config", {"spk_is_dialect": {"eric": "wu"}}, "eric='wu'; false or a key of codec_language"),
         ("talker_config", {"num_attention_heads": 3}, "_heads=3; a multiple of 2 from 1 to 1024 is possible"),
         ("talker_config", {"head_dim": 7}, "head_dim=7; a multiple of 2 from 2 to 1024 is possible"),
-        ("generation_config.json", {"top_p": 1.5}, "^generation_config.json: the root has top_p=1.5; a number"),
+        (
+            "generation_config.json",
+            {"top_p": 1.5},
+            "^generation_config.json: the root has top_p=1.5; a number",
+        ),
         ("speech_tokenizer/config.json", {"output_sample_rate": "24000"}, "the root has .*='24000'; an int"),
         (
             "speech_tokenizer/config.json",

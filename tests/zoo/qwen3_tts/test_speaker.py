@@ -1,4 +1,5 @@
-"""The speaker encoder and its mel spectrogram, against their definitions; the parity tests have the reference's numbers."""
+"""The speaker encoder and its mel spectrogram, against their definitions; the parity tests have the
+reference's numbers."""
 
 from __future__ import annotations
 
@@ -106,7 +107,12 @@ def test_what_published_configs_leave_out_is_the_references():
     config = SpeakerConfig.read(ConfigBlock({"enc_dim": 2048, "sample_rate": 24000}), 2048)
     with torch.device("meta"):
         assert sum(p.numel() for p in SpeakerEncoder(config).parameters()) == 12_001_088  # as published, 1.7B
-    assert (config.channels, config.parts, config.gate, config.attention) == ((512, 512, 512, 512, 1536), 8, 128, 128)
+    assert (config.channels, config.parts, config.gate, config.attention) == (
+        (512, 512, 512, 512, 1536),
+        8,
+        128,
+        128,
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,10 +122,22 @@ def test_what_published_configs_leave_out_is_the_references():
         ({"enc_dim": 32}, "speaker_encoder_config has no 'sample_rate'"),
         ({"enc_dim": 32, "sample_rate": 16000}, "sample_rate=16000; only 24000 is known"),
         ({"enc_dim": 64, "sample_rate": 24000}, "enc_dim=64; the talker that reads it has hidden_size=32"),
-        ({"enc_dim": 32, "sample_rate": 24000, "enc_res2net_scale": 7}, "channels are not so many equal parts"),
-        ({"enc_dim": 32, "sample_rate": 24000, "enc_channels": [512, 256, 512, 512, 1536]}, "known are equal blocks"),
-        ({"enc_dim": 32, "sample_rate": 24000, "enc_channels": [512, 512, 512, 512, 1024]}, "known are equal blocks"),
-        ({"enc_dim": 32, "sample_rate": 24000, "enc_dilations": SPEAKER["enc_dilations"][:-1]}, "and 4 enc_dilations; known are"),
+        (
+            {"enc_dim": 32, "sample_rate": 24000, "enc_res2net_scale": 7},
+            "channels are not so many equal parts",
+        ),
+        (
+            {"enc_dim": 32, "sample_rate": 24000, "enc_channels": [512, 256, 512, 512, 1536]},
+            "known are equal blocks",
+        ),
+        (
+            {"enc_dim": 32, "sample_rate": 24000, "enc_channels": [512, 512, 512, 512, 1024]},
+            "known are equal blocks",
+        ),
+        (
+            {"enc_dim": 32, "sample_rate": 24000, "enc_dilations": SPEAKER["enc_dilations"][:-1]},
+            "and 4 enc_dilations; known are",
+        ),
     ],
 )
 def test_configs_that_are_refused(config, message):

@@ -1,5 +1,5 @@
-"""VoxCPM2's LoRA adapters: what they make of the weights, and what is said of one that does not fit. That speech
-with them is the reference's is seen in tests/parity."""
+"""VoxCPM2's LoRA adapters: what they make of the weights, and what is said of one that does not fit. That
+speech with them is the reference's is seen in tests/parity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""VoxCPM2: what a directory gives, and what is said of one that cannot be run. The reference loads all of these without a word."""
+"""VoxCPM2: what a directory gives, and what is said of one that cannot be run. The reference loads all of
+these without a word."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_who_is_claimed(config, expected, tmp_path):
     assert claims(tmp_path) is expected
 
 
-@pytest.mark.parametrize("change_to", [{"architecture": None}, {"model_type": "voxcpm"}, {"architecture": "VoxCPM2"}])
+@pytest.mark.parametrize(
+    "change_to", [{"architecture": None}, {"model_type": "voxcpm"}, {"architecture": "VoxCPM2"}]
+)
 def test_a_re_upload_is_known_by_what_it_holds(change_to, copied):
     change(copied / "config.json", **change_to)
     assert zoo.load(copied, "cpu").spec.family == "voxcpm2"
@@ -78,19 +81,26 @@ def test_a_re_upload_is_known_by_what_it_holds(change_to, copied):
 def test_inspect_reads_no_weights(tmp_path):
     found = zoo.inspect(demo.write_texts(tmp_path / "model", "full"))
     assert found["parameters"] == 2_290_004_544 + 94_180_097  # what the published files hold
-    assert (found["sample_rate_hz"], found["frame_rate_hz"], found["kv_bytes_per_audio_s"]) == (48000, 6.25, 230_400)
+    assert (found["sample_rate_hz"], found["frame_rate_hz"], found["kv_bytes_per_audio_s"]) == (
+        48000,
+        6.25,
+        230_400,
+    )
     assert found["modes"] == ["voice", "design", "clone"] and found["reference_s"] == [0.16, 60.0]
     assert found["max_audio_s"] == 4096 * 0.16
 
 
 def test_the_vae_in_every_form(copied):
-    """Pickles of tensors by themselves, safetensors (which comes first), and the names of newer releases of PyTorch."""
+    """Pickles of tensors by themselves, safetensors (which comes first), and the names of newer releases of
+    PyTorch."""
     tensors, heard = vae_tensors(), sounds(TINY)
     for is_zip in (True, False):
         torch.save(tensors, copied / "audiovae.pth", _use_new_zipfile_serialization=is_zip)
         assert torch.equal(sounds(copied), heard)
     newer = {
-        name.replace("weight_g", "parametrizations.weight.original0").replace("weight_v", "parametrizations.weight.original1"): value
+        name.replace("weight_g", "parametrizations.weight.original0").replace(
+            "weight_v", "parametrizations.weight.original1"
+        ): value
         for name, value in tensors.items()
     }
     torch.save({"state_dict": newer}, copied / "audiovae.pth")
@@ -106,8 +116,17 @@ def test_the_vae_in_every_form(copied):
 def test_the_first_generation():
     old = family("voxcpm2", size="tiny-1.5")
     spec = old.spec
-    assert (spec.variant, spec.sample_rate_hz, spec.modes, spec.frame_shape) == ("voxcpm1.5", 44100, ("voice", "clone"), (4, 8))
-    assert old.net.fusion is None and old.net.residual.rope is not None and family("voxcpm2").net.residual.rope is None
+    assert (spec.variant, spec.sample_rate_hz, spec.modes, spec.frame_shape) == (
+        "voxcpm1.5",
+        44100,
+        ("voice", "clone"),
+        (4, 8),
+    )
+    assert (
+        old.net.fusion is None
+        and old.net.residual.rope is not None
+        and family("voxcpm2").net.residual.rope is None
+    )
 
 
 def test_a_first_generation_with_two_latents_a_patch_in_a_pickle(tmp_path):
@@ -127,11 +146,22 @@ def test_a_first_generation_with_two_latents_a_patch_in_a_pickle(tmp_path):
 
 
 def test_what_the_first_generation_cannot_do():
-    old, clip = family("voxcpm2", size="tiny-1.5"), AudioClip(np.sin(np.arange(4000, dtype=np.float32)), 44100)
+    old, clip = (
+        family("voxcpm2", size="tiny-1.5"),
+        AudioClip(np.sin(np.arange(4000, dtype=np.float32)), 44100),
+    )
     for fields, param, message in (
         ({"instructions": "slowly"}, "instructions", r"VoxCPM1\.5 takes no instructions: VoxCPM2 does"),
-        ({"references": (Reference(clip),)}, "transcript", r"a transcript .* needed: VoxCPM1\.5 goes on from a reference"),
-        ({"references": (Reference(clip), Reference(clip, "a"))}, "references", r"2 .* given; VoxCPM1\.5 takes up to 1"),
+        (
+            {"references": (Reference(clip),)},
+            "transcript",
+            r"a transcript .* needed: VoxCPM1\.5 goes on from a reference",
+        ),
+        (
+            {"references": (Reference(clip), Reference(clip, "a"))},
+            "references",
+            r"2 .* given; VoxCPM1\.5 takes up to 1",
+        ),
         ({"temperature": 0.5}, "temperature", r"VoxCPM1\.5 takes no temperature"),
     ):
         with pytest.raises(ValueError, match=message) as error:
@@ -153,7 +183,11 @@ def test_a_re_upload_without_an_architecture_is_known_by_what_its_config_holds(t
     [
         ("lm_config", {"use_mup": True}, "use_mup=True; only False is known"),
         ("lm_config", {"use_mup": None}, "lm_config has no 'use_mup'"),
-        ("lm_config", {"kv_channels": 8}, "lm_config has heads of 8 values, but lm_config.rope_scaling has 8 factors"),
+        (
+            "lm_config",
+            {"kv_channels": 8},
+            "lm_config has heads of 8 values, but lm_config.rope_scaling has 8 factors",
+        ),
         ("lm_config", {"num_attention_heads": 5}, "num_attention_heads=5; a multiple of 2 from 1 to 1024"),
         ("dit_config", {"num_heads": 3}, "dit_config has num_heads=3; a multiple of 2"),
         ("dit_config", {"kv_channels": 32}, "dit_config has heads of 32 values"),
@@ -199,8 +233,16 @@ def test_a_vae_that_was_cut_short(copied):
     ("name", "renamed", "message"),
     [
         ("decoder.model.0.weight_g", None, "missing decoder.model.0.weight_g"),
-        ("decoder.model.0.bias", "decoder.model.0.Bias", r"missing decoder.model.0.bias .*unknown decoder.model.0.Bias"),
-        ("decoder.sr_bin_boundaries", None, r"has decoder.sr_bin_boundaries \[\], but config.json says \[20000, 30000, 40000\]"),
+        (
+            "decoder.model.0.bias",
+            "decoder.model.0.Bias",
+            r"missing decoder.model.0.bias .*unknown decoder.model.0.Bias",
+        ),
+        (
+            "decoder.sr_bin_boundaries",
+            None,
+            r"has decoder.sr_bin_boundaries \[\], but config.json says \[20000, 30000, 40000\]",
+        ),
     ],
 )
 def test_a_vae_with_other_tensors(name, renamed, message, copied):
@@ -216,7 +258,9 @@ def test_a_net_with_other_tensors(copied):
     tensors = load_file(copied / "model.safetensors")
     tensors["residual_lm.layers.0.mlp.up.weight"] = tensors.pop("residual_lm.layers.0.mlp.up_proj.weight")
     save_file(tensors, copied / "model.safetensors")
-    refused(copied, "missing residual_lm.layers.0.mlp.up_proj.weight .*unknown residual_lm.layers.0.mlp.up.weight")
+    refused(
+        copied, "missing residual_lm.layers.0.mlp.up_proj.weight .*unknown residual_lm.layers.0.mlp.up.weight"
+    )
 
 
 # demo checkpoints
@@ -224,8 +268,14 @@ def test_a_net_with_other_tensors(copied):
 
 def test_the_seed_and_the_dtype_of_the_demo(tmp_path):
     half, other = demo.write(tmp_path / "half"), demo.write(tmp_path / "other", seed=1)
-    full, halved, changed = (load_file(path / "model.safetensors")["stop_proj.weight"] for path in (TINY, half, other))
-    assert halved.dtype == torch.bfloat16 and torch.equal(halved, full.bfloat16()) and not torch.equal(halved, changed)
+    full, halved, changed = (
+        load_file(path / "model.safetensors")["stop_proj.weight"] for path in (TINY, half, other)
+    )
+    assert (
+        halved.dtype == torch.bfloat16
+        and torch.equal(halved, full.bfloat16())
+        and not torch.equal(halved, changed)
+    )
 
 
 def test_the_sizes():

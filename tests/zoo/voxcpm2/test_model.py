@@ -157,8 +157,8 @@ def test_audio_positions_alone_are_quantised(dtype):
 @both_dtypes
 @pytest.mark.parametrize("form", FORMS)
 def test_the_model_is_told_which_inputs_are_audio(form, dtype, monkeypatch):
-    """By the plain loop and by the engine, in stretches of 3 positions: those of references, and every patch that was made; the last input
-    of a prompt is read by the first step."""
+    """By the plain loop and by the engine, in stretches of 3 positions: those of references, and every patch
+    that was made; the last input of a prompt is read by the first step."""
     ours, asked = family("voxcpm2", dtype), replace(FORMS[form], max_frames=4)
     expected = ours.prompt(asked).is_audio.tolist() + [True] * 3
     assert expected[-4] == (form in ("continued", "combined")) and any(expected[:-3]) == (
@@ -185,7 +185,8 @@ def test_the_model_is_told_which_inputs_are_audio(form, dtype, monkeypatch):
 @both_dtypes
 @pytest.mark.parametrize("form", FORMS)
 def test_a_wrong_flag_is_heard(form, dtype, monkeypatch):
-    """The first patch is another where the prompt's last input, or one before it, passes for what it is not."""
+    """The first patch is another where the prompt's last input, or one before it, passes for what it is
+    not."""
     ours, asked = family("voxcpm2", dtype), replace(FORMS[form], max_frames=1)
     right, prompt = zoo.generate(ours, asked).frames, ours.prompt(asked)
     for wrong in (len(prompt.inputs) - 1, len(prompt.inputs) // 2):
@@ -201,7 +202,8 @@ def test_a_wrong_flag_is_heard(form, dtype, monkeypatch):
 
 @pytest.mark.parametrize("form", ["continued", "combined"])
 def test_streamed_equals_one_shot_behind_a_reference(form):
-    """Several at once, in the windows of the scheduler; the second of two equal requests shares the pages of the first."""
+    """Several at once, in the windows of the scheduler; the second of two equal requests shares the pages of
+    the first."""
     asked = [replace(FORMS[form], seed=seed, max_frames=20) for seed in (1, 1, 2)]
     engine = Engine(OURS, max_slots=2, compile=False, clock=Clock())
     for listener, request in zip(serve(engine, {0: asked[:1], 8: asked[1:]}), asked, strict=True):

@@ -1,4 +1,5 @@
-"""VoxCPM2: from a request to positions, in every mode; what is made of a reference; and what a user may get wrong."""
+"""VoxCPM2: from a request to positions, in every mode; what is made of a reference; and what a user may get
+wrong."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def test_inputs_say_what_is_audio_and_the_slot_where_speech_goes_on(asked):
 
 
 def test_keys_name_what_stands_at_a_position():
-    """Equal references share their positions from the start, whatever is said after them; others share none of them."""
+    """Equal references share their positions from the start, whatever is said after them; others share none
+    of them."""
     plain, one, other, longer, continued, combined = (
         OURS.prompt(asked).prefix_keys
         for asked in (
