@@ -214,7 +214,7 @@ def test_a_model_without_open_text_refuses_it():
     ) as refused:
         engine(family("toy")).speak("request", asked(is_open=True), Listener())
     assert refused.value.param == "is_open"
-    with pytest.raises(RequestError, match="zoo.generate takes all of it at once"):
+    with pytest.raises(RequestError, match=r"zoo\.generate takes all of it at once"):
         zoo.generate(TOY, asked(is_open=True))
 
 

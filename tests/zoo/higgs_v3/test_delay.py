@@ -131,7 +131,7 @@ def test_a_model_that_ends_at_once_says_one_frame(ours):
     torch.testing.assert_close(torch.from_numpy(listener.samples), speech.samples, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize(("text", "seed"), [("a", 200), ("a", 2338), ("𝔘𝔫𝔦", 2512)])
+@pytest.mark.parametrize(("text", "seed"), [("a", 200), ("a", 2338), ("𝔘𝔫𝔦", 2512)])  # noqa: RUF001
 def test_requests_whose_first_row_would_end_are_heard(text, seed, ours):
     """Of these chance falls on the end of codebook 0 in the first row; the answer was empty."""
     asked = Request(text=text, temperature=1.0, top_k=0, top_p=1.0, seed=seed, max_frames=5)

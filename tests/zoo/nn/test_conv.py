@@ -162,7 +162,7 @@ def test_a_layer_that_is_left_out():
 
 
 def test_a_layer_without_a_place():
-    module, state, x = pair()
+    _, state, x = pair()
     with pytest.raises(AssertionError, match="a CausalConv1d has no place in the state"):
         CausalConv1d(3, 4, 7).double()(x, state)
 

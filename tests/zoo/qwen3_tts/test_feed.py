@@ -310,6 +310,6 @@ def test_a_reference_with_its_words_needs_as_many_tokens_as_frames_at_once():
 
 
 def test_the_plain_loop_takes_all_of_the_text():
-    with pytest.raises(RequestError, match="zoo.generate takes all of it at once") as error:
+    with pytest.raises(RequestError, match=r"zoo\.generate takes all of it at once") as error:
         zoo.generate(VOICE, replace(NAMED, is_open=True))
     assert error.value.param == "is_open"
