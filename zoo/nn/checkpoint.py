@@ -70,12 +70,14 @@ def load(
         del file  # before the next one is opened: what was read of it leaves memory with it
 
 
-def weight_normed(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def weight_normed(
+    shapes: Mapping[str, Shape], is_weight_normed: Callable[[str], bool] = lambda _: True
+) -> dict[str, Shape]:
     """Name -> shape, each convolution's `weight` replaced by the two that weight norm makes of it: `weight_g`
-    (its size) and `weight_v`."""
+    (its size) and `weight_v`. is_weight_normed: of a convolution's name; others stay as they are."""
     split: dict[str, Shape] = {}
     for name, shape in shapes.items():
-        if name.endswith(".weight") and len(shape) == 3:
+        if name.endswith(".weight") and len(shape) == 3 and is_weight_normed(name):
             split |= {f"{name}_g": (shape[0], 1, 1), f"{name}_v": shape}
         else:
             split[name] = shape
@@ -88,15 +90,17 @@ def load_weight_normed(
     file: TensorFile,
     device: torch.device,
     beside: frozenset[str] = frozenset(),
+    is_weight_normed: Callable[[str], bool] = lambda _: True,
 ) -> None:
-    """As `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the first.
+    """As `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the first, all of
+    them or those that `is_weight_normed` says.
 
     Both ways to write that down are read: weight_g and weight_v, and the parametrizations of newer releases
     of PyTorch. beside: names in the file that are no weights of the module; the caller reads them.
     """
     names = {_older(name): name for name in file.headers if name not in beside}
     found = {older: file.headers[name] for older, name in names.items()}
-    shapes = weight_normed(published(module, table))
+    shapes = weight_normed(published(module, table), is_weight_normed)
     check({name: Expected(shape) for name, shape in shapes.items()}, found, file.path)
 
     def read(name: str) -> Tensor:

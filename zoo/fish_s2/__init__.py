@@ -1,0 +1,127 @@
+"""Fish Audio S2 Pro (Fish Audio, research licence): text to 44.1 kHz speech, 10 codes per 46.4 ms frame. See README.md beside this file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from zoo.contract import Spec
+    from zoo.fish_s2.codec import Codec
+    from zoo.fish_s2.config import CodecConfig, Config
+    from zoo.fish_s2.model import DualAR, FishS2
+
+NAME = "fish_s2"
+LICENCE = (
+    "Fish Audio Research License (2026-03-07): research and non-commercial use alone; say 'Built with Fish Audio'; "
+    "outputs may not train other foundation models"
+)
+
+
+def claims(path: Path) -> bool:
+    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot be read."""
+    from zoo.fish_s2.config import DRAMA, MODEL, S1
+    from zoo.nn.json_files import read_config
+
+    return read_config(path).get("model_type") in (MODEL, S1, DRAMA)  # the others are claimed to be refused by name
+
+
+def load(directory: Path, device: torch.device, dtype: torch.dtype) -> FishS2:
+    """The family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError that names what is wrong."""
+    from zoo.fish_s2 import weights
+    from zoo.fish_s2.clone import Cloner
+    from zoo.fish_s2.config import CODEC_FILE
+    from zoo.fish_s2.model import FishS2
+    from zoo.fish_s2.prompt import PromptWriter
+    from zoo.nn import checkpoint
+    from zoo.nn.tensor_files import open_file
+
+    config, codec_config, spec = describe(directory)
+    logging.getLogger(__name__).info("%s: %s", spec.name, spec.licence)
+    lm, codec = build(config, codec_config)
+    checkpoint.load(lm, weights.lm(config), directory, device, dtype)
+    file = open_file(directory / CODEC_FILE)
+    unused = frozenset(name for name in file.headers if name.endswith(weights.UNUSED))
+    checkpoint.load_weight_normed(codec, weights.codec(codec_config), file, device, unused, weights.is_weight_normed)
+    lm.prepare()
+    codec.prepare()
+    for module in (lm, codec):
+        module.eval().requires_grad_(False)
+    writer = PromptWriter(config, directory, Cloner(codec, device))
+    return FishS2(config, spec, lm, codec, writer).eval().requires_grad_(False)
+
+
+def build(config: Config, codec_config: CodecConfig) -> tuple[DualAR, Codec]:
+    """Both stacks, and the codec, on `meta`: names and shapes, no memory."""
+    import torch
+
+    from zoo.fish_s2.codec import Codec
+    from zoo.fish_s2.model import DualAR
+
+    with torch.device("meta"):
+        return DualAR(config), Codec(codec_config)
+
+
+def describe(directory: Path) -> tuple[Config, CodecConfig, Spec]:
+    """Config, the codec's sizes and Spec, from config.json and the names and shapes of codec.pth."""
+    from zoo.fish_s2.config import CODEC_FILE, CodecConfig, Config
+    from zoo.nn.json_files import read_json
+    from zoo.nn.tensor_files import open_file
+
+    config = Config.read(read_json(directory / "config.json"))
+    if (directory / "codec.safetensors").exists() and not (directory / CODEC_FILE).exists():
+        raise ValueError(f"{directory} is a conversion, with codec.safetensors; needed are the published files, with {CODEC_FILE}")
+    headers = open_file(directory / CODEC_FILE).headers
+    codec_config = CodecConfig.read({name: header.shape for name, header in headers.items()})
+    config.check_codec(codec_config)
+    return config, codec_config, specify(config, codec_config)
+
+
+def specify(config: Config, codec_config: CodecConfig) -> Spec:
+    import torch
+
+    from zoo.contract import KV, Spec
+    from zoo.fish_s2.clone import MAX_REFERENCES, REFERENCE_S
+    from zoo.fish_s2.config import MAX_FRAMES, SAMPLE_RATE_HZ
+    from zoo.fish_s2.prompt import DEFAULT_VOICE, HINTS, OPTIONS
+    from zoo.fish_s2.strategy import WINDOW
+
+    return Spec(
+        family=NAME,
+        variant="pro",
+        frame_shape=(config.codebooks,),
+        frame_dtype=torch.int64,
+        frame_samples=codec_config.frame_samples,
+        sample_rate_hz=SAMPLE_RATE_HZ,
+        kv=KV(config.slow.layers, config.slow.kv_heads, config.slow.head_dim),
+        width=config.slow.hidden,
+        max_frames=min(MAX_FRAMES, config.max_positions - 1),
+        max_positions=config.max_positions,
+        window=WINDOW,
+        voices=(DEFAULT_VOICE,),
+        modes=("voice", "clone"),
+        reference_s=REFERENCE_S,
+        max_references=MAX_REFERENCES,
+        options=OPTIONS,
+        hints=HINTS,
+        name="Fish Audio S2 Pro",
+        licence=LICENCE,
+    )
+
+
+def survey(directory: Path) -> tuple[Spec, int]:
+    """Spec and number of parameters, weights unread."""
+    config, codec_config, spec = describe(directory)
+    return spec, sum(p.numel() for module in build(config, codec_config) for p in module.parameters())
+
+
+def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
+    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    import torch
+
+    from zoo.fish_s2.demo import write
+
+    return write(directory, size, seed, dtype or torch.bfloat16)

@@ -1,0 +1,45 @@
+"""What a clone needs of its reference: its codes, which the LM reads as something that was said. They are encoded once, in fp32, and kept.
+
+clip ─ mono, 44.1 kHz ─ codec encoder ─> codes [F, K]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.fish_s2.codec import Codec
+from zoo.fish_s2.config import SAMPLE_RATE_HZ
+from zoo.references import References, content, mono
+from zoo.request import AudioClip
+
+REFERENCE_S = (0.1, 60.0)  # the model card advises 10 to 30 s
+MAX_REFERENCES = 8
+
+
+@dataclass(frozen=True)
+class EncodedReference:
+    codes: Tensor  # [F, K] on the CPU
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes
+
+
+class Cloner:
+    """AudioClip -> codes [F, K] on the CPU. May be called from several threads."""
+
+    def __init__(self, codec: Codec, device: torch.device):
+        self.codec, self.device = codec, device
+        self.references: References[EncodedReference] = References()
+
+    def __call__(self, clip: AudioClip) -> Tensor:
+        """Raises ValueError (`param` "references") for audio that is no reference."""
+        return self.references.get(content(clip), lambda: self._encode(clip)).codes
+
+    @torch.inference_mode()
+    def _encode(self, clip: AudioClip) -> EncodedReference:
+        samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, REFERENCE_S), device=self.device)[None]  # [1, N]
+        return EncodedReference(self.codec.encode(samples)[0].cpu())

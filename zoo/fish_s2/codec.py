@@ -1,0 +1,123 @@
+"""The codec, a modified DAC. The decoder turns frames of 10 codes (46.4 ms) into 44.1 kHz samples, exactly, however the frames are cut into
+calls.
+
+    codes [B, F, K] ─ codebooks ─ transformer ─ upsample x2 x2 ─ conv ─ x8 ─ x8 ─ x4 ─ x2 ─ conv ─ tanh ─ samples [B, 2048 F]
+                        1024       8 layers          1024         1536  768  384  192   96     1                  channels
+                                   21.5 Hz          43, 86 Hz           0.7   5.5  22   44  kHz
+
+What the layers must remember of a stream, their inputs' ends and the last 127 keys and values, is one row of `state_size` values: zeros for
+a new stream, handed in and out. Sources: facts of vllm-omni 0.30.0, model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.fish_s2.config import CodecConfig
+from zoo.fish_s2.encoder import Codebook, Encoder
+from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
+from zoo.nn.snake import Snake
+
+
+class Upsample(nn.Module):
+    """[B, C, N] -> [B, C, ratio N]"""
+
+    def __init__(self, channels: int, ratio: int):
+        super().__init__()
+        self.up = CausalConvTranspose1d(channels, channels, ratio, ratio)
+        self.block = ConvNeXt(channels)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return self.block(self.up(x, state), state)
+
+
+class UpBlock(nn.Module):
+    """[B, C, N] -> [B, C / 2, rate N]"""
+
+    def __init__(self, channels: int, rate: int):
+        super().__init__()
+        self.snake = Snake(channels)
+        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * rate, rate)
+        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        x = self.up(self.snake(x), state)
+        for residual in self.residuals:
+            x = residual(x, state)
+        return x
+
+
+class Decoder(nn.Module):
+    """Codes to samples, in the dtype of its weights."""
+
+    table: Tensor  # [rows of all codebooks, C], what each code stands for, after Codec.prepare()
+    first: Tensor  # [K], where each codebook begins in it
+    last: Tensor  # [K], its greatest code
+
+    def __init__(self, config: CodecConfig):
+        super().__init__()
+        channels, last = config.decoder_channels, config.decoder_channels >> len(config.rates)
+        self.config = config
+        self.post = Transformer(config.post)
+        self.upsample = nn.ModuleList(Upsample(config.latent, ratio) for ratio in config.ratios)
+        self.stem = CausalConv1d(config.latent, channels, KERNEL)
+        self.blocks = nn.ModuleList(UpBlock(channels >> i, rate) for i, rate in enumerate(config.rates))
+        self.snake = Snake(last)
+        self.tail = CausalConv1d(last, 1, KERNEL)
+        self.layout = StateLayout(self)
+
+    @property
+    def state_size(self) -> int:
+        """Values that one stream carries from call to call."""
+        return self.layout.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tail.weight.dtype
+
+    def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """codes [B, F, K] int64; rows [B, state_size], zeros for a new stream; start [B], frames of the stream before these; count [B],
+        how many of the F frames are valid (0 to F) -> samples [B, F * frame_samples] in [-1, 1], and the rows for the next call.
+        Samples of frames that are not valid mean nothing. A code beyond its codebook's end is its last one: the LM's heads are wider."""
+        state = CodecState(self.layout, rows, codes.shape[1], count)
+        at = codes.clamp(min=0).minimum(self.last) + self.first
+        x = self.post(F.embedding(at, self.table).sum(2).mT, start, state)
+        for upsample in self.upsample:
+            x = upsample(x, state)
+        x = self.stem(x, state)
+        for block in self.blocks:
+            x = block(x, state)
+        return self.tail(self.snake(x), state).squeeze(1).tanh(), state.next()
+
+
+class Codec(nn.Module):
+    """What codec.pth holds."""
+
+    def __init__(self, config: CodecConfig):
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.codebooks = nn.ModuleList(Codebook(size, config.codebook_dim, config.latent) for size in config.codebook_sizes)
+        self.decoder = Decoder(config)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Call once, with the weights in place: what follows from them alone."""
+        for transformer in transformers(self):
+            transformer.prepare()
+        sizes = torch.tensor(self.config.codebook_sizes, device=self.decoder.tail.weight.device)
+        table = torch.cat([codebook.table() for codebook in self.codebooks])
+        for name, value in (("table", table), ("first", sizes.cumsum(0) - sizes), ("last", sizes - 1)):
+            self.decoder.register_buffer(name, value, persistent=False)
+
+    def encode(self, samples: Tensor) -> Tensor:
+        """samples [B, N] at 44.1 kHz -> codes [B, F, K]."""
+        residual, codes = self.encoder(samples), []
+        for codebook in self.codebooks:
+            found, latent = codebook.encode(residual)
+            codes.append(found)
+            residual = residual - latent
+        return torch.stack(codes, -1)

@@ -1,0 +1,238 @@
+"""Random checkpoints in the published layout: every file, no trained weight. For tests, first tries, and speed work without weights.
+
+    write("demo", "tiny")    # a few megabytes, runs anywhere
+    write("full", "full")    # the published shapes and sizes: 11 GB
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.fish_s2 import weights
+from zoo.fish_s2.config import CODEC_FILE, LONGEST_POSITIONS, CodecConfig, Config, TransformerConfig
+from zoo.fish_s2.layers import ROPE_THETA
+from zoo.fish_s2.vocabulary import END, token_ids, tokenizer, tokenizer_config
+from zoo.nn import synthetic
+from zoo.nn.config import change
+from zoo.nn.synthetic import DTYPES, Rule
+
+# --- configs ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _stack(dim: int, inner: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """The keys that both stacks share."""
+    return {
+        "attention_o_bias": False,
+        "attention_qkv_bias": False,
+        "dim": dim,
+        "dropout": 0.0,
+        "head_dim": head_dim,
+        "initializer_range": dim**-0.5,
+        "intermediate_size": inner,
+        "moe_intermediate_size": 768,
+        "n_head": heads,
+        "n_layer": layers,
+        "n_local_heads": max(1, heads // 4) if heads > 4 else heads // 2,
+        "norm_eps": 1e-06,
+        "norm_topk_prob": True,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "rope_base": 1000000,
+        "router_gamma": 0.001,
+        "use_aux_loss_free": True,
+        "use_moe": False,
+    }
+
+
+def _config(text: dict[str, Any], audio: dict[str, Any], positions: int, codebooks: int, codes: int, is_full: bool) -> dict[str, Any]:
+    ids = token_ids(is_full, codes)
+    start = ids["<|semantic:0|>"]
+    text |= {
+        "attention_qk_norm": True,
+        "max_seq_len": positions,
+        "model_type": "fish_qwen3",
+        "tie_word_embeddings": True,
+        "vocab_size": start + codes + 2,
+    }
+    audio |= {
+        "attention_qk_norm": False,
+        "max_seq_len": codebooks + 1,
+        "model_type": "fish_qwen3_audio_decoder",
+        "num_codebooks": codebooks,
+        "text_dim": text["dim"],
+        "tie_word_embeddings": False,
+        "vocab_size": codes,
+    }
+    return {
+        "audio_decoder_config": audio,
+        "audio_pad_token_id": ids["<|audio_pad|>"],
+        "dtype": "bfloat16",
+        "eos_token_id": ids[END],
+        "model_type": "fish_qwen3_omni",
+        "pad_token_id": ids["<|pad|>"],
+        "semantic_end_token_id": start + codes - 1,
+        "semantic_start_token_id": start,
+        "text_config": text,
+    }
+
+
+CODEC = CodecConfig(
+    channels=64,
+    strides=(2, 4, 8, 8),
+    latent=1024,
+    ratios=(2, 2),
+    hear=TransformerConfig(1024, 4, 3072, 64, 512, LONGEST_POSITIONS),
+    pre=TransformerConfig(1024, 8, 3072, 64, 128, LONGEST_POSITIONS),
+    post=TransformerConfig(1024, 8, 3072, 64, 128, LONGEST_POSITIONS),
+    codebook_dim=8,
+    codebook_sizes=(4096, *[1024] * 9),
+    decoder_channels=1536,
+    rates=(8, 8, 4, 2),
+)
+TINY_CODEC = replace(
+    CODEC,
+    channels=4,
+    latent=32,
+    hear=TransformerConfig(64, 2, 192, 64, 512, LONGEST_POSITIONS),
+    pre=TransformerConfig(32, 2, 48, 16, 128, LONGEST_POSITIONS),
+    post=TransformerConfig(32, 2, 48, 16, 128, LONGEST_POSITIONS),
+    codebook_dim=4,
+    codebook_sizes=(64, 32, 32, 32),
+    decoder_channels=32,
+)
+MID_CODEC = replace(
+    CODEC,
+    channels=16,
+    latent=256,
+    hear=TransformerConfig(256, 2, 768, 64, 512, LONGEST_POSITIONS),
+    pre=TransformerConfig(256, 4, 768, 64, 128, LONGEST_POSITIONS),
+    post=TransformerConfig(256, 4, 768, 64, 128, LONGEST_POSITIONS),
+    decoder_channels=384,
+)
+# "mid" is about a tenth of the published model, for comparing speed where that is too slow.
+CONFIGS: dict[str, tuple[dict[str, Any], CodecConfig]] = {
+    "tiny": (_config(_stack(64, 96, 3, 4, 16), _stack(64, 80, 2, 4, 16), 512, 4, 64, is_full=False), TINY_CODEC),
+    "mid": (_config(_stack(768, 2944, 16, 12, 64), _stack(768, 2944, 4, 12, 64), 4096, 10, 4096, is_full=False), MID_CODEC),
+    "full": (_config(_stack(2560, 9728, 36, 32, 128), _stack(2560, 9728, 4, 32, 128), 32768, 10, 4096, is_full=True), CODEC),
+}
+SIZES = tuple(CONFIGS)
+UNUSED_POSITIONS = {"tiny": (64, 64), "mid": (256, 256), "full": (16384, 4096)}  # of the encoder's buffers, and the other two's
+
+# --- values -------------------------------------------------------------------------------------------------------------------------------
+
+# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be left out unnoticed.
+RULES: tuple[Rule, ...] = (
+    (r"norm\.weight$", 1.0, 0.1, False),
+    (r"\.gamma$", 0.0, 0.3, False),  # trained scales start at 0.01
+    (r"\.alpha$", 1.0, 0.2, False),
+    (r"^decoder\.model\.6\.conv\..*original0$", 0.05, 0.005, False),  # soft audio, far from where tanh bends
+    (r"block\.3\.conv\..*original0$", 0.4, 0.1, False),  # residual units, of which each adds to what the ones before made
+    (r"(\.original0|\.weight_g)$", 1.0, 0.2, False),
+    (r"(\.original1|\.weight_v)$", 0.0, 1.0, False),
+    (r"^decoder\.model\.6\.conv\.bias$", 0.0, 0.001, False),
+    (r"\.bias$", 0.0, 0.1, False),
+    (r"\.codebook\.weight$", 0.0, 1.0, False),
+    (r"(codebook_)?embeddings\.weight$", 0.0, 0.5, False),
+    (r"audio_decoder\.output\.weight$", 0.0, 2.0, True),  # logits of a few units
+    (r"text_model\..*\.(wo|w2)\.weight$", 0.0, 3.0, True),  # louder than what is read, or the tied head would say it again and again
+    (r"\.weight$", 0.0, 1.0, True),
+)
+
+
+def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule knows."""
+    fan_in = shape[0] if re.match(r"quantizer\.upsample\.\d\.0\.conv", name) and len(shape) == 3 else None  # transposed, stride = kernel
+    return synthetic.fill(name, shape, f"fish_s2:{seed}", RULES, fan_in)
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------------------------
+
+
+def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Path:
+    """A checkpoint with every file of the published layout. dtype: of the LM's tensors (the codec's are float32).
+
+    config: changes to config.json, merged into its blocks: `text_config={"n_layer": 1}`. Raises ValueError for an unknown size, key or
+    dtype, and for a directory that is not empty.
+    """
+    from zoo.fish_s2 import build
+    from zoo.nn.checkpoint import published
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype} cannot be written; possible: {', '.join(str(known) for known in DTYPES)}")
+    directory = write_texts(directory, size, **config)
+    read = Config.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    codec_config = CONFIGS[size][1]
+    lm, codec = build(read, codec_config)
+    values = partial(fill, seed=seed)
+    _write_shards(directory, published(lm, weights.lm(read)), values, dtype)
+    shapes = weights.as_saved(published(codec, weights.codec(codec_config)))
+    tensors = {name: torch.from_numpy(values(name, shape)) for name, shape in shapes.items()}
+    torch.save(tensors | unused(codec_config, *UNUSED_POSITIONS[size]), directory / CODEC_FILE)
+    return directory
+
+
+def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
+    """The JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
+    directory = Path(directory)
+    if size not in CONFIGS:
+        raise ValueError(f"size {size!r} is not known; sizes: {', '.join(SIZES)}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
+    content = copy.deepcopy(CONFIGS[size][0])
+    change(content, config, "config.json")
+    Config.read(content)  # before anything is written
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "config.json", content)
+    _write_json(directory / "tokenizer.json", tokenizer(size == "full", content["audio_decoder_config"]["vocab_size"]))
+    _write_json(directory / "tokenizer_config.json", tokenizer_config())
+    return directory
+
+
+def unused(config: CodecConfig, encoder_positions: int, positions: int) -> dict[str, Tensor]:
+    """The buffers of codec.pth that nothing reads but the width of a head."""
+    from zoo.fish_s2.block import rope_table
+
+    buffers: dict[str, Tensor] = {}
+    places = {
+        f"encoder.block.{len(config.strides)}.block.5": (config.hear, encoder_positions),
+        "quantizer.pre_module": (config.pre, positions),
+        "quantizer.post_module": (config.post, positions),
+    }
+    for name, (transformer, length) in places.items():
+        if transformer is not None:
+            table = rope_table(length, transformer.head_dim, ROPE_THETA)
+            buffers[f"{name}.freqs_cis"] = table.transpose(1, 2).contiguous()  # [length, dim / 2, 2]
+            buffers[f"{name}.causal_mask"] = torch.ones(length, length, dtype=torch.bool).tril()
+    return buffers
+
+
+def _write_shards(directory: Path, shapes: Mapping[str, tuple[int, ...]], values: synthetic.Fill, dtype: torch.dtype) -> None:
+    """Two, of which the first takes a little more than half, and their index."""
+    sizes = {name: math.prod(shapes[name]) * dtype.itemsize for name in sorted(shapes)}
+    total, written = sum(sizes.values()), 0
+    shards: tuple[dict[str, tuple[int, ...]], ...] = ({}, {})
+    weight_map = {}
+    for name, size in sizes.items():
+        which = int(written > total / 2)
+        shards[which][name] = shapes[name]
+        weight_map[name] = f"model-{which + 1:05}-of-00002.safetensors"
+        written += size
+    for i, shard in enumerate(shards):
+        synthetic.write_tensors(directory / f"model-{i + 1:05}-of-00002.safetensors", shard, values, dtype)
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,77 @@
+"""The fast AR: from the slow AR's hidden state and a frame's semantic code to its residual codes.
+
+A small transformer with an empty cache every frame. Position 0 is the slow AR's hidden state, behind its last norm; position k is the
+embedding of code k - 1, of one table for all codebooks; the output there gives code k. Code 0 is known before, so positions 0 and 1 are one
+pass, of which only the second output is read: 9 passes for 10 positions, with the same result.
+
+    position   0       1    2   ...  9
+    input      hidden  c0   c1  ...  c8
+    gives      -       c1   c2  ...  c9
+
+RoPE and attention are in fp32. Source: facts of fish-speech 0.1.0, models/text2semantic/llama.py, DualARTransformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.fish_s2.block import DualARBlock
+from zoo.fish_s2.config import Config
+from zoo.nn.norm import RMSNorm
+
+
+class FastBlock(DualARBlock):
+    """A block over a dense cache. Its place in the frame comes in as tensors: all blocks and passes are two compiled regions."""
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor, table: Tensor, seen: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, L, D] at the positions of table [L, 2, dim / 2] -> x, and the cache k, v [B, Hkv, K, dim] fp32 with these positions in it.
+
+        seen [L, K] bool: what each position sees; its last one is its own. L is 2 at the frame's start, then 1.
+        """
+        length = x.shape[1]
+        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x, table))  # [B, H or Hkv, L, dim]
+        if length > 1:
+            k, v = torch.cat((new_k, k[:, :, length:]), 2), torch.cat((new_v, v[:, :, length:]), 2)
+        else:
+            own = (seen[0] & ~F.pad(seen[0, 1:], (0, 1)))[:, None]  # [K, 1]
+            k, v = torch.where(own, new_k, k), torch.where(own, new_v, v)
+        q = q.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G * L, dim]
+        scores = (q @ k.transpose(2, 3)).unflatten(2, (-1, length)) * self.head_dim**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).flatten(2, 3)  # [B, Hkv, G * L, K]
+        mixed = (weights @ v).unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2)  # [B, L, H * dim]
+        return self.project_output(x, mixed.to(x.dtype)), k, v
+
+
+class FastAR(nn.Module):
+    rope: Tensor  # [K, 2, dim / 2]
+    seen: Tensor  # [K, K] bool
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config, self.codebooks = config.fast, config.codebooks
+        self.embedding = nn.Embedding(config.codebook_size, config.fast.hidden)
+        self.layers = nn.ModuleList(FastBlock(config.fast) for _ in range(config.fast.layers))
+        self.norm = RMSNorm(config.fast.hidden, config.fast.eps)
+        self.head = nn.Linear(config.fast.hidden, config.codebook_size, bias=False)
+
+    def forward(self, hidden: Tensor, first: Tensor, pick: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """hidden [B, D], first [B] code 0 -> the frame's codes [B, K]. pick(logits [B, V] fp32, k) -> [B] chooses code k."""
+        c = self.config
+        empty = torch.zeros(hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device)
+        cache = [(empty, empty)] * c.layers
+        codes = [first]
+        x = torch.stack((hidden, self.embedding(first)), 1)  # [B, 2, D]
+        for k in range(1, self.codebooks):
+            here = slice(0, 2) if k == 1 else slice(k, k + 1)
+            for i, layer in enumerate(self.layers):
+                x, *grown = layer(x, self.rope[here], self.seen[here], *cache[i])
+                cache[i] = tuple(grown)
+            code = pick(self.head(self.norm(x[:, -1])).float(), k)
+            codes.append(code)
+            x = self.embedding(code)[:, None]  # [B, 1, D]
+        return torch.stack(codes, 1)

@@ -1,0 +1,113 @@
+"""Layers that the codec's encoder and decoder share. Every one looks back only; what it must remember of a stream it takes from and leaves
+in a `CodecState`: the whole of a recording is a stream that is heard in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.fish_s2.block import rope_table, rotate_pairs
+from zoo.fish_s2.config import TransformerConfig
+from zoo.nn.conv import CausalConv1d, CodecState, Stateful
+from zoo.nn.linear import SwiGLU
+from zoo.nn.norm import RMSNorm
+from zoo.nn.snake import Snake
+
+DILATIONS = (1, 3, 9)  # of a block's residual units
+KERNEL = 7  # of every convolution that is neither 1 wide nor a stride
+EPS, ROPE_THETA = 1e-5, 10_000.0  # of the transformers
+
+
+class Residual(nn.Module):
+    """[B, C, N] -> [B, C, N]"""
+
+    def __init__(self, channels: int, dilation: int):
+        super().__init__()
+        self.snake1 = Snake(channels)
+        self.conv1 = CausalConv1d(channels, channels, KERNEL, dilation)
+        self.snake2 = Snake(channels)
+        self.conv2 = CausalConv1d(channels, channels, 1)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
+
+
+class ConvNeXt(nn.Module):
+    """Liu et al. 2022 (arXiv 2201.03545), causal. [B, C, N] -> [B, C, N]"""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv = CausalConv1d(channels, channels, KERNEL, groups=channels)
+        self.norm = nn.LayerNorm(channels, eps=1e-6)
+        self.widen = nn.Linear(channels, 4 * channels)
+        self.narrow = nn.Linear(4 * channels, channels)
+        self.scale = nn.Parameter(torch.empty(channels))
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        y = self.norm(self.conv(x, state).mT)
+        y = self.narrow(F.gelu(self.widen(y)))
+        return x + (y * self.scale).mT
+
+
+class Layer(Stateful):
+    """A transformer layer over a sliding window. It keeps keys and values."""
+
+    def __init__(self, config: TransformerConfig):
+        width = config.width
+        super().__init__(2 * width, config.window - 1, dim=1)
+        self.heads = width // config.head_dim
+        self.attention_norm = RMSNorm(width, EPS)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.attention_scale = nn.Parameter(torch.empty(width))
+        self.mlp_norm = RMSNorm(width, EPS)
+        self.mlp = SwiGLU(width, config.inner)
+        self.mlp_scale = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor, table: Tensor, seen: Tensor, state: CodecState) -> Tensor:
+        """x [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N]: which key a position may read."""
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.unbind(2)  # [B, N, H, dim] each
+        k = rotate_pairs(k, table)
+        kv = state.extend(self, torch.cat((k, v), -2).flatten(2))  # [B, window - 1 + N, 2D]
+        k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (2 * self.heads, -1)).chunk(2, -2))
+        q = rotate_pairs(q, table).transpose(1, 2)  # [B, H, N, dim]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        x = torch.addcmul(x, self.attention_scale, self.out(y.transpose(1, 2).flatten(2)))
+        return torch.addcmul(x, self.mlp_scale, self.mlp(self.mlp_norm(x)))
+
+
+class Transformer(nn.Module):
+    """[B, D, N] -> [B, D, N]. Positions count from the start of the stream."""
+
+    rope: Tensor  # [positions, 2, dim / 2] bf16, after prepare()
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width, EPS)
+
+    def prepare(self) -> None:
+        c, device = self.config, self.norm.weight.device
+        self.register_buffer("rope", rope_table(c.max_positions, c.head_dim, ROPE_THETA, device), persistent=False)
+
+    def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
+        """start [B], positions of the stream before these."""
+        x = x.mT
+        frame, kept = torch.arange(x.shape[1], device=x.device), self.config.window - 1
+        table = self.rope[(start[:, None] + frame).clamp(max=len(self.rope) - 1)]  # [B, N, 2, dim / 2]
+        # Key j stands window - 1 - j positions before this call's first one. Zeros before the stream began are no keys: they are masked.
+        key = torch.arange(kept + x.shape[1], device=x.device)
+        window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [N, window - 1 + N]
+        seen = window & (key >= kept - start[:, None])[:, None]  # [B, N, window - 1 + N]
+        for layer in self.layers:
+            x = layer(x, table, seen[:, None], state)
+        return self.norm(x).mT
+
+
+def transformers(module: nn.Module) -> Iterator[Transformer]:
+    return (part for part in module.modules() if isinstance(part, Transformer))

@@ -1,0 +1,195 @@
+"""Fish Audio S2 as a family: embed, hidden, emit, render.
+
+    slot ── embed ──> [B, D] ── hidden: 36 paged blocks ──> [B, D] ── emit ──> 10 codes on the tape ── render ──> 44.1 kHz samples
+             the last frame's codes and its                          │ head of 4,097 rows: code 0, or the end
+             token, summed and divided                               │ fast AR: codes 1..9
+
+Source: facts of fish-speech 0.1.0, models/text2semantic/llama.py; see README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.contract import Batch, Family, Prompt, Request, Spec, State, View, frame_cap
+from zoo.fish_s2.block import DualARBlock, rope_table
+from zoo.fish_s2.codec import Codec
+from zoo.fish_s2.config import Config
+from zoo.fish_s2.depth import FastAR
+from zoo.fish_s2.prompt import PromptWriter, column_keys, passes
+from zoo.fish_s2.sampling import RAS_TEMPERATURE, RAS_TOP_P, RAS_WINDOW, draw, repeats
+from zoo.fish_s2.strategy import STRATEGY
+from zoo.nn.attention import Paged, attend
+from zoo.nn.keys import prefix_key
+from zoo.nn.norm import RMSNorm
+from zoo.nn.sampling import gumbel
+from zoo.request import check
+
+DEFAULT_FRAMES = 1024  # where the request sets no cap: that of the original's server
+
+
+class SlowBlock(DualARBlock):
+    """A block over pages."""
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor, table: Tensor, paged: Paged) -> Tensor:
+        """x [T, D], table [T, 2, dim / 2]"""
+        q, k, v = self.project_qkv(x, table)
+        return self.project_output(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
+
+
+class DualAR(nn.Module):
+    """All of the shards' tensors."""
+
+    head: Tensor  # [V + 1, D] of the semantic codes, then the end, after prepare()
+    rope: Tensor  # [positions, 2, dim / 2] bf16
+    first: Tensor  # [K], where each codebook's rows begin
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.slow.hidden)
+        self.codes = nn.Embedding(config.codebooks * config.codebook_size, config.slow.hidden)
+        self.layers = nn.ModuleList(SlowBlock(config.slow) for _ in range(config.slow.layers))
+        self.norm = RMSNorm(config.slow.hidden, config.slow.eps)
+        self.fast = FastAR(config)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Call once, with the weights in place. The tied head is gathered to the rows that may be drawn: all others' logits are -inf."""
+        c, rows, k = self.config, self.embedding.weight, self.config.codebooks
+        device = rows.device
+        semantic = rows[c.semantic_start : c.semantic_start + c.codebook_size]
+        self.register_buffer("head", torch.cat((semantic, rows[c.end : c.end + 1])), persistent=False)
+        self.register_buffer("rope", rope_table(c.max_positions, c.slow.head_dim, c.slow.rope_theta, device), persistent=False)
+        self.register_buffer("first", torch.arange(k, device=device) * c.codebook_size, persistent=False)
+        self.fast.register_buffer("rope", rope_table(k, c.fast.head_dim, c.fast.rope_theta, device), persistent=False)
+        self.fast.register_buffer("seen", torch.ones(k, k, dtype=torch.bool, device=device).tril(), persistent=False)
+
+    def read(self, columns: Tensor) -> Tensor:
+        """columns [..., 1 + K], a token and a frame's codes -> [..., D]. Beside text the codes are not read."""
+        token, codes = columns[..., 0], columns[..., 1:]
+        text, start = self.embedding(token), self.config.semantic_start
+        frame = (text + self.codes(codes + self.first).sum(-2)) / sqrt(1 + self.config.codebooks)
+        is_frame = (token >= start) & (token < start + self.config.codebook_size)
+        return torch.where(is_frame[..., None], frame, text)
+
+
+class FishState(State):
+    """Adds: sampling values [S+1]; the latest semantic codes [S+1, RAS_WINDOW], -1 where there is none; the codec decoder's state [S+1,
+    values]."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    recent: Tensor
+    codec_state: Tensor
+
+    def __init__(self, family: FishS2, slots: int, max_frames: int):
+        super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
+        decoder = family.codec.decoder
+        self.add("temperature")
+        self.add("top_k", dtype=torch.int64)
+        self.add("top_p", default=1)
+        self.add("recent", RAS_WINDOW, dtype=torch.int64, default=-1)
+        self.add("codec_state", decoder.state_size, dtype=decoder.dtype)
+
+
+class FishS2(Family[FishState]):
+    def __init__(self, config: Config, spec: Spec, lm: DualAR, codec: Codec, writer: PromptWriter):
+        super().__init__()
+        self.config, self.spec, self.strategy = config, spec, STRATEGY
+        self.lm, self.codec, self.writer = lm, codec, writer
+        self.dtype, self.device = lm.head.dtype, lm.head.device
+
+    # host, off the loop
+
+    def prompt(self, request: Request) -> Prompt:
+        return next(self.prompts(request))
+
+    def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
+        """A pass reads all that was said before it."""
+        values = check(request, self.spec)
+        texts = passes(request.text, int(values["chunk_length"]))
+        read = self.writer.system(request.references)
+        for i, text in enumerate(texts):
+            read = torch.cat((read, self.writer.user(text)))
+            seed = prefix_key(request.seed, i) if i else request.seed
+            prompt = self._pass(request, values, read, seed)
+            prompt.usage = {"input_tokens": len(self.writer.tokenize(text)), "prompt_positions": len(read)}
+            prompt.is_final = i == len(texts) - 1
+            frames = yield prompt
+            read = torch.cat((read, self.writer.said(frames)))
+
+    @torch.inference_mode()
+    def _pass(self, request: Request, values: dict[str, Any], read: Tensor, seed: int) -> Prompt:
+        """read [T, 1 + K]: the columns so far."""
+        sampling = {name: values[name] for name in ("temperature", "top_k", "top_p")}
+        return Prompt(
+            inputs=self.lm.read(read.to(self.device)),
+            prefix_keys=column_keys(read, self.config),
+            max_frames=frame_cap(self.spec, request, len(read), DEFAULT_FRAMES),
+            slot={"seed": seed, **sampling},
+        )
+
+    # at the door
+
+    def state(self, slots: int, max_frames: int | None = None) -> FishState:
+        return FishState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
+
+    # device
+
+    def embed(self, state: FishState, slots: Tensor) -> Tensor:
+        codes = state.last_frame(slots)  # [B, K]
+        return self.lm.read(torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1))
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        table, x = self.lm.rope[batch.positions], inputs  # [T, 2, dim / 2]
+        for i, layer in enumerate(self.lm.layers):
+            x = layer(x, table, Paged(batch, i))
+        return self.lm.norm(x)
+
+    def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
+        """One frame of codes (46.4 ms) per slot, or the end. h [B, D], the slow AR's hidden state at each last position."""
+        alive, steps, seed, recent = ~state.done[slots], state.steps[slots], state.seed[slots], state.recent[slots]
+        temperature, top_k, top_p = state.temperature[slots], state.top_k[slots], state.top_p[slots]  # [B] each
+        token = self.semantic(h, steps, seed, recent, temperature, top_k, top_p)
+        noise = gumbel(seed, steps, range(1, self.config.codebooks), self.config.codebook_size)  # [B, K - 1, V]
+
+        def pick(logits: Tensor, k: int) -> Tensor:
+            return draw(logits, temperature, top_k, top_p, noise[:, k - 1])
+
+        ended = token == self.config.codebook_size
+        frame = self.lm.fast(h, token.clamp(max=self.config.codebook_size - 1), pick)  # [B, K]
+        # The first frame's code is in no window, as in the original.
+        moved = torch.cat((recent[:, 1:], token[:, None]), 1)
+        state.recent[slots] = torch.where((alive & (steps > 0))[:, None], moved, recent)
+        state.append(slots, frame, ended)
+
+    def semantic(
+        self, h: Tensor, steps: Tensor, seed: Tensor, recent: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
+    ) -> Tensor:
+        """Code 0 [B], or codebook_size for the end, which is not drawn first: the original would speak on there. A code that was said
+        lately gives way to a second draw (repetition-aware sampling)."""
+        end, streams = self.config.codebook_size, self.config.codebooks
+        logits = F.linear(h, self.lm.head).float()  # [B, V + 1]
+        is_end = torch.arange(end + 1, device=h.device) == end
+        logits = logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
+        noise = gumbel(seed, steps, range(1), end + 1)[:, 0]
+        noise_again = gumbel(seed, steps, range(streams, streams + 1), end + 1)[:, 0]
+        token = draw(logits, temperature, top_k, top_p, noise)
+        calm = torch.where(temperature > 0, RAS_TEMPERATURE, 0.0)
+        again = draw(logits, calm, top_k, torch.full_like(top_p, RAS_TOP_P), noise_again)
+        return torch.where(repeats(token, recent), again, token)
+
+    def render(self, state: FishState, view: View) -> tuple[Tensor, Tensor]:
+        rows = state.codec_state[view.slots]
+        samples, after = self.codec.decoder(state.window(view), rows, view.start, view.count)
+        state.codec_state[view.slots] = after
+        return samples.float(), view.count * self.spec.frame_samples

@@ -1,0 +1,103 @@
+"""The model's special tokens; and for the demo checkpoints a small byte-level BPE that is made here, at the published place and size."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+# Added tokens in the order of their ids: those of Qwen3, then those of Fish Audio S2, which are from 151669 on.
+_QWEN = """
+<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|>
+<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
+"""
+_QWEN_PLAIN = """
+<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response>
+</tool_response> <think> </think>
+"""
+PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")  # all that a user's text may hold of the special tokens
+_FISH = ("<|pad|>", *PHONEMES, "<|text|>", "<|voice|>", "<|interleave|>", "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
+START, END, VOICE = "<|im_start|>", "<|im_end|>", "<|voice|>"
+ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *_FISH)  # then the semantic codes
+
+PUBLISHED_WORDS = 151643
+# Pieces of the demo's BPE: what a prompt says, so that it is short; a piece that joins two segments where they are not encoded apart
+# (".\n\n"); and some that show how a text was split.
+PIECES = (" provided", " following", " reference", " speech", " text", " the", " to", "convert", "assistant", "system", "user", "Speech")
+PIECES += ("Text", "speaker", ":\n\n", ":\n", "\n\n", ".\n\n", "<|", "|>", " [", "]", "ing", "er", "ou", "th", "'s", "n't", "12", "e\u0301")
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def semantic(code: int) -> str:
+    return f"<|semantic:{code}|>"
+
+
+def _symbols() -> dict[int, str]:
+    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's byte-level BPE."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+@cache
+def merges() -> tuple[tuple[str, str], ...]:
+    """The BPE merges: for each piece the chain that makes it, letter by letter."""
+    symbols = _symbols()
+    chains = [[symbols[byte] for byte in piece.encode()] for piece in PIECES]
+    pairs = [("".join(chain[:i]), chain[i]) for chain in chains for i in range(1, len(chain))]
+    return tuple(dict.fromkeys(pairs))
+
+
+def vocabulary(full: bool) -> dict[str, int]:
+    """Token -> id: bytes, merged pieces and, at the published size, filler that no merge can reach."""
+    tokens = list(dict.fromkeys([*_symbols().values(), *(left + right for left, right in merges())]))
+    if full:
+        tokens += [f"<filler {i}>" for i in range(len(tokens), PUBLISHED_WORDS)]
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def token_ids(full: bool, num_codes: int) -> dict[str, int]:
+    """The ids of the added tokens, those of the semantic codes among them."""
+    first = len(vocabulary(full))
+    return {token: first + i for i, token in enumerate((*ADDED, *map(semantic, range(num_codes))))}
+
+
+def tokenizer(full: bool, num_codes: int) -> dict[str, Any]:
+    """tokenizer.json"""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    plain = _QWEN_PLAIN.split()
+    added = token_ids(full, num_codes).items()
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index, "content": token, **flags, "special": token not in plain} for token, index in added],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary(full),
+            "merges": [f"{left} {right}" for left, right in merges()],
+        },
+    }
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """tokenizer_config.json"""
+    return {
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END,
+        "model_max_length": 32768,
+        "pad_token": "<|pad|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
