@@ -29,3 +29,7 @@ higgs=.venv-parity-higgs_v3
 rm -f "$(site "$higgs")"/torchaudio/lib/*.so
 "$higgs/bin/python" -m pip download --quiet --no-deps --dest "$higgs" sglang_omni==0.1.9
 "$higgs/bin/python" -m zipfile -e "$higgs"/sglang_omni-0.1.9-*.whl "$higgs/sglang_omni"
+
+# Of vllm-omni the codec's modules are read alone: what they lie in would import a server.
+environment fish_s2 fish-speech==0.1.0 vllm-omni==0.30.0 transformers==5.23.0 loguru==0.7.3 loralib==0.1.2 tiktoken==0.14.0 \
+    regex==2026.11.15 click==8.5.1 tqdm==4.70.1

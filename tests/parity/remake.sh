@@ -9,3 +9,4 @@ tests/parity/environments.sh "$@"
 .venv-parity-qwen3_tts/bin/python tests/parity/oracle_qwen3_tts.py
 .venv-parity-voxcpm2/bin/python tests/parity/oracle_voxcpm2.py
 .venv-parity-higgs_v3/bin/python tests/parity/oracle_higgs_v3.py .venv-parity-higgs_v3/sglang_omni
+.venv-parity-fish_s2/bin/python tests/parity/oracle_fish_s2.py

@@ -1,4 +1,5 @@
-"""Fish Audio S2 Pro (Fish Audio, research licence): text to 44.1 kHz speech, 10 codes per 46.4 ms frame. See README.md beside this file."""
+"""Fish Audio S2 Pro (Fish Audio, research licence): text to 44.1 kHz speech, 10 codes per 46.4 ms frame. See
+README.md beside this file."""
 
 from __future__ import annotations
 
@@ -16,21 +17,27 @@ if TYPE_CHECKING:
 
 NAME = "fish_s2"
 LICENCE = (
-    "Fish Audio Research License (2026-03-07): research and non-commercial use alone; say 'Built with Fish Audio'; "
-    "outputs may not train other foundation models"
+    "Fish Audio Research License (2026-03-07): research and non-commercial use alone; say 'Built with Fish "
+    "Audio'; outputs may not train other foundation models"
 )
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot be read."""
+    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot
+    be read."""
     from zoo.fish_s2.config import DRAMA, MODEL, S1
     from zoo.nn.json_files import read_config
 
-    return read_config(path).get("model_type") in (MODEL, S1, DRAMA)  # the others are claimed to be refused by name
+    return read_config(path).get("model_type") in (
+        MODEL,
+        S1,
+        DRAMA,
+    )  # the others are claimed to be refused by name
 
 
-def load(directory: Path, device: torch.device, dtype: torch.dtype) -> FishS2:
-    """The family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError that names what is wrong."""
+def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> FishS2:
+    """The family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError that names
+    what is wrong."""
     from zoo.fish_s2 import weights
     from zoo.fish_s2.clone import Cloner
     from zoo.fish_s2.config import CODEC_FILE
@@ -39,13 +46,17 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> FishS2:
     from zoo.nn import checkpoint
     from zoo.nn.tensor_files import open_file
 
+    if adapter is not None:
+        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
     config, codec_config, spec = describe(directory)
     logging.getLogger(__name__).info("%s: %s", spec.name, spec.licence)
     lm, codec = build(config, codec_config)
     checkpoint.load(lm, weights.lm(config), directory, device, dtype)
     file = open_file(directory / CODEC_FILE)
     unused = frozenset(name for name in file.headers if name.endswith(weights.UNUSED))
-    checkpoint.load_weight_normed(codec, weights.codec(codec_config), file, device, unused, weights.is_weight_normed)
+    checkpoint.load_weight_normed(
+        codec, weights.codec(codec_config), file, device, unused, weights.is_weight_normed
+    )
     lm.prepare()
     codec.prepare()
     for module in (lm, codec):
@@ -73,7 +84,8 @@ def describe(directory: Path) -> tuple[Config, CodecConfig, Spec]:
 
     config = Config.read(read_json(directory / "config.json"))
     if (directory / "codec.safetensors").exists() and not (directory / CODEC_FILE).exists():
-        raise ValueError(f"{directory} is a conversion, with codec.safetensors; needed are the published files, with {CODEC_FILE}")
+        needed = f"needed are the published files, with {CODEC_FILE}"
+        raise ValueError(f"{directory} is a conversion, with codec.safetensors; {needed}")
     headers = open_file(directory / CODEC_FILE).headers
     codec_config = CodecConfig.read({name: header.shape for name, header in headers.items()})
     config.check_codec(codec_config)

@@ -1,8 +1,8 @@
 """What the blocks of both stacks have in common, and the rotation that all of this model's attention shares.
 
-The rotary table is rounded to bf16 and is as much a part of the model as its weights: with an exact one, which is what every other model
-here has, published implementations report garbled and endless speech. Sources: facts of fishaudio/fish-speech, by way of
-fish-speech 0.1.0, models/text2semantic/llama.py.
+The rotary table is rounded to bf16 and is as much a part of the model as its weights: with an exact one,
+which is what every other model here has, published implementations report garbled and endless speech.
+Sources: facts of fishaudio/fish-speech, by way of fish-speech 0.1.0, models/text2semantic/llama.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from zoo.nn.norm import RMSNorm
 
 
 def rope_table(num_positions: int, dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """-> [num_positions, 2, dim / 2] bf16: cosines, then sines. Made on the CPU, so that all devices round the same numbers."""
+    """-> [num_positions, 2, dim / 2] bf16: cosines, then sines. Made on the CPU, so that all devices round
+    the same numbers."""
     frequency = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [dim / 2]
     angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequency)
     return torch.stack((angle.cos(), angle.sin()), 1).bfloat16().to(device)
 
 
 def rotate_pairs(x: Tensor, table: Tensor) -> Tensor:
-    """Value 2i turns with value 2i + 1. x [..., H, dim], table [..., 2, dim / 2] of its positions; in fp32 or wider."""
+    """Value 2i turns with value 2i + 1. x [..., H, dim], table [..., 2, dim / 2] of its positions; in fp32 or
+    wider."""
     wide = x.float() if x.dtype == torch.bfloat16 else x
     cos, sin = table.to(wide.dtype)[..., None, :, :].unbind(-2)  # [..., 1, dim / 2] each
     even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
@@ -31,7 +33,8 @@ def rotate_pairs(x: Tensor, table: Tensor) -> Tensor:
 
 
 class DualARBlock(nn.Module):
-    """Grouped-query attention, then a gated MLP, each behind a norm and added to its input. The slow stack has a norm per head."""
+    """Grouped-query attention, then a gated MLP, each behind a norm and added to its input. The slow stack
+    has a norm per head."""
 
     def __init__(self, config: StackConfig):
         super().__init__()
@@ -39,7 +42,9 @@ class DualARBlock(nn.Module):
         self.num_rows = (config.heads * config.head_dim, *(2 * (config.kv_heads * config.head_dim,)))
         self.norm = RMSNorm(config.hidden, config.eps)
         self.qkv = nn.Linear(config.hidden, sum(self.num_rows), bias=False)
-        if config.has_qk_norm:  # torch's own norm multiplies by its weight before it rounds, which RMSNorm does after
+        if (
+            config.has_qk_norm
+        ):  # torch's own norm multiplies by its weight before it rounds, which RMSNorm does after
             self.q_norm: nn.Module = nn.RMSNorm(config.head_dim, config.eps)
             self.k_norm: nn.Module = nn.RMSNorm(config.head_dim, config.eps)
         else:
@@ -49,7 +54,8 @@ class DualARBlock(nn.Module):
         self.mlp = SwiGLU(config.hidden, config.inner)
 
     def project_qkv(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., D], table [..., 2, dim / 2] of its positions -> turned queries [..., H, dim] and keys, and values, [..., Hkv, dim]."""
+        """x [..., D], table [..., 2, dim / 2] of its positions -> turned queries [..., H, dim] and keys, and
+        values, [..., Hkv, dim]."""
         parts = self.qkv(self.norm(x)).split(self.num_rows, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         return rotate_pairs(self.q_norm(q), table), rotate_pairs(self.k_norm(k), table), v

@@ -1,4 +1,5 @@
-"""What a clone needs of its reference: its codes, which the LM reads as something that was said. They are encoded once, in fp32, and kept.
+"""What a clone needs of its reference: its codes, which the LM reads as something that was said. They are
+encoded once, in fp32, and kept.
 
 clip ─ mono, 44.1 kHz ─ codec encoder ─> codes [F, K]
 """

@@ -1,12 +1,13 @@
-"""The codec, a modified DAC. The decoder turns frames of 10 codes (46.4 ms) into 44.1 kHz samples, exactly, however the frames are cut into
-calls.
+"""The codec, a modified DAC. The decoder turns frames of 10 codes (46.4 ms) into 44.1 kHz samples, exactly,
+however the frames are cut into calls.
 
-    codes [B, F, K] ─ codebooks ─ transformer ─ upsample x2 x2 ─ conv ─ x8 ─ x8 ─ x4 ─ x2 ─ conv ─ tanh ─ samples [B, 2048 F]
-                        1024       8 layers          1024         1536  768  384  192   96     1                  channels
-                                   21.5 Hz          43, 86 Hz           0.7   5.5  22   44  kHz
+    codes ─ codebooks ─ transformer ─ upsample x2 x2 ─ conv ─ x8 ─ x8 ─ x4 ─ x2 ─ conv ─ tanh ─ samples
+  [B, F, K]   1024       8 layers          1024        1536  768  384  192   96     1         [B, 2048 F]
+                         21.5 Hz         43, 86 Hz           0.7  5.5   22   44    kHz
 
-What the layers must remember of a stream, their inputs' ends and the last 127 keys and values, is one row of `state_size` values: zeros for
-a new stream, handed in and out. Sources: facts of vllm-omni 0.30.0, model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
+What the layers must remember of a stream, their inputs' ends and the last 127 keys and values, is one row of
+`state_size` values: zeros for a new stream, handed in and out. Sources: facts of vllm-omni 0.30.0,
+model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Decoder(nn.Module):
         channels, last = config.decoder_channels, config.decoder_channels >> len(config.rates)
         self.config = config
         self.post = Transformer(config.post)
-        self.upsample = nn.ModuleList(Upsample(config.latent, ratio) for ratio in config.ratios)
+        self.upsample = nn.ModuleList(Upsample(config.latent, ratio) for ratio in reversed(config.ratios))
         self.stem = CausalConv1d(config.latent, channels, KERNEL)
         self.blocks = nn.ModuleList(UpBlock(channels >> i, rate) for i, rate in enumerate(config.rates))
         self.snake = Snake(last)
@@ -79,9 +80,11 @@ class Decoder(nn.Module):
         return self.tail.weight.dtype
 
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """codes [B, F, K] int64; rows [B, state_size], zeros for a new stream; start [B], frames of the stream before these; count [B],
-        how many of the F frames are valid (0 to F) -> samples [B, F * frame_samples] in [-1, 1], and the rows for the next call.
-        Samples of frames that are not valid mean nothing. A code beyond its codebook's end is its last one: the LM's heads are wider."""
+        """codes [B, F, K] int64; rows [B, state_size], zeros for a new stream; start [B], frames of the
+        stream before these; count [B],
+        how many of the F frames are valid (0 to F) -> samples [B, F * frame_samples] in [-1, 1], and the rows
+        for the next call. Samples of frames that are not valid mean nothing. A code beyond its codebook's end
+        is its last one: the LM's heads are wider."""
         state = CodecState(self.layout, rows, codes.shape[1], count)
         at = codes.clamp(min=0).minimum(self.last) + self.first
         x = self.post(F.embedding(at, self.table).sum(2).mT, start, state)
@@ -100,7 +103,9 @@ class Codec(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
-        self.codebooks = nn.ModuleList(Codebook(size, config.codebook_dim, config.latent) for size in config.codebook_sizes)
+        self.codebooks = nn.ModuleList(
+            Codebook(size, config.codebook_dim, config.latent) for size in config.codebook_sizes
+        )
         self.decoder = Decoder(config)
 
     @torch.no_grad()
@@ -109,7 +114,7 @@ class Codec(nn.Module):
         for transformer in transformers(self):
             transformer.prepare()
         sizes = torch.tensor(self.config.codebook_sizes, device=self.decoder.tail.weight.device)
-        table = torch.cat([codebook.table() for codebook in self.codebooks])
+        table = torch.cat([part.table() for part in self.modules() if isinstance(part, Codebook)])
         for name, value in (("table", table), ("first", sizes.cumsum(0) - sizes), ("last", sizes - 1)):
             self.decoder.register_buffer(name, value, persistent=False)
 
@@ -117,7 +122,7 @@ class Codec(nn.Module):
         """samples [B, N] at 44.1 kHz -> codes [B, F, K]."""
         residual, codes = self.encoder(samples), []
         for codebook in self.codebooks:
-            found, latent = codebook.encode(residual)
+            found, latent = codebook(residual)
             codes.append(found)
             residual = residual - latent
         return torch.stack(codes, -1)

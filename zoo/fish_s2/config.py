@@ -1,4 +1,5 @@
-"""What the checkpoint's files say of the model: the LM's config.json, and the codec's sizes, which no file names and its tensors show."""
+"""What the checkpoint's files say of the model: the LM's config.json, and the codec's sizes, which no file
+names and its tensors show."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from zoo.nn.config import CODEBOOKS, EPS, HEAD_DIM, HEADS, LAYERS, POSITIONS, ROPE_THETA, VOCABULARY, WIDTH, ConfigBlock
+from zoo.nn.config import (
+    CODEBOOKS,
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    POSITIONS,
+    ROPE_THETA,
+    VOCABULARY,
+    WIDTH,
+    ConfigBlock,
+)
 
 MODEL, S1, DRAMA = "fish_qwen3_omni", "dual_ar", "fish_omni"
 CODEC_FILE = "codec.pth"
@@ -77,11 +89,18 @@ class Config:
         audio.expect(tie_word_embeddings=False)
         theta, eps = text.number("rope_base", *ROPE_THETA), text.number("norm_eps", *EPS)
         # The original gives the text's two values to both stacks.
-        audio.expect(rope_base=text.get("rope_base"), norm_eps=text.get("norm_eps"), text_dim=text.get("dim"), dim=text.get("dim"))
+        audio.expect(
+            rope_base=text.get("rope_base"),
+            norm_eps=text.get("norm_eps"),
+            text_dim=text.get("dim"),
+            dim=text.get("dim"),
+        )
         size, vocab = audio.integer("vocab_size", *VOCABULARY), text.integer("vocab_size", *VOCABULARY)
         start = root.integer("semantic_start_token_id", 0, vocab - size)
         if root.get("semantic_end_token_id") != start + size - 1:
-            raise root.refuse("semantic_end_token_id", f"{size} codes from {start} on end at {start + size - 1}")
+            raise root.refuse(
+                "semantic_end_token_id", f"{size} codes from {start} on end at {start + size - 1}"
+            )
         return cls(
             slow=StackConfig.read(text, theta, eps, has_qk_norm=True),
             fast=StackConfig.read(audio, theta, eps, has_qk_norm=False),
@@ -98,7 +117,8 @@ class Config:
         sizes = codec.codebook_sizes
         if len(sizes) != self.codebooks or sizes[0] != self.codebook_size or max(sizes) > self.codebook_size:
             says = f"config.json: {self.codebooks} codebooks of {self.codebook_size}"
-            raise ValueError(f"{says}; {CODEC_FILE} has {len(sizes)} of {sizes}, of which the first must be as large and none larger")
+            needed = "the first must be as large, and none larger"
+            raise ValueError(f"{says}; {CODEC_FILE} has {len(sizes)} of {sizes}: {needed}")
 
 
 def _refuse_other_models(root: ConfigBlock) -> None:
@@ -108,7 +128,9 @@ def _refuse_other_models(root: ConfigBlock) -> None:
     }
     model = root.get("model_type")
     if isinstance(model, str) and model in others:
-        raise ValueError(f"config.json: model_type {model!r} is {others[model]}; known is {MODEL!r}, Fish Audio S2")
+        raise ValueError(
+            f"config.json: model_type {model!r} is {others[model]}; known is {MODEL!r}, Fish Audio S2"
+        )
     root.expect(model_type=MODEL)
 
 
@@ -164,13 +186,17 @@ class CodecConfig:
             pre=file.required_transformer("quantizer.pre_module", window=128),
             post=file.required_transformer("quantizer.post_module", window=128),
             codebook_dim=semantic[1],
-            codebook_sizes=(semantic[0], *(file(f"{books}.{i}.codebook.weight", 2)[0] for i in range(num_residual))),
+            codebook_sizes=(
+                semantic[0],
+                *(file(f"{books}.{i}.codebook.weight", 2)[0] for i in range(num_residual)),
+            ),
             decoder_channels=file.conv("decoder.model.0")[0],
             rates=rates,
         )
         if prod(strides + ratios) != read.frame_samples or 0 in (*strides, *ratios, *rates):
             cut, joined = (*strides, *ratios), (*rates, *ratios)
-            raise ValueError(f"{CODEC_FILE}: encoding divides by {cut}, decoding multiplies by {joined}; their products must be equal")
+            says = f"encoding divides by {cut}, decoding multiplies by {joined}"
+            raise ValueError(f"{CODEC_FILE}: {says}; their products must be equal")
         return read
 
 
@@ -184,7 +210,9 @@ class _Sizes:
         shape = self.shapes.get(name, ())
         if len(shape) != num_axes:
             came = f"has shape {list(shape)}" if name in self.shapes else "is missing"
-            raise ValueError(f"{CODEC_FILE} is not the codec of Fish Audio S2: {name} {came}, {num_axes} axes are needed")
+            raise ValueError(
+                f"{CODEC_FILE} is not the codec of Fish Audio S2: {name} {came}, {num_axes} axes are needed"
+            )
         return shape
 
     def conv(self, name: str) -> tuple[int, ...]:
@@ -200,7 +228,8 @@ class _Sizes:
         return read
 
     def transformer(self, name: str, window: int) -> TransformerConfig | None:
-        """None where there is none. The rotary table shows the width of a head; its values follow from the positions."""
+        """None where there is none. The rotary table shows the width of a head; its values follow from the
+        positions."""
         layers = self.count(name.replace(".", r"\.") + r"\.layers\.(\d+)\.attention\.wqkv\.weight")
         if layers == 0:
             return None
@@ -210,5 +239,3 @@ class _Sizes:
         if head_dim == 0 or width % head_dim:
             raise ValueError(f"{CODEC_FILE}: {name} is {width} wide, which heads of {head_dim} do not divide")
         return TransformerConfig(width, layers, inner, head_dim, window, LONGEST_POSITIONS)
-
-

@@ -1,7 +1,8 @@
-"""Random checkpoints in the published layout: every file, no trained weight. For tests, first tries, and speed work without weights.
+"""Random checkpoints in the published layout: every file, no trained weight. For tests, first tries, and
+speed work without weights.
 
-    write("demo", "tiny")    # a few megabytes, runs anywhere
-    write("full", "full")    # the published shapes and sizes: 11 GB
+write("demo", "tiny")    # a few megabytes, runs anywhere
+write("full", "full")    # the published shapes and sizes: 11 GB
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zoo.nn import synthetic
 from zoo.nn.config import change
 from zoo.nn.synthetic import DTYPES, Rule
 
-# --- configs ------------------------------------------------------------------------------------------------------------------------------
+# --- configs ---
 
 
 def _stack(dim: int, inner: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
@@ -56,7 +57,9 @@ def _stack(dim: int, inner: int, layers: int, heads: int, head_dim: int) -> dict
     }
 
 
-def _config(text: dict[str, Any], audio: dict[str, Any], positions: int, codebooks: int, codes: int, is_full: bool) -> dict[str, Any]:
+def _config(
+    text: dict[str, Any], audio: dict[str, Any], positions: int, codebooks: int, codes: int, is_full: bool
+) -> dict[str, Any]:
     ids = token_ids(is_full, codes)
     start = ids["<|semantic:0|>"]
     text |= {
@@ -123,22 +126,43 @@ MID_CODEC = replace(
 )
 # "mid" is about a tenth of the published model, for comparing speed where that is too slow.
 CONFIGS: dict[str, tuple[dict[str, Any], CodecConfig]] = {
-    "tiny": (_config(_stack(64, 96, 3, 4, 16), _stack(64, 80, 2, 4, 16), 512, 4, 64, is_full=False), TINY_CODEC),
-    "mid": (_config(_stack(768, 2944, 16, 12, 64), _stack(768, 2944, 4, 12, 64), 4096, 10, 4096, is_full=False), MID_CODEC),
-    "full": (_config(_stack(2560, 9728, 36, 32, 128), _stack(2560, 9728, 4, 32, 128), 32768, 10, 4096, is_full=True), CODEC),
+    "tiny": (
+        _config(_stack(64, 96, 3, 4, 16), _stack(64, 80, 2, 4, 16), 512, 4, 64, is_full=False),
+        TINY_CODEC,
+    ),
+    "mid": (
+        _config(_stack(768, 2944, 16, 12, 64), _stack(768, 2944, 4, 12, 64), 4096, 10, 4096, is_full=False),
+        MID_CODEC,
+    ),
+    "full": (
+        _config(
+            _stack(2560, 9728, 36, 32, 128), _stack(2560, 9728, 4, 32, 128), 32768, 10, 4096, is_full=True
+        ),
+        CODEC,
+    ),
 }
 SIZES = tuple(CONFIGS)
-UNUSED_POSITIONS = {"tiny": (64, 64), "mid": (256, 256), "full": (16384, 4096)}  # of the encoder's buffers, and the other two's
+UNUSED_POSITIONS = {
+    "tiny": (64, 64),
+    "mid": (256, 256),
+    "full": (16384, 4096),
+}  # of the encoder's buffers, and the other two's
 
-# --- values -------------------------------------------------------------------------------------------------------------------------------
+# --- values ---
 
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be left out unnoticed.
+# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be
+# left out unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"\.gamma$", 0.0, 0.3, False),  # trained scales start at 0.01
     (r"\.alpha$", 1.0, 0.2, False),
     (r"^decoder\.model\.6\.conv\..*original0$", 0.05, 0.005, False),  # soft audio, far from where tanh bends
-    (r"block\.3\.conv\..*original0$", 0.4, 0.1, False),  # residual units, of which each adds to what the ones before made
+    (
+        r"block\.3\.conv\..*original0$",
+        0.4,
+        0.1,
+        False,
+    ),  # residual units, of which each adds to what the ones before made
     (r"(\.original0|\.weight_g)$", 1.0, 0.2, False),
     (r"(\.original1|\.weight_v)$", 0.0, 1.0, False),
     (r"^decoder\.model\.6\.conv\.bias$", 0.0, 0.001, False),
@@ -146,31 +170,48 @@ RULES: tuple[Rule, ...] = (
     (r"\.codebook\.weight$", 0.0, 1.0, False),
     (r"(codebook_)?embeddings\.weight$", 0.0, 0.5, False),
     (r"audio_decoder\.output\.weight$", 0.0, 2.0, True),  # logits of a few units
-    (r"text_model\..*\.(wo|w2)\.weight$", 0.0, 3.0, True),  # louder than what is read, or the tied head would say it again and again
+    (
+        r"text_model\..*\.(wo|w2)\.weight$",
+        0.0,
+        3.0,
+        True,
+    ),  # louder than what is read, or the tied head would say it again and again
     (r"\.weight$", 0.0, 1.0, True),
 )
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule knows."""
-    fan_in = shape[0] if re.match(r"quantizer\.upsample\.\d\.0\.conv", name) and len(shape) == 3 else None  # transposed, stride = kernel
+    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
+    knows."""
+    fan_in = (
+        shape[0] if re.match(r"quantizer\.upsample\.\d\.0\.conv", name) and len(shape) == 3 else None
+    )  # transposed, stride = kernel
     return synthetic.fill(name, shape, f"fish_s2:{seed}", RULES, fan_in)
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------------------------
+# --- writing ---
 
 
-def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Path:
-    """A checkpoint with every file of the published layout. dtype: of the LM's tensors (the codec's are float32).
+def write(
+    directory: str | Path,
+    size: str = "tiny",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    **config: Any,
+) -> Path:
+    """A checkpoint with every file of the published layout. dtype: of the LM's tensors (the codec's are
+    float32).
 
-    config: changes to config.json, merged into its blocks: `text_config={"n_layer": 1}`. Raises ValueError for an unknown size, key or
-    dtype, and for a directory that is not empty.
+    config: changes to config.json, merged into its blocks: `text_config={"n_layer": 1}`. Raises ValueError
+    for an unknown size, key or dtype, and for a directory that is not empty.
     """
     from zoo.fish_s2 import build
     from zoo.nn.checkpoint import published
 
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype} cannot be written; possible: {', '.join(str(known) for known in DTYPES)}")
+        raise ValueError(
+            f"dtype {dtype} cannot be written; possible: {', '.join(str(known) for known in DTYPES)}"
+        )
     directory = write_texts(directory, size, **config)
     read = Config.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     codec_config = CONFIGS[size][1]
@@ -195,7 +236,9 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     Config.read(content)  # before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", content)
-    _write_json(directory / "tokenizer.json", tokenizer(size == "full", content["audio_decoder_config"]["vocab_size"]))
+    _write_json(
+        directory / "tokenizer.json", tokenizer(size == "full", content["audio_decoder_config"]["vocab_size"])
+    )
     _write_json(directory / "tokenizer_config.json", tokenizer_config())
     return directory
 
@@ -218,7 +261,9 @@ def unused(config: CodecConfig, encoder_positions: int, positions: int) -> dict[
     return buffers
 
 
-def _write_shards(directory: Path, shapes: Mapping[str, tuple[int, ...]], values: synthetic.Fill, dtype: torch.dtype) -> None:
+def _write_shards(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], values: synthetic.Fill, dtype: torch.dtype
+) -> None:
     """Two, of which the first takes a little more than half, and their index."""
     sizes = {name: math.prod(shapes[name]) * dtype.itemsize for name in sorted(shapes)}
     total, written = sum(sizes.values()), 0
@@ -231,7 +276,10 @@ def _write_shards(directory: Path, shapes: Mapping[str, tuple[int, ...]], values
         written += size
     for i, shard in enumerate(shards):
         synthetic.write_tensors(directory / f"model-{i + 1:05}-of-00002.safetensors", shard, values, dtype)
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,14 +1,16 @@
 """The fast AR: from the slow AR's hidden state and a frame's semantic code to its residual codes.
 
-A small transformer with an empty cache every frame. Position 0 is the slow AR's hidden state, behind its last norm; position k is the
-embedding of code k - 1, of one table for all codebooks; the output there gives code k. Code 0 is known before, so positions 0 and 1 are one
-pass, of which only the second output is read: 9 passes for 10 positions, with the same result.
+A small transformer with an empty cache every frame. Position 0 is the slow AR's hidden state, behind its last
+norm; position k is the embedding of code k - 1, of one table for all codebooks; the output there gives code
+k. Code 0 is known before, so positions 0 and 1 are one pass, of which only the second output is read: 9
+passes for 10 positions, with the same result.
 
     position   0       1    2   ...  9
     input      hidden  c0   c1  ...  c8
     gives      -       c1   c2  ...  c9
 
-RoPE and attention are in fp32. Source: facts of fish-speech 0.1.0, models/text2semantic/llama.py, DualARTransformer.
+RoPE and attention are in fp32. Source: facts of fish-speech 0.1.0, models/text2semantic/llama.py,
+DualARTransformer.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ from zoo.nn.norm import RMSNorm
 
 
 class FastBlock(DualARBlock):
-    """A block over a dense cache. Its place in the frame comes in as tensors: all blocks and passes are two compiled regions."""
+    """A block over a dense cache. Its place in the frame comes in as tensors: all blocks and passes are two
+    compiled regions."""
 
     @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, table: Tensor, seen: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, L, D] at the positions of table [L, 2, dim / 2] -> x, and the cache k, v [B, Hkv, K, dim] fp32 with these positions in it.
+    def forward(
+        self, x: Tensor, table: Tensor, seen: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, L, D] at the positions of table [L, 2, dim / 2] -> x, and the cache k, v [B, Hkv, K, dim]
+        fp32 with these positions in it.
 
-        seen [L, K] bool: what each position sees; its last one is its own. L is 2 at the frame's start, then 1.
-        """
+        seen [L, K] bool: what each position sees; its last one is its own. L is 2 at the frame's start, then
+        1."""
         length = x.shape[1]
-        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x, table))  # [B, H or Hkv, L, dim]
+        q, new_k, new_v = (
+            part.transpose(1, 2).float() for part in self.project_qkv(x, table)
+        )  # [B, H or Hkv, L, dim]
         if length > 1:
             k, v = torch.cat((new_k, k[:, :, length:]), 2), torch.cat((new_v, v[:, :, length:]), 2)
         else:
@@ -60,9 +68,12 @@ class FastAR(nn.Module):
         self.head = nn.Linear(config.fast.hidden, config.codebook_size, bias=False)
 
     def forward(self, hidden: Tensor, first: Tensor, pick: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """hidden [B, D], first [B] code 0 -> the frame's codes [B, K]. pick(logits [B, V] fp32, k) -> [B] chooses code k."""
+        """hidden [B, D], first [B] code 0 -> the frame's codes [B, K]. pick(logits [B, V] fp32, k) -> [B]
+        chooses code k."""
         c = self.config
-        empty = torch.zeros(hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device)
+        empty = torch.zeros(
+            hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device
+        )
         cache = [(empty, empty)] * c.layers
         codes = [first]
         x = torch.stack((hidden, self.embedding(first)), 1)  # [B, 2, D]

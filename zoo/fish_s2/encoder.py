@@ -1,11 +1,16 @@
 """The codec's encoder: reference audio to codes, all of it at once.
 
-    samples [B, N] ─ conv ─ (residual x3, strided conv) x4 ─ transformer ─ conv ─ (strided conv, ConvNeXt) x2 ─ transformer ─ codebooks
-                      64     128   256   512   1024           4 layers     1024             1024                8 layers       10
-                    44.1 kHz                                    86.1 Hz                          21.5 Hz
+    samples ─ conv ─ (residual x3, strided conv) x4 ─ transformer ─ conv ─┐
+    [B, N]     64        128, 256, 512, 1024           4 layers     1024  │
+            44.1 kHz                                    86.1 Hz           │
+          ┌───────────────────────────────────────────────────────────────┘
+          └ (strided conv, ConvNeXt) x2 ─ transformer ─ codebooks ─ codes [B, F, K]
+                      1024                 8 layers        10
+                                21.5 Hz
 
 Run it in fp32 without TF32: in less, near ties between the codebooks' rows fall the other way.
-Source: facts of vllm-omni 0.30.0, model_executor/models/fish_speech (the modified DAC); Kumar et al. 2023 (arXiv 2306.06546).
+Source: facts of vllm-omni 0.30.0, model_executor/models/fish_speech (the modified DAC); Kumar et al. 2023
+(arXiv 2306.06546).
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from zoo.nn.snake import Snake
 
 
 class StridedConv(nn.Module):
-    """[B, C, N] -> [B, Cout, N / stride], N a multiple of the stride; it looks back only, over zeros before the start."""
+    """[B, C, N] -> [B, Cout, N / stride], N a multiple of the stride; it looks back only, over zeros before
+    the start."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, stride: int):
         super().__init__()
@@ -62,8 +68,8 @@ class Downsample(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A table of short rows with a way in and out of the latent. Nearest is by direction. Source: VQGAN's improved quantiser (arXiv
-    2110.04627), section 3.2; a row comes out as it is, not normalised."""
+    """A table of short rows with a way in and out of the latent. Nearest is by direction. Source: VQGAN's
+    improved quantiser (arXiv 2110.04627), section 3.2; a row comes out as it is, not normalised."""
 
     def __init__(self, size: int, dim: int, latent: int):
         super().__init__()
@@ -71,7 +77,7 @@ class Codebook(nn.Module):
         self.into = nn.Conv1d(latent, dim, 1)
         self.out = nn.Conv1d(dim, latent, 1)
 
-    def encode(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """latent [B, C, F] -> codes [B, F], and what they stand for [B, C, F]."""
         into = self.into(latent)  # [B, dim, F]
         direction, rows = F.normalize(into.mT.flatten(0, 1)), F.normalize(self.rows.weight)
@@ -91,7 +97,9 @@ class Encoder(nn.Module):
         channels, last = config.channels, config.channels << len(config.strides)
         self.config = config
         self.stem = CausalConv1d(1, channels, KERNEL)
-        self.blocks = nn.ModuleList(DownBlock(channels << i, stride) for i, stride in enumerate(config.strides))
+        self.blocks = nn.ModuleList(
+            DownBlock(channels << i, stride) for i, stride in enumerate(config.strides)
+        )
         self.hear = Transformer(config.hear) if config.hear else None
         self.snake = Snake(last)
         self.tail = CausalConv1d(last, config.latent, 3)
@@ -104,7 +112,9 @@ class Encoder(nn.Module):
         samples = F.pad(samples, (0, -samples.shape[1] % self.config.frame_samples))
         num_frames = samples.shape[1] // self.config.frame_samples
         start = torch.zeros(len(samples), dtype=torch.int64, device=samples.device)
-        state = CodecState(self.layout, samples.new_zeros(len(samples), self.layout.size), num_frames, start + num_frames)
+        state = CodecState(
+            self.layout, samples.new_zeros(len(samples), self.layout.size), num_frames, start + num_frames
+        )
         x = self.stem(samples[:, None], state)
         for block in self.blocks:
             x = block(x, state)

@@ -1,5 +1,7 @@
-"""Layers that the codec's encoder and decoder share. Every one looks back only; what it must remember of a stream it takes from and leaves
-in a `CodecState`: the whole of a recording is a stream that is heard in one call."""
+"""Layers that the codec's encoder and decoder share. Every one looks back only; what it must remember of a
+stream it takes from and leaves in a `CodecState`: the whole of a recording is a stream that is heard in one
+call.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ class Layer(Stateful):
         self.mlp_scale = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor, table: Tensor, seen: Tensor, state: CodecState) -> Tensor:
-        """x [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N]: which key a position may read."""
+        """x [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N]: which key a position may
+        read."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.unbind(2)  # [B, N, H, dim] each
         k = rotate_pairs(k, table)
@@ -93,14 +96,17 @@ class Transformer(nn.Module):
 
     def prepare(self) -> None:
         c, device = self.config, self.norm.weight.device
-        self.register_buffer("rope", rope_table(c.max_positions, c.head_dim, ROPE_THETA, device), persistent=False)
+        self.register_buffer(
+            "rope", rope_table(c.max_positions, c.head_dim, ROPE_THETA, device), persistent=False
+        )
 
     def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         """start [B], positions of the stream before these."""
         x = x.mT
         frame, kept = torch.arange(x.shape[1], device=x.device), self.config.window - 1
         table = self.rope[(start[:, None] + frame).clamp(max=len(self.rope) - 1)]  # [B, N, 2, dim / 2]
-        # Key j stands window - 1 - j positions before this call's first one. Zeros before the stream began are no keys: they are masked.
+        # Key j stands window - 1 - j positions before this call's first one. Zeros before the stream began
+        # are no keys: they are masked.
         key = torch.arange(kept + x.shape[1], device=x.device)
         window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [N, window - 1 + N]
         seen = window & (key >= kept - start[:, None])[:, None]  # [B, N, window - 1 + N]

@@ -1,8 +1,9 @@
 """Fish Audio S2 as a family: embed, hidden, emit, render.
 
-    slot ── embed ──> [B, D] ── hidden: 36 paged blocks ──> [B, D] ── emit ──> 10 codes on the tape ── render ──> 44.1 kHz samples
-             the last frame's codes and its                          │ head of 4,097 rows: code 0, or the end
-             token, summed and divided                               │ fast AR: codes 1..9
+    slot ── embed ──> [B, D] ── hidden ──> [B, D] ── emit ──> 10 codes on the tape ── render ──> samples
+             │ the last frame's    36 paged           │ head of 4,097 rows:            44.1 kHz
+             │ codes and token,    blocks             │ code 0, or the end
+             │ as one row                             │ fast AR: codes 1..9
 
 Source: facts of fish-speech 0.1.0, models/text2semantic/llama.py; see README.md.
 """
@@ -23,7 +24,7 @@ from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import Config
 from zoo.fish_s2.depth import FastAR
 from zoo.fish_s2.prompt import PromptWriter, column_keys, passes
-from zoo.fish_s2.sampling import RAS_TEMPERATURE, RAS_TOP_P, RAS_WINDOW, draw, repeats
+from zoo.fish_s2.sampling import RAS_WINDOW, draw, draw_semantic, remember
 from zoo.fish_s2.strategy import STRATEGY
 from zoo.nn.attention import Paged, attend
 from zoo.nn.keys import prefix_key
@@ -62,18 +63,26 @@ class DualAR(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, with the weights in place. The tied head is gathered to the rows that may be drawn: all others' logits are -inf."""
+        """Call once, with the weights in place. The tied head is gathered to the rows that may be drawn: all
+        others' logits are -inf."""
         c, rows, k = self.config, self.embedding.weight, self.config.codebooks
         device = rows.device
         semantic = rows[c.semantic_start : c.semantic_start + c.codebook_size]
         self.register_buffer("head", torch.cat((semantic, rows[c.end : c.end + 1])), persistent=False)
-        self.register_buffer("rope", rope_table(c.max_positions, c.slow.head_dim, c.slow.rope_theta, device), persistent=False)
+        self.register_buffer(
+            "rope", rope_table(c.max_positions, c.slow.head_dim, c.slow.rope_theta, device), persistent=False
+        )
         self.register_buffer("first", torch.arange(k, device=device) * c.codebook_size, persistent=False)
-        self.fast.register_buffer("rope", rope_table(k, c.fast.head_dim, c.fast.rope_theta, device), persistent=False)
-        self.fast.register_buffer("seen", torch.ones(k, k, dtype=torch.bool, device=device).tril(), persistent=False)
+        self.fast.register_buffer(
+            "rope", rope_table(k, c.fast.head_dim, c.fast.rope_theta, device), persistent=False
+        )
+        self.fast.register_buffer(
+            "seen", torch.ones(k, k, dtype=torch.bool, device=device).tril(), persistent=False
+        )
 
     def read(self, columns: Tensor) -> Tensor:
-        """columns [..., 1 + K], a token and a frame's codes -> [..., D]. Beside text the codes are not read."""
+        """columns [..., 1 + K], a token and a frame's codes -> [..., D]. Beside text the codes are not
+        read."""
         token, codes = columns[..., 0], columns[..., 1:]
         text, start = self.embedding(token), self.config.semantic_start
         frame = (text + self.codes(codes + self.first).sum(-2)) / sqrt(1 + self.config.codebooks)
@@ -82,8 +91,8 @@ class DualAR(nn.Module):
 
 
 class FishState(State):
-    """Adds: sampling values [S+1]; the latest semantic codes [S+1, RAS_WINDOW], -1 where there is none; the codec decoder's state [S+1,
-    values]."""
+    """Adds: sampling values [S+1]; the latest semantic codes [S+1, RAS_WINDOW], -1 where there is none; the
+    codec decoder's state [S+1, values]."""
 
     temperature: Tensor
     top_k: Tensor
@@ -156,37 +165,36 @@ class FishS2(Family[FishState]):
         return self.lm.norm(x)
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
-        """One frame of codes (46.4 ms) per slot, or the end. h [B, D], the slow AR's hidden state at each last position."""
-        alive, steps, seed, recent = ~state.done[slots], state.steps[slots], state.seed[slots], state.recent[slots]
-        temperature, top_k, top_p = state.temperature[slots], state.top_k[slots], state.top_p[slots]  # [B] each
-        token = self.semantic(h, steps, seed, recent, temperature, top_k, top_p)
-        noise = gumbel(seed, steps, range(1, self.config.codebooks), self.config.codebook_size)  # [B, K - 1, V]
+        """One frame of codes (46.4 ms) per slot, or the end. h [B, D], the slow AR's hidden state at each
+        last position."""
+        alive, steps, seed, recent = (
+            ~state.done[slots],
+            state.steps[slots],
+            state.seed[slots],
+            state.recent[slots],
+        )
+        sampling = state.temperature[slots], state.top_k[slots], state.top_p[slots]  # [B] each
+        size, codebooks = self.config.codebook_size, self.config.codebooks
+
+        logits = self.scores(h, steps)
+        draws = [gumbel(seed, steps, range(i, i + 1), size + 1) for i in (0, codebooks)]  # [B, 1, V + 1] each
+        token = draw_semantic(logits, recent, *sampling, torch.cat(draws, 1))
+        noise = gumbel(seed, steps, range(1, codebooks), size)  # [B, K - 1, V]
 
         def pick(logits: Tensor, k: int) -> Tensor:
-            return draw(logits, temperature, top_k, top_p, noise[:, k - 1])
+            return draw(logits, *sampling, noise[:, k - 1])
 
-        ended = token == self.config.codebook_size
-        frame = self.lm.fast(h, token.clamp(max=self.config.codebook_size - 1), pick)  # [B, K]
-        # The first frame's code is in no window, as in the original.
-        moved = torch.cat((recent[:, 1:], token[:, None]), 1)
-        state.recent[slots] = torch.where((alive & (steps > 0))[:, None], moved, recent)
-        state.append(slots, frame, ended)
+        frame = self.lm.fast(h, token.clamp(max=size - 1), pick)  # [B, K]
+        # As in the original, the first frame's code is in no window.
+        state.recent[slots] = remember(recent, token, alive & (steps > 0))
+        state.append(slots, frame, token == size)
 
-    def semantic(
-        self, h: Tensor, steps: Tensor, seed: Tensor, recent: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
-    ) -> Tensor:
-        """Code 0 [B], or codebook_size for the end, which is not drawn first: the original would speak on there. A code that was said
-        lately gives way to a second draw (repetition-aware sampling)."""
-        end, streams = self.config.codebook_size, self.config.codebooks
-        logits = F.linear(h, self.lm.head).float()  # [B, V + 1]
-        is_end = torch.arange(end + 1, device=h.device) == end
-        logits = logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
-        noise = gumbel(seed, steps, range(1), end + 1)[:, 0]
-        noise_again = gumbel(seed, steps, range(streams, streams + 1), end + 1)[:, 0]
-        token = draw(logits, temperature, top_k, top_p, noise)
-        calm = torch.where(temperature > 0, RAS_TEMPERATURE, 0.0)
-        again = draw(logits, calm, top_k, torch.full_like(top_p, RAS_TOP_P), noise_again)
-        return torch.where(repeats(token, recent), again, token)
+    def scores(self, h: Tensor, steps: Tensor) -> Tensor:
+        """Logits [B, V + 1] in fp32 of code 0 and, last, of the end. The end is not drawn first: there the
+        original would speak on."""
+        logits = F.linear(h, self.lm.head).float()
+        is_end = torch.arange(logits.shape[1], device=h.device) == self.config.codebook_size
+        return logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
 
     def render(self, state: FishState, view: View) -> tuple[Tensor, Tensor]:
         rows = state.codec_state[view.slots]

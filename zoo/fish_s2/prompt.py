@@ -1,17 +1,20 @@
-"""From a request to what the LM reads before the first frame. Each position is a column: a token id, then the codes of a frame, which are
-zeros beside text. A frame's token is that of its first code. What stands between two · is encoded by itself:
+"""From a request to what the LM reads before the first frame. Each position is a column: a token id, then the
+codes of a frame, which are zeros beside text. A frame's token is that of its first code. What stands between
+two · is encoded by itself:
 
     system     <|im_start|>system\\n · convert the provided text to speech · <|im_end|>\\n
-      or       <|im_start|>system\\n · convert the provided text to speech reference to the following:\\n\\nText:\\n · transcripts
-               · \\n\\nSpeech:\\n · all references' frames · <|im_end|>\\n
+      or       <|im_start|>system\\n · convert the provided text to speech reference to the following:
+               \\n\\nText:\\n · transcripts · \\n\\nSpeech:\\n · all references' frames · <|im_end|>\\n
     user       <|im_start|>user\\n · text · <|im_end|>\\n
     assistant  <|im_start|>assistant\\n<|voice|> · frames… · <|im_end|>\\n          user, assistant and so on
 
-A transcript begins with <|speaker:i|>, i being its place among the references; the text says with the same tag who speaks. Emotion tags,
-[whisper], are text like any other. A text with speaker tags is spoken a few turns at a time, each pass after what the ones before said.
+A transcript begins with <|speaker:i|>, i being its place among the references; the text says with the same
+tag who speaks. Emotion tags, [whisper], are text like any other. A text with speaker tags is spoken a few
+turns at a time, each pass after what the ones before said.
 
-Source: facts of fishaudio/fish-speech, content_sequence.py and models/text2semantic/inference.py. Unlike there, a user's text holds no
-special token but the phoneme pair, and what stands before the first speaker tag is spoken too.
+Source: facts of fishaudio/fish-speech, content_sequence.py and models/text2semantic/inference.py. Unlike
+there, a user's text holds no special token but the phoneme pair, and what stands before the first speaker tag
+is spoken too.
 """
 
 from __future__ import annotations
@@ -42,7 +45,13 @@ DEFAULT_VOICE = "default"  # a voice by chance; OpenAI's clients must name one
 TEMPERATURE, TOP_K, TOP_P, CHUNK_BYTES = 0.8, 30, 0.8, 200
 OPTIONS = (
     *sampling_options(TEMPERATURE, TOP_K, TOP_P),
-    Option("chunk_length", int, "UTF-8 bytes of a text with speaker tags that are spoken at a time", CHUNK_BYTES, (100, 1000)),
+    Option(
+        "chunk_length",
+        int,
+        "UTF-8 bytes of a text with speaker tags that are spoken at a time",
+        CHUNK_BYTES,
+        (100, 1000),
+    ),
 )
 HINTS = {
     "voice": "or give a reference",
@@ -53,8 +62,8 @@ HINTS = {
 
 
 class TextTokenizer:
-    """The checkpoint's byte-level BPE. Of its added tokens, a text may hold the phoneme pair alone: whatever else looks like a special token
-    there is ordinary text, and cannot change the prompt's structure."""
+    """The checkpoint's byte-level BPE. Of its added tokens, a text may hold the phoneme pair alone: whatever
+    else looks like a special token there is ordinary text, and cannot change the prompt's structure."""
 
     def __init__(self, directory: Path, config: Config):
         path = directory / "tokenizer.json"
@@ -62,7 +71,9 @@ class TextTokenizer:
         self.special = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
         self._check(path, config)
         try:
-            self._tokenizer = Tokenizer.from_str(json.dumps(content | {"added_tokens": [], "post_processor": None}))
+            self._tokenizer = Tokenizer.from_str(
+                json.dumps(content | {"added_tokens": [], "post_processor": None})
+            )
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ValueError(f"{path} is not a tokenizer: {error}") from None
         greatest = max((*self.special.values(), *self._tokenizer.get_vocab().values()))
@@ -74,28 +85,36 @@ class TextTokenizer:
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = []
         for i, part in enumerate(self._phonemes.split(text)):  # text and tokens in turn
-            ids += [self.special[part]] if i % 2 else self._tokenizer.encode(part, add_special_tokens=False).ids
+            ids += (
+                [self.special[part]] if i % 2 else self._tokenizer.encode(part, add_special_tokens=False).ids
+            )
         return ids
 
     def _check(self, path: Path, config: Config) -> None:
         """That the ids of config.json are the tokenizer's."""
-        wanted = {END: config.end} | {semantic(code): config.semantic_start + code for code in range(config.codebook_size)}
+        wanted = {END: config.end} | {
+            semantic(code): config.semantic_start + code for code in range(config.codebook_size)
+        }
         missing = [token for token in (START, VOICE, *wanted) if token not in self.special]
         if missing:
             raise ValueError(f"{path} lacks tokens of Fish Audio S2: {', '.join(missing[:8])}")
         for token, index in wanted.items():
             if self.special[token] != index:
-                raise ValueError(f"{path} gives {token} the id {self.special[token]}, config.json {index}; they must be equal")
+                given = f"{path} gives {token} the id {self.special[token]}, config.json {index}"
+                raise ValueError(f"{given}; they must be equal")
 
 
 class PromptWriter:
-    """What is said -> columns [T, 1 + K] int64 on the CPU. A reference is encoded when `system` is asked for."""
+    """What is said -> columns [T, 1 + K] int64 on the CPU. A reference is encoded when `system` is asked
+    for."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.config, self.cloner = config, cloner
         self.tokenize = TextTokenizer(directory, config)
         start = self.tokenize.special[START]
-        self._headers = {role: [start, *self.tokenize(f"{role}\n")] for role in ("system", "user", "assistant")}
+        self._headers = {
+            role: [start, *self.tokenize(f"{role}\n")] for role in ("system", "user", "assistant")
+        }
         self._end = [config.end, *self.tokenize("\n")]
 
     def system(self, references: Sequence[Reference]) -> Tensor:
@@ -127,15 +146,20 @@ class PromptWriter:
 
 
 def _transcript(reference: Reference, place: int) -> str:
-    """What a reference says, behind the tag of who says it. Without a transcript the tag stands alone, as the original allows."""
+    """What a reference says, behind the tag of who says it. Without a transcript the tag stands alone, as the
+    original allows."""
     text, speaker = reference.transcript or "", reference.speaker
     if speaker is not None and not re.fullmatch(r"\d{1,4}", speaker):
-        raise RequestError("speaker", f"speaker is {speaker!r}; a number is possible, as in the tag <|speaker:{place}|> of the text")
+        raise RequestError(
+            "speaker",
+            f"speaker is {speaker!r}; a number is possible, as in the tag <|speaker:{place}|> of the text",
+        )
     return text if SPEAKER.search(text) else f"<|speaker:{speaker or place}|>{text}"
 
 
 def passes(text: str, chunk_bytes: int) -> list[str]:
-    """What is spoken at a time: turns with speaker tags, up to MAX_TURNS and chunk_bytes of them; a text without tags is never cut."""
+    """What is spoken at a time: turns with speaker tags, up to MAX_TURNS and chunk_bytes of them; a text
+    without tags is never cut."""
     if not SPEAKER.search(text):
         return [text]
     groups: list[list[str]] = []
@@ -152,8 +176,10 @@ def _num_bytes(texts: Iterable[str]) -> int:
 
 
 def column_keys(columns: Tensor, config: Config) -> tuple[int, ...]:
-    """columns [T, 1 + K] -> what names them: a text id, which is not negative; or, negative, a hash of a frame's codes."""
+    """columns [T, 1 + K] -> what names them: a text id, which is not negative; or, negative, a hash of a
+    frame's codes."""
     stop = config.semantic_start + config.codebook_size
     return tuple(
-        prefix_key(*codes) if config.semantic_start <= token < stop else token for token, *codes in columns.tolist()
+        prefix_key(*codes) if config.semantic_start <= token < stop else token
+        for token, *codes in columns.tolist()
     )

@@ -1,6 +1,8 @@
-"""How this model draws: its own order of top-p, top-k and temperature, and a second draw where the first repeats what was just said.
+"""How this model draws: its own order of top-p, top-k and temperature, and a second draw where the first
+repeats what was just said.
 
-Source: facts of fishaudio/fish-speech, models/text2semantic/inference.py (logits_to_probs, decode_one_token_ar).
+Source: facts of fishaudio/fish-speech, models/text2semantic/inference.py (logits_to_probs,
+decode_one_token_ar).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ RAS_TEMPERATURE, RAS_TOP_P = 1.0, 0.9  # of the draw that takes its place
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """logits [B, V], the rest at -inf: by rank less than top_k (0: all), and at most top_p of probability before the temperature.
+    """logits [B, V], the rest at -inf: by rank less than top_k (0: all), and at most top_p of probability
+    before the temperature.
 
     The entry that crosses top_p goes too; the likeliest one always stays.
     """
@@ -34,6 +37,18 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
     return torch.where(hot[:, None], scaled + noise, logits).argmax(-1)
 
 
-def repeats(code: Tensor, recent: Tensor) -> Tensor:
-    """Whether a semantic code [B] is among the last ones [B, RAS_WINDOW]; the end of speech is in no window."""
-    return (recent == code[:, None]).any(-1)
+def draw_semantic(
+    logits: Tensor, recent: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor
+) -> Tensor:
+    """One token per row: logits [B, V] float32, noise [B, 2, V] -> [B]. A code that is among the `recent`
+    ones [B, RAS_WINDOW] gives way to a second draw, whatever that is; the end of speech is in no window."""
+    token = draw(logits, temperature, top_k, top_p, noise[:, 0])
+    temperature = torch.where(temperature > 0, RAS_TEMPERATURE, 0.0)
+    again = draw(logits, temperature, top_k, torch.full_like(top_p, RAS_TOP_P), noise[:, 1])
+    return torch.where((recent == token[:, None]).any(-1), again, token)
+
+
+def remember(recent: Tensor, token: Tensor, is_kept: Tensor) -> Tensor:
+    """The window for the next draw: the latest token joins it where is_kept [B], and the oldest leaves."""
+    moved = torch.cat((recent[:, 1:], token[:, None]), 1)
+    return torch.where(is_kept[:, None], moved, recent)

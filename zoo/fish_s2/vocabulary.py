@@ -1,30 +1,42 @@
-"""The model's special tokens; and for the demo checkpoints a small byte-level BPE that is made here, at the published place and size."""
+"""The model's special tokens; and for the demo checkpoints a small byte-level BPE that is made here, at the
+published place and size."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-# Added tokens in the order of their ids: those of Qwen3, then those of Fish Audio S2, which are from 151669 on.
+# Added tokens in the order of their ids: those of Qwen3, then those of Fish Audio S2, which are from 151669
+# on.
 _QWEN = """
-<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|>
-<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
+<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|>
+<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
 """
 _QWEN_PLAIN = """
-<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response>
-</tool_response> <think> </think>
+<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
+<tool_response> </tool_response> <think> </think>
+"""
+_FISH = """
+<|pad|> <|phoneme_start|> <|phoneme_end|> <|text|> <|voice|> <|interleave|> <|audio_start|> <|audio_end|>
+<|audio_pad|>
 """
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")  # all that a user's text may hold of the special tokens
-_FISH = ("<|pad|>", *PHONEMES, "<|text|>", "<|voice|>", "<|interleave|>", "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
 START, END, VOICE = "<|im_start|>", "<|im_end|>", "<|voice|>"
-ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *_FISH)  # then the semantic codes
+ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *_FISH.split())  # then the semantic codes
 
 PUBLISHED_WORDS = 151643
-# Pieces of the demo's BPE: what a prompt says, so that it is short; a piece that joins two segments where they are not encoded apart
-# (".\n\n"); and some that show how a text was split.
-PIECES = (" provided", " following", " reference", " speech", " text", " the", " to", "convert", "assistant", "system", "user", "Speech")
-PIECES += ("Text", "speaker", ":\n\n", ":\n", "\n\n", ".\n\n", "<|", "|>", " [", "]", "ing", "er", "ou", "th", "'s", "n't", "12", "e\u0301")
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Pieces of the demo's BPE: what a prompt says, so that it is short; a piece that joins two segments where
+# they
+# are not encoded apart (".\n\n"); and some that show how a text was split.
+PIECES = (
+    " provided", " following", " reference", " speech", " text", " the", " to", "convert", "assistant",
+    "system", "user", "Speech", "Text", "speaker", ".\n\n", ":\n\n", ":\n", "\n\n", "<|", "|>", " [", "]",
+    "ing", "er", "ou", "th", "'s", "n't", "12", "e\u0301",
+)  # fmt: skip
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def semantic(code: int) -> str:
@@ -32,7 +44,8 @@ def semantic(code: int) -> str:
 
 
 def _symbols() -> dict[int, str]:
-    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's byte-level BPE."""
+    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's
+    byte-level BPE."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -72,7 +85,9 @@ def tokenizer(full: bool, num_codes: int) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": index, "content": token, **flags, "special": token not in plain} for token, index in added],
+        "added_tokens": [
+            {"id": index, "content": token, **flags, "special": token not in plain} for token, index in added
+        ],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": byte_level,

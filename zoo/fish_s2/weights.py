@@ -82,7 +82,11 @@ def codec(config: CodecConfig) -> dict[str, str]:
     table |= _transformer("quantizer.pre_module", "encoder.pre", config.pre.layers)
     table |= _transformer("quantizer.post_module", "decoder.post", config.post.layers)
     for k in range(len(config.codebook_sizes)):
-        theirs = "quantizer.semantic_quantizer.quantizers.0" if k == 0 else f"quantizer.quantizer.quantizers.{k - 1}"
+        theirs = (
+            "quantizer.semantic_quantizer.quantizers.0"
+            if k == 0
+            else f"quantizer.quantizer.quantizers.{k - 1}"
+        )
         add(f"{theirs}.in_proj", f"codebooks.{k}.into")
         add(f"{theirs}.out_proj", f"codebooks.{k}.out")
         add(f"{theirs}.codebook", f"codebooks.{k}.rows", ("weight",))
@@ -100,7 +104,12 @@ def codec(config: CodecConfig) -> dict[str, str]:
 
 def _transformer(theirs: str, ours: str, layers: int) -> dict[str, str]:
     table = {f"{theirs}.norm.weight": f"{ours}.norm.weight"}
-    pairs = {"attention.wqkv": "qkv", "attention.wo": "out", "attention_norm": "attention_norm", "ffn_norm": "mlp_norm"}
+    pairs = {
+        "attention.wqkv": "qkv",
+        "attention.wo": "out",
+        "attention_norm": "attention_norm",
+        "ffn_norm": "mlp_norm",
+    }
     for i in range(layers):
         prefix, layer = f"{theirs}.layers.{i}", f"{ours}.layers.{i}"
         table |= _weights(prefix, layer, pairs)
@@ -110,7 +119,8 @@ def _transformer(theirs: str, ours: str, layers: int) -> dict[str, str]:
 
 
 def is_weight_normed(name: str) -> bool:
-    """Whether a convolution of codec.pth is: all are but those that change the frame rate, which are plain."""
+    """Whether a convolution of codec.pth is: all are but those that change the frame rate, which are
+    plain."""
     return not name.startswith(("quantizer.downsample.", "quantizer.upsample."))
 
 

@@ -21,7 +21,8 @@ from zoo.fish_s2.config import CodecConfig, Config
 from zoo.nn.checkpoint import published
 
 TINY = directory("fish_s2", "tiny")
-# sha256 of the sorted rows name|BF16|shape of the published shards' headers, as kadirnar/voicehub took it (models/fishtts/native/metadata.py)
+# sha256 of the sorted rows name|BF16|shape of the published shards' headers, as kadirnar/voicehub took it
+# (models/fishtts/native/metadata.py)
 FINGERPRINT = "7080b1c9b5d5e95589a1efa18db19616170d7e35664e2e4e7f744bbf7180adad"
 
 
@@ -41,8 +42,12 @@ def change(file: Path, block: str | None = None, **values: Any) -> None:
 
 
 def change_codec(path: Path, drop: str = "", **values: torch.Tensor) -> None:
-    tensors = torch.load(path / "codec.pth", weights_only=True) | {name.replace("__", "."): value for name, value in values.items()}
-    torch.save({name: value for name, value in tensors.items() if not drop or drop not in name}, path / "codec.pth")
+    tensors = torch.load(path / "codec.pth", weights_only=True) | {
+        name.replace("__", "."): value for name, value in values.items()
+    }
+    torch.save(
+        {name: value for name, value in tensors.items() if not drop or drop not in name}, path / "codec.pth"
+    )
 
 
 def refused(path: Path, message: str) -> None:
@@ -64,7 +69,8 @@ def test_the_published_shards_have_the_tensors_of_our_table():
 
 
 def test_the_published_codec_has_the_tensors_of_our_table():
-    """535 parameters of 391,430,530 values, and six buffers of 305,135,616 bytes, are what codec.pth holds."""
+    """535 parameters of 391,430,530 values, and six buffers of 305,135,616 bytes, are what codec.pth
+    holds."""
     _, codec = build(Config.read(demo.CONFIGS["full"][0]), demo.CODEC)
     shapes = weights.as_saved(published(codec, weights.codec(demo.CODEC)))
     assert len(shapes) == 535
@@ -79,7 +85,11 @@ def test_the_sizes_of_the_codec_are_read_from_its_shapes():
         config, codec_config = demo.CONFIGS[size]
         _, codec = build(Config.read(config), codec_config)
         shapes = weights.as_saved(published(codec, weights.codec(codec_config)))
-        heads = {"encoder.block.4.block.5": codec_config.hear, "quantizer.pre_module": codec_config.pre, "quantizer.post_module": codec_config.post}
+        heads = {
+            "encoder.block.4.block.5": codec_config.hear,
+            "quantizer.pre_module": codec_config.pre,
+            "quantizer.post_module": codec_config.post,
+        }
         tables = {f"{name}.freqs_cis": (16, part.head_dim // 2, 2) for name, part in heads.items()}
         assert CodecConfig.read(shapes | tables) == codec_config
 
@@ -102,7 +112,11 @@ def test_the_published_ids():
 
 def test_the_published_layout(copied):
     names = {path.name for path in copied.iterdir()}
-    shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
+    shards = {
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }
     assert names == shards | {"config.json", "codec.pth", "tokenizer.json", "tokenizer_config.json"}
 
 
@@ -112,7 +126,12 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
     loaded = family("fish_s2", dtype)
     for module, expected in ((loaded.lm, getattr(torch, dtype)), (loaded.codec, torch.float32)):
         assert {tensor.dtype for tensor in module.parameters()} == {expected}
-    assert not any(tensor.is_meta or tensor.requires_grad for tensor in (*loaded.parameters(), *loaded.buffers())) and not loaded.training
+    assert (
+        not any(
+            tensor.is_meta or tensor.requires_grad for tensor in (*loaded.parameters(), *loaded.buffers())
+        )
+        and not loaded.training
+    )
     lm = {}
     for shard in TINY.glob("*.safetensors"):
         lm |= load_file(shard)
@@ -122,17 +141,24 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
     rows = lm["text_model.model.embeddings.weight"].to(loaded.dtype)
     assert torch.equal(loaded.lm.head, torch.cat((rows[start : start + 64], rows[end : end + 1])))
     codec = torch.load(TINY / "codec.pth", weights_only=True)
-    size, direction = (codec[f"decoder.model.1.block.1.conv.parametrizations.weight.original{i}"] for i in (0, 1))
+    size, direction = (
+        codec[f"decoder.model.1.block.1.conv.parametrizations.weight.original{i}"] for i in (0, 1)
+    )
     weight = direction * size / direction.square().sum((1, 2), keepdim=True).sqrt()
     torch.testing.assert_close(loaded.codec.decoder.blocks[0].up.weight, weight)
-    assert torch.equal(loaded.codec.decoder.upsample[0].up.weight, codec["quantizer.upsample.0.0.conv.weight"])
+    assert torch.equal(
+        loaded.codec.decoder.upsample[0].up.weight, codec["quantizer.upsample.0.0.conv.weight"]
+    )
     assert sum(p.numel() for p in loaded.parameters()) == zoo.inspect(TINY)["parameters"]
 
 
 def test_the_codec_may_lie_in_a_wrapper_and_lack_the_buffers_that_nothing_reads(copied):
     request = Request(text="Good morning.", max_frames=4)
     tensors = torch.load(copied / "codec.pth", weights_only=True)
-    torch.save({"state_dict": {name: value for name, value in tensors.items() if "causal_mask" not in name}}, copied / "codec.pth")
+    torch.save(
+        {"state_dict": {name: value for name, value in tensors.items() if "causal_mask" not in name}},
+        copied / "codec.pth",
+    )
     expected = zoo.generate(family("fish_s2"), request)
     assert torch.equal(zoo.generate(zoo.load(copied, "cpu"), request).samples, expected.samples)
 
@@ -163,10 +189,15 @@ def test_other_models_are_claimed_and_refused_by_name(copied):
 
 def test_a_conversion_is_refused(copied):
     (copied / "codec.pth").rename(copied / "codec.safetensors")
-    refused(copied, r"is a conversion, with codec\.safetensors; needed are the published files, with codec\.pth")
+    refused(
+        copied, r"is a conversion, with codec\.safetensors; needed are the published files, with codec\.pth"
+    )
 
 
-@pytest.mark.parametrize("name", ["codec.pth", "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["codec.pth", "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"],
+)
 def test_what_is_not_there_is_named(copied, name):
     (copied / name).unlink()
     refused(copied, r"model\.safetensors does not exist" if "index" in name else f"{name} does not exist")
@@ -192,18 +223,37 @@ def test_another_codec_is_refused(copied):
     refused(copied, r"config\.json: 4 codebooks of 64; codec\.pth has 3 of \(64, 32, 32\)")
     shutil.copy(TINY / "codec.pth", copied / "codec.pth")
     change_codec(copied, drop="downsample.1.1.pwconv1", decoder__more=torch.zeros(3))
-    refused(copied, r"missing quantizer\.downsample\.1\.1\.pwconv1\.weight \[128, 32\]; .* unknown decoder\.more \[3\]")
+    refused(
+        copied,
+        r"missing quantizer\.downsample\.1\.1\.pwconv1\.weight \[128, 32\]; .* unknown decoder\.more \[3\]",
+    )
 
 
 @pytest.mark.parametrize(
     ("block", "values", "message"),
     [
-        ("text_config", {"attention_qk_norm": False}, "text_config has attention_qk_norm=False; only True is known"),
-        ("audio_decoder_config", {"rope_base": 10000}, "audio_decoder_config has rope_base=10000; only 1000000 is known"),
+        (
+            "text_config",
+            {"attention_qk_norm": False},
+            "text_config has attention_qk_norm=False; only True is known",
+        ),
+        (
+            "audio_decoder_config",
+            {"rope_base": 10000},
+            "audio_decoder_config has rope_base=10000; only 1000000 is known",
+        ),
         ("audio_decoder_config", {"text_dim": 32}, "audio_decoder_config has text_dim=32; only 64 is known"),
-        ("text_config", {"n_local_heads": 3}, "text_config has n_local_heads=3; a divisor of n_head, 4, is possible"),
+        (
+            "text_config",
+            {"n_local_heads": 3},
+            "text_config has n_local_heads=3; a divisor of n_head, 4, is possible",
+        ),
         (None, {"semantic_end_token_id": 5}, "semantic_end_token_id=5; 64 codes from .* on end at"),
-        (None, {"eos_token_id": 1}, r"tokenizer\.json gives <\|im_end\|> the id \d+, config\.json 1; they must be equal"),
+        (
+            None,
+            {"eos_token_id": 1},
+            r"tokenizer\.json gives <\|im_end\|> the id \d+, config\.json 1; they must be equal",
+        ),
         ("text_config", {"n_layer": 2}, r"unknown text_model\.model\.layers\.2\."),
     ],
 )
