@@ -1,0 +1,145 @@
+"""Fish Audio S2: the two savings are exact, the end, the window of codes, and turns in several passes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from models import Clock, family, serve
+from torch.nn import functional as F
+
+import zoo
+from serving.engine.engine import Engine
+from zoo.contract import AudioClip, Family, Prompt, Reference, Request
+from zoo.fish_s2.sampling import RAS_WINDOW
+
+SAMPLES = {"rtol": 0, "atol": 5e-5}
+FISH = family("fish_s2")
+CLIP = AudioClip(np.sin(np.arange(9000) ** 1.5 / 30).astype(np.float32) / 4, 24_000)
+ASKED = Request(text="Good morning.", max_frames=20, seed=3)
+TURNS = "<|speaker:0|>Good morning. <|speaker:1|>Hi! <|speaker:0|>" + "Well. " * 20
+TALK = replace(
+    ASKED,
+    text=TURNS,
+    max_frames=9,
+    options={"chunk_length": 100},
+    references=(Reference(CLIP, "One."), Reference(AudioClip(CLIP.samples[::-1].copy(), 24_000), "Two.")),
+)
+
+
+def with_end(likely: float) -> Family:
+    """The model, its end as likely as told: added to the end's logit at every step."""
+    changed = copy.copy(FISH)
+    scores = FISH.scores
+
+    def raised(h: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        return scores(h, steps) + likely * F.one_hot(
+            torch.tensor(FISH.config.codebook_size), FISH.config.codebook_size + 1
+        )
+
+    changed.scores = raised
+    return changed
+
+
+# the savings
+
+
+@torch.inference_mode()
+def test_the_gathered_head_gives_the_logits_of_the_whole_table():
+    h, steps = torch.randn(5, FISH.spec.width, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+    start, size = FISH.config.semantic_start, FISH.config.codebook_size
+    whole = F.linear(h, FISH.lm.embedding.weight)
+    allowed = torch.cat((whole[:, start : start + size], whole[:, FISH.config.end, None]), 1)
+    allowed[0, -1] = -torch.inf  # at the first step
+    torch.testing.assert_close(FISH.scores(h, steps), allowed)
+
+
+@torch.inference_mode()
+def test_the_first_two_positions_of_a_frame_are_one_pass():
+    """K - 1 passes make K codes, the same ones as a pass a position over the whole sequence so far."""
+    fast, num_calls = FISH.lm.fast, []
+    hidden = torch.randn(3, FISH.spec.width, generator=torch.Generator().manual_seed(1))
+    first = torch.tensor([5, 63, 0])
+    hook = fast.layers[0].register_forward_hook(lambda module, args, out: num_calls.append(args[0].shape[1]))
+    made = fast(hidden, first, lambda logits, k: logits.argmax(-1))
+    hook.remove()
+    assert num_calls == [2, *[1] * (FISH.config.codebooks - 2)]
+    codes = [first]
+    for k in range(1, FISH.config.codebooks):
+        x = torch.cat((hidden[:, None], fast.embedding(torch.stack(codes, 1))), 1)  # [B, 1 + k, D]
+        empty = x.new_zeros(3, fast.config.kv_heads, FISH.config.codebooks, fast.config.head_dim)
+        for layer in fast.layers:
+            x, *_ = layer(x, fast.rope[: k + 1], fast.seen[: k + 1], empty, empty)
+        codes.append(fast.head(fast.norm(x[:, -1])).argmax(-1))
+    assert torch.equal(made, torch.stack(codes, 1))
+
+
+# the end, and what is remembered
+
+
+def test_the_end_is_not_drawn_first_and_is_never_decoded():
+    speech = zoo.generate(with_end(1e4), ASKED)
+    assert len(speech.frames) == 1 and len(speech.samples) == 2048
+
+
+def test_the_last_frame_before_a_cap_is_kept():
+    assert len(zoo.generate(with_end(-1e4), ASKED).frames) == 20
+
+
+@torch.inference_mode()
+def test_the_window_holds_the_latest_codes_but_the_first():
+    family = with_end(-1e4)
+    state, prompt = family.state(2), family.prompt(ASKED)
+    family.admit(state, 1, prompt)
+    slots, random = torch.tensor([1]), torch.Generator().manual_seed(2)
+    for step in range(14):
+        family.emit(state, slots, torch.randn(1, family.spec.width, generator=random))
+        codes = state.tape[1, 1 : step + 1, 0].tolist()
+        assert state.recent[1].tolist() == ([-1] * RAS_WINDOW + codes)[-RAS_WINDOW:]
+    assert (state.recent[0] == -1).all()
+
+
+def test_a_seed_is_a_voice():
+    same, other = zoo.generate(FISH, ASKED), zoo.generate(FISH, replace(ASKED, seed=4))
+    assert torch.equal(same.frames, zoo.generate(FISH, ASKED).frames)
+    assert same.frames.tolist() != other.frames.tolist()
+
+
+# turns
+
+
+def passes(family: Family, request: Request) -> list[Prompt]:
+    """The prompts of a request, each behind three frames of zeros."""
+    prompts, made = family.prompts(request), []
+    made.append(next(prompts))
+    while not made[-1].is_final:
+        made.append(prompts.send(torch.zeros(3, family.config.codebooks, dtype=torch.int64)))
+    return made
+
+
+def test_a_pass_reads_what_was_said_before():
+    first, second = passes(FISH, TALK)
+    assert second.prefix_keys[: len(first.prefix_keys)] == first.prefix_keys
+    assert second.slot["seed"] != first.slot["seed"] == TALK.seed
+    said = second.prefix_keys[len(first.prefix_keys) :]
+    assert len(set(said[:3])) == 1 and said[0] < 0 <= min(said[3:])
+
+
+@pytest.mark.parametrize("report_lag", [0, 1])
+def test_turns_speakers_and_references_through_the_engine(report_lag):
+    """Beside others, in slots that are used again: the samples that the plain loop makes."""
+    asked = [
+        TALK,
+        ASKED,
+        replace(TALK, seed=9, references=TALK.references[:1]),
+        replace(TALK, seed=10, references=()),
+    ]
+    engine = Engine(family("fish_s2"), max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
+    listeners = serve(engine, {0: asked[:2], 3: asked[2:]})
+    for listener, request in zip(listeners, asked, strict=True):
+        np.testing.assert_allclose(listener.samples, zoo.generate(FISH, request).samples, **SAMPLES)
+    assert sum(request.references != () for request in asked) == 2
+    assert len(zoo.generate(FISH, TALK).frames) == 18  # two passes, both cut off
