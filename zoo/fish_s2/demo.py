@@ -7,7 +7,6 @@ write("full", "full")    # the published shapes and sizes: 11 GB
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -27,7 +26,7 @@ from zoo.fish_s2.layers import ROPE_THETA
 from zoo.fish_s2.vocabulary import END, token_ids, tokenizer, tokenizer_config
 from zoo.nn import synthetic
 from zoo.nn.config import change
-from zoo.nn.synthetic import DTYPES, Rule
+from zoo.nn.synthetic import Rule
 
 # --- configs ---
 
@@ -208,10 +207,7 @@ def write(
     from zoo.fish_s2 import build
     from zoo.nn.checkpoint import published
 
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype {dtype} cannot be written; possible: {', '.join(str(known) for known in DTYPES)}"
-        )
+    synthetic.check_dtype(dtype)
     directory = write_texts(directory, size, **config)
     read = Config.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     codec_config = CONFIGS[size][1]
@@ -226,20 +222,15 @@ def write(
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     """The JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
-    directory = Path(directory)
-    if size not in CONFIGS:
-        raise ValueError(f"size {size!r} is not known; sizes: {', '.join(SIZES)}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
-    content = copy.deepcopy(CONFIGS[size][0])
+    directory, (content, _) = synthetic.begin(directory, size, CONFIGS)
     change(content, config, "config.json")
     Config.read(content)  # before anything is written
     directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "config.json", content)
-    _write_json(
+    synthetic.write_json(directory / "config.json", content)
+    synthetic.write_json(
         directory / "tokenizer.json", tokenizer(size == "full", content["audio_decoder_config"]["vocab_size"])
     )
-    _write_json(directory / "tokenizer_config.json", tokenizer_config())
+    synthetic.write_json(directory / "tokenizer_config.json", tokenizer_config())
     return directory
 
 
@@ -276,11 +267,7 @@ def _write_shards(
         written += size
     for i, shard in enumerate(shards):
         synthetic.write_tensors(directory / f"model-{i + 1:05}-of-00002.safetensors", shard, values, dtype)
-    _write_json(
+    synthetic.write_json(
         directory / "model.safetensors.index.json",
         {"metadata": {"total_size": total}, "weight_map": weight_map},
     )
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -6,6 +6,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from zoo.nn.bpe import Pair, byte_symbols, chain, in_symbols
+
 # Added tokens in the order of their ids: those of Qwen3, then those of Fish Audio S2, which are from 151669
 # on.
 _QWEN = """
@@ -43,26 +45,15 @@ def semantic(code: int) -> str:
     return f"<|semantic:{code}|>"
 
 
-def _symbols() -> dict[int, str]:
-    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's
-    byte-level BPE."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
 @cache
-def merges() -> tuple[tuple[str, str], ...]:
-    """The BPE merges: for each piece the chain that makes it, letter by letter."""
-    symbols = _symbols()
-    chains = [[symbols[byte] for byte in piece.encode()] for piece in PIECES]
-    pairs = [("".join(chain[:i]), chain[i]) for chain in chains for i in range(1, len(chain))]
-    return tuple(dict.fromkeys(pairs))
+def merges() -> tuple[Pair, ...]:
+    """The BPE merges: for each piece the chain that makes it, symbol by symbol."""
+    return tuple(dict.fromkeys(pair for piece in PIECES for pair in chain(in_symbols(piece))))
 
 
 def vocabulary(full: bool) -> dict[str, int]:
     """Token -> id: bytes, merged pieces and, at the published size, filler that no merge can reach."""
-    tokens = list(dict.fromkeys([*_symbols().values(), *(left + right for left, right in merges())]))
+    tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))
     if full:
         tokens += [f"<filler {i}>" for i in range(len(tokens), PUBLISHED_WORDS)]
     return {token: index for index, token in enumerate(tokens)}
