@@ -66,4 +66,4 @@ def fields(request: Request, place: Path, name: str) -> dict[str, Any]:
 
 def _reference(reference: Reference, path: Path) -> dict[str, Any]:
     np.savez(path, samples=reference.clip.samples, rate_hz=reference.clip.sample_rate_hz)
-    return {"clip": str(path), "transcript": reference.transcript}
+    return {"clip": str(path), "transcript": reference.transcript, "speaker": reference.speaker}

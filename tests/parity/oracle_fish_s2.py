@@ -1,13 +1,8 @@
 """Makes the Fish Audio S2 fixtures and its manifests from the reference implementations; see README.md beside
-this.
+this, and zoo/fish_s2/reference.py, whose classes and prompts these are. The repetition-aware draw is written
+here, step by step in plain loops. All requests are greedy.
 
-The LM is the DualARTransformer of fish-speech 0.1.0 (Apache-2.0), which was made for the model before this
-one. It becomes S2 by two of its own switches and one line: the fast AR gets the hidden state behind the last
-norm. The codec is vllm-omni 0.30.0's (Apache-2.0), whose modules are read without the server around them.
-Prompts, masks and the repetition-aware draw are written here, token by token, after published facts of the
-model. All requests are greedy.
-
-Runs in the reference environment that remake.sh builds:
+Runs in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-fish_s2/bin/python tests/parity/oracle_fish_s2.py
 """
 
@@ -15,29 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
-import re
-import sys
 import tempfile
-import types
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from fish_speech.models.text2semantic.llama import (
-    BaseTransformer,
-    DualARModelArgs,
-    DualARTransformer,
-    precompute_freqs_cis,
-)
+from fish_speech.models.text2semantic.llama import BaseTransformer, precompute_freqs_cis
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from zoo.fish_s2 import demo
-from zoo.fish_s2.config import CodecConfig, TransformerConfig
+from zoo.fish_s2.reference import Model, batches, make_codec, make_lm, published_name
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fish_s2"
@@ -79,150 +63,6 @@ LENGTHS = (1, 2047, 2048, 2049, 30_000, CLIP_SAMPLES)
 STEPS = (0, 3, 9)  # kept of hidden states and logits
 
 
-# --- the references ---
-
-
-@cache
-def dac_modules() -> types.ModuleType:
-    """The codec's modules, without the package around them, which would import a server."""
-    parent = "vllm_omni.model_executor.models.fish_speech"
-    spec = importlib.util.find_spec("vllm_omni")
-    assert spec is not None and spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0])
-    names = parent.split(".")
-    for i in range(1, len(names) + 1):
-        package = types.ModuleType(".".join(names[:i]))
-        package.__path__ = [str(root.joinpath(*names[1:i]))]
-        sys.modules[package.__name__] = package
-    return importlib.import_module(f"{parent}.dac_modules")
-
-
-def make_codec(config: CodecConfig, positions: int) -> nn.Module:
-    """The reference's codec at sizes of ours."""
-    dac = dac_modules()
-
-    def arguments(part: TransformerConfig, **changes: Any) -> Any:
-        values = {
-            "block_size": positions,
-            "n_layer": part.layers,
-            "n_head": part.width // part.head_dim,
-            "dim": part.width,
-            "intermediate_size": part.inner,
-            "head_dim": part.head_dim,
-            "dropout_rate": 0.0,
-            "attn_dropout_rate": 0.0,
-            "norm_eps": 1e-5,
-            "rope_base": 10000,
-        }
-        return dac.ModelArgs(**values | changes)
-
-    def transformer(part: TransformerConfig) -> Any:
-        sizes = {"input_dim": part.width, "window_size": 128, "config": arguments(part)}
-        return dac.WindowLimitedTransformer(causal=True, **sizes)
-
-    assert config.hear is not None
-    quantizer = dac.DownsampleResidualVectorQuantize(
-        input_dim=config.latent,
-        n_codebooks=len(config.codebook_sizes) - 1,
-        codebook_size=config.codebook_sizes[1],
-        codebook_dim=config.codebook_dim,
-        quantizer_dropout=0.0,
-        downsample_factor=list(config.ratios),
-        pre_module=transformer(config.pre),
-        post_module=transformer(config.post),
-        semantic_codebook_size=config.codebook_sizes[0],
-    )
-    hear = config.hear
-    return dac.DAC(
-        encoder_dim=config.channels,
-        encoder_rates=list(config.strides),
-        latent_dim=config.latent,
-        decoder_dim=config.decoder_channels,
-        decoder_rates=list(config.rates),
-        quantizer=quantizer,
-        causal=True,
-        encoder_transformer_layers=[0, 0, 0, hear.layers],
-        transformer_general_config=lambda **changes: arguments(hear, **changes),
-    )
-
-
-def make_lm(config: dict[str, Any]) -> DualARTransformer:
-    text, audio = config["text_config"], config["audio_decoder_config"]
-    first, last = config["semantic_start_token_id"], config["semantic_end_token_id"]
-    ids = {i: first + i for i in range(audio["vocab_size"])}
-    tokenizer = types.SimpleNamespace(
-        semantic_id_to_token_id=ids, semantic_begin_id=first, semantic_end_id=last
-    )
-    shared = ("dim", "n_layer", "n_head", "n_local_heads", "head_dim", "intermediate_size", "max_seq_len")
-    shared += ("rope_base", "norm_eps", "vocab_size", "tie_word_embeddings", "attention_qk_norm")
-    args = DualARModelArgs(
-        **{key: text[key] for key in shared},
-        codebook_size=audio["vocab_size"],
-        num_codebooks=audio["num_codebooks"],
-        use_gradient_checkpointing=False,
-        n_fast_layer=audio["n_layer"],
-        fast_dim=audio["dim"],
-        fast_n_head=audio["n_head"],
-        fast_n_local_heads=audio["n_local_heads"],
-        fast_head_dim=audio["head_dim"],
-        fast_intermediate_size=audio["intermediate_size"],
-        fast_attention_qk_norm=audio["attention_qk_norm"],
-    )
-    args.scale_codebook_embeddings = True  # of S2; the code reads it, the class does not name it
-    args.is_reward_model = False
-    return DualARTransformer(args, tokenizer)
-
-
-def published_name(name: str) -> str:
-    """The reference's name of a tensor of the LM -> that of the shards."""
-    if name == "codebook_embeddings.weight":
-        return f"audio_decoder.{name}"
-    if name.startswith("fast_"):
-        return f"audio_decoder.{name.removeprefix('fast_')}"
-    return f"text_model.model.{name}"
-
-
-class Reference:
-    """The tiny checkpoint in the references' own classes, float32."""
-
-    def __init__(self, directory: Path):
-        self.config = json.loads((directory / "config.json").read_text())
-        self.codebooks = self.config["audio_decoder_config"]["num_codebooks"]
-        self.start, self.end = self.config["semantic_start_token_id"], self.config["eos_token_id"]
-        self.size = self.config["audio_decoder_config"]["vocab_size"]
-        tensors: dict[str, Tensor] = {}
-        for shard in sorted(directory.glob("*.safetensors")):
-            tensors |= load_file(shard)
-        self.lm = make_lm(self.config).eval()
-        names = {name: published_name(name) for name in self.lm.state_dict()}
-        assert set(names.values()) == set(tensors)
-        self.lm.load_state_dict({name: tensors[theirs] for name, theirs in names.items()})
-        codec = torch.load(directory / "codec.pth", weights_only=True)
-        self.codec = make_codec(demo.CODEC if SIZE == "full" else demo.TINY_CODEC, positions=1024).eval()
-        buffers = [name for name in codec if name.endswith(("freqs_cis", "causal_mask"))]
-        assert len(buffers) == 6
-        missing, unexpected = self.codec.load_state_dict(
-            {k: v for k, v in codec.items() if k not in buffers}, strict=False
-        )
-        assert not unexpected and all(name.endswith(("freqs_cis", "causal_mask")) for name in missing), (
-            missing,
-            unexpected,
-        )
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def text(self, *segments: str) -> Tensor:
-        """Segments, each encoded by itself -> columns [1 + K, T]."""
-        ids = torch.tensor([token for segment in segments for token in self.encode(segment)])
-        return torch.cat((ids[None], ids.new_zeros(self.codebooks, len(ids))))
-
-    def speech(self, codes: Tensor) -> Tensor:
-        """codes [K, F] -> columns."""
-        return torch.cat((codes[:1] + self.start, codes))
-
-
 # --- what they make ---
 
 
@@ -236,66 +76,9 @@ def record() -> Tensor:
     return (3000 * buzz + 500 * noise).round().clamp(-32768, 32767).to(torch.int16)
 
 
-def heard(reference: Reference, clip: Tensor, length: int) -> Tensor:
+def heard(model: Model, clip: Tensor, length: int) -> Tensor:
     """codes [K, F] of the clip's beginning."""
-    return reference.codec.encode(clip[:length].float()[None, None] / 32768)[0][0]
-
-
-def system(reference: Reference, request: dict[str, Any], clip: Tensor) -> Tensor:
-    """Columns of the system message."""
-    if not request.get("references"):
-        return reference.text("<|im_start|>system\n", "convert the provided text to speech", "<|im_end|>\n")
-    texts, codes = [], []
-    for i, (transcript, length) in enumerate(request["references"]):
-        texts.append(
-            transcript if re.search(r"<\|speaker:\d+\|>", transcript) else f"<|speaker:{i}|>{transcript}"
-        )
-        codes.append(heard(reference, clip, length))
-    task = "convert the provided text to speech reference to the following:\n\nText:\n"
-    before = reference.text("<|im_start|>system\n", task, "\n".join(texts), "\n\nSpeech:\n")
-    return torch.cat((before, reference.speech(torch.cat(codes, 1)), reference.text("<|im_end|>\n")), 1)
-
-
-def batches(text: str, chunk_length: int) -> list[str]:
-    """At most five turns, and as many bytes as told, of a text with speaker tags."""
-    turns: list[str] = []
-    for part in re.split(r"(<\|speaker:\d+\|>)", text):
-        if re.fullmatch(r"<\|speaker:\d+\|>", part):
-            turns.append(part)
-        elif turns:
-            turns[-1] = (turns[-1] + part).strip()
-    groups: list[list[str]] = []
-    for turn in turns:
-        held = sum(len(other.encode()) for other in groups[-1]) if groups else 0
-        if not groups or len(groups[-1]) == 5 or held + len(turn.encode()) > chunk_length:
-            groups.append([])
-        groups[-1].append(turn)
-    return ["\n".join(group) for group in groups] or [text]
-
-
-def step(reference: Reference, columns: Tensor, at: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The columns [1 + K, T] from position `at` on -> the hidden state behind the last norm [D], and the main
-    logits [V + 1] of the semantic codes and the end."""
-    positions = torch.arange(at, at + columns.shape[1])
-    made = reference.lm.forward_generate(columns[None], positions)
-    hidden = reference.lm.norm(made.hidden_states)[0, -1]
-    allowed = [*range(reference.start, reference.start + reference.size), reference.end]
-    return hidden, made.logits[0, -1, allowed], positions
-
-
-def frame(reference: Reference, hidden: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The frame's codes [K], and the logits of all but the first [K - 1, V], position by position."""
-    lm, codes, kept = reference.lm, [first], []
-    for layer in lm.fast_layers:
-        layer.attention.kv_cache.k_cache.fill_(0)
-        layer.attention.kv_cache.v_cache.fill_(0)
-    lm.forward_generate_fast(hidden[None], torch.tensor([0]))
-    for k in range(1, reference.codebooks):
-        embedded = lm.fast_embeddings(torch.tensor([codes[-1]]))
-        logits = lm.forward_generate_fast(embedded, torch.tensor([k]))[0, -1]
-        kept.append(logits)
-        codes.append(int(logits.argmax()))
-    return torch.tensor(codes), torch.stack(kept)
+    return model.codec.encode(clip[:length].float()[None, None] / 32768)[0][0]
 
 
 def gap(logits: Tensor) -> float:
@@ -305,68 +88,56 @@ def gap(logits: Tensor) -> float:
 
 
 @torch.no_grad()
-def generate(
-    reference: Reference, request: dict[str, Any], clip: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    context = system(reference, request, clip)
-    passes = batches(request["text"], request.get("chunk_length", 200))
+def generate(model: Model, request: dict[str, Any], clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    heard = [(text, clip[:length].float() / 32768) for text, length in request.get("references", [])]
+    context, texts = model.system(heard), batches(request["text"], request.get("chunk_length", 200))
     tensors: dict[str, Tensor] = {}
     margins: list[float] = []
-    hiddens, logits, fast = [], [], []
-    for number, text in enumerate(passes):
-        user = ("<|im_start|>user\n", text, "<|im_end|>\n", "<|im_start|>assistant\n<|voice|>")
-        context = torch.cat((context, reference.text(*user)), 1)
+    kept: dict[str, list[Tensor]] = {"hidden": [], "logits": [], "fast_logits": []}
+    for number, text in enumerate(texts):
+        context = torch.cat((context, model.user(text)), 1)
         tensors[f"columns_{number}"] = context.T
         codes: list[Tensor] = []
-        at, columns = 0, context
-        reference.lm.setup_caches(1, reference.config["text_config"]["max_seq_len"], torch.float32)
+        at, columns = 0, context[None]
+        model.begin(1)
         while len(codes) < request["max_frames"]:
-            hidden, scores, positions = step(reference, columns, at)
-            assert codes or scores.argmax() < reference.size, "the end comes first: choose another text"
-            if scores.argmax() == reference.size:
+            hidden, logits = model.step(columns, at)
+            first = logits.argmax(-1)
+            assert codes or first < model.size, "the end comes first: choose another text"
+            if first == model.size:
                 break
-            made, fast_logits = frame(reference, hidden, int(scores.argmax()))
-            margins += [gap(scores), gap(fast_logits)]
+            frame, fast_logits = model.frame(hidden, first, lambda logits: logits.argmax(-1))
+            margins += [gap(logits), gap(fast_logits)]
             if number == 0 and len(codes) in STEPS:
-                hiddens.append(hidden)
-                logits.append(scores)
-                fast.append(fast_logits)
-            codes.append(made)
-            at, columns = int(positions[-1]) + 1, reference.speech(made[:, None])
+                for name, value in (("hidden", hidden), ("logits", logits), ("fast_logits", fast_logits)):
+                    kept[name].append(value[0])
+            codes.append(frame[0])
+            at += columns.shape[2]
+            columns = model.speech(frame.T)[None]
         spoken = torch.stack(codes)  # [F, K]
         tensors[f"codes_{number}"] = spoken.to(torch.int16)
-        tensors[f"samples_{number}"] = decode(reference, spoken)[::STRIDE]
-        context = torch.cat((context, reference.speech(spoken.T), reference.text("<|im_end|>\n")), 1)
-    tensors |= {
-        "hidden": torch.stack(hiddens),
-        "logits": torch.stack(logits),
-        "fast_logits": torch.stack(fast),
-    }
-    frames = [len(tensors[f"codes_{number}"]) for number in range(len(passes))]
-    return tensors, {"request": request, "frames": frames, "passes": passes, "margin": min(margins)}
-
-
-def decode(reference: Reference, codes: Tensor) -> Tensor:
-    """codes [F, K] -> samples [N], all at once. The reference clamps its argument in place, so it gets a
-    copy."""
-    return reference.codec.decode(codes.T[None].clone(), torch.tensor([len(codes)]))[0][0, 0]
+        tensors[f"samples_{number}"] = model.decode(spoken)[::STRIDE]
+        context = torch.cat((context, model.speech(spoken.T), model.text("<|im_end|>\n")), 1)
+    tensors |= {name: torch.stack(values) for name, values in kept.items()}
+    frames = [len(tensors[f"codes_{number}"]) for number in range(len(texts))]
+    return tensors, {"request": request, "frames": frames, "passes": texts, "margin": min(margins)}
 
 
 @torch.no_grad()
-def codec(reference: Reference, clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def codec(model: Model, clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The codec alone: random codes to samples in one go; a clip, cut to several lengths, to codes, with what
     the codebooks read."""
     random = torch.Generator().manual_seed(4)
     tensors: dict[str, Tensor] = {"clip": clip}
     for frames in (1, 3, 200):
-        codes = torch.randint(reference.size, (frames, reference.codebooks), generator=random)
-        samples = decode(reference, codes)
+        codes = torch.randint(model.size, (frames, model.codebooks), generator=random)
+        samples = model.decode(codes)
         assert len(samples) == 2048 * frames
         kept = samples[:: 1 if frames < 3 else STRIDE]
         tensors |= {f"decode_{frames}.codes": codes.to(torch.int16), f"decode_{frames}.samples": kept}
     seen: dict[str, Tensor] = {}
     margins: list[float] = []
-    quantizer = reference.codec.quantizer
+    quantizer = model.codec.quantizer
     quantizer.pre_module.register_forward_hook(lambda module, args, out: seen.update(latent=out[0]))
     for book in (*quantizer.semantic_quantizer.quantizers, *quantizer.quantizer.quantizers):
         rows = book.codebook.weight
@@ -374,7 +145,7 @@ def codec(reference: Reference, clip: Tensor) -> tuple[dict[str, Tensor], dict[s
             lambda module, args, out, rows=rows: margins.append(nearness(out[0].T, rows))
         )
     for length in LENGTHS:
-        codes = heard(reference, clip, length)
+        codes = heard(model, clip, length)
         tensors[f"encode_{length}.codes"] = codes.T.to(torch.int16)
         if length == LENGTHS[-2]:
             tensors[f"encode_{length}.latent"] = seen["latent"].clone()
@@ -455,19 +226,19 @@ def repetition() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 @torch.no_grad()
-def bfloat16(reference: Reference) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def bfloat16(model: Model) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The published rotary tables at some positions, bit for bit; columns of codes, embedded in bfloat16; and
     the slow AR over them."""
     positions = torch.tensor([0, 1, 2, 3, 5, 9, 17, 64, 257, 1001, 4095, 32767])
     tables = {}
     for name, dim, theta in (("slow", 128, 1_000_000), ("codec", 64, 10_000)):
         tables[f"rope_{name}"] = precompute_freqs_cis(32768, dim, theta)[positions]
-    lm = make_lm(reference.config)
-    lm.load_state_dict({k: v for k, v in reference.lm.state_dict().items() if "kv_cache" not in k})
+    lm = make_lm(model.config)
+    lm.load_state_dict({k: v for k, v in model.lm.state_dict().items() if "kv_cache" not in k})
     lm = lm.to(torch.bfloat16).eval()
     random = torch.Generator().manual_seed(5)
-    codes = torch.randint(reference.size, (reference.codebooks, 6), generator=random)
-    columns = torch.cat((reference.text("<|im_start|>system\n", STORY), reference.speech(codes)), 1)
+    codes = torch.randint(model.size, (model.codebooks, 6), generator=random)
+    columns = torch.cat((model.text("<|im_start|>system\n", STORY), model.speech(codes)), 1)
     embedded: list[Tensor] = []
     lm.layers[0].register_forward_pre_hook(lambda module, args: embedded.append(args[0]))
     made = BaseTransformer.forward_generate(lm, columns[None], return_all=True)
@@ -480,8 +251,8 @@ def bfloat16(reference: Reference) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors | tables, {}
 
 
-def tokens(reference: Reference) -> dict[str, Any]:
-    """Token ids by transformers' own reading of tokenizer.json, in which every added token is read out of the
+def tokens(model: Model) -> dict[str, Any]:
+    """Token ids by the tokenizers library's own reading of tokenizer.json, in which every added token is read out of the
     text."""
     texts = (
         STORY,
@@ -496,10 +267,10 @@ def tokens(reference: Reference) -> dict[str, Any]:
     forged = ("<|im_end|>", "a<|semantic:3|>b", "<|im_start|>system\n", "<|voice|>")
     joined = [STORY + "\n\nSpeech:\n", [STORY, "\n\nSpeech:\n"]]
     return {
-        "texts": [{"text": text, "ids": reference.encode(text)} for text in texts],
-        "forged": [{"text": text, "ids": reference.encode(text)} for text in forged],
-        "joined": reference.encode(joined[0]),
-        "apart": [token for text in joined[1] for token in reference.encode(text)],
+        "texts": [{"text": text, "ids": model.encode(text)} for text in texts],
+        "forged": [{"text": text, "ids": model.encode(text)} for text in forged],
+        "joined": model.encode(joined[0]),
+        "apart": [token for text in joined[1] for token in model.encode(text)],
     }
 
 
@@ -560,21 +331,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = demo.write(Path(temporary) / "tiny", SIZE, SEED, torch.float32)
         save("checkpoint", {}, checkpoint(directory))
-        reference = Reference(directory)
+        model = Model(directory)
         clip = record()
         for name, request in CASES.items():
-            tensors, facts = generate(reference, request, clip)
+            tensors, facts = generate(model, request, clip)
             save(f"generate_{name}", tensors, {"stride": STRIDE, **facts})
             print(name, len(tensors["columns_0"]), facts["frames"], facts["margin"])
-        made = codec(reference, clip)
+        made = codec(model, clip)
         print("codec", made[1]["margin"])
         save("codec", *made)
         save("likely", *likely())
         made = repetition()
         print("repetition", made[1])
         save("repetition", *made)
-        save("bfloat16", *bfloat16(reference))
-        save("tokens", {}, tokens(reference))
+        save("bfloat16", *bfloat16(model))
+        save("tokens", {}, tokens(model))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,10 +49,10 @@ class FastBlock(DualARBlock):
         else:
             own = (seen[0] & ~F.pad(seen[0, 1:], (0, 1)))[:, None]  # [K, 1]
             k, v = torch.where(own, new_k, k), torch.where(own, new_v, v)
-        q = q.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G * L, dim]
-        scores = (q @ k.transpose(2, 3)).unflatten(2, (-1, length)) * self.head_dim**-0.5
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).flatten(2, 3)  # [B, Hkv, G * L, K]
-        mixed = (weights @ v).unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2)  # [B, L, H * dim]
+        q = rearrange(q, "b (h g) l d -> b h (g l) d", h=self.kv_heads)
+        scores = rearrange(q @ k.mT, "b h (g l) k -> b h g l k", l=length) * self.head_dim**-0.5
+        weights = rearrange(scores.masked_fill(~seen, -torch.inf).softmax(-1), "b h g l k -> b h (g l) k")
+        mixed = rearrange(weights @ v, "b h (g l) d -> b l (h g d)", l=length)  # [B, L, H * dim]
         return self.project_output(x, mixed.to(x.dtype)), k, v
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -72,14 +73,13 @@ class Layer(Stateful):
     def forward(self, x: Tensor, table: Tensor, seen: Tensor, state: CodecState) -> Tensor:
         """x [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N]: which key a position may
         read."""
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.unbind(2)  # [B, N, H, dim] each
+        qkv = self.qkv(self.attention_norm(x))
+        q, k, v = rearrange(qkv, "b n (three h d) -> three b n h d", three=3, h=self.heads)
         k = rotate_pairs(k, table)
         kv = state.extend(self, torch.cat((k, v), -2).flatten(2))  # [B, window - 1 + N, 2D]
-        k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (2 * self.heads, -1)).chunk(2, -2))
-        q = rotate_pairs(q, table).transpose(1, 2)  # [B, H, N, dim]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        x = torch.addcmul(x, self.attention_scale, self.out(y.transpose(1, 2).flatten(2)))
+        k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)
+        y = F.scaled_dot_product_attention(rotate_pairs(q, table).transpose(1, 2), k, v, attn_mask=seen)
+        x = torch.addcmul(x, self.attention_scale, self.out(rearrange(y, "b h n d -> b n (h d)")))
         return torch.addcmul(x, self.mlp_scale, self.mlp(self.mlp_norm(x)))
 
 
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         """start [B], positions of the stream before these."""
         x = x.mT
         frame, kept = torch.arange(x.shape[1], device=x.device), self.config.window - 1
-        table = self.rope[(start[:, None] + frame).clamp(max=len(self.rope) - 1)]  # [B, N, 2, dim / 2]
+        table = self.rope[start[:, None] + frame]  # [B, N, 2, dim / 2]
         # Key j stands window - 1 - j positions before this call's first one. Zeros before the stream began
         # are no keys: they are masked.
         key = torch.arange(kept + x.shape[1], device=x.device)

@@ -123,18 +123,29 @@ class FishS2(Family[FishState]):
         return next(self.prompts(request))
 
     def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """A pass reads all that was said before it."""
+        """A pass reads what was said before it, as far back as the positions reach."""
         values = check(request, self.spec)
         texts = passes(request.text, int(values["chunk_length"]))
-        read = self.writer.system(request.references)
+        system, messages = self.writer.system(request.references), []
         for i, text in enumerate(texts):
-            read = torch.cat((read, self.writer.user(text)))
-            seed = prefix_key(request.seed, i) if i else request.seed
-            prompt = self._pass(request, values, read, seed)
+            messages.append(self.writer.user(text))
+            messages = self._latest(request, len(system), messages)
+            read = torch.cat((system, *messages))
+            prompt = self._pass(
+                request, values, read, seed=prefix_key(request.seed, i) if i else request.seed
+            )
             prompt.usage = {"input_tokens": len(self.writer.tokenize(text)), "prompt_positions": len(read)}
             prompt.is_final = i == len(texts) - 1
             frames = yield prompt
-            read = torch.cat((read, self.writer.said(frames)))
+            messages.append(self.writer.said(frames))
+
+    def _latest(self, request: Request, num_before: int, messages: list[Tensor]) -> list[Tensor]:
+        """The latest of the messages, a user's always first: as many as leave room for the frames behind
+        them."""
+        wanted = min(request.max_frames or DEFAULT_FRAMES, self.spec.max_frames)
+        while len(messages) > 1 and num_before + sum(map(len, messages)) + wanted > self.spec.max_positions:
+            messages = messages[2:]
+        return messages
 
     @torch.inference_mode()
     def _pass(self, request: Request, values: dict[str, Any], read: Tensor, seed: int) -> Prompt:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import zoo
 from serving.engine.engine import Engine
 from zoo.contract import AudioClip, Family, Prompt, Reference, Request
+from zoo.fish_s2.prompt import column_keys
 from zoo.fish_s2.sampling import RAS_WINDOW
 
 SAMPLES = {"rtol": 0, "atol": 5e-5}
@@ -126,6 +127,22 @@ def test_a_pass_reads_what_was_said_before():
     assert second.slot["seed"] != first.slot["seed"] == TALK.seed
     said = second.prefix_keys[len(first.prefix_keys) :]
     assert len(set(said[:3])) == 1 and said[0] < 0 <= min(said[3:])
+
+
+def test_a_long_conversation_forgets_its_beginning():
+    """512 positions, of which each pass says 100. The references, and the latest passes, stay."""
+    talk = replace(TALK, text="".join(f"<|speaker:{i % 2}|>{'a' * 60}" for i in range(12)), max_frames=100)
+    prompts, made = FISH.prompts(talk), []
+    made.append(next(prompts))
+    while not made[-1].is_final:
+        assert max(made[-1].max_positions) <= FISH.spec.max_positions
+        made.append(prompts.send(torch.full((100, 4), len(made))))
+    system = len(FISH.writer.system(talk.references))
+    assert len(made) == 12 and len({prompt.prefix_keys[:system] for prompt in made}) == 1
+    assert made[1].prefix_keys[: len(made[0].prefix_keys)] == made[0].prefix_keys
+    said = [column_keys(FISH.writer.frames(torch.full((1, 4), i)), FISH.config)[0] for i in range(1, 12)]
+    remembered = [key for key in said if key in made[11].prefix_keys]
+    assert remembered == said[-len(remembered) :] and 1 <= len(remembered) < 11
 
 
 @pytest.mark.parametrize("report_lag", [0, 1])
