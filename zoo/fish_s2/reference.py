@@ -30,6 +30,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from zoo.fish_s2.config import CodecConfig, TransformerConfig
+from zoo.references import mono
+from zoo.request import AudioClip
 
 NAME = "fish-speech 0.1.0, vllm-omni 0.30.0"
 RATE_HZ = 44_100
@@ -109,10 +111,10 @@ def make_lm(config: dict[str, Any]) -> DualARTransformer:
     tokenizer = types.SimpleNamespace(
         semantic_id_to_token_id=ids, semantic_begin_id=first, semantic_end_id=last
     )
-    shared = ("dim", "n_layer", "n_head", "n_local_heads", "head_dim", "intermediate_size", "max_seq_len")
-    shared += ("rope_base", "norm_eps", "vocab_size", "tie_word_embeddings", "attention_qk_norm")
+    shared = "dim n_layer n_head n_local_heads head_dim intermediate_size max_seq_len rope_base norm_eps "
+    shared += "vocab_size tie_word_embeddings attention_qk_norm"
     args = DualARModelArgs(
-        **{key: text[key] for key in shared},
+        **{key: text[key] for key in shared.split()},
         codebook_size=audio["vocab_size"],
         num_codebooks=audio["num_codebooks"],
         use_gradient_checkpointing=False,
@@ -302,11 +304,13 @@ def references(request: dict[str, Any]) -> list[tuple[str, Tensor]]:
     made = []
     for reference in request["references"]:
         clip, text = np.load(reference["clip"]), reference["transcript"] or ""
-        rate_hz = int(clip["rate_hz"])
-        assert rate_hz == RATE_HZ, f"a clip of {rate_hz} Hz: the plain loop does not resample"
+        recorded = AudioClip(clip["samples"], int(clip["rate_hz"]))
+        samples = mono(
+            recorded, RATE_HZ, (0, 1000)
+        )  # resampled as ours: the original's way is not established
         if reference.get("speaker") is not None and not re.search(SPEAKER, text):
             text = f"<|speaker:{reference['speaker']}|>{text}"
-        made.append((text, torch.from_numpy(clip["samples"])))
+        made.append((text, torch.from_numpy(samples)))
     return made
 
 
