@@ -10,23 +10,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zoo.nn.operator import operator
+
 RAS_WINDOW = 10  # semantic codes that a draw may not repeat
 RAS_TEMPERATURE, RAS_TOP_P = 1.0, 0.9  # of the draw that takes its place
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """logits [B, V], the rest at -inf: by rank less than top_k (0: all), and at most top_p of probability
-    before the temperature.
+    before
+    the temperature. The entry that crosses top_p goes too; the likeliest one always stays. Of equal entries
+    the
+    first ones by index rank higher."""
+    if logits.device.type == "cpu":
+        return torch.ops.zoo.keep_likely_before_temperature.default(logits, top_k, top_p)
+    return _keep_likely(logits, top_k, top_p, logits.shape[1])
 
-    The entry that crosses top_p goes too; the likeliest one always stays.
-    """
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    mass = ranked.softmax(-1).cumsum(-1)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    beyond_p = (mass > top_p[:, None]) & (top_p[:, None] < 1)  # a sum in fp32 can pass 1
-    beyond_k = (rank >= top_k[:, None]) & (top_k[:, None] > 0)
-    dropped = (beyond_p | beyond_k) & (rank > 0)
-    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+
+@operator("keep_likely_before_temperature")
+def keep_likely_on_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Of which only as many entries are ranked as top_k asks for: sorting eight rows of 4,096 takes 4.5
+    ms."""
+    has_limit = bool((top_k > 0).all())
+    num_ranked = min(int(top_k.max()), logits.shape[1]) if has_limit else logits.shape[1]
+    return _keep_likely(logits, top_k, top_p, num_ranked)
+
+
+def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) -> Tensor:
+    """num_ranked: at least as many as any row may keep."""
+    ranked = logits.topk(num_ranked, -1).values
+    mass = (ranked - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+    within_p = (mass <= top_p[:, None]) | (top_p[:, None] >= 1)  # a sum in fp32 can pass 1
+    within_k = (torch.arange(num_ranked, device=logits.device) < top_k[:, None]) | (top_k[:, None] == 0)
+    num_kept = (within_p & within_k).sum(-1, keepdim=True).clamp(min=1)  # [B, 1]
+    edge = ranked.gather(-1, num_kept - 1)
+    above, equal = logits > edge, logits == edge
+    is_kept = above | (equal & (equal.cumsum(-1) <= num_kept - above.sum(-1, keepdim=True)))
+    return logits.masked_fill(~is_kept, -torch.inf)
 
 
 @torch.compiler.nested_compile_region

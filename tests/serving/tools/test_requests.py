@@ -52,6 +52,7 @@ ASKED = {
     },
     ("voxcpm2", "tiny-1.5"): {"voice", "clone"},
     ("higgs_v3", "tiny"): {"voice", "clone", "clone without transcript"},
+    ("fish_s2", "tiny"): {"voice", "clone", "clone without transcript", "clone of two"},
 }
 REFUSED = {
     ("voxcpm2", "tiny"): {"clone of two x_vector_only_mode=true"},

@@ -1,0 +1,60 @@
+"""What Fish Audio S2 draws from, in cases that the recorded ones do not have; see tests/parity for those."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.fish_s2.sampling import _keep_likely, draw, keep_likely
+
+
+def one_by_one(logits: Tensor, top_k: int, top_p: float) -> list[int]:
+    """The kept entries of a row, counted in a plain loop over a stable sort."""
+    order = logits.sort(stable=True, descending=True).indices.tolist()
+    chances, total, kept = logits.double().softmax(-1), 0.0, []
+    for rank, index in enumerate(order):
+        total += float(chances[index])
+        if rank == 0 or ((top_p >= 1 or total <= top_p) and (top_k == 0 or rank < top_k)):
+            kept.append(index)
+    return sorted(kept)
+
+
+def kept(logits: Tensor) -> list[list[int]]:
+    return [row.isfinite().nonzero()[:, 0].tolist() for row in logits]
+
+
+SETTINGS = [(30, 0.8), (0, 0.9), (1, 0.9), (5, 1.0), (0, 1.0), (64, 1e-6), (1_000_000, 0.5), (2, 0.999)]
+
+
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_rows_keep_what_a_plain_loop_keeps(has_ties):
+    """Eight rows with settings of their own. Logits in bf16 have many equals: of those the first are kept."""
+    logits = 2 * torch.randn(len(SETTINGS), 300, generator=torch.Generator().manual_seed(0))
+    if has_ties:
+        logits = (logits / 2).round() * 2
+    top_k, top_p = (torch.tensor(values) for values in zip(*SETTINGS, strict=True))
+    expected = [one_by_one(row, *setting) for row, setting in zip(logits, SETTINGS, strict=True)]
+    assert kept(keep_likely(logits, top_k, top_p)) == expected
+    assert kept(_keep_likely(logits, top_k, top_p, logits.shape[1])) == expected  # as on a GPU
+
+
+def test_neighbours_change_nothing():
+    """How many entries are ranked depends on the whole batch, what is kept does not."""
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).round()
+    limits = torch.tensor([3, 30, 0]), torch.tensor([0.9, 0.8, 0.7])
+    together = keep_likely(logits, *limits)
+    for row in range(3):
+        alone = keep_likely(logits[row, None], *(limit[row, None] for limit in limits))
+        assert torch.equal(alone[0], together[row])
+
+
+def test_the_temperature_comes_last():
+    """A flat temperature draws from no more entries than a sharp one."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(4000, 1)
+    noise = torch.rand(4000, 4, generator=torch.Generator().manual_seed(2)).log().neg().log().neg()
+    limits = torch.full((4000,), 0), torch.full((4000,), 0.9)
+    drawn = draw(logits, torch.full((4000,), 2.0), *limits, noise)
+    assert set(drawn.tolist()) == {0, 1}  # .64 and .24 of the mass
+    share = (drawn == 0).float().mean()
+    assert abs(share - torch.tensor(0.5).sigmoid()) < 0.02
