@@ -39,24 +39,24 @@ class DualARBlock(nn.Module):
     def __init__(self, config: StackConfig):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.num_rows = (config.heads * config.head_dim, *(2 * (config.kv_heads * config.head_dim,)))
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.parts = (queries, keys, keys)
         self.norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = nn.Linear(config.hidden, sum(self.num_rows), bias=False)
-        if (
-            config.has_qk_norm
-        ):  # torch's own norm multiplies by its weight before it rounds, which RMSNorm does after
+        self.qkv = nn.Linear(config.hidden, sum(self.parts), bias=False)
+        if config.has_qk_norm:
+            # torch's own norm multiplies by its weight before it rounds, which RMSNorm does after.
             self.q_norm: nn.Module = nn.RMSNorm(config.head_dim, config.eps)
             self.k_norm: nn.Module = nn.RMSNorm(config.head_dim, config.eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
-        self.out = nn.Linear(self.num_rows[0], config.hidden, bias=False)
+        self.out = nn.Linear(queries, config.hidden, bias=False)
         self.mlp_norm = RMSNorm(config.hidden, config.eps)
         self.mlp = SwiGLU(config.hidden, config.inner)
 
     def project_qkv(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., D], table [..., 2, dim / 2] of its positions -> turned queries [..., H, dim] and keys, and
         values, [..., Hkv, dim]."""
-        parts = self.qkv(self.norm(x)).split(self.num_rows, -1)
+        parts = self.qkv(self.norm(x)).split(self.parts, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         return rotate_pairs(self.q_norm(q), table), rotate_pairs(self.k_norm(k), table), v
 

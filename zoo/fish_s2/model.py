@@ -65,20 +65,19 @@ class DualAR(nn.Module):
     def prepare(self) -> None:
         """Call once, with the weights in place. The tied head is gathered to the rows that may be drawn: all
         others' logits are -inf."""
-        c, rows, k = self.config, self.embedding.weight, self.config.codebooks
-        device = rows.device
+        c, slow, fast, rows = self.config, self.config.slow, self.config.fast, self.embedding.weight
         semantic = rows[c.semantic_start : c.semantic_start + c.codebook_size]
-        self.register_buffer("head", torch.cat((semantic, rows[c.end : c.end + 1])), persistent=False)
-        self.register_buffer(
-            "rope", rope_table(c.max_positions, c.slow.head_dim, c.slow.rope_theta, device), persistent=False
-        )
-        self.register_buffer("first", torch.arange(k, device=device) * c.codebook_size, persistent=False)
-        self.fast.register_buffer(
-            "rope", rope_table(k, c.fast.head_dim, c.fast.rope_theta, device), persistent=False
-        )
-        self.fast.register_buffer(
-            "seen", torch.ones(k, k, dtype=torch.bool, device=device).tril(), persistent=False
-        )
+        seen = torch.ones(c.codebooks, c.codebooks, dtype=torch.bool, device=rows.device).tril()
+        buffers = {
+            "head": torch.cat((semantic, rows[c.end : c.end + 1])),
+            "first": torch.arange(c.codebooks, device=rows.device) * c.codebook_size,
+            "rope": rope_table(c.max_positions, slow.head_dim, slow.rope_theta, rows.device),
+            "fast.rope": rope_table(c.codebooks, fast.head_dim, fast.rope_theta, rows.device),
+            "fast.seen": seen,
+        }
+        for name, value in buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            self.get_submodule(owner).register_buffer(leaf, value, persistent=False)
 
     def read(self, columns: Tensor) -> Tensor:
         """columns [..., 1 + K], a token and a frame's codes -> [..., D]. Beside text the codes are not
@@ -126,14 +125,13 @@ class FishS2(Family[FishState]):
         """A pass reads what was said before it, as far back as the positions reach."""
         values = check(request, self.spec)
         texts = passes(request.text, int(values["chunk_length"]))
-        system, messages = self.writer.system(request.references), []
+        system, messages = self.writer.system(request.references), list[Tensor]()
         for i, text in enumerate(texts):
             messages.append(self.writer.user(text))
             messages = self._latest(request, len(system), messages)
             read = torch.cat((system, *messages))
-            prompt = self._pass(
-                request, values, read, seed=prefix_key(request.seed, i) if i else request.seed
-            )
+            seed = prefix_key(request.seed, i) if i else request.seed
+            prompt = self._pass(request, values, read, seed)
             prompt.usage = {"input_tokens": len(self.writer.tokenize(text)), "prompt_positions": len(read)}
             prompt.is_final = i == len(texts) - 1
             frames = yield prompt
