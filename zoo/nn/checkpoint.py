@@ -70,6 +70,15 @@ def load(
         del file  # before the next one is opened: what was read of it leaves memory with it
 
 
+def load_file(
+    module: nn.Module, table: Table, file: TensorFile, device: torch.device, dtype: torch.dtype
+) -> None:
+    """As `load`, from a file that is open already."""
+    check(_expected(module, table), file.headers, file.path)
+    _allocate(module, table, device, dtype)
+    _fill(module, table, file.read, file.path)
+
+
 def weight_normed(
     shapes: Mapping[str, Shape], is_weight_normed: Callable[[str], bool] = lambda _: True
 ) -> dict[str, Shape]:

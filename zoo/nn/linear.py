@@ -14,14 +14,15 @@ class Parted(nn.Module):
 
 
 class FusedLinear(Parted):
-    """y_0, y_1, ... = x W_0^T, x W_1^T, ...: one read of x, one kernel."""
+    """y_0, y_1, ... = x W_0^T (+ b_0), x W_1^T (+ b_1), ...: one read of x, one kernel."""
 
-    def __init__(self, width: int, parts: tuple[int, ...]):
+    def __init__(self, width: int, parts: tuple[int, ...], bias: bool = False):
         super().__init__(parts)
         self.weight = nn.Parameter(torch.empty(sum(parts), width))
+        self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.linear(x, self.weight).split(self.parts, -1)
+        return F.linear(x, self.weight, self.bias).split(self.parts, -1)
 
 
 class Tables(Parted):

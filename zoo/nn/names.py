@@ -18,10 +18,10 @@ def decoder_block(theirs: str, ours: str, has_qk_norm: bool) -> dict[str, str]:
     return names | qkv(theirs, ours) | gate_up(theirs, ours)
 
 
-def qkv(theirs: str, ours: str) -> dict[str, str]:
-    """Queries, keys and values, of which a `FusedLinear` makes one matrix."""
+def qkv(theirs: str, ours: str, kind: str = "weight") -> dict[str, str]:
+    """Queries, keys and values, of which a `FusedLinear` makes one matrix. kind: or their "bias"."""
     parts = enumerate("qkv")
-    return {f"{theirs}.self_attn.{part}_proj.weight": f"{ours}.qkv.weight[{i}]" for i, part in parts}
+    return {f"{theirs}.self_attn.{part}_proj.{kind}": f"{ours}.qkv.{kind}[{i}]" for i, part in parts}
 
 
 def gate_up(theirs: str, ours: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The initializers of an ONNX file, which are its weights. The graph is passed over.
+"""The initializers of an ONNX file, which are its weights, and the nodes that read them, which name them where an exporter did not.
 
 A reader of our own, since a walk through three nested messages is all that is needed of what `onnx` installs
 (with protobuf and ml_dtypes). Source: protobuf.dev, "Encoding"; numbers as in onnx/onnx.proto.
@@ -8,7 +8,7 @@ import math
 import mmap
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +16,29 @@ from torch import Tensor
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
-GRAPH, INITIALIZER = 7, 5  # fields of ModelProto and GraphProto
+GRAPH, NODE, INITIALIZER = 7, 1, 5  # fields of ModelProto and GraphProto
 DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64",
     8: "string", 9: "bool", 10: "float16", 11: "float64", 16: "bfloat16",
 }  # fmt: skip
+
+
+# What a node's inputs are to the module that it was exported from, by the node's kind; the input at 0 is what it works on.
+ROLES = {
+    "Conv": ("", "weight", "bias"),
+    "LayerNormalization": ("", "weight", "bias"),
+    "BatchNormalization": ("", "weight", "bias", "running_mean", "running_var"),
+    "MatMul": ("weight", "weight"),
+    "Add": ("bias", "bias"),
+}
+
+
+@dataclass
+class Node:
+    name: str = ""
+    kind: str = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass
@@ -31,6 +49,7 @@ class Initializer:
     dtype: str = ""
     is_packed: bool = False
     is_external: bool = False
+    is_transposed: bool = False  # read as its transpose, of which `shape` is the shape
 
     def read(self) -> Tensor:
         """Of a dtype that torch has. Raises ValueError where the values are not as many as the shape says."""
@@ -42,6 +61,8 @@ class Initializer:
             raise ValueError(f"{what}, but raw_data, float_data and int64_data hold {len(data)} bytes")
         if not data:
             return torch.empty(self.shape, dtype=dtype)
+        if self.is_transposed:
+            return torch.frombuffer(data, dtype=dtype).reshape(self.shape[::-1]).mT
         return torch.frombuffer(data, dtype=dtype).reshape(self.shape)
 
 
@@ -62,6 +83,56 @@ def initializers(path: Path) -> dict[str, Initializer]:
             advice = "they must be in this one"
             raise ValueError(f"{path} keeps the values of {tensor.name} in another file; {advice}")
     return found
+
+
+def parameters(path: Path, kept: frozenset[str] = frozenset()) -> dict[str, Initializer]:
+    """The initializers that layers read, under the names of a state dict: what the node "/blocks.0/attn/query/MatMul" reads is
+    "blocks.0.attn.query.weight", [out, in] as torch has it. Constants of other nodes are left out.
+
+    kept: initializers that keep their own name. Raises ValueError.
+    """
+    tensors, nodes = initializers(path), _nodes(path)
+    same = {node.outputs[0]: node.inputs[0] for node in nodes if node.kind == "Identity" and node.inputs and node.outputs}
+    found: dict[str, Initializer] = {}
+    for node in nodes:
+        for input_name, role in zip(node.inputs, ROLES.get(node.kind, ()), strict=False):
+            source = same.get(input_name, input_name)
+            if source not in tensors or not role or not tensors[source].shape:
+                continue
+            name = source if source in kept else f"{_scope(node.name)}.{role}"
+            is_matrix = node.kind == "MatMul" and len(tensors[source].shape) == 2
+            shape = tensors[source].shape[::-1] if is_matrix else tensors[source].shape
+            found[name] = replace(tensors[source], shape=shape, is_transposed=is_matrix)
+    return found
+
+
+def _scope(name: str) -> str:
+    """"/head/layer1/layer1.0/conv1/Conv" -> "head.layer1.0.conv1"; a list's name stands before those of its parts."""
+    parts = name.strip("/").split("/")[:-1]
+    followed = zip(parts, [*parts[1:], ""], strict=True)
+    return ".".join(part for part, following in followed if not following.startswith(f"{part}."))
+
+
+def _nodes(path: Path) -> list[Node]:
+    return [_node(message) for graph in _messages(_mapped(path), GRAPH) for message in _messages(graph, NODE)]
+
+
+def _node(message: memoryview) -> Node:
+    node = Node()
+    for number, value in _fields(message):
+        if not isinstance(value, memoryview) or number > 4:
+            continue
+        text = str(value, "utf-8")
+        match number:
+            case 1:
+                node.inputs += (text,)
+            case 2:
+                node.outputs += (text,)
+            case 3:
+                node.name = text
+            case 4:
+                node.kind = text
+    return node
 
 
 def _mapped(path: Path) -> memoryview:

@@ -40,8 +40,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.parts = plain.parts if isinstance(plain, FusedLinear) else None
         self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None), persistent=False)
-        bias = plain.bias if isinstance(plain, nn.Linear) else None
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        self.register_buffer("bias", None if plain.bias is None else plain.bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         y = torch.ops.zoo.packed_linear.default(x, self.weight, self.bias)

@@ -123,7 +123,17 @@ def _open_pickle(path: Path) -> TensorFile:
 
 
 def _open_onnx(path: Path) -> TensorFile:
-    tensors = onnx_file.initializers(path)
+    return _of_initializers(path, onnx_file.initializers(path))
+
+
+def open_onnx_parameters(path: Path, kept: frozenset[str] = frozenset()) -> TensorFile:
+    """An ONNX file whose weights are named by the nodes that read them (see `onnx_file.parameters`). Raises ValueError."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    return _of_initializers(path, onnx_file.parameters(path, kept))
+
+
+def _of_initializers(path: Path, tensors: dict[str, onnx_file.Initializer]) -> TensorFile:
     headers = {name: Header(tensor.shape, tensor.dtype, path) for name, tensor in tensors.items()}
 
     def read(name: str) -> Tensor:

@@ -1,0 +1,126 @@
+"""CosyVoice 2 (FunAudioLLM, Apache-2.0): text to 24 kHz speech, one code per 40 ms, flow matching and a HiFT vocoder. See README.md beside
+this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from zoo.cosyvoice2.model import CosyVoice2
+
+NAME = "cosyvoice2"
+OTHERS = {"cosyvoice.yaml": "CosyVoice 1", "cosyvoice3.yaml": "Fun-CosyVoice 3"}
+
+
+def claims(path: Path) -> bool:
+    """Whether this family reads the model directory `path`: its config.json says nothing. Its relatives are claimed too, to be refused by
+    name."""
+    return any((path / name).exists() for name in ("cosyvoice2.yaml", *OTHERS))
+
+
+def load(directory: Path, device: torch.device, dtype: torch.dtype) -> CosyVoice2:
+    """The family with its weights: language model and flow in `dtype`, the rest in fp32. Raises ValueError that names what is wrong."""
+    import torch
+
+    from zoo.cosyvoice2 import weights
+    from zoo.cosyvoice2.campplus import CamPlus
+    from zoo.cosyvoice2.clone import Cloner
+    from zoo.cosyvoice2.config import BLANK
+    from zoo.cosyvoice2.model import CosyVoice2
+    from zoo.cosyvoice2.prompt import PromptWriter
+    from zoo.cosyvoice2.s3_tokenizer import S3Tokenizer
+    from zoo.cosyvoice2.voices import read_voices
+    from zoo.nn import checkpoint
+
+    config, spec = describe(directory)
+    writer = PromptWriter(config.lm, directory / BLANK)
+    lm, flow, vocoder = build(config)
+    optional = frozenset([weights.TEXT_HEAD])
+    checkpoint.load(lm, weights.lm(config.lm), directory / weights.LM_FILE, device, dtype, skip="text_head", optional=optional)
+    lm.text_head = None
+    checkpoint.load(flow, weights.flow(config.flow), directory / weights.FLOW_FILE, device, dtype)
+    file, prefix = weights.open_vocoder(directory)
+    plain = weights.plain_convolutions(config.vocoder, prefix)
+    checkpoint.load_weight_normed(vocoder, weights.vocoder(config.vocoder, prefix), file, device, plain=plain)
+    flow.prepare()
+    vocoder.prepare()
+
+    file, s3_config = weights.open_tokenizer(directory)
+    with torch.device("meta"):
+        tokenizer, speaker = S3Tokenizer(s3_config), CamPlus()
+    checkpoint.load_file(tokenizer, weights.s3_tokenizer(s3_config), file, device, torch.float32)
+    checkpoint.load_file(speaker, weights.campplus(), weights.open_speaker(directory), device, torch.float32)
+    voices = read_voices(directory, config, device)
+    cloner = Cloner(tokenizer.eval(), speaker.eval(), device)
+    return CosyVoice2(config, spec, lm, flow, vocoder, writer, voices, cloner).eval().requires_grad_(False)
+
+
+def build(config):
+    """Language model, flow and vocoder on `meta`: names and shapes, no memory."""
+    import torch
+
+    from zoo.cosyvoice2.flow import Flow
+    from zoo.cosyvoice2.model import SpeechLM
+    from zoo.cosyvoice2.vocoder import Vocoder
+
+    with torch.device("meta"):
+        return SpeechLM(config.lm), Flow(config.flow), Vocoder(config.vocoder)
+
+
+def describe(directory: Path):
+    """Config and Spec, read from the text files and the list of voices. Raises ValueError."""
+    import torch
+
+    from zoo.contract import KV, Spec
+    from zoo.cosyvoice2.clone import REFERENCE_S
+    from zoo.cosyvoice2.config import RATE_HZ, YAML, Config
+    from zoo.cosyvoice2.prompt import HINTS, options
+    from zoo.cosyvoice2.strategy import FRAME_SAMPLES, MAX_FRAMES, WINDOW
+    from zoo.cosyvoice2.voices import read_voices
+
+    if not (directory / YAML).exists():
+        other = next(name for marker, name in OTHERS.items() if (directory / marker).exists())
+        raise ValueError(f"{directory} is {other}, which is not supported; supported: CosyVoice 2 ({YAML})")
+    config = Config.read(directory)
+    voices = tuple(sorted(read_voices(directory, config, torch.device("cpu"))))
+    spec = Spec(
+        family=NAME,
+        variant="0.5b",
+        frame_shape=(1,),
+        frame_dtype=torch.int64,
+        frame_samples=FRAME_SAMPLES,
+        sample_rate_hz=RATE_HZ,
+        kv=KV(config.lm.layers, config.lm.kv_heads, config.lm.head_dim),
+        width=config.lm.hidden,
+        max_frames=min(MAX_FRAMES, config.lm.max_positions),
+        max_positions=config.lm.max_positions,
+        window=WINDOW,
+        noise_shape=(FRAME_SAMPLES, config.vocoder.harmonics),
+        voices=voices,
+        modes=("voice", "instruct", "clone") if voices else ("instruct", "clone"),
+        reference_s=REFERENCE_S,
+        options=options(config),
+        hints={key: hint for key, hint in HINTS.items() if key != "voice" or not voices},
+        name="CosyVoice 2",
+    )
+    return config, spec
+
+
+def survey(directory: Path):
+    """Spec and number of parameters, weights unread."""
+    config, spec = describe(directory)
+    *modules, = build(config)
+    modules[0].text_head = None
+    return spec, sum(p.numel() for module in modules for p in module.parameters())
+
+
+def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
+    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    import torch
+
+    from zoo.cosyvoice2.demo import write
+
+    return write(directory, size, seed, dtype or torch.float32)

@@ -1,0 +1,64 @@
+"""A recording to a voice: its codes, its mel and its speaker, in fp32, made once and kept.
+
+    clip ─┬─ 16 kHz ─┬─ S3 tokenizer ─> codes [P]          both cut to the shorter: a code has two mel frames
+          │          └─ CAM++ ────────> speaker [192]
+          └─ 24 kHz ─── log mel ──────> mel [2P, 80]
+
+Source: FunAudioLLM/CosyVoice, cosyvoice/cli/frontend.py, frontend_zero_shot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zoo.cosyvoice2.campplus import CamPlus, Fbank
+from zoo.cosyvoice2.config import MELS, RATE_HZ
+from zoo.cosyvoice2.s3_tokenizer import RATE_HZ as SPEECH_HZ
+from zoo.cosyvoice2.s3_tokenizer import S3Tokenizer, WhisperMel
+from zoo.cosyvoice2.strategy import MEL_SAMPLES, TOKEN_FRAMES
+from zoo.cosyvoice2.voices import Voice
+from zoo.nn.mel import LogMel
+from zoo.nn.resample import Resample
+from zoo.references import References, content, mono
+from zoo.request import AudioClip
+
+REFERENCE_S = (0.2, 30.0)  # the reference takes 30 s at most
+FFT, TOP_HZ = 1920, 8000.0
+
+
+class EncodedVoice(Voice):
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.mel.nbytes + self.speaker.nbytes
+
+
+class Cloner:
+    """AudioClip -> Voice. May be called from several threads."""
+
+    def __init__(self, tokenizer: S3Tokenizer, speaker: CamPlus, device: torch.device):
+        self.tokenizer, self.speaker, self.device = tokenizer, speaker, device
+        self.whisper_mel = WhisperMel(tokenizer.config.mels, device)
+        self.fbank = Fbank(device)
+        self.mel = LogMel(RATE_HZ, FFT, MEL_SAMPLES, MELS, device, TOP_HZ)
+        self.voices: References[EncodedVoice] = References()
+
+    def __call__(self, clip: AudioClip) -> Voice:
+        """Raises RequestError for audio that is no reference."""
+        name = content(clip)
+        return self.voices.get(name, lambda: self._encode(name, clip))
+
+    @torch.inference_mode()
+    def _encode(self, name: bytes, clip: AudioClip) -> EncodedVoice:
+        samples = torch.from_numpy(mono(clip, clip.sample_rate_hz, REFERENCE_S)).to(self.device)
+        speech = self._resampled(samples, clip.sample_rate_hz, SPEECH_HZ)
+        codes = self.tokenizer(self.whisper_mel(speech)[None])[0]
+        mel = self.mel(self._resampled(samples, clip.sample_rate_hz, RATE_HZ)[None])[0].mT  # [F, MELS]
+        speaker = self.speaker(self.fbank(speech)[None])[0]
+        num = min(len(codes), len(mel) // TOKEN_FRAMES)
+        return EncodedVoice(name, codes[:num], mel[: TOKEN_FRAMES * num], speaker)
+
+    def _resampled(self, samples: Tensor, from_hz: int, to_hz: int) -> Tensor:
+        if from_hz == to_hz:
+            return samples
+        return Resample(from_hz, to_hz).to(self.device)(samples[None])[0]

@@ -1,0 +1,269 @@
+"""cosyvoice2.yaml and the language model's config.json as frozen dataclasses. A value that is missing or out of range is an error that
+names it; what the classes of the reference have in their code and not in a file (the encoder's width, its four upper layers) is a constant
+here and is checked against the tensors' shapes.
+
+The yaml is HyperPyYAML, which constructs and calls what its tags name. Nothing is called here: a tag's content is read as plain data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MEL_SAMPLES, TOKEN_FRAMES
+from zoo.nn.config import EPS, HEAD_DIM, HEADS, KERNEL, LAYERS, POSITIONS, ROPE_THETA, STRIDE, VOCABULARY, WIDTH, ConfigBlock
+from zoo.nn.json_files import read_json
+
+YAML, LM_CONFIG = "cosyvoice2.yaml", "config.json"
+BLANK = "CosyVoice-BlankEN"  # the directory of the text tokenizer and of the language model's config
+RATE_HZ = 24_000
+MELS = 80
+NUM_STOPS = 3  # ids behind the codes that are in the tables: the end, one unused, "more text" of interleaved speech
+NUM_UP_LAYERS = 4
+MAX_RAS_WINDOW = 100  # codes
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Every tag is its content: `!new:some.Class` with a block is that block."""
+
+
+def _plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    assert isinstance(node, yaml.ScalarNode)
+    return loader.construct_scalar(node)
+
+
+_PlainLoader.add_multi_constructor("!", _plain)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raises ValueError for what is no YAML object. `!ref <name>` becomes what the name stands for at the top."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)  # noqa: S506 (constructs nothing)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a YAML object")
+    return {key: _resolved(value, values) for key, value in values.items()}
+
+
+def _resolved(value: Any, top: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _resolved(inner, top) for key, inner in value.items()}
+    if isinstance(value, str) and value.startswith("<") and value.endswith(">"):
+        return top.get(value[1:-1], value)
+    return value
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """A stack of Qwen2 blocks and the tables around it."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    eps: float
+    rope_theta: float
+    text_vocab: int
+    max_positions: int
+    num_codes: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_codes + NUM_STOPS
+
+    @classmethod
+    def read(cls, block: ConfigBlock, root: ConfigBlock) -> LMConfig:
+        block.expect(hidden_act="silu", model_type="qwen2")
+        block.expect_none("use_sliding_window")
+        kv_heads = block.integer("num_key_value_heads", *HEADS)
+        heads = block.integer("num_attention_heads", *HEADS, step=kv_heads)
+        hidden = block.integer("hidden_size", *WIDTH, step=2 * heads)
+        for key in ("llm_input_size", "llm_output_size"):
+            if root.integer(key, *WIDTH) != hidden:
+                raise root.refuse(key, f"the language model's hidden_size is {hidden}")
+        if not HEAD_DIM[0] <= hidden // heads <= HEAD_DIM[1]:
+            raise block.refuse("hidden_size", f"{heads} heads of {HEAD_DIM[0]} to {HEAD_DIM[1]} are possible")
+        return cls(
+            hidden=hidden,
+            inner=block.integer("intermediate_size", *WIDTH),
+            layers=block.integer("num_hidden_layers", *LAYERS),
+            heads=heads,
+            kv_heads=kv_heads,
+            eps=block.number("rms_norm_eps", *EPS),
+            rope_theta=block.number("rope_theta", *ROPE_THETA),
+            text_vocab=block.integer("vocab_size", *VOCABULARY),
+            max_positions=block.integer("max_position_embeddings", *POSITIONS),
+            num_codes=root.block("llm").integer("speech_token_size", *VOCABULARY),
+        )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Of repetition-aware sampling (VALL-E 2, arXiv 2406.05370)."""
+
+    top_p: float
+    top_k: int
+    win_size: int
+    tau_r: float
+
+    @classmethod
+    def read(cls, block: ConfigBlock) -> Sampling:
+        return cls(
+            top_p=block.number("top_p", 1e-6, 1.0),
+            top_k=block.integer("top_k", 0, 1_000_000),
+            win_size=block.integer("win_size", 0, MAX_RAS_WINDOW),
+            tau_r=block.number("tau_r", 0.0, 1.0),
+        )
+
+
+
+
+
+@dataclass(frozen=True)
+class FlowConfig:
+    """Codes to mel frames."""
+
+    num_codes: int
+    width: int  # of the encoder
+    heads: int
+    inner: int
+    layers: int  # at the token rate; as many as NUM_UP_LAYERS follow at the frame rate
+    speaker: int  # width of the speaker's vector
+    channels: int  # of the estimator
+    estimator_heads: int
+    head_dim: int
+    num_blocks: int  # transformer blocks of a stage
+    num_mid: int  # stages between the first and the last
+    guidance: float
+
+    @classmethod
+    def read(cls, block: ConfigBlock, root: ConfigBlock) -> FlowConfig:
+        block.expect(output_size=MELS, token_mel_ratio=TOKEN_FRAMES, pre_lookahead_len=LOOKAHEAD)
+        encoder, decoder = block.block("encoder"), block.block("decoder")
+        encoder.expect(normalize_before=True, input_layer="linear", pos_enc_layer_type="rel_pos_espnet")
+        encoder.expect(selfattention_layer_type="rel_selfattn", use_cnn_module=False, macaron_style=False)
+        cfm = decoder.block("cfm_params").block("content")
+        cfm.expect(solver="euler", t_scheduler="cosine")
+        estimator = decoder.block("estimator")
+        estimator.expect(in_channels=4 * MELS, out_channels=MELS, act_fn="gelu")
+        heads = encoder.integer("attention_heads", *HEADS)
+        width = encoder.integer("output_size", *WIDTH, step=2 * heads)
+        for owner in (block, encoder):
+            if owner.integer("input_size", *WIDTH) != width:
+                raise owner.refuse("input_size", f"the encoder is {width} wide")
+        return cls(
+            num_codes=block.integer("vocab_size", *VOCABULARY),
+            width=width,
+            heads=heads,
+            inner=encoder.integer("linear_units", *WIDTH),
+            layers=encoder.integer("num_blocks", *LAYERS),
+            speaker=root.integer("spk_embed_dim", *WIDTH),
+            channels=estimator.integers("channels", *WIDTH, lengths=(1, 1))[0],
+            estimator_heads=estimator.integer("num_heads", *HEADS),
+            head_dim=estimator.integer("attention_head_dim", *HEAD_DIM),
+            num_blocks=estimator.integer("n_blocks", *LAYERS),
+            num_mid=estimator.integer("num_mid_blocks", *LAYERS),
+            guidance=cfm.number("inference_cfg_rate", 0.0, 100.0),
+        )
+
+
+@dataclass(frozen=True)
+class VocoderConfig:
+    """HiFT: mel frames to samples."""
+
+    channels: int
+    harmonics: int  # the fundamental included
+    alpha: float  # how loud the sines of the source are
+    sigma: float  # how loud the noise of the source is where there is a voice
+    voiced_hz: float
+    rates: tuple[int, ...]
+    kernels: tuple[int, ...]
+    fft: int
+    hop: int
+    resblock_kernels: tuple[int, ...]
+    resblock_dilations: tuple[int, ...]
+    source_kernels: tuple[int, ...]
+    slope: float
+    limit: float
+    f0_channels: int
+
+    @classmethod
+    def read(cls, block: ConfigBlock) -> VocoderConfig:
+        block.expect(in_channels=MELS)
+        istft, f0 = block.block("istft_params"), block.block("f0_predictor")
+        f0.expect(num_class=1, in_channels=MELS)
+        rates = block.integers("upsample_rates", *STRIDE, lengths=(3, 3))
+        kernels = block.integers("upsample_kernel_sizes", *KERNEL, lengths=(3, 3))
+        hop = istft.integer("hop_len", 1, 64)
+        fft = istft.integer("n_fft", 4, 1024, step=4 * hop)
+        product = rates[0] * rates[1] * rates[2] * hop
+        if product != MEL_SAMPLES:
+            raise block.refuse("upsample_rates", f"with a hop of {hop} they must multiply to {MEL_SAMPLES}, and multiply to {product}")
+        if fft != 4 * hop:
+            raise istft.refuse("n_fft", f"only four hops of {hop} are known")
+        if any(kernel < rate or (kernel - rate) % 2 for kernel, rate in zip(kernels, rates, strict=True)):
+            raise block.refuse("upsample_kernel_sizes", f"each must exceed its rate of {list(rates)} by an even number")
+        resblock_kernels = block.integers("resblock_kernel_sizes", *KERNEL, lengths=(3, 3))
+        source_kernels = block.integers("source_resblock_kernel_sizes", *KERNEL, lengths=(3, 3))
+        return cls(
+            channels=block.integer("base_channels", *WIDTH, step=8),
+            harmonics=block.integer("nb_harmonics", 0, 64) + 1,
+            alpha=block.number("nsf_alpha", 0.0, 1.0),
+            sigma=block.number("nsf_sigma", 0.0, 1.0),
+            voiced_hz=block.number("nsf_voiced_threshold", 0.0, 1e4),
+            rates=rates,
+            kernels=kernels,
+            fft=fft,
+            hop=hop,
+            resblock_kernels=resblock_kernels,
+            resblock_dilations=_dilations(block, "resblock_dilation_sizes"),
+            source_kernels=source_kernels,
+            slope=block.number("lrelu_slope", 0.0, 1.0),
+            limit=block.number("audio_limit", 0.0, 1.0),
+            f0_channels=f0.integer("cond_channels", *WIDTH),
+        )
+
+
+def _dilations(block: ConfigBlock, key: str) -> tuple[int, ...]:
+    """Equal for all kernels."""
+    known = [[1, 3, 5]] * 3
+    if block.get(key) != known:
+        raise block.refuse(key, f"only {known} is known")
+    return (1, 3, 5)
+
+
+@dataclass(frozen=True)
+class Config:
+    lm: LMConfig
+    sampling: Sampling
+    flow: FlowConfig
+    vocoder: VocoderConfig
+
+    @classmethod
+    def read(cls, directory: Path) -> Config:
+        """Raises ValueError for what is missing or out of range."""
+        root = ConfigBlock(read_yaml(directory / YAML), file=YAML)
+        root.expect(sample_rate=RATE_HZ, token_frame_rate=GRID, token_mel_ratio=TOKEN_FRAMES)
+        lm_block = ConfigBlock(read_json(directory / BLANK / LM_CONFIG), file=f"{BLANK}/{LM_CONFIG}")
+        lm = LMConfig.read(lm_block, root)
+        flow = FlowConfig.read(root.block("flow"), root)
+        if flow.num_codes != lm.num_codes:
+            raise root.block("flow").refuse("vocab_size", f"the language model speaks {lm.num_codes} codes")
+        root.block("hift").expect(source_resblock_dilation_sizes=[[1, 3, 5]] * 3, sampling_rate=RATE_HZ)
+        sampling = Sampling.read(root.block("llm").block("sampling"))
+        return cls(lm, sampling, flow, VocoderConfig.read(root.block("hift")))

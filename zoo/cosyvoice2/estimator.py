@@ -1,0 +1,129 @@
+"""The flow's estimator: where each mel frame should move, given where it is, what it should be, who speaks and what the prompt sounds like.
+
+    [x, mu, speaker, prompt] ─ stage ─┬─ conv ─ stages ... ─┬─ stage ─ conv ─ conv ─> velocity      all at 50 Hz
+                                      └─────────────────────┘                    a stage: resnet, transformer blocks
+
+Convolutions look back only; attention sees chunks (see stretch.py). Rows come in pairs, with the condition and without it.
+Source: FunAudioLLM/CosyVoice, cosyvoice/flow/decoder.py, CausalConditionalDecoder; Matcha-TTS (arXiv 2309.03199), matcha/models/components.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.cosyvoice2.config import MELS, FlowConfig
+from zoo.cosyvoice2.stretch import Seen
+from zoo.nn.cfm import sinusoid
+from zoo.nn.conv import Past
+
+KERNEL = 3  # of every convolution
+PAIR = 2  # with the condition, and without
+
+
+class CausalConv(nn.Conv1d):
+    """x [B, T, C] -> [B, T, Cout]."""
+
+    def __init__(self, channels: int, out_channels: int):
+        super().__init__(channels, out_channels, KERNEL)
+        self.past_values = (KERNEL - 1) * channels
+
+    def stream(self, x: Tensor, past: Past) -> Tensor:
+        return self(past.extend(x, KERNEL - 1, 1).mT).mT
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels: int, out_channels: int):
+        super().__init__()
+        self.conv = CausalConv(channels, out_channels)
+        self.norm = nn.LayerNorm(out_channels)
+
+    def forward(self, x: Tensor, past: Past) -> Tensor:
+        return F.mish(self.norm(self.conv.stream(x, past)))
+
+
+class Resnet(nn.Module):
+    def __init__(self, channels: int, out_channels: int, time_width: int):
+        super().__init__()
+        self.block1 = ConvBlock(channels, out_channels)
+        self.time = nn.Linear(time_width, out_channels)
+        self.block2 = ConvBlock(out_channels, out_channels)
+        self.shortcut = nn.Conv1d(channels, out_channels, 1)
+
+    def forward(self, x: Tensor, time: Tensor, past: Past) -> Tensor:
+        y = self.block1(x, past) + self.time(F.mish(time))
+        return self.block2(y, past) + self.shortcut(x.mT).mT
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, channels: int, heads: int, head_dim: int):
+        super().__init__()
+        self.heads = heads
+        inner = heads * head_dim
+        self.attention_norm = nn.LayerNorm(channels)
+        self.q = nn.Linear(channels, inner, bias=False)
+        self.k = nn.Linear(channels, inner, bias=False)
+        self.v = nn.Linear(channels, inner, bias=False)
+        self.out = nn.Linear(inner, channels)
+        self.mlp_norm = nn.LayerNorm(channels)
+        self.widen = nn.Linear(channels, 4 * channels)
+        self.narrow = nn.Linear(4 * channels, channels)
+
+    def forward(self, x: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
+        """x [2B, Q, C]; mask [2B, 1, Q, K]; cache [S, capacity + 1, PAIR, 2 * inner]."""
+        y = self.attention_norm(x)
+        new = torch.cat((self.k(y), self.v(y)), -1).unflatten(0, (-1, PAIR)).transpose(1, 2)  # [B, Q, PAIR, 2 inner]
+        kv = seen.exchange(cache, new).transpose(1, 2).flatten(0, 1)  # [2B, K, 2 inner]
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(y), *kv.chunk(2, -1)))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
+
+
+class Stage(nn.Module):
+    def __init__(self, config: FlowConfig, channels: int):
+        super().__init__()
+        out_channels = config.channels
+        self.resnet = Resnet(channels, out_channels, 4 * out_channels)
+        blocks = (TransformerBlock(out_channels, config.estimator_heads, config.head_dim) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, time: Tensor, past: Past, seen: Seen, mask: Tensor, caches: Tensor) -> Tensor:
+        x = self.resnet(x, time, past)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, seen, mask, cache)
+        return x
+
+
+class Estimator(nn.Module):
+    def __init__(self, config: FlowConfig):
+        super().__init__()
+        channels = config.channels
+        self.time1 = nn.Linear(4 * MELS, 4 * channels)
+        self.time2 = nn.Linear(4 * channels, 4 * channels)
+        self.first = Stage(config, 4 * MELS)
+        self.first_conv = CausalConv(channels, channels)
+        self.middle = nn.ModuleList(Stage(config, channels) for _ in range(config.num_mid))
+        self.last = Stage(config, 2 * channels)
+        self.last_conv = CausalConv(channels, channels)
+        self.final = ConvBlock(channels, channels)
+        self.out = nn.Conv1d(channels, MELS, 1)
+
+    @property
+    def past_values(self) -> int:
+        """Values that the convolutions carry of one row."""
+        return sum(m.past_values for m in self.modules() if isinstance(m, CausalConv))
+
+    def forward(self, x: Tensor, t: Tensor, past: Past, seen: Seen, mask: Tensor, caches: Tensor) -> Tensor:
+        """x [2B, Q, 4 * MELS]; t [] fp32, from 0 (noise) to 1; caches [layers, S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q, MELS]."""
+        time = sinusoid(t, 4 * MELS).to(x.dtype)
+        time = self.time2(F.silu(self.time1(time)))
+        stages, by_stage = (self.first, *self.middle, self.last), caches.split(len(self.first.blocks))
+        x = kept = self.first(x, time, past, seen, mask, by_stage[0])
+        x = self.first_conv.stream(x, past)
+        for stage, stage_caches in zip(stages[1:-1], by_stage[1:-1], strict=True):
+            x = stage(x, time, past, seen, mask, stage_caches)
+        x = self.last(torch.cat((x, kept), -1), time, past, seen, mask, by_stage[-1])
+        x = self.final(self.last_conv.stream(x, past), past)
+        return self.out(x.mT).mT

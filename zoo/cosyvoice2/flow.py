@@ -1,0 +1,124 @@
+"""Codes to mel frames: conditional flow matching (arXiv 2210.02747) in ten Euler steps, from a noise that belongs to each frame's place.
+
+    codes [B, T] ─ encoder ─ mu [B, 2T, 80] ┐
+    speaker, the prompt's mel ──────────────┼─ 10 x estimator, with and without all of it ─> mel [B, 2T, 80]
+    noise of these frames ──────────────────┘
+
+What the network reads of the stream before a stretch is kept in a FlowCache: nothing is computed twice, and a stretch costs the same
+wherever in the speech it lies. Source: FunAudioLLM/CosyVoice, cosyvoice/flow/flow.py and flow_matching.py (the streaming attention mask, in
+every chunk), which computes all frames anew for every chunk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.cosyvoice2.config import MELS, NUM_UP_LAYERS, FlowConfig
+from zoo.cosyvoice2.estimator import PAIR, Estimator
+from zoo.cosyvoice2.flow_encoder import FlowEncoder
+from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MAX_FRAMES, TOKEN_FRAMES
+from zoo.cosyvoice2.stretch import Seen, Stretch
+from zoo.nn.conv import Past
+
+STEPS = 10
+NOISE_BLOCK = 15_000  # frames of the reference's buffer
+PAST_TOKENS = 500  # that a stretch can see, the prompt's included: 20 s
+
+
+def fixed_noise(num_frames: int) -> Tensor:
+    """-> [F, MELS]: the reference's buffer (torch.randn on a CPU, seed 0), then further ones of the same generator."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    blocks = -(-num_frames // NOISE_BLOCK)
+    noise = [torch.randn(MELS, NOISE_BLOCK, generator=generator, device="cpu") for _ in range(blocks)]
+    return torch.cat(noise, 1).mT[:num_frames].contiguous()
+
+
+def cosine_times() -> list[float]:
+    """The STEPS + 1 times of the solver, from 0 (noise) to 1; densest near 0."""
+    return (1 - torch.cos(torch.linspace(0, 1, STEPS + 1, device="cpu") * 0.5 * math.pi)).tolist()
+
+
+class FlowCache:
+    """What streams have left behind: a row each. `capacity` counts tokens."""
+
+    def __init__(self, flow: Flow, rows: int, capacity: int):
+        config, like = flow.config, flow.output.weight
+        self.capacity = capacity
+        tokens, frames = capacity + 1, TOKEN_FRAMES * capacity + 1  # the last one is where padding is written
+        self.encoder = [like.new_zeros(rows, tokens, 2 * config.width) for _ in range(config.layers)]
+        self.encoder += [like.new_zeros(rows, frames, 2 * config.width) for _ in range(NUM_UP_LAYERS)]
+        num_layers, inner = (config.num_mid + 2) * config.num_blocks, config.estimator_heads * config.head_dim
+        self.estimator = [like.new_zeros(num_layers, rows, frames, PAIR, 2 * inner) for _ in range(STEPS)]
+        self.encoder_past = like.new_zeros(rows, flow.encoder.past_values)
+        self.estimator_past = like.new_zeros(STEPS, rows, PAIR, flow.estimator.past_values)
+
+    def clear(self, row: int) -> None:
+        """Of the pasts alone: attention sees nothing that was not written for the row's stream."""
+        self.encoder_past[row] = 0
+        self.estimator_past[:, row] = 0
+
+    def put(self, row: int, other: FlowCache) -> None:
+        """Take over the only row of a cache of a whole prompt."""
+        for mine, theirs in zip(self.encoder, other.encoder, strict=True):
+            mine[row, : theirs.shape[1] - 1] = theirs[0, :-1]
+        for mine, theirs in zip(self.estimator, other.estimator, strict=True):
+            mine[:, row, : theirs.shape[2] - 1] = theirs[:, 0, :-1]
+        self.encoder_past[row] = other.encoder_past[0]
+        self.estimator_past[:, row] = other.estimator_past[:, 0]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.encoder, *self.estimator, self.encoder_past, self.estimator_past))
+
+
+class Flow(nn.Module):
+    noise: Tensor  # [F, MELS]
+
+    def __init__(self, config: FlowConfig):
+        super().__init__()
+        self.config = config
+        self.codes = nn.Embedding(config.num_codes, config.width)
+        self.speaker = nn.Linear(config.speaker, MELS)
+        self.encoder = FlowEncoder(config)
+        self.output = nn.Linear(config.width, MELS)
+        self.estimator = Estimator(config)
+
+    def prepare(self) -> None:
+        """Make what is in no checkpoint."""
+        noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID))
+        self.register_buffer("noise", noise.to(self.output.weight.device), persistent=False)
+
+    def forward(
+        self, codes: Tensor, num_there: Tensor, prompt: Tensor, speaker: Tensor, stretch: Stretch, cache: FlowCache
+    ) -> Tensor:
+        """codes [B, T + LOOKAHEAD], of which the first num_there [B] are of the speech; prompt [B, 2T, MELS], the prompt's mel, 0 behind it;
+        speaker [B, D] -> mel [B, 2T, MELS]. Moves the cache by stretch.count tokens."""
+        assert codes.shape[1] == stretch.tokens + LOOKAHEAD, f"{codes.shape[1]} codes for a stretch of {stretch.tokens}"
+        is_there = torch.arange(codes.shape[1], device=codes.device) < num_there[:, None]
+        past = Past(cache.encoder_past[stretch.slots], stretch.tokens, stretch.count)
+        mu = self.output(self.encoder(self.codes(codes), is_there, stretch, past, cache.encoder))
+        cache.encoder_past[stretch.slots] = past.next()
+        speaker = self.speaker(F.normalize(speaker, dim=1).to(mu.dtype))
+        given = torch.cat((mu, speaker[:, None].expand_as(mu), prompt.to(mu.dtype)), -1)  # [B, 2T, 3 MELS]
+        return self._solve(given, stretch, cache)
+
+    def _solve(self, given: Tensor, stretch: Stretch, cache: FlowCache) -> Tensor:
+        """given [B, Q, 3 MELS] -> [B, Q, MELS]. Where frames are and how they move is kept in fp32."""
+        place = TOKEN_FRAMES * stretch.start[:, None] + torch.arange(given.shape[1], device=given.device)
+        x = self.noise[place.clamp(max=len(self.noise) - 1)]  # [B, Q, MELS]
+        seen, times = Seen(stretch, TOKEN_FRAMES), cosine_times()
+        mask = seen.mask.repeat_interleave(PAIR, 0)[:, None]
+        pairs = torch.stack((given, torch.zeros_like(given)), 1).flatten(0, 1)  # [2B, Q, 3 MELS]
+        for k in range(STEPS):
+            past = Past(cache.estimator_past[k, stretch.slots].flatten(0, 1), stretch.tokens, stretch.count.repeat_interleave(PAIR))
+            inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(given.dtype), pairs), -1)
+            t = torch.tensor(times[k], device=given.device)
+            velocity, null = self.estimator(inputs, t, past, seen, mask, cache.estimator[k]).unflatten(0, (-1, PAIR)).unbind(1)
+            cache.estimator_past[k, stretch.slots] = past.next().unflatten(0, (-1, PAIR))
+            guided = (1 + self.config.guidance) * velocity.to(x.dtype) - self.config.guidance * null.to(x.dtype)
+            x = x + (times[k + 1] - times[k]) * guided
+        return x

@@ -1,0 +1,116 @@
+"""The flow's encoder: codes at 25 Hz to what the mel should be at 50 Hz.
+
+    codes ─ table ─ embed ─ lookahead 3 ─ conformer layers ─ upsample x2 ─ embed ─ 4 conformer layers ─ norm ─> [B, 2T, D]
+
+Source: FunAudioLLM/CosyVoice, cosyvoice/transformer/upsample_encoder.py, UpsampleConformerEncoder; attention with relative positions after
+Transformer-XL (arXiv 1901.02860), section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.cosyvoice2.config import NUM_UP_LAYERS, FlowConfig
+from zoo.cosyvoice2.strategy import LOOKAHEAD, TOKEN_FRAMES
+from zoo.cosyvoice2.stretch import Seen, Stretch
+from zoo.nn.conv import Past
+
+EMBED_EPS, LAYER_EPS = 1e-5, 1e-12
+LOOKBACK, UP_LOOKBACK = 2, 4  # of the second lookahead convolution, and of the one that follows the upsampling
+SLOPE = 0.01
+
+
+def relative_table(first: int, last: int, width: int, like: Tensor) -> Tensor:
+    """Sines and cosines, taking turns, of the distances first .. last -> [last - first + 1, D]."""
+    distance = torch.arange(first, last + 1, device=like.device, dtype=torch.float32)
+    rate = torch.exp(torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * -(math.log(10000.0) / width))
+    angle = distance[:, None] * rate
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).to(like.dtype)
+
+
+class RelativeAttention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.position = nn.Linear(width, width, bias=False)
+        self.content_bias = nn.Parameter(torch.empty(heads, width // heads))
+        self.position_bias = nn.Parameter(torch.empty(heads, width // heads))
+
+    def forward(self, x: Tensor, seen: Seen, cache: Tensor, table: Tensor) -> Tensor:
+        """x [B, Q, D]; cache [S, capacity + 1, 2D]; table [distances, D], from the farthest ahead to the farthest back."""
+        kv = seen.exchange(cache, torch.cat((self.k(x), self.v(x)), -1))  # [B, K, 2D]
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1)))  # [B, H, _, dim]
+        p = self.position(table).unflatten(-1, (self.heads, -1)).transpose(0, 1)  # [H, distances, dim]
+        by_distance = (q + self.position_bias[:, None]) @ p.mT  # [B, H, Q, distances]
+        index = (seen.distance + (len(table) - 1 - seen.max_distance))[:, None].expand(-1, self.heads, -1, -1)
+        scores = (q + self.content_bias[:, None]) @ k.mT + by_distance.gather(-1, index)  # [B, H, Q, K]
+        scores = (scores * q.shape[-1] ** -0.5).masked_fill(~seen.mask[:, None], -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ConformerLayer(nn.Module):
+    """Neither convolution nor a second feed-forward: a transformer layer, normalised first."""
+
+    def __init__(self, config: FlowConfig):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, eps=LAYER_EPS)
+        self.attention = RelativeAttention(config.width, config.heads)
+        self.mlp_norm = nn.LayerNorm(config.width, eps=LAYER_EPS)
+        self.widen = nn.Linear(config.width, config.inner)
+        self.narrow = nn.Linear(config.inner, config.width)
+
+    def forward(self, x: Tensor, seen: Seen, cache: Tensor, table: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), seen, cache, table)
+        return x + self.narrow(F.silu(self.widen(self.mlp_norm(x))))
+
+
+class Embed(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=EMBED_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)) * x.shape[-1] ** 0.5
+
+
+class FlowEncoder(nn.Module):
+    def __init__(self, config: FlowConfig):
+        super().__init__()
+        width = config.width
+        self.embed = Embed(width)
+        self.ahead = nn.Conv1d(width, width, LOOKAHEAD + 1)
+        self.behind = nn.Conv1d(width, width, LOOKBACK + 1)
+        self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
+        self.up = nn.Conv1d(width, width, UP_LOOKBACK + 1)
+        self.up_embed = Embed(width)
+        self.up_layers = nn.ModuleList(ConformerLayer(config) for _ in range(NUM_UP_LAYERS))
+        self.norm = nn.LayerNorm(width, eps=EMBED_EPS)
+        self.past_values = (LOOKBACK + UP_LOOKBACK) * width
+
+    def forward(self, x: Tensor, is_there: Tensor, stretch: Stretch, past: Past, caches: list[Tensor]) -> Tensor:
+        """x [B, T + LOOKAHEAD, D], rows of codes; is_there [B, T + LOOKAHEAD], whether the speech has that code; one cache a layer
+        -> [B, 2T, D]."""
+        x = self.embed(x) * is_there[..., None]
+        ahead = F.leaky_relu(self.ahead(x.mT), SLOPE).mT  # [B, T, D]
+        x = x[:, : stretch.tokens] + self.behind(past.extend(ahead, LOOKBACK, 1).mT).mT
+        x = self._stack(self.layers, x, Seen(stretch, 1), caches[: len(self.layers)])
+        x = x.repeat_interleave(TOKEN_FRAMES, 1)
+        x = self.up_embed(self.up(past.extend(x, UP_LOOKBACK, 1).mT).mT)
+        x = self._stack(self.up_layers, x, Seen(stretch, TOKEN_FRAMES), caches[len(self.layers) :])
+        return self.norm(x)
+
+    def _stack(self, layers: nn.ModuleList, x: Tensor, seen: Seen, caches: list[Tensor]) -> Tensor:
+        grid = seen.max_distance - seen.capacity
+        table = relative_table(1 - grid, seen.max_distance, x.shape[-1], x)
+        for layer, cache in zip(layers, caches, strict=True):
+            x = layer(x, seen, cache, table)
+        return x

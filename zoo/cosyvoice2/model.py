@@ -1,0 +1,311 @@
+"""CosyVoice 2 as a family: embed, hidden, emit, render.
+
+    slot ── embed ──> [B, D] ── hidden: 24 paged blocks ──> [B, D] ── emit ──> a code on the tape ── render ──> 24 kHz samples
+             │ row of the last code                          │ head, repetition-aware       │ flow: 10 steps, its past kept
+                                                             │ sampling                     │ vocoder: 20 frames around, phase kept
+
+Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py (Qwen2LM) and cosyvoice/cli/model.py (CosyVoice2Model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.contract import Batch, Family, Prompt, Request, RequestError, Spec, State, View, frame_cap
+from zoo.cosyvoice2.clone import Cloner
+from zoo.cosyvoice2.config import MAX_RAS_WINDOW, MELS, Config, LMConfig
+from zoo.cosyvoice2.flow import PAST_TOKENS, Flow, FlowCache
+from zoo.cosyvoice2.prompt import MAX_CODES_PER_TOKEN, MIN_CODES_PER_TOKEN, PromptWriter, Script
+from zoo.cosyvoice2.sampling import repetition_aware
+from zoo.cosyvoice2.strategy import CONTEXT, FRAME_SAMPLES, GRID, LOOKAHEAD, MEL_SAMPLES, SIZES, STRATEGY, TOKEN_FRAMES
+from zoo.cosyvoice2.stretch import Stretch
+from zoo.cosyvoice2.vocoder import PHASE_LAG, Place, Vocoder
+from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
+from zoo.nn.attention import Paged, attend
+from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rope_table, rotate
+from zoo.nn.sampling import gumbel, normal
+from zoo.references import References
+from zoo.request import check
+
+SOS, TASK = range(2)  # rows of the control table
+NOISE_STEP = 1 << 31  # the vocoder draws at frame numbers from here on, the language model below
+TAIL = 2 * CONTEXT  # mel frames that the vocoder keeps
+
+
+class Block(nn.Module):
+    """A Qwen2 block over pages."""
+
+    def __init__(self, config: LMConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.norm = RMSNorm(config.hidden, config.eps)
+        self.qkv = FusedLinear(config.hidden, (width, kv_width, kv_width), bias=True)
+        self.out = nn.Linear(width, config.hidden, bias=False)
+        self.mlp_norm = RMSNorm(config.hidden, config.eps)
+        self.mlp = SwiGLU(config.hidden, config.inner)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
+        """x [T, D], cos and sin [T, 1, dim]"""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))  # [T, H, dim]
+        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.head_dim**-0.5)
+        x = x + self.out(y.flatten(1))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class SpeechLM(nn.Module):
+    """All of llm.pt. The text head is the text table, and is never used."""
+
+    def __init__(self, config: LMConfig):
+        super().__init__()
+        self.text = nn.Embedding(config.text_vocab, config.hidden)
+        self.control = nn.Embedding(2, config.hidden)
+        self.codes = nn.Embedding(config.num_outputs, config.hidden)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.eps)
+        self.head = nn.Linear(config.hidden, config.num_outputs)
+        self.text_head: nn.Module | None = nn.Linear(config.hidden, config.text_vocab, bias=False)
+
+
+class CosyVoice2State(State):
+    """Adds: sampling values [S+1]; frames before which the speech does not end [S+1]. Of the prompt: its codes as the flow counts them
+    [S+1], those in the cache [S+1], and the rest, with its mel [S+1, MAX_REST, ...]; the speaker [S+1, D]. Of the vocoder: the last mel
+    frames [S+1, TAIL, MELS], how many there were and how many were spoken [S+1], and the sines' phase [S+1, H]."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    ras_win_size: Tensor
+    ras_tau_r: Tensor
+    min_frames: Tensor
+    num_prompt: Tensor
+    num_cached: Tensor
+    rest: Tensor
+    rest_mel: Tensor
+    speaker: Tensor
+    mel_tail: Tensor
+    num_mel: Tensor
+    num_spoken: Tensor
+    phase: Tensor
+
+    def __init__(self, family: CosyVoice2, slots: int, max_frames: int):
+        super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
+        config, mel_dtype = family.config, family.vocoder.mix.weight.dtype
+        self.add("temperature")
+        self.add("top_k", dtype=torch.int64)
+        self.add("top_p", default=1)
+        self.add("ras_win_size", dtype=torch.int64)
+        self.add("ras_tau_r", default=1)
+        self.add("min_frames", dtype=torch.int64)
+        self.add("num_prompt", dtype=torch.int64)
+        self.add("num_cached", dtype=torch.int64)
+        self.add("rest", MAX_REST, dtype=torch.int64)
+        self.add("rest_mel", TOKEN_FRAMES * MAX_REST, MELS)
+        self.add("speaker", config.flow.speaker, default=1, dtype=mel_dtype)
+        self.add("mel_tail", TAIL, MELS, dtype=mel_dtype)
+        self.add("num_mel", dtype=torch.int64)
+        self.add("num_spoken", dtype=torch.int64)
+        self.add("phase", config.vocoder.harmonics, dtype=torch.float64)
+        self.flow = FlowCache(family.flow, slots + 1, family.past_tokens)
+
+
+class CosyVoice2(Family[CosyVoice2State]):
+    def __init__(
+        self,
+        config: Config,
+        spec: Spec,
+        lm: SpeechLM,
+        flow: Flow,
+        vocoder: Vocoder,
+        writer: PromptWriter,
+        voices: dict[str, Voice],
+        cloner: Cloner,
+    ):
+        super().__init__()
+        self.config, self.spec, self.strategy = config, spec, STRATEGY
+        self.lm, self.flow, self.vocoder = lm, flow, vocoder
+        self.writer, self.voices, self.cloner = writer, voices, cloner
+        self.dtype, self.device = lm.head.weight.dtype, lm.head.weight.device
+        self.past_tokens = PAST_TOKENS
+        self.flow_prompts: References[FlowPrompt] = References(max_bytes=4 << 30)
+
+    # host, off the loop
+
+    @torch.inference_mode()
+    def prompt(self, request: Request) -> Prompt:
+        values = check(request, self.spec)
+        voice = self._voice(request)
+        script = self.writer(request, voice.transcript)
+        codes = voice.codes if script.has_codes else voice.codes[:0]
+        inputs = self._inputs(script, codes)
+        num_text = len(script.text)
+        flow = self.flow_prompts.get(voice.name, lambda: flow_prompt(self.flow, voice))
+        return Prompt(
+            inputs=inputs,
+            prefix_keys=prefix_keys(script, codes.tolist()),
+            max_frames=frame_cap(self.spec, request, len(inputs), MAX_CODES_PER_TOKEN * num_text),
+            slot=self._slot(request, values, num_text, flow),
+            usage={"input_tokens": num_text, "prompt_positions": len(inputs)},
+            grid_offset=-flow.num_codes % GRID,
+        )
+
+    def _voice(self, request: Request) -> Voice:
+        """A reference's, with its transcript, or one of the directory's."""
+        if request.references:
+            [reference] = request.references
+            transcript = tuple(self.writer.tokens("transcript", reference.transcript or ""))
+            return replace(self.cloner(reference.clip), transcript=transcript)
+        if not self.voices:
+            raise RequestError("references", f"a reference is needed: {self.spec.name} brings no voice of its own")
+        return self.voices[request.voice.lower()] if request.voice else next(iter(self.voices.values()))
+
+    def _inputs(self, script: Script, codes: Tensor) -> Tensor:
+        """-> [T, D]"""
+        text = torch.tensor((*script.before, *script.text), device=self.device)
+        sos, task = self.lm.control.weight.split(1)
+        return torch.cat((sos, self.lm.text(text), task, self.lm.codes(codes)))
+
+    def _slot(self, request: Request, values: dict[str, Any], num_text: int, flow: FlowPrompt) -> dict[str, Any]:
+        return values | {
+            "seed": request.seed,
+            "min_frames": MIN_CODES_PER_TOKEN * num_text,
+            "num_prompt": flow.num_codes,
+            "num_cached": flow.num_cached,
+            "rest": flow.rest,
+            "rest_mel": flow.rest_mel,
+            "speaker": flow.speaker,
+            "flow": flow.cache,
+        }
+
+    # at the door
+
+    def state(self, slots: int, max_frames: int | None = None) -> CosyVoice2State:
+        return CosyVoice2State(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
+
+    def admit(self, state: CosyVoice2State, slot: int, prompt: Prompt) -> None:
+        rows = dict(prompt.slot)
+        cache = rows.pop("flow")
+        state.open(slot, replace(prompt, slot=rows))
+        state.flow.clear(slot)
+        if cache is not None:
+            state.flow.put(slot, cache)
+
+    # device
+
+    def embed(self, state: CosyVoice2State, slots: Tensor) -> Tensor:
+        return self.lm.codes(state.last_frame(slots)[:, 0])
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        config = self.config.lm
+        cos, sin = rope_table(batch.positions, config.head_dim, config.rope_theta, inputs.dtype)
+        cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
+        x = inputs
+        for i, layer in enumerate(self.lm.layers):
+            x = layer(x, cos, sin, Paged(batch, i))
+        return self.lm.norm(x)
+
+    def emit(self, state: CosyVoice2State, slots: Tensor, h: Tensor) -> None:
+        """One code (40 ms) per slot, or the end, which is any id behind the codes."""
+        num_codes, steps = self.config.lm.num_codes, state.steps[slots]
+        logits = self.lm.head(h).float()  # [B, V]
+        is_early = steps < state.min_frames[slots]
+        is_end = torch.arange(logits.shape[1], device=h.device) == num_codes
+        logits = logits.masked_fill(is_early[:, None] & is_end, -torch.inf)
+        noise = gumbel(state.seed[slots], steps, range(2), logits.shape[1])  # [B, 2, V]
+        recent = self._recent(state, slots)  # [B, MAX_RAS_WINDOW]
+        size = state.ras_win_size[slots]
+        limit = size * state.ras_tau_r[slots]
+
+        def is_repeated(code: Tensor) -> Tensor:
+            return (size > 0) & ((recent == code[:, None]).sum(1) >= limit)
+
+        temperature, top_k, top_p = state.temperature[slots], state.top_k[slots], state.top_p[slots]
+        code = repetition_aware(logits, temperature, top_k, top_p, is_repeated, noise)
+        state.append(slots, code[:, None].clamp(max=num_codes - 1), code >= num_codes)
+
+    def _recent(self, state: CosyVoice2State, slots: Tensor) -> Tensor:
+        """The codes of each slot's window, -1 where it is shorter [B, MAX_RAS_WINDOW]."""
+        back = torch.arange(1, MAX_RAS_WINDOW + 1, device=slots.device)
+        at = state.ready[slots, None] - back
+        is_in = (back <= state.ras_win_size[slots, None]) & (at >= 0)
+        return torch.where(is_in, state.tape[slots[:, None], at.clamp(min=0), 0], -1)
+
+    def render(self, state: CosyVoice2State, view: View) -> tuple[Tensor, Tensor]:
+        mel = self._mel(state, view)
+        return self._samples(state, view, mel)
+
+    def _mel(self, state: CosyVoice2State, view: View) -> Tensor:
+        """-> [B, 2 * view.frames, MELS], of which 2 * view.count are valid. The first stretch begins with what is left of the prompt."""
+        slots, may_begin = view.slots, view.length <= SIZES[-1] or view.frames > SIZES[-1]
+        is_first = view.start == 0
+        num_rest = torch.where(is_first, state.num_prompt[slots] - state.num_cached[slots], 0)  # [B]
+        tokens = view.frames + (MAX_REST if may_begin else 0)
+        stretch = Stretch(
+            slots=slots,
+            start=torch.where(is_first, state.num_cached[slots], state.num_prompt[slots] + view.start),
+            count=torch.where(view.count > 0, view.count + num_rest, 0),
+            num_kept=state.num_cached[slots],
+            tokens=tokens,
+            capacity=state.flow.capacity,
+        )
+        place = torch.arange(tokens + LOOKAHEAD, device=slots.device)
+        at = view.start[:, None] + place - num_rest[:, None]
+        spoken = state.tape[slots[:, None], at.clamp(min=0, max=state.tape.shape[1] - 1), 0]
+        codes = torch.where(place < num_rest[:, None], state.rest[slots[:, None], place.clamp(max=MAX_REST - 1)], spoken)
+        num_there = num_rest + state.ready[slots] - view.start
+        place = torch.arange(TOKEN_FRAMES * tokens, device=slots.device)
+        rest_mel = state.rest_mel[slots[:, None], place.clamp(max=TOKEN_FRAMES * MAX_REST - 1)]
+        prompt = rest_mel * (place < TOKEN_FRAMES * num_rest[:, None])[..., None]
+        mel = self.flow(codes, num_there, prompt, state.speaker[slots], stretch, state.flow)
+        at = TOKEN_FRAMES * num_rest[:, None] + torch.arange(TOKEN_FRAMES * view.frames, device=slots.device)
+        return mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
+
+    def _samples(self, state: CosyVoice2State, view: View, mel: Tensor) -> tuple[Tensor, Tensor]:
+        """mel [B, 2 * view.frames, MELS] -> samples of all frames but the last CONTEXT, or of all where the speech ends."""
+        slots, num_mel, spoken = view.slots, state.num_mel[view.slots], state.num_spoken[view.slots]
+        first = num_mel - TAIL  # the speech's frame that the window begins with
+        window = torch.cat((state.mel_tail[slots], mel.to(state.mel_tail.dtype)), 1)  # [B, W, MELS]
+        num_new = TOKEN_FRAMES * view.count
+        limit = num_mel + num_new
+        ends = torch.maximum(torch.where(view.is_last, limit, limit - CONTEXT), spoken)
+        index = spoken - PHASE_LAG - first
+        noise = self._noise(state, slots, first, window.shape[1])
+        samples, phases = self.vocoder(window, Place(first, limit), state.phase[slots], index, noise)
+
+        at = (num_new[:, None] + torch.arange(TAIL, device=slots.device))[..., None]
+        state.mel_tail[slots] = window.gather(1, at.expand(-1, -1, MELS))
+        row = torch.arange(len(slots), device=slots.device)
+        state.phase[slots] = phases[row, ends - PHASE_LAG - first]
+        state.num_mel[slots] = limit
+        state.num_spoken[slots] = ends
+        most = (window.shape[1] - CONTEXT) * MEL_SAMPLES
+        at = (spoken - first)[:, None] * MEL_SAMPLES + torch.arange(most, device=slots.device)
+        heard = samples.gather(1, at.clamp(max=samples.shape[1] - 1))
+        return heard.float(), (ends - spoken) * MEL_SAMPLES
+
+    def _noise(self, state: CosyVoice2State, slots: Tensor, first: Tensor, num: int) -> Tensor:
+        """Of the vocoder's source [B, W, MEL_SAMPLES, H]: the same for a frame of the speech in whatever window it lies."""
+        frame = (first[:, None] + torch.arange(num, device=slots.device)).clamp(min=0)  # [B, W]
+        harmonics = self.config.vocoder.harmonics
+        if state.noise is not None:
+            frames = state.noise.unflatten(1, (TOKEN_FRAMES, MEL_SAMPLES)).flatten(0, 1)  # [F, MEL_SAMPLES, H]
+            return frames[frame.clamp(max=len(frames) - 1)]
+        seeds = state.seed[slots, None].expand_as(frame)
+        noise = normal(seeds.flatten(), NOISE_STEP + frame.flatten(), MEL_SAMPLES * harmonics)
+        return noise.view(*frame.shape, MEL_SAMPLES, harmonics)
+
+
+def prefix_keys(script: Script, codes: list[int]) -> tuple[int, ...]:
+    """What names each position: its id, and which table has it."""
+    text = [3 * token for token in (*script.before, *script.text)]
+    return (3 * SOS + 1, *text, 3 * TASK + 1, *(3 * code + 2 for code in codes))
+
+
+assert FRAME_SAMPLES == TOKEN_FRAMES * MEL_SAMPLES

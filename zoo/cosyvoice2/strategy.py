@@ -1,0 +1,22 @@
+"""How CosyVoice 2 is lowered; data only."""
+
+from compile_cache.strategy import Strategy, Whole
+from zoo.contract import Window
+
+GRID = 25  # tokens of a chunk: within one, everything sees everything
+LOOKAHEAD = 3  # tokens behind a chunk that its encoder reads
+CONTEXT = 20  # mel frames on both sides that a vocoder's frame reads
+FRAME_SAMPLES, MEL_SAMPLES, TOKEN_FRAMES = 960, 480, 2
+MAX_FRAMES = 15_000  # ten minutes
+SIZES = (GRID, 2 * GRID, 4 * GRID)
+WINDOW = Window(
+    sizes=SIZES,
+    lookahead=LOOKAHEAD,
+    grid=GRID,
+    hold_samples=CONTEXT * MEL_SAMPLES,
+    lengths=(SIZES[-1], MAX_FRAMES),  # a stretch that ends in the first length may have the prompt's end before it
+)
+STRATEGY = Strategy(
+    step=Whole(),  # prefill and render stay eager: a render is ten passes through the flow's network, too large a graph
+    fp32=("norms' mean squares", "RoPE angles", "logits", "flow: states and guidance", "vocoder", "phases (fp64)", "prompt encoders"),
+)
