@@ -1,4 +1,5 @@
-"""CosyVoice 2 (FunAudioLLM, Apache-2.0): text to 24 kHz speech, one code per 40 ms, flow matching and a HiFT vocoder. See README.md beside
+"""CosyVoice 2 (FunAudioLLM, Apache-2.0): text to 24 kHz speech, one code per 40 ms, flow matching and a HiFT
+vocoder. See README.md beside
 this file."""
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ OTHERS = {"cosyvoice.yaml": "CosyVoice 1", "cosyvoice3.yaml": "Fun-CosyVoice 3"}
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`: its config.json says nothing. Its relatives are claimed too, to be refused by
+    """Whether this family reads the model directory `path`: its config.json says nothing. Its relatives are
+    claimed too, to be refused by
     name."""
     return any((path / name).exists() for name in ("cosyvoice2.yaml", *OTHERS))
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype) -> CosyVoice2:
-    """The family with its weights: language model and flow in `dtype`, the rest in fp32. Raises ValueError that names what is wrong."""
+    """The family with its weights: language model and flow in `dtype`, the rest in fp32. Raises ValueError
+    that names what is wrong."""
     import torch
 
     from zoo.cosyvoice2 import weights
@@ -39,7 +42,15 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> CosyVoice
     writer = PromptWriter(config.lm, directory / BLANK)
     lm, flow, vocoder = build(config)
     optional = frozenset([weights.TEXT_HEAD])
-    checkpoint.load(lm, weights.lm(config.lm), directory / weights.LM_FILE, device, dtype, skip="text_head", optional=optional)
+    checkpoint.load(
+        lm,
+        weights.lm(config.lm),
+        directory / weights.LM_FILE,
+        device,
+        dtype,
+        skip="text_head",
+        optional=optional,
+    )
     lm.text_head = None
     checkpoint.load(flow, weights.flow(config.flow), directory / weights.FLOW_FILE, device, dtype)
     file, prefix = weights.open_vocoder(directory)
@@ -112,7 +123,7 @@ def describe(directory: Path):
 def survey(directory: Path):
     """Spec and number of parameters, weights unread."""
     config, spec = describe(directory)
-    *modules, = build(config)
+    (*modules,) = build(config)
     modules[0].text_head = None
     return spec, sum(p.numel() for module in modules for p in module.parameters())
 

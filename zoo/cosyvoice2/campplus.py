@@ -1,9 +1,12 @@
 """CAM++: a recording's speaker, as a vector (arXiv 2303.00332).
 
-    16 kHz ─ 80 filters, 100 Hz ─ 2d convolutions /8 in frequency ─ conv /2 ─ dense blocks of 12, 24, 16 ─ mean, deviation ─> [192]
+    16 kHz ─ 80 filters, 100 Hz ─ 2d convolutions /8 in frequency ─ conv /2 ─ dense blocks of 12, 24, 16 ─
+    mean, deviation ─> [192]
 
-The published ONNX file has most normalisations folded into the convolution before them; those that stay are applied as a scale and a shift.
-Source: modelscope/3D-Speaker, speakerlab/models/campplus; Kaldi's filter banks as in torchaudio 2.11, compliance/kaldi.py, fbank.
+The published ONNX file has most normalisations folded into the convolution before them; those that stay are
+applied as a scale and a shift.
+Source: modelscope/3D-Speaker, speakerlab/models/campplus; Kaldi's filter banks as in torchaudio 2.11,
+compliance/kaldi.py, fbank.
 """
 
 from __future__ import annotations
@@ -60,10 +63,10 @@ def kaldi_filters() -> Tensor:
 class Norm(nn.Module):
     """A batch normalisation's statistics, over axis 1."""
 
-    def __init__(self, channels: int):
+    def __init__(self, channels: int, is_affine: bool = True):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.weight = nn.Parameter(torch.empty(channels)) if is_affine else None
+        self.bias = nn.Parameter(torch.empty(channels)) if is_affine else None
         self.running_mean = nn.Parameter(torch.empty(channels))
         self.running_var = nn.Parameter(torch.empty(channels))
 
@@ -112,7 +115,9 @@ class DenseLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.squeeze(self.norm(x).relu()).relu()
-        segments = F.avg_pool1d(y, SEGMENT, SEGMENT, ceil_mode=True).repeat_interleave(SEGMENT, 2)[..., : y.shape[2]]
+        segments = F.avg_pool1d(y, SEGMENT, SEGMENT, ceil_mode=True).repeat_interleave(SEGMENT, 2)[
+            ..., : y.shape[2]
+        ]
         gate = self.gate2(self.gate1(y.mean(2, keepdim=True) + segments).relu()).sigmoid()
         return torch.cat((x, self.local(y) * gate), 1)
 
@@ -137,21 +142,20 @@ class CamPlus(nn.Module):
         self.blocks, self.transits = nn.ModuleList(), nn.ModuleList()
         channels = INITIAL
         for i, (num_layers, dilation) in enumerate(BLOCKS):
-            self.blocks.append(nn.ModuleList(DenseLayer(channels + GROWTH * k, dilation) for k in range(num_layers)))
+            layers = [DenseLayer(channels + GROWTH * k, dilation) for k in range(num_layers)]
+            self.blocks.append(nn.Sequential(*layers))
             channels += num_layers * GROWTH
-            self.transits.append(Transit(channels, bias=i == len(BLOCKS) - 1))  # the last normalisation is folded into it
+            is_last = i == len(BLOCKS) - 1
+            self.transits.append(Transit(channels, bias=is_last))  # a normalisation is folded into the last
             channels //= 2
         self.out = nn.Conv1d(2 * channels, WIDTH, 1, bias=False)
-        self.norm = Norm(WIDTH)
+        self.norm = Norm(WIDTH, is_affine=False)
 
     def forward(self, features: Tensor) -> Tensor:
         """features [B, T, FILTERS], T at least 3 -> [B, WIDTH]."""
         x = self.stem(self.head(features.mT)).relu()
         for block, transit in zip(self.blocks, self.transits, strict=True):
-            for layer in block:
-                x = layer(x)
-            x = transit(x)
+            x = transit(block(x))
         x = x.relu()
         x = torch.cat((x.mean(-1), x.std(-1)), -1)
         return self.norm(self.out(x[..., None])[..., 0])
-

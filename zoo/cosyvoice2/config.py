@@ -1,8 +1,11 @@
-"""cosyvoice2.yaml and the language model's config.json as frozen dataclasses. A value that is missing or out of range is an error that
-names it; what the classes of the reference have in their code and not in a file (the encoder's width, its four upper layers) is a constant
+"""cosyvoice2.yaml and the language model's config.json as frozen dataclasses. A value that is missing or out
+of range is an error that
+names it; what the classes of the reference have in their code and not in a file (the encoder's width, its
+four upper layers) is a constant
 here and is checked against the tensors' shapes.
 
-The yaml is HyperPyYAML, which constructs and calls what its tags name. Nothing is called here: a tag's content is read as plain data.
+The yaml is HyperPyYAML, which constructs and calls what its tags name. Nothing is called here: a tag's
+content is read as plain data.
 """
 
 from __future__ import annotations
@@ -14,14 +17,28 @@ from typing import Any
 import yaml
 
 from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MEL_SAMPLES, TOKEN_FRAMES
-from zoo.nn.config import EPS, HEAD_DIM, HEADS, KERNEL, LAYERS, POSITIONS, ROPE_THETA, STRIDE, VOCABULARY, WIDTH, ConfigBlock
+from zoo.nn.config import (
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    KERNEL,
+    LAYERS,
+    POSITIONS,
+    ROPE_THETA,
+    STRIDE,
+    VOCABULARY,
+    WIDTH,
+    ConfigBlock,
+)
 from zoo.nn.json_files import read_json
 
 YAML, LM_CONFIG = "cosyvoice2.yaml", "config.json"
 BLANK = "CosyVoice-BlankEN"  # the directory of the text tokenizer and of the language model's config
 RATE_HZ = 24_000
 MELS = 80
-NUM_STOPS = 3  # ids behind the codes that are in the tables: the end, one unused, "more text" of interleaved speech
+NUM_STOPS = (
+    3  # ids behind the codes that are in the tables: the end, one unused, "more text" of interleaved speech
+)
 NUM_UP_LAYERS = 4
 MAX_RAS_WINDOW = 100  # codes
 
@@ -43,9 +60,10 @@ _PlainLoader.add_multi_constructor("!", _plain)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Raises ValueError for what is no YAML object. `!ref <name>` becomes what the name stands for at the top."""
+    """Raises ValueError for what is no YAML object. `!ref <name>` becomes what the name stands for at the
+    top."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)  # noqa: S506 (constructs nothing)
+        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)  # constructs nothing
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -131,9 +149,6 @@ class Sampling:
         )
 
 
-
-
-
 @dataclass(frozen=True)
 class FlowConfig:
     """Codes to mel frames."""
@@ -213,11 +228,16 @@ class VocoderConfig:
         fft = istft.integer("n_fft", 4, 1024, step=4 * hop)
         product = rates[0] * rates[1] * rates[2] * hop
         if product != MEL_SAMPLES:
-            raise block.refuse("upsample_rates", f"with a hop of {hop} they must multiply to {MEL_SAMPLES}, and multiply to {product}")
+            raise block.refuse(
+                "upsample_rates",
+                f"with a hop of {hop} they must multiply to {MEL_SAMPLES}, and multiply to {product}",
+            )
         if fft != 4 * hop:
             raise istft.refuse("n_fft", f"only four hops of {hop} are known")
         if any(kernel < rate or (kernel - rate) % 2 for kernel, rate in zip(kernels, rates, strict=True)):
-            raise block.refuse("upsample_kernel_sizes", f"each must exceed its rate of {list(rates)} by an even number")
+            raise block.refuse(
+                "upsample_kernel_sizes", f"each must exceed its rate of {list(rates)} by an even number"
+            )
         resblock_kernels = block.integers("resblock_kernel_sizes", *KERNEL, lengths=(3, 3))
         source_kernels = block.integers("source_resblock_kernel_sizes", *KERNEL, lengths=(3, 3))
         return cls(

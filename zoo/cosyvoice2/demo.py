@@ -1,10 +1,13 @@
-"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work without weights.
+"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work
+without weights.
 
-    write("demo", "tiny")    # 40 megabytes, most of them the speaker encoder's, which has one size; runs anywhere
+    write("demo", "tiny")    # 40 megabytes, most of them the speaker encoder's, which has one size; runs
+    anywhere
     write("mid", "mid")      # a fifth of the language model and the flow, the vocoder as published
     write("full", "full")    # the published shapes
 
-A tensor's values follow from (seed, published name, shape) alone. Unlike the published directory these bring voices along: "demo", a cached
+A tensor's values follow from (seed, published name, shape) alone. Unlike the published directory these bring
+voices along: "demo", a cached
 prompt, and "sound", a speaker's vector alone.
 """
 
@@ -62,7 +65,8 @@ TINY = Size(
 # The reference's encoder has 512 channels whatever its config says.
 PARITY = Size(
     hidden=56, inner=96, layers=2, text_vocab=768, positions=1024, encoder_inner=64, encoder_layers=2,
-    channels=64, head_dim=16, estimator_heads=2, num_blocks=1, num_mid=2, vocoder=64, f0=32, s3_width=128, s3_layers=2,
+    channels=64, head_dim=16, estimator_heads=2, num_blocks=1, num_mid=2, vocoder=64, f0=32,
+    s3_width=128, s3_layers=2,
 )  # fmt: skip
 MID = Size(hidden=448, inner=2432, layers=12, heads=7, kv_heads=1, encoder_layers=3, num_blocks=2, num_mid=4)
 CONFIGS = {"tiny": TINY, "parity": PARITY, "mid": MID, "full": Size()}
@@ -183,9 +187,10 @@ def _lm_config(size: Size) -> dict[str, Any]:
     }
 
 
-# --- values -------------------------------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
-# (where the published name matches, middle, deviation, whether the deviation is divided by the root of the fan-in); the first match counts.
+# (where the published name matches, middle, deviation, whether the deviation is divided by the root of
+# the fan-in); the first match counts.
 RULES: tuple[Rule, ...] = (
     (r"^f0_predictor\.classifier\.bias$", 110.0, 0.0, False),  # a voice
     (r"^f0_predictor\.classifier\.weight$", 0.0, 60.0, True),
@@ -206,17 +211,20 @@ RULES: tuple[Rule, ...] = (
 
 
 def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule knows."""
+    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
+    knows."""
     shape = tuple(shape)
     if name == "llm.model.lm_head.weight":
         name = "llm.model.model.embed_tokens.weight"  # tied
     return synthetic.fill(name, shape, f"cosyvoice2:{seed}", RULES)
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
-def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def write(
+    directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
     """A checkpoint with every file of the published layout that is read. dtype: of llm.pt and flow.pt.
 
     Raises ValueError for an unknown size or dtype, and for a directory that is not empty.
@@ -226,7 +234,9 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
     from zoo.nn.checkpoint import published, weight_normed
 
     if dtype not in synthetic.DTYPES:
-        raise ValueError(f"dtype {dtype} cannot be written; possible: {', '.join(str(known) for known in synthetic.DTYPES)}")
+        raise ValueError(
+            f"dtype {dtype} cannot be written; possible: {', '.join(map(str, synthetic.DTYPES))}"
+        )
     directory = write_texts(directory, size)
     config, values = Config.read(directory), partial(fill, seed=seed)
     with torch.device("meta"):
@@ -236,8 +246,15 @@ def write(directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch
         tokenizer, speaker = S3Tokenizer(s3_config), CamPlus()
     _save(directory / weights.LM_FILE, published(lm, weights.lm(config.lm)), values, dtype)
     _save(directory / weights.FLOW_FILE, published(flow, weights.flow(config.flow)), values, dtype)
-    shapes = weight_normed(published(vocoder, weights.vocoder(config.vocoder)), weights.plain_convolutions(config.vocoder))
-    _save(directory / weights.VOCODER_FILE, {_newer(name): shape for name, shape in shapes.items()}, values, torch.float32)
+    shapes = weight_normed(
+        published(vocoder, weights.vocoder(config.vocoder)), weights.plain_convolutions(config.vocoder)
+    )
+    _save(
+        directory / weights.VOCODER_FILE,
+        {_newer(name): shape for name, shape in shapes.items()},
+        values,
+        torch.float32,
+    )
     shapes = published(tokenizer, weights.s3_tokenizer(s3_config))
     demo_onnx.write(directory / weights.TOKENIZER_FILE, shapes, values)
     demo_onnx.write(directory / weights.SPEAKER_FILE, published(speaker, weights.campplus()), values)
@@ -251,15 +268,21 @@ def _newer(name: str) -> str:
     return name
 
 
-def _save(path: Path, shapes: Mapping[str, tuple[int, ...]], values: Callable[..., np.ndarray], dtype: torch.dtype) -> None:
-    torch.save({name: torch.from_numpy(values(name, shape)).to(dtype) for name, shape in shapes.items()}, path)
+def _save(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], values: Callable[..., np.ndarray], dtype: torch.dtype
+) -> None:
+    torch.save(
+        {name: torch.from_numpy(values(name, shape)).to(dtype) for name, shape in shapes.items()}, path
+    )
 
 
 def _voices(values: Callable[..., np.ndarray], num_codes: int = 38) -> dict[str, dict[str, torch.Tensor]]:
     """A prompt that does not end on the grid, and a sound."""
     codes = torch.arange(num_codes)[None] * 1237 % NUM_CODES
     mel = torch.from_numpy(values("voice.demo.weight", (1, 2 * num_codes, MELS))) * MELS - 4
-    speakers = [torch.from_numpy(values(f"voice.{name}.embedding.weight", (1, 192))) for name in ("demo", "sound")]
+    speakers = [
+        torch.from_numpy(values(f"voice.{name}.embedding.weight", (1, 192))) for name in ("demo", "sound")
+    ]
     cached = {
         "prompt_text": torch.arange(65, 77)[None],
         "llm_prompt_speech_token": codes,
@@ -282,7 +305,9 @@ def write_texts(directory: str | Path, size: str) -> Path:
     known = CONFIGS[size]
     (directory / YAML).write_text(YAML_TEXT.format(**vars(known)), encoding="utf-8")
     (directory / "config.json").write_text("{}\n", encoding="utf-8")
-    (directory / BLANK / LM_CONFIG).write_text(json.dumps(_lm_config(known), indent=2) + "\n", encoding="utf-8")
+    (directory / BLANK / LM_CONFIG).write_text(
+        json.dumps(_lm_config(known), indent=2) + "\n", encoding="utf-8"
+    )
     words = vocabulary(full=known.text_vocab > 1000)
     (directory / BLANK / "vocab.json").write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges())]

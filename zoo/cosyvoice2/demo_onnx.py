@@ -1,6 +1,8 @@
-"""The two ONNX files of a demo checkpoint: initializers, and the nodes that read them under the names that PyTorch's exporter gives.
+"""The two ONNX files of a demo checkpoint: initializers, and the nodes that read them under the names that
+PyTorch's exporter gives.
 
-They hold no graph that could run: the nodes are not joined, and nothing but their names is read. Source: onnx/onnx.proto.
+They hold no graph that could run: the nodes are not joined, and nothing but their names is read. Source:
+onnx/onnx.proto.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill) -> None
     parts: list[bytes] = []
     for kind, module, names in _layers(shapes):
         is_numbered = names[0] in NUMBERED
-        inputs = ["input"]
+        inputs = ["input", "one", "zero"] if len(names) == 2 and kind == "BatchNormalization" else ["input"]
         for name in names:
             values = fill(name, shapes[name])
             stored = name if is_numbered or kind != "MatMul" else f"onnx::MatMul_{name}"
@@ -62,7 +64,7 @@ def _layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str, l
     for module in dict.fromkeys(modules.values()):
         names = [name for name in shapes if modules[name] == module]
         weight, *others = names
-        if len(names) == 4:
+        if names[-1].endswith("running_var"):
             yield "BatchNormalization", module, names
         elif len(shapes[weight]) == 2:
             yield "MatMul", module, [weight]
@@ -73,8 +75,14 @@ def _layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str, l
 
 
 def _path(module: str) -> str:
-    """"head.layer1.0.conv1" -> "head/layer1/layer1.0/conv1": a part of a list carries the list's name."""
+    """ "head.layer1.0.conv1" -> "head/layer1/layer1.0/conv1": a part of a list carries the list's name, and
+    stands in the list's scope where
+    the list is called (a Sequential), unlike the tokenizer's `blocks`: "blocks.0.mlp.2" ->
+    "blocks.0/mlp/mlp.2"."""
     parts: list[str] = []
     for part in module.split("."):
-        parts.append(f"{parts[-1]}.{part}" if part.isdigit() else part)
+        named = f"{parts[-1]}.{part}" if part.isdigit() else part
+        if part.isdigit() and parts[-1] == "blocks":
+            parts.pop()
+        parts.append(named)
     return "/".join(parts)

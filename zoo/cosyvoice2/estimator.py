@@ -1,10 +1,15 @@
-"""The flow's estimator: where each mel frame should move, given where it is, what it should be, who speaks and what the prompt sounds like.
+"""The flow's estimator: where each mel frame should move, given where it is, what it should be, who speaks
+and what the prompt sounds like.
 
-    [x, mu, speaker, prompt] ─ stage ─┬─ conv ─ stages ... ─┬─ stage ─ conv ─ conv ─> velocity      all at 50 Hz
-                                      └─────────────────────┘                    a stage: resnet, transformer blocks
+    [x, mu, speaker, prompt] ─ stage ─┬─ conv ─ stages ... ─┬─ stage ─ conv ─ conv ─> velocity      all at 50
+    Hz
+                                      └─────────────────────┘                    a stage: resnet, transformer
+                                      blocks
 
-Convolutions look back only; attention sees chunks (see stretch.py). Rows come in pairs, with the condition and without it.
-Source: FunAudioLLM/CosyVoice, cosyvoice/flow/decoder.py, CausalConditionalDecoder; Matcha-TTS (arXiv 2309.03199), matcha/models/components.
+Convolutions look back only; attention sees chunks (see stretch.py). Rows come in pairs, with the condition
+and without it.
+Source: FunAudioLLM/CosyVoice, cosyvoice/flow/decoder.py, CausalConditionalDecoder; Matcha-TTS (arXiv
+2309.03199), matcha/models/components.
 """
 
 from __future__ import annotations
@@ -73,9 +78,13 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
         """x [2B, Q, C]; mask [2B, 1, Q, K]; cache [S, capacity + 1, PAIR, 2 * inner]."""
         y = self.attention_norm(x)
-        new = torch.cat((self.k(y), self.v(y)), -1).unflatten(0, (-1, PAIR)).transpose(1, 2)  # [B, Q, PAIR, 2 inner]
+        new = (
+            torch.cat((self.k(y), self.v(y)), -1).unflatten(0, (-1, PAIR)).transpose(1, 2)
+        )  # [B, Q, PAIR, 2 inner]
         kv = seen.exchange(cache, new).transpose(1, 2).flatten(0, 1)  # [2B, K, 2 inner]
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(y), *kv.chunk(2, -1)))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(y), *kv.chunk(2, -1))
+        )
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
@@ -86,10 +95,15 @@ class Stage(nn.Module):
         super().__init__()
         out_channels = config.channels
         self.resnet = Resnet(channels, out_channels, 4 * out_channels)
-        blocks = (TransformerBlock(out_channels, config.estimator_heads, config.head_dim) for _ in range(config.num_blocks))
+        blocks = (
+            TransformerBlock(out_channels, config.estimator_heads, config.head_dim)
+            for _ in range(config.num_blocks)
+        )
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: Tensor, time: Tensor, past: Past, seen: Seen, mask: Tensor, caches: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, time: Tensor, past: Past, seen: Seen, mask: Tensor, caches: Tensor
+    ) -> Tensor:
         x = self.resnet(x, time, past)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, seen, mask, cache)
@@ -116,7 +130,8 @@ class Estimator(nn.Module):
         return sum(m.past_values for m in self.modules() if isinstance(m, CausalConv))
 
     def forward(self, x: Tensor, t: Tensor, past: Past, seen: Seen, mask: Tensor, caches: Tensor) -> Tensor:
-        """x [2B, Q, 4 * MELS]; t [] fp32, from 0 (noise) to 1; caches [layers, S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q, MELS]."""
+        """x [2B, Q, 4 * MELS]; t [] fp32, from 0 (noise) to 1; caches [layers, S, capacity + 1, PAIR, 2 *
+        inner] -> velocity [2B, Q, MELS]."""
         time = sinusoid(t, 4 * MELS).to(x.dtype)
         time = self.time2(F.silu(self.time1(time)))
         stages, by_stage = (self.first, *self.middle, self.last), caches.split(len(self.first.blocks))

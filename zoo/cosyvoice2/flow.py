@@ -1,11 +1,14 @@
-"""Codes to mel frames: conditional flow matching (arXiv 2210.02747) in ten Euler steps, from a noise that belongs to each frame's place.
+"""Codes to mel frames: conditional flow matching (arXiv 2210.02747) in ten Euler steps, from a noise that
+belongs to each frame's place.
 
     codes [B, T] ─ encoder ─ mu [B, 2T, 80] ┐
     speaker, the prompt's mel ──────────────┼─ 10 x estimator, with and without all of it ─> mel [B, 2T, 80]
     noise of these frames ──────────────────┘
 
-What the network reads of the stream before a stretch is kept in a FlowCache: nothing is computed twice, and a stretch costs the same
-wherever in the speech it lies. Source: FunAudioLLM/CosyVoice, cosyvoice/flow/flow.py and flow_matching.py (the streaming attention mask, in
+What the network reads of the stream before a stretch is kept in a FlowCache: nothing is computed twice, and
+a stretch costs the same
+wherever in the speech it lies. Source: FunAudioLLM/CosyVoice, cosyvoice/flow/flow.py and flow_matching.py
+(the streaming attention mask, in
 every chunk), which computes all frames anew for every chunk.
 """
 
@@ -30,7 +33,8 @@ PAST_TOKENS = 500  # that a stretch can see, the prompt's included: 20 s
 
 
 def fixed_noise(num_frames: int) -> Tensor:
-    """-> [F, MELS]: the reference's buffer (torch.randn on a CPU, seed 0), then further ones of the same generator."""
+    """-> [F, MELS]: the reference's buffer (torch.randn on a CPU, seed 0), then further ones of the same
+    generator."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     blocks = -(-num_frames // NOISE_BLOCK)
     noise = [torch.randn(MELS, NOISE_BLOCK, generator=generator, device="cpu") for _ in range(blocks)]
@@ -91,13 +95,23 @@ class Flow(nn.Module):
         """Make what is in no checkpoint."""
         noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID))
         self.register_buffer("noise", noise.to(self.output.weight.device), persistent=False)
+        self.times = cosine_times()
 
     def forward(
-        self, codes: Tensor, num_there: Tensor, prompt: Tensor, speaker: Tensor, stretch: Stretch, cache: FlowCache
+        self,
+        codes: Tensor,
+        num_there: Tensor,
+        prompt: Tensor,
+        speaker: Tensor,
+        stretch: Stretch,
+        cache: FlowCache,
     ) -> Tensor:
-        """codes [B, T + LOOKAHEAD], of which the first num_there [B] are of the speech; prompt [B, 2T, MELS], the prompt's mel, 0 behind it;
+        """codes [B, T + LOOKAHEAD], of which the first num_there [B] are of the speech; prompt [B, 2T,
+        MELS], the prompt's mel, 0 behind it;
         speaker [B, D] -> mel [B, 2T, MELS]. Moves the cache by stretch.count tokens."""
-        assert codes.shape[1] == stretch.tokens + LOOKAHEAD, f"{codes.shape[1]} codes for a stretch of {stretch.tokens}"
+        assert codes.shape[1] == stretch.tokens + LOOKAHEAD, (
+            f"{codes.shape[1]} codes for a stretch of {stretch.tokens}"
+        )
         is_there = torch.arange(codes.shape[1], device=codes.device) < num_there[:, None]
         past = Past(cache.encoder_past[stretch.slots], stretch.tokens, stretch.count)
         mu = self.output(self.encoder(self.codes(codes), is_there, stretch, past, cache.encoder))
@@ -110,15 +124,25 @@ class Flow(nn.Module):
         """given [B, Q, 3 MELS] -> [B, Q, MELS]. Where frames are and how they move is kept in fp32."""
         place = TOKEN_FRAMES * stretch.start[:, None] + torch.arange(given.shape[1], device=given.device)
         x = self.noise[place.clamp(max=len(self.noise) - 1)]  # [B, Q, MELS]
-        seen, times = Seen(stretch, TOKEN_FRAMES), cosine_times()
+        seen, times = Seen(stretch, TOKEN_FRAMES), self.times
         mask = seen.mask.repeat_interleave(PAIR, 0)[:, None]
         pairs = torch.stack((given, torch.zeros_like(given)), 1).flatten(0, 1)  # [2B, Q, 3 MELS]
         for k in range(STEPS):
-            past = Past(cache.estimator_past[k, stretch.slots].flatten(0, 1), stretch.tokens, stretch.count.repeat_interleave(PAIR))
+            past = Past(
+                cache.estimator_past[k, stretch.slots].flatten(0, 1),
+                stretch.tokens,
+                stretch.count.repeat_interleave(PAIR),
+            )
             inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(given.dtype), pairs), -1)
             t = torch.tensor(times[k], device=given.device)
-            velocity, null = self.estimator(inputs, t, past, seen, mask, cache.estimator[k]).unflatten(0, (-1, PAIR)).unbind(1)
+            velocity, null = (
+                self.estimator(inputs, t, past, seen, mask, cache.estimator[k])
+                .unflatten(0, (-1, PAIR))
+                .unbind(1)
+            )
             cache.estimator_past[k, stretch.slots] = past.next().unflatten(0, (-1, PAIR))
-            guided = (1 + self.config.guidance) * velocity.to(x.dtype) - self.config.guidance * null.to(x.dtype)
+            guided = (1 + self.config.guidance) * velocity.to(x.dtype) - self.config.guidance * null.to(
+                x.dtype
+            )
             x = x + (times[k + 1] - times[k]) * guided
         return x

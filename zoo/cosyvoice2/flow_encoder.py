@@ -1,8 +1,10 @@
 """The flow's encoder: codes at 25 Hz to what the mel should be at 50 Hz.
 
-    codes ─ table ─ embed ─ lookahead 3 ─ conformer layers ─ upsample x2 ─ embed ─ 4 conformer layers ─ norm ─> [B, 2T, D]
+    codes ─ table ─ embed ─ lookahead 3 ─ conformer layers ─ upsample x2 ─ embed ─ 4 conformer layers ─ norm
+    ─> [B, 2T, D]
 
-Source: FunAudioLLM/CosyVoice, cosyvoice/transformer/upsample_encoder.py, UpsampleConformerEncoder; attention with relative positions after
+Source: FunAudioLLM/CosyVoice, cosyvoice/transformer/upsample_encoder.py, UpsampleConformerEncoder; attention
+with relative positions after
 Transformer-XL (arXiv 1901.02860), section 3.3.
 """
 
@@ -20,14 +22,19 @@ from zoo.cosyvoice2.stretch import Seen, Stretch
 from zoo.nn.conv import Past
 
 EMBED_EPS, LAYER_EPS = 1e-5, 1e-12
-LOOKBACK, UP_LOOKBACK = 2, 4  # of the second lookahead convolution, and of the one that follows the upsampling
+LOOKBACK, UP_LOOKBACK = (
+    2,
+    4,
+)  # of the second lookahead convolution, and of the one that follows the upsampling
 SLOPE = 0.01
 
 
 def relative_table(first: int, last: int, width: int, like: Tensor) -> Tensor:
     """Sines and cosines, taking turns, of the distances first .. last -> [last - first + 1, D]."""
     distance = torch.arange(first, last + 1, device=like.device, dtype=torch.float32)
-    rate = torch.exp(torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * -(math.log(10000.0) / width))
+    rate = torch.exp(
+        torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * -(math.log(10000.0) / width)
+    )
     angle = distance[:, None] * rate
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).to(like.dtype)
 
@@ -45,9 +52,12 @@ class RelativeAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(heads, width // heads))
 
     def forward(self, x: Tensor, seen: Seen, cache: Tensor, table: Tensor) -> Tensor:
-        """x [B, Q, D]; cache [S, capacity + 1, 2D]; table [distances, D], from the farthest ahead to the farthest back."""
+        """x [B, Q, D]; cache [S, capacity + 1, 2D]; table [distances, D], from the farthest ahead to the
+        farthest back."""
         kv = seen.exchange(cache, torch.cat((self.k(x), self.v(x)), -1))  # [B, K, 2D]
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1)))  # [B, H, _, dim]
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1))
+        )  # [B, H, _, dim]
         p = self.position(table).unflatten(-1, (self.heads, -1)).transpose(0, 1)  # [H, distances, dim]
         by_distance = (q + self.position_bias[:, None]) @ p.mT  # [B, H, Q, distances]
         index = (seen.distance + (len(table) - 1 - seen.max_distance))[:, None].expand(-1, self.heads, -1, -1)
@@ -96,8 +106,11 @@ class FlowEncoder(nn.Module):
         self.norm = nn.LayerNorm(width, eps=EMBED_EPS)
         self.past_values = (LOOKBACK + UP_LOOKBACK) * width
 
-    def forward(self, x: Tensor, is_there: Tensor, stretch: Stretch, past: Past, caches: list[Tensor]) -> Tensor:
-        """x [B, T + LOOKAHEAD, D], rows of codes; is_there [B, T + LOOKAHEAD], whether the speech has that code; one cache a layer
+    def forward(
+        self, x: Tensor, is_there: Tensor, stretch: Stretch, past: Past, caches: list[Tensor]
+    ) -> Tensor:
+        """x [B, T + LOOKAHEAD, D], rows of codes; is_there [B, T + LOOKAHEAD], whether the speech has that
+        code; one cache a layer
         -> [B, 2T, D]."""
         x = self.embed(x) * is_there[..., None]
         ahead = F.leaky_relu(self.ahead(x.mT), SLOPE).mT  # [B, T, D]

@@ -1,8 +1,11 @@
 """CosyVoice 2 as a family: embed, hidden, emit, render.
 
-    slot ── embed ──> [B, D] ── hidden: 24 paged blocks ──> [B, D] ── emit ──> a code on the tape ── render ──> 24 kHz samples
-             │ row of the last code                          │ head, repetition-aware       │ flow: 10 steps, its past kept
-                                                             │ sampling                     │ vocoder: 20 frames around, phase kept
+    slot ── embed ──> [B, D] ── hidden: 24 paged blocks ──> [B, D] ── emit ──> a code on the tape ── render
+    ──> 24 kHz samples
+             │ row of the last code                          │ head, repetition-aware       │ flow: 10 steps,
+             its past kept
+                                                             │ sampling                     │ vocoder: 20
+                                                             frames around, phase kept
 
 Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py (Qwen2LM) and cosyvoice/cli/model.py (CosyVoice2Model).
 """
@@ -21,7 +24,16 @@ from zoo.cosyvoice2.config import MAX_RAS_WINDOW, MELS, Config, LMConfig
 from zoo.cosyvoice2.flow import PAST_TOKENS, Flow, FlowCache
 from zoo.cosyvoice2.prompt import MAX_CODES_PER_TOKEN, MIN_CODES_PER_TOKEN, PromptWriter, Script
 from zoo.cosyvoice2.sampling import repetition_aware
-from zoo.cosyvoice2.strategy import CONTEXT, FRAME_SAMPLES, GRID, LOOKAHEAD, MEL_SAMPLES, SIZES, STRATEGY, TOKEN_FRAMES
+from zoo.cosyvoice2.strategy import (
+    CONTEXT,
+    FRAME_SAMPLES,
+    GRID,
+    LOOKAHEAD,
+    MEL_SAMPLES,
+    SIZES,
+    STRATEGY,
+    TOKEN_FRAMES,
+)
 from zoo.cosyvoice2.stretch import Stretch
 from zoo.cosyvoice2.vocoder import PHASE_LAG, Place, Vocoder
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
@@ -75,9 +87,12 @@ class SpeechLM(nn.Module):
 
 
 class CosyVoice2State(State):
-    """Adds: sampling values [S+1]; frames before which the speech does not end [S+1]. Of the prompt: its codes as the flow counts them
-    [S+1], those in the cache [S+1], and the rest, with its mel [S+1, MAX_REST, ...]; the speaker [S+1, D]. Of the vocoder: the last mel
-    frames [S+1, TAIL, MELS], how many there were and how many were spoken [S+1], and the sines' phase [S+1, H]."""
+    """Adds: sampling values [S+1]; frames before which the speech does not end [S+1]. Of the prompt: its
+    codes as the flow counts them
+    [S+1], those in the cache [S+1], and the rest, with its mel [S+1, MAX_REST, ...]; the speaker [S+1, D].
+    Of the vocoder: the last mel
+    frames [S+1, TAIL, MELS], how many there were and how many were spoken [S+1], and the sines' phase [S+1,
+    H]."""
 
     temperature: Tensor
     top_k: Tensor
@@ -163,7 +178,9 @@ class CosyVoice2(Family[CosyVoice2State]):
             transcript = tuple(self.writer.tokens("transcript", reference.transcript or ""))
             return replace(self.cloner(reference.clip), transcript=transcript)
         if not self.voices:
-            raise RequestError("references", f"a reference is needed: {self.spec.name} brings no voice of its own")
+            raise RequestError(
+                "references", f"a reference is needed: {self.spec.name} brings no voice of its own"
+            )
         return self.voices[request.voice.lower()] if request.voice else next(iter(self.voices.values()))
 
     def _inputs(self, script: Script, codes: Tensor) -> Tensor:
@@ -172,7 +189,9 @@ class CosyVoice2(Family[CosyVoice2State]):
         sos, task = self.lm.control.weight.split(1)
         return torch.cat((sos, self.lm.text(text), task, self.lm.codes(codes)))
 
-    def _slot(self, request: Request, values: dict[str, Any], num_text: int, flow: FlowPrompt) -> dict[str, Any]:
+    def _slot(
+        self, request: Request, values: dict[str, Any], num_text: int, flow: FlowPrompt
+    ) -> dict[str, Any]:
         return values | {
             "seed": request.seed,
             "min_frames": MIN_CODES_PER_TOKEN * num_text,
@@ -242,7 +261,8 @@ class CosyVoice2(Family[CosyVoice2State]):
         return self._samples(state, view, mel)
 
     def _mel(self, state: CosyVoice2State, view: View) -> Tensor:
-        """-> [B, 2 * view.frames, MELS], of which 2 * view.count are valid. The first stretch begins with what is left of the prompt."""
+        """-> [B, 2 * view.frames, MELS], of which 2 * view.count are valid. The first stretch begins with
+        what is left of the prompt."""
         slots, may_begin = view.slots, view.length <= SIZES[-1] or view.frames > SIZES[-1]
         is_first = view.start == 0
         num_rest = torch.where(is_first, state.num_prompt[slots] - state.num_cached[slots], 0)  # [B]
@@ -258,7 +278,9 @@ class CosyVoice2(Family[CosyVoice2State]):
         place = torch.arange(tokens + LOOKAHEAD, device=slots.device)
         at = view.start[:, None] + place - num_rest[:, None]
         spoken = state.tape[slots[:, None], at.clamp(min=0, max=state.tape.shape[1] - 1), 0]
-        codes = torch.where(place < num_rest[:, None], state.rest[slots[:, None], place.clamp(max=MAX_REST - 1)], spoken)
+        codes = torch.where(
+            place < num_rest[:, None], state.rest[slots[:, None], place.clamp(max=MAX_REST - 1)], spoken
+        )
         num_there = num_rest + state.ready[slots] - view.start
         place = torch.arange(TOKEN_FRAMES * tokens, device=slots.device)
         rest_mel = state.rest_mel[slots[:, None], place.clamp(max=TOKEN_FRAMES * MAX_REST - 1)]
@@ -268,7 +290,8 @@ class CosyVoice2(Family[CosyVoice2State]):
         return mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
 
     def _samples(self, state: CosyVoice2State, view: View, mel: Tensor) -> tuple[Tensor, Tensor]:
-        """mel [B, 2 * view.frames, MELS] -> samples of all frames but the last CONTEXT, or of all where the speech ends."""
+        """mel [B, 2 * view.frames, MELS] -> samples of all frames but the last CONTEXT, or of all where the
+        speech ends."""
         slots, num_mel, spoken = view.slots, state.num_mel[view.slots], state.num_spoken[view.slots]
         first = num_mel - TAIL  # the speech's frame that the window begins with
         window = torch.cat((state.mel_tail[slots], mel.to(state.mel_tail.dtype)), 1)  # [B, W, MELS]
@@ -291,11 +314,14 @@ class CosyVoice2(Family[CosyVoice2State]):
         return heard.float(), (ends - spoken) * MEL_SAMPLES
 
     def _noise(self, state: CosyVoice2State, slots: Tensor, first: Tensor, num: int) -> Tensor:
-        """Of the vocoder's source [B, W, MEL_SAMPLES, H]: the same for a frame of the speech in whatever window it lies."""
+        """Of the vocoder's source [B, W, MEL_SAMPLES, H]: the same for a frame of the speech in whatever
+        window it lies."""
         frame = (first[:, None] + torch.arange(num, device=slots.device)).clamp(min=0)  # [B, W]
         harmonics = self.config.vocoder.harmonics
         if state.noise is not None:
-            frames = state.noise.unflatten(1, (TOKEN_FRAMES, MEL_SAMPLES)).flatten(0, 1)  # [F, MEL_SAMPLES, H]
+            frames = state.noise.unflatten(1, (TOKEN_FRAMES, MEL_SAMPLES)).flatten(
+                0, 1
+            )  # [F, MEL_SAMPLES, H]
             return frames[frame.clamp(max=len(frames) - 1)]
         seeds = state.seed[slots, None].expand_as(frame)
         noise = normal(seeds.flatten(), NOISE_STEP + frame.flatten(), MEL_SAMPLES * harmonics)

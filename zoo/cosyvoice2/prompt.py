@@ -2,9 +2,11 @@
 
     sos  text of the prompt…  text…  task  codes of the prompt…        zero-shot: a voice with its transcript
     sos  instruction… <|endofprompt|>  text…  task                     instruct
-    sos  text…  task                                                   cross-lingual, or a voice without a prompt
+    sos  text…  task                                                   cross-lingual, or a voice without a
+    prompt
 
-The flow hears the prompt in every mode. Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py, Qwen2LM.inference; cosyvoice/cli/frontend.py.
+The flow hears the prompt in every mode. Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py,
+Qwen2LM.inference; cosyvoice/cli/frontend.py.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from zoo.cosyvoice2.config import MAX_RAS_WINDOW, Config, LMConfig
 from zoo.request import Option, Request, RequestError, sampling_options
 
-# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation | line ends | spaces
+# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation |
+# line ends | spaces
 _SPLIT = Regex(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MAX_TEXT_TOKENS = 4096
 MIN_CODES_PER_TOKEN, MAX_CODES_PER_TOKEN = 2, 20  # of the text that is spoken
@@ -29,7 +33,8 @@ MIN_CODES_PER_TOKEN, MAX_CODES_PER_TOKEN = 2, 20  # of the text that is spoken
 BASE = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END_OF_PROMPT = "<|endofprompt|>"
 _TAGS = """
-[breath] <strong> </strong> [noise] [laughter] [cough] [clucking] [accent] [quick_breath] <laughter> </laughter> [hissing] [sigh]
+[breath] <strong> </strong> [noise] [laughter] [cough] [clucking] [accent] [quick_breath] <laughter>
+</laughter> [hissing] [sigh]
 [vocalized-noise] [lipsmack] [mn]
 """
 TAGS = tuple(_TAGS.split())  # that a text may hold
@@ -46,15 +51,22 @@ def options(config: Config) -> tuple[Option, ...]:
     s = config.sampling
     return (
         *sampling_options(1.0, s.top_k, s.top_p),
-        Option("ras_win_size", int, "how many of the last codes a code is not to repeat; 0 is off", s.win_size, (0, MAX_RAS_WINDOW)),
+        Option(
+            "ras_win_size",
+            int,
+            "how many of the last codes a code is not to repeat; 0 is off",
+            s.win_size,
+            (0, MAX_RAS_WINDOW),
+        ),
         Option("ras_tau_r", float, "the share of them from which on it counts as repeated", s.tau_r, (0, 1)),
     )
 
 
-
 class TextTokenizer:
-    """Byte-level BPE with Qwen2's split, from the directory's own words and merges: there are fewer merges than Qwen2 has, so that Chinese
-    is read character by character. Of the special tokens a text may hold the TAGS; any other is ordinary text."""
+    """Byte-level BPE with Qwen2's split, from the directory's own words and merges: there are fewer merges
+    than Qwen2 has, so that Chinese
+    is read character by character. Of the special tokens a text may hold the TAGS; any other is ordinary
+    text."""
 
     def __init__(self, directory: Path):
         vocab, merges = directory / "vocab.json", directory / "merges.txt"
@@ -70,7 +82,10 @@ class TextTokenizer:
         self.special = {token: first + i for i, token in enumerate(SPECIAL)}
         self._tokenizer.normalizer = normalizers.NFC()
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(_SPLIT, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [
+                pre_tokenizers.Split(_SPLIT, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
         )
 
     def __call__(self, text: str) -> list[int]:
@@ -85,7 +100,8 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-    """What the language model reads, as text ids; whether the prompt's codes follow; and how many tokens are spoken."""
+    """What the language model reads, as text ids; whether the prompt's codes follow; and how many tokens are
+    spoken."""
 
     before: tuple[int, ...]
     text: tuple[int, ...]
@@ -99,7 +115,9 @@ class PromptWriter:
         self.tokenize = TextTokenizer(directory)
         if (max_id := max(self.tokenize.special.values())) >= config.text_vocab:
             rows = f"the model has {config.text_vocab} text rows"
-            raise ValueError(f"{directory / 'vocab.json'} and the {len(SPECIAL)} special tokens have ids up to {max_id}, but {rows}")
+            raise ValueError(
+                f"{directory / 'vocab.json'} and special tokens have ids up to {max_id}, but {rows}"
+            )
 
     def __call__(self, request: Request, transcript: tuple[int, ...]) -> Script:
         """transcript: what the voice's prompt says, as text ids; empty where that is not known."""
@@ -115,7 +133,7 @@ class PromptWriter:
     def tokens(self, param: str, text: str) -> list[int]:
         tokens = self.tokenize(text.strip())
         if len(tokens) > MAX_TEXT_TOKENS:
-            raise RequestError(param, f"{param}: {len(tokens)} tokens are given; at most {MAX_TEXT_TOKENS} are possible")
+            raise RequestError(
+                param, f"{param}: {len(tokens)} tokens are given; at most {MAX_TEXT_TOKENS} are possible"
+            )
         return tokens
-
-

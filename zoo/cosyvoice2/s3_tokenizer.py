@@ -1,8 +1,10 @@
 """The S3 speech tokenizer, version 2: a recording's 25 codes a second, for a voice's prompt.
 
-    16 kHz ─ log mel, 128 bins, 100 Hz ─ conv /2 ─ conv /2 ─ transformer, 6 layers ─ 8 digits of base 3 ─> codes [F], 0 .. 6560
+    16 kHz ─ log mel, 128 bins, 100 Hz ─ conv /2 ─ conv /2 ─ transformer, 6 layers ─ 8 digits of base 3 ─>
+    codes [F], 0 .. 6560
 
-Source: CosyVoice 2 (arXiv 2412.10117), section 2.2; xingchensong/S3Tokenizer, s3tokenizer/model_v2.py and utils.py.
+Source: CosyVoice 2 (arXiv 2412.10117), section 2.2; xingchensong/S3Tokenizer, s3tokenizer/model_v2.py and
+utils.py.
 """
 
 from __future__ import annotations
@@ -38,14 +40,18 @@ class S3Config:
 
 
 class WhisperMel(nn.Module):
-    """samples [N] at 16 kHz -> [mels, N // 160]. Source: openai/whisper, whisper/audio.py, log_mel_spectrogram."""
+    """samples [N] at 16 kHz -> [mels, N // 160]. Source: openai/whisper, whisper/audio.py,
+    log_mel_spectrogram."""
 
-    filters: Tensor
+    window: Tensor  # [FFT]
+    filters: Tensor  # [mels, FFT / 2 + 1]
 
     def __init__(self, mels: int, device: torch.device):
         super().__init__()
         self.register_buffer("window", torch.hann_window(FFT, device=device), persistent=False)
-        self.register_buffer("filters", slaney_filters(RATE_HZ, FFT, mels).float().to(device), persistent=False)
+        self.register_buffer(
+            "filters", slaney_filters(RATE_HZ, FFT, mels).float().to(device), persistent=False
+        )
 
     def forward(self, samples: Tensor) -> Tensor:
         bins = torch.stft(samples, FFT, HOP, window=self.window, return_complex=True)
@@ -66,7 +72,9 @@ class Layer(nn.Module):
         self.k = nn.Linear(width, width, bias=False)
         self.v = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
-        self.memory = nn.Conv1d(width, width, MEMORY_KERNEL, padding=MEMORY_KERNEL // 2, groups=width, bias=False)
+        self.memory = nn.Conv1d(
+            width, width, MEMORY_KERNEL, padding=MEMORY_KERNEL // 2, groups=width, bias=False
+        )
         self.mlp_norm = nn.LayerNorm(width, eps=EPS)
         self.widen = nn.Linear(width, 4 * width)
         self.narrow = nn.Linear(4 * width, width)
@@ -76,7 +84,9 @@ class Layer(nn.Module):
         y = self.attention_norm(x)
         v = self.v(y)
         memory = self.memory(v.mT).mT + v
-        q, k, values = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(y), self.k(y), v))  # [B, H, T, dim]
+        q, k, values = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(y), self.k(y), v)
+        )  # [B, H, T, dim]
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), values)
         x = x + self.out(y.transpose(1, 2).flatten(2)) + memory
         return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
@@ -97,5 +107,7 @@ class S3Tokenizer(nn.Module):
         cos, sin = rope_table(torch.arange(x.shape[1], device=x.device), HEAD_DIM, ROPE_THETA, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        digits = (self.digits(x).tanh() * SCALE).round().long() + 1  # [B, F, DIGITS] of 0, 1, 2; the first counts ones
+        digits = (
+            self.digits(x).tanh() * SCALE
+        ).round().long() + 1  # [B, F, DIGITS] of 0, 1, 2; the first counts ones
         return (digits * BASE ** torch.arange(DIGITS, device=x.device)).sum(-1)

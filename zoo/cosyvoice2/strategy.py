@@ -14,9 +14,20 @@ WINDOW = Window(
     lookahead=LOOKAHEAD,
     grid=GRID,
     hold_samples=CONTEXT * MEL_SAMPLES,
-    lengths=(SIZES[-1], MAX_FRAMES),  # a stretch that ends in the first length may have the prompt's end before it
+    lengths=(
+        SIZES[-1],
+        MAX_FRAMES,
+    ),  # a stretch that ends in the first length may have the prompt's end before it
 )
 STRATEGY = Strategy(
-    step=Whole(),  # prefill and render stay eager: a render is ten passes through the flow's network, too large a graph
-    fp32=("norms' mean squares", "RoPE angles", "logits", "flow: states and guidance", "vocoder", "phases (fp64)", "prompt encoders"),
+    step=Whole(),  # a render is ten passes through the flow's network: too large a graph
+    fp32=(
+        "norms' mean squares",
+        "RoPE angles",
+        "logits",
+        "flow: states and guidance",
+        "vocoder",
+        "phases (fp64)",
+        "prompt encoders",
+    ),
 )

@@ -1,9 +1,11 @@
 """A stretch of a stream of tokens, and what attention keeps of the stream before it.
 
-    cache     | prompt, kept for good | the latest tokens, a ring |         `capacity` tokens; frames are two a token
+    cache     | prompt, kept for good | the latest tokens, a ring |         `capacity` tokens; frames are two
+    a token
     stream    | prompt ...            | ... dropped ... | past    | stretch: chunks of GRID tokens |
 
-A position sees its whole chunk, the prompt, and as many whole chunks of the past as the ring holds. What it sees follows from its place in
+A position sees its whole chunk, the prompt, and as many whole chunks of the past as the ring holds. What it
+sees follows from its place in
 the stream alone, so a stream cut into stretches on the grid gives what it gives at once.
 """
 
@@ -19,7 +21,8 @@ from zoo.cosyvoice2.strategy import GRID
 
 @dataclass
 class Stretch:
-    """Tokens start .. start + count of each row's stream, in `tokens` places. All but `slots` and sizes count tokens."""
+    """Tokens start .. start + count of each row's stream, in `tokens` places. All but `slots` and sizes
+    count tokens."""
 
     slots: Tensor  # [B], rows of the cache
     start: Tensor  # [B], a multiple of GRID
@@ -27,26 +30,33 @@ class Stretch:
     num_kept: Tensor  # [B], of the prompt: never dropped; a multiple of GRID
     tokens: int
     capacity: int  # of the cache; a multiple of GRID
+    chunk: int = GRID
 
 
 class Seen:
     """Who sees whom in a stretch, at `rate` positions a token.
 
-    mask [B, Q, capacity + Q] of the cache's positions, then the stretch's own; distance [B, Q, capacity + Q], how far back each lies, with
-    what was dropped left out; index [B, Q], where the cache takes each position, and its last row where it does not.
+    mask [B, Q, capacity + Q] of the cache's positions, then the stretch's own; distance [B, Q, capacity +
+    Q], how far back each lies, with
+    what was dropped left out; index [B, Q], where the cache takes each position, and its last row where it
+    does not.
     """
 
     def __init__(self, stretch: Stretch, rate: int):
         device = stretch.start.device
-        grid, capacity = GRID * rate, stretch.capacity * rate
+        grid, capacity = stretch.chunk * rate, stretch.capacity * rate
         self.slots, self.capacity, self.max_distance = stretch.slots, capacity, capacity + grid
-        kept, start, count = (value[:, None] * rate for value in (stretch.num_kept, stretch.start, stretch.count))
+        kept, start, count = (
+            value[:, None] * rate for value in (stretch.num_kept, stretch.start, stretch.count)
+        )
         ring = capacity - kept  # [B, 1]
 
         place = torch.arange(capacity, device=device)
         latest = start - kept - 1  # the last one in the ring, counted from the prompt's end
         in_ring = latest - (latest - place + kept) % ring  # below 0 where the ring's place is empty
-        held = torch.where(place < kept, place, kept + in_ring)  # [B, capacity], the position that each place holds
+        held = torch.where(
+            place < kept, place, kept + in_ring
+        )  # [B, capacity], the position that each place holds
         is_held = torch.where(place < kept, place < start, in_ring >= 0)
 
         own = torch.arange(stretch.tokens * rate, device=device)
@@ -57,9 +67,13 @@ class Seen:
         is_kept = key < kept[:, :, None]
         mask = is_there & (chunks_back >= 0) & (is_kept | (chunks_back <= (ring // grid)[:, :, None]))
         itself = torch.arange(capacity, capacity + len(own), device=device)
-        self.mask = mask | (torch.arange(key.shape[2], device=device) == itself[:, None])  # padding sees itself: a row of nothing is NaN
+        self.mask = mask | (
+            torch.arange(key.shape[2], device=device) == itself[:, None]
+        )  # padding sees itself: a row of nothing is NaN
 
-        dropped = ((query - kept) // grid * grid - ring).clamp(min=0)[:, :, None]  # before the ring's first chunk
+        dropped = ((query - kept) // grid * grid - ring).clamp(min=0)[
+            :, :, None
+        ]  # before the ring's first chunk
         distance = query[:, :, None] - key - torch.where(is_kept, dropped, 0)
         self.distance = distance.clamp(1 - grid, self.max_distance)
 
@@ -68,7 +82,8 @@ class Seen:
         self.index = torch.where(is_new, place, capacity)
 
     def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
-        """cache [S, capacity + 1, ...], new [B, Q, ...] -> the cache's positions and the new ones [B, capacity + Q, ...]; the new ones take
+        """cache [S, capacity + 1, ...], new [B, Q, ...] -> the cache's positions and the new ones [B,
+        capacity + Q, ...]; the new ones take
         their places in the cache."""
         whole = torch.cat((cache[self.slots, : self.capacity], new), 1)
         cache[self.slots[:, None], self.index] = new

@@ -1,4 +1,5 @@
-"""The text vocabulary of the demo checkpoints: a small byte-level BPE that is made here. Like the published one it has words that no merge
+"""The text vocabulary of the demo checkpoints: a small byte-level BPE that is made here. Like the published
+one it has words that no merge
 makes any more: the Chinese ones of more than one character."""
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ PUBLISHED_WORDS = 151643
 NUM_MERGES = 240
 CUT = ("你好", "世界", "今天", "天气", "很好", "我们", "大家", "谢谢")  # in the vocabulary, and not to be had
 CORPUS = """
-the quick brown fox jumps over the lazy dog and then the other fox says hello to the world this is a test of the voice that reads your
-text out loud please speak slowly and clearly when you are ready good morning good evening how are you doing today thank you very much
-there was once a small house near the river where an old man lived with his daughter and they would listen to the water every night
-one two three four five six seven eight nine ten numbers and words and more words make the vocabulary of this little model with care
+the quick brown fox jumps over the lazy dog and then the other fox says hello to the world this is a test of
+the voice that reads your
+text out loud please speak slowly and clearly when you are ready good morning good evening how are you doing
+today thank you very much
+there was once a small house near the river where an old man lived with his daughter and they would listen to
+the water every night
+one two three four five six seven eight nine ten numbers and words and more words make the vocabulary of this
+little model with care
 """
 
 
 def symbols() -> dict[int, str]:
-    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's byte-level BPE."""
+    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's
+    byte-level BPE."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -39,7 +45,9 @@ def _join(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 def merges() -> tuple[tuple[str, str], ...]:
     """Chains that make each Chinese character of CUT one piece, then the most frequent pairs of CORPUS."""
     known = symbols()
-    characters = ["".join(known[byte] for byte in character.encode()) for character in dict.fromkeys("".join(CUT))]
+    characters = [
+        "".join(known[byte] for byte in character.encode()) for character in dict.fromkeys("".join(CUT))
+    ]
     found = list(dict.fromkeys((piece[:i], piece[i]) for piece in characters for i in range(1, len(piece))))
     words = Counter(tuple(known[byte] for byte in f" {word}".encode()) for word in CORPUS.split())
     while len(found) < NUM_MERGES:

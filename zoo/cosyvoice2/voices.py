@@ -1,7 +1,9 @@
-"""Voices: what is kept of one, the file of those that a directory brings along, and the flow's past after a prompt.
+"""Voices: what is kept of one, the file of those that a directory brings along, and the flow's past after a
+prompt.
 
-    codes   | chunk | chunk | ... | rest, 3 .. 27 |     of the prompt; its last chunk sees the first codes of the speech
-    flow    | done once a voice   | with the speech's first stretch
+codes   | chunk | chunk | ... | rest, 3 .. 27 |     of the prompt; its last chunk sees the first codes of the
+speech
+flow    | done once a voice   | with the speech's first stretch
 """
 
 from __future__ import annotations
@@ -62,15 +64,24 @@ def flow_prompt(flow: Flow, voice: Voice) -> FlowPrompt:
         one = torch.ones(1, dtype=torch.int64, device=codes.device)
         stretch = Stretch(0 * one, 0 * one, num * one, num * one, num, cache.capacity)
         there = (num + LOOKAHEAD) * one
-        flow(codes[None, : num + LOOKAHEAD], there, mel[None, : TOKEN_FRAMES * num], voice.speaker[None], stretch, cache)
+        flow(
+            codes[None, : num + LOOKAHEAD],
+            there,
+            mel[None, : TOKEN_FRAMES * num],
+            voice.speaker[None],
+            stretch,
+            cache,
+        )
     rest_mel = mel[TOKEN_FRAMES * num :]
     return FlowPrompt(len(codes), num, codes[num:], rest_mel, voice.speaker, cache)
 
 
 def read_voices(directory: Path, config: Config, device: torch.device) -> dict[str, Voice]:
-    """Lower-case names -> the voices of a directory's spk2info.pt; none where there is no such file. Raises ValueError.
+    """Lower-case names -> the voices of a directory's spk2info.pt; none where there is no such file. Raises
+    ValueError.
 
-    Source: FunAudioLLM/CosyVoice, cosyvoice/cli/cosyvoice.py, add_zero_shot_spk; frontend.py for the names in it. Voices of models that were
+    Source: FunAudioLLM/CosyVoice, cosyvoice/cli/cosyvoice.py, add_zero_shot_spk; frontend.py for the names
+    in it. Voices of models that were
     fine-tuned are the embedding alone.
     """
     path = directory / VOICES_FILE
@@ -79,7 +90,9 @@ def read_voices(directory: Path, config: Config, device: torch.device) -> dict[s
     found = read_pickle(path)
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{path} does not hold voices by name")
-    return {str(name).lower(): _voice(path, str(name), entry, config, device) for name, entry in found.items()}
+    return {
+        str(name).lower(): _voice(path, str(name), entry, config, device) for name, entry in found.items()
+    }
 
 
 def _voice(path: Path, name: str, entry: Any, config: Config, device: torch.device) -> Voice:
@@ -87,7 +100,9 @@ def _voice(path: Path, name: str, entry: Any, config: Config, device: torch.devi
         """The only row of a tensor [1, *shape]; -1 in shape: any number."""
         value = entry.get(key)
         fits = isinstance(value, Tensor) and value.dim() == 1 + len(shape) and len(value) == 1
-        if not fits or any(size not in (-1, given) for size, given in zip(shape, value.shape[1:], strict=True)):
+        if not fits or any(
+            size not in (-1, given) for size, given in zip(shape, value.shape[1:], strict=True)
+        ):
             came = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{path}: {name!r} has {key} {came}; a tensor {[1, *shape]} is needed")
         if value.is_floating_point() and not value.isfinite().all():
@@ -97,13 +112,27 @@ def _voice(path: Path, name: str, entry: Any, config: Config, device: torch.devi
     if not isinstance(entry, dict):
         raise ValueError(f"{path}: {name!r} is a {type(entry).__name__}; a dict of tensors is needed")
     identity = f"{VOICES_FILE}:{name}".encode()
-    speaker = tensor("flow_embedding" if "flow_embedding" in entry else "embedding", (config.flow.speaker,)).float()
+    speaker = tensor(
+        "flow_embedding" if "flow_embedding" in entry else "embedding", (config.flow.speaker,)
+    ).float()
     if "flow_prompt_speech_token" not in entry:
-        return Voice(identity, torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, MELS, device=device), speaker)
-    codes, mel = tensor("flow_prompt_speech_token", (-1,)).long(), tensor("prompt_speech_feat", (-1, MELS)).float()
+        return Voice(
+            identity,
+            torch.zeros(0, dtype=torch.int64, device=device),
+            torch.zeros(0, MELS, device=device),
+            speaker,
+        )
+    codes, mel = (
+        tensor("flow_prompt_speech_token", (-1,)).long(),
+        tensor("prompt_speech_feat", (-1, MELS)).float(),
+    )
     transcript = tensor("prompt_text", (-1,)).long()
-    for key, ids, rows in (("flow_prompt_speech_token", codes, config.flow.num_codes), ("prompt_text", transcript, config.lm.text_vocab)):
+    for key, ids, rows in (
+        ("flow_prompt_speech_token", codes, config.flow.num_codes),
+        ("prompt_text", transcript, config.lm.text_vocab),
+    ):
         if ids.numel() and not 0 <= ids.min() <= ids.max() < rows:
-            raise ValueError(f"{path}: {name!r} has {key} from {int(ids.min())} to {int(ids.max())}; 0 to {rows - 1} are possible")
+            came = f"{int(ids.min())} to {int(ids.max())}"
+            raise ValueError(f"{path}: {name!r} has {key} from {came}; 0 to {rows - 1} are possible")
     num = min(len(codes), len(mel) // TOKEN_FRAMES)
     return Voice(identity, codes[:num], mel[: TOKEN_FRAMES * num], speaker, tuple(transcript.tolist()))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 LM_FILE, FLOW_FILE, VOCODER_FILE = "llm.pt", "flow.pt", "hift.pt"
 SPEAKER_FILE, TOKENIZER_FILE = "campplus.onnx", "speech_tokenizer_v2.onnx"
 TEXT_HEAD = "llm.model.lm_head.weight"  # the text table once more; never used
-# Tensors of the tokenizer that an exporter numbered. Source: xingchensong/S3Tokenizer, s3tokenizer/utils.py, onnx2torch.
+# Tensors of the tokenizer that an exporter numbered.
+# Source: xingchensong/S3Tokenizer, s3tokenizer/utils.py, onnx2torch.
 NUMBERED = {
     "onnx::Conv_2216": "conv1.weight",
     "onnx::Conv_2217": "conv1.bias",
@@ -26,6 +27,7 @@ NUMBERED = {
     "quantizer.project_in.bias": "digits.bias",
 }
 WB = ("weight", "bias")
+STATISTICS = ("running_mean", "running_var")
 
 
 def _both(pairs: dict[str, str], kinds: Iterable[str] = WB) -> dict[str, str]:
@@ -53,17 +55,33 @@ def flow(config: FlowConfig) -> dict[str, str]:
     from zoo.cosyvoice2.config import NUM_UP_LAYERS
 
     names = {"input_embedding.weight": "codes.weight"}
-    pairs = {"spk_embed_affine_layer": "speaker", "encoder_proj": "output", "encoder.after_norm": "encoder.norm"}
+    pairs = {
+        "spk_embed_affine_layer": "speaker",
+        "encoder_proj": "output",
+        "encoder.after_norm": "encoder.norm",
+    }
     for theirs, ours in (("embed", "embed"), ("up_embed", "up_embed")):
-        pairs |= {f"encoder.{theirs}.out.0": f"encoder.{ours}.linear", f"encoder.{theirs}.out.1": f"encoder.{ours}.norm"}
+        pairs |= {
+            f"encoder.{theirs}.out.0": f"encoder.{ours}.linear",
+            f"encoder.{theirs}.out.1": f"encoder.{ours}.norm",
+        }
     ahead = "encoder.pre_lookahead_layer"
-    pairs |= {f"{ahead}.conv1": "encoder.ahead", f"{ahead}.conv2": "encoder.behind", "encoder.up_layer.conv": "encoder.up"}
+    pairs |= {
+        f"{ahead}.conv1": "encoder.ahead",
+        f"{ahead}.conv2": "encoder.behind",
+        "encoder.up_layer.conv": "encoder.up",
+    }
     layers = [(f"encoder.encoders.{i}", f"encoder.layers.{i}") for i in range(config.layers)]
     layers += [(f"encoder.up_encoders.{i}", f"encoder.up_layers.{i}") for i in range(NUM_UP_LAYERS)]
     for theirs, ours in layers:
-        pairs |= {f"{theirs}.self_attn.linear_{part}": f"{ours}.attention.{part}" for part in ("q", "k", "v", "out")}
+        pairs |= {
+            f"{theirs}.self_attn.linear_{part}": f"{ours}.attention.{part}" for part in ("q", "k", "v", "out")
+        }
         pairs |= {f"{theirs}.norm_mha": f"{ours}.attention_norm", f"{theirs}.norm_ff": f"{ours}.mlp_norm"}
-        pairs |= {f"{theirs}.feed_forward.w_1": f"{ours}.widen", f"{theirs}.feed_forward.w_2": f"{ours}.narrow"}
+        pairs |= {
+            f"{theirs}.feed_forward.w_1": f"{ours}.widen",
+            f"{theirs}.feed_forward.w_2": f"{ours}.narrow",
+        }
         names[f"{theirs}.self_attn.linear_pos.weight"] = f"{ours}.attention.position.weight"
         names[f"{theirs}.self_attn.pos_bias_u"] = f"{ours}.attention.content_bias"
         names[f"{theirs}.self_attn.pos_bias_v"] = f"{ours}.attention.position_bias"
@@ -83,9 +101,12 @@ def _estimator(config: FlowConfig) -> dict[str, str]:
     }
     stages = [("down_blocks.0", "first"), ("up_blocks.0", "last")]
     stages += [(f"mid_blocks.{i}", f"middle.{i}") for i in range(config.num_mid)]
-    names = {}
+    names: dict[str, str] = {}
     for theirs, ours in ((f"{root}.{theirs}", f"{own}.{ours}") for theirs, ours in stages):
-        pairs |= {f"{theirs}.0.mlp.1": f"{ours}.resnet.time", f"{theirs}.0.res_conv": f"{ours}.resnet.shortcut"}
+        pairs |= {
+            f"{theirs}.0.mlp.1": f"{ours}.resnet.time",
+            f"{theirs}.0.res_conv": f"{ours}.resnet.shortcut",
+        }
         for block in ("block1", "block2"):
             pairs[f"{theirs}.0.{block}.block.0"] = f"{ours}.resnet.{block}.conv"
             pairs[f"{theirs}.0.{block}.block.2"] = f"{ours}.resnet.{block}.norm"
@@ -100,11 +121,18 @@ def _estimator(config: FlowConfig) -> dict[str, str]:
 
 def vocoder(config: VocoderConfig, prefix: str = "") -> dict[str, str]:
     """hift.pt, as it is without weight norm -> Vocoder."""
-    pairs = {"conv_pre": "stem", "conv_post": "tail", "m_source.l_linear": "mix", "f0_predictor.classifier": "f0.out"}
+    pairs = {
+        "conv_pre": "stem",
+        "conv_post": "tail",
+        "m_source.l_linear": "mix",
+        "f0_predictor.classifier": "f0.out",
+    }
     pairs |= {f"f0_predictor.condnet.{2 * i}": f"f0.convs.{i}" for i in range(5)}
-    names = {}
+    names: dict[str, str] = {}
     blocks = [(f"source_resblocks.{i}", f"source_blocks.{i}") for i in range(len(config.rates))]
-    blocks += [(f"resblocks.{i}", f"blocks.{i}") for i in range(len(config.rates) * len(config.resblock_kernels))]
+    blocks += [
+        (f"resblocks.{i}", f"blocks.{i}") for i in range(len(config.rates) * len(config.resblock_kernels))
+    ]
     for i in range(len(config.rates)):
         pairs |= {f"ups.{i}": f"ups.{i}", f"source_downs.{i}": f"downs.{i}"}
     for theirs, ours in blocks:
@@ -125,11 +153,18 @@ def s3_tokenizer(config: S3Config) -> dict[str, str]:
     names = dict(NUMBERED)
     for i in range(config.layers):
         theirs, ours = f"blocks.{i}", f"layers.{i}"
-        pairs = {f"{theirs}.attn.query": f"{ours}.q", f"{theirs}.attn.value": f"{ours}.v", f"{theirs}.attn.out": f"{ours}.out"}
+        pairs = {
+            f"{theirs}.attn.query": f"{ours}.q",
+            f"{theirs}.attn.value": f"{ours}.v",
+            f"{theirs}.attn.out": f"{ours}.out",
+        }
         pairs |= {f"{theirs}.attn_ln": f"{ours}.attention_norm", f"{theirs}.mlp_ln": f"{ours}.mlp_norm"}
         pairs |= {f"{theirs}.mlp.0": f"{ours}.widen", f"{theirs}.mlp.2": f"{ours}.narrow"}
         names |= _both(pairs)
-        names |= {f"{theirs}.attn.key.weight": f"{ours}.k.weight", f"{theirs}.attn.fsmn_block.weight": f"{ours}.memory.weight"}
+        names |= {
+            f"{theirs}.attn.key.weight": f"{ours}.k.weight",
+            f"{theirs}.attn.fsmn_block.weight": f"{ours}.memory.weight",
+        }
     return names
 
 
@@ -141,7 +176,8 @@ def open_tokenizer(directory: Path) -> tuple[TensorFile, S3Config]:
     first = file.headers.get("onnx::Conv_2216")
     if first is None or len(first.shape) != 3 or first.shape[0] % HEAD_DIM:
         what = "nothing" if first is None else f"{list(first.shape)}"
-        raise ValueError(f"{file.path} has {what} as onnx::Conv_2216; a convolution to a multiple of {HEAD_DIM} channels is needed")
+        needed = f"a convolution to a multiple of {HEAD_DIM} channels is needed"
+        raise ValueError(f"{file.path} has {what} as onnx::Conv_2216; {needed}")
     layers = sum(name.endswith(".attn_ln.weight") for name in file.headers)
     return file, S3Config(mels=first.shape[1], width=first.shape[0], layers=layers)
 
@@ -151,7 +187,11 @@ def campplus() -> dict[str, str]:
     from zoo.cosyvoice2.campplus import BLOCKS
 
     pairs = {"head.conv1": "head.conv1", "head.conv2": "head.conv2", "xvector.tdnn.linear": "stem"}
-    norms, names = {"xvector.dense.nonlinear.batchnorm": "norm"}, {"xvector.dense.linear.weight": "out.weight"}
+    norms: dict[str, str] = {}
+    names = {"xvector.dense.linear.weight": "out.weight"}
+    names |= _both(
+        {"xvector.dense.nonlinear.batchnorm": "norm"}, STATISTICS
+    )  # its scale and shift are constants of the graph: 1 and 0
     for i, (layer, block) in enumerate(((1, 0), (1, 1), (2, 0), (2, 1))):
         theirs = f"head.layer{layer}.{block}"
         pairs |= {f"{theirs}.{conv}": f"head.blocks.{i}.{conv}" for conv in ("conv1", "conv2")}
@@ -168,7 +208,7 @@ def campplus() -> dict[str, str]:
         norms[f"{theirs}.nonlinear.batchnorm"] = f"{ours}.norm"
         names[f"{theirs}.linear.weight"] = f"{ours}.linear.weight"
     names[f"{theirs}.linear.bias"] = f"{ours}.linear.bias"
-    return names | _both(pairs) | _both(norms, (*WB, "running_mean", "running_var"))
+    return names | _both(pairs) | _both(norms, (*WB, *STATISTICS))
 
 
 def open_speaker(directory: Path) -> TensorFile:

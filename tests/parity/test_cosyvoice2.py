@@ -1,0 +1,267 @@
+"""CosyVoice 2 against the reference implementations, in float32 on the same noise. The fixtures and what
+they hold: README.md beside this."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from models import family
+from safetensors.torch import load_file
+from torch import Tensor
+
+import zoo
+from zoo.contract import AudioClip, Request, View
+from zoo.cosyvoice2 import demo, weights
+from zoo.cosyvoice2.campplus import CamPlus
+from zoo.cosyvoice2.flow import FlowCache, fixed_noise
+from zoo.cosyvoice2.model import CosyVoice2
+from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD
+from zoo.cosyvoice2.stretch import Stretch
+from zoo.cosyvoice2.vocoder import Place
+from zoo.cosyvoice2.voices import Voice
+from zoo.nn import synthetic
+
+HERE = Path(__file__).parent / "cosyvoice2"
+LM_CASES = sorted(path.stem for path in HERE.glob("lm_*.json"))
+FLOW = load_file(HERE / "flow.safetensors")
+VOCODER = load_file(HERE / "vocoder.safetensors")
+VOICES = load_file(HERE / "voices.safetensors")
+RATES_HZ = json.loads((HERE / "voices.json").read_text())["rates_hz"]
+MEL = {"rtol": 0, "atol": 1e-4}
+# A rounding of the pitch becomes a phase, and in a random net the samples: see the README beside this.
+SAMPLES = {"rtol": 0, "atol": 6e-4}
+
+
+@cache
+def model() -> CosyVoice2:
+    loaded = family("cosyvoice2", size="parity")
+    assert isinstance(loaded, CosyVoice2)
+    return loaded
+
+
+def noise(name: str, *shape: int) -> Tensor:
+    """As the oracle makes it."""
+    return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, 1.0, False)]))
+
+
+# text and language model
+
+
+def test_text_ids():
+    for case in json.loads((HERE / "tokens.json").read_text()):
+        assert model().writer.tokenize(case["text"]) == case["ids"], case["text"]
+
+
+def test_chinese_is_read_by_the_character():
+    """The words are in the vocabulary; the merges that would make them are not in the directory's file."""
+    known = json.loads((demo_directory() / "CosyVoice-BlankEN" / "vocab.json").read_text())
+    words = {"你好": "ä½łå¥½", "今天": "ä»Ĭå¤©"}
+    for word, symbols in words.items():
+        assert symbols in known and len(model().writer.tokenize(word)) == 2
+
+
+def demo_directory() -> Path:
+    from models import directory
+
+    return directory("cosyvoice2", "parity")
+
+
+@pytest.mark.parametrize("name", LM_CASES)
+@torch.inference_mode()
+def test_codes_and_hidden_states(name, monkeypatch):
+    facts, made = json.loads((HERE / f"{name}.json").read_text()), load_file(HERE / f"{name}.safetensors")
+    request = Request(**facts["request"])
+    voice = model()._voice(request)
+    script = model().writer(request, voice.transcript)
+    assert [*script.before, *script.text] == facts["text_ids"]
+    torch.testing.assert_close(model().prompt(request).inputs[-1], made["inputs"], rtol=0, atol=0)
+    emitted, emit = [], model().emit
+
+    def listen(state, slots, h):
+        emitted.append(h[0].clone())
+        emit(state, slots, h)
+
+    monkeypatch.setattr(model(), "emit", listen)
+    speech = zoo.generate(model(), request)
+    assert speech.frames[:, 0].tolist() == made["codes"].tolist()
+    kept = torch.stack(emitted)[::8][: len(made["hidden"])]
+    torch.testing.assert_close(kept, made["hidden"], rtol=1e-5, atol=1e-5)
+
+
+def test_repetition_aware_sampling_makes_a_difference():
+    codes = {name: load_file(HERE / f"{name}.safetensors")["codes"].tolist() for name in LM_CASES}
+    assert any(
+        codes[name] != codes[name.removesuffix("_10") + "_0"] for name in codes if name.endswith("_10")
+    )
+
+
+# flow
+
+
+def test_the_noise_is_the_reference_s():
+    torch.testing.assert_close(fixed_noise(15_000).mT[:, ::101], FLOW["noise"], rtol=0, atol=0)
+    torch.testing.assert_close(fixed_noise(16_000)[:15_000], fixed_noise(15_000), rtol=0, atol=0)
+
+
+@torch.inference_mode()
+def mel_of(voice: Voice, num_there: int, num: int, chunk: int) -> Tensor:
+    """The flow alone, the prompt and `num` codes of the speech in one stretch, of which num_there are
+    known."""
+    codes = torch.cat((voice.codes, FLOW["codes"], torch.zeros(LOOKAHEAD, dtype=torch.int64)))
+    total = len(voice.codes) + num
+    one = torch.ones(1, dtype=torch.int64)
+    cache = FlowCache(model().flow, 1, 500)
+    stretch = Stretch(0 * one, 0 * one, total * one, 0 * one, total, 500, chunk)
+    prompt = torch.nn.functional.pad(voice.mel, (0, 0, 0, 2 * num))[None]
+    there = (len(voice.codes) + num_there) * one
+    return model().flow(codes[None, : total + LOOKAHEAD], there, prompt, voice.speaker[None], stretch, cache)[
+        0, len(voice.mel) :
+    ]
+
+
+@pytest.mark.parametrize("name", ["demo", "sound"])
+def test_mel_with_chunk_masks(name):
+    voice, num = model().voices[name], len(FLOW["codes"])
+    torch.testing.assert_close(mel_of(voice, num, num, GRID), FLOW[f"{name}_chunks"], **MEL)
+    torch.testing.assert_close(mel_of(voice, num, num - LOOKAHEAD, GRID), FLOW[f"{name}_chunks_open"], **MEL)
+
+
+@pytest.mark.parametrize("name", ["demo", "sound"])
+def test_mel_without_chunk_masks(name):
+    """What the reference gives when it does not stream: no mode of ours, but the same network."""
+    num = len(FLOW["codes"])
+    whole = mel_of(model().voices[name], num, num, chunk=1000)
+    torch.testing.assert_close(whole, FLOW[f"{name}_whole"], **MEL)
+    assert (whole - FLOW[f"{name}_chunks"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["demo", "sound"])
+@pytest.mark.parametrize("sizes", [(57,), (25,), (50, 25)], ids=str)
+@torch.inference_mode()
+def test_streamed_speech(name, sizes):
+    """From a tape to samples in windows: the prompt from the cache, then its rest, then the speech."""
+    state = model().state(1)
+    prompt = model().prompt(Request(text="Hm.", voice=name))
+    model().admit(state, 0, prompt)
+    num = len(FLOW["codes"])
+    state.tape[0, :num, 0] = FLOW["codes"]
+    state.ready[0] = num
+    state.noise = noise("source", num * 960, 9).view(num, 960, 9)
+    start, heard, window = 0, [], model().spec.window
+    for size in (*sizes, *sizes, *sizes):
+        stop = min(num, start + size - (prompt.grid_offset and (start - prompt.grid_offset) % GRID))
+        if stop == num or size == num:
+            stop = num
+        if stop <= start:
+            break
+        frames = max(window.bucket(stop - start), stop - start)
+        view = View(
+            torch.tensor([0]),
+            torch.tensor([start]),
+            torch.tensor([stop - start]),
+            torch.tensor([stop == num]),
+            frames,
+            window.length_bucket(stop),
+        )
+        samples, valid = model().render(state, view)
+        heard.append(samples[0, : int(valid)])
+        start = stop
+    joined = torch.cat(heard)
+    assert len(joined) == num * 960
+    torch.testing.assert_close(joined[::7], VOCODER[f"{name}_chunks_samples"], **SAMPLES)
+
+
+# vocoder
+
+
+@pytest.mark.parametrize("name", ["demo", "sound"])
+@torch.inference_mode()
+def test_samples_of_a_given_source(name):
+    vocoder, mel = model().vocoder, FLOW[f"{name}_chunks"][None]
+    place = Place(torch.tensor([0]), torch.tensor([mel.shape[1]]))
+    f0 = vocoder.f0(mel.mT, place.mask(mel.shape[1], 1))
+    torch.testing.assert_close(f0[0], VOCODER[f"{name}_chunks_f0"], rtol=1e-5, atol=1e-3)
+    phase, index = torch.zeros(1, 9, dtype=torch.float64), torch.tensor([-1])
+    values = noise("source", mel.shape[1] * 480, 9).view(1, -1, 480, 9)
+    sines, _ = vocoder._sines(VOCODER[f"{name}_chunks_f0"][None], place, phase, index)
+    source = vocoder._source(VOCODER[f"{name}_chunks_f0"][None], sines, values)
+    torch.testing.assert_close(
+        source[0, ::7], VOCODER[f"{name}_chunks_source"], rtol=0, atol=1e-3
+    )  # its phase is a sum in fp32
+    torch.testing.assert_close(source[0, ::7], VOCODER[f"{name}_chunks_source_exact"], rtol=0, atol=1e-5)
+    samples = vocoder.filter(mel, source, place)
+    torch.testing.assert_close(samples[0, ::7], VOCODER[f"{name}_chunks_samples_exact"], rtol=0, atol=1e-5)
+    assert VOCODER[f"{name}_chunks_samples"].std() > 0.01
+
+
+# voices from clips
+
+
+@pytest.mark.parametrize("name", sorted(RATES_HZ))
+def test_codes_and_mel_of_a_clip(name):
+    samples = VOICES[f"{name}_clip"].numpy().astype("float32") / 32768
+    clip = AudioClip(samples if len(samples) > 1 else samples[0], RATES_HZ[name])
+    voice = model().cloner(clip)
+    num = len(voice.codes)
+    assert num == min(len(VOICES[f"{name}_codes"]), len(VOICES[f"{name}_mel"]) // 2)
+    assert voice.codes.tolist() == VOICES[f"{name}_codes"][:num].tolist()
+    torch.testing.assert_close(voice.mel, VOICES[f"{name}_mel"][: 2 * num], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(RATES_HZ))
+@torch.inference_mode()
+def test_speaker_of_a_clip(name):
+    samples = torch.from_numpy(VOICES[f"{name}_clip"].numpy().astype("float32") / 32768).mean(0)
+    cloner = model().cloner
+    features = cloner.fbank(cloner._resampled(samples, RATES_HZ[name], 16_000))
+    torch.testing.assert_close(features[::3], VOICES[f"{name}_features"], rtol=0, atol=2e-3)
+    given = VOICES[f"{name}_speaker"]
+    speaker = folded_campplus()(features[None])[0]
+    assert (speaker - given).abs().max() < 1e-4 * given.abs().max()
+
+
+@cache
+def folded_campplus() -> CamPlus:
+    """The reference's weights, as the oracle fills them, with its batch normalisations folded as in the
+    published file."""
+    module = CamPlus().eval()
+    ours = dict(module.named_parameters())
+    for name, mine in weights.campplus().items():
+        ours[mine].data.copy_(_folded(name, tuple(ours[mine].shape)))
+    return module
+
+
+FOLDS = {
+    "xvector.tdnn.linear": "xvector.tdnn.nonlinear.batchnorm",
+    "xvector.transit3.linear": "xvector.out_nonlinear.batchnorm",
+    "head.conv1": "head.bn1",
+    "head.conv2": "head.bn2",
+}
+
+
+def _folded(name: str, shape: tuple[int, ...]) -> Tensor:
+    owner, _, kind = name.rpartition(".")
+    norm = FOLDS.get(owner) or _norm_of(owner)
+
+    def value(of: str, size: tuple[int, ...] = shape) -> Tensor:
+        return torch.from_numpy(synthetic.fill(of, size, "cosyvoice2:campplus", demo.RULES))
+
+    if norm is None:
+        return value(name)
+    size = shape[:1]
+    scale = value(f"{norm}.weight", size) / (value(f"{norm}.running_var", size) + 1e-5).sqrt()
+    if kind == "bias":
+        return value(f"{norm}.bias", size) - value(f"{norm}.running_mean", size) * scale
+    return value(name) * scale.view(-1, *(1,) * (len(shape) - 1))
+
+
+def _norm_of(owner: str) -> str | None:
+    parent, _, last = owner.rpartition(".")
+    if parent.startswith("head.layer"):
+        return f"{parent}.1" if last == "0" else f"{parent}.bn{last[-1]}"
+    is_dense = ".tdnnd" in parent and last == "linear1" and not parent.endswith("cam_layer")
+    return f"{parent}.nonlinear2.batchnorm" if is_dense else None
