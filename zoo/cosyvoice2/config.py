@@ -36,6 +36,7 @@ YAML, LM_CONFIG = "cosyvoice2.yaml", "config.json"
 BLANK = "CosyVoice-BlankEN"  # the directory of the text tokenizer and of the language model's config
 RATE_HZ = 24_000
 MELS = 80
+NUM_CODES = 6561  # eight digits of base 3, as the tokenizer gives them
 NUM_STOPS = (
     3  # ids behind the codes that are in the tables: the end, one unused, "more text" of interleaved speech
 )
@@ -108,6 +109,7 @@ class LMConfig:
     def read(cls, block: ConfigBlock, root: ConfigBlock) -> LMConfig:
         block.expect(hidden_act="silu", model_type="qwen2")
         block.expect_none("use_sliding_window")
+        root.block("llm").expect(speech_token_size=NUM_CODES)
         kv_heads = block.integer("num_key_value_heads", *HEADS)
         heads = block.integer("num_attention_heads", *HEADS, step=kv_heads)
         hidden = block.integer("hidden_size", *WIDTH, step=2 * heads)
@@ -126,7 +128,7 @@ class LMConfig:
             rope_theta=block.number("rope_theta", *ROPE_THETA),
             text_vocab=block.integer("vocab_size", *VOCABULARY),
             max_positions=block.integer("max_position_embeddings", *POSITIONS),
-            num_codes=root.block("llm").integer("speech_token_size", *VOCABULARY),
+            num_codes=NUM_CODES,
         )
 
 
@@ -168,6 +170,7 @@ class FlowConfig:
 
     @classmethod
     def read(cls, block: ConfigBlock, root: ConfigBlock) -> FlowConfig:
+        block.expect(vocab_size=NUM_CODES)
         block.expect(output_size=MELS, token_mel_ratio=TOKEN_FRAMES, pre_lookahead_len=LOOKAHEAD)
         encoder, decoder = block.block("encoder"), block.block("decoder")
         encoder.expect(normalize_before=True, input_layer="linear", pos_enc_layer_type="rel_pos_espnet")
@@ -182,7 +185,7 @@ class FlowConfig:
             if owner.integer("input_size", *WIDTH) != width:
                 raise owner.refuse("input_size", f"the encoder is {width} wide")
         return cls(
-            num_codes=block.integer("vocab_size", *VOCABULARY),
+            num_codes=NUM_CODES,
             width=width,
             heads=heads,
             inner=encoder.integer("linear_units", *WIDTH),
@@ -282,8 +285,6 @@ class Config:
         lm_block = ConfigBlock(read_json(directory / BLANK / LM_CONFIG), file=f"{BLANK}/{LM_CONFIG}")
         lm = LMConfig.read(lm_block, root)
         flow = FlowConfig.read(root.block("flow"), root)
-        if flow.num_codes != lm.num_codes:
-            raise root.block("flow").refuse("vocab_size", f"the language model speaks {lm.num_codes} codes")
         root.block("hift").expect(source_resblock_dilation_sizes=[[1, 3, 5]] * 3, sampling_rate=RATE_HZ)
         sampling = Sampling.read(root.block("llm").block("sampling"))
         return cls(lm, sampling, flow, VocoderConfig.read(root.block("hift")))

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.cosyvoice2.config import BLANK, LM_CONFIG, MELS, YAML, Config
-from zoo.cosyvoice2.s3_tokenizer import NUM_CODES, S3Config, S3Tokenizer
+from zoo.cosyvoice2.config import BLANK, LM_CONFIG, MELS, NUM_CODES, YAML, Config
+from zoo.cosyvoice2.s3_tokenizer import S3Config, S3Tokenizer
 from zoo.cosyvoice2.vocabulary import merges, vocabulary
 from zoo.cosyvoice2.voices import VOICES_FILE
 from zoo.nn import synthetic
