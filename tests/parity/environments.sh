@@ -23,6 +23,12 @@ environment qwen3_tts qwen-tts==0.1.1 transformers==4.57.3 tokenizers==0.22.2 hu
     requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
 environment voxcpm2 voxcpm==2.0.3 "${audio[@]}"
 
+# Its packages are imported around their own __init__, which pull in training code. torchaudio's compiled parts are for CUDA alone.
+environment cosyvoice2 cosyvoice-minicpmo==0.1.0 s3tokenizer==0.3.0 chatterbox-tts==0.1.7 transformers==5.23.0 torchaudio==2.11.0 \
+    diffusers==0.42.1 conformer==0.3.2 omegaconf==2.4.0 antlr4-python3-runtime==4.13.2 onnx==1.23.2 protobuf==7.36.2 ml_dtypes==0.6.0 \
+    pillow==13.0.0 importlib_metadata==10.2.0 zipp==4.1.2 requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
+rm -f "$(site .venv-parity-cosyvoice2)"/torchaudio/lib/*.so
+
 # Of sglang-omni a few files are read, and nothing is installed: it would bring a server. torchaudio's compiled parts are for CUDA alone.
 environment higgs_v3 transformers==5.23.0 torchaudio==2.11.0
 higgs=.venv-parity-higgs_v3

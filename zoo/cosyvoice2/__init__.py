@@ -23,7 +23,9 @@ def claims(path: Path) -> bool:
     return any((path / name).exists() for name in ("cosyvoice2.yaml", *OTHERS))
 
 
-def load(directory: Path, device: torch.device, dtype: torch.dtype) -> CosyVoice2:
+def load(
+    directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
+) -> CosyVoice2:
     """The family with its weights: language model and flow in `dtype`, the rest in fp32. Raises ValueError
     that names what is wrong."""
     import torch
@@ -38,6 +40,8 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype) -> CosyVoice
     from zoo.cosyvoice2.voices import read_voices
     from zoo.nn import checkpoint
 
+    if adapter is not None:
+        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
     config, spec = describe(directory)
     writer = PromptWriter(config.lm, directory / BLANK)
     lm, flow, vocoder = build(config)

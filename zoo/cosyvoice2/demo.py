@@ -233,10 +233,7 @@ def write(
     from zoo.cosyvoice2.campplus import CamPlus
     from zoo.nn.checkpoint import published, weight_normed
 
-    if dtype not in synthetic.DTYPES:
-        raise ValueError(
-            f"dtype {dtype} cannot be written; possible: {', '.join(map(str, synthetic.DTYPES))}"
-        )
+    synthetic.check_dtype(dtype)
     directory = write_texts(directory, size)
     config, values = Config.read(directory), partial(fill, seed=seed)
     with torch.device("meta"):
@@ -296,18 +293,11 @@ def _voices(values: Callable[..., np.ndarray], num_codes: int = 38) -> dict[str,
 
 def write_texts(directory: str | Path, size: str) -> Path:
     """The text files of a checkpoint, without its tensors; arguments and errors as in `write`."""
-    directory = Path(directory)
-    if size not in CONFIGS:
-        raise ValueError(f"size {size!r} is not known; sizes: {', '.join(SIZES)}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not an empty directory; name a new one")
+    directory, known = synthetic.begin(directory, size, CONFIGS)
     (directory / BLANK).mkdir(parents=True, exist_ok=True)
-    known = CONFIGS[size]
     (directory / YAML).write_text(YAML_TEXT.format(**vars(known)), encoding="utf-8")
-    (directory / "config.json").write_text("{}\n", encoding="utf-8")
-    (directory / BLANK / LM_CONFIG).write_text(
-        json.dumps(_lm_config(known), indent=2) + "\n", encoding="utf-8"
-    )
+    synthetic.write_json(directory / "config.json", {})
+    synthetic.write_json(directory / BLANK / LM_CONFIG, _lm_config(known))
     words = vocabulary(full=known.text_vocab > 1000)
     (directory / BLANK / "vocab.json").write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges())]

@@ -21,31 +21,20 @@ from torch.nn import functional as F
 from zoo.cosyvoice2.config import MELS, FlowConfig
 from zoo.cosyvoice2.stretch import Seen
 from zoo.nn.cfm import sinusoid
-from zoo.nn.conv import Past
+from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without
 
 
-class CausalConv(nn.Conv1d):
-    """x [B, T, C] -> [B, T, Cout]."""
-
-    def __init__(self, channels: int, out_channels: int):
-        super().__init__(channels, out_channels, KERNEL)
-        self.past_values = (KERNEL - 1) * channels
-
-    def stream(self, x: Tensor, past: Past) -> Tensor:
-        return self(past.extend(x, KERNEL - 1, 1).mT).mT
-
-
 class ConvBlock(nn.Module):
     def __init__(self, channels: int, out_channels: int):
         super().__init__()
-        self.conv = CausalConv(channels, out_channels)
+        self.conv = CausalConv1d(channels, out_channels, KERNEL)
         self.norm = nn.LayerNorm(out_channels)
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
-        return F.mish(self.norm(self.conv.stream(x, past)))
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return F.mish(self.norm(self.conv(x.mT, state).mT))
 
 
 class Resnet(nn.Module):
@@ -56,9 +45,9 @@ class Resnet(nn.Module):
         self.block2 = ConvBlock(out_channels, out_channels)
         self.shortcut = nn.Conv1d(channels, out_channels, 1)
 
-    def forward(self, x: Tensor, time: Tensor, past: Past) -> Tensor:
-        y = self.block1(x, past) + self.time(F.mish(time))
-        return self.block2(y, past) + self.shortcut(x.mT).mT
+    def forward(self, x: Tensor, time: Tensor, state: CodecState) -> Tensor:
+        y = self.block1(x, state) + self.time(F.mish(time))
+        return self.block2(y, state) + self.shortcut(x.mT).mT
 
 
 class TransformerBlock(nn.Module):
@@ -102,9 +91,9 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(
-        self, x: Tensor, time: Tensor, past: Past, seen: Seen, mask: Tensor, caches: Tensor
+        self, x: Tensor, time: Tensor, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor
     ) -> Tensor:
-        x = self.resnet(x, time, past)
+        x = self.resnet(x, time, state)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, seen, mask, cache)
         return x
@@ -117,28 +106,26 @@ class Estimator(nn.Module):
         self.time1 = nn.Linear(4 * MELS, 4 * channels)
         self.time2 = nn.Linear(4 * channels, 4 * channels)
         self.first = Stage(config, 4 * MELS)
-        self.first_conv = CausalConv(channels, channels)
+        self.first_conv = CausalConv1d(channels, channels, KERNEL)
         self.middle = nn.ModuleList(Stage(config, channels) for _ in range(config.num_mid))
         self.last = Stage(config, 2 * channels)
-        self.last_conv = CausalConv(channels, channels)
+        self.last_conv = CausalConv1d(channels, channels, KERNEL)
         self.final = ConvBlock(channels, channels)
         self.out = nn.Conv1d(channels, MELS, 1)
+        self.layout = StateLayout(self)
 
-    @property
-    def past_values(self) -> int:
-        """Values that the convolutions carry of one row."""
-        return sum(m.past_values for m in self.modules() if isinstance(m, CausalConv))
-
-    def forward(self, x: Tensor, t: Tensor, past: Past, seen: Seen, mask: Tensor, caches: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, t: Tensor, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor
+    ) -> Tensor:
         """x [2B, Q, 4 * MELS]; t [] fp32, from 0 (noise) to 1; caches [layers, S, capacity + 1, PAIR, 2 *
         inner] -> velocity [2B, Q, MELS]."""
         time = sinusoid(t, 4 * MELS).to(x.dtype)
         time = self.time2(F.silu(self.time1(time)))
         stages, by_stage = (self.first, *self.middle, self.last), caches.split(len(self.first.blocks))
-        x = kept = self.first(x, time, past, seen, mask, by_stage[0])
-        x = self.first_conv.stream(x, past)
+        x = kept = self.first(x, time, state, seen, mask, by_stage[0])
+        x = self.first_conv(x.mT, state).mT
         for stage, stage_caches in zip(stages[1:-1], by_stage[1:-1], strict=True):
-            x = stage(x, time, past, seen, mask, stage_caches)
-        x = self.last(torch.cat((x, kept), -1), time, past, seen, mask, by_stage[-1])
-        x = self.final(self.last_conv.stream(x, past), past)
+            x = stage(x, time, state, seen, mask, stage_caches)
+        x = self.last(torch.cat((x, kept), -1), time, state, seen, mask, by_stage[-1])
+        x = self.final(self.last_conv(x.mT, state).mT, state)
         return self.out(x.mT).mT

@@ -25,7 +25,7 @@ from zoo.cosyvoice2.estimator import PAIR, Estimator
 from zoo.cosyvoice2.flow_encoder import FlowEncoder
 from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MAX_FRAMES, TOKEN_FRAMES
 from zoo.cosyvoice2.stretch import Seen, Stretch
-from zoo.nn.conv import Past
+from zoo.nn.conv import CodecState
 
 STEPS = 10
 NOISE_BLOCK = 15_000  # frames of the reference's buffer
@@ -57,8 +57,8 @@ class FlowCache:
         self.encoder += [like.new_zeros(rows, frames, 2 * config.width) for _ in range(NUM_UP_LAYERS)]
         num_layers, inner = (config.num_mid + 2) * config.num_blocks, config.estimator_heads * config.head_dim
         self.estimator = [like.new_zeros(num_layers, rows, frames, PAIR, 2 * inner) for _ in range(STEPS)]
-        self.encoder_past = like.new_zeros(rows, flow.encoder.past_values)
-        self.estimator_past = like.new_zeros(STEPS, rows, PAIR, flow.estimator.past_values)
+        self.encoder_past = like.new_zeros(rows, flow.encoder.layout.size)
+        self.estimator_past = like.new_zeros(STEPS, rows, PAIR, flow.estimator.layout.size)
 
     def clear(self, row: int) -> None:
         """Of the pasts alone: attention sees nothing that was not written for the row's stream."""
@@ -113,9 +113,10 @@ class Flow(nn.Module):
             f"{codes.shape[1]} codes for a stretch of {stretch.tokens}"
         )
         is_there = torch.arange(codes.shape[1], device=codes.device) < num_there[:, None]
-        past = Past(cache.encoder_past[stretch.slots], stretch.tokens, stretch.count)
-        mu = self.output(self.encoder(self.codes(codes), is_there, stretch, past, cache.encoder))
-        cache.encoder_past[stretch.slots] = past.next()
+        rows = cache.encoder_past[stretch.slots]
+        state = CodecState(self.encoder.layout, rows, stretch.tokens, stretch.count)
+        mu = self.output(self.encoder(self.codes(codes), is_there, stretch, state, cache.encoder))
+        cache.encoder_past[stretch.slots] = state.next()
         speaker = self.speaker(F.normalize(speaker, dim=1).to(mu.dtype))
         given = torch.cat((mu, speaker[:, None].expand_as(mu), prompt.to(mu.dtype)), -1)  # [B, 2T, 3 MELS]
         return self._solve(given, stretch, cache)
@@ -127,20 +128,18 @@ class Flow(nn.Module):
         seen, times = Seen(stretch, TOKEN_FRAMES), self.times
         mask = seen.mask.repeat_interleave(PAIR, 0)[:, None]
         pairs = torch.stack((given, torch.zeros_like(given)), 1).flatten(0, 1)  # [2B, Q, 3 MELS]
+        count = stretch.count.repeat_interleave(PAIR)
         for k in range(STEPS):
-            past = Past(
-                cache.estimator_past[k, stretch.slots].flatten(0, 1),
-                stretch.tokens,
-                stretch.count.repeat_interleave(PAIR),
-            )
+            rows = cache.estimator_past[k, stretch.slots].flatten(0, 1)
+            state = CodecState(self.estimator.layout, rows, stretch.tokens, count)
             inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(given.dtype), pairs), -1)
             t = torch.tensor(times[k], device=given.device)
             velocity, null = (
-                self.estimator(inputs, t, past, seen, mask, cache.estimator[k])
+                self.estimator(inputs, t, state, seen, mask, cache.estimator[k])
                 .unflatten(0, (-1, PAIR))
                 .unbind(1)
             )
-            cache.estimator_past[k, stretch.slots] = past.next().unflatten(0, (-1, PAIR))
+            cache.estimator_past[k, stretch.slots] = state.next().unflatten(0, (-1, PAIR))
             guided = (1 + self.config.guidance) * velocity.to(x.dtype) - self.config.guidance * null.to(
                 x.dtype
             )

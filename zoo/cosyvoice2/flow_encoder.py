@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from zoo.cosyvoice2.config import NUM_UP_LAYERS, FlowConfig
 from zoo.cosyvoice2.strategy import LOOKAHEAD, TOKEN_FRAMES
 from zoo.cosyvoice2.stretch import Seen, Stretch
-from zoo.nn.conv import Past
+from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
 
 EMBED_EPS, LAYER_EPS = 1e-5, 1e-12
 LOOKBACK, UP_LOOKBACK = (
@@ -98,26 +98,26 @@ class FlowEncoder(nn.Module):
         width = config.width
         self.embed = Embed(width)
         self.ahead = nn.Conv1d(width, width, LOOKAHEAD + 1)
-        self.behind = nn.Conv1d(width, width, LOOKBACK + 1)
+        self.behind = CausalConv1d(width, width, LOOKBACK + 1)
         self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
-        self.up = nn.Conv1d(width, width, UP_LOOKBACK + 1)
+        self.up = CausalConv1d(width, width, UP_LOOKBACK + 1)
         self.up_embed = Embed(width)
         self.up_layers = nn.ModuleList(ConformerLayer(config) for _ in range(NUM_UP_LAYERS))
         self.norm = nn.LayerNorm(width, eps=EMBED_EPS)
-        self.past_values = (LOOKBACK + UP_LOOKBACK) * width
+        self.layout = StateLayout(self)
 
     def forward(
-        self, x: Tensor, is_there: Tensor, stretch: Stretch, past: Past, caches: list[Tensor]
+        self, x: Tensor, is_there: Tensor, stretch: Stretch, state: CodecState, caches: list[Tensor]
     ) -> Tensor:
         """x [B, T + LOOKAHEAD, D], rows of codes; is_there [B, T + LOOKAHEAD], whether the speech has that
         code; one cache a layer
         -> [B, 2T, D]."""
         x = self.embed(x) * is_there[..., None]
-        ahead = F.leaky_relu(self.ahead(x.mT), SLOPE).mT  # [B, T, D]
-        x = x[:, : stretch.tokens] + self.behind(past.extend(ahead, LOOKBACK, 1).mT).mT
+        ahead = F.leaky_relu(self.ahead(x.mT), SLOPE)  # [B, D, T]
+        x = x[:, : stretch.tokens] + self.behind(ahead, state).mT
         x = self._stack(self.layers, x, Seen(stretch, 1), caches[: len(self.layers)])
         x = x.repeat_interleave(TOKEN_FRAMES, 1)
-        x = self.up_embed(self.up(past.extend(x, UP_LOOKBACK, 1).mT).mT)
+        x = self.up_embed(self.up(x.mT, state).mT)
         x = self._stack(self.up_layers, x, Seen(stretch, TOKEN_FRAMES), caches[len(self.layers) :])
         return self.norm(x)
 
