@@ -173,7 +173,7 @@ def test_a_wrong_voice_is_named(copy, change, says):
 
 
 def test_the_published_sizes_have_the_published_number_of_values():
-    """Source: the state dicts' counts, 505,803,812 of llm.pt without its tied head, 112,549,360 and 20,821,295."""
+    """The counts of tensors and of values are those of the published state dicts."""
     from zoo.cosyvoice2 import build, weights
     from zoo.cosyvoice2.demo import write_texts
     from zoo.nn.checkpoint import published, weight_normed

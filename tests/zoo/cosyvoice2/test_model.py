@@ -121,7 +121,7 @@ def rendered(model: CosyVoice2, voice: str, codes: Tensor, size: int) -> Tensor:
 @pytest.mark.parametrize("voice", ["demo", "sound"])
 @pytest.mark.parametrize("past_tokens", [150, 500])
 def test_a_stream_equals_the_tape_at_once_beyond_the_past_that_it_keeps(model, voice, past_tokens):
-    """In float64, with a prompt; 150 tokens are too few for what there is, so the oldest are dropped, in both alike."""
+    """In float64, with a prompt; 150 tokens are too few, so the oldest are dropped, in both alike."""
     exact = copy.deepcopy(model).double()
     exact.past_tokens = past_tokens
     codes = torch.arange(260) * 733 % 6561
