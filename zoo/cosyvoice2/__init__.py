@@ -58,8 +58,9 @@ def load(
     lm.text_head = None
     checkpoint.load(flow, weights.flow(config.flow), directory / weights.FLOW_FILE, device, dtype)
     file, prefix = weights.open_vocoder(directory)
-    plain = weights.plain_convolutions(config.vocoder, prefix)
-    checkpoint.load_weight_normed(vocoder, weights.vocoder(config.vocoder, prefix), file, device, plain=plain)
+    table = weights.vocoder(config.vocoder, prefix)
+    is_weight_normed = weights.is_weight_normed
+    checkpoint.load_weight_normed(vocoder, table, file, device, is_weight_normed=is_weight_normed)
     flow.prepare()
     vocoder.prepare()
 

@@ -243,9 +243,7 @@ def write(
         tokenizer, speaker = S3Tokenizer(s3_config), CamPlus()
     _save(directory / weights.LM_FILE, published(lm, weights.lm(config.lm)), values, dtype)
     _save(directory / weights.FLOW_FILE, published(flow, weights.flow(config.flow)), values, dtype)
-    shapes = weight_normed(
-        published(vocoder, weights.vocoder(config.vocoder)), weights.plain_convolutions(config.vocoder)
-    )
+    shapes = weight_normed(published(vocoder, weights.vocoder(config.vocoder)), weights.is_weight_normed)
     _save(
         directory / weights.VOCODER_FILE,
         {_newer(name): shape for name, shape in shapes.items()},

@@ -143,9 +143,9 @@ def vocoder(config: VocoderConfig, prefix: str = "") -> dict[str, str]:
     return {f"{prefix}{theirs}": ours for theirs, ours in (names | _both(pairs)).items()}
 
 
-def plain_convolutions(config: VocoderConfig, prefix: str = "") -> frozenset[str]:
-    """Those of hift.pt without weight norm."""
-    return frozenset(f"{prefix}source_downs.{i}.weight" for i in range(len(config.rates)))
+def is_weight_normed(name: str) -> bool:
+    """Of hift.pt."""
+    return "source_downs." not in name
 
 
 def s3_tokenizer(config: S3Config) -> dict[str, str]:
