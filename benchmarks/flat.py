@@ -12,6 +12,7 @@ import json
 import resource
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ def stretches(family: Family[Any], offset: int, num_frames: int) -> list[tuple[i
 
 @torch.inference_mode()
 def measure(family: Family[Any], minutes: float) -> dict[str, Any]:
+    """The renderer alone: what the LM has positions for does not bound it."""
     spec = family.spec
-    num_frames = min(round(60 * minutes * spec.frame_rate_hz), spec.max_frames)
+    num_frames = round(60 * minutes * spec.frame_rate_hz)
     prompt = next(family.prompts(first_request(family, max_frames=50)))
     spoken = zoo.generate(family, first_request(family, max_frames=50)).frames
     prompt.max_frames = num_frames
+    family.spec = replace(spec, max_frames=num_frames)
     state = family.state(1, num_frames)
     family.admit(state, 0, prompt)
     repeats = -(-num_frames // len(spoken))
