@@ -329,6 +329,12 @@ class State:
         else:
             row[0, : len(given)] = given.to(row)
 
+    def take_row(self, slot: int, source: State) -> None:
+        """Make a slot all that slot 0 of `source` is: both states are of one family."""
+        for name, value in vars(source).items():
+            if isinstance(value, Tensor) and name != "noise":
+                getattr(self, name)[slot] = value[0]
+
     def last_frame(self, slots: Tensor) -> Tensor:
         """The latest frame on each tape [B, *frame]; anything where there is none yet."""
         return self.tape[slots, (self.ready[slots] - 1).clamp(min=0)]

@@ -138,12 +138,12 @@ def follow_pass(
     gaps, served = [], worker.runner.state
     while not state.done[0]:
         first = int(state.ready[0])
-        copy_slot(state, served, job.slot)
+        served.take_row(job.slot, state)
         with kernels.plain():
             plain.step(state, batches.step())
         launch_step(worker)
         gaps.append(gap(state, served, job.slot, first))
-    copy_slot(state, served, job.slot)
+    served.take_row(job.slot, state)
     render_all(worker, job, int(state.ready[0]))
     worker.release(job)
     return gaps
@@ -174,13 +174,6 @@ def render_whole(plain: Family[Any], state: State) -> np.ndarray:
     with kernels.plain():
         samples, valid = plain.render(state, view)
     return samples[0, : int(valid[0])].cpu().numpy()
-
-
-def copy_slot(source: State, target: State, slot: int) -> None:
-    """All of source's slot 0."""
-    for name, value in vars(source).items():
-        if isinstance(value, Tensor):
-            getattr(target, name)[slot] = value[0]
 
 
 def gap(state: State, served: State, slot: int, first: int) -> float:

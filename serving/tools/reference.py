@@ -35,7 +35,12 @@ def run(family: str, python: str, order: dict[str, Any]) -> dict[str, Any]:
     """python: of the reference's environment. Raises ValueError if it cannot be run."""
     path = script(family)
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [python, "-P", str(path), json.dumps(order)]  # -P: the script's folder has modules of usual names
+    command = [
+        python,
+        "-P",
+        str(path),
+        json.dumps(order),
+    ]  # -P: the script's folder has modules of usual names
     try:
         ran = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=env, text=True)
     except (OSError, subprocess.CalledProcessError) as error:

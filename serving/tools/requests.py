@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zoo.contract import Family, Option, Prompt
 from zoo.request import AudioClip, Reference, Request, RequestError
@@ -99,7 +100,11 @@ def _other_choices(option: Option) -> list[bool | str]:
 
 def _signature(prompt: Prompt) -> tuple[Any, ...]:
     """What the model reads: equal for equal prompts."""
-    rows = ((name, torch.as_tensor(value).flatten().tolist()) for name, value in sorted(prompt.slot.items()))
+    # What is neither a number nor a tensor belongs to a reference, whose positions the keys name.
+    plain = {
+        name: value for name, value in prompt.slot.items() if isinstance(value, bool | int | float | Tensor)
+    }
+    rows = ((name, torch.as_tensor(value).flatten().tolist()) for name, value in sorted(plain.items()))
     return tuple(lane.prefix_keys for lane in prompt.lanes), tuple((name, *row) for name, row in rows)
 
 

@@ -130,6 +130,11 @@ class CosyVoice2State(State):
         self.add("phase", config.vocoder.harmonics, dtype=torch.float64)
         self.flow = FlowCache(family.flow, slots + 1, family.past_tokens)
 
+    def take_row(self, slot: int, source: State) -> None:
+        super().take_row(slot, source)
+        assert isinstance(source, CosyVoice2State), f"a row of {type(source).__name__}"
+        self.flow.put(slot, source.flow)
+
 
 class CosyVoice2(Family[CosyVoice2State]):
     def __init__(
