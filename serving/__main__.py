@@ -96,6 +96,9 @@ def serve(
     allow_url_references: Annotated[
         bool, Option(help="Fetch reference audio from URLs that clients send.")
     ] = False,
+    grace_s: Annotated[
+        int, Option(min=0, help="How long open answers may go on when the server is stopped.")
+    ] = 5,
 ) -> int:
     """Serve models over HTTP, as OpenAI's speech API."""
     from serving import supervisor
@@ -126,7 +129,7 @@ def serve(
         "voices": max_voices,
     }
     http = {"limits": limits, "voices_dir": None if voices_dir is None else str(voices_dir.resolve())}
-    return supervisor.serve(host, port, engine, http, env)
+    return supervisor.serve(host, port, engine, http, env, grace_s)
 
 
 @app.command()

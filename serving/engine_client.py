@@ -37,6 +37,7 @@ class EngineClient:
         self.stats: protocol.Stats | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self._is_closed = False
 
     async def run(self) -> None:
         while True:
@@ -64,7 +65,7 @@ class EngineClient:
         is_pinned: bool = False,
     ) -> Iterator[Inbox]:
         """Sends the request and gives the inbox of its answers; leaving early cancels it. Raises Away."""
-        if self._writer is None or self.status.state != "ready":
+        if self._is_closed or self._writer is None or self.status.state != "ready":
             raise Away(self.status)
         inbox = self._inboxes[id] = asyncio.Queue()
         self._writer.write(protocol.pack(protocol.Speak(id, model, request, list(references), is_pinned)))
@@ -77,7 +78,8 @@ class EngineClient:
     def _take(self, message: protocol.ToHTTP) -> None:
         match message:
             case protocol.Status():
-                self.status = message
+                if not self._is_closed:
+                    self.status = message
             case protocol.Models(models):
                 self.models = models
             case protocol.Stats():
@@ -89,12 +91,22 @@ class EngineClient:
                 if (inbox := self._inboxes.pop(id, None)) is not None:
                     inbox.put_nowait(message)
 
+    def close(self, why: str) -> None:
+        """No request is taken any more, and those that are open fail."""
+        self._is_closed = True
+        self.status = protocol.Status("away", detail=why)
+        self._fail_all(why)
+
     def _lost(self) -> None:
         assert self._writer is not None
         self._writer.close()
         self._writer = None
-        self.status = protocol.Status("away", detail="it stopped and is being started again")
+        if not self._is_closed:
+            self.status = protocol.Status("away", detail="it stopped and is being started again")
         self.stats = None
+        self._fail_all("the engine stopped while it worked on this request")
+
+    def _fail_all(self, why: str) -> None:
         for id, inbox in self._inboxes.items():
-            inbox.put_nowait(protocol.Failed(id, "the engine stopped while it worked on this request", status=503))
+            inbox.put_nowait(protocol.Failed(id, why, 503, "engine_stopped"))
         self._inboxes.clear()

@@ -28,7 +28,8 @@ REFUSED = 2  # the exit status of a child that says itself what is wrong
 STEADY_S = 60.0  # a child that lived this long starts with a clean record
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.5
-GRACE_S = 5  # for open streams, when the server is stopped
+GRACE_S = 5  # for open answers, when the server is stopped
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 KILL_AFTER_S = 5  # and then for the processes themselves
 
 
@@ -125,19 +126,26 @@ class Child:
                 self.process.kill()
 
 
-def serve(host: str, port: int, engine: dict[str, Any], http: dict[str, Any], env: dict[str, str]) -> int:
+def serve(
+    host: str,
+    port: int,
+    engine: dict[str, Any],
+    http: dict[str, Any],
+    env: dict[str, str],
+    grace_s: int = GRACE_S,
+) -> int:
     """Until a signal ends it -> the exit status. `engine` and `http`: fields of engine_process.Options and of
-    app.Options. Raises ValueError."""
+    app.Options; grace_s: for open answers, when the server is stopped. Raises ValueError."""
     with bind(host, port) as listener, socket_directory() as directory:
         parent_fd, write_end = os.pipe()
         path = f"{directory}/engine.sock"
         engine |= {"socket": path, "parent_fd": parent_fd}
-        http |= {"socket": path, "parent_fd": parent_fd, "fd": listener.fileno(), "grace_s": GRACE_S}
+        http |= {"socket": path, "parent_fd": parent_fd, "fd": listener.fileno(), "grace_s": grace_s}
         python = [sys.executable, "-m"]
         engine_command = [*python, "serving.engine.engine_process", json.dumps(engine)]
         http_command = [*python, "serving.http.app", json.dumps(http)]
         try:
-            return asyncio.run(run(engine_command, http_command, listener, path, parent_fd, env))
+            return asyncio.run(run(engine_command, http_command, listener, path, parent_fd, env, grace_s))
         finally:
             os.close(write_end)
             os.close(parent_fd)
@@ -150,6 +158,7 @@ async def run(
     path: str,
     parent_fd: int,
     env: dict[str, str],
+    grace_s: int = GRACE_S,
 ) -> int:
     """Runs both commands until a signal, or until one ends for good. Returns the exit status."""
     engine = Child("engine", engine_command, [parent_fd], env, is_proven=False)
@@ -162,8 +171,9 @@ async def run(
             engine.kill()
         signalled.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+            asyncio.get_running_loop().add_signal_handler(number, stop)
     endings = [asyncio.create_task(child.supervise()) for child in (engine, http)]
     watching = asyncio.create_task(watch(path, engine, url(listener)))
     waiting = asyncio.create_task(signalled.wait())
@@ -171,7 +181,7 @@ async def run(
     if waiting in done:
         log_line("stopping")
     listener.close()
-    await http.stop(GRACE_S + KILL_AFTER_S)  # first: open streams may still end
+    await http.stop(grace_s + KILL_AFTER_S)  # first: open answers may still end
     await engine.stop(KILL_AFTER_S)
     for task in pending:
         task.cancel()

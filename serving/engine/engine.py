@@ -37,6 +37,7 @@ from zoo.contract import Family, Prompt, Request, RequestError
 __all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Text"]
 
 
+STOPPED = "the engine stopped while it worked on this request"
 INTERNAL = "an error in the engine; its log says more"
 
 log = structlog.get_logger()
@@ -165,7 +166,7 @@ class Engine:
             self._wake.notify()
 
     def stop(self) -> None:
-        """End `run`; requests under way end as cancelled."""
+        """End `run`; requests under way fail: nobody asked for their end."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -192,10 +193,9 @@ class Engine:
                 if not self.turn():
                     with self._wake:
                         self._wake.wait_for(lambda: self._has_news or self._is_stopping)
-            self._end_all(Job.cancelled)
+            self._end_all(Failed(STOPPED, code="engine_stopped"))
         except BaseException as error:
-            failed = Failed(f"the engine stopped: {error}")
-            self._end_all(lambda job: failed)
+            self._end_all(Failed(f"the engine stopped: {error}"))
             raise
         finally:
             self._composer.shutdown(wait=False, cancel_futures=True)
@@ -318,15 +318,15 @@ class Engine:
         job.model.release(job)
         job.deliver(last)
 
-    def _end_all(self, event: Callable[[Job], Event]) -> None:
+    def _end_all(self, last: Failed) -> None:
         with self._wake:
             self._is_over = True
             late = list(self._inbox)
             self._inbox.clear()
         for job in tuple(self._known.values()):
-            self._release(job, event(job))
+            self._release(job, last)
         for job in late:
-            job.deliver(event(job))
+            job.deliver(last)
 
 
 def usual_kv_bytes(family: Family[Any], max_slots: int) -> int:

@@ -37,9 +37,8 @@ from zoo.contract import Family, Spec
 from zoo.request import AudioClip, Option, Reference, Request, RequestError
 
 REFUSED = 2
-STATUS = {
-    "no_audio": 422
-}  # of a code: the request was understood, and asking for it again would end the same way
+# Of a code. 422: the request was understood, and asking for it again would end the same way.
+STATUS = {"no_audio": 422, "engine_stopped": 503}
 PROMPT_THREADS = 2
 STATS_S = 1.0
 
@@ -179,11 +178,6 @@ class Bridge:
                 client.send(protocol.Audio(id, pcm16(event.samples), event.frames))
             case Text():
                 client.send(protocol.Text(id, event.text))
-            case Finished(reason="cancelled"):  # by nobody who is still here: the engine stops
-                client.open.discard(id)
-                client.send(
-                    protocol.Failed(id, "the engine stopped while it worked on this request", status=503)
-                )
             case Finished():
                 client.open.discard(id)
                 client.send(protocol.Finished(id, event.reason, event.frames, event.usage))
@@ -248,7 +242,7 @@ def load(models: dict[str, str], device: str | None, dtype: str | None, progress
 
 
 def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
-    """Calls `stop` on the loop's thread after SIGTERM or SIGINT. To be called on the main thread.
+    """Calls `stop` on the loop's thread after SIGTERM, SIGINT or SIGHUP. To be called on the main thread.
 
     A handler would wait for the main thread, which may wait for a lock or for the device, and is not woken
     where the system interrupts another one. The byte that Python writes to the wake-up socket waits for
@@ -263,7 +257,7 @@ def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) ->
 
     loop.call_soon_threadsafe(loop.add_reader, reader, read)
     signal.set_wakeup_fd(writer.detach())  # open for as long as the process lives
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 

@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import uvicorn
 from litestar import Litestar, Router
 from litestar.datastructures import State
 from litestar.di import Provide
@@ -28,6 +27,7 @@ from serving.engine_client import EngineClient
 from serving.exit_with_parent import exit_with_parent
 from serving.http import openapi
 from serving.http.errors import answer_error
+from serving.http.listener import Listener
 from serving.http.routes.models import list_models, one_model
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
@@ -100,11 +100,9 @@ def main() -> None:
     if options.parent_fd is not None:
         exit_with_parent(options.parent_fd)
     api_key = os.environ.get("ZOO_API_KEY") or None
-    app = create_app(
-        EngineClient(options.socket), api_key=api_key, limits=options.limits, voices_dir=options.voices_dir
-    )
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=options.grace_s)
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=options.fd)])
+    engine = EngineClient(options.socket)
+    app = create_app(engine, api_key=api_key, limits=options.limits, voices_dir=options.voices_dir)
+    Listener(app, engine, options.grace_s).run(sockets=[socket.socket(fileno=options.fd)])
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ import threading
 import time
 
 import httpx
-import uvicorn
 from fake_engine import MODEL, FakeEngine
 
 from serving.engine_client import EngineClient
 from serving.http.app import create_app
+from serving.http.listener import Listener
 
 
 class Server:
@@ -22,9 +22,8 @@ class Server:
         self.path = str(directory / "engine.sock")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        app = create_app(EngineClient(self.path), **options)
-        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-        self.uvicorn = uvicorn.Server(config)
+        client = EngineClient(self.path)
+        self.uvicorn = Listener(create_app(client, **options), client, grace_s=1)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])])
         self.http = httpx.Client(base_url=self.url, timeout=10)

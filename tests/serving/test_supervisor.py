@@ -143,12 +143,13 @@ def test_an_engine_that_dies_again_and_again_is_given_up(start, capfd):
     assert said.count("starting it again") == supervisor.MAX_DEATHS and "giving up" in said
 
 
-def test_a_signal_ends_all_with_open_streams(start):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_with_open_streams(start, number):
     async def scene():
         async with start() as (task, client):
             await until_ready(client)
             async with client.stream("POST", "/v1/audio/speech", json={"input": "hold 1", "response_format": "wav"}) as answer:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
                 with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
                     await answer.aread()
             async with asyncio.timeout(5):
@@ -156,6 +157,21 @@ def test_a_signal_ends_all_with_open_streams(start):
             assert not children()
 
     asyncio.run(scene())
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(start):
+    async def scene():
+        async with start() as (task, client):
+            await until_ready(client)
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.3)
+            assert not task.done() and (await speak(client, "frames 1")).status_code == 200
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(scene())
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @needs_proc

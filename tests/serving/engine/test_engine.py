@@ -12,7 +12,7 @@ import torch
 from models import Clock, Listener, alone, family, requests, serve
 
 from compile_cache.strategy import Strategy, Whole
-from serving.engine.engine import Audio, Engine, Failed, Finished, Full
+from serving.engine.engine import STOPPED, Audio, Engine, Failed, Finished, Full
 from serving.engine.job import NO_AUDIO
 from serving.engine.model_worker import ModelWorker
 from serving.engine.runner import PAGE_TOKENS, token_bytes
@@ -310,7 +310,7 @@ def test_speaking_from_many_threads():
         np.testing.assert_allclose(heard.samples, whole, rtol=0, atol=1e-6)
 
 
-def test_stop_ends_whoever_is_there_as_cancelled():
+def test_stop_fails_whoever_is_there():
     """One speaks, one waits for the slot."""
     speaking, waiting = Listener(), Listener()
     with Running(engine(max_slots=1)) as single:
@@ -326,8 +326,8 @@ def test_stop_ends_whoever_is_there_as_cancelled():
         single.stop()
         hold.set()
         assert speaking.ended.wait(60) and waiting.ended.wait(60)
-    assert speaking.end.reason == waiting.end.reason == "cancelled"
-    assert waiting.end.frames == 0 and speaking.end.frames > 0
+    assert speaking.end == waiting.end == Failed(STOPPED, code="engine_stopped")
+    assert waiting.frames == 0 and speaking.frames > 0
     assert numbers(single)["running"] == numbers(single)["waiting"] == 0
 
 

@@ -244,9 +244,8 @@ def test_an_engine_that_stops_does_not_pass_off_a_part_as_the_whole(bridge, engi
     peer.next(), peer.next()
     peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
     until(lambda: "r" in engine.deliver)
-    engine.deliver["r"](Finished("cancelled", 3, {}))
-    failed = peer.next()
-    assert isinstance(failed, protocol.Failed) and failed.status == 503
+    engine.deliver["r"](Failed("the engine stopped", code="engine_stopped"))
+    assert peer.next() == protocol.Failed("r", "the engine stopped", 503, "engine_stopped")
 
 
 def test_what_a_model_takes_is_described():

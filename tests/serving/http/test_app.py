@@ -1,11 +1,13 @@
 """The HTTP process on a real port, against an engine process without a model (fake_engine.py)."""
 
+import asyncio
 import io
 import json
 import socket
 import subprocess
 import sys
 import threading
+import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
 
@@ -422,7 +424,7 @@ def test_an_engine_that_goes_away_and_comes_back(mortal):
 
 def test_an_engine_that_dies_before_any_audio_is_a_503(mortal):
     answer = mortal.speak("die")
-    assert error(answer, 503)["code"] == "engine_failed" and "retry-after" in answer.headers
+    assert error(answer, 503)["code"] == "engine_stopped" and "retry-after" in answer.headers
 
 
 def test_a_shutdown_breaks_what_is_still_open_after_its_grace(mortal):
@@ -432,6 +434,48 @@ def test_a_shutdown_breaks_what_is_still_open_after_its_grace(mortal):
         mortal.uvicorn.should_exit = True
         list(chunks)
     until(lambda: not mortal.thread.is_alive())
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream_format": "sse"}])
+def test_a_shutdown_refuses_what_is_still_queued_after_its_grace(mortal, caplog, fields):
+    waiting = ThreadPoolExecutor(1).submit(mortal.speak, "queued", **fields)
+    until(lambda: mortal.engine.asked)
+    mortal.uvicorn.should_exit = True
+    answer = waiting.result(10)
+    assert error(answer, 503)["message"] == "this server is stopping" and answer.headers["retry-after"] == "1"
+    until(lambda: not mortal.thread.is_alive())
+    assert "Traceback" not in caplog.text and "Exception" not in caplog.text
+
+
+def test_a_shutdown_ends_events_with_an_error(mortal):
+    with mortal.stream("hold 1", stream_format="sse") as answer:
+        lines = answer.iter_lines()
+        assert "speech.audio.delta" in next(lines)
+        mortal.uvicorn.should_exit = True
+        assert '"this server is stopping"' in [line for line in lines if line][-1]
+
+
+def test_a_shutdown_refuses_a_file_that_is_not_whole(mortal):
+    waiting = ThreadPoolExecutor(1).submit(mortal.speak, "hold 2", stream=False)
+    until(lambda: mortal.engine.asked)
+    mortal.uvicorn.should_exit = True
+    assert error(waiting.result(10), 503)["code"] == "engine_stopped"
+
+
+def test_a_shutdown_does_not_wait_for_what_never_reaches_the_engine(tmp_path, monkeypatch, caplog):
+    """A reference that is still being read: its task is cancelled, and that is a 503 too."""
+
+    async def find(self, request, model):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("serving.http.listener.LAST_WORDS_S", 0)
+    monkeypatch.setattr("serving.http.references.References.find", find)
+    with Server(tmp_path) as mortal:
+        waiting = ThreadPoolExecutor(1).submit(mortal.speak, "frames 1")
+        time.sleep(0.3)
+        mortal.uvicorn.should_exit = True
+        assert error(waiting.result(10), 503)["message"] == "this server is stopping"
+    assert "Traceback" not in caplog.text
 
 
 def test_a_shutdown_lets_a_stream_end_within_its_grace(mortal):

@@ -1,0 +1,36 @@
+"""Attacks a server on this machine, and says what it tried and what failed.
+
+    python -m tests.attack [NAME ...]
+
+Every attack starts servers of its own on loopback ports, with tiny demo checkpoints, and is bounded in time and memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.attack import stopping
+from tests.attack.report import Row, table
+
+ATTACKS = {"stopping": stopping.attack}
+
+
+def main(names: list[str]) -> int:
+    if unknown := set(names) - set(ATTACKS):
+        print(f"there is no attack {', '.join(sorted(unknown))}; there is: {', '.join(ATTACKS)}", file=sys.stderr)
+        return 2
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="zoo-attack-") as directory:
+        for name in names or ATTACKS:
+            began = time.monotonic()
+            rows += ATTACKS[name](Path(directory))
+            print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(table(rows))
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""What an attack gives back: how often it tried, and how often the server failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """failed: of the tries, those after which the server was not as it must be. seen: figures, in words."""
+
+    attack: str
+    tried: int
+    failed: int
+    seen: str = ""
+
+
+def table(rows: Sequence[Row]) -> str:
+    width = max(len(row.attack) for row in rows)
+    lines = [f"{'attack':{width}}  {'tried':>6}  {'failed':>6}  seen"]
+    lines += [f"{row.attack:{width}}  {row.tried:6}  {row.failed:6}  {row.seen}" for row in rows]
+    return "\n".join(lines)

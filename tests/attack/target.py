@@ -1,0 +1,122 @@
+"""What is attacked: `zoo serve` on a tiny demo checkpoint, in processes of its own, on a loopback port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+START_S = 120.0
+CHILDREN = {"engine": "serving.engine.engine_process", "http": "serving.http.app"}
+
+
+class Target:
+    """Started on entering, ended on leaving. `said` is what it wrote on stderr so far."""
+
+    def __init__(self, model: str, directory: Path, *options: str, **env: str):
+        self.model, self.directory, self.options = model, directory, options
+        self.env = {"OMP_NUM_THREADS": "1", **os.environ, "ZOO_CACHE_DIR": str(directory / "cache"), **env}
+        self.lines: list[str] = []
+        self.url = ""
+
+    def __enter__(self) -> Target:
+        self.process = subprocess.Popen(self.command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=self.env)
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        until(lambda: "ready on" in self.said or self.process.poll() is not None, START_S)
+        assert self.process.poll() is None, self.said
+        match = re.search(r"ready on (\S+)", self.said)
+        assert match is not None, self.said
+        self.url = match[1]
+        self.http = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(max_connections=None))
+        self.pids = {name: self._pid(module) for name, module in CHILDREN.items()}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.http.close()
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        for name in CHILDREN:
+            self.signal(name, signal.SIGCONT)
+        self.reader.join(20)
+
+    @property
+    def command(self) -> list[str]:
+        demo = self.directory / self.model
+        if not demo.exists():
+            write_demo(demo, self.model)
+        quick = ["--no-compile", "--no-warm", "--device", "cpu", "--port", "0"]
+        voices = ["--voices-dir", str(self.directory / "voices")]
+        return [sys.executable, "-m", "serving", "serve", str(demo), *quick, *voices, *self.options]
+
+    @property
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None, "stderr is a pipe"
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    def _pid(self, module: str) -> int:
+        """Of the newest child that runs a module."""
+        found = [pid for pid in children(self.process.pid) if module in command_line(pid)]
+        return max(found)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """To `engine`, `http` or `supervisor`, if it is there."""
+        try:
+            os.kill(self.process.pid if name == "supervisor" else self.pids[name], number)
+        except ProcessLookupError:
+            pass
+
+    def resident_bytes(self, name: str) -> int:
+        status = Path(f"/proc/{self.pids[name]}/status").read_text()
+        match = re.search(r"VmRSS:\s+(\d+) kB", status)
+        assert match is not None, status
+        return int(match[1]) << 10
+
+    def speak(self, text: str = "Hello.", **fields: object) -> httpx.Response:
+        body = {"input": text, "response_format": "wav", "max_new_tokens": 2, **fields}
+        return self.http.post("/v1/audio/speech", json=body)
+
+
+def write_demo(directory: Path, size: str) -> None:
+    script = "import sys; from zoo.qwen3_tts import write_demo; write_demo(sys.argv[1], sys.argv[2])"
+    subprocess.run([sys.executable, "-c", script, str(directory), size], cwd=ROOT, check=True)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def until(fact: Callable[[], bool], seconds: float) -> bool:
+    """Whether it came true in time."""
+    end = time.monotonic() + seconds
+    while not fact():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
