@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, overload
 
 import structlog
 from litestar import Request, Response
@@ -13,6 +13,8 @@ from serving.engine_client import Away
 from serving.http.schemas import FIELDS, Error, ErrorBody
 
 AWAY_RETRY_S = 1
+MAX_ECHO_CHARS = 100
+MAX_MESSAGE_CHARS = 4000
 
 log = structlog.get_logger()
 
@@ -38,7 +40,20 @@ def refusal(
 def error_of(refused: HTTPException) -> Error:
     extra = refused.extra if isinstance(refused.extra, dict) else {}
     kind = "invalid_request_error" if refused.status_code < 500 else "server_error"
-    return Error(refused.detail, kind, extra.get("param"), extra.get("code"))
+    return Error(cut(refused.detail, MAX_MESSAGE_CHARS), kind, cut(extra.get("param")), extra.get("code"))
+
+
+@overload
+def cut(text: str, max_chars: int = ...) -> str: ...
+
+
+@overload
+def cut(text: None, max_chars: int = ...) -> None: ...
+
+
+def cut(text: str | None, max_chars: int = MAX_ECHO_CHARS) -> str | None:
+    """What a client sent comes back to it, and into the log, but not all of it."""
+    return text if text is None or len(text) <= max_chars else text[:max_chars] + "..."
 
 
 def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
@@ -59,15 +74,15 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         case UnicodeDecodeError() | LookupError() if type(error) in (UnicodeDecodeError, LookupError):  # a charset that is none
             error = refusal(400, "a field of the form is not text in UTF-8")
         case HTTPException(status_code=404, extra=None):
-            error = refusal(404, f"there is no {request.url.path} here; GET /schema lists what there is", code="not_found")
+            error = refusal(404, f"there is no {cut(request.url.path)} here; GET /schema lists what there is", code="not_found")
         case HTTPException(status_code=413, extra=None):
             max_bytes = request.route_handler.resolve_request_max_body_size()
             error = refusal(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     if not isinstance(error, HTTPException):
-        log.error("unexpected", path=request.url.path, exc_info=error)
+        log.error("unexpected", path=cut(path), exc_info=error)
         error = refusal(500, "an error in this server; its log says more")
     body = error_of(error)
-    log.info("refused", path=request.url.path, status=error.status_code, error=body.message, param=body.param, code=body.code)
+    log.info("refused", path=cut(path), status=error.status_code, error=body.message, param=body.param, code=body.code)
     if path == "/v1/audio/speech":
         request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))
     return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
@@ -90,7 +105,7 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
     if field in fields:
         return refusal(400, f"{key}: {message.lower()}; {field} takes {fields[field]}", field)
     if unknown := re.search("unknown field `(.*)`", message):
-        return refusal(400, f"there is no field {unknown[1]!r}; the fields are: {', '.join(fields)}", unknown[1], "unknown_field")
+        return refusal(400, f"there is no field {cut(unknown[1])!r}; the fields are: {', '.join(fields)}", unknown[1], "unknown_field")
     if missing := re.search("missing required field `(.*)`", message):
         return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
     return refusal(400, f"the body must be an object with the field {next(iter(fields))}: {message.lower()}")

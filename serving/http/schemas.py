@@ -11,6 +11,9 @@ from msgspec import Meta
 
 from serving import protocol
 
+Words = Annotated[str, Meta(max_length=4096)]  # bounded: a text is tokenized before the model looks at it
+Name = Annotated[str, Meta(max_length=256)]
+MAX_OPTION_CHARS = 1000
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -37,7 +40,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Voice(msgspec.Struct, forbid_unknown_fields=True):
-    id: str
+    id: Name
 
 
 class ReferenceItem(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,8 +48,8 @@ class ReferenceItem(msgspec.Struct, forbid_unknown_fields=True):
 
     audio: str | None = None
     ref_audio: str | None = None
-    text: str | None = None
-    speaker: str | None = None
+    text: Words | None = None
+    speaker: Name | None = None
 
 
 class GivenReference(NamedTuple):
@@ -62,12 +65,15 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     /v1/models). What is left out, or null, is the model's own default."""
 
     input: Annotated[str, Meta(description="the text to speak")]
-    model: Annotated[str | None, Meta(description="the id of a served model (GET /v1/models); needed where there are several")] = None
+    model: Annotated[Name | None, Meta(description="the id of a served model (GET /v1/models); needed where there are several")] = None
     voice: Annotated[
-        str | Voice | None, Meta(description='the name of a voice, the model\'s or an uploaded one (GET /v1/audio/voices), or {"id": name}')
+        Name | Voice | None, Meta(description='the name of a voice, the model\'s or an uploaded one (GET /v1/audio/voices), or {"id": name}')
     ] = None
-    instructions: Annotated[str | None, Meta(description="how to speak, in words, for models that follow instructions")] = None
-    language: Annotated[str | None, Meta(description="one of the model's languages (GET /v1/models)")] = None
+    instructions: Annotated[
+        Words | None,
+        Meta(description="how to speak, in up to 4096 characters, for models that follow instructions"),
+    ] = None
+    language: Annotated[Name | None, Meta(description="one of the model's languages (GET /v1/models)")] = None
     task_type: Annotated[
         Literal["CustomVoice", "VoiceDesign", "Base"] | None,
         Meta(
@@ -78,7 +84,9 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     ref_audio: Annotated[
         str | None, Meta(description="a recording of the voice to speak in: a data URL or base64; a URL where the server allows it")
     ] = None
-    ref_text: Annotated[str | None, Meta(description="what ref_audio says, word for word")] = None
+    ref_text: Annotated[
+        Words | None, Meta(description="what ref_audio says, word for word, in up to 4096 characters")
+    ] = None
     references: Annotated[
         Annotated[list[ReferenceItem], Meta(max_length=16)] | None,
         Meta(
@@ -185,12 +193,21 @@ SOUND_ONLY = "x_vector_only_mode"  # an option of models that can do without wha
 class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/audio/voices, a multipart form."""
 
-    name: Annotated[str, Meta(description="the voice's name: letters, digits, '_', '-' and '.'; upper and lower case are the same")]
+    name: Annotated[Name, Meta(description="the voice's name: letters, digits, '_', '-' and '.'; upper and lower case are the same")]
     audio_sample: Annotated[UploadFile, Meta(description="a file with a recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM")]
     ref_text: Annotated[
-        str | None, Meta(description="what the sample says, word for word; without it only the sound of the voice is taken from it")
+        Words | None,
+        Meta(
+            description="what the sample says, word for word, in up to 4096 characters; without it only the sound "
+            "of the voice is taken from it"
+        ),
     ] = None
-    consent: Annotated[str | None, Meta(description="whatever proves the speaker's consent; kept with the voice")] = None
+    consent: Annotated[
+        Words | None,
+        Meta(
+            description="whatever proves the speaker's consent, in up to 4096 characters; kept with the voice"
+        ),
+    ] = None
     type: Annotated[Literal["audio_sample"], Meta(description="audio_sample")] = "audio_sample"
 
 

@@ -12,7 +12,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 
 from serving.engine_client import Away, EngineClient
-from serving.http.errors import refusal
+from serving.http.errors import cut, refusal
 from serving.http.metrics import Metrics
 from serving.http.references import References
 from serving.http.schemas import ErrorBody, Limits, Model
@@ -55,7 +55,7 @@ class Server:
         """Raises Away, and the refusal."""
         models = {model.id: model for model in self.models}
         if id not in models:
-            message = f"model {id!r} is not served here; there is: {', '.join(models)}"
+            message = f"model {cut(id)!r} is not served here; there is: {', '.join(models)}"
             raise refusal(404, message, "model", "model_not_found")
         return models[id]
 

@@ -12,10 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.attack import stopping
+from tests.attack import flooding, stopping
 from tests.attack.report import Row, table
 
-ATTACKS = {"stopping": stopping.attack}
+ATTACKS = {"stopping": stopping.attack, "long-texts": flooding.long_texts}
 
 
 def main(names: list[str]) -> int:

@@ -10,8 +10,16 @@ from litestar.exceptions import HTTPException
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ASGIApp
 
-from serving.http.errors import refusal
-from serving.http.schemas import FIELDS, TASK_MODE, ErrorBody, Limits, Model, SpeechRequest
+from serving.http.errors import cut, refusal
+from serving.http.schemas import (
+    FIELDS,
+    MAX_OPTION_CHARS,
+    TASK_MODE,
+    ErrorBody,
+    Limits,
+    Model,
+    SpeechRequest,
+)
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.speech import Speech
 
@@ -51,16 +59,28 @@ def options_of(body: dict[str, Any], model: Model) -> dict[str, Any]:
     for name, value in given.items():
         if name not in possible:
             raise unknown_field(name, model, possible)
-        if isinstance(value, list | dict) or (isinstance(value, int) and not MIN_INT <= value <= MAX_INT):
+        if not is_simple(value):
             raise refusal(400, f"{name} is {str(value)[:80]}; possible: {possible[name].possible}", name)
     return {name: value for name, value in given.items() if value is not None}
+
+
+def is_simple(value: object) -> bool:
+    """Whether it may be an option's value, of whatever type: the engine looks closer."""
+    match value:
+        case list() | dict():
+            return False
+        case str():
+            return len(value) <= MAX_OPTION_CHARS
+        case int():
+            return MIN_INT <= value <= MAX_INT
+    return True
 
 
 def unknown_field(name: str, model: Model, options: Iterable[str]) -> HTTPException:
     own = ", ".join(options) or "none"
     fields = ", ".join(FIELDS[PATH])
     message = (
-        f"there is no field {name!r}; the fields are: {fields}; and as options of model {model.id!r}: {own}"
+        f"there is no field {cut(name)!r}; the fields are: {fields}; and as options of model {model.id!r}: {own}"
     )
     return refusal(400, message, name, "unknown_field")
 

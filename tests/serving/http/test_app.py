@@ -238,13 +238,27 @@ BAD_FIELDS = [
         "no field 'temprature'; the fields are: input, model, voice",
     ),
     ({"voice": "vivian"}, "input", "input is missing"),
+    ({"input": "x", "instructions": "x" * 4097}, "instructions", "length <= 4096.*in up to 4096 characters"),
+    ({"input": "x", "ref_audio": "", "ref_text": "x" * 4097}, "ref_text", "length <= 4096"),
+    ({"input": "x", "references": [{"audio": "", "text": "x" * 4097}]}, "references", "length <= 4096"),
+    ({"input": "x", "references": [{"audio": "", "speaker": "x" * 257}]}, "references", "length <= 256"),
+    ({"input": "x", "language": "x" * 257}, "language", "length <= 256"),
+    ({"input": "x", "voice": "x" * 257}, "voice", "length <= 256"),
+    ({"input": "x", "voice": {"id": "x" * 257}}, "voice", "length <= 256"),
+    ({"input": "x", "model": "x" * 257}, "model", "length <= 256"),
+    ({"input": "x", "text_mode": "x" * 1001}, "text_mode", "possible: full, interleaved"),
+    (
+        {"input": "x", "y" * 9_000_000: 1},
+        "y" * 100 + "...",
+        r"no field 'yyy.*\.\.\.'; the fields are: input",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("body", "param", "says"), BAD_FIELDS, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD_FIELDS)])
 def test_a_wrong_field_is_named_with_what_is_possible(server, body, param, says):
     fault = error(server.http.post("/v1/audio/speech", json=body), 400)
-    assert fault["param"] == param
+    assert fault["param"] == param and len(fault["message"]) < 1500
     with pytest.raises(ValueError, match=says):
         raise ValueError(fault["message"])
 
@@ -495,3 +509,17 @@ def test_the_api_key_guards_v1_alone(tmp_path):
                 assert error(ask, 401)["code"] == "invalid_api_key"
         assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
         assert server.http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["instructions", "language", "voice", "model", "ref_text", "references"])
+def test_a_text_without_end_is_refused_before_the_engine_hears_of_it(server, field):
+    asked = len(server.engine.asked)
+    long = "word " * 1_000_000
+    value = [{"audio": "", "text": long}] if field == "references" else long
+    assert error(server.speak("frames 1", **{field: value}), 400)["param"] == field
+    assert len(server.engine.asked) == asked
+
+
+def test_what_a_client_sent_does_not_come_back_whole(server):
+    answers = [server.http.get("/v1/" + "x" * 9000), server.http.get("/v1/models/" + "x" * 9000)]
+    assert [len(error(answer, 404)["message"]) < 300 for answer in answers] == [True, True]

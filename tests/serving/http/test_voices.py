@@ -406,3 +406,11 @@ BAD_COMMANDS = [
 def test_a_bad_voices_command_is_one_line(tmp_path, arguments, says):
     done = zoo("voices", *arguments, *(["--voices-dir", tmp_path] if len(arguments) > 1 else []))
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("field", ["name", "ref_text", "consent"])
+def test_a_text_without_end_is_refused_with_its_field(tmp_path, field):
+    with Server(tmp_path, models=[CLONER]) as server:
+        fault = error(upload(server, **{"name": "anna", field: "x" * 5000}), 400)
+        assert fault["param"] == field and len(fault["message"]) < 500
+        assert server.http.get("/v1/audio/voices").json()["data"] == []
