@@ -96,6 +96,10 @@ def serve(
     allow_url_references: Annotated[
         bool, Option(help="Fetch reference audio from URLs that clients send.")
     ] = False,
+    max_reading: Annotated[
+        int,
+        Option(min=1, help="How many large bodies and recordings are read at once; others get 503."),
+    ] = 16,
     grace_s: Annotated[
         int, Option(min=0, help="How long open answers may go on when the server is stopped.")
     ] = 5,
@@ -127,6 +131,7 @@ def serve(
         "reference_s": max_reference_s,
         "reference_urls": allow_url_references,
         "voices": max_voices,
+        "num_reading": max_reading,
     }
     http = {"limits": limits, "voices_dir": None if voices_dir is None else str(voices_dir.resolve())}
     return supervisor.serve(host, port, engine, http, env, grace_s)

@@ -4,9 +4,8 @@ an inbox per request."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import structlog
 
@@ -56,19 +55,14 @@ class EngineClient:
             await asyncio.sleep(RETRY_S)
 
     @contextmanager
-    def speak(
-        self,
-        id: str,
-        model: str,
-        request: dict[str, Any],
-        references: Sequence[protocol.Reference] = (),
-        is_pinned: bool = False,
-    ) -> Iterator[Inbox]:
+    def speak(self, message: protocol.Speak) -> Iterator[Inbox]:
         """Sends the request and gives the inbox of its answers; leaving early cancels it. Raises Away."""
         if self._is_closed or self._writer is None or self.status.state != "ready":
             raise Away(self.status)
+        id = message.id
         inbox = self._inboxes[id] = asyncio.Queue()
-        self._writer.write(protocol.pack(protocol.Speak(id, model, request, list(references), is_pinned)))
+        self._writer.write(protocol.pack(message))
+        del message  # its recordings are megabytes, and the answer takes minutes
         try:
             yield inbox
         finally:

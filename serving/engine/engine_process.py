@@ -40,6 +40,7 @@ REFUSED = 2
 # Of a code. 422: the request was understood, and asking for it again would end the same way.
 STATUS = {"no_audio": 422, "engine_stopped": 503}
 PROMPT_THREADS = 2
+MAX_REFERENCE_PROMPTS = 16  # that are being built, or wait for it, with their recordings in memory
 STATS_S = 1.0
 
 log = structlog.get_logger()
@@ -83,6 +84,9 @@ class Bridge:
         self.clients: set[Client] = set()
         self.loop = asyncio.new_event_loop()
         self.pool = ThreadPoolExecutor(PROMPT_THREADS, "prompt", threads.use_one_thread)
+        # Of their own: a recording takes a hundred times longer than a text, which does not wait for it.
+        self.reference_pool = ThreadPoolExecutor(PROMPT_THREADS, "reference", threads.use_one_thread)
+        self.num_reference_prompts = 0
 
     def listen(self, path: str) -> None:
         """Raises OSError."""
@@ -142,9 +146,23 @@ class Bridge:
         def deliver(event: Event) -> None:
             self.loop.call_soon_threadsafe(self._deliver, client, id, event)
 
+        has_references = bool(message.references)
+        if has_references and self.num_reference_prompts >= MAX_REFERENCE_PROMPTS:
+            said = f"{self.num_reference_prompts} recordings are being encoded already; try again in 1 s"
+            return client.send(protocol.Rejected(id, said, code="engine_full", status=503, retry_after_s=1))
+        self.num_reference_prompts += has_references
         client.open.add(id)
-        future = self.pool.submit(lambda: engine.speak(id, request_of(message), deliver, message.model, message.is_pinned))
-        future.add_done_callback(lambda future: self.loop.call_soon_threadsafe(self._spoke, client, id, future))
+        pool = self.reference_pool if has_references else self.pool
+        future = pool.submit(
+            lambda: engine.speak(id, request_of(message), deliver, message.model, message.is_pinned)
+        )
+        future.add_done_callback(
+            lambda future: self.loop.call_soon_threadsafe(self._built, client, id, future, has_references)
+        )
+
+    def _built(self, client: Client, id: str, future: Future[None], has_references: bool) -> None:
+        self.num_reference_prompts -= has_references
+        self._spoke(client, id, future)
 
     def _spoke(self, client: Client, id: str, future: Future[None]) -> None:
         """The engine has the request, or has refused it."""

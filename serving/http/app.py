@@ -26,6 +26,7 @@ from serving import logs
 from serving.engine_client import EngineClient
 from serving.exit_with_parent import exit_with_parent
 from serving.http import openapi
+from serving.http.door import LargeBodies
 from serving.http.errors import answer_error
 from serving.http.listener import Listener
 from serving.http.routes.models import list_models, one_model
@@ -59,8 +60,12 @@ def create_app(
 ) -> Litestar:
     """Every route. `api_key` guards what is under /v1; voices_dir: where uploaded voices are kept."""
     server = Server(engine, api_key, limits, voices_dir)
-    speech = Router("/", route_handlers=[speak], request_max_body_size=limits.speech_body_bytes)
-    uploads = Router("/", route_handlers=[add_voice], request_max_body_size=limits.upload_body_bytes)
+    speech = Router(
+        "/", route_handlers=[speak], request_max_body_size=limits.speech_body_bytes, middleware=[LargeBodies]
+    )
+    uploads = Router(
+        "/", route_handlers=[add_voice], request_max_body_size=limits.upload_body_bytes, middleware=[LargeBodies]
+    )
     guarded: list[ControllerRouterHandler] = [
         speech,
         uploads,

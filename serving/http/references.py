@@ -9,11 +9,13 @@ import asyncio
 import base64
 import ipaddress
 import socket
+from collections.abc import Callable
 
 import httpx
 from litestar.exceptions import HTTPException
 
 from serving.http.decode import decode
+from serving.http.door import Door, read_beside
 from serving.http.errors import refusal
 from serving.http.schemas import Limits, Model, SpeechRequest
 from serving.http.voices import Voices
@@ -32,6 +34,8 @@ class References:
     def __init__(self, voices: Voices, limits: Limits):
         self.voices = voices
         self.limits = limits
+        self.fetching = Door(limits.num_reading, "recordings are being fetched")
+        self.decoding = Door(limits.num_reading, "recordings are being decoded")
         self._client: httpx.AsyncClient | None = None
         if limits.reference_urls:
             # No connection is kept: they are made by address, and the next host at an address may be another one.
@@ -108,7 +112,8 @@ class References:
         return found
 
     async def _uploaded(self, voice: str, model: Model) -> Reference:
-        found = await asyncio.to_thread(self.voices.load, voice)
+        with self.decoding.place():
+            found = await read_beside(self.voices.load, voice)
         if found is None:  # removed a moment ago
             raise self._no_voice(voice, model)
         stored, clip = found
@@ -122,21 +127,31 @@ class References:
 
     async def _clip(self, audio: str, model: Model) -> AudioClip:
         """Raises ValueError."""
-        possible_s = taken_s(model)
-        clip = await asyncio.to_thread(decode, await self.read(audio), possible_s[1])
+        if is_url(audio):
+            with self.fetching.place():
+                data = await self._fetch(audio)
+            return await self.decoded(lambda: data, taken_s(model))
+        return await self.decoded(lambda: unpack(audio, self.limits.reference_bytes), taken_s(model))
+
+    async def decoded(self, read: Callable[[], bytes], possible_s: tuple[float, float]) -> AudioClip:
+        """A file, beside the event loop. Raises ValueError, and the refusal."""
+        with self.decoding.place():
+            clip = await read_beside(lambda: decode(read(), possible_s[1]))
         check_duration(clip, possible_s)
         return clip
 
-    async def read(self, audio: str) -> bytes:
-        """A data URL, base64 or, where that is allowed, a URL -> bytes. Raises ValueError."""
-        if not audio[:8].lower().startswith(("http://", "https://")):
-            return await asyncio.to_thread(unpack, audio, self.limits.reference_bytes)
+    async def _fetch(self, url: str) -> bytes:
+        """Raises ValueError."""
         if self._client is None:
             raise ValueError(
                 "this server fetches no URLs (it was started without --allow-url-references); "
                 "send a data URL or base64"
             )
-        return await fetch(self._client, audio, self.limits.reference_bytes)
+        return await fetch(self._client, url, self.limits.reference_bytes)
+
+
+def is_url(audio: str) -> bool:
+    return audio[:8].lower().startswith(("http://", "https://"))
 
 
 def is_own(voices: list[str], voice: str) -> bool:

@@ -28,6 +28,7 @@ class Limits(msgspec.Struct, frozen=True):
     reference_s: float = 60.0
     reference_urls: bool = False  # whether ref_audio may be a URL, which this server then fetches
     voices: int = 1000
+    num_reading: int = 16  # requests whose body, or whose recording, is being read
 
     @property
     def speech_body_bytes(self) -> int:
@@ -65,9 +66,16 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     /v1/models). What is left out, or null, is the model's own default."""
 
     input: Annotated[str, Meta(description="the text to speak")]
-    model: Annotated[Name | None, Meta(description="the id of a served model (GET /v1/models); needed where there are several")] = None
+    model: Annotated[
+        Name | None,
+        Meta(description="the id of a served model (GET /v1/models); needed where there are several"),
+    ] = None
     voice: Annotated[
-        Name | Voice | None, Meta(description='the name of a voice, the model\'s or an uploaded one (GET /v1/audio/voices), or {"id": name}')
+        Name | Voice | None,
+        Meta(
+            description="the name of a voice, the model's or an uploaded one (GET /v1/audio/voices), "
+            'or {"id": name}'
+        ),
     ] = None
     instructions: Annotated[
         Words | None,
@@ -155,6 +163,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         if item.text is not None and self.ref_text is not None:
             raise ValueError("references has a text, and there is ref_text; give one")
         return GivenReference(named[0], item.text if item.text is not None else self.ref_text, item.speaker)
+
+    def forget_audio(self) -> None:
+        """It was read, and would otherwise be kept until the answer ends."""
+        if self.ref_audio is not None:
+            self.ref_audio = ""
+        for item in self.references or ():
+            item.audio = item.ref_audio = None
 
     @property
     def reference_field(self) -> str:

@@ -12,6 +12,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 
 from serving.engine_client import Away, EngineClient
+from serving.http.door import Door
 from serving.http.errors import cut, refusal
 from serving.http.metrics import Metrics
 from serving.http.references import References
@@ -40,6 +41,7 @@ class Server:
     ) -> None:
         self.engine, self.api_key, self.limits = engine, api_key, limits
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
+        self.bodies = Door(limits.num_reading, "large bodies are being read")
         self.references = References(self.voices, limits)
         self.metrics = Metrics(engine)
         self.created = int(time.time())

@@ -76,11 +76,7 @@ class Speech:
             answer.result()
 
     async def answer(self, send: Send) -> None:
-        fields, references = await self.for_engine()
-        is_pinned = (
-            not self.request.stream
-        )  # a file is the same whoever else speaks; a stream may be early instead
-        with self.server.engine.speak(self.id, self.model.id, fields, references, is_pinned) as inbox:
+        with self.server.engine.speak(await self.message()) as inbox:
             while await self.take(await inbox.get(), send):
                 pass
 
@@ -143,20 +139,20 @@ class Speech:
         if self.is_sse:
             await body(send, event(AudioError(error_of(failure))), more=False)
 
-    async def for_engine(self) -> tuple[dict[str, Any], list[protocol.Reference]]:
-        """The request as the engine takes it, and its reference audio."""
-        references, voice = (
-            await self.server.references.find(self.request, self.model),
-            self.request.voice_name,
-        )
-        options, fields = dict(self.options), dict(self.fields)
+    async def message(self) -> protocol.Speak:
+        """The request as the engine takes it. Its recordings are kept nowhere else."""
+        references = await self.server.references.find(self.request, self.model)
+        self.request.forget_audio()
+        options, fields, voice = dict(self.options), dict(self.fields), self.request.voice_name
         if voice is not None and not references:
             fields["voice"] = voice
         elif voice is not None and references[0].transcript is None and SOUND_ONLY in self.model.option_names:
             options.setdefault(SOUND_ONLY, True)
         if options:
             fields["options"] = options
-        return fields, references
+        # a file is the same whoever else speaks; a stream may be early instead
+        is_pinned = not self.request.stream
+        return protocol.Speak(self.id, self.model.id, fields, references, is_pinned)
 
     async def encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
         """A codec's milliseconds are no time for the event loop to stand still."""

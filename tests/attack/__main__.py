@@ -15,7 +15,11 @@ from pathlib import Path
 from tests.attack import flooding, stopping
 from tests.attack.report import Row, table
 
-ATTACKS = {"stopping": stopping.attack, "long-texts": flooding.long_texts}
+ATTACKS = {
+    "stopping": stopping.attack,
+    "long-texts": flooding.long_texts,
+    "recordings": flooding.recordings,
+}
 
 
 def main(names: list[str]) -> int:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,8 +24,8 @@ CHILDREN = {"engine": "serving.engine.engine_process", "http": "serving.http.app
 class Target:
     """Started on entering, ended on leaving. `said` is what it wrote on stderr so far."""
 
-    def __init__(self, model: str, directory: Path, *options: str, **env: str):
-        self.model, self.directory, self.options = model, directory, options
+    def __init__(self, models: str, directory: Path, *options: str, **env: str):
+        self.models, self.directory, self.options = models.split(), directory, options
         self.env = {"OMP_NUM_THREADS": "1", **os.environ, "ZOO_CACHE_DIR": str(directory / "cache"), **env}
         self.lines: list[str] = []
         self.url = ""
@@ -57,12 +58,13 @@ class Target:
 
     @property
     def command(self) -> list[str]:
-        demo = self.directory / self.model
-        if not demo.exists():
-            write_demo(demo, self.model)
+        demos = [self.directory / model for model in self.models]
+        for demo in demos:
+            if not demo.exists():
+                write_demo(demo, demo.name)
         quick = ["--no-compile", "--no-warm", "--device", "cpu", "--port", "0"]
         voices = ["--voices-dir", str(self.directory / "voices")]
-        return [sys.executable, "-m", "serving", "serve", str(demo), *quick, *voices, *self.options]
+        return [sys.executable, "-m", "serving", "serve", *map(str, demos), *quick, *voices, *self.options]
 
     @property
     def said(self) -> str:
@@ -80,20 +82,31 @@ class Target:
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """To `engine`, `http` or `supervisor`, if it is there."""
-        try:
+        with suppress(ProcessLookupError):
             os.kill(self.process.pid if name == "supervisor" else self.pids[name], number)
-        except ProcessLookupError:
-            pass
 
     def resident_bytes(self, name: str) -> int:
+        return self._memory_bytes(name, "VmRSS")
+
+    def peak_bytes(self, name: str) -> int:
+        """Since `forget_peaks`."""
+        return self._memory_bytes(name, "VmHWM")
+
+    def forget_peaks(self) -> None:
+        for pid in self.pids.values():
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def _memory_bytes(self, name: str, field: str) -> int:
         status = Path(f"/proc/{self.pids[name]}/status").read_text()
-        match = re.search(r"VmRSS:\s+(\d+) kB", status)
+        match = re.search(rf"{field}:\s+(\d+) kB", status)
         assert match is not None, status
         return int(match[1]) << 10
 
-    def speak(self, text: str = "Hello.", **fields: object) -> httpx.Response:
-        body = {"input": text, "response_format": "wav", "max_new_tokens": 2, **fields}
-        return self.http.post("/v1/audio/speech", json=body)
+    def speak(
+        self, text: str = "Hello.", client: httpx.Client | None = None, **fields: object
+    ) -> httpx.Response:
+        body = {"model": self.models[0], "input": text, "response_format": "wav", "max_new_tokens": 2, **fields}
+        return (client or self.http).post("/v1/audio/speech", json=body)
 
 
 def write_demo(directory: Path, size: str) -> None:

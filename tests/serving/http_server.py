@@ -23,7 +23,8 @@ class Server:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         client = EngineClient(self.path)
-        self.uvicorn = Listener(create_app(client, **options), client, grace_s=1)
+        self.app = create_app(client, **options)
+        self.uvicorn = Listener(self.app, client, grace_s=1)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])])
         self.http = httpx.Client(base_url=self.url, timeout=10)

@@ -40,12 +40,23 @@ PATH = "/v1/audio/speech"
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
 
 
-@post(PATH, status_code=200, responses=RESPONSES)
-async def speak(data: SpeechRequest, request: Request[Any, Any, Any], server: Server) -> ASGIApp:
+class ForgetfulRequest(Request[Any, Any, Any]):
+    """A request that lets go of its body: it may be megabytes, and the answer takes minutes."""
+
+    async def take_json(self) -> Any:
+        """The body. It is nowhere else any more."""
+        body = await self.json()
+        self._body = self._connection_state.body = b""
+        self._json = self._connection_state.json = None
+        return body
+
+
+@post(PATH, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
+async def speak(data: SpeechRequest, request: ForgetfulRequest, server: Server) -> ASGIApp:
     """Speak a text."""
     model = server.chosen_model(data.model)
     request.state.model = model.id  # for the metrics, should it be refused
-    options = options_of(await request.json(), model)
+    options = options_of(await request.take_json(), model)
     check(data, model, server.limits)
     server.references.check(data, model)
     return Speech(server, data, options, model)

@@ -12,10 +12,9 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 
 from serving import protocol
-from serving.http.decode import decode
 from serving.http.errors import refusal
-from serving.http.references import check_duration, is_own, possible_voices
-from serving.http.schemas import ErrorBody, Limits, Model, VoiceDeleted, VoiceList, VoiceObject, VoiceUpload
+from serving.http.references import is_own, possible_voices
+from serving.http.schemas import ErrorBody, Model, VoiceDeleted, VoiceList, VoiceObject, VoiceUpload
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.voices import StoredVoice, Taken, TooMany, clean_name
 
@@ -43,7 +42,7 @@ async def add_voice(
     models = server.models
     possible_s = reference_s(models)
     check_name(data.name, models)
-    clip = await decoded(await data.audio_sample.read(), possible_s, server.limits)
+    clip = await decoded(await data.audio_sample.read(), possible_s, server)
     try:
         voice = await asyncio.to_thread(server.voices.add, data.name, clip, data.ref_text, data.consent)
     except Taken as error:
@@ -98,17 +97,16 @@ def check_name(name: str, models: list[Model]) -> None:
         raise refusal(400, str(error), "name") from None
 
 
-async def decoded(sample: bytes, possible_s: tuple[float, float], limits: Limits) -> protocol.AudioClip:
+async def decoded(sample: bytes, possible_s: tuple[float, float], server: Server) -> protocol.AudioClip:
     """Raises the refusal."""
-    if len(sample) > limits.reference_bytes:
-        message = f"audio_sample has {len(sample)} bytes; this server takes up to {limits.reference_bytes}"
+    max_bytes = server.limits.reference_bytes
+    if len(sample) > max_bytes:
+        message = f"audio_sample has {len(sample)} bytes; this server takes up to {max_bytes}"
         raise refusal(413, message, "audio_sample", "body_too_large")
     try:
-        clip = await asyncio.to_thread(decode, sample, possible_s[1])
-        check_duration(clip, possible_s)
+        return await server.references.decoded(lambda: sample, possible_s)
     except ValueError as error:
         raise unusable(error) from None
-    return clip
 
 
 def unusable(error: ValueError) -> HTTPException:

@@ -37,9 +37,13 @@ class ScriptedEngine:
         self.cancelled = []
         self.prompt_built = threading.Event()
         self.prompt_built.set()
+        self.references_built = threading.Event()
+        self.references_built.set()
 
     def speak(self, request_id, request, deliver, model, is_pinned):
         self.prompt_built.wait(5)
+        if request.references:
+            self.references_built.wait(5)
         if request.text == "bad":
             raise RequestError("voice", "voice 'x' is not in this checkpoint; it has: a")
         if request.text == "full":
@@ -94,6 +98,7 @@ def bridge(tmp_path):
     yield bridge
     until(lambda: not bridge.clients)
     bridge.pool.shutdown()
+    bridge.reference_pool.shutdown()
     bridge.loop.call_soon_threadsafe(bridge.loop.stop)
 
 
@@ -167,6 +172,23 @@ def test_references_and_options(bridge, engine, peer):
         and heard.sample_rate_hz == 16000
     )
     assert heard.samples.flags.writeable  # or torch warns
+
+
+def test_a_text_does_not_wait_for_recordings_and_they_are_bounded(bridge, engine, peer):
+    peer.next(), peer.next()
+    engine.references_built.clear()
+    clip = protocol.AudioClip(bytes(40), 16000)
+    for i in range(engine_process.MAX_REFERENCE_PROMPTS + 1):
+        peer.send(protocol.Speak(f"r{i}", "m", {"text": "Hello."}, [protocol.Reference(clip)]))
+    full = peer.next()
+    assert (full.id, full.status, full.code, full.retry_after_s) == ("r16", 503, "engine_full", 1)
+    peer.send(protocol.Speak("s", "m", {"text": "Hello."}))
+    until(lambda: "s" in engine.deliver)
+    assert list(engine.deliver) == ["s"]
+    engine.references_built.set()
+    until(lambda: len(engine.deliver) == engine_process.MAX_REFERENCE_PROMPTS + 1)
+    peer.send(protocol.Speak("again", "m", {"text": "Hello."}, [protocol.Reference(clip)]))
+    until(lambda: "again" in engine.deliver)
 
 
 def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypatch):

@@ -9,7 +9,7 @@ import soundfile
 
 from serving.audio import pcm16
 from serving.http import encode
-from serving.http.decode import decode
+from serving.http.decode import Slower, decode
 
 RATE_HZ = 24000
 NOISE = np.random.default_rng(3).uniform(-0.5, 0.5, (RATE_HZ, 2)).astype(np.float32)  # [N, 2]
@@ -97,3 +97,26 @@ def test_what_is_no_reference(data, says, capfd):
     with pytest.raises(ValueError, match=says):
         decode(data, 5)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_rate_that_no_model_hears_is_not_kept():
+    """A tone below both Nyquist frequencies comes out as one made at the lower rate."""
+    at, kept_at = (np.arange(2 * rate_hz) / rate_hz for rate_hz in (192_000, 48_000))
+    file = io.BytesIO()
+    soundfile.write(file, 0.5 * np.sin(2 * np.pi * 1000 * at), 192_000, format="WAV", subtype="FLOAT")
+    clip = decode(file.getvalue(), 60)
+    assert (clip.sample_rate_hz, clip.duration_s) == (48_000, 2.0)
+    heard = np.frombuffer(clip.samples, "<f4")
+    truth = 0.5 * np.sin(2 * np.pi * 1000 * kept_at)
+    assert np.abs(heard - truth)[1000:-1000].max() < 1e-4
+
+
+def test_no_more_is_decoded_than_is_taken(monkeypatch):
+    """Ten minutes in a few kilobytes: the first second says that it is too long."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(600 * 48_000, np.int16), 48_000, format="FLAC")
+    fed = []
+    monkeypatch.setattr(Slower, "feed", lambda self, samples, is_last=False: fed.append(len(samples)) or b"")
+    with pytest.raises(ValueError, match="longer than 1 s"):
+        decode(file.getvalue(), 1)
+    assert sum(fed) <= 48_000

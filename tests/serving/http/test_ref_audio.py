@@ -219,11 +219,11 @@ def test_references_that_are_too_much_together(choir):
     file = io.BytesIO()
     soundfile.write(
         file, np.zeros(30 * 192_000), 192_000, format="FLAC"
-    )  # 22 MiB of samples, and hardly a byte
+    )  # 5.5 MiB of samples at the rate that is kept, and hardly a byte
     item = {"audio": base64.b64encode(file.getvalue()).decode()}
-    assert len(reached(choir, references=[item] * 2)[0]) == 2
-    fault = error(choir.speak("frames 1", references=[item] * 3), 400)
-    assert fault["param"] == "references" and fault["message"].startswith("references[2] cannot be used")
+    assert len(reached(choir, references=[item] * 8)[0]) == 8
+    fault = error(choir.speak("frames 1", references=[item] * 9), 400)
+    assert fault["param"] == "references" and fault["message"].startswith("references[8] cannot be used")
     assert f"more than {MAX_CLIP_BYTES >> 20} MiB" in fault["message"]
 
 

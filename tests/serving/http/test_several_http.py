@@ -113,7 +113,7 @@ def test_the_engine_client_says_which_model_is_meant(tmp_path):
                 while client.status.state != "ready":
                     await asyncio.sleep(0.01)
                 assert client.models == MODELS
-                with client.speak("r", "other", {"text": "Hello."}):
+                with client.speak(protocol.Speak("r", "other", {"text": "Hello."})):
                     assert await heard.get() == protocol.Speak("r", "other", {"text": "Hello."})
                 assert await heard.get() == protocol.Cancel("r")
             running.cancel()
