@@ -73,7 +73,8 @@ def test_a_large_body_that_does_not_come_keeps_its_place_and_no_more(server, how
     assert server.speak("frames 1").status_code == 200
     for client in clients:
         client.close()
-    until(lambda: error(server.speak(large), 400)["param"] == "input")
+    until(lambda: not server.app.state.server.bodies.num_inside)
+    assert error(server.speak(large), 400)["param"] == "input"
 
 
 def test_a_place_is_left_when_the_body_is_there():
