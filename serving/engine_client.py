@@ -4,6 +4,7 @@ an inbox per request."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ import structlog
 from serving import protocol
 
 RETRY_S = 0.1
+SILENT_S = 5.0  # an engine that is ready says something every second
 
 log = structlog.get_logger()
 Inbox = asyncio.Queue[protocol.Outcome]
@@ -22,7 +24,7 @@ class Away(Exception):
 
     def __init__(self, status: protocol.Status):
         super().__init__(f"the engine is {status.state}" + (f": {status.detail}" if status.detail else ""))
-        self.status = status
+        self._status = status
 
 
 class EngineClient:
@@ -31,12 +33,21 @@ class EngineClient:
 
     def __init__(self, path: str):
         self.path = path
-        self.status = protocol.Status("away", detail="it is being started")
+        self._status = protocol.Status("away", detail="it is being started")
+        self._heard_s = 0.0  # when the engine said something last
         self.models: list[protocol.ModelInfo] = []
         self.stats: protocol.Stats | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._is_closed = False
+
+    @property
+    def status(self) -> protocol.Status:
+        """As the engine said last; away, as long as one that was ready is silent: it sleeps or hangs."""
+        silent_s = time.monotonic() - self._heard_s
+        if self._status.state == "ready" and silent_s > SILENT_S:
+            return protocol.Status("away", detail=f"it has not answered for {silent_s:.0f} s")
+        return self._status
 
     async def run(self) -> None:
         while True:
@@ -70,10 +81,11 @@ class EngineClient:
                 self._writer.write(protocol.pack(protocol.Cancel(id)))
 
     def _take(self, message: protocol.ToHTTP) -> None:
+        self._heard_s = time.monotonic()
         match message:
             case protocol.Status():
                 if not self._is_closed:
-                    self.status = message
+                    self._status = message
             case protocol.Models(models):
                 self.models = models
             case protocol.Stats():
@@ -88,7 +100,7 @@ class EngineClient:
     def close(self, why: str) -> None:
         """No request is taken any more, and those that are open fail."""
         self._is_closed = True
-        self.status = protocol.Status("away", detail=why)
+        self._status = protocol.Status("away", detail=why)
         self._fail_all(why)
 
     def _lost(self) -> None:
@@ -96,7 +108,7 @@ class EngineClient:
         self._writer.close()
         self._writer = None
         if not self._is_closed:
-            self.status = protocol.Status("away", detail="it stopped and is being started again")
+            self._status = protocol.Status("away", detail="it stopped and is being started again")
         self.stats = None
         self._fail_all("the engine stopped while it worked on this request")
 

@@ -25,6 +25,7 @@ from typing import Any
 from serving import protocol
 
 REFUSED = 2  # the exit status of a child that says itself what is wrong
+HUNG_S = 30  # an engine that was ready and is silent for so long does not come back
 STEADY_S = 60.0  # a child that lived this long starts with a clean record
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.5
@@ -76,6 +77,7 @@ class Child:
         self.is_proven = is_proven  # whether it has worked before, so that starting it again makes sense
         self.process: asyncio.subprocess.Process | None = None
         self.is_stopping = False
+        self.silent_s: int | None = None  # of one that says something every second while it is well
 
     async def supervise(self) -> int:
         """Until it ends for good; returns the exit status for the whole server."""
@@ -175,9 +177,9 @@ async def run(
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
             asyncio.get_running_loop().add_signal_handler(number, stop)
     endings = [asyncio.create_task(child.supervise()) for child in (engine, http)]
-    watching = asyncio.create_task(watch(path, engine, url(listener)))
+    watching = [asyncio.create_task(watch(path, engine, url(listener))), asyncio.create_task(kill_if_hung(engine))]
     waiting = asyncio.create_task(signalled.wait())
-    done, pending = await asyncio.wait([*endings, watching, waiting], return_when=asyncio.FIRST_COMPLETED)
+    done, pending = await asyncio.wait([*endings, *watching, waiting], return_when=asyncio.FIRST_COMPLETED)
     if waiting in done:
         log_line("stopping")
     listener.close()
@@ -185,7 +187,7 @@ async def run(
     await engine.stop(KILL_AFTER_S)
     for task in pending:
         task.cancel()
-    return next((task.result() for task in (*endings, watching) if task in done), 0)
+    return next((task.result() for task in (*endings, *watching) if task in done), 0)
 
 
 async def watch(path: str, engine: Child, url: str) -> int:
@@ -200,6 +202,8 @@ async def watch(path: str, engine: Child, url: str) -> int:
             continue
         shown = ""
         async for message in protocol.read(reader, protocol.to_http):
+            if engine.silent_s is not None:
+                engine.silent_s = 0
             match message:
                 case protocol.Models():
                     models = message.models
@@ -207,12 +211,28 @@ async def watch(path: str, engine: Child, url: str) -> int:
                     line = f"{state} {round(10 * progress) * 10:3d} %" + (f"  {detail}" if detail else "")
                     if state == "ready":
                         engine.is_proven = True
+                        engine.silent_s = 0
                         log_line(f"ready on {url}" + ("" if greeted else f"\n\n    {try_it(url, models)}\n"))
                         greeted = True
                     elif line != shown:
                         log_line(line)
                     shown = line
+        engine.silent_s = None
         writer.close()
+
+
+async def kill_if_hung(engine: Child) -> int:
+    """Kills one that stays silent, so that it is started again. It counts seconds that this process was awake for, and those alone: a
+    machine that slept has no hung engine. Ends only by being cancelled."""
+    while True:
+        await asyncio.sleep(1)
+        if engine.silent_s is None:
+            continue
+        engine.silent_s += 1
+        if engine.silent_s > HUNG_S:
+            log_line(f"the engine has been silent for {HUNG_S} s: killing it")
+            engine.silent_s = None
+            engine.kill()
 
 
 def url(listener: socket.socket) -> str:

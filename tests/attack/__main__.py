@@ -12,13 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.attack import flooding, stopping
+from tests.attack import flooding, hanging, stopping
 from tests.attack.report import Row, table
 
 ATTACKS = {
     "stopping": stopping.attack,
     "long-texts": flooding.long_texts,
     "recordings": flooding.recordings,
+    "hanging": hanging.attack,
 }
 
 

@@ -103,6 +103,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
+        self.is_awake = True
         self.writers: set[asyncio.StreamWriter] = set()
         self.tasks: set[asyncio.Task] = set()
 
@@ -113,7 +114,8 @@ class FakeEngine:
         self.writers.add(writer)
         writer.write(protocol.pack(protocol.Models(list(self.models))))
         writer.write(protocol.pack(self.status))
-        writer.write(protocol.pack(STATS))
+        beating = asyncio.create_task(self.beat(writer))
+        self.tasks.add(beating)
         async for message in protocol.read(reader, protocol.to_engine):
             match message:
                 case protocol.Speak(id, request=request):
@@ -124,8 +126,15 @@ class FakeEngine:
                     task.add_done_callback(self.tasks.discard)
                 case protocol.Cancel(id):
                     self.cancelled.append(id)
+        beating.cancel()
         self.writers.discard(writer)
         writer.close()
+
+    async def beat(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            if self.is_awake:
+                writer.write(protocol.pack(STATS))
+            await asyncio.sleep(0.2)
 
     async def speak(self, writer: asyncio.StreamWriter, id: str, words: list[str]) -> None:
         def send(message: protocol.Message) -> None:

@@ -127,6 +127,34 @@ def test_an_engine_that_cannot_start_ends_the_server(start, capfd, how, status, 
     assert capfd.readouterr().err.endswith(says)
 
 
+@needs_proc
+@pytest.mark.parametrize("sleeps_s", [1.0, 60.0])
+def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(start, capfd, monkeypatch, sleeps_s):
+    monkeypatch.setattr(supervisor, "HUNG_S", 2)
+
+    async def scene():
+        async with start() as (_, client):
+            await until_ready(client)
+            engine = children()["fake_engine"]
+            os.kill(engine, signal.SIGSTOP)
+            if sleeps_s < supervisor.HUNG_S:
+                answer = asyncio.create_task(speak(client, "frames 2"))
+                await asyncio.sleep(sleeps_s)
+                os.kill(engine, signal.SIGCONT)
+                assert (await answer).content[44:] == frame(0) + frame(1)
+                await asyncio.sleep(2.5)
+                assert children()["fake_engine"] == engine
+            else:
+                assert (await speak(client, "frames 1")).status_code == 503  # it took this one before it was found to hang
+                await until_ready(client)
+                assert (await speak(client, "frames 1")).status_code == 200
+                assert children()["fake_engine"] != engine
+
+    asyncio.run(scene())
+    hung = sleeps_s > supervisor.HUNG_S
+    assert ("the engine has been silent for 2 s: killing it" in capfd.readouterr().err) is hung
+
+
 def test_an_engine_that_dies_again_and_again_is_given_up(start, capfd):
     async def scene():
         async with start() as (task, client):

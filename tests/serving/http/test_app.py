@@ -423,6 +423,23 @@ def test_health_and_readiness_follow_the_engine(server):
     assert server.speak("frames 1").status_code == 200
 
 
+def test_an_engine_that_is_silent_takes_no_requests_and_loses_none(mortal, monkeypatch):
+    monkeypatch.setattr("serving.engine_client.SILENT_S", 0.5)
+    mortal.call(mortal.engine.go.clear)
+    with mortal.stream("frames 2") as answer:
+        chunks = answer.iter_raw()
+        heard = next(chunks)
+        mortal.engine.is_awake = False
+        until(lambda: mortal.http.get("/ready").status_code == 503)
+        assert "has not answered for" in mortal.http.get("/ready").json()["detail"]
+        assert error(mortal.speak("frames 1"), 503)["code"] == "engine_not_ready"
+        mortal.engine.is_awake = True
+        until(lambda: mortal.http.get("/ready").status_code == 200)
+        mortal.call(mortal.engine.go.set)
+        assert (heard + b"".join(chunks))[44:] == frame(0) + frame(1)
+    assert mortal.speak("frames 1").status_code == 200
+
+
 def test_an_engine_that_goes_away_and_comes_back(mortal):
     with mortal.stream("hold 2") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
         chunks = answer.iter_raw()

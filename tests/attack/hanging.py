@@ -1,0 +1,40 @@
+"""The engine is stopped, and not ended: who asks meanwhile is told so, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.attack.report import Row
+from tests.attack.target import Target, until
+
+NOTICED_S = 7.0
+TRIES = 200
+
+
+def attack(directory: Path) -> Iterator[Row]:
+    with Target("tiny", directory) as target, ThreadPoolExecutor(1) as pool:
+        target.speak(voice="vivian")
+        before = pool.submit(target.speak, "Hello. " * 20, voice="vivian", max_new_tokens=60)
+        time.sleep(0.2)
+        target.signal("engine", signal.SIGSTOP)
+        is_noticed = until(lambda: not is_ready(target), NOTICED_S)
+        statuses = Counter(target.speak(voice="vivian").status_code for _ in range(TRIES))
+        target.signal("engine", signal.SIGCONT)
+        is_back = until(lambda: is_ready(target), 5)
+        failed = (not is_noticed) + (TRIES - statuses[503]) + (not is_back) + (before.result().status_code != 200)
+        yield Row(f"an engine that sleeps, {TRIES} requests", TRIES + 1, failed, f"{dict(statuses)}, the one before ends well")
+        target.signal("engine", signal.SIGSTOP)
+        began = time.monotonic()
+        is_killed = until(lambda: "silent for" in target.said, 60)
+        is_back = until(lambda: is_ready(target) and target.speak(voice="vivian").status_code == 200, 60)
+        took_s = time.monotonic() - began
+        yield Row("an engine that hangs", 1, int(not (is_killed and is_back)), f"speaks again after {took_s:.0f} s")
+
+
+def is_ready(target: Target) -> bool:
+    return target.http.get("/ready").status_code == 200
