@@ -30,6 +30,7 @@ STEADY_S = 60.0  # a child that lived this long starts with a clean record
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.5
 GRACE_S = 5  # for open answers, when the server is stopped
+SEND_BUFFER_BYTES = 256 << 10  # seconds of audio, and all that a client that stops reading can hold
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 KILL_AFTER_S = 5  # and then for the processes themselves
 
@@ -45,6 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted ones inherit it
         listener.bind(address)
         listener.listen(2048)
     except (OSError, OverflowError) as error:

@@ -7,12 +7,19 @@ from typing import Any, overload
 
 import structlog
 from litestar import Request, Response
-from litestar.exceptions import ClientException, HTTPException, SerializationException, ValidationException
+from litestar.exceptions import (
+    ClientException,
+    HTTPException,
+    InternalServerException,
+    SerializationException,
+    ValidationException,
+)
 
 from serving.engine_client import Away
 from serving.http.schemas import FIELDS, Error, ErrorBody
 
 AWAY_RETRY_S = 1
+LEFT = 499  # nobody hears it: the log and the metrics do
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 4000
 
@@ -60,6 +67,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     """The one place where errors become answers."""
     path = request.url.path.rstrip("/")
     match error:
+        case InternalServerException(detail="client disconnected prematurely"):
+            error = refusal(LEFT, "the client left before its request was there")
         case Away():
             error = refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)
         case ValidationException():
@@ -92,6 +101,8 @@ def outcome_of(error: HTTPException) -> str:
     """What the metrics call the end of a speech request that was not answered with audio."""
     if error_of(error).code == "no_audio":
         return "no_audio"
+    if error.status_code == LEFT:
+        return "cancelled"
     if error.status_code == 503:
         return "unavailable"
     return "refused" if error.status_code < 500 else "failed"

@@ -1,4 +1,5 @@
-"""uvicorn as this server runs it: an end that no client takes for a whole answer."""
+"""uvicorn as this server runs it: clients that send or read too slowly, or too much, are left, and an end is one that no client
+takes for a whole answer."""
 
 from __future__ import annotations
 
@@ -8,10 +9,15 @@ import socket
 import msgspec
 import uvicorn
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.engine_client import EngineClient
 from serving.http.schemas import Error, ErrorBody
 
+MAX_HEAD_BYTES = 64 << 10  # of a request, beside its body
+HEAD_S = 10.0  # for the first line and the headers
+BODY_S = 60.0
+WRITE_S = 60.0  # for which a client that reads may take nothing
 LAST_WORDS_S = 2  # from the end of the grace to the end of the process
 STOPPING = "this server is stopping"
 
@@ -26,6 +32,8 @@ class Listener(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="on",
+            http=Connection,
+            ws="none",
             timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
         )
         super().__init__(config)
@@ -33,6 +41,87 @@ class Listener(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(self.grace_s, self.engine.close, STOPPING)
         await super().shutdown(sockets)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, which has neither a limit for what comes before a body nor a deadline for anything but the next request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.num_bytes = self.num_body_bytes = 0  # of the request that is being read
+        self.is_reading_body = False
+        self.sending: asyncio.TimerHandle | None = None
+        self.reading: asyncio.TimerHandle | None = None
+        self._expect(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self.reading, self.sending):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self.reading is None:  # the next request on this connection
+            self._expect(HEAD_S)
+        self.num_bytes += len(data)
+        super().data_received(data)
+        if self.num_bytes - self.num_body_bytes > MAX_HEAD_BYTES + self.num_body_bytes:
+            self._refuse(431, f"what comes before the body is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.num_bytes = self.num_body_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self.is_reading_body = True
+        self._expect(BODY_S)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.is_reading_body = False
+        self._expect(None)
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.sending = self.loop.call_later(WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self.sending is not None:
+            self.sending.cancel()
+        super().resume_writing()
+
+    def _expect(self, within_s: float | None) -> None:
+        """The head, or the whole, of a request; None: it is there."""
+        if self.reading is not None:
+            self.reading.cancel()
+        self.reading = None if within_s is None else self.loop.call_later(within_s, self._is_late, within_s)
+
+    def _is_late(self, within_s: float) -> None:
+        self.reading = None
+        if self.is_reading_body:
+            self._refuse(408, f"the body did not come within {within_s:g} s", "too_slow")
+        elif not self.is_answering:  # what came while an answer is under way is no request yet
+            self._refuse(408, f"the request did not come within {within_s:g} s", "too_slow")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Closes, and says why where no answer has begun."""
+        if self.transport.is_closing():
+            return
+        if not self.is_answering or (self.is_reading_body and not self.cycle.response_started):
+            body = error_body(status, message, code)
+            head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request came whose answer is not over, or whose body is still to come."""
+        return self.cycle is not None and (self.is_reading_body or not self.cycle.response_complete)
 
 
 class Guard:
@@ -58,10 +147,14 @@ class Guard:
 
 async def answer(send: Send, status: int, message: str, code: str) -> None:
     """An error, from where there is no Litestar."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    body = msgspec.json.encode(ErrorBody(Error(message, kind, None, code)))
+    body = error_body(status, message, code)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 503:
         headers.append((b"retry-after", b"1"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def error_body(status: int, message: str, code: str) -> bytes:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return msgspec.json.encode(ErrorBody(Error(message, kind, None, code)))

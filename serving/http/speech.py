@@ -19,7 +19,7 @@ from litestar.types import Receive, Scope, Send
 
 from serving import protocol
 from serving.http import encode
-from serving.http.errors import AWAY_RETRY_S, error_of, refusal
+from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, refusal
 from serving.http.schemas import (
     SOUND_ONLY,
     AudioDelta,
@@ -61,23 +61,31 @@ class Speech:
         self.num_bytes = 0  # of PCM, as the engine made it
         self.pcm = bytearray()  # of a request that does not stream
         self.is_started = False
+        self.has_left = False
+        self.is_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self.answer(send))
-        left = asyncio.create_task(disconnected(receive))
+        left = asyncio.create_task(self.until_left(receive))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
         finally:  # reached by a shutdown too
             left.cancel()
-            if not answer.done():
+            if not answer.done() or self.has_left:
                 answer.cancel()
-                self.ended("cancelled", 499)
+                self.ended("cancelled", LEFT)
         if answer.done():
             answer.result()
 
+    async def until_left(self, receive: Receive) -> None:
+        """The client is not there any more; or its answer is over, which is then known."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = True
+
     async def answer(self, send: Send) -> None:
         with self.server.engine.speak(await self.message()) as inbox:
-            while await self.take(await inbox.get(), send):
+            while not self.has_left and await self.take(await inbox.get(), send):
                 pass
 
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
@@ -114,7 +122,8 @@ class Speech:
             last = await asyncio.get_running_loop().run_in_executor(ENCODING, self.file)
             await self.start(send, num_bytes=len(last))
         await body(send, last, more=False)
-        self.ended(finished.reason, 200)
+        if not self.has_left:  # while it was sent
+            self.ended(finished.reason, 200)
 
     def refused(self, rejected: protocol.Rejected) -> HTTPException:
         """In the client's words: it calls some fields by other names than the engine."""
@@ -197,7 +206,10 @@ class Speech:
         await send({"type": "http.response.start", "status": 200, "headers": encoded})
 
     def ended(self, outcome: str, status: int, **more: Any) -> None:
-        """The request's one line, and its place in the metrics."""
+        """The request's one line, and its place in the metrics: the first end is the one."""
+        if self.is_ended:
+            return
+        self.is_ended = True
         took_s = time.perf_counter() - self.began
         audio_s = self.num_bytes / 2 / self.model.sample_rate_hz
         self.server.metrics.ended(self.model.id, outcome, took_s, audio_s)
@@ -221,8 +233,3 @@ def event(message: msgspec.Struct) -> bytes:
 
 async def body(send: Send, chunk: bytes, *, more: bool) -> None:
     await send({"type": "http.response.body", "body": chunk, "more_body": more})
-
-
-async def disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,0 +1,152 @@
+"""What a client may do to its connection: before the key is asked for, and after the answer began."""
+
+import json
+import socket
+import time
+
+import pytest
+from http_server import Server, until
+from metrics import outcomes
+
+from serving.http.listener import MAX_HEAD_BYTES
+
+SPEAK = b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    for name in ("HEAD_S", "BODY_S", "WRITE_S"):
+        monkeypatch.setattr(f"serving.http.listener.{name}", 0.5)
+    with Server(tmp_path, api_key="sk-test") as server:
+        server.http.headers["authorization"] = "Bearer sk-test"
+        yield server
+
+
+def connected(server):
+    return socket.create_connection(server.listener.getsockname(), timeout=5)
+
+
+def rest(client):
+    """All that comes until the server closes."""
+    data = b""
+    while True:
+        try:
+            piece = client.recv(1 << 16)
+        except ConnectionResetError:
+            return data
+        if not piece:
+            return data
+        data += piece
+
+
+def refused(data, status):
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), data[:200]
+    return json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"G", b"GET /health HTTP/1.1\r\n", SPEAK + b"x-a: b"])
+def test_a_request_that_does_not_come_is_not_waited_for(server, sent):
+    with connected(server) as client:
+        client.sendall(sent)
+        began = time.monotonic()
+        assert refused(rest(client), 408)["code"] == "too_slow"
+        assert time.monotonic() - began < 3
+
+
+def test_a_request_that_drips_is_not_waited_for(server):
+    with connected(server) as client:
+        began = time.monotonic()
+        try:
+            while time.monotonic() - began < 3:
+                client.sendall(b"x")
+                time.sleep(0.1)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("how", [b"content-length: 100", b"transfer-encoding: chunked"])
+def test_a_body_that_does_not_come_is_not_waited_for(server, how):
+    with connected(server) as client:
+        client.sendall(SPEAK + b"authorization: Bearer sk-test\r\n" + how + b"\r\n\r\n")
+        assert refused(rest(client), 408)["message"] == "the body did not come within 0.5 s"
+    until(lambda: outcomes(server, "").get("cancelled") == 1)
+
+
+@pytest.mark.parametrize("line", [b"x-many: %s\r\n" % (b"y" * 500), b"z" * 500], ids=["many", "one"])
+def test_headers_have_a_limit(server, line):
+    with connected(server) as client:
+        client.sendall(SPEAK)
+        sent = 0
+        try:
+            while sent < 20 << 20:
+                client.sendall(line * 100)
+                sent += len(line) * 100
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert sent < 8 << 20  # what the system's buffers hold, too
+    assert server.http.get("/health", headers={"x-long": "y" * (MAX_HEAD_BYTES - 1000)}).status_code == 200
+
+
+def test_trailers_have_a_limit(server):
+    with connected(server) as client:
+        client.sendall(SPEAK + b"transfer-encoding: chunked\r\n\r\n0\r\n")
+        sent = 0
+        try:
+            while sent < 20 << 20:
+                client.sendall(b"x-many: %s\r\n" % (b"y" * 500) * 100)
+                sent += 50_000
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert sent < 8 << 20
+
+
+def test_a_reader_that_stops_is_left_and_counts_as_cancelled(server):
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        client.connect(server.listener.getsockname())
+        body = json.dumps({"input": "frames 5000", "response_format": "pcm"}).encode()
+        client.sendall(SPEAK + b"authorization: Bearer sk-test\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: outcomes(server).get("cancelled") == 1)
+        assert outcomes(server)["stop"] == 0
+        assert len(rest(client)) < 500_000
+
+
+def test_a_reader_that_leaves_counts_as_cancelled(server, monkeypatch):
+    monkeypatch.setattr("serving.http.listener.WRITE_S", 60)
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        client.connect(server.listener.getsockname())
+        body = json.dumps({"input": "frames 5000", "response_format": "pcm"}).encode()
+        client.sendall(SPEAK + b"authorization: Bearer sk-test\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(0.5)
+    until(lambda: outcomes(server).get("cancelled") == 1)
+    assert outcomes(server)["stop"] == 0
+
+
+def test_a_slow_reader_is_not_left(server):
+    body = server.body("frames 3000", response_format="pcm")
+    heard = 0
+    with server.http.stream("POST", "/v1/audio/speech", json=body) as answer:
+        for chunk in answer.iter_raw(1 << 14):
+            heard += len(chunk)
+            time.sleep(0.05)
+    assert heard == 3000 * 200
+
+
+def test_a_connection_is_used_again_and_an_answer_takes_its_time(server):
+    """No deadline of a request is one of its answer, nor one of a stray line end that an old client sends after its body."""
+    with connected(server) as client:
+        for text, wait_s in (("tone 60", 1.0), ("frames 1", 0.0)):
+            body = json.dumps({"input": text, "response_format": "pcm"}).encode()
+            head = SPEAK + b"authorization: Bearer sk-test\r\ncontent-length: %d\r\n\r\n" % len(body)
+            client.sendall(head + body + b"\r\n")
+            data = b""
+            while not data.endswith(b"0\r\n\r\n"):
+                piece = client.recv(1 << 16)
+                assert piece, "the answer was cut"
+                data += piece
+            assert data.startswith(b"HTTP/1.1 200 ") and len(data) > 60 * 3840 * (wait_s > 0)
