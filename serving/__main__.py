@@ -461,12 +461,14 @@ def list_voices(
     import msgspec
 
     there = store(voices_dir)
-    kept = there.list()
+    kept, damaged = there.survey()
     if as_json:
-        print(json.dumps({"directory": str(there.directory), "voices": msgspec.to_builtins(kept)}))
+        print(json.dumps({"directory": str(there.directory), "voices": msgspec.to_builtins(kept), "damaged": damaged}))
     else:
         for voice in kept:
             print(f"{voice.name}: {voice.duration_s:.2f} s, {voice.ref_text or 'without a text'}")
+        for name in damaged:
+            print(f"{name}: damaged; add it again, or remove it")
     return 0
 
 

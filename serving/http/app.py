@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import structlog
 from litestar import Litestar, Router
 from litestar.datastructures import State
 from litestar.di import Provide
@@ -35,6 +36,8 @@ from serving.http.routes.status import health, metrics, ready
 from serving.http.routes.voices import add_voice, list_voices, remove_voice
 from serving.http.schemas import Limits
 from serving.http.server import Server, check_key
+
+log = structlog.get_logger()
 
 MAX_BODY_BYTES = 1 << 20  # of what is neither speech nor an upload
 DEFAULT = Limits()
@@ -91,6 +94,8 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
     """To the engine, for as long as the app runs."""
     server: Server = app.state.server
     await asyncio.to_thread(server.voices.tidy)
+    if (problem := await asyncio.to_thread(server.voices.problem)) is not None:
+        log.warning("voices", problem=problem)
     connection = asyncio.create_task(server.engine.run())
     yield
     connection.cancel()

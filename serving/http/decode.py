@@ -45,6 +45,8 @@ def decode(data: bytes, max_s: float) -> AudioClip:
             if not file.streams.audio:
                 raise ValueError("there is no audio in it")
             stream = file.streams.audio[0]
+            if stream.codec_context is None:
+                raise ValueError("it is in a codec that cannot be read here")
             rate_hz, channels = stream.codec_context.sample_rate, stream.codec_context.channels
             if channels > MAX_CHANNELS:
                 raise ValueError(f"it has {channels} channels; one or two are possible")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import Any, overload
 
@@ -87,6 +88,12 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         case HTTPException(status_code=413, extra=None):
             max_bytes = request.route_handler.resolve_request_max_body_size()
             error = refusal(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            log.error("disk", path=cut(path), error=str(error))
+            error = refusal(507, "this server's disk is full", code="no_room")
+        case OSError():
+            log.error("disk", path=cut(path), error=str(error))
+            error = refusal(503, "this server cannot read or write its files now; its log says more", code="disk")
     if not isinstance(error, HTTPException):
         log.error("unexpected", path=cut(path), exc_info=error)
         error = refusal(500, "an error in this server; its log says more")

@@ -18,7 +18,7 @@ from serving.http.decode import decode
 from serving.http.door import Door, read_beside
 from serving.http.errors import refusal
 from serving.http.schemas import Limits, Model, SpeechRequest
-from serving.http.voices import Voices
+from serving.http.voices import Damaged, Voices
 from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference
 
 FETCH_S = 10.0
@@ -112,8 +112,11 @@ class References:
         return found
 
     async def _uploaded(self, voice: str, model: Model) -> Reference:
-        with self.decoding.place():
-            found = await read_beside(self.voices.load, voice)
+        try:
+            with self.decoding.place():
+                found = await read_beside(self.voices.load, voice)
+        except Damaged as error:
+            raise refusal(400, str(error), "voice", "voice_damaged") from None
         if found is None:  # removed a moment ago
             raise self._no_voice(voice, model)
         stored, clip = found

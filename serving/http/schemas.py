@@ -287,6 +287,7 @@ class VoiceObject(msgspec.Struct):
     models: list[str]  # the served models that can speak in it
     duration_s: float | None = None  # of an uploaded voice's sample
     ref_text: str | None = None
+    damaged: bool = False  # on the server's disk: upload it again, or remove it
     object: Literal["audio.voice"] = "audio.voice"
 
 

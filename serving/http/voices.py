@@ -9,6 +9,7 @@ anna, and neither can listeners.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import fcntl
 import io
@@ -18,9 +19,10 @@ import shutil
 import tempfile
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -34,6 +36,7 @@ HIDDEN = (".new-", ".old-")
 SILENT = 1e-3  # a peak of -60 dB of full scale
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 
 class StoredVoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,6 +51,10 @@ class StoredVoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class Taken(ValueError):
     """There is a voice of that name."""
+
+
+class Damaged(ValueError):
+    """What is kept of a voice is not what was written."""
 
 
 class TooMany(ValueError):
@@ -78,7 +85,29 @@ class Voices:
         return sorted(entry.name for entry in os.scandir(self.directory) if not entry.name.startswith(".") and entry.is_dir())
 
     def list(self) -> list[StoredVoice]:
-        return [voice for name in self.names() if (voice := self._read(name)) is not None]
+        return self.survey()[0]
+
+    def survey(self) -> tuple[builtins.list[StoredVoice], builtins.list[str]]:
+        """The voices, and the names of the damaged ones. Raises OSError."""
+        whole, damaged = [], []
+        for name in self.names():
+            try:
+                if (found := self._open(name, self._look)) is not None:
+                    whole.append(found)
+            except Damaged:
+                damaged.append(name)
+        return whole, damaged
+
+    def problem(self) -> str | None:
+        """Why no voice can be kept here, in a line; None: they can."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                file.write(bytes(1 << 20))
+                file.flush()
+        except OSError as error:
+            return f"voices cannot be kept in {self.directory}: {error.strerror}"
+        return None
 
     def has(self, name: str) -> bool:
         try:
@@ -87,19 +116,38 @@ class Voices:
             return False
 
     def load(self, name: str) -> tuple[StoredVoice, AudioClip] | None:
-        """A voice and its sample; None where there is none of that name (any more). Raises ValueError for a name that is none."""
+        """A voice and its sample; None where there is none of that name (any more). Raises ValueError for a name that is none,
+        Damaged, OSError."""
+        return self._open(clean_name(name), self._read)
+
+    def _open(self, name: str, read: Callable[[int], T]) -> T | None:
+        """What `read` gives of a voice's open directory: of this very one, even if the name means another one by now."""
         try:
-            place = os.open(self.directory / clean_name(name), os.O_RDONLY | os.O_DIRECTORY)
+            place = os.open(self.directory / name, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             return None
-        try:  # both files of this very directory, even if the name means another one by now
-            voice = self._parse(name, read_at(place, "voice.json"))
-            samples, rate_hz = soundfile.read(io.BytesIO(read_at(place, "sample.wav")), dtype="float32")
-        except FileNotFoundError:
-            return None
+        try:
+            return read(place)
+        except (FileNotFoundError, msgspec.DecodeError, soundfile.LibsndfileError, Damaged) as error:
+            if not is_at(place, self.directory / name):  # removed a moment ago
+                return None
+            log.error("voice", name=name, error=f"{self.directory / name} is damaged: {error}")
+            raise Damaged(f"what is kept of voice {name!r} is damaged; upload it again, or remove it") from None
         finally:
             os.close(place)
-        return None if voice is None else (voice, AudioClip(samples.astype("<f4").tobytes(), rate_hz))
+
+    def _read(self, place: int) -> tuple[StoredVoice, AudioClip]:
+        voice = msgspec.json.decode(read_at(place, "voice.json"), type=StoredVoice)
+        samples, rate_hz = soundfile.read(io.BytesIO(read_at(place, "sample.wav")), dtype="float32")
+        check_whole(voice, len(samples), rate_hz)
+        return voice, AudioClip(samples.astype("<f4").tobytes(), rate_hz)
+
+    def _look(self, place: int) -> StoredVoice:
+        """As `_read`, by the sample's header alone."""
+        voice = msgspec.json.decode(read_at(place, "voice.json"), type=StoredVoice)
+        with open(os.open("sample.wav", os.O_RDONLY, dir_fd=place), "rb") as file, soundfile.SoundFile(file) as sample:
+            check_whole(voice, sample.frames, sample.samplerate)
+        return voice
 
     def add(self, name: str, sample: AudioClip, ref_text: str | None = None, consent: str | None = None) -> StoredVoice:
         """Raises ValueError for a name that is none, or a silent sample; Taken; TooMany; OSError for a disk that does not take it."""
@@ -116,6 +164,8 @@ class Voices:
         with self._hidden_place(".new-") as new:
             (new / "sample.wav").write_bytes(wav.getvalue())
             (new / "voice.json").write_bytes(msgspec.json.encode(voice))
+            if name in self.survey()[1]:  # what is damaged makes room
+                self.remove(name)
             try:
                 new.rename(self.directory / name)
             except OSError as error:
@@ -165,18 +215,16 @@ class Voices:
         finally:
             os.close(place)
 
-    def _read(self, name: str) -> StoredVoice | None:
-        try:
-            return self._parse(name, (self.directory / name / "voice.json").read_bytes())
-        except FileNotFoundError:
-            return None
 
-    def _parse(self, name: str, data: bytes) -> StoredVoice | None:
-        try:
-            return msgspec.json.decode(data, type=StoredVoice)
-        except msgspec.DecodeError as error:
-            log.error("voice", name=name, error=f"{self.directory / name / 'voice.json'} is damaged: {error}")
-            return None
+def check_whole(voice: StoredVoice, num_samples: int, rate_hz: int) -> None:
+    """Raises Damaged."""
+    if round(num_samples / rate_hz, 3) != voice.duration_s:
+        raise Damaged(f"the sample lasts {num_samples / rate_hz:.3f} s, and {voice.duration_s} s were written")
+
+
+def is_at(place: int, path: Path) -> bool:
+    """Whether an open directory is the one of this name."""
+    return path.is_dir() and os.path.samestat(os.fstat(place), path.stat())
 
 
 def read_at(directory: int, name: str) -> bytes:

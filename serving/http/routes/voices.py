@@ -18,6 +18,7 @@ from serving.http.schemas import ErrorBody, Model, VoiceDeleted, VoiceList, Voic
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.voices import StoredVoice, Taken, TooMany, clean_name
 
+NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
 TAKEN = ResponseSpec(ErrorBody, description="there is a voice of that name")
 
 
@@ -29,12 +30,12 @@ async def list_voices(server: Server) -> VoiceList:
         preset(name, models, server.created)
         for name in dict.fromkeys(n for model in models for n in model.voices)
     ]
-    return VoiceList(
-        [*presets, *(described(voice, models) for voice in await asyncio.to_thread(server.voices.list))]
-    )
+    whole, damaged = await asyncio.to_thread(server.voices.survey)
+    broken = [VoiceObject(name, name, 0, "audio_sample", [], damaged=True) for name in damaged]
+    return VoiceList([*presets, *(described(voice, models) for voice in whole), *broken])
 
 
-@post("/v1/audio/voices", status_code=200, responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, **REFUSALS})
+@post("/v1/audio/voices", status_code=200, responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS})
 async def add_voice(
     data: Annotated[VoiceUpload, Body(media_type=RequestEncodingType.MULTI_PART)], server: Server
 ) -> VoiceObject:

@@ -1,6 +1,7 @@
 """Reference audio as it comes."""
 
 import io
+import random
 
 import av
 import numpy as np
@@ -120,3 +121,29 @@ def test_no_more_is_decoded_than_is_taken(monkeypatch):
     with pytest.raises(ValueError, match="longer than 1 s"):
         decode(file.getvalue(), 1)
     assert sum(fed) <= 48_000
+
+
+def test_what_was_changed_by_chance_is_audio_or_refused():
+    """Some of these name a codec that has no decoder."""
+    mutate, seeds = random.Random(1), [in_container("matroska", "flac"), in_container("mp4", "aac")]
+    refusals = []
+    for _ in range(1500):
+        data = bytearray(mutate.choice(seeds))
+        for _ in range(mutate.randint(1, 4)):
+            data[mutate.randrange(min(len(data), 400))] = mutate.randrange(256)
+        try:
+            decode(bytes(data), 30)
+        except ValueError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 100 and "it is in a codec that cannot be read here" in refusals
+
+
+def in_container(form, codec):
+    file = io.BytesIO()
+    with av.open(file, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=48_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.full((1, 4800), 1000, np.int16), format="s16", layout="mono")
+        frame.sample_rate, frame.pts = 48_000, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return file.getvalue()

@@ -1,5 +1,6 @@
 """Uploaded voices: the store on disk, the routes, and the command."""
 
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from shell import ROOT, zoo
 from uploads import NOISE, RATE_HZ, recording, upload
 
 from serving.http.schemas import Limits
-from serving.http.voices import StoredVoice, Taken, TooMany, Voices, default_directory
+from serving.http.voices import Damaged, StoredVoice, Taken, TooMany, Voices, default_directory
 from serving.protocol import AudioClip, Reference
 
 CLIP = AudioClip(NOISE.tobytes(), RATE_HZ)
@@ -148,13 +149,59 @@ def test_a_server_tidies_when_it_starts(tmp_path):
         assert os.listdir(tmp_path / "voices") == []
 
 
-def test_a_damaged_voice_hides_no_other(store, capsys):
+def damage(store, how):
+    place = store.directory / "bert"
+    match how:
+        case "json":
+            (place / "voice.json").write_text("{")
+        case "no json":
+            (place / "voice.json").unlink()
+        case "no sample":
+            (place / "sample.wav").unlink()
+        case "empty":
+            (place / "sample.wav").write_bytes(b"")
+        case "half":
+            sample = place / "sample.wav"
+            sample.write_bytes(sample.read_bytes()[: len(CLIP.samples) // 2])
+
+
+@pytest.mark.parametrize("how", ["json", "no json", "no sample", "empty", "half"])
+def test_a_damaged_voice_is_named_hides_no_other_and_makes_room(store, capsys, how):
     store.add("anna", CLIP)
     store.add("bert", CLIP)
-    (store.directory / "bert" / "voice.json").write_text("{")
-    assert [voice.name for voice in store.list()] == ["anna"] and store.load("bert") is None
-    assert "bert" in capsys.readouterr().out
+    damage(store, how)
+    assert [voice.name for voice in store.list()] == ["anna"] and store.survey()[1] == ["bert"]
+    with pytest.raises(Damaged, match="'bert' is damaged; upload it again"):
+        store.load("bert")
+    assert "bert is damaged" in capsys.readouterr().out
+    store.add("bert", CLIP)
+    assert store.load("bert")[1] == CLIP and store.survey()[1] == []
+    damage(store, how)
     assert store.remove("bert")
+
+
+def test_a_damaged_voice_over_http(tmp_path):
+    with Server(tmp_path, models=[CLONER]) as server:
+        upload(server, "bert")
+        damage(Voices(server.voices_dir), "empty")
+        [voice] = server.http.get("/v1/audio/voices").json()["data"]
+        assert voice["id"] == "bert" and voice["damaged"] and voice["models"] == []
+        assert error(server.speak("frames 1", voice="bert"), 400)["code"] == "voice_damaged"
+        assert upload(server, "bert").status_code == server.speak("frames 1", voice="bert").status_code == 200
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EROFS, 503)])
+def test_a_disk_that_takes_no_voice(tmp_path, monkeypatch, capfd, number, status):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("serving.http.voices.tempfile.TemporaryFile", fail)
+    with Server(tmp_path, models=[CLONER]) as server:
+        assert f"voices cannot be kept in {server.voices_dir}: {os.strerror(number)}" in capfd.readouterr().out
+        monkeypatch.setattr("serving.http.voices.tempfile.mkdtemp", fail)
+        fault = error(upload(server), status)
+        assert str(tmp_path) not in fault["message"]
+        assert server.http.get("/v1/audio/voices").json()["data"] == []
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
@@ -210,6 +257,7 @@ def test_upload_list_speak_delete(server):
         "models": ["cloner"],
         "duration_s": 2.0,
         "ref_text": "What I say.",
+        "damaged": False,
         "object": "audio.voice",
     }
     voices = server.http.get("/v1/audio/voices").json()["data"]
