@@ -33,7 +33,7 @@ from serving.http.listener import Listener
 from serving.http.routes.models import list_models, one_model
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
-from serving.http.routes.voices import add_voice, list_voices, remove_voice
+from serving.http.routes.voices import add_voice, list_voices, remove_voice, voices_options
 from serving.http.schemas import Limits
 from serving.http.server import Server, check_key
 
@@ -67,7 +67,7 @@ def create_app(
         "/", route_handlers=[speak], request_max_body_size=limits.speech_body_bytes, middleware=[LargeBodies]
     )
     uploads = Router(
-        "/", route_handlers=[add_voice], request_max_body_size=limits.upload_body_bytes, middleware=[LargeBodies]
+        "/", route_handlers=[voices_options, add_voice], request_max_body_size=limits.upload_body_bytes, middleware=[LargeBodies]
     )
     guarded: list[ControllerRouterHandler] = [
         speech,
@@ -78,7 +78,7 @@ def create_app(
         remove_voice,
     ]
     return Litestar(
-        [Router("/", route_handlers=guarded, guards=[check_key]), health, ready, metrics],
+        [Router("/", route_handlers=guarded, guards=[check_key], security=openapi.SECURITY), health, ready, metrics],
         dependencies={"server": Provide(lambda: server, sync_to_thread=False)},
         lifespan=[connect],
         exception_handlers={Exception: answer_error},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import uuid
 from typing import Any, overload
 
 import structlog
@@ -25,6 +26,11 @@ MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 4000
 
 log = structlog.get_logger()
+
+
+def new_id() -> str:
+    """Of a request."""
+    return f"req_{uuid.uuid4().hex}"
 
 
 def refusal(
@@ -98,7 +104,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         log.error("unexpected", path=cut(path), exc_info=error)
         error = refusal(500, "an error in this server; its log says more")
     body = error_of(error)
-    log.info("refused", path=cut(path), status=error.status_code, error=body.message, param=body.param, code=body.code)
+    facts = {"id": request.state.get("request_id"), "path": cut(path), "status": error.status_code}
+    log.info("refused", **facts, error=body.message, param=body.param, code=body.code)
     if path == "/v1/audio/speech":
         request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))
     return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)

@@ -4,14 +4,18 @@ takes for a whole answer."""
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
+from typing import cast
 
 import msgspec
 import uvicorn
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.enums import HttpMethod
+from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.engine_client import EngineClient
+from serving.http.errors import new_id
 from serving.http.schemas import Error, ErrorBody
 
 MAX_HEAD_BYTES = 64 << 10  # of a request, beside its body
@@ -125,24 +129,53 @@ class Connection(HttpToolsProtocol):
 
 
 class Guard:
-    """Around the app: an answer that a shutdown cancels before it began is a 503 in OpenAI's shape."""
+    """Around the app, what is the same for every answer: an id; HEAD as GET without its body, which uvicorn leaves out; and an answer
+    that a shutdown cancels before it began is a 503 in OpenAI's shape."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = given_id(scope)
+        scope["state"]["request_id"] = given
         is_started = False
 
-        async def note(message: Message) -> None:
+        async def begin(message: Message) -> None:
             nonlocal is_started
-            is_started = True
+            if message["type"] == "http.response.start":
+                is_started = True
+                headers = dict(message["headers"])
+                if given is not None or b"x-request-id" not in headers:
+                    headers[b"x-request-id"] = (given or new_id()).encode()
+                if b"allow" in headers:
+                    headers[b"allow"] = whole_allow(headers[b"allow"])
+                message["headers"] = list(headers.items())
             await send(message)
 
+        inner = cast(HTTPScope, dict(scope))
+        if inner["method"] == "HEAD":
+            inner["method"] = HttpMethod.GET
         try:
-            await self.app(scope, receive, note)
+            await self.app(inner, receive, begin)
         except asyncio.CancelledError:
             if not is_started:
-                await answer(send, 503, STOPPING, "stopping")
+                await answer(begin, 503, STOPPING, "stopping")
+
+
+def given_id(scope: Scope) -> str | None:
+    """What the client, or a proxy, calls this request."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else None
+
+
+def whole_allow(methods: bytes) -> bytes:
+    """Of an Allow header: whatever has GET has HEAD."""
+    names = {name.strip() for name in methods.split(b",")}
+    if b"GET" in names:
+        names.add(b"HEAD")
+    return b", ".join(sorted(names))
 
 
 async def answer(send: Send, status: int, message: str, code: str) -> None:

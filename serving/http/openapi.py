@@ -1,4 +1,5 @@
-"""The OpenAPI page: what the code says of the routes, and what the served models say of their options."""
+"""The OpenAPI page: what the code says of the routes, what msgspec says of the bodies it checks, and what the served models say of
+their options."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ import msgspec
 from litestar import Request
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
+from litestar.openapi.spec import Components, SecurityRequirement, SecurityScheme
 
 from serving import protocol
+from serving.http.schemas import BODIES
 from serving.http.server import Server
 
 JSON_TYPE = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
@@ -35,8 +38,13 @@ class ServedYaml(YamlRenderPlugin):
 
 
 CONFIG = OpenAPIConfig(
-    title="speechzoo", version="1", path="/schema", render_plugins=[ServedJson(), ServedYaml()]
+    title="speechzoo",
+    version="1",
+    path="/schema",
+    render_plugins=[ServedJson(), ServedYaml()],
+    components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer")}),
 )
+SECURITY: list[SecurityRequirement] = [{"key": []}, {}]  # where the server was started with a key, or not
 
 
 def models_of(request: Request[Any, Any, Any]) -> list[protocol.ModelInfo]:
@@ -46,17 +54,47 @@ def models_of(request: Request[Any, Any, Any]) -> list[protocol.ModelInfo]:
 
 
 def with_options(schema: bytes, models: Iterable[protocol.ModelInfo]) -> dict[str, Any]:
-    """The page, which came as JSON, with the models' options among the fields of a speech request, and no
-    other."""
+    """The page, which came as JSON: with bodies as msgspec checks them (Litestar leaves out what is inside an optional field, and
+    tuples' lengths), and the models' options among the fields of a speech request, and no other."""
     page = msgspec.json.decode(schema)
-    body = page["components"]["schemas"]["SpeechRequest"]
+    schemas = page["components"]["schemas"]
+    schemas |= schemas_of_bodies()
+    body = schemas["SpeechRequest"]
     shared = frozenset(body["properties"])
     for model in models:
         for option in model.options:
             if option.name not in shared:
                 add(body["properties"], model.id, option)
+    for name, field in body["properties"].items():
+        if name not in body["required"]:
+            allow_null(field)
     body["additionalProperties"] = False
     return page
+
+
+def schemas_of_bodies() -> dict[str, Any]:
+    _, schemas = msgspec.json.schema_components(
+        BODIES, schema_hook=schema_of_upload, ref_template="#/components/schemas/{name}"
+    )
+    return msgspec.json.decode(msgspec.json.encode(schemas))  # YAML knows no tuples
+
+
+def schema_of_upload(_: type) -> dict[str, Any]:
+    """UploadFile: the one type that is not msgspec's."""
+    return {"type": "string", "format": "binary"}
+
+
+def allow_null(field: dict[str, Any]) -> None:
+    """Which means the default: nobody needs to leave a field out."""
+    null = {"type": "null"}
+    if "anyOf" in field:
+        if null not in field["anyOf"]:
+            field["anyOf"].append(null)
+        return
+    said = {name: field.pop(name) for name in ("description", "default") if name in field}
+    alone = dict(field)
+    field.clear()
+    field |= said | {"anyOf": [alone, null]}
 
 
 def add(properties: dict[str, Any], model_id: str, option: protocol.OptionInfo) -> None:

@@ -348,3 +348,6 @@ class AudioDone(msgspec.Struct, tag_field="type", tag="speech.audio.done"):
 
 class AudioError(msgspec.Struct, tag_field="type", tag="error"):
     error: Error
+
+
+BODIES = (SpeechRequest, VoiceUpload, ModelList, VoiceList, VoiceDeleted, Ready, ErrorBody)

@@ -7,7 +7,6 @@ import base64
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +18,7 @@ from litestar.types import Receive, Scope, Send
 
 from serving import protocol
 from serving.http import encode
-from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, refusal
+from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, refusal
 from serving.http.schemas import (
     SOUND_ONLY,
     AudioDelta,
@@ -47,9 +46,17 @@ class Speech:
     cancels at once, whether its reference is being read or it is queued or speaking. Raises the refusal of a rate that the format has not.
     """
 
-    def __init__(self, server: Server, request: SpeechRequest, options: dict[str, Any], model: Model):
+    def __init__(
+        self,
+        server: Server,
+        request: SpeechRequest,
+        options: dict[str, Any],
+        model: Model,
+        given_id: str | None = None,
+    ):
         self.server, self.request, self.options, self.model = server, request, options, model
-        self.id = f"req_{uuid.uuid4().hex}"
+        self.id = new_id()  # the engine knows it by this one: clients may repeat theirs
+        self.given_id = given_id
         self.fields = request.for_engine()
         self.is_sse = request.stream_format == "sse"
         try:
@@ -216,6 +223,7 @@ class Speech:
         rtf = round(took_s / audio_s, 4) if audio_s else None
         ttfa_ms = round(1000 * self.ttfa_s, 1) if self.ttfa_s is not None else None
         facts = {
+            "given_id": self.given_id,
             "status": status,
             "reason": outcome,
             "ttfa_ms": ttfa_ms,

@@ -41,7 +41,13 @@ MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
 
 
 class ForgetfulRequest(Request[Any, Any, Any]):
-    """A request that lets go of its body: it may be megabytes, and the answer takes minutes."""
+    """A request whose nulls are defaults, and that lets go of its body: it may be megabytes, and the answer takes minutes."""
+
+    async def json(self) -> Any:
+        body = await super().json()
+        if isinstance(body, dict):
+            self._json = body = {name: value for name, value in body.items() if not is_default(name, value)}
+        return body
 
     async def take_json(self) -> Any:
         """The body. It is nowhere else any more."""
@@ -59,7 +65,12 @@ async def speak(data: SpeechRequest, request: ForgetfulRequest, server: Server) 
     options = options_of(await request.take_json(), model)
     check(data, model, server.limits)
     server.references.check(data, model)
-    return Speech(server, data, options, model)
+    return Speech(server, data, options, model, request.state.get("request_id"))
+
+
+def is_default(name: str, value: object) -> bool:
+    """Of options, the model says so."""
+    return value is None and name in FIELDS[PATH]
 
 
 def options_of(body: dict[str, Any], model: Model) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from http_server import Server, error, until
 from shell import ROOT
 
 from serving import protocol
-from serving.http.schemas import Limits
+from serving.http.schemas import FIELDS, Limits
 
 KEY = "sk-test"
 
@@ -187,7 +187,7 @@ BAD_FIELDS = [
     ({"input": "x" * 101}, "input", "101 characters; this server takes up to 100"),
     ({"input": 5}, "input", "expected `str`"),
     ({"input": "x", "response_format": "wma"}, "response_format", "mp3 .*, opus .*, aac, flac, wav or pcm"),
-    ({"input": "x", "response_format": None}, "response_format", "mp3 .*, opus .*, aac, flac, wav or pcm"),
+    ({"input": None}, "input", "input is missing"),
     ({"input": "x", "sample_rate": 7999}, "sample_rate", "from 8000 to 48000"),
     ({"input": "x", "sample_rate": 44100.5}, "sample_rate", "from 8000 to 48000"),
     ({"input": "x", "sample_rate": 9000}, "sample_rate", "no 9000 Hz; it has: 8000, 11025"),
@@ -368,10 +368,15 @@ def test_the_schema_has_the_models_options_among_the_fields(server):
         body = page["components"]["schemas"]["SpeechRequest"]
         assert body["additionalProperties"] is False
         field = body["properties"]["text_mode"]
-        assert field["anyOf"] == [{"type": "string", "default": "full", "enum": ["full", "interleaved"]}]
+        null = {"type": "null"}
+        assert field["anyOf"] == [
+            {"type": "string", "default": "full", "enum": ["full", "interleaved"]},
+            null,
+        ]
         assert field["description"] == "of model fake: how the text is read; possible: full, interleaved"
         assert body["properties"]["cfg_scale"]["anyOf"] == [
-            {"type": "number", "default": 2.0, "minimum": 0, "maximum": 100}
+            {"type": "number", "default": 2.0, "minimum": 0, "maximum": 100},
+            null,
         ]
         assert "temperature of" not in body["properties"]["temperature"].get(
             "description", ""
@@ -387,10 +392,10 @@ def test_the_schema_follows_the_engine(tmp_path):
         fields = server.http.get("/schema/openapi.json").json()["components"]["schemas"]["SpeechRequest"][
             "properties"
         ]
-        assert [schema["maximum"] for schema in fields["cfg_scale"]["anyOf"]] == [100, 3]
+        assert [schema.get("maximum") for schema in fields["cfg_scale"]["anyOf"]] == [100, 3, None]
         assert (
             fields["cfg_scale"]["description"].count("of model") == 2
-            and len(fields["text_mode"]["anyOf"]) == 1
+            and len(fields["text_mode"]["anyOf"]) == 2
         )
         server.call(server.engine.tell, protocol.Models([other]))
         until(lambda: "text_mode" not in server.http.get("/schema/openapi.json").text)
@@ -540,3 +545,59 @@ def test_a_text_without_end_is_refused_before_the_engine_hears_of_it(server, fie
 def test_what_a_client_sent_does_not_come_back_whole(server):
     answers = [server.http.get("/v1/" + "x" * 9000), server.http.get("/v1/models/" + "x" * 9000)]
     assert [len(error(answer, 404)["message"]) < 300 for answer in answers] == [True, True]
+
+
+def test_null_is_the_default_of_every_field(server):
+    fields = dict.fromkeys(FIELDS["/v1/audio/speech"], None) | {"text_mode": None, "input": "frames 2"}
+    answer = server.http.post("/v1/audio/speech", json=fields)
+    assert answer.status_code == 200 and answer.headers["content-type"] == "audio/mpeg"
+    assert set(server.engine.asked[answer.headers["x-request-id"]]) == {"text", "seed"}
+
+
+def test_the_schema_keeps_the_ranges_of_optional_fields(server):
+    page = server.http.get("/schema/openapi.json").json()
+    schemas = page["components"]["schemas"]
+    fields = schemas["SpeechRequest"]["properties"]
+    assert fields["top_p"]["anyOf"] == [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, {"type": "null"}]
+    assert fields["ref_text"]["anyOf"][0]["maxLength"] == 4096
+    assert schemas["VoiceUpload"]["additionalProperties"] is schemas["Voice"]["additionalProperties"] is False
+    assert schemas["VoiceUpload"]["properties"]["audio_sample"]["format"] == "binary"
+    assert schemas["Model"]["properties"]["reference_s"]["anyOf"][0]["maxItems"] == 2
+    assert page["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    assert page["paths"]["/v1/models"]["get"]["security"] == [{"key": []}, {}]
+    assert "security" not in page["paths"]["/health"]["get"]
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/v1/audio/voices", "GET, HEAD, OPTIONS, POST"), ("/v1/audio/speech", "OPTIONS, POST"), ("/health", "GET, HEAD, OPTIONS")],
+)
+def test_allow_is_whole_and_head_answers(server, path, methods):
+    assert server.http.put(path).status_code == 405
+    assert server.http.put(path).headers["allow"] == server.http.options(path).headers["allow"] == methods
+    if "HEAD" in methods:
+        whole, head = server.http.get(path), server.http.head(path)
+        assert head.status_code == 200 and head.content == b""
+        assert head.headers["content-length"] == str(len(whole.content))
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/nothing", "/metrics"])
+def test_every_answer_has_an_id_and_takes_the_clients(server, path):
+    own = [server.http.get(path).headers["x-request-id"] for _ in range(2)]
+    assert own[0] != own[1] and own[0].startswith("req_")
+    answer = server.http.get(path, headers={"x-request-id": "trace-7.a:b"})
+    assert answer.headers.get_list("x-request-id") == ["trace-7.a:b"]
+    assert server.http.get(path, headers={"x-request-id": "x" * 200}).headers["x-request-id"].startswith("req_")
+
+
+def test_a_clients_id_may_be_repeated(server):
+    answers = [server.speak("frames 1", voice=voice) for voice in ("nobody", "vivian")]
+    assert all(answer.headers["x-request-id"].startswith("req_") for answer in answers)
+    server.http.headers["x-request-id"] = "same"
+    try:
+        with server.stream("hold 1") as open_answer:
+            answers = [open_answer, server.speak("frames 1"), server.speak("reject voice"), server.speak("full")]
+            assert [answer.headers["x-request-id"] for answer in answers] == ["same"] * 4
+            assert [answer.status_code for answer in answers] == [200, 200, 400, 503]
+    finally:
+        del server.http.headers["x-request-id"]

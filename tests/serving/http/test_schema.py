@@ -1,0 +1,56 @@
+"""The OpenAPI page as it is: whatever it allows or forbids, no request breaks the server, and answers are as the page says."""
+
+import pytest
+import schemathesis
+from fake_engine import CLONER, MODEL
+from http_server import Server
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi import checks
+
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+ROUTES = [
+    ("POST", "/v1/audio/speech"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model_id}"),
+    ("GET", "/v1/audio/voices"),
+    ("POST", "/v1/audio/voices"),
+    ("DELETE", "/v1/audio/voices/{voice_id}"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+]
+SETTINGS = settings(
+    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(scope="module")
+def schema(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("s"), models=[MODEL, CLONER]) as server:
+        yield schemathesis.openapi.from_url(server.url + "/schema/openapi.json")
+
+
+def test_every_route_is_tried(schema):
+    assert sorted((one.ok().method.upper(), one.ok().path) for one in schema.get_all_operations()) == sorted(ROUTES)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_does_what_its_page_says(schema, method, path, mode):
+    operation = schema[path][method]
+    if mode is GenerationMode.NEGATIVE and not operation.body:  # a path takes any text
+        pytest.skip("nothing to get wrong")
+
+    @SETTINGS
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def tried(case):
+        case.call_and_validate(checks=CHECKS, timeout=10)
+
+    tried()
