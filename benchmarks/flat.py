@@ -1,4 +1,5 @@
-"""Does a chunk cost the same wherever it lies? A tape of many minutes rendered window by window, as a server does.
+"""Does a chunk cost the same wherever it lies? A tape of many minutes rendered window by window, as a server
+does.
 
     python benchmarks/flat.py DIR [--minutes 10] [--dtype float32] [--json]
 

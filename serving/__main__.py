@@ -23,11 +23,21 @@ if TYPE_CHECKING:
     from zoo.contract import Spec
     from zoo.request import Value
 
-app = typer.Typer(add_completion=False, help="Speech language models: serve them, or let them speak from the shell.")
+app = typer.Typer(
+    add_completion=False, help="Speech language models: serve them, or let them speak from the shell."
+)
 voices = typer.Typer(help="Uploaded voices: recordings that a model for clones can speak in, by name.")
 app.add_typer(voices, name="voices")
 
-FORMAT_OF = {".wav": "wav", ".mp3": "mp3", ".opus": "opus", ".ogg": "opus", ".aac": "aac", ".flac": "flac", ".pcm": "pcm"}
+FORMAT_OF = {
+    ".wav": "wav",
+    ".mp3": "mp3",
+    ".opus": "opus",
+    ".ogg": "opus",
+    ".aac": "aac",
+    ".flac": "flac",
+    ".pcm": "pcm",
+}
 MAX_REFERENCE_S = 60.0
 FLAG = {
     "references": "--reference",
@@ -39,14 +49,23 @@ UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 Model = Annotated[str, Option("-m", "--model", help="A directory, or ORG/NAME on the Hugging Face Hub.")]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one.")]
 VoicesDir = Annotated[
-    Path | None, Option(envvar="ZOO_VOICES_DIR", help="Where uploaded voices are kept; speechzoo/voices in your data directory otherwise.")
+    Path | None,
+    Option(
+        envvar="ZOO_VOICES_DIR",
+        help="Where uploaded voices are kept; speechzoo/voices in your data directory otherwise.",
+    ),
 ]
-DType = Annotated[Literal["float32", "bfloat16"] | None, Option(help="bfloat16 on a GPU and float32 on a CPU, when left out.")]
+DType = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    Option(help="bfloat16 on a GPU and float32 on a CPU, when left out."),
+]
 
 
 ReferencePython = Annotated[
     Path | None,
-    Option(help="The Python of the reference's environment; otherwise that of .venv-parity-FAMILY, which `make fixtures` builds."),
+    Option(
+        help="The Python of the reference's environment; otherwise that of .venv-parity-FAMILY, which `make fixtures` builds."
+    ),
 ]
 
 
@@ -183,6 +202,8 @@ def say(
     from serving.protocol import Reference
 
     family = zoo.load(directory, device=device, dtype=dtype)
+    if family.spec.licence:
+        print(f"zoo: the weights are under a licence: {family.spec.licence}", file=sys.stderr)
     request = zoo.Request(
         text=text,
         voice=voice,
@@ -285,7 +306,9 @@ def inspect(
 @app.command()
 def bench(
     model: Annotated[str, Argument(help="A model directory.")],
-    streams: Annotated[list[int], Option(min=1, help="How many requests at once; may be given several times.")] = [1, 8],  # noqa: B006
+    streams: Annotated[
+        list[int], Option(min=1, help="How many requests at once; may be given several times.")
+    ] = [1, 8],  # noqa: B006
     frames: Annotated[int, Option(min=1, help="Of each request.")] = 50,
     rounds: Annotated[int, Option(min=1, help="Requests per stream, one after the other.")] = 2,
     voice: Annotated[str | None, Option(help="Which preset voice.")] = None,
@@ -293,11 +316,15 @@ def bench(
     dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None,
     policy: Annotated[str, Option(help="streaming or throughput.")] = "streaming",
     compile: Annotated[bool, Option(help="Compile the step.")] = True,
-    against: Annotated[str | None, Option(help="reference: run the reference implementation on the same work, in the same run.")] = None,
+    against: Annotated[
+        str | None,
+        Option(help="reference: run the reference implementation on the same work, in the same run."),
+    ] = None,
     reference_python: ReferencePython = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
-    """Measure a model on this machine: real-time factor, first audio, audio-s/s, and how near it comes to the hardware's limit."""
+    """Measure a model on this machine: real-time factor, first audio, audio-s/s, and how near it comes to the
+    hardware's limit."""
     if against not in (None, "reference"):
         raise ValueError(f"--against {against}: possible is: reference")
     directory = resolved(model)
@@ -330,7 +357,10 @@ def warm(
     device: Device = None,
     dtype: DType = None,
     max_slots: Annotated[int, Option(min=1, help="As the server will be started with.")] = 8,
-    cache_dir: Annotated[Path | None, Option(help="Where compiled code is kept; ZOO_CACHE_DIR or ~/.cache/speechzoo otherwise.")] = None,
+    cache_dir: Annotated[
+        Path | None,
+        Option(help="Where compiled code is kept; ZOO_CACHE_DIR or ~/.cache/speechzoo otherwise."),
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object a model, for programs.")] = False,
 ) -> int:
     """Compile a model ahead of time, so that a server of it is ready in seconds."""
@@ -363,7 +393,8 @@ def parity(
     reference_python: ReferencePython = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
-    """Measure how exact a model is: its served form against the plain fp32 one, and that against the reference implementation."""
+    """Measure how exact a model is: its served form against the plain fp32 one, and that against the
+    reference implementation."""
     directory = resolved(model)
 
     from functools import partial
@@ -393,7 +424,9 @@ def parity(
     compared = [(name, form, "plain float32", run) for name, run in result["served"].items()]
     if result["reference"] is not None:
         theirs = result["reference"]["name"]
-        compared += [(name, "plain float32", theirs, run) for name, run in result["reference"]["runs"].items()]
+        compared += [
+            (name, "plain float32", theirs, run) for name, run in result["reference"]["runs"].items()
+        ]
     for name, ours, theirs, run in compared:
         steps = f"{run['steps_equal']} of {run['steps']}" if "steps" in run else ""
         table.add_row(
@@ -410,7 +443,9 @@ def parity(
         print(f"Not asked, since the model refuses it: {name} ({why})")
     print(f"Compiled after the warm-up: {result['compiles_after_warmup']}")
     if result["reference"] is None:
-        print(f"Not compared with the reference: {reference_python} does not exist; `make fixtures` builds it in a source tree.")
+        print(
+            f"Not compared with the reference: {reference_python} does not exist; `make fixtures` builds it in a source tree."
+        )
     return 0
 
 
@@ -421,7 +456,8 @@ def demo_checkpoint(
     size: Annotated[str, Option(help="tiny, or one of the family's published sizes.")] = "tiny",
     seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
 ) -> int:
-    """Write a checkpoint of random weights in the published layout: it makes noise, at the speed and in the shape of the real one."""
+    """Write a checkpoint of random weights in the published layout: it makes noise, at the speed and in the
+    shape of the real one."""
     import zoo
 
     families = zoo.families()
@@ -438,8 +474,12 @@ def demo_checkpoint(
 @voices.command("add")
 def add_voice(
     name: Annotated[str, Argument(help="The voice's name: letters, digits, '_', '-' and '.'.")],
-    sample: Annotated[Path, Argument(help="A recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM.")],
-    text: Annotated[str | None, Option(help="What the recording says, word for word; a clone sounds better with it.")] = None,
+    sample: Annotated[
+        Path, Argument(help="A recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM.")
+    ],
+    text: Annotated[
+        str | None, Option(help="What the recording says, word for word; a clone sounds better with it.")
+    ] = None,
     voices_dir: VoicesDir = None,
 ) -> int:
     """Keep a recording as a voice."""
@@ -463,7 +503,11 @@ def list_voices(
     there = store(voices_dir)
     kept, damaged = there.survey()
     if as_json:
-        print(json.dumps({"directory": str(there.directory), "voices": msgspec.to_builtins(kept), "damaged": damaged}))
+        print(
+            json.dumps(
+                {"directory": str(there.directory), "voices": msgspec.to_builtins(kept), "damaged": damaged}
+            )
+        )
     else:
         for voice in kept:
             print(f"{voice.name}: {voice.duration_s:.2f} s, {voice.ref_text or 'without a text'}")
@@ -473,7 +517,9 @@ def list_voices(
 
 
 @voices.command("remove")
-def remove_voice(name: Annotated[str, Argument(help="The voice's name.")], voices_dir: VoicesDir = None) -> int:
+def remove_voice(
+    name: Annotated[str, Argument(help="The voice's name.")], voices_dir: VoicesDir = None
+) -> int:
     """Forget a voice."""
     there = store(voices_dir)
     try:
@@ -481,7 +527,9 @@ def remove_voice(name: Annotated[str, Argument(help="The voice's name.")], voice
     except OSError as error:
         raise ValueError(f"voices cannot be removed from {there.directory}: {error.strerror}") from None
     if not removed:
-        raise ValueError(f"there is no voice {name!r} in {there.directory}; there is: {', '.join(there.names()) or 'none'}")
+        raise ValueError(
+            f"there is no voice {name!r} in {there.directory}; there is: {', '.join(there.names()) or 'none'}"
+        )
     return 0
 
 
@@ -540,11 +588,17 @@ def num_bytes(text: str) -> int:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on stderr, where that is a terminal -> what moves it: the fraction that is done, and what comes next."""
+    """A bar on stderr, where that is a terminal -> what moves it: the fraction that is done, and what comes
+    next."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.fields[title]}"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.fields[title]}"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading", total=1.0, title=title)
         yield lambda fraction, stage: bar.update(task, completed=fraction, description=stage)

@@ -16,7 +16,8 @@ def pcm16(samples: np.ndarray) -> bytes:
 
 
 def wav_header(sample_rate_hz: int, num_bytes: int | None = None) -> bytes:
-    """The RIFF header of mono 16-bit PCM; `num_bytes` of samples, or None for a stream whose length nobody knows.
+    """The RIFF header of mono 16-bit PCM; `num_bytes` of samples, or None for a stream whose length nobody
+    knows.
     Source: Microsoft and IBM, Multimedia Programming Interface and Data Specifications 1.0, "WAVE"."""
     data = UNKNOWN_BYTES if num_bytes is None else num_bytes
     riff = UNKNOWN_BYTES if num_bytes is None else num_bytes + HEADER_BYTES - 8

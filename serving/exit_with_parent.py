@@ -1,4 +1,5 @@
-"""A child that ends with its parent, however the parent ends: the parent holds the write end of a pipe, and the child waits for its end."""
+"""A child that ends with its parent, however the parent ends: the parent holds the write end of a pipe, and
+the child waits for its end."""
 
 from __future__ import annotations
 

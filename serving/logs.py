@@ -12,10 +12,16 @@ from structlog.typing import Processor
 def configure(process: str) -> None:
     """Once per process. Libraries that log through `logging` come out in the same form, from WARNING up."""
 
-    def name_process(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def name_process(
+        _logger: object, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
         return {"process": process, **event}
 
-    shared: list[Processor] = [name_process, structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True)]
+    shared: list[Processor] = [
+        name_process,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
     last: list[Processor]
     if sys.stderr.isatty():
         last = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
@@ -25,7 +31,8 @@ def configure(process: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

@@ -1,4 +1,5 @@
-"""What the HTTP process and the engine process say to each other: msgpack structs, each behind its length, over a Unix socket.
+"""What the HTTP process and the engine process say to each other: msgpack structs, each behind its length,
+over a Unix socket.
 
     HTTP -> engine   Speak, Cancel
     engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio and Text
@@ -86,7 +87,8 @@ class ModelInfo(msgspec.Struct):
     voices: list[str]
     languages: list[str]
     modes: list[str]
-    reference_s: tuple[float, float] | None = None  # the shortest and the longest reference, where references are taken
+    # the shortest and the longest reference, where references are taken
+    reference_s: tuple[float, float] | None = None
     max_references: int = 1
     options: list[OptionInfo] = []
     licence: str = ""  # of the weights, where it limits their use
@@ -171,12 +173,15 @@ class ProtocolError(Exception):
 
 def pack(message: Message) -> bytes:
     body = _encoder.encode(message)
-    assert len(body) <= MAX_FRAME_BYTES, f"a {type(message).__name__} of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}"
+    assert len(body) <= MAX_FRAME_BYTES, (
+        f"a {type(message).__name__} of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}"
+    )
     return len(body).to_bytes(4, "big") + body
 
 
 async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> AsyncIterator[Any]:
-    """Yields messages until the other side is gone, in whatever manner. Raises ProtocolError for bytes that are no message."""
+    """Yields messages until the other side is gone, in whatever manner. Raises ProtocolError for bytes that
+    are no message."""
     while True:
         try:
             size = int.from_bytes(await reader.readexactly(4), "big")

@@ -4,8 +4,8 @@
              /       \\
     engine process   HTTP process         (a Unix socket between them)
 
-An engine is started again only once it has been ready: one that dies while it loads would do so again. Children end with the supervisor,
-even if it is killed, because it holds the write end of a pipe they wait on.
+An engine is started again only once it has been ready: one that dies while it loads would do so again.
+Children end with the supervisor, even if it is killed, because it holds the write end of a pipe they wait on.
 """
 
 from __future__ import annotations
@@ -43,14 +43,19 @@ def log_line(line: str) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """A bound, not yet listening socket. Raises ValueError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted ones inherit it
+        # accepted ones inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(2048)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(
+            f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return listener
 
 
@@ -59,10 +64,14 @@ def socket_directory() -> tempfile.TemporaryDirectory[str]:
     try:
         directory = tempfile.TemporaryDirectory(prefix="zoo-")
     except OSError as error:
-        raise ValueError(f"no directory for the engine's socket: {error}; set TMPDIR to a writable one") from None
+        raise ValueError(
+            f"no directory for the engine's socket: {error}; set TMPDIR to a writable one"
+        ) from None
     if len(directory.name) > 90:  # an address of a Unix socket has 108 bytes, 104 on some systems
         directory.cleanup()
-        raise ValueError(f"{directory.name} is too long for the address of a Unix socket; set TMPDIR to a shorter directory")
+        raise ValueError(
+            f"{directory.name} is too long for the address of a Unix socket; set TMPDIR to a shorter directory"
+        )
     return directory
 
 
@@ -179,7 +188,10 @@ async def run(
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
             asyncio.get_running_loop().add_signal_handler(number, stop)
     endings = [asyncio.create_task(child.supervise()) for child in (engine, http)]
-    watching = [asyncio.create_task(watch(path, engine, url(listener))), asyncio.create_task(kill_if_hung(engine))]
+    watching = [
+        asyncio.create_task(watch(path, engine, url(listener))),
+        asyncio.create_task(kill_if_hung(engine)),
+    ]
     waiting = asyncio.create_task(signalled.wait())
     done, pending = await asyncio.wait([*endings, *watching, waiting], return_when=asyncio.FIRST_COMPLETED)
     if waiting in done:
@@ -224,8 +236,8 @@ async def watch(path: str, engine: Child, url: str) -> int:
 
 
 async def kill_if_hung(engine: Child) -> int:
-    """Kills one that stays silent, so that it is started again. It counts seconds that this process was awake for, and those alone: a
-    machine that slept has no hung engine. Ends only by being cancelled."""
+    """Kills one that stays silent, so that it is started again. It counts seconds that this process was awake
+    for, and those alone: a machine that slept has no hung engine. Ends only by being cancelled."""
     while True:
         await asyncio.sleep(1)
         if engine.silent_s is None:
@@ -245,7 +257,8 @@ def url(listener: socket.socket) -> str:
 
 
 def try_it(url: str, models: Sequence[protocol.ModelInfo]) -> str:
-    """A line for the shell that speaks with the first model, after another one that gives a voice to a model that has none."""
+    """A line for the shell that speaks with the first model, after another one that gives a voice to a model
+    that has none."""
     model, upload = models[0], ""
     if model.voices:
         voice = f'"voice": "{model.voices[0]}"'
@@ -256,4 +269,6 @@ def try_it(url: str, models: Sequence[protocol.ModelInfo]) -> str:
         upload = f"curl {url}/v1/audio/voices -F name=me -F audio_sample=@me.wav -F ref_text='What I say in me.wav.'\n    "
     chosen = f'"model": {json.dumps(model.id)}, ' if len(models) > 1 else ""
     body = f'{{{chosen}"input": "Hello from the zoo.", {voice}}}'
-    return f"{upload}curl -N {url}/v1/audio/speech -H 'content-type: application/json' -d '{body}' -o hello.mp3"
+    return (
+        f"{upload}curl -N {url}/v1/audio/speech -H 'content-type: application/json' -d '{body}' -o hello.mp3"
+    )

@@ -1,4 +1,5 @@
-"""What every family promises, and the engine with it. Run over `toy.py` and over every folder of `zoo/`, as tiny random models."""
+"""What every family promises, and the engine with it. Run over `toy.py` and over every folder of `zoo/`, as
+tiny random models."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from serving.engine.scheduler import Chunk, Policy, Render
 from zoo.contract import Family, Request, State, View, Window
 
 every_family = pytest.mark.parametrize("name", NAMES)
-SAMPLES = {"rtol": 0, "atol": 5e-5}  # fp32, other shapes, loud random weights: up to 2e-5 is rounding, which the test in float64 shows
+# fp32, other shapes, loud random weights: up to 2e-5 is rounding, which the test in float64 shows
+SAMPLES = {"rtol": 0, "atol": 5e-5}
 Lengths = dict[tuple[int, int], int]  # by (slot, lane)
 LATENTS = 5e-5  # frames that are no codes: fp32, other shapes; 1e-5 is rounding
 
@@ -42,8 +44,11 @@ class RunnerHarness:
         self.pages = [[list(islice(dealt, each)) for _ in range(self.lanes)] for _ in range(num_slots)]
         self.is_done = np.ones(num_slots, bool)
 
-    def open(self, slot: int, request: Request, pages: Sequence[Sequence[int]] = (), skips: Sequence[int] = ()) -> Lengths:
-        """-> positions to prefill by (slot, lane): all of each prompt but the last, which the first step reads"""
+    def open(
+        self, slot: int, request: Request, pages: Sequence[Sequence[int]] = (), skips: Sequence[int] = ()
+    ) -> Lengths:
+        """-> positions to prefill by (slot, lane): all of each prompt but the last, which the first step
+        reads"""
         prompt = next(self.family.prompts(request))
         assert max(prompt.max_positions) <= len(self.pages[slot][0]) * PAGE_TOKENS
         self.runner.open(slot, prompt, pages or self.pages[slot], skips or [0] * self.lanes)
@@ -52,11 +57,21 @@ class RunnerHarness:
 
     def start(self, *pairs: tuple[int, Request]) -> None:
         """Open slots and prefill their whole prompts in one launch."""
-        self.prefill({where: (0, length) for slot, request in pairs for where, length in self.open(slot, request).items()})
+        self.prefill(
+            {
+                where: (0, length)
+                for slot, request in pairs
+                for where, length in self.open(slot, request).items()
+            }
+        )
 
     def prefill(self, stretches: dict[tuple[int, int], tuple[int, int]]) -> None:
         """{(slot, lane): (start, stop)} in one launch; who has nothing to fill is left out."""
-        chunks = [Chunk(slot, start, stop, False, lane) for (slot, lane), (start, stop) in stretches.items() if start < stop]
+        chunks = [
+            Chunk(slot, start, stop, False, lane)
+            for (slot, lane), (start, stop) in stretches.items()
+            if start < stop
+        ]
         if chunks:
             self.runner.prefill(chunks)
 
@@ -76,7 +91,8 @@ class RunnerHarness:
         for slot, request in pairs:
             truth = first_pass(self.name, request).frames
             atol = LATENTS if truth.is_floating_point() else 0
-            torch.testing.assert_close(self.codes(slot), truth, rtol=0, atol=atol, msg=lambda text: f"{slot}, {request}: {text}")  # noqa: B023
+            whose = f"{slot}, {request}: "
+            torch.testing.assert_close(self.codes(slot), truth, rtol=0, atol=atol, msg=whose.__add__)
 
 
 def snapshot(state: State) -> dict[str, Tensor]:
@@ -112,7 +128,8 @@ def test_padding_changes_nothing(name, monkeypatch):
     while not stage.is_done[2]:
         stage.step(np.array([2]))
     stage.agrees([(2, asked)])
-    others = torch.tensor([slot for slot in range(8) if slot != 2])  # and not the spare row, which is there to be written to
+    # and not the spare row, which is there to be written to
+    others = torch.tensor([slot for slot in range(8) if slot != 2])
     for field, before in state.items():
         assert torch.equal(getattr(stage.runner.state, field)[others], before[others]), field
     own = {0, *chain(*stage.pages[2])}  # page 0 is scratch
@@ -160,9 +177,15 @@ def test_chunked_prefill_equals_whole(name, sizes):
     stage, asked = RunnerHarness(name, 4), requests(name, 4)
     *chunked, speaking = asked
     stage.start((3, speaking))
-    lengths = {where: length for slot, request in enumerate(chunked) for where, length in stage.open(slot, request).items()}
+    lengths = {
+        where: length
+        for slot, request in enumerate(chunked)
+        for where, length in stage.open(slot, request).items()
+    }
     at = dict.fromkeys(lengths, 0)
-    size = {where: cycle(sizes[i % len(sizes) :] + sizes[: i % len(sizes)]) for i, where in enumerate(lengths)}
+    size = {
+        where: cycle(sizes[i % len(sizes) :] + sizes[: i % len(sizes)]) for i, where in enumerate(lengths)
+    }
     while at != lengths:
         stop = {where: min(at[where] + next(size[where]), length) for where, length in lengths.items()}
         stage.prefill({where: (at[where], stop[where]) for where in lengths})
@@ -181,10 +204,17 @@ def test_shared_pages_equal_recomputed_ones(name):
     stage.start((0, long))
     lengths = stage.open(1, other)
     shared = [length // PAGE_TOKENS for length in lengths.values()]
-    assert all(count >= 1 and length % PAGE_TOKENS for count, length in zip(shared, lengths.values(), strict=True))
+    assert all(
+        count >= 1 and length % PAGE_TOKENS for count, length in zip(shared, lengths.values(), strict=True)
+    )
     pages = [[*theirs[:count], *own] for theirs, own, count in zip(*stage.pages, shared, strict=True)]
     stage.open(1, other, pages, [count * PAGE_TOKENS for count in shared])
-    stage.prefill({where: (count * PAGE_TOKENS, length) for (where, length), count in zip(lengths.items(), shared, strict=True)})
+    stage.prefill(
+        {
+            where: (count * PAGE_TOKENS, length)
+            for (where, length), count in zip(lengths.items(), shared, strict=True)
+        }
+    )
     stage.finish()
     stage.agrees([(0, long), (1, other)])
 
@@ -195,10 +225,13 @@ def test_the_engine_shares_the_pages_of_equal_prompts(name, report_lag):
     long = requests(name, 3)[2]
     asked = [long, replace(long, seed=7), replace(long, seed=8)]
     engine = Engine(family(name), max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
-    listeners = serve(engine, {0: asked[:1], 2: asked[1:2], 60: asked[2:]})  # one beside the first, one long after it
+    # one beside the first, one long after it
+    listeners = serve(engine, {0: asked[:1], 2: asked[1:2], 60: asked[2:]})
     for listener, request in zip(listeners, asked, strict=True):
         np.testing.assert_allclose(listener.samples, alone(name, request).samples, **SAMPLES)
-    whole_pages = sum((len(lane.inputs) - 1) // PAGE_TOKENS for lane in next(family(name).prompts(long)).lanes)
+    whole_pages = sum(
+        (len(lane.inputs) - 1) // PAGE_TOKENS for lane in next(family(name).prompts(long)).lanes
+    )
     assert engine.stats()["pages_shared"] == 2 * whole_pages > 0
 
 
@@ -210,14 +243,19 @@ def at_most(window: Window, frames: int) -> int:
     return min(max(frames // window.grid, 1) * window.grid, window.sizes[-1])
 
 
-def render_in(family: Family, state: State, slots: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The slots' tapes rendered side by side, each in windows of its own sizes over and over; who is through has windows of nothing."""
+def render_in(
+    family: Family, state: State, slots: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """The slots' tapes rendered side by side, each in windows of its own sizes over and over; who is through
+    has windows of nothing."""
     spec = family.spec
     where, ready = torch.tensor(slots), state.ready[list(slots)]
     start, pieces = torch.zeros_like(ready), [[torch.zeros(0)] for _ in slots]
     wanted = [cycle(size) for size in sizes]
     while (start < ready).any():
-        count = torch.minimum(torch.tensor([at_most(spec.window, next(want)) for want in wanted]), ready - start)
+        count = torch.minimum(
+            torch.tensor([at_most(spec.window, next(want)) for want in wanted]), ready - start
+        )
         frames = spec.window.bucket(int(count.max()))
         is_last = start + count == ready
         length = spec.window.length_bucket(int((start + count).max()))
@@ -230,10 +268,15 @@ def render_in(family: Family, state: State, slots: Sequence[int], sizes: Sequenc
 
 
 @every_family
-@pytest.mark.parametrize("sizes", [[[1]] * 3, [[2]] * 3, [[4]] * 3, [[25]] * 3, [[1, 4, 25], [3], [25, 2]]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[[1]] * 3, [[2]] * 3, [[4]] * 3, [[25]] * 3, [[1, 4, 25], [3], [25, 2]]], ids=str
+)
 def test_windows_joined_equal_the_tape_at_once(name, sizes):
     """In float64, where nothing but a mistake can make a difference that float32 samples show."""
-    asked = [replace(requests(name, 1)[0], text="a", seed=seed, max_frames=frames) for seed, frames in enumerate((60, 33, 8))]
+    asked = [
+        replace(requests(name, 1)[0], text="a", seed=seed, max_frames=frames)
+        for seed, frames in enumerate((60, 33, 8))
+    ]
     stage, exact = RunnerHarness(name, 4), family(name, "float64")
     stage.start(*enumerate(asked, 1))
     stage.finish()
@@ -249,7 +292,14 @@ def test_windows_joined_equal_the_tape_at_once(name, sizes):
     for slot, heard in enumerate(render_in(exact, state(), [1, 2, 3], sizes), 1):
         frames = int(ready[slot])
         length = exact.spec.window.length_bucket(frames)
-        view = View(torch.tensor([slot]), torch.tensor([0]), torch.tensor([frames]), torch.tensor([True]), frames, length)
+        view = View(
+            torch.tensor([slot]),
+            torch.tensor([0]),
+            torch.tensor([frames]),
+            torch.tensor([True]),
+            frames,
+            length,
+        )
         [whole], [num_samples] = exact.render(state(), view)
         torch.testing.assert_close(heard, whole[:num_samples], rtol=0, atol=1e-6)
 
@@ -260,7 +310,9 @@ def test_windows_joined_equal_the_tape_at_once(name, sizes):
 def test_streamed_equals_generated(name, policy, report_lag):
     """More requests than slots, prompts in stretches of 7 positions."""
     asked = requests(name, 8, max_frames=30)
-    engine = Engine(family(name), max_slots=3, compile=False, report_lag=report_lag, policy=policy, clock=Clock())
+    engine = Engine(
+        family(name), max_slots=3, compile=False, report_lag=report_lag, policy=policy, clock=Clock()
+    )
     [model] = engine.models.values()
     model.scheduler.policy = replace(model.scheduler.policy, prefill_tokens=7)
     listeners = serve(engine, {0: asked[:2], 3: asked[2:3], 4: asked[3:7], 20: asked[7:]})
@@ -271,10 +323,17 @@ def test_streamed_equals_generated(name, policy, report_lag):
         if len(truth.frames) == 0:
             assert listener.end == Failed(NO_AUDIO, "no_audio")
         else:
-            assert isinstance(listener.end, Finished) and (listener.end.reason, listener.end.frames) == (reason, len(truth.frames))
+            assert isinstance(listener.end, Finished) and (listener.end.reason, listener.end.frames) == (
+                reason,
+                len(truth.frames),
+            )
         assert "".join(listener.texts) == truth.text
         window = family(name).spec.window
-        assert len(listener.chunks) > 1 or listener.frames < max(8, window.grid) + window.lookahead or policy == "throughput"
+        assert (
+            len(listener.chunks) > 1
+            or listener.frames < max(8, window.grid) + window.lookahead
+            or policy == "throughput"
+        )
 
 
 @every_family
@@ -289,7 +348,9 @@ def test_a_deterministic_engine_gives_equal_requests_equal_bits(name, report_lag
         engine = Engine(family(name), max_slots=3, clock=clock, **settings)
         clock.now_s = turn_s
         listeners = serve(engine, arrivals)
-        return next(ear for ear, request in zip(listeners, chain(*arrivals.values()), strict=True) if request is asked).samples.tobytes()
+        return next(
+            ear for ear, request in zip(listeners, chain(*arrivals.values()), strict=True) if request is asked
+        ).samples.tobytes()
 
     alone_bits = heard({0: [asked]}, 0.0)
     assert heard({0: [others[0], asked], 2: others[1:]}, 5.0) == alone_bits
@@ -303,14 +364,19 @@ EVERYTHING = Strategy(Whole(), Whole(), Whole())
 
 
 def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
-    """One graph per verb and window shape, built for two rows of the spare slot, serves every batch there is."""
+    """One graph per verb and window shape, built for two rows of the spare slot, serves every batch there
+    is."""
     monkeypatch.setattr(family(name), "strategy", strategy)
     window = family(name).spec.window
     if window.lengths:  # a size and its lengths show what all of them would, in a third of the time
         window = replace(window, sizes=window.sizes[:1])
         monkeypatch.setattr(family(name), "spec", replace(family(name).spec, window=window))
     windows, num_lengths = window.sizes, max(1, len(window.lengths))
-    num_expected = (strategy.step == Whole()) + (strategy.prefill == Whole()) + len(windows) * num_lengths * (strategy.render == Whole())
+    num_expected = (
+        (strategy.step == Whole())
+        + (strategy.prefill == Whole())
+        + len(windows) * num_lengths * (strategy.render == Whole())
+    )
     before = counts().graphs
     stage = RunnerHarness(name, 5, compile=True)
     warmup.warm(stage.runner, lambda fraction, stage: None)
@@ -328,19 +394,29 @@ def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
             count = stage.runner.state.ready[rows].clamp(max=windows[-1]).numpy()
             is_last = count == stage.runner.state.ready[rows].numpy()
             length = window.length_bucket(int(count.max()))
-            heard, valid = stage.runner.render(Render(rows, np.zeros_like(rows), count, is_last, windows[-1], length)).read()
+            heard, valid = stage.runner.render(
+                Render(rows, np.zeros_like(rows), count, is_last, windows[-1], length)
+            ).read()
             for row, slot in enumerate(rows):
                 samples = heard[row, : valid[row]]
-                np.testing.assert_allclose(samples, first_pass(name, batch[slot]).samples[: len(samples)], **SAMPLES)
+                np.testing.assert_allclose(
+                    samples, first_pass(name, batch[slot]).samples[: len(samples)], **SAMPLES
+                )
     assert counts().graphs - before == num_expected
 
 
 @pytest.mark.compile
 @every_family
-@pytest.mark.parametrize(("backend", "strategy"), [("eager", EVERYTHING), ("aot_eager", None)], ids=["everything", "as asked for"])
+@pytest.mark.parametrize(
+    ("backend", "strategy"), [("eager", EVERYTHING), ("aot_eager", None)], ids=["everything", "as asked for"]
+)
 def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
     def lower(function, how):
-        return torch.compile(with_own_code(function), backend=backend, fullgraph=True, dynamic=False) if how == Whole() else function
+        return (
+            torch.compile(with_own_code(function), backend=backend, fullgraph=True, dynamic=False)
+            if how == Whole()
+            else function
+        )
 
     torch._dynamo.reset()
     monkeypatch.setattr("serving.engine.runner.lower", lower)
@@ -349,8 +425,8 @@ def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
 
 @pytest.mark.compile
 def test_compiled_equals_eager(monkeypatch):
-    """The toys' layers through the whole compiler, one after the other as in a server of both: `step` is the same code for any number of
-    lanes. A real family takes it minutes."""
+    """The toys' layers through the whole compiler, one after the other as in a server of both: `step` is the
+    same code for any number of lanes. A real family takes it minutes."""
     torch._dynamo.reset()
     for name in ("toy", "toy_guided"):
         lowered_equals_eager(name, Strategy(Whole(), Whole(), Eager()), monkeypatch)
@@ -361,7 +437,10 @@ def test_compiled_equals_eager(monkeypatch):
 
 def at_rest(engine: Engine) -> dict[str, object]:
     """Everything that a request could leave behind."""
-    shared = {"pages": engine.pages.free, "jobs": (dict(engine._known), list(engine._inbox), set(engine._cancelled))}
+    shared = {
+        "pages": engine.pages.free,
+        "jobs": (dict(engine._known), list(engine._inbox), set(engine._cancelled)),
+    }
     return shared | {
         name: {
             "slots": sorted(model.free_slots),
@@ -388,14 +467,18 @@ def moment(engine: Engine, id: str) -> str:
 
 @pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize(
-    ("name", "num_requests"), [(name, 2000 if name == "toy" else 400 if name in TOYS else 100) for name in NAMES]
+    ("name", "num_requests"),
+    [(name, 2000 if name == "toy" else 400 if name in TOYS else 100) for name in NAMES],
 )
 def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, report_lag):
     chance = random.Random(4 + report_lag)
     kv_bytes = 24 * family(name).spec.lanes * PAGE_TOKENS * token_bytes(family(name))
-    engine = Engine(family(name), max_slots=8, kv_bytes=kv_bytes, compile=False, report_lag=report_lag, clock=Clock())
+    engine = Engine(
+        family(name), max_slots=8, kv_bytes=kv_bytes, compile=False, report_lag=report_lag, clock=Clock()
+    )
     [model] = engine.models.values()
-    model.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=12)  # so that there are moments inside a prompt
+    # so that there are moments inside a prompt
+    model.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=12)
     before = at_rest(engine)
     kinds = requests(name, 16, max_frames=10)
     listeners: dict[str, Listener] = {}

@@ -3,8 +3,9 @@
     speak() ─> inbox ─> the model's queue ─> admit, launch, collect late, render, deliver (model_worker.py)
      any thread         engine's thread, one turn after another
 
-Requests come and go through an inbox, so the loop owns everything else and needs no locks. A launch's report is read after the next
-launch is under way (`report_lag`), so the device never waits for the host. On a CPU, where a launch returns when it is done, it is read at once.
+Requests come and go through an inbox, so the loop owns everything else and needs no locks. A launch's report
+is read after the next launch is under way (`report_lag`), so the device never waits for the host. On a CPU,
+where a launch returns when it is done, it is read at once.
 
 All models live on one arena of pages. Who gets in, in what order:
 - Slots are each model's own: a model whose slots are all taken holds up nobody but those who wait for it.
@@ -52,10 +53,11 @@ class Full(Exception):
 
 
 class Engine:
-    """Families by name, or just one, each with `max_slots` slots and `max_waiting` places in its queue, and one arena for them all.
+    """Families by name, or just one, each with `max_slots` slots and `max_waiting` places in its queue, and
+    one arena for them all.
 
-    kv_bytes None: for each room for 1,024 positions a slot, and for one request of the model's longest. Raises ValueError for settings
-    that leave no room.
+    kv_bytes None: for each room for 1,024 positions a slot, and for one request of the model's longest.
+    Raises ValueError for settings that leave no room.
     """
 
     def __init__(
@@ -109,7 +111,11 @@ class Engine:
 
     # any thread
 
-    def warm(self, progress: Callable[[float, str], None], begin: Callable[[Family[Any]], object] = lambda family: None) -> None:
+    def warm(
+        self,
+        progress: Callable[[float, str], None],
+        begin: Callable[[Family[Any]], object] = lambda family: None,
+    ) -> None:
         """Compile and record everything, one model after the other, each after `begin`; call before `run`."""
         for i, (name, model) in enumerate(self.models.items()):
             whose = f"{name}: " if len(self.models) > 1 else ""
@@ -130,8 +136,10 @@ class Engine:
         model: str | None = None,
         is_pinned: bool = False,
     ) -> None:
-        """Take a request for a model, which need not be named where there is but one; `deliver` is called on the engine's thread.
-        is_pinned: its windows follow from frame numbers alone, so equal requests give equal bytes. Raises RequestError, Full."""
+        """Take a request for a model, which need not be named where there is but one; `deliver` is called on
+        the engine's thread.
+        is_pinned: its windows follow from frame numbers alone, so equal requests give equal bytes. Raises
+        RequestError, Full."""
         worker = self._worker(model)
         with self._wake:
             self._refuse_if_full(request_id, worker)
@@ -144,7 +152,8 @@ class Engine:
             self._wake.notify()
 
     def feed(self, request_id: str, tokens: Sequence[int], is_last: bool = False) -> None:
-        """More text, as the model's tokens, for a request that is open. Unknown and ended requests are no error."""
+        """More text, as the model's tokens, for a request that is open. Unknown and ended requests are no
+        error."""
         with self._wake:
             self._fed.append((request_id, list(tokens), is_last))
             self._wake.notify()
@@ -187,7 +196,8 @@ class Engine:
     # the engine's thread
 
     def run(self) -> None:
-        """Turn after turn until `stop`. If a turn raises, every request fails, and the error goes on to the caller."""
+        """Turn after turn until `stop`. If a turn raises, every request fails, and the error goes on to the
+        caller."""
         try:
             while not self._is_stopping:
                 if not self.turn():
@@ -204,7 +214,8 @@ class Engine:
         """One round of every model that has work. -> whether there is more to do before any news."""
         self._take_news()
         self._admit()
-        rounds = [(model, model.launch()) for model in self.models.values() if model.has_work]  # all launch before any is waited for
+        # all launch before any is waited for
+        rounds = [(model, model.launch()) for model in self.models.values() if model.has_work]
         for model, launched in rounds:
             model.collect(launched)
         finished = [job for model, _ in rounds for job in model.finished() if not job.is_composing]
@@ -222,7 +233,8 @@ class Engine:
         return bool(self._inbox or self._cancelled or self._fed or self._composed)
 
     def _finish_pass(self, job: Job) -> None:
-        """The listener has all of it: the answer ends, or its next pass is made ready beside the loop, and until then its slot is kept."""
+        """The listener has all of it: the answer ends, or its next pass is made ready beside the loop, and
+        until then its slot is kept."""
         if job.model.family.spec.shares_turns:
             job.model.publish_turn(job)
         if job.prompt.is_final:
@@ -247,14 +259,18 @@ class Engine:
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
         if name not in self.models:
-            raise RequestError("model", f"model {name!r} is not served here; there is: {', '.join(self.models)}")
+            raise RequestError(
+                "model", f"model {name!r} is not served here; there is: {', '.join(self.models)}"
+            )
         return self.models[name]
 
     def _refuse_if_full(self, request_id: str, model: ModelWorker) -> None:
         if self._is_over:
             raise Full("the engine has stopped", retry_after_s=5.0)
         if request_id in self._known or any(job.id == request_id for job in self._inbox):
-            raise ValueError(f"request {request_id!r} is under way already; every request needs an id of its own")
+            raise ValueError(
+                f"request {request_id!r} is under way already; every request needs an id of its own"
+            )
         waiting = len(model.waiting) + sum(job.model is model for job in self._inbox)
         if waiting >= self.max_waiting:
             raise Full(f"{waiting} requests are waiting already", retry_after_s=1.0)
@@ -303,7 +319,8 @@ class Engine:
             self._release(job, Failed(str(error)))
 
     def _admit(self) -> None:
-        """First come, first served, of those whose model has a slot for them; who lacks pages lets nobody by."""
+        """First come, first served, of those whose model has a slot for them; who lacks pages lets nobody
+        by."""
         while able := [model for model in self.models.values() if model.waiting and model.free_slots]:
             model = min(able, key=lambda model: model.waiting[0].arrival)
             job = model.waiting[0]

@@ -7,7 +7,8 @@ The supervisor starts it so, with `Options` as JSON.
 The engine's loop has the main thread. Connections live on an event loop in a second one, prompts are built in
 a small pool beside it, and the three meet only through thread-safe calls: nothing that happens on a
 connection can hold up a step.
-Exit status 2: a model cannot be loaded as asked; one line on stderr says why, and starting again would not help.
+Exit status 2: a model cannot be loaded as asked; one line on stderr says why, and starting again would not
+help.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class Bridge:
     def listen(self, path: str) -> None:
         """Raises OSError."""
         threading.Thread(target=self.loop.run_forever, name="connections", daemon=True).start()
-        asyncio.run_coroutine_threadsafe(asyncio.start_unix_server(self._connection, path), self.loop).result()
+        asyncio.run_coroutine_threadsafe(
+            asyncio.start_unix_server(self._connection, path), self.loop
+        ).result()
         self.loop.call_soon_threadsafe(self._tell_stats)
 
     def tell(self, status: protocol.Status) -> None:
@@ -141,7 +144,11 @@ class Bridge:
         id = message.id
         engine = self.engine
         if engine is None:
-            return client.send(protocol.Rejected(id, "the engine is not ready", code="engine_not_ready", status=503, retry_after_s=1))
+            return client.send(
+                protocol.Rejected(
+                    id, "the engine is not ready", code="engine_not_ready", status=503, retry_after_s=1
+                )
+            )
 
         def deliver(event: Event) -> None:
             self.loop.call_soon_threadsafe(self._deliver, client, id, event)
@@ -168,13 +175,18 @@ class Bridge:
         """The engine has the request, or has refused it."""
         error = future.exception()
         if error is None:
-            if id not in client.open:  # cancelled while the prompt was built, when the engine did not know it yet
+            # cancelled while the prompt was built, when the engine did not know it yet
+            if id not in client.open:
                 self._cancel(client, id)
             return
         client.open.discard(id)
         match error:
             case Full(retry_after_s=retry_after_s):
-                client.send(protocol.Rejected(id, str(error), code="engine_full", status=503, retry_after_s=retry_after_s))
+                client.send(
+                    protocol.Rejected(
+                        id, str(error), code="engine_full", status=503, retry_after_s=retry_after_s
+                    )
+                )
             case RequestError(param=param):
                 client.send(protocol.Rejected(id, str(error), param))
             case ValueError():
@@ -210,13 +222,22 @@ def request_of(message: protocol.Speak) -> Request:
 
 
 def reference_of(reference: protocol.Reference) -> Reference:
-    samples = np.frombuffer(reference.clip.samples, "<f4").copy()  # a copy can be written to, as tensors ask for
-    return Reference(AudioClip(samples, reference.clip.sample_rate_hz), reference.transcript, reference.speaker)
+    # a copy can be written to, as tensors ask for
+    samples = np.frombuffer(reference.clip.samples, "<f4").copy()
+    return Reference(
+        AudioClip(samples, reference.clip.sample_rate_hz), reference.transcript, reference.speaker
+    )
 
 
 def option_info(option: Option) -> protocol.OptionInfo:
     return protocol.OptionInfo(
-        option.name, option.type.__name__, option.help, option.possible, option.default, option.range, option.choices
+        option.name,
+        option.type.__name__,
+        option.help,
+        option.possible,
+        option.default,
+        option.range,
+        option.choices,
     )
 
 
@@ -238,8 +259,11 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
     )
 
 
-def load(models: dict[str, str], device: str | None, dtype: str | None, progress: Callable[[float, str], None]) -> dict[str, Family]:
-    """All of them or none: raises ValueError, which says whose directory is to blame where there are several."""
+def load(
+    models: dict[str, str], device: str | None, dtype: str | None, progress: Callable[[float, str], None]
+) -> dict[str, Family]:
+    """All of them or none: raises ValueError, which says whose directory is to blame where there are
+    several."""
 
     @contextmanager
     def of(name: str) -> Iterator[None]:
@@ -292,6 +316,9 @@ def main() -> None:
 
     try:
         families = load(options.models, options.device, options.dtype, partial(tell, "loading"))
+        for name, family in families.items():
+            if family.spec.licence:
+                sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
         prepare_for_host(*families.values(), compile=options.compile)
         engine = Engine(
             families,

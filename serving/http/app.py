@@ -44,10 +44,12 @@ DEFAULT = Limits()
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
-    """What the HTTP process is started with. The API key comes by the environment (ZOO_API_KEY): arguments are for everyone to see."""
+    """What the HTTP process is started with. The API key comes by the environment (ZOO_API_KEY): arguments
+    are for everyone to see."""
 
     socket: str  # where the engine listens
-    fd: int  # a bound socket, which outlives this process: clients wait in it while the process is started again
+    # a bound socket, which outlives this process: clients wait in it while the process is started again
+    fd: int
     limits: Limits = DEFAULT
     voices_dir: str | None = None
     grace_s: int = 5  # how long a shutdown waits for open streams
@@ -67,7 +69,10 @@ def create_app(
         "/", route_handlers=[speak], request_max_body_size=limits.speech_body_bytes, middleware=[LargeBodies]
     )
     uploads = Router(
-        "/", route_handlers=[voices_options, add_voice], request_max_body_size=limits.upload_body_bytes, middleware=[LargeBodies]
+        "/",
+        route_handlers=[voices_options, add_voice],
+        request_max_body_size=limits.upload_body_bytes,
+        middleware=[LargeBodies],
     )
     guarded: list[ControllerRouterHandler] = [
         speech,
@@ -78,7 +83,12 @@ def create_app(
         remove_voice,
     ]
     return Litestar(
-        [Router("/", route_handlers=guarded, guards=[check_key], security=openapi.SECURITY), health, ready, metrics],
+        [
+            Router("/", route_handlers=guarded, guards=[check_key], security=openapi.SECURITY),
+            health,
+            ready,
+            metrics,
+        ],
         dependencies={"server": Provide(lambda: server, sync_to_thread=False)},
         lifespan=[connect],
         exception_handlers={Exception: answer_error},

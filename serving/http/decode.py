@@ -1,5 +1,5 @@
-"""Reference audio as clients send it: bytes of some container -> samples. Runs in the HTTP process, where bytes made to break a decoder
-cannot reach the engine."""
+"""Reference audio as clients send it: bytes of some container -> samples. Runs in the HTTP process, where
+bytes made to break a decoder cannot reach the engine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ KNOWN = "WAV, FLAC, MP3, Ogg (Opus, Vorbis), AAC, M4A/MP4, WebM or AIFF"
 
 
 def decode(data: bytes, max_s: float) -> AudioClip:
-    """A file of one or two channels -> its samples, averaged to one channel, at the rate they have, or at MAX_KEPT_HZ. Raises
-    ValueError.
+    """A file of one or two channels -> its samples, averaged to one channel, at the rate they have, or at
+    MAX_KEPT_HZ. Raises ValueError.
 
-    Channels are averaged as librosa's to_mono does, which the models' references are read with. All of it happens frame by frame:
-    a few kilobytes may be minutes, and no more is decoded than is taken.
+    Channels are averaged as librosa's to_mono does, which the models' references are read with. All of it
+    happens frame by frame: a few kilobytes may be minutes, and no more is decoded than is taken.
     """
     form = container(data[:16])
     if form is None:
@@ -40,7 +40,8 @@ def decode(data: bytes, max_s: float) -> AudioClip:
     samples = bytearray()
     num_decoded = 0
     try:
-        # The container is said, not guessed from the content: some that could be guessed are playlists, which name other files.
+        # The container is said, not guessed from the content: some that could be guessed are playlists, which
+        # name other files.
         with av.open(io.BytesIO(data), "r", format=form, options={"protocol_whitelist": ""}) as file:
             if not file.streams.audio:
                 raise ValueError("there is no audio in it")
@@ -89,6 +90,7 @@ def container(head: bytes) -> str | None:
     for at, mark, form in MARKS:
         if head[at:].startswith(mark):
             return form
-    if len(head) > 1 and head[0] == 0xFF and head[1] >= 0xE0:  # a frame of MPEG audio; AAC is what calls itself layer 0
+    # a frame of MPEG audio; AAC is what calls itself layer 0
+    if len(head) > 1 and head[0] == 0xFF and head[1] >= 0xE0:
         return "mp3" if head[1] & 0x06 else "aac"
     return None

@@ -1,5 +1,5 @@
-"""How many requests may hold memory at once before the engine has heard of them: bodies that are being read, and
-recordings that are being fetched or decoded. Nobody waits at a door: who finds it full comes again."""
+"""How many requests may hold memory at once before the engine has heard of them: bodies that are being read,
+and recordings that are being fetched or decoded. Nobody waits at a door: who finds it full comes again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ RETRY_S = 1
 P = ParamSpec("P")
 T = TypeVar("T")
 
-READING = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), "read")  # of its own: it holds up nobody else
+# of its own: it holds up nobody else
+READING = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), "read")
 
 
 async def read_beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -64,7 +65,8 @@ class LargeBodies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_large(scope):
             return await self.app(scope, receive, send)
-        door: Door = scope["litestar_app"].state.server.bodies  # given to each, it would be copied for each route
+        # given to each, it would be copied for each route
+        door: Door = scope["litestar_app"].state.server.bodies
         door.enter()
         is_inside = True
 

@@ -1,10 +1,12 @@
-"""Samples as a file that is sent while it is made: six formats, chunk by chunk, at the model's own rate or at one that was asked for.
+"""Samples as a file that is sent while it is made: six formats, chunk by chunk, at the model's own rate or at
+one that was asked for.
 
     int16 chunk ─ resample ─ encode ─ bytes        (each step only where there is something to do)
 
-WAV and FLAC headers leave the length open, and MP3 goes without its header of lengths, since nobody knows them yet. MP3 and AAC begin with
-their encoder's delay and end on a whole frame, so they last up to 2,304 samples longer than the speech (64 ms at 24 kHz); the other four
-are exact. `file` is for speech that is over: then every header tells the truth, and MP3 is exact too.
+WAV and FLAC headers leave the length open, and MP3 goes without its header of lengths, since nobody knows
+them yet. MP3 and AAC begin with their encoder's delay and end on a whole frame, so they last up to 2,304
+samples longer than the speech (64 ms at 24 kHz); the other four are exact. `file` is for speech that is over:
+then every header tells the truth, and MP3 is exact too.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ import soxr
 
 from serving.audio import pcm16, wav_header
 
-MAX_BIT_RATE = 96_000  # mono speech, no less than good; low sample rates take 4 bits a sample, the most that their MP3 and AAC allow
+# mono speech, no less than good; low sample rates take 4 bits a sample, the most that their MP3 and AAC allow
+MAX_BIT_RATE = 96_000
 FULL_SCALE = 32767
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a format is made. rates_hz: those its codec takes, None for all; decoded_hz: what it is decoded to, if not the codec's rate."""
+    """How a format is made. rates_hz: those its codec takes, None for all; decoded_hz: what it is decoded to,
+    if not the codec's rate."""
 
     media_type: str
     container: str = ""
@@ -45,14 +49,18 @@ class Format:
         if self.rates_hz is None:
             return asked_hz or model_hz
         if asked_hz is not None and asked_hz not in self.rates_hz:
-            raise ValueError(f"this format has no {asked_hz} Hz; it has: {', '.join(map(str, self.rates_hz))}")
+            raise ValueError(
+                f"this format has no {asked_hz} Hz; it has: {', '.join(map(str, self.rates_hz))}"
+            )
         rate_hz = asked_hz or model_hz
         return next((known for known in self.rates_hz if known >= rate_hz), self.rates_hz[-1])
 
 
 MPEG_HZ = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 FORMATS = {
-    "mp3": Format("audio/mpeg", "mp3", "libmp3lame", MPEG_HZ, options={"write_xing": "0", "id3v2_version": "0"}),
+    "mp3": Format(
+        "audio/mpeg", "mp3", "libmp3lame", MPEG_HZ, options={"write_xing": "0", "id3v2_version": "0"}
+    ),
     # A page for each packet: the muxer's own choice is a page a second, so nothing would be heard before.
     "opus": Format(
         "audio/ogg",
@@ -72,9 +80,11 @@ FORMATS = {
 
 
 class Encoder:
-    """One stream. `feed` int16 little-endian mono -> what of the file is ready by now, perhaps nothing; `finish` -> the rest.
+    """One stream. `feed` int16 little-endian mono -> what of the file is ready by now, perhaps nothing;
+    `finish` -> the rest.
 
-    `sample_rate_hz` is what the answer is decoded to. One call at a time, on any thread. Raises ValueError for a rate the format has not.
+    `sample_rate_hz` is what the answer is decoded to. One call at a time, on any thread. Raises ValueError
+    for a rate the format has not.
     """
 
     def __init__(self, name: str, model_hz: int, asked_hz: int | None = None):
@@ -82,8 +92,13 @@ class Encoder:
         self._rate_hz = self._form.codec_hz(model_hz, asked_hz)
         self.sample_rate_hz = self._form.decoded_hz or self._rate_hz
         self.is_light = not self._form.codec  # microseconds, so not worth a thread
-        self._resampler = None if self._rate_hz == model_hz else soxr.ResampleStream(model_hz, self._rate_hz, 1, dtype="float32")
-        self._codec: _Codec | None = None  # opened by the first chunk: that takes a millisecond, and some answers never begin
+        self._resampler = (
+            None
+            if self._rate_hz == model_hz
+            else soxr.ResampleStream(model_hz, self._rate_hz, 1, dtype="float32")
+        )
+        # opened by the first chunk: that takes a millisecond, and some answers never begin
+        self._codec: _Codec | None = None
         self._head = wav_header(self._rate_hz) if name == "wav" else b""
 
     def feed(self, pcm: bytes) -> bytes:
@@ -108,15 +123,20 @@ class Encoder:
 
 
 def file(name: str, pcm: bytes, model_hz: int, asked_hz: int | None = None) -> bytes:
-    """Speech that is over as a whole file, which knows its length. Raises ValueError for a rate the format has not."""
+    """Speech that is over as a whole file, which knows its length. Raises ValueError for a rate the format
+    has not."""
     form = FORMATS[name]
     rate_hz = form.codec_hz(model_hz, asked_hz)
     if rate_hz != model_hz:
-        pcm = pcm16(soxr.resample(np.frombuffer(pcm, "<i2").astype(np.float32) / FULL_SCALE, model_hz, rate_hz))
+        pcm = pcm16(
+            soxr.resample(np.frombuffer(pcm, "<i2").astype(np.float32) / FULL_SCALE, model_hz, rate_hz)
+        )
     if not form.codec:
         return wav_header(rate_hz, len(pcm)) + pcm if name == "wav" else pcm
     sink = io.BytesIO()
-    codec = _Codec(form, rate_hz, sink, {name: value for name, value in form.options.items() if name != "write_xing"})
+    codec = _Codec(
+        form, rate_hz, sink, {name: value for name, value in form.options.items() if name != "write_xing"}
+    )
     codec.feed(pcm)
     codec.finish()
     return sink.getvalue()
@@ -143,8 +163,12 @@ class _Codec:
         self.sink = sink
         self.tick = Fraction(1, rate_hz)
         self.position = 0  # samples
-        self.container = av.open(sink, "w", format=form.container, container_options={"flush_packets": "1", **options})
-        stream = self.container.add_stream(form.codec, rate=rate_hz, options=dict(form.codec_options), layout="mono")
+        self.container = av.open(
+            sink, "w", format=form.container, container_options={"flush_packets": "1", **options}
+        )
+        stream = self.container.add_stream(
+            form.codec, rate=rate_hz, options=dict(form.codec_options), layout="mono"
+        )
         assert isinstance(stream, av.AudioStream), f"{form.codec} makes a {type(stream).__name__}"
         self.stream = stream
         self.stream.bit_rate = min(MAX_BIT_RATE, 4 * rate_hz)

@@ -48,7 +48,9 @@ def refusal(
         headers["retry-after"] = str(max(1, round(retry_after_s)))
     if request_id is not None:
         headers["x-request-id"] = request_id
-    return HTTPException(status_code=status, detail=message, headers=headers, extra={"param": param, "code": code})
+    return HTTPException(
+        status_code=status, detail=message, headers=headers, extra={"param": param, "code": code}
+    )
 
 
 def error_of(refused: HTTPException) -> Error:
@@ -86,11 +88,20 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             error = refusal(400, "the body is nested too deeply", code="invalid_json")
         case ClientException(detail="Invalid multipart/form-data"):
             names = ", ".join(FIELDS[path])
-            error = refusal(400, f"the body must be a form (multipart/form-data) with the fields {names}", code="invalid_form")
-        case UnicodeDecodeError() | LookupError() if type(error) in (UnicodeDecodeError, LookupError):  # a charset that is none
+            error = refusal(
+                400,
+                f"the body must be a form (multipart/form-data) with the fields {names}",
+                code="invalid_form",
+            )
+        # a charset that is none
+        case UnicodeDecodeError() | LookupError() if type(error) in (UnicodeDecodeError, LookupError):
             error = refusal(400, "a field of the form is not text in UTF-8")
         case HTTPException(status_code=404, extra=None):
-            error = refusal(404, f"there is no {cut(request.url.path)} here; GET /schema lists what there is", code="not_found")
+            error = refusal(
+                404,
+                f"there is no {cut(request.url.path)} here; GET /schema lists what there is",
+                code="not_found",
+            )
         case HTTPException(status_code=413, extra=None):
             max_bytes = request.route_handler.resolve_request_max_body_size()
             error = refusal(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
@@ -99,7 +110,9 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             error = refusal(507, "this server's disk is full", code="no_room")
         case OSError():
             log.error("disk", path=cut(path), error=str(error))
-            error = refusal(503, "this server cannot read or write its files now; its log says more", code="disk")
+            error = refusal(
+                503, "this server cannot read or write its files now; its log says more", code="disk"
+            )
     if not isinstance(error, HTTPException):
         log.error("unexpected", path=cut(path), exc_info=error)
         error = refusal(500, "an error in this server; its log says more")
@@ -130,7 +143,12 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
     if field in fields:
         return refusal(400, f"{key}: {message.lower()}; {field} takes {fields[field]}", field)
     if unknown := re.search("unknown field `(.*)`", message):
-        return refusal(400, f"there is no field {cut(unknown[1])!r}; the fields are: {', '.join(fields)}", unknown[1], "unknown_field")
+        return refusal(
+            400,
+            f"there is no field {cut(unknown[1])!r}; the fields are: {', '.join(fields)}",
+            unknown[1],
+            "unknown_field",
+        )
     if missing := re.search("missing required field `(.*)`", message):
         return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
     return refusal(400, f"the body must be an object with the field {next(iter(fields))}: {message.lower()}")

@@ -1,5 +1,5 @@
-"""uvicorn as this server runs it: clients that send or read too slowly, or too much, are left, and an end is one that no client
-takes for a whole answer."""
+"""uvicorn as this server runs it: clients that send or read too slowly, or too much, are left, and an end is
+one that no client takes for a whole answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ STOPPING = "this server is stopping"
 
 
 class Listener(uvicorn.Server):
-    """A shutdown lets open answers end within `grace_s`; what is open then fails, as if the engine had gone."""
+    """A shutdown lets open answers end within `grace_s`; what is open then fails, as if the engine had
+    gone."""
 
     def __init__(self, app: ASGIApp, engine: EngineClient, grace_s: int):
         self.engine, self.grace_s = engine, grace_s
@@ -48,7 +49,8 @@ class Listener(uvicorn.Server):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which has neither a limit for what comes before a body nor a deadline for anything but the next request."""
+    """uvicorn's, which has neither a limit for what comes before a body nor a deadline for anything but the
+    next request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -70,7 +72,9 @@ class Connection(HttpToolsProtocol):
         self.num_bytes += len(data)
         super().data_received(data)
         if self.num_bytes - self.num_body_bytes > MAX_HEAD_BYTES + self.num_body_bytes:
-            self._refuse(431, f"what comes before the body is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large")
+            self._refuse(
+                431, f"what comes before the body is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large"
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -129,8 +133,8 @@ class Connection(HttpToolsProtocol):
 
 
 class Guard:
-    """Around the app, what is the same for every answer: an id; HEAD as GET without its body, which uvicorn leaves out; and an answer
-    that a shutdown cancels before it began is a 503 in OpenAI's shape."""
+    """Around the app, what is the same for every answer: an id; HEAD as GET without its body, which uvicorn
+    leaves out; and an answer that a shutdown cancels before it began is a 503 in OpenAI's shape."""
 
     def __init__(self, app: ASGIApp):
         self.app = app

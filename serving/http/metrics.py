@@ -1,4 +1,5 @@
-"""What /metrics tells Prometheus, by model: how requests went, as their clients saw it, and what the engine said of itself last."""
+"""What /metrics tells Prometheus, by model: how requests went, as their clients saw it, and what the engine
+said of itself last."""
 
 from __future__ import annotations
 
@@ -18,13 +19,19 @@ BY_MODEL = (  # what protocol.ModelStats holds
     (GaugeMetricFamily, "zoo_slots", "slots", "How many requests can speak at once."),
     (GaugeMetricFamily, "zoo_requests_running", "running", "Requests that speak."),
     (GaugeMetricFamily, "zoo_requests_waiting", "waiting", "Requests that wait for a slot or for memory."),
-    (CounterMetricFamily, "zoo_underruns", "underruns", "Audio that came after the listener had played all there was."),
+    (
+        CounterMetricFamily,
+        "zoo_underruns",
+        "underruns",
+        "Audio that came after the listener had played all there was.",
+    ),
     (CounterMetricFamily, "zoo_graph_misses", "graph_misses", "Launches that no recorded graph fitted."),
 )
 
 
 class Metrics:
-    """One registry per app. A request that was refused before it was clear which model it is for counts under the model ""."""
+    """One registry per app. A request that was refused before it was clear which model it is for counts under
+    the model ""."""
 
     def __init__(self, engine: EngineClient):
         self.engine = engine
@@ -39,7 +46,11 @@ class Metrics:
             registry=self.registry,
         )
         self.ttfa = Histogram(
-            "zoo_time_to_first_audio_seconds", "From the request to its first audio.", ["model"], buckets=TTFA_S, registry=self.registry
+            "zoo_time_to_first_audio_seconds",
+            "From the request to its first audio.",
+            ["model"],
+            buckets=TTFA_S,
+            registry=self.registry,
         )
         self.rtf = Histogram(
             "zoo_real_time_factor",
@@ -87,10 +98,18 @@ class EngineCollector(Collector):
         stats = self.engine.stats
         if stats is None:
             return
-        yield GaugeMetricFamily("zoo_pages", "Pages of memory for keys and values, of all models.", value=stats.pages)
-        yield GaugeMetricFamily("zoo_pages_free", "Pages that a request could have now.", value=stats.pages_free)
-        yield CounterMetricFamily("zoo_pages_shared", "Pages that a request found filled already.", value=stats.pages_shared)
-        yield CounterMetricFamily("zoo_pages_evicted", "Filled pages that were given up for others.", value=stats.pages_evicted)
+        yield GaugeMetricFamily(
+            "zoo_pages", "Pages of memory for keys and values, of all models.", value=stats.pages
+        )
+        yield GaugeMetricFamily(
+            "zoo_pages_free", "Pages that a request could have now.", value=stats.pages_free
+        )
+        yield CounterMetricFamily(
+            "zoo_pages_shared", "Pages that a request found filled already.", value=stats.pages_shared
+        )
+        yield CounterMetricFamily(
+            "zoo_pages_evicted", "Filled pages that were given up for others.", value=stats.pages_evicted
+        )
         compiles = "Functions that were compiled after the models were warm: each held up everybody."
         yield CounterMetricFamily("zoo_compiles_after_warmup", compiles, value=stats.compiles_after_warmup)
         for kind, name, field, what in BY_MODEL:

@@ -1,5 +1,5 @@
-"""The OpenAPI page: what the code says of the routes, what msgspec says of the bodies it checks, and what the served models say of
-their options."""
+"""The OpenAPI page: what the code says of the routes, what msgspec says of the bodies it checks, and what the
+served models say of their options."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def models_of(request: Request[Any, Any, Any]) -> list[protocol.ModelInfo]:
 
 
 def with_options(schema: bytes, models: Iterable[protocol.ModelInfo]) -> dict[str, Any]:
-    """The page, which came as JSON: with bodies as msgspec checks them (Litestar leaves out what is inside an optional field, and
-    tuples' lengths), and the models' options among the fields of a speech request, and no other."""
+    """The page, which came as JSON: with bodies as msgspec checks them (Litestar leaves out what is inside an
+    optional field, and tuples' lengths), and the models' options among the fields of a speech request, and no
+    other."""
     page = msgspec.json.decode(schema)
     schemas = page["components"]["schemas"]
     schemas |= schemas_of_bodies()

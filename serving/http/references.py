@@ -1,6 +1,8 @@
-"""Where the voice of a request comes from: the model itself, an uploaded voice, or audio that came with the request.
+"""Where the voice of a request comes from: the model itself, an uploaded voice, or audio that came with the
+request.
 
-Decoding takes milliseconds and fetching takes longer, so both happen beside the event loop; what the engine gets is samples.
+Decoding takes milliseconds and fetching takes longer, so both happen beside the event loop; what the engine
+gets is samples.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class References:
         self.decoding = Door(limits.num_reading, "recordings are being decoded")
         self._client: httpx.AsyncClient | None = None
         if limits.reference_urls:
-            # No connection is kept: they are made by address, and the next host at an address may be another one.
+            # No connection is kept: they are made by address, and the next host at an address may be another
+            # one.
             self._client = httpx.AsyncClient(
                 trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=FETCH_S
             )
@@ -205,7 +208,8 @@ def unpack(text: str, max_bytes: int) -> bytes:
 
 
 async def fetch(client: httpx.AsyncClient, url: str, max_bytes: int) -> bytes:
-    """What is at a public address. Raises ValueError for whatever goes wrong, without telling what else is to be found there."""
+    """What is at a public address. Raises ValueError for whatever goes wrong, without telling what else is to
+    be found there."""
     try:
         async with asyncio.timeout(FETCH_S):
             target = httpx.URL(url)
@@ -237,7 +241,8 @@ async def receive(response: httpx.Response, max_bytes: int) -> bytes:
 
 
 async def aim(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
-    """A request to the very address that was checked: looked up again, a name could have another one. Raises ValueError, OSError."""
+    """A request to the very address that was checked: looked up again, a name could have another one. Raises
+    ValueError, OSError."""
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError("its URL must begin with http:// or https:// and a host")
     port = url.port or {"http": 80, "https": 443}[url.scheme]

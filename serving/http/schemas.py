@@ -1,4 +1,5 @@
-"""The bodies of HTTP requests and answers. A field's description says what it takes: it is documentation and error message both."""
+"""The bodies of HTTP requests and answers. A field's description says what it takes: it is documentation and
+error message both."""
 
 from __future__ import annotations
 
@@ -90,7 +91,10 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         ),
     ] = None
     ref_audio: Annotated[
-        str | None, Meta(description="a recording of the voice to speak in: a data URL or base64; a URL where the server allows it")
+        str | None,
+        Meta(
+            description="a recording of the voice to speak in: a data URL or base64; a URL where the server allows it"
+        ),
     ] = None
     ref_text: Annotated[
         Words | None, Meta(description="what ref_audio says, word for word, in up to 4096 characters")
@@ -104,7 +108,9 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     ] = None
     response_format: Annotated[
         ResponseFormat,
-        Meta(description="mp3 (default), opus (in Ogg), aac, flac, wav or pcm (16-bit little-endian mono without a header)"),
+        Meta(
+            description="mp3 (default), opus (in Ogg), aac, flac, wav or pcm (16-bit little-endian mono without a header)"
+        ),
     ] = "mp3"
     sample_rate: Annotated[
         Annotated[int, Meta(ge=8000, le=48000)] | None,
@@ -123,14 +129,19 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     ] = "audio"
     stream: Annotated[
         bool,
-        Meta(description="true (default): audio is sent as it is made; false: a file in one piece at the end, which knows its length"),
+        Meta(
+            description="true (default): audio is sent as it is made; false: a file in one piece at the end, which knows its length"
+        ),
     ] = True
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
-        Meta(description="an integer from 0 to 2^63 - 1; the same seed speaks the same way; drawn at random when left out (see x-seed)"),
+        Meta(
+            description="an integer from 0 to 2^63 - 1; the same seed speaks the same way; drawn at random when left out (see x-seed)"
+        ),
     ] = None
     max_new_tokens: Annotated[
-        Annotated[int, Meta(ge=1, le=1_000_000)] | None, Meta(description="the most frames to speak, an integer from 1 to 1000000")
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
+        Meta(description="the most frames to speak, an integer from 1 to 1000000"),
     ] = None
     temperature: Annotated[Temperature | None, Meta(description="a number from 0 (greedy) to 2")] = None
     top_k: Annotated[TopK | None, Meta(description="an integer from 0 (off) to 1000000")] = None
@@ -159,7 +170,9 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     def _given(self, item: ReferenceItem) -> GivenReference:
         named = [audio for audio in (item.audio, item.ref_audio) if audio is not None]
         if len(named) != 1:
-            raise ValueError(f"references has {len(named)} of audio and ref_audio, which are two names for one thing; give one")
+            raise ValueError(
+                f"references has {len(named)} of audio and ref_audio, which are two names for one thing; give one"
+            )
         if item.text is not None and self.ref_text is not None:
             raise ValueError("references has a text, and there is ref_text; give one")
         return GivenReference(named[0], item.text if item.text is not None else self.ref_text, item.speaker)
@@ -201,15 +214,24 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
 
 SAME_NAME = ("language", "instructions", "temperature", "top_k", "top_p", "repetition_penalty")
 CLIENT_FIELD = {"text": "input", "max_frames": "max_new_tokens"}  # zoo.request.Request -> SpeechRequest
-TASK_MODE = {"CustomVoice": "voice", "VoiceDesign": "design", "Base": "clone"}  # task_type -> zoo.contract.Spec.modes
+# task_type -> zoo.contract.Spec.modes
+TASK_MODE = {"CustomVoice": "voice", "VoiceDesign": "design", "Base": "clone"}
 SOUND_ONLY = "x_vector_only_mode"  # an option of models that can do without what a reference says
 
 
 class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/audio/voices, a multipart form."""
 
-    name: Annotated[Name, Meta(description="the voice's name: letters, digits, '_', '-' and '.'; upper and lower case are the same")]
-    audio_sample: Annotated[UploadFile, Meta(description="a file with a recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM")]
+    name: Annotated[
+        Name,
+        Meta(
+            description="the voice's name: letters, digits, '_', '-' and '.'; upper and lower case are the same"
+        ),
+    ]
+    audio_sample: Annotated[
+        UploadFile,
+        Meta(description="a file with a recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM"),
+    ]
     ref_text: Annotated[
         Words | None,
         Meta(
@@ -232,7 +254,8 @@ def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:
     return {name: hint.__metadata__[-1].description for name, hint in hints.items()}
 
 
-FIELDS = {"/v1/audio/speech": fields_of(SpeechRequest), "/v1/audio/voices": fields_of(VoiceUpload)}  # by route
+# by route
+FIELDS = {"/v1/audio/speech": fields_of(SpeechRequest), "/v1/audio/voices": fields_of(VoiceUpload)}
 
 
 class Model(msgspec.Struct):
@@ -269,7 +292,13 @@ class Model(msgspec.Struct):
             shortest_s, longest_s = info.reference_s
             facts["reference_s"] = (shortest_s, min(longest_s, limits.reference_s))
         formats = list(get_args(ResponseFormat))
-        return cls(**facts, created=created, max_text_chars=limits.text_chars, response_formats=formats, stream_formats=["audio", "sse"])
+        return cls(
+            **facts,
+            created=created,
+            max_text_chars=limits.text_chars,
+            response_formats=formats,
+            stream_formats=["audio", "sse"],
+        )
 
 
 class ModelList(msgspec.Struct):
@@ -322,7 +351,8 @@ class ErrorBody(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """input_tokens: of the text. output_tokens: frames of audio, one step of the model each, and tokens of text where it writes any."""
+    """input_tokens: of the text. output_tokens: frames of audio, one step of the model each, and tokens of
+    text where it writes any."""
 
     input_tokens: int
     output_tokens: int
@@ -330,7 +360,10 @@ class Usage(msgspec.Struct):
 
     @classmethod
     def of(cls, finished: protocol.Finished) -> Usage:
-        text, made = finished.usage.get("input_tokens", 0), finished.frames + finished.usage.get("text_tokens", 0)
+        text, made = (
+            finished.usage.get("input_tokens", 0),
+            finished.frames + finished.usage.get("text_tokens", 0),
+        )
         return cls(text, made, text + made)
 
 

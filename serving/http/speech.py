@@ -1,4 +1,5 @@
-"""The answer to one speech request: audio as the engine makes it, in one of six formats, as a file that streams or as events."""
+"""The answer to one speech request: audio as the engine makes it, in one of six formats, as a file that
+streams or as events."""
 
 from __future__ import annotations
 
@@ -41,9 +42,10 @@ log = structlog.get_logger()
 class Speech:
     """An ASGI application for one request.
 
-    Status and headers go out with the first audio or event, so whatever goes wrong before it is a proper error. What goes wrong after it
-    is an `error` event, or else ends the body without its end: a client never takes a cut answer for a whole one. A client that leaves
-    cancels at once, whether its reference is being read or it is queued or speaking. Raises the refusal of a rate that the format has not.
+    Status and headers go out with the first audio or event, so whatever goes wrong before it is a proper
+    error. What goes wrong after it is an `error` event, or else ends the body without its end: a client never
+    takes a cut answer for a whole one. A client that leaves cancels at once, whether its reference is being
+    read or it is queued or speaking. Raises the refusal of a rate that the format has not.
     """
 
     def __init__(

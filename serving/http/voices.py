@@ -2,9 +2,9 @@
 
     VOICES/anna/voice.json, sample.wav       float32 and mono, as the upload was decoded
 
-A voice appears and disappears by one rename, so whoever reads it, in whichever process, finds all of it or nothing. Before and after it is
-in a hidden directory, which stays behind if its maker is killed: `tidy`. Names are lower-cased: some file systems cannot tell Anna from
-anna, and neither can listeners.
+A voice appears and disappears by one rename, so whoever reads it, in whichever process, finds all of it or
+nothing. Before and after it is in a hidden directory, which stays behind if its maker is killed: `tidy`.
+Names are lower-cased: some file systems cannot tell Anna from anna, and neither can listeners.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class StoredVoice(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     created_at: int  # seconds since 1970
     duration_s: float
-    ref_text: str | None = None  # what the sample says; without it only the sound of the voice is taken from it
+    # what the sample says; without it only the sound of the voice is taken from it
+    ref_text: str | None = None
     consent: str | None = None  # whatever the uploader gave for the speaker's consent
 
 
@@ -73,7 +74,8 @@ def clean_name(name: str) -> str:
 
 
 class Voices:
-    """The store. Every method reads the disk, so a voice that another process adds or removes is seen at once."""
+    """The store. Every method reads the disk, so a voice that another process adds or removes is seen at
+    once."""
 
     def __init__(self, directory: str | Path, max_voices: int = 1000):
         self.directory = Path(directory)
@@ -82,7 +84,11 @@ class Voices:
     def names(self) -> list[str]:
         if not self.directory.is_dir():
             return []
-        return sorted(entry.name for entry in os.scandir(self.directory) if not entry.name.startswith(".") and entry.is_dir())
+        return sorted(
+            entry.name
+            for entry in os.scandir(self.directory)
+            if not entry.name.startswith(".") and entry.is_dir()
+        )
 
     def list(self) -> list[StoredVoice]:
         return self.survey()[0]
@@ -116,12 +122,13 @@ class Voices:
             return False
 
     def load(self, name: str) -> tuple[StoredVoice, AudioClip] | None:
-        """A voice and its sample; None where there is none of that name (any more). Raises ValueError for a name that is none,
-        Damaged, OSError."""
+        """A voice and its sample; None where there is none of that name (any more). Raises ValueError for a
+        name that is none, Damaged, OSError."""
         return self._open(clean_name(name), self._read)
 
     def _open(self, name: str, read: Callable[[int], T]) -> T | None:
-        """What `read` gives of a voice's open directory: of this very one, even if the name means another one by now."""
+        """What `read` gives of a voice's open directory: of this very one, even if the name means another one
+        by now."""
         try:
             place = os.open(self.directory / name, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -132,7 +139,9 @@ class Voices:
             if not is_at(place, self.directory / name):  # removed a moment ago
                 return None
             log.error("voice", name=name, error=f"{self.directory / name} is damaged: {error}")
-            raise Damaged(f"what is kept of voice {name!r} is damaged; upload it again, or remove it") from None
+            raise Damaged(
+                f"what is kept of voice {name!r} is damaged; upload it again, or remove it"
+            ) from None
         finally:
             os.close(place)
 
@@ -145,21 +154,33 @@ class Voices:
     def _look(self, place: int) -> StoredVoice:
         """As `_read`, by the sample's header alone."""
         voice = msgspec.json.decode(read_at(place, "voice.json"), type=StoredVoice)
-        with open(os.open("sample.wav", os.O_RDONLY, dir_fd=place), "rb") as file, soundfile.SoundFile(file) as sample:
+        with (
+            open(os.open("sample.wav", os.O_RDONLY, dir_fd=place), "rb") as file,
+            soundfile.SoundFile(file) as sample,
+        ):
             check_whole(voice, sample.frames, sample.samplerate)
         return voice
 
-    def add(self, name: str, sample: AudioClip, ref_text: str | None = None, consent: str | None = None) -> StoredVoice:
-        """Raises ValueError for a name that is none, or a silent sample; Taken; TooMany; OSError for a disk that does not take it."""
+    def add(
+        self, name: str, sample: AudioClip, ref_text: str | None = None, consent: str | None = None
+    ) -> StoredVoice:
+        """Raises ValueError for a name that is none, or a silent sample; Taken; TooMany; OSError for a disk
+        that does not take it."""
         name = clean_name(name)
         samples = np.frombuffer(sample.samples, "<f4")
         if not np.abs(samples).max() >= SILENT:  # or is NaN
-            raise ValueError(f"the sample is silent: its loudest value is {np.abs(samples).max():.2g} of full scale")
+            raise ValueError(
+                f"the sample is silent: its loudest value is {np.abs(samples).max():.2g} of full scale"
+            )
         if len(self.names()) >= self.max_voices:
-            raise TooMany(f"there are {self.max_voices} voices already, and no more are possible: remove one first")
+            raise TooMany(
+                f"there are {self.max_voices} voices already, and no more are possible: remove one first"
+            )
         wav = io.BytesIO()
         soundfile.write(wav, samples, sample.sample_rate_hz, subtype="FLOAT", format="WAV")
-        voice = StoredVoice(name, int(time.time()), round(sample.duration_s, 3), (ref_text or "").strip() or None, consent)
+        voice = StoredVoice(
+            name, int(time.time()), round(sample.duration_s, 3), (ref_text or "").strip() or None, consent
+        )
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._hidden_place(".new-") as new:
             (new / "sample.wav").write_bytes(wav.getvalue())
@@ -170,12 +191,15 @@ class Voices:
                 new.rename(self.directory / name)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise Taken(f"there is a voice {name!r} already: remove it first, or take another name") from None
+                    raise Taken(
+                        f"there is a voice {name!r} already: remove it first, or take another name"
+                    ) from None
                 raise
         return voice
 
     def remove(self, name: str) -> bool:
-        """-> whether there was such a voice. Requests that speak in it have its sample already. Raises ValueError, OSError."""
+        """-> whether there was such a voice. Requests that speak in it have its sample already. Raises
+        ValueError, OSError."""
         place = self.directory / clean_name(name)
         if not place.is_dir():
             return False
@@ -187,8 +211,8 @@ class Voices:
         return True
 
     def tidy(self) -> None:
-        """Remove what was left behind by whoever was killed while adding or removing a voice. Where somebody is at it now, in whichever
-        process, nothing is done: the next start will find it."""
+        """Remove what was left behind by whoever was killed while adding or removing a voice. Where somebody
+        is at it now, in whichever process, nothing is done: the next start will find it."""
         with suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
             for entry in os.scandir(self.directory):
                 if entry.name.startswith(HIDDEN):
@@ -219,7 +243,9 @@ class Voices:
 def check_whole(voice: StoredVoice, num_samples: int, rate_hz: int) -> None:
     """Raises Damaged."""
     if round(num_samples / rate_hz, 3) != voice.duration_s:
-        raise Damaged(f"the sample lasts {num_samples / rate_hz:.3f} s, and {voice.duration_s} s were written")
+        raise Damaged(
+            f"the sample lasts {num_samples / rate_hz:.3f} s, and {voice.duration_s} s were written"
+        )
 
 
 def is_at(place: int, path: Path) -> bool:

@@ -2,7 +2,8 @@
 
     python -m tests.attack [NAME ...]
 
-Every attack starts servers of its own on loopback ports, with tiny demo checkpoints, and is bounded in time and memory.
+Every attack starts servers of its own on loopback ports, with tiny demo checkpoints, and is bounded in time
+and memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ ATTACKS = {
 
 def main(names: list[str]) -> int:
     if unknown := set(names) - set(ATTACKS):
-        print(f"there is no attack {', '.join(sorted(unknown))}; there is: {', '.join(ATTACKS)}", file=sys.stderr)
+        print(
+            f"there is no attack {', '.join(sorted(unknown))}; there is: {', '.join(ATTACKS)}",
+            file=sys.stderr,
+        )
         return 2
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="zoo-attack-") as directory:

@@ -51,7 +51,10 @@ def recordings(directory: Path) -> Iterator[Row]:
         target.speak(voice="vivian")
         target.speak(voice=None, **post)
         yield disturb(f"80 posts of {len(bomb) >> 10} KB of FLAC", target, [post] * 80, {200, 503})
-        large: dict[str, object] = {"model": "tiny-base", "ref_audio": base64.b64encode(bytes(10 * MIB)).decode()}
+        large: dict[str, object] = {
+            "model": "tiny-base",
+            "ref_audio": base64.b64encode(bytes(10 * MIB)).decode(),
+        }
         yield disturb("40 posts of 10 MB that is no audio", target, [large] * 40, {400, 503})
 
 
@@ -72,10 +75,20 @@ def disturb(name: str, target: Target, posts: list[dict[str, object]], allowed: 
         gap_s = listening.result()
     growth = {process: (target.peak_bytes(process) - before[process]) / MIB for process in before}
     wrong = sum(not isinstance(answer, int) or answer not in allowed for answer in answers)
-    failed = wrong + (cheap != 200) + (max(gap_s, waited_s) > MAX_GAP_S) + sum(grown > MAX_GROWTH_MIB for grown in growth.values())
+    failed = (
+        wrong
+        + (cheap != 200)
+        + (max(gap_s, waited_s) > MAX_GAP_S)
+        + sum(grown > MAX_GROWTH_MIB for grown in growth.values())
+    )
     counts = ", ".join(f"{count} x {status}" for status, count in Counter(answers).items())
     grown = ", ".join(f"{process} {mib:+.0f} MiB" for process, mib in growth.items())
-    return Row(name, len(posts), failed, f"{counts} in {took_s:.1f} s; others waited {gap_s:.1f} and {waited_s:.1f} s; {grown}")
+    return Row(
+        name,
+        len(posts),
+        failed,
+        f"{counts} in {took_s:.1f} s; others waited {gap_s:.1f} and {waited_s:.1f} s; {grown}",
+    )
 
 
 def outcome(target: Target, post: dict[str, object]) -> int | str:

@@ -26,14 +26,23 @@ def attack(directory: Path) -> Iterator[Row]:
         statuses = Counter(target.speak(voice="vivian").status_code for _ in range(TRIES))
         target.signal("engine", signal.SIGCONT)
         is_back = until(lambda: is_ready(target), 5)
-        failed = (not is_noticed) + (TRIES - statuses[503]) + (not is_back) + (before.result().status_code != 200)
-        yield Row(f"an engine that sleeps, {TRIES} requests", TRIES + 1, failed, f"{dict(statuses)}, the one before ends well")
+        failed = (
+            (not is_noticed) + (TRIES - statuses[503]) + (not is_back) + (before.result().status_code != 200)
+        )
+        yield Row(
+            f"an engine that sleeps, {TRIES} requests",
+            TRIES + 1,
+            failed,
+            f"{dict(statuses)}, the one before ends well",
+        )
         target.signal("engine", signal.SIGSTOP)
         began = time.monotonic()
         is_killed = until(lambda: "silent for" in target.said, 60)
         is_back = until(lambda: is_ready(target) and target.speak(voice="vivian").status_code == 200, 60)
         took_s = time.monotonic() - began
-        yield Row("an engine that hangs", 1, int(not (is_killed and is_back)), f"speaks again after {took_s:.0f} s")
+        yield Row(
+            "an engine that hangs", 1, int(not (is_killed and is_back)), f"speaks again after {took_s:.0f} s"
+        )
 
 
 def is_ready(target: Target) -> bool:

@@ -61,7 +61,13 @@ def listen(url: str, seed: int) -> str:
     neither that nor an error."""
     kind = KINDS[seed % len(KINDS)]
     text = "Hello out there, this goes on and on. " * 20
-    body = {"input": text, "voice": "vivian", "response_format": "pcm", "seed": seed, "max_new_tokens": FRAMES}
+    body = {
+        "input": text,
+        "voice": "vivian",
+        "response_format": "pcm",
+        "seed": seed,
+        "max_new_tokens": FRAMES,
+    }
     data = b""
     try:
         with httpx.stream("POST", url + "/v1/audio/speech", json=body | kind, timeout=60) as answer:

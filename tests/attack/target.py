@@ -31,7 +31,9 @@ class Target:
         self.url = ""
 
     def __enter__(self) -> Target:
-        self.process = subprocess.Popen(self.command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=self.env)
+        self.process = subprocess.Popen(
+            self.command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=self.env
+        )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         until(lambda: "ready on" in self.said or self.process.poll() is not None, START_S)
@@ -105,7 +107,13 @@ class Target:
     def speak(
         self, text: str = "Hello.", client: httpx.Client | None = None, **fields: object
     ) -> httpx.Response:
-        body = {"model": self.models[0], "input": text, "response_format": "wav", "max_new_tokens": 2, **fields}
+        body = {
+            "model": self.models[0],
+            "input": text,
+            "response_format": "wav",
+            "max_new_tokens": 2,
+            **fields,
+        }
         return (client or self.http).post("/v1/audio/speech", json=body)
 
 

@@ -252,8 +252,8 @@ def bfloat16(model: Model) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def tokens(model: Model) -> dict[str, Any]:
-    """Token ids by the tokenizers library's own reading of tokenizer.json, in which every added token is read out of the
-    text."""
+    """Token ids by the tokenizers library's own reading of tokenizer.json, in which every added token is read
+    out of the text."""
     texts = (
         STORY,
         CHINESE,

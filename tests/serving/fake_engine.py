@@ -75,7 +75,14 @@ CLONER = protocol.ModelInfo(
 )
 READY = protocol.Status("ready", 1.0)
 NUMBERS = protocol.ModelStats(slots=8, running=2, waiting=1, underruns=5, graph_misses=0)
-STATS = protocol.Stats(pages=100, pages_free=60, pages_shared=7, pages_evicted=3, compiles_after_warmup=2, models={"fake": NUMBERS})
+STATS = protocol.Stats(
+    pages=100,
+    pages_free=60,
+    pages_shared=7,
+    pages_evicted=3,
+    compiles_after_warmup=2,
+    models={"fake": NUMBERS},
+)
 TONE_SAMPLES = 1920
 NO_AUDIO = "the model ended before its first frame"
 
@@ -95,7 +102,9 @@ class FakeEngine:
     """`asked`, `messages` and `cancelled` record what came; `go` may be cleared to hold back what comes after
     a request's first frame."""
 
-    def __init__(self, models: tuple[protocol.ModelInfo, ...] = (MODEL,), status: protocol.Status = READY) -> None:
+    def __init__(
+        self, models: tuple[protocol.ModelInfo, ...] = (MODEL,), status: protocol.Status = READY
+    ) -> None:
         self.models = models
         self.status = status
         self.asked: dict[str, dict] = {}

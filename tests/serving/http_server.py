@@ -26,7 +26,9 @@ class Server:
         self.app = create_app(client, **options)
         self.uvicorn = Listener(self.app, client, grace_s=1)
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])])
+        self.thread = threading.Thread(
+            target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])]
+        )
         self.http = httpx.Client(base_url=self.url, timeout=10)
 
     def __enter__(self):
@@ -55,7 +57,8 @@ class Server:
         return self.http.stream("POST", "/v1/audio/speech", json=self.body(text, **fields))
 
     def body(self, text, **fields):
-        """In WAV, unless another format is asked for, and where there are several models by the first of them."""
+        """In WAV, unless another format is asked for, and where there are several models by the first of
+        them."""
         chosen = {"model": self.models[0].id} if len(self.models) > 1 else {}
         return {"input": text, "response_format": "wav", **chosen, **fields}
 

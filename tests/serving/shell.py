@@ -23,7 +23,12 @@ class Done:
 def zoo(*arguments, stdin=""):
     """-> how the command ended."""
     out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as end,
+    ):
         patch.setattr(sys, "argv", ["zoo", *map(str, arguments)])
         patch.setattr(sys, "stdin", io.StringIO(stdin))
         patch.setenv("COLUMNS", "200")

@@ -50,9 +50,15 @@ def test_help_is_there_at_once():
         began = time.perf_counter()
         done = process("--help")
         took.append(time.perf_counter() - began)
-        assert done.returncode == 0 and all(name in done.stdout for name in ("serve", "say", "inspect", "demo-checkpoint"))
+        assert done.returncode == 0 and all(
+            name in done.stdout for name in ("serve", "say", "inspect", "demo-checkpoint")
+        )
     imported = subprocess.run(
-        [sys.executable, "-c", "import sys, serving.__main__, serving.supervisor, serving.http.app; print('torch' in sys.modules)"],
+        [
+            sys.executable,
+            "-c",
+            "import sys, serving.__main__, serving.supervisor, serving.http.app; print('torch' in sys.modules)",
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -86,13 +92,25 @@ BAD = [
     (["serve", ".", "--kv-memory", "4GB"], "4GiB, 512MiB"),
     (["serve", ".", "--kv-memory", "0"], "4GiB, 512MiB"),
     (["serve", ".", "--api-key", "a b"], "printable ASCII"),
-    (["serve", ".", "--host", "no.such.host.invalid", "--port", "0"], "cannot listen on no.such.host.invalid"),
+    (
+        ["serve", ".", "--host", "no.such.host.invalid", "--port", "0"],
+        "cannot listen on no.such.host.invalid",
+    ),
     (["serve", ".", "--sing"], "--sing"),
     (["say", "Hello."], "--model"),
     (["say", "Hello.", "-m", "/no/such"], "'/no/such' is not a directory"),
-    (["say", "Hello.", "-m", ".", "-o", "out.wma"], "must end in one of: .wav, .mp3, .opus, .ogg, .aac, .flac, .pcm"),
-    (["say", "Hello.", "-m", ".", "--reference", "/no/such.wav"], "/no/such.wav cannot be read: No such file"),
-    (["say", "Hello.", "-m", ".", "--reference", "README.md"], "README.md cannot be used: it is not audio that is known here: WAV"),
+    (
+        ["say", "Hello.", "-m", ".", "-o", "out.wma"],
+        "must end in one of: .wav, .mp3, .opus, .ogg, .aac, .flac, .pcm",
+    ),
+    (
+        ["say", "Hello.", "-m", ".", "--reference", "/no/such.wav"],
+        "/no/such.wav cannot be read: No such file",
+    ),
+    (
+        ["say", "Hello.", "-m", ".", "--reference", "README.md"],
+        "README.md cannot be used: it is not audio that is known here: WAV",
+    ),
     (["serve", ".", "--max-reference-bytes", "ten"], "4GiB, 512MiB"),
     (["serve", ".", "--max-reference-s", "61"], "--max-reference-s"),
     (["serve", ".", "--max-voices", "-1"], "--max-voices"),
@@ -128,7 +146,9 @@ def test_a_refusal_in_a_shell():
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(zoo):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(zoo("serve", ".", "--port", port))
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(
+            zoo("serve", ".", "--port", port)
+        )
 
 
 def test_a_directory_that_is_no_model_ends_the_server(tmp_path):
@@ -145,7 +165,9 @@ def test_a_bad_directory_among_good_ones_ends_the_server_and_is_named(checkpoint
 
 def test_a_device_that_is_not_there_ends_the_server(checkpoint):
     done = process("serve", checkpoint, "--port", 0, "--device", "nowhere")
-    assert done.returncode == 2 and any(line.startswith("zoo: device 'nowhere'") for line in done.stderr.splitlines())
+    assert done.returncode == 2 and any(
+        line.startswith("zoo: device 'nowhere'") for line in done.stderr.splitlines()
+    )
 
 
 def test_inspect(zoo, checkpoint):
@@ -219,7 +241,20 @@ def test_say_writes_no_file_without_audio(zoo, checkpoint, tmp_path, monkeypatch
 @pytest.mark.parametrize("suffix", [".mp3", ".opus", ".ogg", ".aac", ".flac", ".pcm", ".WAV"])
 def test_say_writes_every_format(zoo, checkpoint, tmp_path, suffix):
     out = tmp_path / f"out{suffix}"
-    done = zoo("say", "Hello.", "-m", checkpoint, "-o", out, "--voice", "vivian", "--temperature", 0, "--max-new-tokens", 3)
+    done = zoo(
+        "say",
+        "Hello.",
+        "-m",
+        checkpoint,
+        "-o",
+        out,
+        "--voice",
+        "vivian",
+        "--temperature",
+        0,
+        "--max-new-tokens",
+        3,
+    )
     assert done.returncode == 0, done.stderr
     frames = int(done.stdout.split(": ")[1].split()[0])
     if suffix == ".pcm":
@@ -247,11 +282,27 @@ def test_say_in_the_voice_of_a_recording(zoo, tmp_path):
 
 
 def test_bench_measures_a_model(checkpoint):
-    done = process("bench", checkpoint, "--streams", 1, "--streams", 2, "--frames", 5, "--rounds", 1, "--no-compile", "--json")
+    done = process(
+        "bench",
+        checkpoint,
+        "--streams",
+        1,
+        "--streams",
+        2,
+        "--frames",
+        5,
+        "--rounds",
+        1,
+        "--no-compile",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [run["streams"] for run in result["runs"]] == [1, 2]
-    assert all(run["frames"] == 5 * run["streams"] and run["rtf"] > 0 and run["audio_s"] == run["frames"] * 0.08 for run in result["runs"])
+    assert all(
+        run["frames"] == 5 * run["streams"] and run["rtf"] > 0 and run["audio_s"] == run["frames"] * 0.08
+        for run in result["runs"]
+    )
     assert 0 < result["step_weight_bytes"] < 10_000_000 and result["frame_flops"] > 1_000_000
 
 

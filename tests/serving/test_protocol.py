@@ -60,7 +60,9 @@ def read(data: bytes, decoder: msgspec.msgpack.Decoder) -> list:
     return asyncio.run(collect())
 
 
-@pytest.mark.parametrize(("messages", "decoder"), [(TO_ENGINE, protocol.to_engine), (TO_HTTP, protocol.to_http)])
+@pytest.mark.parametrize(
+    ("messages", "decoder"), [(TO_ENGINE, protocol.to_engine), (TO_HTTP, protocol.to_http)]
+)
 def test_messages_come_back_as_they_went(messages, decoder):
     assert read(b"".join(map(protocol.pack, messages)), decoder) == messages
 
@@ -75,7 +77,9 @@ def test_a_message_of_the_other_direction_is_refused():
         read(protocol.pack(protocol.Failed("a", "broke")), protocol.to_engine)
 
 
-@pytest.mark.parametrize("body", [b"\xc1", b"", b"GET / HTTP/1.1", msgspec.msgpack.encode({"type": "Cancel"})])
+@pytest.mark.parametrize(
+    "body", [b"\xc1", b"", b"GET / HTTP/1.1", msgspec.msgpack.encode({"type": "Cancel"})]
+)
 def test_bytes_that_are_no_message_are_refused(body):
     with pytest.raises(protocol.ProtocolError, match="no message"):
         read(len(body).to_bytes(4, "big") + body, protocol.to_engine)

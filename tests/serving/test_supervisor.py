@@ -25,7 +25,8 @@ ENV = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """start(*how) -> a running supervisor as a task, its client, and its children by name; all gone at the end."""
+    """start(*how) -> a running supervisor as a task, its client, and its children by name; all gone at the
+    end."""
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
 
     @asynccontextmanager
@@ -81,7 +82,9 @@ def test_an_engine_that_dies_is_started_again(start, capfd):
     async def scene():
         async with start() as (task, client):
             await until_ready(client)
-            async with client.stream("POST", "/v1/audio/speech", json={"input": "hold 1", "response_format": "wav"}) as answer:
+            async with client.stream(
+                "POST", "/v1/audio/speech", json={"input": "hold 1", "response_format": "wav"}
+            ) as answer:
                 assert (await speak(client, "die")).status_code == 503
                 with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
                     await answer.aread()
@@ -105,7 +108,8 @@ def test_an_http_process_that_dies_is_started_again_on_its_port(start, capfd):
             async with asyncio.timeout(10):
                 while children().get("serving.http.app") in (None, before["serving.http.app"]):
                     await asyncio.sleep(0.01)
-            assert (await client.get("/health")).status_code == 200  # it waited for the new process: the port was never closed
+            # it waited for the new process: the port was never closed
+            assert (await client.get("/health")).status_code == 200
             await until_ready(client)
             assert children()["fake_engine"] == before["fake_engine"]
 
@@ -115,7 +119,10 @@ def test_an_http_process_that_dies_is_started_again_on_its_port(start, capfd):
 
 @pytest.mark.parametrize(
     ("how", "status", "says"),
-    [("refuse", 2, "zoo: this directory holds no model\n"), ("crash", 1, "zoo: the engine ended with status 70 before it was ready\n")],
+    [
+        ("refuse", 2, "zoo: this directory holds no model\n"),
+        ("crash", 1, "zoo: the engine ended with status 70 before it was ready\n"),
+    ],
 )
 def test_an_engine_that_cannot_start_ends_the_server(start, capfd, how, status, says):
     async def scene():
@@ -129,7 +136,9 @@ def test_an_engine_that_cannot_start_ends_the_server(start, capfd, how, status, 
 
 @needs_proc
 @pytest.mark.parametrize("sleeps_s", [1.0, 60.0])
-def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(start, capfd, monkeypatch, sleeps_s):
+def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(
+    start, capfd, monkeypatch, sleeps_s
+):
     monkeypatch.setattr(supervisor, "HUNG_S", 2)
 
     async def scene():
@@ -145,7 +154,8 @@ def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(start,
                 await asyncio.sleep(2.5)
                 assert children()["fake_engine"] == engine
             else:
-                assert (await speak(client, "frames 1")).status_code == 503  # it took this one before it was found to hang
+                # it took this one before it was found to hang
+                assert (await speak(client, "frames 1")).status_code == 503
                 await until_ready(client)
                 assert (await speak(client, "frames 1")).status_code == 200
                 assert children()["fake_engine"] != engine
@@ -176,7 +186,9 @@ def test_a_signal_ends_all_with_open_streams(start, number):
     async def scene():
         async with start() as (task, client):
             await until_ready(client)
-            async with client.stream("POST", "/v1/audio/speech", json={"input": "hold 1", "response_format": "wav"}) as answer:
+            async with client.stream(
+                "POST", "/v1/audio/speech", json={"input": "hold 1", "response_format": "wav"}
+            ) as answer:
                 os.kill(os.getpid(), number)
                 with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
                     await answer.aread()

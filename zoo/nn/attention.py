@@ -1,8 +1,10 @@
-"""Attention over pages: keys and values are written in the graph, and read by one opaque operator with a kernel per device.
+"""Attention over pages: keys and values are written in the graph, and read by one opaque operator with a
+kernel per device.
 
-The cache is rows [rows, H, D] cut out of the byte arena. Layer l of a page whose first row is r keeps its keys in rows
-r + 2 l n ... and its values n rows further, n being the tokens of a page. Writing in the graph and reading in an operator that changes
-nothing keeps whole-step compilation free of graph breaks and lets equal blocks share one compiled region.
+The cache is rows [rows, H, D] cut out of the byte arena. Layer l of a page whose first row is r keeps its
+keys in rows r + 2 l n ... and its values n rows further, n being the tokens of a page. Writing in the graph
+and reading in an operator that changes nothing keeps whole-step compilation free of graph breaks and lets
+equal blocks share one compiled region.
 """
 
 from itertools import pairwise
@@ -31,15 +33,24 @@ class Paged:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tensor:
-    """q [T, H, D], k and v [T, Hkv, D], causal, grouped queries -> [T, H, D]. Writes k and v into the pages."""
+    """q [T, H, D], k and v [T, Hkv, D], causal, grouped queries -> [T, H, D]. Writes k and v into the
+    pages."""
     paged.kv.index_copy_(0, paged.kv_write_index, k)
     paged.kv.index_copy_(0, paged.kv_write_index + paged.page_tokens, v)
-    return torch.ops.zoo.paged_attention.default(q, paged.kv, paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens, scale)
+    return torch.ops.zoo.paged_attention.default(
+        q, paged.kv, paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens, scale
+    )
 
 
 @operator("paged_attention")
 def paged_attention(
-    q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, cu_seqlens: Tensor, page_tokens: int, scale: float
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    cu_seqlens: Tensor,
+    page_tokens: int,
+    scale: float,
 ) -> Tensor:
     """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions,
     the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]."""
@@ -78,7 +89,9 @@ def _one_query_each(
     return out.flatten(1, 2)  # [B, H, D]
 
 
-def _one_sequence(q: Tensor, kv: Tensor, page_table: Tensor, length: int, page_tokens: int, scale: float) -> Tensor:
+def _one_sequence(
+    q: Tensor, kv: Tensor, page_table: Tensor, length: int, page_tokens: int, scale: float
+) -> Tensor:
     heads, new = kv.shape[1], q.shape[0]
     at = _positions(page_table, page_tokens, length)  # [n]
     k = kv[at].transpose(0, 1)  # [Hkv, n, D]

@@ -101,8 +101,8 @@ def load_weight_normed(
     beside: frozenset[str] = frozenset(),
     is_weight_normed: Callable[[str], bool] = lambda _: True,
 ) -> None:
-    """As `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the first, all of
-    them or those that `is_weight_normed` says.
+    """As `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the first, all
+    of them or those that `is_weight_normed` says.
 
     Both ways to write that down are read: weight_g and weight_v, and the parametrizations of newer releases
     of PyTorch. beside: names in the file that are no weights of the module; the caller reads them.
@@ -213,7 +213,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def check(expected: Mapping[str, Expected], found: Mapping[str, Header], where: Path) -> None:
-    """Raises ValueError for a file (`where`) that lacks a tensor, has another, or one of another shape or dtype."""
+    """Raises ValueError for a file (`where`) that lacks a tensor, has another, or one of another shape or
+    dtype."""
     problems = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in found]
     problems += [f"unknown {name} {list(found[name].shape)}" for name in found if name not in expected]
     for name, (shape, dtypes) in expected.items():

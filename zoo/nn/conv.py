@@ -1,4 +1,5 @@
-"""Causal convolutions that stream: what a layer remembers is the end of its input, and comes in and goes out as a value.
+"""Causal convolutions that stream: what a layer remembers is the end of its input, and comes in and goes out
+as a value.
 
     a stream's state [V] ┌ conv: C x 6 ┬ up: C x 1 ┬ layers.0: 71 x 2D ┬ ...   one row, a place a layer
                          └─────────────┴───────────┴───────────────────┴ ...
@@ -156,6 +157,7 @@ def reach(layers: Iterable[nn.Module]) -> int:
 
 
 def is_short(x: Tensor) -> bool:
-    """Whether x [B, C, N] has so few positions that reading the weights is most of a convolution's work. Then it is done as one matrix
-    product: convolution kernels first rearrange the weights, and so need up to nine times as long (CPU, fp32, C = 1536, N = 4)."""
+    """Whether x [B, C, N] has so few positions that reading the weights is most of a convolution's work. Then
+    it is done as one matrix product: convolution kernels first rearrange the weights, and so need up to nine
+    times as long (CPU, fp32, C = 1536, N = 4)."""
     return 4 * x.shape[2] < x.shape[1]

@@ -12,7 +12,8 @@ LOG_STEP = math.log(6.4) / 27
 
 
 class LogMel(nn.Module):
-    """Samples to log mel energies, in fp32. `hop` samples a frame; the ends are mirrored so that `N // hop` whole frames come out.
+    """Samples to log mel energies, in fp32. `hop` samples a frame; the ends are mirrored so that `N // hop`
+    whole frames come out.
 
     The window and the filters are made once and stay on the device. Build it there, not on `meta`.
     """
@@ -20,14 +21,19 @@ class LogMel(nn.Module):
     window: Tensor  # [fft]
     filters: Tensor  # [M, fft / 2 + 1]
 
-    def __init__(self, rate_hz: int, fft: int, hop: int, mels: int, device: torch.device, top_hz: float | None = None):
+    def __init__(
+        self, rate_hz: int, fft: int, hop: int, mels: int, device: torch.device, top_hz: float | None = None
+    ):
         super().__init__()
         self.fft, self.hop = fft, hop
         self.register_buffer("window", torch.hann_window(fft, device=device), persistent=False)
-        self.register_buffer("filters", slaney_filters(rate_hz, fft, mels, top_hz).float().to(device), persistent=False)
+        self.register_buffer(
+            "filters", slaney_filters(rate_hz, fft, mels, top_hz).float().to(device), persistent=False
+        )
 
     def forward(self, samples: Tensor) -> Tensor:
-        """samples [B, N] float32, N above (fft - hop) / 2 -> [B, M, N // hop]. Source: QwenLM/Qwen3-TTS, mel_spectrogram (HiFi-GAN's)."""
+        """samples [B, N] float32, N above (fft - hop) / 2 -> [B, M, N // hop]. Source: QwenLM/Qwen3-TTS,
+        mel_spectrogram (HiFi-GAN's)."""
         edge = (self.fft - self.hop) // 2
         padded = F.pad(samples[:, None], (edge, edge), mode="reflect")[:, 0]
         bins = torch.stft(padded, self.fft, self.hop, window=self.window, center=False, return_complex=True)
@@ -36,11 +42,16 @@ class LogMel(nn.Module):
 
 
 def slaney_filters(rate_hz: int, fft: int, mels: int, top_hz: float | None = None) -> Tensor:
-    """-> [mels, fft / 2 + 1] float64: triangles between 0 Hz and top_hz (half the rate), evenly spaced in mel, of equal area.
+    """-> [mels, fft / 2 + 1] float64: triangles between 0 Hz and top_hz (half the rate), evenly spaced in
+    mel, of equal area.
     Source: M. Slaney, Auditory Toolbox (1998); librosa.filters.mel computes the same."""
     top = LINEAR_HZ / HZ_PER_MEL + math.log((top_hz or rate_hz / 2) / LINEAR_HZ) / LOG_STEP
     mel = torch.linspace(0, top, mels + 2, dtype=torch.float64)
-    edges = torch.where(mel < LINEAR_HZ / HZ_PER_MEL, mel * HZ_PER_MEL, LINEAR_HZ * ((mel - LINEAR_HZ / HZ_PER_MEL) * LOG_STEP).exp())
+    edges = torch.where(
+        mel < LINEAR_HZ / HZ_PER_MEL,
+        mel * HZ_PER_MEL,
+        LINEAR_HZ * ((mel - LINEAR_HZ / HZ_PER_MEL) * LOG_STEP).exp(),
+    )
     low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]  # [mels, 1] each, in Hz
     hz = torch.linspace(0, rate_hz / 2, fft // 2 + 1, dtype=torch.float64)
     triangles = torch.minimum((hz - low) / (middle - low), (high - hz) / (high - middle)).clamp(min=0)

@@ -1,4 +1,5 @@
-"""The initializers of an ONNX file, which are its weights, and the nodes that read them, which name them where an exporter did not.
+"""The initializers of an ONNX file, which are its weights, and the nodes that read them, which name them
+where an exporter did not.
 
 A reader of our own, since a walk through three nested messages is all that is needed of what `onnx` installs
 (with protobuf and ml_dtypes). Source: protobuf.dev, "Encoding"; numbers as in onnx/onnx.proto.
@@ -23,7 +24,8 @@ DTYPES = {
 }  # fmt: skip
 
 
-# What a node's inputs are to the module that it was exported from, by the node's kind; the input at 0 is what it works on.
+# What a node's inputs are to the module that it was exported from, by the node's kind; the input at 0 is what
+# it works on.
 ROLES = {
     "Conv": ("", "weight", "bias"),
     "LayerNormalization": ("", "weight", "bias"),
@@ -86,13 +88,18 @@ def initializers(path: Path) -> dict[str, Initializer]:
 
 
 def parameters(path: Path, kept: frozenset[str] = frozenset()) -> dict[str, Initializer]:
-    """The initializers that layers read, under the names of a state dict: what the node "/blocks.0/attn/query/MatMul" reads is
-    "blocks.0.attn.query.weight", [out, in] as torch has it. Constants of other nodes are left out.
+    """The initializers that layers read, under the names of a state dict: what the node
+    "/blocks.0/attn/query/MatMul" reads is "blocks.0.attn.query.weight", [out, in] as torch has it. Constants
+    of other nodes are left out.
 
     kept: initializers that keep their own name. Raises ValueError.
     """
     tensors, nodes = initializers(path), _nodes(path)
-    same = {node.outputs[0]: node.inputs[0] for node in nodes if node.kind == "Identity" and node.inputs and node.outputs}
+    same = {
+        node.outputs[0]: node.inputs[0]
+        for node in nodes
+        if node.kind == "Identity" and node.inputs and node.outputs
+    }
     found: dict[str, Initializer] = {}
     for node in nodes:
         for input_name, role in zip(node.inputs, ROLES.get(node.kind, ()), strict=False):
@@ -107,7 +114,8 @@ def parameters(path: Path, kept: frozenset[str] = frozenset()) -> dict[str, Init
 
 
 def _scope(name: str) -> str:
-    """"/head/layer1/layer1.0/conv1/Conv" -> "head.layer1.0.conv1"; a list's name stands before those of its parts."""
+    """ "/head/layer1/layer1.0/conv1/Conv" -> "head.layer1.0.conv1"; a list's name stands before those of its
+    parts."""
     parts = name.strip("/").split("/")[:-1]
     followed = zip(parts, [*parts[1:], ""], strict=True)
     return ".".join(part for part, following in followed if not following.startswith(f"{part}."))

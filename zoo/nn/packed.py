@@ -1,7 +1,8 @@
 """Matrices laid out as the CPU's kernels read them.
 
-A plain product rearranges its weights, or reads them badly, every time; a packed one was rearranged once, by oneDNN. With few rows, which
-is what a step has, that is twice as fast and more (benchmarks/LOG.md), and a row's result does not depend on how many rows there are.
+A plain product rearranges its weights, or reads them badly, every time; a packed one was rearranged once, by
+oneDNN. With few rows, which is what a step has, that is twice as fast and more (benchmarks/LOG.md), and a
+row's result does not depend on how many rows there are.
 Source: oneDNN's weight prepacking, as PyTorch's own inductor uses it when it freezes a model.
 """
 
@@ -17,29 +18,39 @@ LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 
 
 def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
-    """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, in place; the plain weights are let go. Where the model
-    is not on a CPU, and where this build or machine has no such kernels, nothing is done."""
+    """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, in place; the plain
+    weights are let go. Where the model is not on a CPU, and where this build or machine has no such kernels,
+    nothing is done."""
     for module in tuple(model.modules()):
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear | FusedLinear) and child.weight.nbytes >= least_bytes and _can_be_packed(child.weight):
+            if (
+                isinstance(child, nn.Linear | FusedLinear)
+                and child.weight.nbytes >= least_bytes
+                and _can_be_packed(child.weight)
+            ):
                 setattr(module, name, PackedLinear(child))
 
 
 def _can_be_packed(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 class PackedLinear(nn.Module):
-    """What the plain module gives, for the same input: x [..., in] -> [..., out], or one such for each part of a `FusedLinear`."""
+    """What the plain module gives, for the same input: x [..., in] -> [..., out], or one such for each part
+    of a `FusedLinear`."""
 
     weight: Tensor  # [out, in], opaque
 
     def __init__(self, plain: nn.Linear | FusedLinear):
         super().__init__()
         self.parts = plain.parts if isinstance(plain, FusedLinear) else None
-        self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None), persistent=False)
+        self.register_buffer(
+            "weight", torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None), persistent=False
+        )
         self.register_buffer("bias", None if plain.bias is None else plain.bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -53,5 +64,6 @@ def _empty_outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @operator("packed_linear", gives=_empty_outputs)
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. An operator, since inductor cannot look into a packed weight."""
+    """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. An operator, since inductor cannot
+    look into a packed weight."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -1,4 +1,5 @@
-"""Sampling by row. What a request draws depends on its seed, step and stream (codebook) alone: never on its slot or its neighbours."""
+"""Sampling by row. What a request draws depends on its seed, step and stream (codebook) alone: never on its
+slot or its neighbours."""
 
 import math
 
@@ -12,7 +13,8 @@ _LOW = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit values held in int64 (constants below 2^31, so no product overflows). Source: C. Wellons, hash-prospector."""
+    """A bijection of 32-bit values held in int64 (constants below 2^31, so no product overflows). Source: C.
+    Wellons, hash-prospector."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _LOW
     return x ^ (x >> 15)
@@ -24,8 +26,9 @@ def _empty_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
 
 @operator("noise_keys", gives=_empty_keys)
 def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
-    """One 32-bit key [B, streams] per row and stream. Opaque to the compiler: each line of `_mix` names x twice, so a chain of them, fused
-    into one kernel, doubles at every line and would take minutes to compile."""
+    """One 32-bit key [B, streams] per row and stream. Opaque to the compiler: each line of `_mix` names x
+    twice, so a chain of them, fused into one kernel, doubles at every line and would take minutes to
+    compile."""
     key = _mix((seed & _LOW) ^ 0x6A09E667)
     key = _mix(key ^ ((seed >> 32) & _LOW))
     key = _mix(key ^ (step & _LOW))  # [B]
@@ -33,12 +36,14 @@ def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
 
 
 def gumbel(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
-    """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, the same wherever the row stands."""
+    """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, the same wherever the row
+    stands."""
     return -torch.log(-torch.log(_uniform(seed, step, streams, width)))
 
 
 def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
-    """seed, step [B] int64 -> standard normal noise [B, width] float32, the same wherever the row stands; at most 5.3 either way."""
+    """seed, step [B] int64 -> standard normal noise [B, width] float32, the same wherever the row stands; at
+    most 5.3 either way."""
     return math.sqrt(2) * torch.erfinv(2 * _uniform(seed, step, range(1), width)[:, 0] - 1)
 
 
@@ -51,7 +56,8 @@ def _uniform(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """logits [B, V] with all but each row's top_k (0: all), and of those all but the smallest set that holds top_p, at -inf."""
+    """logits [B, V] with all but each row's top_k (0: all), and of those all but the smallest set that holds
+    top_p, at -inf."""
     if logits.device.type == "cpu":
         return torch.ops.zoo.keep_likely.default(logits, top_k, top_p)
     return _keep_likely(logits, top_k, top_p)
@@ -64,7 +70,8 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     by_rank = ranked.gather(-1, top_k - 1)  # [B, 1]
     mass = ranked.masked_fill(ranked < by_rank, -torch.inf).softmax(-1)
     before = mass.cumsum(-1) - mass  # what stands above each entry
-    kept = ((before < top_p[:, None]) | (top_p[:, None] >= 1)).sum(-1, keepdim=True).clamp(min=1)  # a sum in fp32 can reach 1 too early
+    # a sum in fp32 can reach 1 too early
+    kept = ((before < top_p[:, None]) | (top_p[:, None] >= 1)).sum(-1, keepdim=True).clamp(min=1)
     by_mass = ranked.gather(-1, kept - 1)
     return logits.masked_fill(logits < torch.maximum(by_rank, by_mass), -torch.inf)
 
@@ -87,6 +94,7 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Tokens already produced become less likely: seen [B, V] bool, penalty [B]. Source: the CTRL paper (arXiv 1909.05858), section 4.1."""
+    """Tokens already produced become less likely: seen [B, V] bool, penalty [B]. Source: the CTRL paper
+    (arXiv 1909.05858), section 4.1."""
     penalty = penalty[:, None]
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -127,7 +127,8 @@ def _open_onnx(path: Path) -> TensorFile:
 
 
 def open_onnx_parameters(path: Path, kept: frozenset[str] = frozenset()) -> TensorFile:
-    """An ONNX file whose weights are named by the nodes that read them (see `onnx_file.parameters`). Raises ValueError."""
+    """An ONNX file whose weights are named by the nodes that read them (see `onnx_file.parameters`). Raises
+    ValueError."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
     return _of_initializers(path, onnx_file.parameters(path, kept))

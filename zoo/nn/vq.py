@@ -15,8 +15,9 @@ MIN_USAGE = 1e-5
 
 
 class SplitVQ(Parted):
-    """Residual vector quantisation in two branches that read the same latent: the first codebook alone ("semantic"), and the others, each
-    of which quantises what the one before left over. A branch has its own way in (width -> dim) and out (dim -> width).
+    """Residual vector quantisation in two branches that read the same latent: the first codebook alone
+    ("semantic"), and the others, each of which quantises what the one before left over. A branch has its own
+    way in (width -> dim) and out (dim -> width).
 
     A checkpoint keeps each row as the training left it, a sum of vectors and how often the row was used.
     `prepare` divides them, once, for the `used` first codebooks. Source: Defossez et al., "Moshi" (2024),

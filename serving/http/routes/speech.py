@@ -41,7 +41,8 @@ MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
 
 
 class ForgetfulRequest(Request[Any, Any, Any]):
-    """A request whose nulls are defaults, and that lets go of its body: it may be megabytes, and the answer takes minutes."""
+    """A request whose nulls are defaults, and that lets go of its body: it may be megabytes, and the answer
+    takes minutes."""
 
     async def json(self) -> Any:
         body = await super().json()
@@ -101,9 +102,7 @@ def is_simple(value: object) -> bool:
 def unknown_field(name: str, model: Model, options: Iterable[str]) -> HTTPException:
     own = ", ".join(options) or "none"
     fields = ", ".join(FIELDS[PATH])
-    message = (
-        f"there is no field {cut(name)!r}; the fields are: {fields}; and as options of model {model.id!r}: {own}"
-    )
+    message = f"there is no field {cut(name)!r}; the fields are: {fields}; and as options of model {model.id!r}: {own}"
     return refusal(400, message, name, "unknown_field")
 
 

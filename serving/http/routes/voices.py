@@ -35,7 +35,11 @@ async def list_voices(server: Server) -> VoiceList:
     return VoiceList([*presets, *(described(voice, models) for voice in whole), *broken])
 
 
-@post("/v1/audio/voices", status_code=200, responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS})
+@post(
+    "/v1/audio/voices",
+    status_code=200,
+    responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS},
+)
 async def add_voice(
     data: Annotated[VoiceUpload, Body(media_type=RequestEncodingType.MULTI_PART)], server: Server
 ) -> VoiceObject:

@@ -1,4 +1,5 @@
-"""The engine with the toy family: who is let in, who waits, how each request ends, and what happens when something breaks."""
+"""The engine with the toy family: who is let in, who waits, how each request ends, and what happens when
+something breaks."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def speak(engine: Engine, *asked: Request) -> list[Listener]:
 
 def of_length(frames: int) -> Request:
     """A request that the model itself ends after so many frames."""
-    tries = (Request(text=letter, seed=seed, max_frames=20) for seed in range(30) for letter in "abcdefghijklmnop")
+    tries = (
+        Request(text=letter, seed=seed, max_frames=20) for seed in range(30) for letter in "abcdefghijklmnop"
+    )
     return next(request for request in tries if len(alone("toy", request).frames) == frames)
 
 
@@ -77,7 +80,10 @@ def test_a_full_engine_says_so_at_once():
 
 def test_a_request_that_can_never_fit_is_refused():
     small = engine(kv_bytes=4 * PAGE_BYTES)
-    with pytest.raises(ValueError, match="11 prompt positions and 60 frames need 5 pages of KV memory; this server has 3: ask for fewer"):
+    with pytest.raises(
+        ValueError,
+        match="11 prompt positions and 60 frames need 5 pages of KV memory; this server has 3: ask for fewer",
+    ):
         small.speak("large", long(), Listener())
     assert not small.turn()
     [listener] = serve(small, {0: [long(max_frames=3 * PAGE_TOKENS - 11)]})
@@ -126,7 +132,11 @@ def test_first_come_first_served(report_lag):
     single = engine(max_slots=1, report_lag=report_lag)
     log: list[tuple[int, str]] = []
     for i in range(3):
-        single.speak(f"request-{i}", long(seed=i, max_frames=6), lambda event, i=i: log.append((i, type(event).__name__)))
+        single.speak(
+            f"request-{i}",
+            long(seed=i, max_frames=6),
+            lambda event, i=i: log.append((i, type(event).__name__)),
+        )
     while single.turn():
         pass
     assert [i for i, _ in log] == sorted(i for i, _ in log)
@@ -136,7 +146,8 @@ def test_first_come_first_served(report_lag):
 
 def test_who_lacks_pages_waits_for_them_and_nobody_overtakes():
     scarce = engine(max_slots=3, kv_bytes=6 * PAGE_BYTES)  # five pages, and the one that is nobody's
-    large, small = long(text="0123456789", max_frames=50), long(text="b", max_frames=1)  # four pages, one page
+    # four pages, one page
+    large, small = long(text="0123456789", max_frames=50), long(text="b", max_frames=1)
     listeners = speak(scarce, large, replace(large, text="abcdefghij"), small)
     scarce.turn()
     assert (numbers(scarce)["running"], numbers(scarce)["waiting"]) == (1, 2)
@@ -167,22 +178,33 @@ def test_the_model_ends_or_the_cap_does(frames, report_lag):
     ended = of_length(frames)
     capped = long(max_frames=max(frames, 1))
     listeners = serve(engine(report_lag=report_lag), {0: [ended, capped]})
-    stopped = Finished("stop", frames, {"input_tokens": len(ended.text)}) if frames else Failed(NO_AUDIO, "no_audio")
+    stopped = (
+        Finished("stop", frames, {"input_tokens": len(ended.text)})
+        if frames
+        else Failed(NO_AUDIO, "no_audio")
+    )
     assert listeners[0].end == stopped and listeners[0].frames == frames
-    assert listeners[1].end == Finished("length", max(frames, 1), {"input_tokens": 11}) and listeners[1].frames == max(frames, 1)
+    assert listeners[1].end == Finished("length", max(frames, 1), {"input_tokens": 11}) and listeners[
+        1
+    ].frames == max(frames, 1)
 
 
 def test_audio_comes_in_order_and_the_end_comes_last():
-    """The chunks joined are the speech, each is as long as its frames say, and the first comes as soon as there is a frame."""
+    """The chunks joined are the speech, each is as long as its frames say, and the first comes as soon as
+    there is a frame."""
     fresh, events = engine(), []
     fresh.speak("request", long(max_frames=30), events.append)
     while fresh.turn():
         fresh.clock.now_s += 0.03
     *audio, end = events
     assert isinstance(end, Finished) and all(isinstance(event, Audio) for event in audio)
-    assert [event.frames * TOY.spec.frame_samples for event in audio] == [len(event.samples) for event in audio]
+    assert [event.frames * TOY.spec.frame_samples for event in audio] == [
+        len(event.samples) for event in audio
+    ]
     assert audio[0].frames == 1 and sum(event.frames for event in audio) == 30
-    np.testing.assert_array_equal(np.concatenate([event.samples for event in audio]), alone("toy", long(max_frames=30)).samples)
+    np.testing.assert_array_equal(
+        np.concatenate([event.samples for event in audio]), alone("toy", long(max_frames=30)).samples
+    )
 
 
 # being cancelled
@@ -198,8 +220,13 @@ def test_cancel_frees_the_slot_within_one_turn(report_lag):
     assert numbers(single)["running"] == numbers(single)["waiting"] == 1
     single.cancel("request-0")
     single.turn()
-    assert isinstance(first.end, Finished) and first.end.reason == "cancelled" and first.end.frames >= first.frames > 0
-    assert (numbers(single)["running"], numbers(single)["waiting"]) == (1, 0)  # the second has the slot already
+    assert (
+        isinstance(first.end, Finished)
+        and first.end.reason == "cancelled"
+        and first.end.frames >= first.frames > 0
+    )
+    # the second has the slot already
+    assert (numbers(single)["running"], numbers(single)["waiting"]) == (1, 0)
     single.cancel("request-1")
     single.cancel("request-1")
     single.cancel("nobody")
@@ -226,7 +253,8 @@ def test_a_listener_may_cancel_from_within_a_delivery():
 
 @pytest.mark.parametrize("place", ["open", "prefill", "step", "render"])
 def test_an_error_in_a_turn_fails_every_request_and_goes_on_to_the_caller(place, monkeypatch):
-    """Two speak, one waits for a slot, one is still in the inbox; then something breaks while a newcomer is served."""
+    """Two speak, one waits for a slot, one is still in the inbox; then something breaks while a newcomer is
+    served."""
     broken = engine(report_lag=1)
     listeners = speak(broken, long(), long(seed=1))
     for _ in range(4):
@@ -369,9 +397,13 @@ def test_a_launch_of_the_renderer_that_is_too_large_is_cut_by_rows(samples, monk
 @pytest.mark.compile
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
-    """Whatever number speaks, however long. Without the marks that make one graph serve every size, the same requests are seen to do."""
+    """Whatever number speaks, however long. Without the marks that make one graph serve every size, the same
+    requests are seen to do."""
     torch._dynamo.reset()
-    monkeypatch.setattr("serving.engine.runner.lower", lambda verb, how: torch.compile(verb, backend="eager") if how == Whole() else verb)
+    monkeypatch.setattr(
+        "serving.engine.runner.lower",
+        lambda verb, how: torch.compile(verb, backend="eager") if how == Whole() else verb,
+    )
     monkeypatch.setattr(TOY, "strategy", Strategy(Whole(), Whole(), Whole()))
     if not is_prepared:
         monkeypatch.setattr("serving.engine.warmup.any_size", lambda tensors, dim, name: None)
@@ -440,7 +472,15 @@ def test_what_no_model_can_take_is_no_request(field):
 
 
 @pytest.mark.parametrize(
-    "field", [{"top_k": 2**70}, {"top_k": -1}, {"top_p": 0.0}, {"temperature": float("nan")}, {"temperature": -1.0}, {"top_k": 0.5}]
+    "field",
+    [
+        {"top_k": 2**70},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"temperature": float("nan")},
+        {"temperature": -1.0},
+        {"top_k": 0.5},
+    ],
 )
 def test_what_this_model_cannot_take_never_reaches_a_slot(field):
     fresh = engine()

@@ -141,7 +141,10 @@ def test_a_request_and_its_audio(bridge, engine, peer):
     peer.next(), peer.next()
     peer.send(protocol.Speak("r", "m", {"text": "Hello.", "voice": "a", "seed": 7, "max_frames": 9}))
     until(lambda: "r" in engine.deliver)
-    assert engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9) and engine.models["r"] == "m"
+    assert (
+        engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9)
+        and engine.models["r"] == "m"
+    )
     assert not engine.pinned["r"]
     samples = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 3.0, -3.0], np.float32)
     engine.deliver["r"](Audio(samples, 1))
@@ -225,10 +228,16 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
 
 
 def test_loading_tells_how_far_it_is():
-    models, told = {"one": str(directory("qwen3_tts", "tiny")), "other": str(directory("qwen3_tts", "tiny-base"))}, []
+    models, told = (
+        {"one": str(directory("qwen3_tts", "tiny")), "other": str(directory("qwen3_tts", "tiny-base"))},
+        [],
+    )
     families = engine_process.load(models, "cpu", "float32", lambda *how_far: told.append(how_far))
     assert told == [(0, "one"), (0.5, "other")]
-    assert {name: family.spec.variant for name, family in families.items()} == {"one": "custom_voice", "other": "base"}
+    assert {name: family.spec.variant for name, family in families.items()} == {
+        "one": "custom_voice",
+        "other": "base",
+    }
 
 
 def test_refusals_and_failures(bridge, engine, peer):

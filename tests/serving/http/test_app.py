@@ -46,7 +46,9 @@ def test_wav_is_a_header_and_the_samples(server):
     assert answer.headers["x-request-id"] in server.engine.asked
     assert answer.headers["x-seed"] == "5"
     assert answer.headers["transfer-encoding"] == "chunked"
-    assert answer.content[:4] == b"RIFF" and answer.content[4:8] == answer.content[40:44] == b"\xff\xff\xff\xff"
+    assert (
+        answer.content[:4] == b"RIFF" and answer.content[4:8] == answer.content[40:44] == b"\xff\xff\xff\xff"
+    )
     assert answer.content[44:] == b"".join(map(frame, range(3)))
 
 
@@ -60,7 +62,12 @@ def test_without_streaming_the_wav_knows_its_length(server):
     answer = server.speak("frames 3", stream=False)
     assert answer.headers["content-length"] == str(len(answer.content))
     with wave.open(io.BytesIO(answer.content)) as file:
-        assert (file.getnchannels(), file.getsampwidth(), file.getframerate(), file.getnframes()) == (1, 2, RATE_HZ, 300)
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate(), file.getnframes()) == (
+            1,
+            2,
+            RATE_HZ,
+            300,
+        )
         assert file.readframes(300) == b"".join(map(frame, range(3)))
 
 
@@ -165,7 +172,9 @@ def test_a_client_that_leaves_cancels_at_once(server, text):
     before = len(server.engine.cancelled)
     with socket.create_connection(server.listener.getsockname()) as client:
         body = json.dumps({"input": text}).encode()
-        client.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(
+            b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         if text == "queued":
             until(lambda: any(fields["text"] == "queued" for fields in server.engine.asked.values()))
         else:
@@ -255,7 +264,9 @@ BAD_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "says"), BAD_FIELDS, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD_FIELDS)])
+@pytest.mark.parametrize(
+    ("body", "param", "says"), BAD_FIELDS, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD_FIELDS)]
+)
 def test_a_wrong_field_is_named_with_what_is_possible(server, body, param, says):
     fault = error(server.http.post("/v1/audio/speech", json=body), 400)
     assert fault["param"] == param and len(fault["message"]) < 1500
@@ -264,7 +275,11 @@ def test_a_wrong_field_is_named_with_what_is_possible(server, body, param, says)
 
 
 BAD_BODIES = [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"input": "\\ud800"}', b"[" * 5000]
-BAD_NUMBERS = [b'{"input": "x", "temperature": NaN}', b'{"input": "x", "top_p": Infinity}', b'{"input": "x", "top_p": 1e999}']
+BAD_NUMBERS = [
+    b'{"input": "x", "temperature": NaN}',
+    b'{"input": "x", "top_p": Infinity}',
+    b'{"input": "x", "top_p": 1e999}',
+]
 
 
 @pytest.mark.parametrize("body", BAD_BODIES + BAD_NUMBERS)
@@ -275,7 +290,8 @@ def test_a_body_that_is_no_json_object_is_a_400(server, body):
 def test_a_body_over_the_limit_is_a_413(server):
     body = json.dumps({"input": "x" * Limits().speech_body_bytes}).encode()
     assert error(server.http.post("/v1/audio/speech", content=body), 413)["code"] == "body_too_large"
-    assert error(server.http.post("/v1/audio/speech", content=iter([body])), 413)["code"] == "body_too_large"  # its length unsaid
+    # its length unsaid
+    assert error(server.http.post("/v1/audio/speech", content=iter([body])), 413)["code"] == "body_too_large"
 
 
 def test_routes_that_are_not_there(server):
@@ -342,7 +358,9 @@ def test_models_and_voices(server):
         "range": None,
         "choices": ["full", "interleaved"],
     }
-    assert model["response_formats"] == ["mp3", "opus", "aac", "flac", "wav", "pcm"] and model["stream_formats"] == ["audio", "sse"]
+    assert model["response_formats"] == ["mp3", "opus", "aac", "flac", "wav", "pcm"] and model[
+        "stream_formats"
+    ] == ["audio", "sse"]
     voices = server.http.get("/v1/audio/voices").json()
     assert [(voice["id"], voice["models"], voice["type"]) for voice in voices["data"]] == [
         ("vivian", ["fake"], "preset"),
@@ -352,7 +370,13 @@ def test_models_and_voices(server):
 
 def test_the_schema_describes_what_is_served(server):
     schema = server.http.get("/schema/openapi.json").json()
-    paths = {"/v1/audio/speech", "/v1/models", "/v1/models/{model_id}", "/v1/audio/voices", "/v1/audio/voices/{voice_id}"}
+    paths = {
+        "/v1/audio/speech",
+        "/v1/models",
+        "/v1/models/{model_id}",
+        "/v1/audio/voices",
+        "/v1/audio/voices/{voice_id}",
+    }
     assert paths | {"/health", "/ready", "/metrics"} == set(schema["paths"])
     fields = schema["components"]["schemas"]["SpeechRequest"]["properties"]
     assert "mp3 (default)" in fields["response_format"]["description"]
@@ -419,7 +443,11 @@ print(len(modules), sorted(foreign))
 def test_health_and_readiness_follow_the_engine(server):
     server.call(server.engine.tell, protocol.Status("warming", 0.5, "step, 4 slots"))
     until(lambda: server.http.get("/ready").status_code == 503)
-    assert server.http.get("/ready").json() == {"state": "warming", "progress": 0.5, "detail": "step, 4 slots"}
+    assert server.http.get("/ready").json() == {
+        "state": "warming",
+        "progress": 0.5,
+        "detail": "step, 4 slots",
+    }
     assert server.http.get("/health").status_code == 200
     answer = server.speak("frames 1")
     assert error(answer, 503)["code"] == "engine_not_ready" and answer.headers["retry-after"] == "1"
@@ -526,8 +554,16 @@ def test_a_shutdown_lets_a_stream_end_within_its_grace(mortal):
 
 def test_the_api_key_guards_v1_alone(tmp_path):
     with Server(tmp_path, api_key=KEY) as server:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": "Bearer \u00e9".encode()}):
-            for ask in (server.http.get("/v1/models", headers=headers), server.http.post("/v1/audio/speech", json={}, headers=headers)):
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": KEY},
+            {"authorization": "Bearer \u00e9".encode()},
+        ):
+            for ask in (
+                server.http.get("/v1/models", headers=headers),
+                server.http.post("/v1/audio/speech", json={}, headers=headers),
+            ):
                 assert error(ask, 401)["code"] == "invalid_api_key"
         assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
         assert server.http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
@@ -558,7 +594,10 @@ def test_the_schema_keeps_the_ranges_of_optional_fields(server):
     page = server.http.get("/schema/openapi.json").json()
     schemas = page["components"]["schemas"]
     fields = schemas["SpeechRequest"]["properties"]
-    assert fields["top_p"]["anyOf"] == [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, {"type": "null"}]
+    assert fields["top_p"]["anyOf"] == [
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        {"type": "null"},
+    ]
     assert fields["ref_text"]["anyOf"][0]["maxLength"] == 4096
     assert schemas["VoiceUpload"]["additionalProperties"] is schemas["Voice"]["additionalProperties"] is False
     assert schemas["VoiceUpload"]["properties"]["audio_sample"]["format"] == "binary"
@@ -570,7 +609,11 @@ def test_the_schema_keeps_the_ranges_of_optional_fields(server):
 
 @pytest.mark.parametrize(
     ("path", "methods"),
-    [("/v1/audio/voices", "GET, HEAD, OPTIONS, POST"), ("/v1/audio/speech", "OPTIONS, POST"), ("/health", "GET, HEAD, OPTIONS")],
+    [
+        ("/v1/audio/voices", "GET, HEAD, OPTIONS, POST"),
+        ("/v1/audio/speech", "OPTIONS, POST"),
+        ("/health", "GET, HEAD, OPTIONS"),
+    ],
 )
 def test_allow_is_whole_and_head_answers(server, path, methods):
     assert server.http.put(path).status_code == 405
@@ -587,7 +630,9 @@ def test_every_answer_has_an_id_and_takes_the_clients(server, path):
     assert own[0] != own[1] and own[0].startswith("req_")
     answer = server.http.get(path, headers={"x-request-id": "trace-7.a:b"})
     assert answer.headers.get_list("x-request-id") == ["trace-7.a:b"]
-    assert server.http.get(path, headers={"x-request-id": "x" * 200}).headers["x-request-id"].startswith("req_")
+    assert (
+        server.http.get(path, headers={"x-request-id": "x" * 200}).headers["x-request-id"].startswith("req_")
+    )
 
 
 def test_a_clients_id_may_be_repeated(server):
@@ -596,7 +641,12 @@ def test_a_clients_id_may_be_repeated(server):
     server.http.headers["x-request-id"] = "same"
     try:
         with server.stream("hold 1") as open_answer:
-            answers = [open_answer, server.speak("frames 1"), server.speak("reject voice"), server.speak("full")]
+            answers = [
+                open_answer,
+                server.speak("frames 1"),
+                server.speak("reject voice"),
+                server.speak("full"),
+            ]
             assert [answer.headers["x-request-id"] for answer in answers] == ["same"] * 4
             assert [answer.status_code for answer in answers] == [200, 200, 400, 503]
     finally:

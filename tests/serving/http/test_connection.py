@@ -108,7 +108,9 @@ def test_a_reader_that_stops_is_left_and_counts_as_cancelled(server):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         client.connect(server.listener.getsockname())
         body = json.dumps({"input": "frames 5000", "response_format": "pcm"}).encode()
-        client.sendall(SPEAK + b"authorization: Bearer sk-test\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(
+            SPEAK + b"authorization: Bearer sk-test\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         until(lambda: outcomes(server).get("cancelled") == 1)
         assert outcomes(server)["stop"] == 0
         assert len(rest(client)) < 500_000
@@ -121,7 +123,9 @@ def test_a_reader_that_leaves_counts_as_cancelled(server, monkeypatch):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         client.connect(server.listener.getsockname())
         body = json.dumps({"input": "frames 5000", "response_format": "pcm"}).encode()
-        client.sendall(SPEAK + b"authorization: Bearer sk-test\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(
+            SPEAK + b"authorization: Bearer sk-test\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         time.sleep(0.5)
     until(lambda: outcomes(server).get("cancelled") == 1)
     assert outcomes(server)["stop"] == 0
@@ -138,7 +142,8 @@ def test_a_slow_reader_is_not_left(server):
 
 
 def test_a_connection_is_used_again_and_an_answer_takes_its_time(server):
-    """No deadline of a request is one of its answer, nor one of a stray line end that an old client sends after its body."""
+    """No deadline of a request is one of its answer, nor one of a stray line end that an old client sends
+    after its body."""
     with connected(server) as client:
         for text, wait_s in (("tone 60", 1.0), ("frames 1", 0.0)):
             body = json.dumps({"input": text, "response_format": "pcm"}).encode()

@@ -34,7 +34,9 @@ def contained(form, codec):
         stream = out.add_stream(codec, rate=48000, layout="mono")
         frame = av.AudioFrame.from_ndarray(np.frombuffer(PCM, "<i2")[None], format="s16", layout="mono")
         frame.sample_rate = RATE_HZ
-        for part in av.AudioResampler(format=stream.codec_context.format, rate=48000, layout="mono").resample(frame):
+        for part in av.AudioResampler(format=stream.codec_context.format, rate=48000, layout="mono").resample(
+            frame
+        ):
             out.mux(stream.encode(part))
         out.mux(stream.encode(None))
     return file.getvalue()
@@ -64,13 +66,17 @@ def test_what_this_server_sends(name):
     encoder = encode.Encoder(name, RATE_HZ)
     for data in (encoder.feed(PCM) + encoder.finish(), encode.file(name, PCM, RATE_HZ)):
         clip = decode(data, 60)
-        assert clip.duration_s == pytest.approx(1, abs=0.1) and samples_of(clip).std() == pytest.approx(0.28, abs=0.03)
+        assert clip.duration_s == pytest.approx(1, abs=0.1) and samples_of(clip).std() == pytest.approx(
+            0.28, abs=0.03
+        )
 
 
 @pytest.mark.parametrize(("form", "codec"), [("mp4", "aac"), ("webm", "libopus"), ("matroska", "libopus")])
 def test_what_phones_and_browsers_record(form, codec):
     clip = decode(contained(form, codec), 60)
-    assert clip.duration_s == pytest.approx(1, abs=0.1) and samples_of(clip).std() == pytest.approx(0.28, abs=0.03)
+    assert clip.duration_s == pytest.approx(1, abs=0.1) and samples_of(clip).std() == pytest.approx(
+        0.28, abs=0.03
+    )
 
 
 WAV = sound(NOISE)

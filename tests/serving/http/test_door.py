@@ -52,7 +52,10 @@ def test_who_finds_the_door_full_is_refused_at_once_and_a_text_goes_by(server, d
         for answer in (server.speak("frames 1", **CLONE), upload(server)):
             fault = error(answer, 503)
             assert fault["code"] == "server_busy" and answer.headers["retry-after"] == "1"
-            assert fault["message"] == "2 recordings are being decoded already, and more do not fit; try again in 1 s"
+            assert (
+                fault["message"]
+                == "2 recordings are being decoded already, and more do not fit; try again in 1 s"
+            )
         assert server.speak("frames 1").status_code == 200
         decoding.set()
         assert [answer.result().status_code for answer in inside] == [200, 200]

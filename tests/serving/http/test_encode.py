@@ -27,14 +27,16 @@ def speech(rate_hz=RATE_HZ, seconds=2.4):
 
 
 def streamed(name, pcm, model_hz=RATE_HZ, asked_hz=None, step=2 * FRAME):
-    """-> the chunks that come of feeding the samples bit by bit, the last one of `finish`; and the rate they are decoded to."""
+    """-> the chunks that come of feeding the samples bit by bit, the last one of `finish`; and the rate they
+    are decoded to."""
     encoder = encode.Encoder(name, model_hz, asked_hz)
     chunks = [encoder.feed(pcm[at : at + step]) for at in range(0, len(pcm), step)]
     return [*chunks, encoder.finish()], encoder.sample_rate_hz
 
 
 def snr_db(heard, truth):
-    """How well it is what was said, at the delay that fits best. LAME makes everything 5 % quieter, which is no error."""
+    """How well it is what was said, at the delay that fits best. LAME makes everything 5 % quieter, which is
+    no error."""
     delays = range(len(heard) - len(truth) + 1)
     fits = [(float(heard[delay : delay + len(truth)] @ truth), delay) for delay in delays]
     heard = heard[max(fits)[1] :][: len(truth)]
@@ -130,7 +132,10 @@ def test_a_models_rate_that_a_codec_has_not_becomes_the_next_one():
     assert abs(len(decoded("mp3", b"".join(chunks), 32000)) / 32000 - 2.4) < 0.1
 
 
-@pytest.mark.parametrize(("name", "asked_hz", "says"), [("mp3", 9000, "it has: 8000, 11025"), ("opus", 24000, "always decoded to 48000")])
+@pytest.mark.parametrize(
+    ("name", "asked_hz", "says"),
+    [("mp3", 9000, "it has: 8000, 11025"), ("opus", 24000, "always decoded to 48000")],
+)
 def test_a_rate_that_a_format_has_not(name, asked_hz, says):
     with pytest.raises(ValueError, match=says):
         encode.Encoder(name, RATE_HZ, asked_hz)

@@ -1,4 +1,5 @@
-"""Six formats and events over HTTP, streamed: valid, whole, early, side by side, and with nothing left behind."""
+"""Six formats and events over HTTP, streamed: valid, whole, early, side by side, and with nothing left
+behind."""
 
 import asyncio
 import base64
@@ -15,7 +16,14 @@ from http_server import Server, error, until
 
 from serving.http import encode
 
-MEDIA_TYPES = {"mp3": "audio/mpeg", "opus": "audio/ogg", "aac": "audio/aac", "flac": "audio/flac", "wav": "audio/wav", "pcm": "audio/pcm"}
+MEDIA_TYPES = {
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+}
 FRAMES = 25
 LASTS_S = FRAMES * TONE_SAMPLES / RATE_HZ
 
@@ -68,7 +76,8 @@ def test_eight_streams_in_six_formats_at_once(server):
         assert first < 0.3, f"{name} is silent for {first:.0%} of the time"
         more_s = len(decoded(name, data, rate_hz)) / rate_hz - LASTS_S
         assert 0 <= more_s < 0.1 if name in ("mp3", "aac") else more_s == 0, f"{name} lasts {more_s} s longer"
-    assert sorted(lags)[len(lags) // 2] < 0.01  # half of all turns; a busy machine holds back some, whatever is done
+    # half of all turns; a busy machine holds back some, whatever is done
+    assert sorted(lags)[len(lags) // 2] < 0.01
 
 
 def test_files_in_one_piece(server):
@@ -83,7 +92,10 @@ def test_files_in_one_piece(server):
 
 def test_mp3_is_what_is_sent_when_nothing_is_said_about_it(server):
     answer = server.http.post("/v1/audio/speech", json={"input": "tone 2"})
-    assert answer.headers["content-type"] == "audio/mpeg" and len(decoded("mp3", answer.content, RATE_HZ)) >= 2 * TONE_SAMPLES
+    assert (
+        answer.headers["content-type"] == "audio/mpeg"
+        and len(decoded("mp3", answer.content, RATE_HZ)) >= 2 * TONE_SAMPLES
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -100,8 +112,13 @@ def test_events_hold_the_file(server, name):
     headers, data, first = listen(server, name, stream_format="sse")
     assert headers["content-type"].startswith("text/event-stream") and first < 0.3
     *deltas, done = events(data)
-    assert len(deltas) > 5 and all(set(delta) == {"type", "audio"} and delta["type"] == "speech.audio.delta" for delta in deltas)
-    assert done == {"type": "speech.audio.done", "usage": {"input_tokens": 2, "output_tokens": FRAMES, "total_tokens": FRAMES + 2}}
+    assert len(deltas) > 5 and all(
+        set(delta) == {"type", "audio"} and delta["type"] == "speech.audio.delta" for delta in deltas
+    )
+    assert done == {
+        "type": "speech.audio.done",
+        "usage": {"input_tokens": 2, "output_tokens": FRAMES, "total_tokens": FRAMES + 2},
+    }
     file = b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
     assert len(decoded(name, file, int(headers["x-sample-rate"]))) >= FRAMES * TONE_SAMPLES
     if name == "pcm":
@@ -113,7 +130,8 @@ def test_errors_among_events(server):
     assert base64.b64decode(delta["audio"]) == frame(0)
     fault = {"message": "the codec broke", "type": "server_error", "param": None, "code": "engine_failed"}
     assert error_event == {"type": "error", "error": fault}
-    assert "codec" in error(server.speak("fail 0", stream_format="sse"), 500)["message"]  # before any audio it is an error as ever
+    # before any audio it is an error as ever
+    assert "codec" in error(server.speak("fail 0", stream_format="sse"), 500)["message"]
     assert error(server.speak("reject voice", stream_format="sse"), 400)["param"] == "voice"
 
 

@@ -50,7 +50,12 @@ def test_times(server):
     server.speak("frames 3")
     server.speak("silent")
     samples = metrics.samples(server)
-    assert samples["zoo_time_to_first_audio_seconds_count", "fake"] == samples["zoo_real_time_factor_count", "fake"] == 1  # not of silence
+    # not of silence
+    assert (
+        samples["zoo_time_to_first_audio_seconds_count", "fake"]
+        == samples["zoo_real_time_factor_count", "fake"]
+        == 1
+    )
     assert 0 < samples["zoo_time_to_first_audio_seconds_sum", "fake"] < 5
     assert samples["zoo_audio_seconds_total", "fake"] == pytest.approx(300 / 24000)
     assert samples["zoo_time_to_first_audio_seconds_bucket", "10.0", "fake"] == 1

@@ -24,7 +24,10 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cloner(tmp_path_factory):
     """A client of a server that has a model which takes references, and beside it the other server's."""
-    with serving(tmp_path_factory.mktemp("served"), demo="tiny-base", talker="tiny") as url, connected(url) as client:
+    with (
+        serving(tmp_path_factory.mktemp("served"), demo="tiny-base", talker="tiny") as url,
+        connected(url) as client,
+    ):
         yield client
 
 
@@ -43,19 +46,30 @@ def client(server):
 def test_it_streams_speech(client):
     fields = {"model": "demo", "voice": "vivian", "response_format": "pcm"}
     extra = {"seed": 1, "max_new_tokens": 40, "repetition_penalty": 1.05}
-    with client.audio.speech.with_streaming_response.create(input="Hello from the zoo.", extra_body=extra, **fields) as answer:
+    with client.audio.speech.with_streaming_response.create(
+        input="Hello from the zoo.", extra_body=extra, **fields
+    ) as answer:
         chunks = list(answer.iter_bytes(FRAME_BYTES))
         assert answer.headers["x-sample-rate"] == "24000"
     streamed = b"".join(chunks)
     assert 0 < len(streamed) <= 40 * FRAME_BYTES and len(streamed) % FRAME_BYTES == 0 and any(streamed)
-    whole = client.audio.speech.create(input="Hello from the zoo.", extra_body={**extra, "stream": False}, **fields)
+    whole = client.audio.speech.create(
+        input="Hello from the zoo.", extra_body={**extra, "stream": False}, **fields
+    )
     assert same(whole.content, streamed)  # the same seed, the same speech
 
 
 def test_audio_begins_before_it_ends(client):
     """Chunks are handed on one by one: the first is less than the whole."""
-    fields = {"model": "demo", "voice": "vivian", "response_format": "pcm", "extra_body": {"seed": 1, "max_new_tokens": 60}}
-    with client.audio.speech.with_streaming_response.create(input="A somewhat longer text to speak.", **fields) as answer:
+    fields = {
+        "model": "demo",
+        "voice": "vivian",
+        "response_format": "pcm",
+        "extra_body": {"seed": 1, "max_new_tokens": 60},
+    }
+    with client.audio.speech.with_streaming_response.create(
+        input="A somewhat longer text to speak.", **fields
+    ) as answer:
         chunks = list(answer.iter_bytes())
     assert len(chunks) > 2 and len(chunks[0]) < sum(map(len, chunks)) / 2
 
@@ -73,13 +87,24 @@ def test_every_format_of_openais(client, tmp_path, name):
 
 
 def test_mp3_is_openais_default_and_ours(client):
-    answer = client.audio.speech.create(model="demo", voice="vivian", input="Hello.", extra_body={"max_new_tokens": 5})
-    assert answer.response.headers["content-type"] == "audio/mpeg" and len(decoded("mp3", answer.content, 24000)) > 0
+    answer = client.audio.speech.create(
+        model="demo", voice="vivian", input="Hello.", extra_body={"max_new_tokens": 5}
+    )
+    assert (
+        answer.response.headers["content-type"] == "audio/mpeg"
+        and len(decoded("mp3", answer.content, 24000)) > 0
+    )
 
 
 def test_events(client):
     extra = {"seed": 1, "max_new_tokens": 10}
-    fields = {"model": "demo", "voice": "vivian", "input": "Hello.", "response_format": "pcm", "extra_body": extra}
+    fields = {
+        "model": "demo",
+        "voice": "vivian",
+        "input": "Hello.",
+        "response_format": "pcm",
+        "extra_body": extra,
+    }
     with client.audio.speech.with_streaming_response.create(stream_format="sse", **fields) as answer:
         *deltas, done = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line]
     assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
@@ -131,25 +156,39 @@ def test_errors_are_openais(server, client):
 
 def test_two_models_speak_side_by_side_as_each_alone(client, cloner):
     [demo_model, talker] = cloner.models.list().data
-    assert (demo_model.id, demo_model.modes, talker.id, talker.modes) == ("demo", ["clone"], "talker", ["voice"])
+    assert (demo_model.id, demo_model.modes, talker.id, talker.modes) == (
+        "demo",
+        ["clone"],
+        "talker",
+        ["voice"],
+    )
     with pytest.raises(openai.BadRequestError, match="several: demo, talker"):
         cloner.audio.speech.create(model=openai.omit, voice="vivian", input="Hello.")
 
     def talk(client, model, seed):
         fields = {"voice": "vivian", "input": "Hello.", "response_format": "pcm"}
-        return client.audio.speech.create(model=model, extra_body={"seed": seed, "max_new_tokens": 15}, **fields).content
+        return client.audio.speech.create(
+            model=model, extra_body={"seed": seed, "max_new_tokens": 15}, **fields
+        ).content
 
     inline = {"ref_audio": base64.b64encode(recording()).decode(), "ref_text": "Hi."}
-    clone_alone, talk_alone = clone(cloner, extra_body=inline), [talk(client, "demo", seed) for seed in range(3)]
+    clone_alone, talk_alone = (
+        clone(cloner, extra_body=inline),
+        [talk(client, "demo", seed) for seed in range(3)],
+    )
     with ThreadPoolExecutor(4) as pool:
         cloning = pool.submit(clone, cloner, extra_body=inline)
         talking = list(pool.map(lambda seed: talk(cloner, "talker", seed), range(3)))
-    assert same(cloning.result(), clone_alone) and all(map(same, talking, talk_alone)) and len(set(talking)) == 3
+    assert (
+        same(cloning.result(), clone_alone) and all(map(same, talking, talk_alone)) and len(set(talking)) == 3
+    )
 
 
 def recording(seed=0, seconds=2.0):
     file = io.BytesIO()
-    soundfile.write(file, np.random.default_rng(seed).uniform(-0.3, 0.3, int(16000 * seconds)), 16000, format="FLAC")
+    soundfile.write(
+        file, np.random.default_rng(seed).uniform(-0.3, 0.3, int(16000 * seconds)), 16000, format="FLAC"
+    )
     return file.getvalue()
 
 
@@ -162,12 +201,21 @@ def clone(client, **fields):
 
 def test_a_voice_is_uploaded_spoken_in_and_deleted(cloner):
     sample = ("anna.flac", recording())
-    voice = cloner.audio.voices.create(name="Anna", audio_sample=sample, consent="I agree.", extra_body={"ref_text": "Hi."})
-    assert (voice.id, voice.name, voice.object, voice.type) == ("anna", "anna", "audio.voice", "audio_sample") and voice.created_at > 0
+    voice = cloner.audio.voices.create(
+        name="Anna", audio_sample=sample, consent="I agree.", extra_body={"ref_text": "Hi."}
+    )
+    assert (voice.id, voice.name, voice.object, voice.type) == (
+        "anna",
+        "anna",
+        "audio.voice",
+        "audio_sample",
+    ) and voice.created_at > 0
     by_name, again = clone(cloner, voice="anna"), clone(cloner, voice={"id": "Anna"})
     inline = {"ref_audio": base64.b64encode(recording()).decode(), "ref_text": "Hi."}
     assert same(by_name, again) and same(by_name, clone(cloner, extra_body=inline)) and any(by_name)
-    assert not same(by_name, clone(cloner, extra_body={**inline, "ref_audio": base64.b64encode(recording(1)).decode()}))
+    assert not same(
+        by_name, clone(cloner, extra_body={**inline, "ref_audio": base64.b64encode(recording(1)).decode()})
+    )
     with pytest.raises(openai.ConflictError):
         cloner.audio.voices.create(name="ANNA", audio_sample=recording(), consent="I agree.")
     deleted = cloner.audio.voices.delete("anna")
@@ -197,7 +245,10 @@ def test_references_that_the_model_refuses(cloner):
         return refused.value.param, refused.value.message
 
     assert fault(loud=0, ref_text="Hi.")[0] == "ref_audio" and "silent" in fault(loud=0, ref_text="Hi.")[1]
-    assert fault(seconds=0.01, ref_text="Hi.")[0] == "ref_audio" and "lasts" in fault(seconds=0.01, ref_text="Hi.")[1]
+    assert (
+        fault(seconds=0.01, ref_text="Hi.")[0] == "ref_audio"
+        and "lasts" in fault(seconds=0.01, ref_text="Hi.")[1]
+    )
     assert fault()[0] == "ref_text"
     with pytest.raises(openai.BadRequestError) as refused:
         clone(cloner)

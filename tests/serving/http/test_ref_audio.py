@@ -50,7 +50,9 @@ def reached(server, **fields):
     return message.references, message.request.get("options")
 
 
-@pytest.mark.parametrize("prefix", ["", "data:audio/wav;base64,", "DATA:audio/x-wav;codecs=1;BASE64,", "data:;base64,"])
+@pytest.mark.parametrize(
+    "prefix", ["", "data:audio/wav;base64,", "DATA:audio/x-wav;codecs=1;BASE64,", "data:;base64,"]
+)
 def test_a_reference_and_its_text(server, prefix):
     assert reached(server, ref_audio=prefix + BASE64, ref_text="What I say.") == (
         [Reference(CLIP, "What I say.")],
@@ -79,7 +81,8 @@ def test_the_other_forms(server):
 
 def test_models_say_whether_they_take_references(server):
     cloner, fake = server.http.get("/v1/models").json()["data"]
-    assert (cloner["modes"], cloner["reference_s"]) == (["clone"], [1.0, 20.0])  # the model's own limits within the server's
+    # the model's own limits within the server's
+    assert (cloner["modes"], cloner["reference_s"]) == (["clone"], [1.0, 20.0])
     assert fake["reference_s"] is None
 
 
@@ -317,7 +320,11 @@ def test_a_client_that_leaves_while_its_reference_is_fetched(fetching, host, pub
     with pytest.raises(httpx.ReadTimeout):
         url = f"http://127.0.0.1:{host.server_port}/silent"
         fetching.http.post("/v1/audio/speech", json={"input": "frames 1", "ref_audio": url}, timeout=0.3)
-    until(lambda: 'zoo_requests_total{model="cloner",outcome="cancelled"} 1.0' in fetching.http.get("/metrics").text)
+    until(
+        lambda: (
+            'zoo_requests_total{model="cloner",outcome="cancelled"} 1.0' in fetching.http.get("/metrics").text
+        )
+    )
     assert len(fetching.engine.asked) == before
 
 
@@ -329,7 +336,9 @@ def test_this_machine_is_no_public_address(fetching, host, name):
     assert len(host.hosts) == before
 
 
-@pytest.mark.parametrize("url", ["http://", "http:///x", "https://no.such.host.invalid/a.wav", "http://[::1", "http://a:99999/"])
+@pytest.mark.parametrize(
+    "url", ["http://", "http:///x", "https://no.such.host.invalid/a.wav", "http://[::1", "http://a:99999/"]
+)
 def test_urls_that_are_none(fetching, url):
     assert error(fetching.speak("frames 1", ref_audio=url), 400)["param"] == "ref_audio"
 

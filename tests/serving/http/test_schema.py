@@ -1,4 +1,5 @@
-"""The OpenAPI page as it is: whatever it allows or forbids, no request breaks the server, and answers are as the page says."""
+"""The OpenAPI page as it is: whatever it allows or forbids, no request breaks the server, and answers are as
+the page says."""
 
 import pytest
 import schemathesis
@@ -38,7 +39,9 @@ def schema(tmp_path_factory):
 
 
 def test_every_route_is_tried(schema):
-    assert sorted((one.ok().method.upper(), one.ok().path) for one in schema.get_all_operations()) == sorted(ROUTES)
+    assert sorted((one.ok().method.upper(), one.ok().path) for one in schema.get_all_operations()) == sorted(
+        ROUTES
+    )
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)

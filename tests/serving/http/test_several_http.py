@@ -47,7 +47,10 @@ def test_a_request_that_names_none_is_told_what_there_is(server):
 
 def test_a_model_that_is_not_there(server):
     fault = error(server.speak("frames 1", model="tts-1"), 404)
-    assert (fault["param"], fault["code"]) == ("model", "model_not_found") and "there is: fake, other, cloner" in fault["message"]
+    assert (fault["param"], fault["code"]) == (
+        "model",
+        "model_not_found",
+    ) and "there is: fake, other, cloner" in fault["message"]
 
 
 def test_a_voice_belongs_to_the_models_that_have_it(server):
@@ -59,7 +62,10 @@ def test_a_voice_belongs_to_the_models_that_have_it(server):
         for voice, models in expected.items():
             answer = server.speak("frames 1", model=model.id, voice=voice)
             assert answer.status_code == (200 if model.id in models else 400), (model.id, voice)
-    assert "there is ryan, uncle_fu" in error(server.speak("frames 1", model="other", voice="vivian"), 400)["message"]
+    assert (
+        "there is ryan, uncle_fu"
+        in error(server.speak("frames 1", model="other", voice="vivian"), 400)["message"]
+    )
     assert error(upload(server, "uncle_fu"), 409)["code"] == "voice_exists"
     assert "stays" in error(server.http.delete("/v1/audio/voices/uncle_fu"), 400)["message"]
 
@@ -93,7 +99,10 @@ def test_the_engine_tells_of_each_model(tmp_path):
         until(lambda: ("zoo_requests_running", "other") in read(server))
         samples = read(server)
     for model, of in numbers.items():
-        assert samples["zoo_requests_running", model] == of.running and samples["zoo_underruns_total", model] == of.underruns
+        assert (
+            samples["zoo_requests_running", model] == of.running
+            and samples["zoo_underruns_total", model] == of.underruns
+        )
     assert samples["zoo_pages",] == STATS.pages
 
 
@@ -102,7 +111,9 @@ def test_the_engine_client_says_which_model_is_meant(tmp_path):
         heard = asyncio.Queue()
 
         async def engine(reader, writer):
-            writer.write(protocol.pack(protocol.Models(MODELS)) + protocol.pack(protocol.Status("ready", 1.0)))
+            writer.write(
+                protocol.pack(protocol.Models(MODELS)) + protocol.pack(protocol.Status("ready", 1.0))
+            )
             async for message in protocol.read(reader, protocol.to_engine):
                 heard.put_nowait(message)
 

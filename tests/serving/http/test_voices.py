@@ -30,7 +30,12 @@ def store(tmp_path):
 
 def test_a_voice_comes_back_as_it_went_in(store):
     kept = store.add("Anna", CLIP, " What I say. ", "she signed")
-    assert (kept.name, kept.ref_text, kept.consent, kept.duration_s) == ("anna", "What I say.", "she signed", 2.0)
+    assert (kept.name, kept.ref_text, kept.consent, kept.duration_s) == (
+        "anna",
+        "What I say.",
+        "she signed",
+        2.0,
+    )
     again = Voices(store.directory)  # as another process sees it
     assert again.list() == [kept] and again.names() == ["anna"]
     assert again.has("ANNA") and again.load("aNNa") == (kept, CLIP)
@@ -44,7 +49,23 @@ def test_a_store_that_was_never_used_is_empty_and_makes_no_directory(store):
     assert not store.directory.exists()
 
 
-BAD_NAMES = ["", ".", "..", "../anna", "a/b", "/etc/passwd", "a\\b", ".hidden", "-rf", "a b", "a\0b", "a\nb", "anna\n", "x" * 51, "a:b"]
+BAD_NAMES = [
+    "",
+    ".",
+    "..",
+    "../anna",
+    "a/b",
+    "/etc/passwd",
+    "a\\b",
+    ".hidden",
+    "-rf",
+    "a b",
+    "a\0b",
+    "a\nb",
+    "anna\n",
+    "x" * 51,
+    "a:b",
+]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -72,7 +93,10 @@ def test_a_name_that_looks_the_same_is_the_same(store):
         store.add("ZOE\u0308", CLIP)
 
 
-@pytest.mark.parametrize("samples", [np.zeros(1000, np.float32), np.full(1000, 1e-4, np.float32), np.full(1000, np.nan, np.float32)])
+@pytest.mark.parametrize(
+    "samples",
+    [np.zeros(1000, np.float32), np.full(1000, 1e-4, np.float32), np.full(1000, np.nan, np.float32)],
+)
 def test_a_silent_sample_is_refused(store, samples):
     with pytest.raises(ValueError, match="silent"):
         store.add("anna", AudioClip(samples.tobytes(), RATE_HZ))
@@ -95,14 +119,22 @@ def test_one_of_many_gets_the_name(store):
 
     def add(index):
         try:
-            outcomes.append(store.add("anna", AudioClip(np.full(1000, 0.1 * (index + 1), np.float32).tobytes(), RATE_HZ), str(index)))
+            outcomes.append(
+                store.add(
+                    "anna",
+                    AudioClip(np.full(1000, 0.1 * (index + 1), np.float32).tobytes(), RATE_HZ),
+                    str(index),
+                )
+            )
         except Taken as taken:
             outcomes.append(taken)
 
     def look():
         while not going.is_set():
             if (found := store.load("anna")) is not None:
-                seen.append((found[0].ref_text, round(float(np.frombuffer(found[1].samples, "<f4")[0]) * 10) - 1))
+                seen.append(
+                    (found[0].ref_text, round(float(np.frombuffer(found[1].samples, "<f4")[0]) * 10) - 1)
+                )
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -123,7 +155,11 @@ def test_what_a_killed_process_left_behind_is_tidied(store, doing):
     """It is killed at the worst moment: when its hidden directory is there."""
     store.add("anna", CLIP)
     kill = "from pathlib import Path; import os, signal; Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"
-    work = "add('bert', AudioClip(bytes(2000) + b'\\0\\0\\x80\\x3f', 16000))" if doing == "add" else "remove('anna')"
+    work = (
+        "add('bert', AudioClip(bytes(2000) + b'\\0\\0\\x80\\x3f', 16000))"
+        if doing == "add"
+        else "remove('anna')"
+    )
     imports = "from serving.http.voices import Voices; from serving.protocol import AudioClip"
     script = f"{kill}; {imports}; Voices({str(store.directory)!r}).{work}"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
@@ -197,7 +233,9 @@ def test_a_disk_that_takes_no_voice(tmp_path, monkeypatch, capfd, number, status
 
     monkeypatch.setattr("serving.http.voices.tempfile.TemporaryFile", fail)
     with Server(tmp_path, models=[CLONER]) as server:
-        assert f"voices cannot be kept in {server.voices_dir}: {os.strerror(number)}" in capfd.readouterr().out
+        assert (
+            f"voices cannot be kept in {server.voices_dir}: {os.strerror(number)}" in capfd.readouterr().out
+        )
         monkeypatch.setattr("serving.http.voices.tempfile.mkdtemp", fail)
         fault = error(upload(server), status)
         assert str(tmp_path) not in fault["message"]
@@ -242,7 +280,11 @@ def forget(request):
 
 
 def uploaded(server):
-    return [voice for voice in server.http.get("/v1/audio/voices").json()["data"] if voice["type"] == "audio_sample"]
+    return [
+        voice
+        for voice in server.http.get("/v1/audio/voices").json()["data"]
+        if voice["type"] == "audio_sample"
+    ]
 
 
 def test_upload_list_speak_delete(server):
@@ -383,7 +425,9 @@ def test_more_uploads_than_the_server_keeps(server):
     *kept, refused = [upload(server, f"voice-{index}") for index in range(4)]
     assert {answer.status_code for answer in kept} == {200}
     fault = error(refused, 400)
-    assert (fault["param"], fault["code"]) == (None, "too_many_voices") and "3 voices already" in fault["message"]
+    assert (fault["param"], fault["code"]) == (None, "too_many_voices") and "3 voices already" in fault[
+        "message"
+    ]
 
 
 def test_a_taken_name_is_a_409(server):
@@ -395,14 +439,35 @@ def test_a_taken_name_is_a_409(server):
 
 FORMS = [
     ({"files": {"name": (None, "x")}}, "audio_sample", "audio_sample is missing: a file"),
-    ({"data": {"name": "x"}}, None, "must be a form (multipart/form-data) with the fields name, audio_sample"),  # it is URL-encoded
+    # it is URL-encoded
+    (
+        {"data": {"name": "x"}},
+        None,
+        "must be a form (multipart/form-data) with the fields name, audio_sample",
+    ),
     ({"json": {"name": "x"}}, None, "must be a form"),
-    ({"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}}, None, "must be a form"),
+    (
+        {"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}},
+        None,
+        "must be a form",
+    ),
     ({"content": b"", "headers": {"content-type": "multipart/form-data"}}, "name", "name is missing"),
     ({"files": {"audio_sample": b"x"}}, "name", "name is missing"),
-    ({"data": {"name": "x", "audio_sample": "text"}, "files": {"y": b""}}, "audio_sample", "audio_sample takes a file"),
-    ({"data": {"name": "x", "colour": "red"}, "files": {"audio_sample": b"x"}}, "colour", "the fields are: name, audio_sample"),
-    ({"data": {"name": "x", "type": "prompt"}, "files": {"audio_sample": b"x"}}, "type", "type takes audio_sample"),
+    (
+        {"data": {"name": "x", "audio_sample": "text"}, "files": {"y": b""}},
+        "audio_sample",
+        "audio_sample takes a file",
+    ),
+    (
+        {"data": {"name": "x", "colour": "red"}, "files": {"audio_sample": b"x"}},
+        "colour",
+        "the fields are: name, audio_sample",
+    ),
+    (
+        {"data": {"name": "x", "type": "prompt"}, "files": {"audio_sample": b"x"}},
+        "type",
+        "type takes audio_sample",
+    ),
     ({"data": {"name": ["x", "y"]}, "files": {"audio_sample": b"x"}}, "name", "name takes"),
     ({"files": {"name": (None, b"\xff\xfe"), "audio_sample": b"x"}}, None, "UTF-8"),
     ({"files": {"name": (None, b"x", "text/plain; charset=none"), "audio_sample": b"x"}}, None, "UTF-8"),
@@ -421,7 +486,10 @@ def test_a_model_that_takes_no_references_takes_no_uploads(tmp_path):
         assert "no model here takes reference audio" in error(upload(server, "bert"), 400)["message"]
         [*_, anna] = server.http.get("/v1/audio/voices").json()["data"]
         assert (anna["id"], anna["models"]) == ("anna", [])
-        assert "takes none: there is vivian, ryan" in error(server.speak("frames 1", voice="anna"), 400)["message"]
+        assert (
+            "takes none: there is vivian, ryan"
+            in error(server.speak("frames 1", voice="anna"), 400)["message"]
+        )
 
 
 # from the shell
