@@ -44,6 +44,8 @@ FLAG = {
     "transcript": "--reference-text",
     "max_frames": "--max-new-tokens",
 }  # of a field
+MAX_BYTES = 1 << 50
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 Model = Annotated[str, Option("-m", "--model", help="A directory, or ORG/NAME on the Hugging Face Hub.")]
@@ -83,7 +85,9 @@ def serve(
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     device: Device = None,
     dtype: DType = None,
-    max_slots: Annotated[int, Option(min=1, help="How many requests speak at once, of each model.")] = 8,
+    max_slots: Annotated[
+        int, Option(min=1, max=1024, help="How many requests speak at once, of each model.")
+    ] = 8,
     kv_memory: Annotated[
         str | None, Option(help="Memory for the KV cache, of all models: 4GiB, 512MiB or bytes.")
     ] = None,
@@ -119,6 +123,14 @@ def serve(
         int,
         Option(min=1, help="How many large bodies and recordings are read at once; others get 503."),
     ] = 16,
+    cors_origins: Annotated[
+        list[str],
+        Option("--cors-origin", metavar="ORIGIN", help="A site whose pages may use this server; several times."),
+    ] = [],  # noqa: B006
+    hosts: Annotated[
+        list[str],
+        Option("--allowed-host", metavar="NAME", help="A name that this server is asked by; several times."),
+    ] = [],  # noqa: B006
     grace_s: Annotated[
         int, Option(min=0, help="How long open answers may go on when the server is stopped.")
     ] = 5,
@@ -138,6 +150,8 @@ def serve(
         "compile": compile,
     }
     env = dict(os.environ)
+    if api_key is None and "ZOO_API_KEY" in os.environ:
+        raise ValueError("ZOO_API_KEY is empty, which would let everybody in: set it to a key, or unset it")
     if api_key is not None:
         if not re.fullmatch("[!-~]+", api_key):
             raise ValueError("an API key is made of printable ASCII characters without blanks")
@@ -152,7 +166,12 @@ def serve(
         "voices": max_voices,
         "num_reading": max_reading,
     }
-    http = {"limits": limits, "voices_dir": None if voices_dir is None else str(voices_dir.resolve())}
+    http = {
+        "limits": limits,
+        "voices_dir": None if voices_dir is None else str(voices_dir.resolve()),
+        "cors_origins": cors_origins,
+        "hosts": [*hosts, *LOOPBACK] if host in LOOPBACK else hosts,
+    }
     return supervisor.serve(host, port, engine, http, env, grace_s)
 
 
@@ -581,9 +600,10 @@ def usual_reference(model: str) -> Path:
 def num_bytes(text: str) -> int:
     """'4GiB' -> 4294967296. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|)", text)
-    if match is None or (count := int(float(match[1]) * UNITS[match[2]])) == 0:
-        raise ValueError(f"{text!r} is not an amount of memory; 4GiB, 512MiB or a number of bytes is")
-    return count
+    count = float(match[1]) * UNITS[match[2]] if match is not None else 0.0
+    if not 1 <= count < MAX_BYTES:
+        raise ValueError(f"{text[:40]!r} is not an amount of memory; 4GiB, 512MiB or a number of bytes is")
+    return int(count)
 
 
 @contextmanager

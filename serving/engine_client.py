@@ -39,6 +39,7 @@ class EngineClient:
         self.stats: protocol.Stats | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self.num_restarts = 0  # of the engine, as far as this process has seen
         self._is_closed = False
 
     @property
@@ -107,6 +108,7 @@ class EngineClient:
         assert self._writer is not None
         self._writer.close()
         self._writer = None
+        self.num_restarts += not self._is_closed
         if not self._is_closed:
             self._status = protocol.Status("away", detail="it stopped and is being started again")
         self.stats = None

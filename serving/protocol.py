@@ -104,6 +104,8 @@ class ModelStats(msgspec.Struct):
     waiting: int
     underruns: int  # counted
     graph_misses: int  # counted
+    admitted: int = 0  # counted
+    queue_s: float = 0.0  # that they waited for it, added up
 
 
 class Stats(Message):
@@ -115,6 +117,9 @@ class Stats(Message):
     pages_evicted: int  # counted
     compiles_after_warmup: int  # counted
     models: dict[str, ModelStats]  # by id
+    turns: int = 0  # counted: a launch of every model that has work
+    turn_s: float = 0.0  # that they took, added up
+    resident_bytes: int = 0  # of the process; 0 where the system does not tell
 
 
 class Rejected(Message):

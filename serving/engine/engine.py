@@ -16,11 +16,13 @@ All models live on one arena of pages. Who gets in, in what order:
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -104,6 +106,7 @@ class Engine:
         self._composed: deque[tuple[Job, Future[Prompt]]] = deque()  # next passes
         self._composer = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
         self._is_stopping = False
+        self.num_turns, self.turn_s = 0, 0.0
         self._is_over = False
         self._arrivals = itertools.count()
         self._known: dict[str, Job] = {}  # everything taken and not yet ended
@@ -190,6 +193,9 @@ class Engine:
             "pages_shared": self.pages.shared,
             "pages_evicted": self.pages.evicted,
             "compiles_after_warmup": 0 if self._warm_graphs is None else counts().graphs - self._warm_graphs,
+            "turns": self.num_turns,
+            "turn_s": self.turn_s,
+            "resident_bytes": resident_bytes(),
             "models": {name: model.stats(arriving[model]) for name, model in self.models.items()},
         }
 
@@ -212,6 +218,7 @@ class Engine:
 
     def turn(self) -> bool:
         """One round of every model that has work. -> whether there is more to do before any news."""
+        began_s = self.clock()
         self._take_news()
         self._admit()
         # all launch before any is waited for
@@ -221,6 +228,9 @@ class Engine:
         finished = [job for model, _ in rounds for job in model.finished() if not job.is_composing]
         for job in finished:
             self._finish_pass(job)
+        if rounds:
+            self.num_turns += 1
+            self.turn_s += self.clock() - began_s
         return bool(finished) or any(not model.is_idle for model in self.models.values())
 
     @property
@@ -284,6 +294,7 @@ class Engine:
         for job in arrived:
             job.arrival = next(self._arrivals)
             self._known[job.id] = job
+            job.queued_s = self.clock()
             job.model.waiting.append(job)
         for job, future in composed:
             self._queue_pass(job, future)
@@ -304,6 +315,7 @@ class Engine:
             return self._release(job, Failed(str(error) if isinstance(error, RequestError) else INTERNAL))
         job.model.release(job)
         job.next_pass(future.result())
+        job.queued_s = self.clock()
         job.model.waiting.appendleft(job)
 
     def _feed(self, id: str, tokens: list[int], is_last: bool) -> None:
@@ -344,6 +356,12 @@ class Engine:
             self._release(job, last)
         for job in late:
             job.deliver(last)
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where the system does not tell."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
 def usual_kv_bytes(family: Family[Any], max_slots: int) -> int:

@@ -14,9 +14,12 @@ help.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -303,6 +306,30 @@ def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) ->
         signal.signal(number, lambda *_: None)
 
 
+@contextmanager
+def one_line_if_full() -> Iterator[None]:
+    """Ends the process if what goes wrong within is a full disk: whatever compiles tells so in an exception of its own."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_disk_full(error):
+            raise
+        place = os.environ.get("ZOO_CACHE_DIR") or "~/.cache/speechzoo"
+        sys.stderr.write(f"zoo: no room to compile: the disk of {place} or of {tempfile.gettempdir()} is full\n")
+        sys.exit(REFUSED)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether it says so, or what it came of."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if os.strerror(errno.ENOSPC) in str(error):  # what a compiler printed
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     logs.configure("engine")
@@ -319,7 +346,8 @@ def main() -> None:
         for name, family in families.items():
             if family.spec.licence:
                 sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
-        prepare_for_host(*families.values(), compile=options.compile)
+        with one_line_if_full():
+            prepare_for_host(*families.values(), compile=options.compile)
         engine = Engine(
             families,
             max_slots=options.max_slots,
@@ -332,7 +360,8 @@ def main() -> None:
         sys.stderr.write(f"zoo: {error}\n")
         sys.exit(REFUSED)
     if options.warm:
-        engine.warm(partial(tell, "warming"), use_cache_dir)
+        with one_line_if_full():
+            engine.warm(partial(tell, "warming"), use_cache_dir)
     call_on_signal(bridge.loop, engine.stop)
     bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
     engine.run()

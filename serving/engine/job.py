@@ -68,6 +68,7 @@ class Job:
     # whether windows are cut by frame number, so that equal requests give equal bytes
     is_pinned: bool = False
     arrival: int = -1  # its place in the order in which all models' requests came
+    queued_s: float = 0.0  # when it, or its pass, began to wait for a slot
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)  # of each lane
     is_composing: bool = False  # this pass is over, and the next one's prompt is being made

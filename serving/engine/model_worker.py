@@ -57,6 +57,7 @@ class ModelWorker:
         self.is_deterministic = is_deterministic
 
         self.waiting: deque[Job] = deque()
+        self.num_admitted, self.queue_s = 0, 0.0  # what those waited who got in
         self.running: dict[int, Job] = {}  # by slot
         self.free_slots = list(range(num_slots - 1, -1, -1))
         # grows when a slot changes hands, so that late reports find their own request
@@ -93,6 +94,8 @@ class ModelWorker:
             self.pages.shared -= num_shared  # nothing came of it
             return False
         self.waiting.popleft()
+        self.num_admitted += 1
+        self.queue_s += self.clock() - job.queued_s
         job.slot, dealt = self.free_slots.pop(), iter(fresh)
         job.pages = [
             pages + list(itertools.islice(dealt, count - len(pages)))
@@ -180,7 +183,7 @@ class ModelWorker:
         """Who has spoken, and whose listener has all of it."""
         return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
-    def stats(self, arriving: int) -> dict[str, int]:
+    def stats(self, arriving: int) -> dict[str, int | float]:
         """arriving: requests that are on their way into the queue."""
         return {
             "slots": self.runner.num_slots,
@@ -188,6 +191,8 @@ class ModelWorker:
             "waiting": len(self.waiting) + arriving,
             "underruns": self.scheduler.underruns,
             "graph_misses": self.runner.graphs.misses,
+            "admitted": self.num_admitted,
+            "queue_s": self.queue_s,
         }
 
     def _lane_pages(self, prompt: Prompt) -> list[int]:

@@ -11,6 +11,7 @@ A slot's lanes are sequences of their own, in pages of their own, that take ever
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -66,6 +67,16 @@ def common_page_bytes(families: Sequence[Family[Any]]) -> int:
     return size
 
 
+def check_there_is(num_bytes: int, device: torch.device) -> None:
+    """Raises ValueError for more memory than the device has, whoever uses it now."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > total:
+        raise ValueError(f"{num_bytes} bytes of KV memory are more than this machine's {device.type} has: {total}")
+
+
 class Arena:
     """Pages of bytes on the device. Every family in it reads them as rows of its own keys and values,
     `page_tokens` positions a page.
@@ -86,6 +97,7 @@ class Arena:
             raise ValueError(
                 f"{kv_bytes} bytes of KV memory hold no page: a page of {whose} takes {self.page_bytes}, and {least} are the least"
             )
+        check_there_is(self.num_pages * self.page_bytes, self.device)
         self.bytes = torch.zeros(self.num_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
         # of what was last written to each page
         self.dtypes: list[torch.dtype | None] = [None] * self.num_pages

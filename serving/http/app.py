@@ -12,13 +12,14 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import structlog
 from litestar import Litestar, Router
+from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.types import ControllerRouterHandler
@@ -39,6 +40,7 @@ from serving.http.server import Server, check_key
 
 log = structlog.get_logger()
 
+EXPOSED = ["x-request-id", "x-sample-rate", "x-seed", "retry-after"]  # to pages of other sites
 MAX_BODY_BYTES = 1 << 20  # of what is neither speech nor an upload
 DEFAULT = Limits()
 
@@ -52,6 +54,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     fd: int
     limits: Limits = DEFAULT
     voices_dir: str | None = None
+    cors_origins: list[str] = []  # of pages that may use this server
+    hosts: list[str] = []  # by which it may be asked; none: any
     grace_s: int = 5  # how long a shutdown waits for open streams
     parent_fd: int | None = None
 
@@ -62,6 +66,7 @@ def create_app(
     api_key: str | None = None,
     limits: Limits = DEFAULT,
     voices_dir: str | Path | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> Litestar:
     """Every route. `api_key` guards what is under /v1; voices_dir: where uploaded voices are kept."""
     server = Server(engine, api_key, limits, voices_dir)
@@ -95,6 +100,7 @@ def create_app(
         request_max_body_size=MAX_BODY_BYTES,
         state=State({"server": server}),
         openapi_config=openapi.CONFIG,
+        cors_config=CORSConfig(list(cors_origins), expose_headers=EXPOSED) if cors_origins else None,
         logging_config=None,
     )
 
@@ -121,8 +127,14 @@ def main() -> None:
         exit_with_parent(options.parent_fd)
     api_key = os.environ.get("ZOO_API_KEY") or None
     engine = EngineClient(options.socket)
-    app = create_app(engine, api_key=api_key, limits=options.limits, voices_dir=options.voices_dir)
-    Listener(app, engine, options.grace_s).run(sockets=[socket.socket(fileno=options.fd)])
+    app = create_app(
+        engine,
+        api_key=api_key,
+        limits=options.limits,
+        voices_dir=options.voices_dir,
+        cors_origins=options.cors_origins,
+    )
+    Listener(app, engine, options.grace_s, options.cors_origins, options.hosts).run(sockets=[socket.socket(fileno=options.fd)])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from serving.engine_client import Away
 from serving.http.schemas import FIELDS, Error, ErrorBody
 
 AWAY_RETRY_S = 1
+SPEECH = "/v1/audio/speech"
 LEFT = 499  # nobody hears it: the log and the metrics do
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 4000
@@ -95,7 +96,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             )
         # a charset that is none
         case UnicodeDecodeError() | LookupError() if type(error) in (UnicodeDecodeError, LookupError):
-            error = refusal(400, "a field of the form is not text in UTF-8")
+            where = "a field of the form" if path in FIELDS and path != SPEECH else "the request"
+            error = refusal(400, f"{where} is not text in UTF-8")
         case HTTPException(status_code=404, extra=None):
             error = refusal(
                 404,
@@ -119,7 +121,7 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     body = error_of(error)
     facts = {"id": request.state.get("request_id"), "path": cut(path), "status": error.status_code}
     log.info("refused", **facts, error=body.message, param=body.param, code=body.code)
-    if path == "/v1/audio/speech":
+    if path == SPEECH:
         request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))
     return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
 

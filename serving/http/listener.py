@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import msgspec
@@ -30,10 +31,17 @@ class Listener(uvicorn.Server):
     """A shutdown lets open answers end within `grace_s`; what is open then fails, as if the engine had
     gone."""
 
-    def __init__(self, app: ASGIApp, engine: EngineClient, grace_s: int):
+    def __init__(
+        self,
+        app: ASGIApp,
+        engine: EngineClient,
+        grace_s: int,
+        origins: Collection[str] = (),
+        hosts: Collection[str] = (),
+    ):
         self.engine, self.grace_s = engine, grace_s
         config = uvicorn.Config(
-            Guard(app),
+            Guard(app, origins, hosts),
             log_config=None,
             access_log=False,
             lifespan="on",
@@ -133,11 +141,13 @@ class Connection(HttpToolsProtocol):
 
 
 class Guard:
-    """Around the app, what is the same for every answer: an id; HEAD as GET without its body, which uvicorn
-    leaves out; and an answer that a shutdown cancels before it began is a 503 in OpenAI's shape."""
+    """Around the app, what is the same for every request: whether a page of another site sent it; an id;
+    HEAD as GET without its body, which uvicorn leaves out; and an answer that a shutdown cancels before it
+    began is a 503 in OpenAI's shape."""
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
+    def __init__(self, app: ASGIApp, origins: Collection[str] = (), hosts: Collection[str] = ()):
+        """origins: of pages of other sites that may ask; hosts: by which this server may be asked, none: any."""
+        self.app, self.origins, self.hosts = app, origins, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -158,6 +168,8 @@ class Guard:
                 message["headers"] = list(headers.items())
             await send(message)
 
+        if (wrong := self.foreign(dict(scope["headers"]))) is not None:
+            return await answer(begin, 403, wrong, "foreign")
         inner = cast(HTTPScope, dict(scope))
         if inner["method"] == "HEAD":
             inner["method"] = HttpMethod.GET
@@ -166,6 +178,19 @@ class Guard:
         except asyncio.CancelledError:
             if not is_started:
                 await answer(begin, 503, STOPPING, "stopping")
+
+
+    def foreign(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Why a browser may have been led to ask, in a line. By a page of another site, which may not read the answer, but may ask; or by
+        one whose name was made to mean this machine (DNS rebinding)."""
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        if self.hosts and re.sub(r":\d*$", "", host).strip("[]") not in self.hosts:
+            return f"this server is not asked as {host[:100]!r}; --allowed-host makes it so"
+        own = origin.partition("://")[2] == host
+        if origin and not own and not {origin, "*"} & set(self.origins):
+            return f"pages of {origin[:100]!r} may not use this server; --cors-origin lets them"
+        return None
 
 
 def given_id(scope: Scope) -> str | None:

@@ -3,6 +3,8 @@ said of itself last."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -12,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from serving.engine_client import EngineClient
 
-TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
+TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 20, 30, 60, 120)
 RTF = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
 OUTCOMES = ("stop", "length", "no_audio", "cancelled", "refused", "unavailable", "failed")
 BY_MODEL = (  # what protocol.ModelStats holds
@@ -26,6 +28,8 @@ BY_MODEL = (  # what protocol.ModelStats holds
         "Audio that came after the listener had played all there was.",
     ),
     (CounterMetricFamily, "zoo_graph_misses", "graph_misses", "Launches that no recorded graph fitted."),
+    (CounterMetricFamily, "zoo_requests_admitted", "admitted", "Requests that got a slot."),
+    (CounterMetricFamily, "zoo_queue_seconds", "queue_s", "That requests waited for a slot, added up."),
 )
 
 
@@ -95,6 +99,10 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "zoo_ready", "1 when requests are taken.", value=float(self.engine.status.state == "ready")
         )
+        build = GaugeMetricFamily("zoo_build_info", "1, and what runs.", labels=["version", "python"])
+        build.add_metric([importlib.metadata.version("speechzoo"), platform.python_version()], 1)
+        yield build
+        yield CounterMetricFamily("zoo_engine_restarts", "Times that the engine went away.", value=self.engine.num_restarts)
         stats = self.engine.stats
         if stats is None:
             return
@@ -112,6 +120,10 @@ class EngineCollector(Collector):
         )
         compiles = "Functions that were compiled after the models were warm: each held up everybody."
         yield CounterMetricFamily("zoo_compiles_after_warmup", compiles, value=stats.compiles_after_warmup)
+        yield CounterMetricFamily("zoo_turns", "Launches of every model that had work.", value=stats.turns)
+        yield CounterMetricFamily("zoo_turn_seconds", "That they took, added up.", value=stats.turn_s)
+        resident = "Of the engine process; process_resident_memory_bytes is of the HTTP process."
+        yield GaugeMetricFamily("zoo_engine_resident_memory_bytes", resident, value=stats.resident_bytes)
         for kind, name, field, what in BY_MODEL:
             metric = kind(name, what, labels=["model"])
             for model, numbers in stats.models.items():

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.attack import flooding, hanging, stopping
+from tests.attack import connecting, flooding, hanging, stopping
 from tests.attack.report import Row, table
 
 ATTACKS = {
@@ -21,6 +21,7 @@ ATTACKS = {
     "long-texts": flooding.long_texts,
     "recordings": flooding.recordings,
     "hanging": hanging.attack,
+    "connecting": connecting.attack,
 }
 
 

@@ -74,7 +74,9 @@ CLONER = protocol.ModelInfo(
     options=[SOUND_ONLY],
 )
 READY = protocol.Status("ready", 1.0)
-NUMBERS = protocol.ModelStats(slots=8, running=2, waiting=1, underruns=5, graph_misses=0)
+NUMBERS = protocol.ModelStats(
+    slots=8, running=2, waiting=1, underruns=5, graph_misses=0, admitted=9, queue_s=1.5
+)
 STATS = protocol.Stats(
     pages=100,
     pages_free=60,
@@ -82,6 +84,9 @@ STATS = protocol.Stats(
     pages_evicted=3,
     compiles_after_warmup=2,
     models={"fake": NUMBERS},
+    turns=40,
+    turn_s=0.5,
+    resident_bytes=1 << 30,
 )
 TONE_SAMPLES = 1920
 NO_AUDIO = "the model ended before its first frame"

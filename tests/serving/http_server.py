@@ -24,7 +24,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         client = EngineClient(self.path)
         self.app = create_app(client, **options)
-        self.uvicorn = Listener(self.app, client, grace_s=1)
+        self.uvicorn = Listener(self.app, client, 1, options.get("cors_origins", ()))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(
             target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])]

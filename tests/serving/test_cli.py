@@ -91,7 +91,12 @@ BAD = [
     (["serve", ".", "--max-slots", "0"], "--max-slots"),
     (["serve", ".", "--kv-memory", "4GB"], "4GiB, 512MiB"),
     (["serve", ".", "--kv-memory", "0"], "4GiB, 512MiB"),
+    (["serve", ".", "--kv-memory", "9" * 400], "4GiB, 512MiB"),
+    (["serve", ".", "--kv-memory", "9999999999GiB"], "4GiB, 512MiB"),
+    (["serve", ".", "--max-slots", "1000000"], "--max-slots"),
+    (["serve", ".", "--grace-s", "-1"], "--grace-s"),
     (["serve", ".", "--api-key", "a b"], "printable ASCII"),
+    (["serve", ".", "--api-key", ""], "printable ASCII"),
     (
         ["serve", ".", "--host", "no.such.host.invalid", "--port", "0"],
         "cannot listen on no.such.host.invalid",
@@ -308,3 +313,10 @@ def test_bench_measures_a_model(checkpoint):
 
 def test_bench_refuses_what_it_cannot_compare(checkpoint):
     assert "possible is: reference" in refused(process("bench", checkpoint, "--against", "nobody"))
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch):
+    """Who sets it wants to be guarded."""
+    monkeypatch.setenv("ZOO_API_KEY", "")
+    done = shell.zoo("serve", ".")
+    assert done.returncode == 2 and done.stderr.startswith("zoo: ZOO_API_KEY is empty")

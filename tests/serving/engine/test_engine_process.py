@@ -1,6 +1,7 @@
 """The engine process's side of the protocol, with an engine that does what the test says."""
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -374,3 +375,31 @@ def until_listening(path):
         assert time.monotonic() < end, "the engine process does not listen"
         time.sleep(0.05)
     return path
+
+
+FULL_DISKS = [
+    OSError(errno.ENOSPC, "No space left on device", "/x"),
+    RuntimeError("g++ failed:\n/usr/bin/ld: final link failed: No space left on device"),
+]
+
+
+@pytest.mark.parametrize("error", FULL_DISKS)
+def test_a_full_disk_is_one_line(error, capsys, monkeypatch):
+    monkeypatch.setenv("ZOO_CACHE_DIR", "/some/cache")
+
+    def compile_it():
+        try:
+            raise error
+        except Exception:
+            raise KeyError("inductor")  # noqa: B904
+
+    with pytest.raises(SystemExit) as end, engine_process.one_line_if_full():
+        compile_it()
+    assert end.value.code == engine_process.REFUSED
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("zoo: no room to compile: the disk of /some/cache or of ")
+
+
+def test_what_is_no_full_disk_goes_on():
+    with pytest.raises(KeyError), engine_process.one_line_if_full():
+        raise KeyError("else")

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from http_server import Server, until
+from http_server import Server, error, until
 from metrics import outcomes
 
 from serving.http.listener import MAX_HEAD_BYTES
@@ -155,3 +155,30 @@ def test_a_connection_is_used_again_and_an_answer_takes_its_time(server):
                 assert piece, "the answer was cut"
                 data += piece
             assert data.startswith(b"HTTP/1.1 200 ") and len(data) > 60 * 3840 * (wait_s > 0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "https://good.example"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "LOCALHOST:8000"}, 200),
+        ({"host": "127.0.0.1"}, 200),
+        ({"host": "[::1]:8000", "origin": "http://[::1]:8000"}, 200),
+    ],
+)
+def test_a_page_of_another_site_is_refused(tmp_path, headers, status):
+    with Server(tmp_path, cors_origins=["https://good.example"]) as server:
+        server.uvicorn.config.app.hosts = ("127.0.0.1", "localhost", "::1")
+        answer = server.http.get("/v1/models", headers=headers)
+        assert answer.status_code == status
+        if status == 403:
+            assert error(answer, 403)["code"] == "foreign" and "x-request-id" in answer.headers
+        if headers.get("origin") == "https://good.example":
+            assert answer.headers["access-control-allow-origin"] == "https://good.example"
+            asked = {"origin": "https://good.example", "access-control-request-method": "POST"}
+            asked["access-control-request-headers"] = "authorization, content-type"
+            assert server.http.options("/v1/audio/speech", headers=asked).status_code == 204

@@ -1,5 +1,7 @@
 """What Prometheus is told."""
 
+import platform
+
 import httpx
 import metrics
 import pytest
@@ -75,6 +77,12 @@ def test_what_the_engine_holds(server):
         ("zoo_requests_waiting", "fake"): NUMBERS.waiting,
         ("zoo_underruns_total", "fake"): NUMBERS.underruns,
         ("zoo_graph_misses_total", "fake"): NUMBERS.graph_misses,
+        ("zoo_requests_admitted_total", "fake"): NUMBERS.admitted,
+        ("zoo_queue_seconds_total", "fake"): NUMBERS.queue_s,
+        ("zoo_turns_total",): STATS.turns,
+        ("zoo_turn_seconds_total",): STATS.turn_s,
+        ("zoo_engine_resident_memory_bytes",): STATS.resident_bytes,
+        ("zoo_engine_restarts_total",): 0,
         ("zoo_ready",): 1,
     }
     assert {name: samples[name] for name in expected} == expected
@@ -86,8 +94,18 @@ def test_an_engine_that_is_away_holds_nothing(server):
     until(lambda: ("zoo_pages",) not in metrics.samples(server))
     assert not any(name == "zoo_slots" for name, *_ in metrics.samples(server))
     assert metrics.samples(server)["zoo_ready",] == 0
+    assert metrics.samples(server)["zoo_engine_restarts_total",] == 1
 
 
 def test_the_key_does_not_guard_the_metrics(tmp_path):
     with Server(tmp_path, api_key="sk-test") as server:
         assert server.http.get("/metrics").status_code == 200
+
+
+def test_what_runs_and_for_how_long(server):
+    samples = metrics.samples(server)
+    [build] = [key for key in samples if key[0] == "zoo_build_info"]
+    assert platform.python_version() in build and samples[build] == 1
+    assert samples["process_resident_memory_bytes",] > 1 << 20
+    server.speak("frames 1")
+    assert ("zoo_time_to_first_audio_seconds_bucket", "120.0", "fake") in metrics.samples(server)

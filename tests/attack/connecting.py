@@ -1,0 +1,100 @@
+"""Connections that send too much, too slowly, or do not read: before the API key is asked for, and after."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.attack.report import Row
+from tests.attack.target import Target, until
+
+MIB = 1 << 20
+KEY = "sk-attack"
+SPEAK = b"POST /v1/audio/speech HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+HALF = (b"", b"GET /hea", SPEAK, SPEAK + b"content-length: 100\r\n\r\n{")
+NUM_HALF = 1200
+NUM_DEAF = 40
+
+
+def attack(directory: Path) -> Iterator[Row]:
+    with Target("tiny", directory, ZOO_API_KEY=KEY) as target:
+        target.http.headers["authorization"] = f"Bearer {KEY}"
+        yield headers_without_end(target)
+        yield half_a_request(target)
+        yield readers_that_stop(target)
+
+
+def connected(target: Target) -> socket.socket:
+    parts = urlsplit(target.url)
+    assert parts.hostname is not None and parts.port is not None, target.url
+    return socket.create_connection((parts.hostname, parts.port), timeout=30)
+
+
+def headers_without_end(target: Target) -> Row:
+    before, sent = target.resident_bytes("http"), 0
+    with connected(target) as client:
+        client.sendall(SPEAK)
+        try:
+            while sent < 300 * MIB:
+                sent += client.send(b"x-many: %s\r\n" % (b"y" * 4000) * 64)
+        except OSError:
+            pass
+    grown = (target.resident_bytes("http") - before) / MIB
+    return Row("300 MiB of headers", 1, int(sent > 8 * MIB), f"{sent / MIB:.1f} MiB are taken, http {grown:+.0f} MiB")
+
+
+def half_a_request(target: Target) -> Row:
+    """Heads are waited for 10 s, bodies a minute, and others are served meanwhile."""
+    clients = [connected(target) for _ in range(NUM_HALF)]
+    for i, client in enumerate(clients):
+        client.sendall(HALF[i % len(HALF)])
+    began = time.monotonic()
+    status = target.speak(voice="vivian").status_code
+    took_s = time.monotonic() - began
+    time.sleep(70)
+    num_open = sum(map(is_open, clients))
+    for client in clients:
+        client.close()
+    failed = num_open + (status != 200) + (took_s > 3)
+    return Row(
+        f"{NUM_HALF} half-sent requests", NUM_HALF, failed, f"{num_open} are open after 70 s; another was answered in {took_s:.1f} s"
+    )
+
+
+def is_open(client: socket.socket) -> bool:
+    """Nothing came, not even its end."""
+    client.setblocking(False)
+    try:
+        client.recv(1)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def readers_that_stop(target: Target) -> Row:
+    body = {"input": "word " * 200, "voice": "vivian", "response_format": "pcm", "sample_rate": 48000, "max_new_tokens": 400}
+    content = json.dumps(body).encode()
+    clients = [connected(target) for _ in range(NUM_DEAF)]
+    for client in clients:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = SPEAK + b"authorization: Bearer %s\r\ncontent-length: %d\r\n\r\n" % (KEY.encode(), len(content))
+        client.sendall(head + content)
+    before, began = cancelled(target), time.monotonic()
+    until(lambda: cancelled(target) - before == NUM_DEAF, 150)
+    counted, took_s = cancelled(target) - before, time.monotonic() - began
+    for client in clients:
+        client.close()
+    seen = f"{counted} count as cancelled within {took_s:.0f} s"
+    return Row(f"{NUM_DEAF} readers that stop", NUM_DEAF, NUM_DEAF - counted, seen)
+
+
+def cancelled(target: Target) -> int:
+    lines = target.http.get("/metrics").text.splitlines()
+    counts = [line.split()[-1] for line in lines if line.startswith("zoo_requests_total") and 'outcome="cancelled"' in line]
+    return sum(int(float(count)) for count in counts)
