@@ -179,7 +179,6 @@ class Guard:
             if not is_started:
                 await answer(begin, 503, STOPPING, "stopping")
 
-
     def foreign(self, headers: Mapping[bytes, bytes]) -> str | None:
         """Why a browser may have been led to ask, in a line. By a page of another site, which may not read the answer, but may ask; or by
         one whose name was made to mean this machine (DNS rebinding)."""
