@@ -81,6 +81,7 @@ class FlowCache:
 
 class Flow(nn.Module):
     noise: Tensor  # [F, MELS]
+    solver_times: Tensor  # [STEPS]
 
     def __init__(self, config: FlowConfig):
         super().__init__()
@@ -96,6 +97,9 @@ class Flow(nn.Module):
         noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID))
         self.register_buffer("noise", noise.to(self.output.weight.device), persistent=False)
         self.times = cosine_times()
+        # where the solver is, on the device: made there, each would be a copy that the host waits for
+        places = torch.tensor(self.times[:STEPS]).to(self.output.weight.device)
+        self.register_buffer("solver_times", places, persistent=False)
 
     def forward(
         self,
@@ -133,9 +137,8 @@ class Flow(nn.Module):
             rows = cache.estimator_past[k, stretch.slots].flatten(0, 1)
             state = CodecState(self.estimator.layout, rows, stretch.tokens, count)
             inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(given.dtype), pairs), -1)
-            t = torch.tensor(times[k], device=given.device)
             velocity, null = (
-                self.estimator(inputs, t, state, seen, mask, cache.estimator[k])
+                self.estimator(inputs, self.solver_times[k], state, seen, mask, cache.estimator[k])
                 .unflatten(0, (-1, PAIR))
                 .unbind(1)
             )

@@ -97,7 +97,7 @@ def read_voices(directory: Path, config: Config, device: torch.device) -> dict[s
 
 def _voice(path: Path, name: str, entry: Any, config: Config, device: torch.device) -> Voice:
     def tensor(key: str, shape: tuple[int, ...]) -> Tensor:
-        """The only row of a tensor [1, *shape]; -1 in shape: any number."""
+        """The only row of a tensor [1, *shape], where it was read; -1 in shape: any number."""
         value = entry.get(key)
         fits = isinstance(value, Tensor) and value.dim() == 1 + len(shape) and len(value) == 1
         if not fits or any(
@@ -107,7 +107,7 @@ def _voice(path: Path, name: str, entry: Any, config: Config, device: torch.devi
             raise ValueError(f"{path}: {name!r} has {key} {came}; a tensor {[1, *shape]} is needed")
         if value.is_floating_point() and not value.isfinite().all():
             raise ValueError(f"{path}: {name!r} has {key} with NaN or infinity; values must be finite")
-        return value[0].to(device)
+        return value[0]
 
     if not isinstance(entry, dict):
         raise ValueError(f"{path}: {name!r} is a {type(entry).__name__}; a dict of tensors is needed")
@@ -120,7 +120,7 @@ def _voice(path: Path, name: str, entry: Any, config: Config, device: torch.devi
             identity,
             torch.zeros(0, dtype=torch.int64, device=device),
             torch.zeros(0, MELS, device=device),
-            speaker,
+            speaker.to(device),
         )
     codes, mel = (
         tensor("flow_prompt_speech_token", (-1,)).long(),
@@ -135,4 +135,5 @@ def _voice(path: Path, name: str, entry: Any, config: Config, device: torch.devi
             came = f"{int(ids.min())} to {int(ids.max())}"
             raise ValueError(f"{path}: {name!r} has {key} from {came}; 0 to {rows - 1} are possible")
     num = min(len(codes), len(mel) // TOKEN_FRAMES)
-    return Voice(identity, codes[:num], mel[: TOKEN_FRAMES * num], speaker, tuple(transcript.tolist()))
+    codes, mel = codes[:num].to(device), mel[: TOKEN_FRAMES * num].to(device)
+    return Voice(identity, codes, mel, speaker.to(device), tuple(transcript.tolist()))
