@@ -39,7 +39,10 @@ def keep_likely_on_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) -> Tensor:
     """num_ranked: at least as many as any row may keep."""
     ranked = logits.topk(num_ranked, -1).values
-    mass = (ranked - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+    largest = ranked[:, :1]
+    # torch.logsumexp, written out: lowered for a GPU it asks whether there is any row, which one graph for any B cannot say
+    total = (logits - largest).exp().sum(-1, keepdim=True).log() + largest
+    mass = (ranked - total).exp().cumsum(-1)
     within_p = (mass <= top_p[:, None]) | (top_p[:, None] >= 1)  # a sum in fp32 can pass 1
     within_k = (torch.arange(num_ranked, device=logits.device) < top_k[:, None]) | (top_k[:, None] == 0)
     num_kept = (within_p & within_k).sum(-1, keepdim=True).clamp(min=1)  # [B, 1]
