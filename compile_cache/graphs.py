@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
+from torch import Tensor
+
+Launch = Callable[[], tuple[Tensor, ...]]
 
 
 class Graphs:
-    """Recorded launches by key. They share one memory pool, so record the largest first."""
+    """Recorded launches by key, and where each leaves its results. They share one memory pool, so record the
+    largest first, and replay one after the other, on one stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.recorded: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.misses = 0
 
-    def record(self, key: tuple, launch: Callable[[], None]) -> None:
+    def record(self, key: Hashable, launch: Launch) -> None:
         """Run `launch` until it is warm, then record it. It must read and write tensors that stay where they
         are."""
         for _ in range(2):
@@ -26,15 +30,16 @@ class Graphs:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            launch()
-        self.recorded[key] = graph
+            results = launch()
+        self.recorded[key] = graph, results
 
-    def run(self, key: tuple, launch: Callable[[], None]) -> None:
+    def run(self, key: Hashable, launch: Launch) -> tuple[Tensor, ...]:
         """Replay what was recorded under `key`; where nothing was, run `launch` (on a GPU that is counted as
-        a miss)."""
-        graph = self.recorded.get(key)
-        if graph is not None:
+        a miss). -> its results; of a replay they lie where the next one will write."""
+        recorded = self.recorded.get(key)
+        if recorded is not None:
+            graph, results = recorded
             graph.replay()
-            return
+            return results
         self.misses += self.device.type == "cuda"
-        launch()
+        return launch()

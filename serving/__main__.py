@@ -125,7 +125,9 @@ def serve(
     ] = 16,
     cors_origins: Annotated[
         list[str],
-        Option("--cors-origin", metavar="ORIGIN", help="A site whose pages may use this server; several times."),
+        Option(
+            "--cors-origin", metavar="ORIGIN", help="A site whose pages may use this server; several times."
+        ),
     ] = [],  # noqa: B006
     hosts: Annotated[
         list[str],

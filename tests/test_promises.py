@@ -122,7 +122,7 @@ def test_alone_equals_batched(name, batch):
 @every_family
 def test_padding_changes_nothing(name, monkeypatch):
     stage, (asked, resting) = RunnerHarness(name, 8), requests(name, 2)
-    monkeypatch.setattr(stage.runner, "_bucket", lambda count: 8)
+    monkeypatch.setattr(stage.runner, "bucket", lambda count: 8)
     stage.start((2, asked), (5, resting))
     state, kv = snapshot(stage.runner.state), stage.runner.kv.clone()
     while not stage.is_done[2]:

@@ -55,7 +55,7 @@ class ToyState(State):
     phase: Tensor
 
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype):
-        super().__init__(spec, slots, max_frames, dtype, torch.device("cpu"))
+        super().__init__(spec, slots, max_frames, dtype, torch.empty(0).device)
         self.add("temperature")
         self.add("top_k", dtype=torch.int64)
         self.add("top_p", default=1)
@@ -81,7 +81,7 @@ class Layer(nn.Module):
 class Toy(Family[ToyState]):
     def __init__(self, max_frames: int = 60, seed: int = 5, kv: KV = HUM, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.device, self.dtype, self.strategy = torch.device("cpu"), dtype, Strategy()
+        self.device, self.dtype, self.strategy = torch.empty(0).device, dtype, Strategy()
         self.spec = Spec(
             family="toy",
             variant="hum",
@@ -117,7 +117,7 @@ class Toy(Family[ToyState]):
         return ToyState(self.spec, slots, max_frames or self.spec.max_frames, self.dtype)
 
     def embed(self, state: ToyState, slots: Tensor) -> Tensor:
-        return self.codes(state.last_frame(slots) + torch.tensor((0, CODES))).sum(1)
+        return self.codes(state.last_frame(slots) + CODES * torch.arange(2)).sum(1)
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         cos, sin = rope_table(batch.positions, self.spec.kv.head_dim, 1e4, inputs.dtype)

@@ -131,7 +131,7 @@ class GridToy(Toy):
 
     def _rows(self, frames: Tensor, read: Tensor) -> Tensor:
         """What the LM reads of frames [N, 2] and the bytes beside them [N] -> [N, D]."""
-        return self.codes(frames + torch.tensor((0, CODES))).sum(1) + self.bytes(read)
+        return self.codes(frames + CODES * torch.arange(2)).sum(1) + self.bytes(read)
 
     def embed(self, state: GridState, slots: Tensor) -> Tensor:
         at = state.steps[slots] - 1
@@ -144,7 +144,7 @@ class GridToy(Toy):
         whole = state.tape[view.slots][:, : length + AHEAD]  # [B, F, 2]
         whole = torch.nn.functional.pad(whole, (0, 0, 0, length + AHEAD - whole.shape[1]))
         # [B, F]
-        loud = (whole * torch.tensor((1, CODES))).sum(-1) * (frame < state.ready[view.slots][:, None])
+        loud = (whole * CODES ** torch.arange(2)).sum(-1) * (frame < state.ready[view.slots][:, None])
         # [B, length, 6]
         around = torch.nn.functional.pad(loud, (LEFT, 0)).unfold(1, LEFT + 1 + AHEAD, 1)[:, :length]
         # [B, length]

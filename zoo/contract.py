@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
+from zoo.nn.rows import beginning, copy_rows
 from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn
 
 __all__ = [
@@ -183,6 +185,13 @@ class Lane:
     prefix_keys: tuple[int, ...]  # T values of 64 bits
     is_audio: Tensor | None = None  # [T] bool, which inputs are rows of audio; None: none of them
 
+    @property
+    def audio_mask(self) -> Tensor:
+        """[T] bool, on the inputs' device."""
+        if self.is_audio is not None:
+            return self.is_audio
+        return torch.zeros(len(self.inputs), dtype=torch.bool, device=self.inputs.device)
+
 
 @dataclass
 class Prompt:
@@ -219,6 +228,12 @@ class Prompt:
         """All that each lane can ever hold: every step adds one to each."""
         steps = self.max_steps or self.max_frames
         return tuple(len(lane.inputs) + steps for lane in self.lanes)
+
+    def tensors(self) -> list[Tensor]:
+        """All that it holds, wherever they are."""
+        lanes = [(lane.inputs, lane.is_audio) for lane in self.lanes]
+        values = [*chain(*lanes), *self.slot.values()]
+        return [value for value in values if isinstance(value, Tensor)]
 
     def check_room(self, spec: Spec) -> None:
         """Raises RequestError for a pass that the model has too few positions for."""
@@ -265,6 +280,9 @@ class View:
     length: int = 0  # of `Window.lengths`, at least start + count; 0 where the decoder reads no growing past
 
 
+SMALL_ROW = 64  # values; a longer row is filled where it lies
+
+
 class State:
     """One row per slot, and a spare row (the last) that padding reads and writes. Tensors only; families add
     theirs with `add`.
@@ -303,31 +321,29 @@ class State:
 
     def open(self, slot: int, prompt: Prompt) -> None:
         """Make a row new: nothing of the request that held it before is left. A value shorter than its row
-        fills the row's beginning."""
-        self.tape[slot] = 0
-        self.ready[slot] = 0
-        self.steps[slot] = 0
-        self.done[slot] = False
-        self.written[slot] = -1
+        fills the row's beginning. What the host knows of the row goes to the device in one copy, and nothing
+        waits."""
         lanes, expected = prompt.lanes, self.first.shape[1]
         assert len(lanes) == expected, f"a prompt of {len(lanes)} lanes for a model of {expected}"
-        self.first[slot] = torch.stack([lane.inputs[-1] for lane in lanes])
-        for i, lane in enumerate(lanes):
-            self.first_is_audio[slot, i] = False if lane.is_audio is None else lane.is_audio[-1]
         unknown = prompt.slot.keys() - self._defaults.keys()
         assert not unknown, f"the prompt sets {sorted(unknown)}; the state has {sorted(self._defaults)}"
-        values = {"limit": prompt.max_frames} | prompt.slot
-        for name, default in self._defaults.items():
-            self._write_row(getattr(self, name)[slot : slot + 1], values.get(name, default), default)
-
-    def _write_row(self, row: Tensor, value: Any, default: float) -> None:
-        """row [1, *shape], in place."""
-        given = torch.as_tensor(value)
-        row.fill_(default)
-        if given.dim() == 0:
-            row.fill_(given.item())
-        else:
-            row[0, : len(given)] = given.to(row)
+        self.tape[slot].zero_()
+        self.first[slot] = torch.stack([lane.inputs[-1] for lane in lanes])
+        self.first_is_audio[slot] = torch.stack([lane.audio_mask[-1] for lane in lanes])
+        always = {"ready": 0, "steps": 0, "done": False, "written": -1, "limit": prompt.max_frames}
+        values: dict[str, Any] = {**self._defaults, **always, **prompt.slot}
+        rows = {name: getattr(self, name)[slot : slot + 1] for name in values}  # [1, *shape]
+        known = {}  # rows on the host
+        for name, value in values.items():
+            row, default = rows[name], self._defaults.get(name, 0)
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                row.fill_(default)
+                (row if value.dim() == 0 else row[0, : len(value)]).copy_(value)
+            elif not isinstance(value, Tensor) and row.numel() > SMALL_ROW:
+                row.fill_(value)
+            else:
+                known[name] = beginning(row, torch.as_tensor(value), default)
+        copy_rows([rows[name] for name in known], list(known.values()))
 
     def take_row(self, slot: int, source: State) -> None:
         """Make a slot all that slot 0 of `source` is: both states are of one family."""
@@ -435,9 +451,10 @@ class Family(nn.Module, ABC, Generic[S]):
         raise AssertionError(f"{self.spec.family} shares no turns")
 
     # written once, here
-    def step(self, state: S, batch: Batch) -> None:
-        """Everything between two frames, for every slot of the launch. A slot's first step reads the prompt's
-        last input, so filling pages never emits and all that emits is this one function."""
+    def step(self, state: S, batch: Batch) -> Tensor:
+        """Everything between two frames, for every slot of the launch -> the report [B, 3]: frames ready,
+        whether it is done, and the text token of this step or -1. A slot's first step reads the prompt's last
+        input, so filling pages never emits and all that emits is this one function."""
         # A list has its length in the graph; a size that differs from model to model becomes a variable
         # there.
         slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
@@ -458,6 +475,7 @@ class Family(nn.Module, ABC, Generic[S]):
             is_audio=first_is_audio | ~is_first,
         )
         self.emit(state, slots, self.hidden(inputs, batch))
+        return torch.stack((state.ready[slots], state.done[slots].long(), state.written[slots]), 1)
 
 
 class FamilyFolder(Protocol):

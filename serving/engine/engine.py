@@ -4,8 +4,8 @@
      any thread         engine's thread, one turn after another
 
 Requests come and go through an inbox, so the loop owns everything else and needs no locks. A launch's report
-is read after the next launch is under way (`report_lag`), so the device never waits for the host. On a CPU,
-where a launch returns when it is done, it is read at once.
+is read after the next launch is under way (`report_lag`), so the device never waits for the host, and
+samples when they are there. On a CPU, where a launch returns when it is done, both are read at once.
 
 All models live on one arena of pages. Who gets in, in what order:
 - Slots are each model's own: a model whose slots are all taken holds up nobody but those who wait for it.
@@ -147,11 +147,13 @@ class Engine:
         with self._wake:
             self._refuse_if_full(request_id, worker)
         passes = worker.family.prompts(request)
-        prompt = next(passes)
+        with self.arena.streams.prompts.here():
+            prompt = next(passes)
         self._check_room(worker, prompt)
+        is_made = self.arena.streams.prompts.mark()
         with self._wake:
             self._refuse_if_full(request_id, worker)
-            self._inbox.append(Job(request_id, worker, prompt, passes, deliver, is_pinned))
+            self._inbox.append(Job(request_id, worker, prompt, passes, deliver, is_pinned, is_made))
             self._wake.notify()
 
     def feed(self, request_id: str, tokens: Sequence[int], is_last: bool = False) -> None:
@@ -223,8 +225,9 @@ class Engine:
         self._admit()
         # all launch before any is waited for
         rounds = [(model, model.launch()) for model in self.models.values() if model.has_work]
+        is_alone = not any(launched for _, launched in rounds)
         for model, launched in rounds:
-            model.collect(launched)
+            model.collect(launched, is_alone)
         finished = [job for model, _ in rounds for job in model.finished() if not job.is_composing]
         for job in finished:
             self._finish_pass(job)
@@ -249,15 +252,17 @@ class Engine:
             job.model.publish_turn(job)
         if job.prompt.is_final:
             return self._release(job, job.spoken())
-        frames = job.model.runner.frames(job.slot)
+        frames = job.model.tape(job)
         job.is_composing = True
         future = self._composer.submit(self._next_prompt, job, frames)
         future.add_done_callback(lambda future: self._compose_done(job, future))
 
     def _next_prompt(self, job: Job, frames: Tensor) -> Prompt:
         """Beside the loop. Raises RequestError."""
-        prompt = job.passes.send(frames)
+        with self.arena.streams.prompts.here():
+            prompt = job.passes.send(frames)
         self._check_room(job.model, prompt)
+        job.is_made = self.arena.streams.prompts.mark()
         return prompt
 
     def _compose_done(self, job: Job, future: Future[Prompt]) -> None:

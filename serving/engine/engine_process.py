@@ -315,7 +315,9 @@ def one_line_if_full() -> Iterator[None]:
         if not is_disk_full(error):
             raise
         place = os.environ.get("ZOO_CACHE_DIR") or "~/.cache/speechzoo"
-        sys.stderr.write(f"zoo: no room to compile: the disk of {place} or of {tempfile.gettempdir()} is full\n")
+        sys.stderr.write(
+            f"zoo: no room to compile: the disk of {place} or of {tempfile.gettempdir()} is full\n"
+        )
         sys.exit(REFUSED)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zoo.contract import Prompt
@@ -67,6 +68,7 @@ class Job:
     deliver: Callable[[Event], None]
     # whether windows are cut by frame number, so that equal requests give equal bytes
     is_pinned: bool = False
+    is_made: torch.cuda.Event | None = None  # when the device has the prompt
     arrival: int = -1  # its place in the order in which all models' requests came
     queued_s: float = 0.0  # when it, or its pass, began to wait for a slot
     slot: int = -1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from serving.engine.job import Audio, Job
 from serving.engine.pages import Pages
@@ -44,14 +45,16 @@ class ModelWorker:
     ):
         spec = family.spec
         self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
-        self.runner = Runner(family, num_slots, arena, compile, is_deterministic)
         frame_s = 1 / spec.frame_rate_hz
         # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such
         # pieces.
         self.chunk_pages = CHUNK_PAGES if is_deterministic else 1
-        chunk_tokens = CHUNK_PAGES * self.runner.page_tokens if is_deterministic else None
+        chunk_tokens = CHUNK_PAGES * arena.page_tokens(family) if is_deterministic else None
         self.scheduler = Scheduler(
             num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes, chunk_tokens
+        )
+        self.runner = Runner(
+            family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens
         )
         self.salt = next(_salts)
         self.is_deterministic = is_deterministic
@@ -62,6 +65,9 @@ class ModelWorker:
         self.free_slots = list(range(num_slots - 1, -1, -1))
         # grows when a slot changes hands, so that late reports find their own request
         self._tenancy = np.zeros(num_slots, np.int64)
+        # A window that is under way reads its slot, beside the stream on which the next tenant would move in.
+        self.num_rendering = np.zeros(num_slots, np.int64)  # windows under way
+        self.leaving: set[int] = set()  # slots without a tenant that are free when these are done
         self.launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = deque()
         self.renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = deque()
 
@@ -112,6 +118,7 @@ class ModelWorker:
             is_pinned=job.is_pinned or self.is_deterministic,
             plays_until_s=job.plays_until_s,
         )
+        self.runner.streams.lm.wait_for(job.is_made)
         self.runner.open(job.slot, job.prompt, job.pages, skips)
         return True
 
@@ -138,16 +145,26 @@ class ModelWorker:
         self._tenancy[job.slot] += 1
         for pages in job.pages:
             self.pages.give_back(pages)
-        self.free_slots.append(job.slot)
+        self.leaving.add(job.slot)
+        self._free_slots()
         job.slot, job.pages = -1, []
+
+    def _free_slots(self) -> None:
+        free = [slot for slot in self.leaving if not self.num_rendering[slot]]
+        self.free_slots.extend(free)
+        self.leaving.difference_update(free)
 
     def publish_turn(self, job: Job) -> None:
         """Let the conversation's next turn find what was generated in the KV cache. For a pass that is
         over."""
         lane, pages = job.prompt.lanes[0], job.pages[0]
-        keys = (*lane.prefix_keys, *self.family.end_turn(job.prompt, self.runner.frames(job.slot)))
+        keys = (*lane.prefix_keys, *self.family.end_turn(job.prompt, self.tape(job)))
         filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
         self.pages.publish(self.salt, keys[:filled], self.runner.page_tokens, pages)
+
+    def tape(self, job: Job) -> Tensor:
+        """The frames of its pass so far [F, *frame], on the host."""
+        return self.runner.frames(job.slot, int(self.scheduler.num_ready[job.slot]))
 
     def launch(self) -> bool:
         """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to
@@ -172,12 +189,14 @@ class ModelWorker:
             self.scheduler.record_step(slots)
         return bool(chunks) or bool(slots.size)
 
-    def collect(self, launched: bool) -> None:
+    def collect(self, launched: bool, is_alone: bool = True) -> None:
         """What came of it: reports, the windows that are due because of them, samples to their listeners.
-        While there are launches under way, the last of each kind (`report_lag`) is left alone."""
+        While there are launches under way, the last `report_lag` of them are left alone. Windows are handed on
+        as they are done; where there is nothing else to do (`is_alone`: for no model), the next one is waited
+        for."""
         self._collect_reports(self.report_lag if launched else 0)
-        rendered = self._render()
-        self._deliver(self.report_lag if launched or rendered else 0)
+        self._render()
+        self._deliver(is_waiting=is_alone and not launched)
 
     def finished(self) -> list[Job]:
         """Who has spoken, and whose listener has all of it."""
@@ -190,7 +209,7 @@ class ModelWorker:
             "running": len(self.running),
             "waiting": len(self.waiting) + arriving,
             "underruns": self.scheduler.underruns,
-            "graph_misses": self.runner.graphs.misses,
+            "graph_misses": self.runner.graph_misses,
             "admitted": self.num_admitted,
             "queue_s": self.queue_s,
         }
@@ -213,16 +232,17 @@ class ModelWorker:
             ):
                 self.running[slot].write(token, bool(is_done))
 
-    def _render(self) -> bool:
-        due = self.scheduler.take_due_windows(self.clock())
-        for render in due:
+    def _render(self) -> None:
+        for render in self.scheduler.take_due_windows(self.clock()):
+            self.num_rendering[render.slots] += 1
             self.renders.append((render, self._tenancy[render.slots], self.runner.render(render)))
-        return bool(due)
 
-    def _deliver(self, report_lag: int) -> None:
-        while len(self.renders) > report_lag:
+    def _deliver(self, is_waiting: bool) -> None:
+        while self.renders and (is_waiting or self.renders[0][2].is_there):
+            is_waiting = False
             render, tenancy, copy = self.renders.popleft()
             samples, valid = copy.read()
+            self.num_rendering[render.slots] -= 1
             same = np.flatnonzero(self._tenancy[render.slots] == tenancy)
             slots, counts, num_samples = render.slots[same], render.count[same], valid[same]
             for row, slot, frames, num in zip(
@@ -230,4 +250,7 @@ class ModelWorker:
             ):
                 self.running[slot].deliver(Audio(samples[row, :num].copy(), frames))
             given_s = num_samples / self.family.spec.sample_rate_hz
-            self.scheduler.record_delivery(slots, counts, given_s, render.is_last[same], self.clock())
+            self.scheduler.record_delivery(
+                slots, counts, given_s, render.is_last[same], render.handed_s, self.clock()
+            )
+        self._free_slots()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +26,16 @@ from compile_cache.graphs import Graphs
 from compile_cache.lower import lower
 from compile_cache.strategy import Eager
 from serving.engine.scheduler import Chunk, Render
+from serving.engine.streams import AsyncCopy, LaunchInputs, Observer, Streams
 from zoo.contract import Batch, Family, Lane, Prompt, View
+from zoo.nn.rows import to_device
 
 PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
 # of a render on a CPU: in larger launches a decoder's layers do not find each other's outputs in the cache
 CACHED_SAMPLES = 150_000
 INT = np.int64
-Observer = Callable[[str, int, float], None]  # "prefill", "step", "render" or "wait"; its rows; its seconds
+WARM_SLOTS = 2  # of a launch that stands for all sizes while graphs are built
+PREFILL_TOKENS = (16, 64, 256, 1024)  # of recorded launches; a shorter one is padded up to one
 
 
 def row_bytes(family: Family[Any]) -> int:
@@ -74,7 +77,9 @@ def check_there_is(num_bytes: int, device: torch.device) -> None:
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if num_bytes > total:
-        raise ValueError(f"{num_bytes} bytes of KV memory are more than this machine's {device.type} has: {total}")
+        raise ValueError(
+            f"{num_bytes} bytes of KV memory are more than this machine's {device.type} has: {total}"
+        )
 
 
 class Arena:
@@ -98,6 +103,7 @@ class Arena:
                 f"{kv_bytes} bytes of KV memory hold no page: a page of {whose} takes {self.page_bytes}, and {least} are the least"
             )
         check_there_is(self.num_pages * self.page_bytes, self.device)
+        self.streams = Streams(self.device)
         self.bytes = torch.zeros(self.num_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
         # of what was last written to each page
         self.dtypes: list[torch.dtype | None] = [None] * self.num_pages
@@ -113,47 +119,26 @@ class Arena:
         kv = family.spec.kv
         return self.bytes.view(family.dtype).view(-1, kv.num_heads, kv.head_dim)
 
-    def hand_over(self, pages: Sequence[int], family: Family[Any]) -> None:
-        """The family will write to these pages. What was written in another dtype is cleared: it may be NaN
-        in this one, and attention reads past a sequence's end with a weight of 0, which does not hide a
-        NaN."""
+    def hand_over(self, pages: Sequence[int], family: Family[Any]) -> list[int]:
+        """The family will write to these pages -> those to be cleared. What was written in another dtype may
+        be NaN in this one, and attention reads past a sequence's end with a weight of 0, which does not hide
+        a NaN."""
         foreign = [page for page in pages if self.dtypes[page] not in (None, family.dtype)]
-        if foreign:
-            self.bytes.view(self.num_pages, -1).index_fill_(0, torch.tensor(foreign, device=self.device), 0)
         for page in pages:
             self.dtypes[page] = family.dtype
+        return foreign
 
-
-class AsyncCopy:
-    """Values that the device was asked for. `read` gives them to the host, and waits only if the device is
-    not there yet."""
-
-    def __init__(self, *values: Tensor, observer: Observer | None = None):
-        self._event: torch.cuda.Event | None = None
-        self._host, self._observer = values, observer
-        if values[0].device.type == "cuda":
-            self._host = tuple(
-                torch.empty(value.shape, dtype=value.dtype, pin_memory=True) for value in values
-            )
-            for host, value in zip(self._host, values, strict=True):
-                host.copy_(value, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> tuple[np.ndarray, ...]:
-        if self._event is not None:
-            began_s = time.perf_counter()
-            self._event.synchronize()
-            if self._observer is not None:
-                self._observer("wait", len(self._host[0]), time.perf_counter() - began_s)
-        return tuple(value.numpy() for value in self._host)
+    def clear(self, pages: Sequence[int]) -> None:
+        if pages:
+            at = to_device(torch.tensor(pages), self.device)
+            self.bytes.view(self.num_pages, -1).index_fill_(0, at, 0)
 
 
 class Runner:
     """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
 
-    observer: told of each launch once it returned, and of each wait for the device. What it does to the state
-    is in the launch's report. timer: what launches are timed by.
+    prefill_tokens: of one launch, at most. observer: told of each launch once it returned, and of each wait for
+    the device. What it does to the state is in the launch's report. timer: what launches are timed by.
     """
 
     observer: Observer | None = None
@@ -166,8 +151,10 @@ class Runner:
         arena: Arena,
         compile: bool = True,
         is_deterministic: bool = False,
+        prefill_tokens: int = PREFILL_TOKENS[-1],
     ):
         self.family, self.num_slots, self.arena, self.device = family, num_slots, arena, family.device
+        self.streams, self.is_recorded = arena.streams, family.device.type == "cuda"
         self.is_deterministic = is_deterministic
         self.kv = arena.rows(family)
         self.page_tokens, self.page_rows = arena.page_tokens(family), arena.page_rows(family)
@@ -185,8 +172,22 @@ class Runner:
 
         strategy = family.strategy
         self.buckets = [n for n in strategy.batches if n < num_slots] + [num_slots]
-        self.graphs = Graphs(self.device)
-        self.launch_inputs = LaunchInputs(self.device)
+        self.prefill_tokens = [n for n in PREFILL_TOKENS if n < prefill_tokens] + [prefill_tokens]
+        # What runs side by side shares no memory.
+        self.step_graphs, self.render_graphs = Graphs(self.device), Graphs(self.device)
+        # a prefill's, at places that never move; by a launch whose size is not recorded they are not used
+        self.inputs = torch.zeros(
+            prefill_tokens * self.is_recorded, family.spec.width, dtype=family.dtype, device=self.device
+        )
+        self.is_audio = torch.zeros(len(self.inputs), dtype=torch.bool, device=self.device)
+        num_sequences = num_slots * len(self.lanes)
+        self.no_audio = torch.zeros(
+            num_sequences + WARM_SLOTS * len(self.lanes), dtype=torch.bool, device=self.device
+        )
+        numbers = num_sequences * (4 + self.max_pages) + num_slots + 1
+        self.step_inputs = LaunchInputs(self.device, numbers)
+        self.prefill_inputs = LaunchInputs(self.device, numbers + 2 * prefill_tokens)
+        self.render_inputs = LaunchInputs(self.device, 4 * num_slots)
         self.lowerings = (
             (strategy.step, strategy.prefill, strategy.render) if compile else (Eager(), Eager(), Eager())
         )
@@ -195,6 +196,10 @@ class Runner:
         # One for each length bucket: Dynamo keeps eight graphs of a function at most.
         self._render = {length: lower(family.render, render) for length in family.spec.window.lengths or (0,)}
 
+    @property
+    def graph_misses(self) -> int:
+        return self.step_graphs.misses + self.render_graphs.misses
+
     # slots
 
     def sequences(self, slots: np.ndarray) -> np.ndarray:
@@ -202,114 +207,134 @@ class Runner:
         return (slots + self.lanes * (self.num_slots + 1)).ravel()
 
     def open(self, slot: int, prompt: Prompt, pages: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
-        """A request moves in. Of each lane: its pages, and how many positions they already hold."""
+        """A request moves in. Of each lane: its pages, and how many positions they already hold. Nothing of
+        the slot's earlier tenant is under way but on the stream of steps."""
         for sequence, own, skip in zip(self.sequences(np.array([slot])).tolist(), pages, skips, strict=True):
-            self.arena.hand_over(own, self.family)
             self.page_table[sequence] = self.scratch
             self.page_table[sequence, : len(own)] = np.asarray(own, INT) * self.page_rows
             self.kv_lens[sequence] = skip
-        self.prompts[slot] = tuple(self._marked(lane) for lane in prompt.lanes)
-        with torch.inference_mode():
-            self.family.admit(self.state, slot, prompt)
+        self.prompts[slot] = prompt.lanes
+        foreign = self.arena.hand_over([page for own in pages for page in own], self.family)
+        for tensor in prompt.tensors():
+            self.streams.lm.borrow(tensor)
 
-    def _marked(self, lane: Lane) -> Lane:
-        """The lane, with a mark for each input."""
-        if lane.is_audio is not None:
-            return lane
-        return replace(lane, is_audio=torch.zeros(len(lane.inputs), dtype=torch.bool, device=self.device))
+        def move_in() -> tuple[()]:
+            self.arena.clear(foreign)
+            self.family.admit(self.state, slot, prompt)
+            return ()
+
+        self.streams.lm.run(move_in)
 
     def close(self, slot: int) -> None:
         self.prompts.pop(slot, None)
 
-    @torch.inference_mode()
     def feed(self, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         """More text for a slot -> how many more steps it allows. Raises RequestError for more than the slot
         holds."""
-        return self.family.feed(self.state, slot, tokens, is_last)
+        with self.streams.lm.here(), torch.inference_mode():
+            return self.family.feed(self.state, slot, tokens, is_last)
 
-    def frames(self, slot: int) -> Tensor:
-        """What is on a slot's tape [F, *frame], on the host. Waits for the device: for the end of a pass
-        alone."""
-        return self.state.tape[slot, : int(self.state.ready[slot])].cpu()
+    def frames(self, slot: int, count: int) -> Tensor:
+        """The first frames on a slot's tape [F, *frame], on the host. Waits for the device: for the end of a
+        pass alone."""
+        (frames,) = self.streams.lm.run(lambda: (self.state.tape[slot, :count],)).tensors()
+        return frames
 
     # launches
 
-    def launch_step(self, batch: Batch) -> None:
-        self._step(self.state, batch)
+    def launch_step(self, batch: Batch) -> tuple[Tensor]:
+        return (self._step(self.state, batch),)
 
-    def launch_prefill(self, inputs: Tensor, batch: Batch) -> None:
+    def launch_prefill(self, inputs: Tensor, batch: Batch) -> tuple[()]:
         self._hidden(inputs, batch)
+        return ()
 
-    def launch_render(self, view: View) -> tuple[Tensor, Tensor]:
-        return self._render[view.length](self.state, view)
+    def launch_render(self, view: View) -> tuple[Tensor, ...]:
+        samples, valid = self._render[view.length](self.state, replace(view, is_last=view.is_last.bool()))
+        return samples, valid
 
-    @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Fill the pages of stretches of prompts. Nothing is emitted and nothing comes back."""
         slots = np.array([chunk.slot for chunk in chunks], INT)
         sequences = slots + np.array([chunk.lane for chunk in chunks], INT) * (self.num_slots + 1)
         counts = np.array([chunk.stop - chunk.start for chunk in chunks], INT)
         self.kv_lens[sequences] += counts
+        owner = np.repeat(sequences, counts)
         positions = np.concatenate([np.arange(chunk.start, chunk.stop, dtype=INT) for chunk in chunks])
-        batch = self.batch(
-            slots,
-            sequences,
-            np.repeat(sequences, counts),
-            positions,
-            np.concatenate(([0], np.cumsum(counts))),
-        )
+        starts = np.concatenate(([0], np.cumsum(counts)))
         lanes = [self.prompts[chunk.slot][chunk.lane] for chunk in chunks]
         stretches = [slice(chunk.start, chunk.stop) for chunk in chunks]
-        batch.is_audio = torch.cat(
-            [cast(Tensor, lane.is_audio)[at] for lane, at in zip(lanes, stretches, strict=True)]
-        )
-        inputs = torch.cat([lane.inputs[at] for lane, at in zip(lanes, stretches, strict=True)])  # [T, D]
+        arrive, num_tokens = self.stage_prefill(sequences, owner, positions, starts)
+
+        def work() -> tuple[()]:
+            rows = [lane.inputs[at] for lane, at in zip(lanes, stretches, strict=True)]
+            marks = [lane.audio_mask[at] for lane, at in zip(lanes, stretches, strict=True)]
+            inputs = self._gather(rows, self.inputs, num_tokens)
+            batch = self.batch(arrive(), self._gather(marks, self.is_audio, num_tokens))
+            self.step_graphs.run(("prefill", num_tokens), partial(self.launch_prefill, inputs, batch))
+            return ()
+
         began_s = self.timer()
-        self.launch_prefill(inputs, batch)
+        self.streams.lm.run(work)
         self._observe("prefill", len(chunks), began_s)
 
-    @torch.inference_mode()
     def step(self, slots: np.ndarray) -> AsyncCopy:
         """One frame for each of `slots` [B] -> the report [B, 3]: frames ready, whether it is done, and the
         text token of this step or -1. The work here is vectors of B."""
         self.kv_lens[self.sequences(slots)] += 1
         self.kv_lens[self.spares] = 1
-        padded = np.full(self._bucket(len(slots)), self.state.spare, INT)
+        padded = np.full(self.bucket(len(slots)), self.state.spare, INT)
         padded[: len(slots)] = slots
-        sequences = self.sequences(padded)
-        batch = self.batch(
-            padded,
-            sequences,
-            sequences,
-            self.kv_lens[sequences] - 1,
-            np.arange(len(sequences) + 1, dtype=INT),
-        )
-        began_s = self.timer()
-        self.graphs.run((len(padded), batch.page_table.shape[1]), partial(self.launch_step, batch))
-        self._observe("step", len(slots), began_s)
-        at, state = batch.slots[: len(slots)], self.state
-        report = torch.stack((state.ready[at], state.done[at].long(), state.written[at]), 1)
-        return AsyncCopy(report, observer=self.observer)
+        arrive = self.stage_step(padded)
 
-    @torch.inference_mode()
+        def work() -> tuple[Tensor]:
+            batch = self.batch(arrive())
+            (report,) = self.step_graphs.run(("step", len(padded)), partial(self.launch_step, batch))
+            return (report[: len(slots)],)
+
+        began_s = self.timer()
+        copy = self.streams.lm.run(work, self.observer)
+        self._observe("step", len(slots), began_s)
+        return copy
+
     def render(self, due: Render) -> AsyncCopy:
         """-> samples [B, N], and how many of each row are valid [B]."""
-        rows, parts = self._render_rows(due), []
-        for first in range(0, len(due.slots), rows):
-            at = slice(first, first + rows)
-            slots, start, count, is_last = (
-                self.place(field[at]) for field in (due.slots, due.start, due.count, due.is_last)
-            )
-            view = View(slots, start, count, is_last, due.frames, due.length)
-            began_s = self.timer()
-            parts.append(self.launch_render(view))
-            self._observe("render", len(slots), began_s)
-        samples, valid = zip(*parts, strict=True)
-        return AsyncCopy(torch.cat(samples), torch.cat(valid), observer=self.observer)
+        rows = self._render_rows(due)
+        parts = [slice(first, first + rows) for first in range(0, len(due.slots), rows)]
+        staged = [
+            self.stage_render(due.slots[at], due.start[at], due.count[at], due.is_last[at]) for at in parts
+        ]
+
+        def work() -> tuple[Tensor, Tensor]:
+            samples, valid = [], []
+            for at, arrive in zip(parts, staged, strict=True):
+                view = View(**arrive(), frames=due.frames, length=due.length)
+                key = ("render", len(view.slots), due.frames, due.length)
+                began_s = self.timer()
+                made = self.render_graphs.run(key, partial(self.launch_render, view))
+                num = len(due.slots[at])
+                self._observe("render", num, began_s)
+                if (
+                    self.is_recorded and len(parts) > 1
+                ):  # the next launch of this size writes to the same place
+                    made = tuple(part.clone() for part in made)
+                samples.append(made[0][:num])
+                valid.append(made[1][:num])
+            return torch.cat(samples), torch.cat(valid)
+
+        return self.streams.renders.run(work, self.observer)
 
     def _observe(self, event: str, rows: int, began_s: float) -> None:
         if self.observer is not None:
             self.observer(event, rows, self.timer() - began_s)
+
+    def _gather(self, parts: Sequence[Tensor], place: Tensor, num_rows: int) -> Tensor:
+        """One behind the other; where launches are recorded, at the beginning of `place`."""
+        if not self.is_recorded:
+            return torch.cat(list(parts))
+        num = sum(map(len, parts))
+        torch.cat(list(parts), out=place[:num])
+        return place[:num_rows]
 
     def _render_rows(self, due: Render) -> int:
         """Rows of one launch. They do not know of each other, so a CPU takes a few at a time; and one, where
@@ -320,65 +345,82 @@ class Runner:
             return len(due.slots)
         return max(1, CACHED_SAMPLES // (due.frames * self.family.spec.frame_samples))
 
-    def _bucket(self, count: int) -> int:
+    def bucket(self, count: int) -> int:
         """The launch's size: any on a CPU, where one graph serves all; a recorded one on a GPU; one for all
         where that is asked for."""
         if self.is_deterministic:
             return self.num_slots
-        return count if self.device.type == "cpu" else next(n for n in self.buckets if n >= count)
+        return next(n for n in self.buckets if n >= count) if self.is_recorded else count
+
+    # what launches read
+
+    def stage_step(self, slots: np.ndarray) -> Callable[[], dict[str, Tensor]]:
+        """slots [B], padded."""
+        sequences = self.sequences(slots)
+        positions = self.kv_lens[sequences] - 1
+        return self.step_inputs.stage(
+            {"slots": slots}
+            | self._places(sequences, sequences, positions, np.arange(len(sequences) + 1, dtype=INT))
+        )
+
+    def stage_prefill(
+        self, sequences: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray
+    ) -> tuple[Callable[[], dict[str, Tensor]], int]:
+        """sequences [N]; owner [T], a sequence, and positions [T] say whose position each input is; starts
+        [N + 1]. -> the inputs, and how many tokens the launch has: where it is recorded, more, which
+        belong to no sequence and write to the scratch page."""
+        places = self._places(sequences, owner, positions, starts)
+        num_tokens = len(positions)
+        if self.is_recorded:
+            num_tokens = next(n for n in self.prefill_tokens if n >= num_tokens)
+            num_sequences = self.num_slots * len(self.lanes)
+            places["positions"] = padded(places["positions"], num_tokens, 0)
+            places["kv_write_index"] = padded(places["kv_write_index"], num_tokens, self.scratch)
+            places["page_table"] = padded(places["page_table"], num_sequences, self.scratch)
+            places["kv_lens"] = padded(places["kv_lens"], num_sequences, 0)
+            places["cu_seqlens"] = padded(starts, num_sequences + 1, starts[-1])
+        return self.prefill_inputs.stage({"slots": np.zeros(1, INT)} | places), num_tokens
+
+    def stage_render(
+        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray
+    ) -> Callable[[], dict[str, Tensor]]:
+        """All [B]; padded where launches are recorded."""
+        fields = {"slots": slots, "start": start, "count": count, "is_last": is_last}
+        if self.is_recorded:
+            size = self.bucket(len(slots))
+            for name, value in fields.items():
+                fields[name] = padded(value, size, self.state.spare if name == "slots" else 0)
+        return self.render_inputs.stage(fields)
+
+    def batch(self, fields: dict[str, Tensor], is_audio: Tensor | None = None) -> Batch:
+        """is_audio [T], of a prefill; a step finds out by itself."""
+        if is_audio is None:
+            is_audio = self.no_audio[: len(fields["positions"])]
+        return Batch(**fields, kv=self.kv, page_tokens=self.page_tokens, is_audio=is_audio)
+
+    def _places(
+        self, sequences: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        return {
+            "positions": positions,
+            "kv_write_index": self.page_table[owner, positions // self.page_tokens]
+            + positions % self.page_tokens,
+            "page_table": self.page_table[sequences, : self._width(sequences)],
+            "kv_lens": self.kv_lens[sequences],
+            "cu_seqlens": starts,
+        }
 
     def _width(self, sequences: np.ndarray) -> int:
-        """Columns of the page table that a launch needs, up to a power of two so that launches look alike."""
+        """Columns of the page table that a launch gets: all where it is recorded. Else as many as are needed,
+        up to a power of two so that launches look alike."""
+        if self.is_recorded:
+            return self.max_pages
         pages = int(-(-self.kv_lens[sequences].max() // self.page_tokens))
         return min(1 << (pages - 1).bit_length(), self.max_pages)
 
-    def batch(
-        self,
-        slots: np.ndarray,
-        sequences: np.ndarray,
-        owner: np.ndarray,
-        positions: np.ndarray,
-        starts: np.ndarray,
-        columns: int = 0,
-    ) -> Batch:
-        """slots [B]; sequences [N]; owner [T], a sequence, and positions [T] say whose position each input
-        is; columns of the page table, else as many as needed."""
-        return self.launch_inputs.fill(
-            self.kv,
-            self.page_tokens,
-            slots=slots,
-            positions=positions,
-            kv_write_index=self.page_table[owner, positions // self.page_tokens]
-            + positions % self.page_tokens,
-            page_table=self.page_table[sequences, : columns or self._width(sequences)],
-            kv_lens=self.kv_lens[sequences],
-            cu_seqlens=starts,
-            is_audio=np.zeros(len(positions), bool),
-        )
 
-    def place(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-
-class LaunchInputs:
-    """The inputs of a launch. On a GPU every field has a place of its own that never moves, so a recorded
-    launch reads the new values."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.places: dict[str, Tensor] = {}
-
-    def fill(self, kv: Tensor, page_tokens: int, **fields: np.ndarray) -> Batch:
-        tensors = {name: self._put(name, np.ascontiguousarray(value)) for name, value in fields.items()}
-        return Batch(**tensors, kv=kv, page_tokens=page_tokens)
-
-    def _put(self, name: str, value: np.ndarray) -> Tensor:
-        source = torch.from_numpy(value)
-        if self.device.type == "cpu":
-            return source
-        place = self.places.get(name)
-        if place is None or place.numel() < value.size:
-            place = self.places[name] = torch.empty(value.size, dtype=source.dtype, device=self.device)
-        target = place[: value.size].view(value.shape)
-        target.copy_(source)
-        return target
+def padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
+    """With rows of `filler` up to `length`."""
+    whole = np.full((length, *values.shape[1:]), filler, INT)
+    whole[: len(values)] = values
+    return whole

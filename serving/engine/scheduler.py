@@ -63,8 +63,8 @@ class Render:
     """One launch of the renderer: frames start .. start + count of each slot's tape, in a window of `frames`
     frames.
 
-    length: of the window's length buckets, 0 without them. is_pinned: each row is computed by itself, whoever
-    is beside it.
+    handed_s: when it was handed out. length: of the window's length buckets, 0 without them. is_pinned: each
+    row is computed by itself, whoever is beside it.
     """
 
     slots: np.ndarray  # [B], ascending
@@ -72,6 +72,7 @@ class Render:
     count: np.ndarray  # [B], at most `frames`; 0 where only held samples are left
     is_last: np.ndarray  # [B], whether the speech ends with it
     frames: int
+    handed_s: float
     length: int = 0
     is_pinned: bool = False
 
@@ -134,8 +135,7 @@ class Scheduler:
         self.late_in_a_row = np.zeros(num_slots, np.int64)  # deliveries, the last one included
         self.past_underruns = 0  # of slots' earlier tenants
         self.plays_until_s = np.full(num_slots, -np.inf)
-        self.rendered_s = np.zeros(num_slots)  # when the last window was handed out
-        self.latency_s = 0.0  # from there to the listener, as measured of late
+        self.latency_s = 0.0  # of a window, from when it is handed out to its listener, as measured of late
 
     def open(
         self,
@@ -176,6 +176,11 @@ class Scheduler:
         self.is_open[slot] = self.is_decoding[slot] = self.is_done[slot] = False
         self.num_rendered[slot] = self.num_ready[slot]  # nothing is pending
         self.waiting.pop(slot, None)
+
+    @property
+    def max_prefill_tokens(self) -> int:
+        """Of one turn."""
+        return self.policy.prefill_tokens + (self.chunk_tokens or 1) - 1
 
     @property
     def underruns(self) -> int:
@@ -268,10 +273,9 @@ class Scheduler:
         count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], is_dry[slots]))  # [B]
         start = self.num_rendered[slots]  # [B]
         self.num_rendered[slots] += count
-        self.rendered_s[slots] = now
         is_last = self.is_done[slots] & (start + count == self.num_ready[slots])  # [B]
         self.is_flushed[slots] = is_last
-        renders = self._grouped(slots, start, count, is_last)
+        renders = self._grouped(slots, start, count, is_last, now)
         return sorted(renders, key=lambda render: left_s[render.slots].min())
 
     def _renderable(self) -> np.ndarray:
@@ -352,7 +356,7 @@ class Scheduler:
         return np.where(is_end, count, offset + (stop - offset) // grid * grid - self.num_rendered[slots])
 
     def _grouped(
-        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray
+        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray, now: float
     ) -> list[Render]:
         """One launch for each shape."""
         frames = self.sizes[np.searchsorted(self.sizes, np.maximum(count, 1))]  # [B]
@@ -368,6 +372,7 @@ class Scheduler:
                 count[rows],
                 is_last[rows],
                 int(shape[0]),
+                now,
                 int(shape[1]),
                 bool(shape[2]),
             )
@@ -375,10 +380,17 @@ class Scheduler:
         return renders
 
     def record_delivery(
-        self, slots: np.ndarray, count: np.ndarray, given_s: np.ndarray, is_last: np.ndarray, now: float
+        self,
+        slots: np.ndarray,
+        count: np.ndarray,
+        given_s: np.ndarray,
+        is_last: np.ndarray,
+        handed_s: float,
+        now: float,
     ) -> None:
         """Frames were given to the listeners, as `given_s` seconds of audio, all [B]; each slot once, and
-        those that were closed since are left out. is_last: the speech ended with them."""
+        those that were closed since are left out. is_last: the speech ended with them. handed_s: when their
+        window was handed out."""
         until_s = self.plays_until_s[slots]
         is_late = np.isfinite(until_s) & (until_s < now)
         self.num_underruns[slots] += is_late
@@ -387,7 +399,7 @@ class Scheduler:
         self.num_delivered[slots] += count
         self.is_over[slots] |= is_last
         # Turns are uneven, since some prefill a prompt: a long one is remembered for about twenty deliveries.
-        self.latency_s = max(0.9 * self.latency_s, (now - self.rendered_s[slots]).max(initial=0.0))
+        self.latency_s = max(0.9 * self.latency_s, now - handed_s)
         over = slots[self.num_delivered[slots] > self.num_rendered[slots]]
         assert not over.size, (
             f"slots {over}: {self.num_delivered[over]} frames delivered, {self.num_rendered[over]} rendered"

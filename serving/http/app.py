@@ -134,7 +134,9 @@ def main() -> None:
         voices_dir=options.voices_dir,
         cors_origins=options.cors_origins,
     )
-    Listener(app, engine, options.grace_s, options.cors_origins, options.hosts).run(sockets=[socket.socket(fileno=options.fd)])
+    Listener(app, engine, options.grace_s, options.cors_origins, options.hosts).run(
+        sockets=[socket.socket(fileno=options.fd)]
+    )
 
 
 if __name__ == "__main__":

@@ -102,7 +102,9 @@ class EngineCollector(Collector):
         build = GaugeMetricFamily("zoo_build_info", "1, and what runs.", labels=["version", "python"])
         build.add_metric([importlib.metadata.version("speechzoo"), platform.python_version()], 1)
         yield build
-        yield CounterMetricFamily("zoo_engine_restarts", "Times that the engine went away.", value=self.engine.num_restarts)
+        yield CounterMetricFamily(
+            "zoo_engine_restarts", "Times that the engine went away.", value=self.engine.num_restarts
+        )
         stats = self.engine.stats
         if stats is None:
             return

@@ -22,6 +22,7 @@ from zoo.nn.attention import Paged, attend
 from zoo.nn.keys import prefix_key
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rows import to_device
 from zoo.nn.sampling import draw, gumbel, penalise
 from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.clone import EncodedReference
@@ -110,6 +111,7 @@ class Qwen3State(State):
         self.add("seen_codes", family.config.vocab, dtype=torch.bool)
         self.add("codec_state", decoder.state_size, dtype=decoder.dtype)
         self.add("num_prompt_frames", dtype=torch.int64)
+        self.num_text = [0] * (slots + 1)  # text_count, known to the host: who feeds need not ask the device
 
 
 class Qwen3TTS(Family[Qwen3State]):
@@ -178,20 +180,24 @@ class Qwen3TTS(Family[Qwen3State]):
     def state(self, slots: int, max_frames: int | None = None) -> Qwen3State:
         return Qwen3State(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
 
+    def admit(self, state: Qwen3State, slot: int, prompt: Prompt) -> None:
+        super().admit(state, slot, prompt)
+        state.num_text[slot] = prompt.slot["text_count"]
+
     def feed(self, state: Qwen3State, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         """A frame reads a token, and after the last one the end of the text."""
         if wrong := [token for token in tokens if not 0 <= token < self.config.text_vocab]:
             possible = f"ids from 0 to {self.config.text_vocab - 1} are possible"
             raise RequestError("text", f"{wrong[0]} is no token of the text; {possible}")
         more = [*tokens, self.config.tts_eos] if is_last else list(tokens)
-        start = int(state.text_count[slot])
+        start = state.num_text[slot]
         stop = start + len(more)
         if stop > MAX_TEXT_TOKENS:
             raise RequestError(
                 "text", f"the text has {stop} tokens so far; at most {MAX_TEXT_TOKENS} are possible"
             )
-        state.text[slot, start:stop] = torch.tensor(more, dtype=torch.int64, device=self.device)
-        state.text_count[slot] = stop
+        state.text[slot, start:stop] = to_device(torch.tensor(more, dtype=torch.int64), self.device)
+        state.text_count[slot] = state.num_text[slot] = stop
         return len(more)
 
     # device

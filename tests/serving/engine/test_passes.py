@@ -226,16 +226,14 @@ def test_a_resting_engine_wakes_for_text():
     turns = []
     turn = room.turn
     room.turn = lambda: turns.append(1) or turn()
-    thread = threading.Thread(target=room.run)
+    thread = threading.Thread(target=room.run, daemon=True)
     thread.start()
     room.speak("request", asked(text=TEXT[: HEAD + 20], is_open=True), listener)
-    deadline = time.monotonic() + 10
-    while listener.frames == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.1)
-    rested = len(turns)
-    time.sleep(0.2)
-    assert len(turns) == rested
+    deadline, before = time.monotonic() + 10, -1
+    while len(turns) > before and time.monotonic() < deadline:
+        before = len(turns) if listener.frames else -1
+        time.sleep(0.2)
+    assert len(turns) == before
     room.feed("request", list(TEXT[HEAD + 20 :].encode()), is_last=True)
     while listener.end is None and time.monotonic() < deadline:
         time.sleep(0.01)

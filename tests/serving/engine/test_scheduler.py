@@ -17,10 +17,24 @@ SIZES = (1, 4, 25)
 WINDOW = Window(SIZES)
 
 
-def speaking(num_slots=1, policy=Policy.STREAMING, sizes=SIZES, slots=None, context=0, **more) -> Scheduler:
+class Timed(Scheduler):
+    """Remembers when each slot's last window was handed out."""
+
+    def __init__(self, num_slots, *args, **settings):
+        super().__init__(num_slots, *args, **settings)
+        self.handed_s = np.zeros(num_slots)
+
+    def take_due_windows(self, now):
+        renders = super().take_due_windows(now)
+        for render in renders:
+            self.handed_s[render.slots] = render.handed_s
+        return renders
+
+
+def speaking(num_slots=1, policy=Policy.STREAMING, sizes=SIZES, slots=None, context=0, **more) -> Timed:
     """A scheduler whose slots (all of them, unless said otherwise) are past their prompts. context: frames
     read on both sides of a window; more: of the Window."""
-    scheduler = Scheduler(num_slots, policy, Window(sizes, lookahead=context, left=context, **more), FRAME_S)
+    scheduler = Timed(num_slots, policy, Window(sizes, lookahead=context, left=context, **more), FRAME_S)
     for slot in range(num_slots) if slots is None else slots:
         scheduler.open(slot, prompt_tokens=1)
         scheduler.record_prefill(Chunk(slot, 0, 1, is_last=True))
@@ -42,10 +56,9 @@ def due(scheduler, now) -> list[tuple[dict[int, tuple[int, int]], int]]:
 
 
 def deliver(scheduler, counts: dict[int, int], now):
-    frames = np.array(list(counts.values()))
-    scheduler.record_delivery(
-        np.array(list(counts)), frames, frames * FRAME_S, np.zeros(len(frames), bool), now
-    )
+    slots, frames = np.array(list(counts)), np.array(list(counts.values()))
+    handed_s = scheduler.handed_s[slots].min()
+    scheduler.record_delivery(slots, frames, frames * FRAME_S, np.zeros(len(frames), bool), handed_s, now)
 
 
 def playing(ahead_frames: int, sizes=SIZES) -> Scheduler:
@@ -63,7 +76,7 @@ def playing(ahead_frames: int, sizes=SIZES) -> Scheduler:
 
 
 def test_prompts_are_chunked_first_come_first_served():
-    scheduler = Scheduler(4, replace(Policy.STREAMING, prefill_tokens=256), WINDOW, FRAME_S)
+    scheduler = Timed(4, replace(Policy.STREAMING, prefill_tokens=256), WINDOW, FRAME_S)
     for slot, tokens in ((2, 600), (0, 50), (3, 100)):
         scheduler.open(slot, tokens)
     turns = []
@@ -79,13 +92,13 @@ def test_prompts_are_chunked_first_come_first_served():
 
 
 def test_shared_positions_are_skipped():
-    scheduler = Scheduler(1, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler = Timed(1, Policy.STREAMING, WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=100, skip=96)
     assert scheduler.next_chunks() == [Chunk(0, 96, 100, is_last=True)]
 
 
 def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
-    scheduler = Scheduler(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S)
+    scheduler = Timed(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S)
     scheduler.open(1, prompt_tokens=15)
     scheduler.open(0, prompt_tokens=5)
     assert scheduler.decoding_slots().tolist() == []
@@ -100,7 +113,7 @@ def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
 
 
 def test_a_slot_decodes_once_all_its_lanes_are_filled():
-    scheduler = Scheduler(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S, lanes=2)
+    scheduler = Timed(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S, lanes=2)
     scheduler.open(1, prompt_tokens=[6, 15])
     scheduler.open(0, prompt_tokens=[9, 40], skip=[0, 40])
     turns, decoding = [], []
@@ -118,7 +131,7 @@ def test_a_slot_decodes_once_all_its_lanes_are_filled():
 
 
 def test_lanes_in_shared_pages():
-    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S, lanes=2)
+    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S, lanes=2)
     scheduler.open(1, prompt_tokens=[8, 3], skip=[8, 3])
     assert scheduler.next_chunks() == [] and scheduler.decoding_slots().tolist() == [1]
     with pytest.raises(AssertionError, match=r"\[8, 4\] of \[8, 3\] positions skipped"):
@@ -242,10 +255,10 @@ def test_how_early_is_early_enough_is_measured():
     assert due(scheduler, 6.0 - 0.41) == []
     assert due(scheduler, 6.0 - 0.39) == [({0: (75, 1)}, 1)]
     for i in range(76, 106):  # and then a hundredth of that
-        deliver(scheduler, {0: 1}, scheduler.rendered_s[0] + 0.002)
+        deliver(scheduler, {0: 1}, scheduler.handed_s[0] + 0.002)
         report(scheduler, {0: i + 1})
         assert due(scheduler, scheduler.plays_until_s[0] - FRAME_S / 2) == [({0: (i, 1)}, 1)]
-    deliver(scheduler, {0: 1}, scheduler.rendered_s[0] + 0.002)
+    deliver(scheduler, {0: 1}, scheduler.handed_s[0] + 0.002)
     report(scheduler, {0: 107})
     assert due(scheduler, scheduler.plays_until_s[0] - 1.1 * FRAME_S) == []
     assert due(scheduler, scheduler.plays_until_s[0] - 0.9 * FRAME_S) == [({0: (106, 1)}, 1)]
@@ -420,7 +433,7 @@ def test_a_reused_slot_starts_anew():
 
 
 def test_a_slot_closed_while_it_waits_leaves_the_queue():
-    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=1000)
     scheduler.open(1, prompt_tokens=5)
     for chunk in scheduler.next_chunks():
@@ -430,7 +443,7 @@ def test_a_slot_closed_while_it_waits_leaves_the_queue():
 
 
 def test_broken_promises_are_told_with_both_values():
-    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=8)
     with pytest.raises(AssertionError, match="slot 0 is opened, but it is in use"):
         scheduler.open(0, prompt_tokens=8)
@@ -446,13 +459,13 @@ def test_broken_promises_are_told_with_both_values():
     with pytest.raises(AssertionError, match=r"slots \[0\]: \[1\] frames delivered, \[0\] rendered"):
         deliver(scheduler, {0: 1}, 0.0)
     with pytest.raises(AssertionError, match="ascending frame counts expected"):
-        Scheduler(1, Policy.STREAMING, Window((4, 1)), FRAME_S)
+        Timed(1, Policy.STREAMING, Window((4, 1)), FRAME_S)
     with pytest.raises(AssertionError, match="a lookahead of -1 frames"):
-        Scheduler(1, Policy.STREAMING, Window(SIZES, lookahead=-1), FRAME_S)
+        Timed(1, Policy.STREAMING, Window(SIZES, lookahead=-1), FRAME_S)
 
 
 def test_a_prompt_that_shared_pages_hold_wholly_speaks_at_once():
-    scheduler = Scheduler(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S)
     scheduler.open(1, prompt_tokens=8, skip=8)
     assert scheduler.next_chunks() == []
     assert scheduler.decoding_slots().tolist() == [1]
@@ -501,7 +514,10 @@ def bytecodes_of_a_turn(num_slots: int) -> int:
         scheduler.decoding_slots()
         scheduler.report(slots, np.full(num_slots, ready), np.zeros(num_slots, bool))
         for render in scheduler.take_due_windows(now):
-            scheduler.record_delivery(render.slots, render.count, render.count * FRAME_S, render.is_last, now)
+            given_s = render.count * FRAME_S
+            scheduler.record_delivery(
+                render.slots, render.count, given_s, render.is_last, render.handed_s, now
+            )
         scheduler.finished_slots()
         return scheduler.num_delivered.tolist()
 
@@ -530,7 +546,7 @@ class Server:
     def __init__(
         self, num_slots, policy, sizes=SIZES, step_s=0.010, prefill_s=0.015, render_s=0.004, context=0
     ):
-        self.scheduler = Scheduler(num_slots, policy, Window(sizes, lookahead=context, left=context), FRAME_S)
+        self.scheduler = Timed(num_slots, policy, Window(sizes, lookahead=context, left=context), FRAME_S)
         self.step_s, self.prefill_s, self.render_s = step_s, prefill_s, render_s
         self.now = 0.0
         self.frames = np.zeros(num_slots, int)  # on the device's tape
@@ -586,8 +602,9 @@ class Server:
             end = start + count
             assert self.frames[slot] >= min(end + self.scheduler.window.lookahead, self.total[slot])
             self.heard[slot].append((int(start), int(count), render.frames))
+        given_s = render.count * FRAME_S
         self.scheduler.record_delivery(
-            render.slots, render.count, render.count * FRAME_S, render.is_last, self.now
+            render.slots, render.count, given_s, render.is_last, render.handed_s, self.now
         )
 
 
@@ -718,7 +735,7 @@ def test_what_the_renderer_keeps_back_goes_with_a_window_of_no_frames():
     [last] = scheduler.take_due_windows(0.0)
     assert (last.count.tolist(), last.is_last.tolist(), last.frames) == ([0], [True], 1)
     assert scheduler.take_due_windows(9.0) == [] and scheduler.finished_slots().size == 0
-    scheduler.record_delivery(last.slots, last.count, np.array([0.01]), last.is_last, 0.0)
+    scheduler.record_delivery(last.slots, last.count, np.array([0.01]), last.is_last, 0.0, 0.0)
     assert scheduler.finished_slots().tolist() == [0]
 
 
@@ -736,7 +753,8 @@ def test_the_listener_plays_seconds_not_frames():
     scheduler = speaking(sizes=(4,), hold_samples=100)
     report(scheduler, {0: 4})
     due(scheduler, 0.0)
-    scheduler.record_delivery(np.array([0]), np.array([4]), np.array([3 * FRAME_S]), np.array([False]), 1.0)
+    given_s, is_last = np.array([3 * FRAME_S]), np.array([False])
+    scheduler.record_delivery(np.array([0]), np.array([4]), given_s, is_last, 0.0, 1.0)
     assert scheduler.plays_until_s[0] == pytest.approx(1.0 + 3 * FRAME_S)
 
 
@@ -759,7 +777,7 @@ def test_pinned_windows_do_not_depend_on_the_clock(policy):
     """However often it is asked, and whenever."""
 
     def windows(seed: int) -> list[tuple[int, int, int]]:
-        rng, scheduler, cuts, now = random.Random(seed), Scheduler(1, policy, WINDOW, FRAME_S), [], 0.0
+        rng, scheduler, cuts, now = random.Random(seed), Timed(1, policy, WINDOW, FRAME_S), [], 0.0
         scheduler.open(0, prompt_tokens=0, is_pinned=True)
         ready = 0
         while not scheduler.finished_slots().size:
@@ -812,9 +830,7 @@ def test_nothing_is_to_be_done_while_all_wait_for_text():
 
 def test_prompts_may_be_cut_at_equal_lengths_whoever_else_waits():
     def cuts(*prompts: int) -> list[tuple[int, int]]:
-        scheduler = Scheduler(
-            3, replace(Policy.STREAMING, prefill_tokens=50), WINDOW, FRAME_S, chunk_tokens=32
-        )
+        scheduler = Timed(3, replace(Policy.STREAMING, prefill_tokens=50), WINDOW, FRAME_S, chunk_tokens=32)
         for slot, tokens in enumerate(prompts):
             scheduler.open(slot, tokens, skip=32 if slot == 0 else 0)
         last = []

@@ -115,7 +115,7 @@ def test_what_another_dtype_left_behind_is_not_read(report_lag, monkeypatch):
     arena = both.arena
     written = [0, *(page for page in range(2, arena.num_pages) if arena.dtypes[page] == torch.float32)]
     arena.bytes.view(arena.num_pages, -1)[written] = 0xFF
-    monkeypatch.setattr(both.models["half"].runner, "_bucket", lambda count: 4)
+    monkeypatch.setattr(both.models["half"].runner, "bucket", lambda count: 4)
     asked = [long(text=text, max_frames=10) for text in ("a", "b" * 40, "c")]
     listeners = speak(both, [("half", request) for request in asked])
     run(both)

@@ -122,7 +122,7 @@ def test_fed_equals_the_whole_text_at_once(ours, whole, portions):
     release = speaking.model.release
 
     def released(job: Any) -> None:
-        tapes.append(speaking.model.runner.frames(job.slot))
+        tapes.append(speaking.model.tape(job))
         release(job)
 
     speaking.model.release = released

@@ -1,0 +1,127 @@
+"""A device's queues of work, and what comes back of it.
+
+    lm        prompts into pages, steps; the report of a step
+    renders   windows to samples, beside the steps
+    prompts   requests to prompts, beside both
+
+Work on one stream is done in the order it is given in. What is on two is ordered by the host, which reads the
+one's result before it asks for the other, or by an event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Observer = Callable[[str, int, float], None]  # "prefill", "step", "render" or "wait"; its rows; its seconds
+
+
+class AsyncCopy:
+    """Values that the device was asked for. `read` gives them to the host, and waits only if the device is
+    not there yet."""
+
+    def __init__(self, values: Sequence[Tensor], observer: Observer | None = None):
+        self._event: torch.cuda.Event | None = None
+        self._host, self._observer = tuple(values), observer
+        if values and values[0].device.type == "cuda":
+            self._host = tuple(
+                torch.empty(value.shape, dtype=value.dtype, pin_memory=True) for value in values
+            )
+            for host, value in zip(self._host, values, strict=True):
+                host.copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> tuple[np.ndarray, ...]:
+        return tuple(value.numpy() for value in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        if self._event is not None:
+            began_s = time.perf_counter()
+            self._event.synchronize()
+            if self._observer is not None:
+                self._observer("wait", len(self._host[0]), time.perf_counter() - began_s)
+        return self._host
+
+
+class Stream:
+    """On a CPU, work is done when `run` returns."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def here(self) -> AbstractContextManager[object]:
+        """What is launched within goes on this stream."""
+        return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
+
+    def run(self, work: Callable[[], Sequence[Tensor]], observer: Observer | None = None) -> AsyncCopy:
+        """work: launches, and gives the tensors that the host wants."""
+        with self.here(), torch.inference_mode():
+            return AsyncCopy(work(), observer)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event behind all that was launched so far."""
+        if self.cuda is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.cuda)
+        return event
+
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
+        """What is launched from now on comes after the event. The host does not wait."""
+        if self.cuda is not None and event is not None:
+            self.cuda.wait_event(event)
+
+    def borrow(self, tensor: Tensor) -> None:
+        """Read here what was made on another stream: its memory is not given away before that is done."""
+        if self.cuda is not None and tensor.is_cuda:
+            tensor.record_stream(self.cuda)
+
+
+class Streams:
+    def __init__(self, device: torch.device):
+        self.lm, self.renders, self.prompts = Stream(device), Stream(device), Stream(device)
+
+
+class LaunchInputs:
+    """The numbers of a launch. On a GPU they arrive in one copy, at a place that never moves, so a recorded launch reads the
+    new ones.
+
+    capacity: values of the largest launch, on a GPU.
+    """
+
+    def __init__(self, device: torch.device, capacity: int):
+        self.device = device
+        self.place = torch.zeros(capacity if device.type == "cuda" else 0, dtype=torch.int64, device=device)
+
+    def stage(self, fields: dict[str, np.ndarray]) -> Callable[[], dict[str, Tensor]]:
+        """Taken from the host now -> the work that gives them on the device, of equal shapes at equal
+        places."""
+        if self.device.type == "cpu":
+            here = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in fields.items()}
+            return lambda: here
+        sizes = [value.size for value in fields.values()]
+        total = sum(sizes)
+        assert total <= len(self.place), f"a launch of {total} numbers, where {len(self.place)} fit"
+        packed = torch.empty(total, dtype=torch.int64, pin_memory=True)
+        np.concatenate([value.reshape(-1) for value in fields.values()], out=packed.numpy(), casting="unsafe")
+
+        def arrive() -> dict[str, Tensor]:
+            self.place[:total].copy_(packed, non_blocking=True)
+            parts = self.place[:total].split(sizes)
+            return {
+                name: part.view(value.shape)
+                for (name, value), part in zip(fields.items(), parts, strict=True)
+            }
+
+        return arrive

@@ -1,0 +1,211 @@
+"""The CPU under the name of a GPU, and late: so that the branches which only a GPU takes run for real, with real
+numbers, on any machine.
+
+    with masquerade():             every tensor says that it is on "cuda"; what is asked for there is made on the CPU
+        torch.cuda.CUDAGraph       a list of operators over the very memory that they were recorded with. It does not keep
+                                   that alive: to read what was given back is an error, where a GPU would read another's
+        LateStream                 work waits until the host asks for its result, or by chance gets a part of it done
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from serving.engine import streams
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten.equal.default,
+}
+
+
+class Mask(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.device.__get__:
+            return CUDA
+        if func == Tensor.is_cuda.__get__:
+            return True
+        if func == Tensor.is_cpu.__get__:
+            return False
+        if func == Tensor.pin_memory:
+            return args[0].clone()
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        return func(*tree_map(unmasked, args), **tree_map(unmasked, kwargs))
+
+
+def unmasked(value: Any) -> Any:
+    is_cuda = isinstance(value, torch.device | str) and str(value).startswith("cuda")
+    return CPU if is_cuda else value
+
+
+class Freed(AssertionError):
+    """A recorded launch reads or writes memory that has been given back: on a GPU it is someone else's by
+    now."""
+
+
+class Outside:
+    """A tensor that was there before recording. As on a GPU, the graph knows where it is and does not keep it
+    alive."""
+
+    def __init__(self, tensor: Tensor, func: Any):
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.layout = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        self.what = f"{tuple(tensor.shape)} {tensor.dtype} of {func}"
+
+    def tensor(self) -> Tensor:
+        if self.storage.expired():
+            raise Freed(f"a recorded launch reads {self.what}, memory that nobody holds any more")
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        dtype, offset, shape, stride = self.layout
+        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+class Graph:
+    """Stands for torch.cuda.CUDAGraph: operators in order, each with the very memory that it was recorded
+    with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+
+    def replay(self) -> None:
+        def there(value: Any) -> Any:
+            return value.tensor() if isinstance(value, Outside) else value
+
+        for func, args, kwargs, kept in self.calls:
+            made = func(*tree_map(there, args), **tree_map(there, kwargs))
+            values = [value for value in tree_leaves(made) if isinstance(value, Tensor)]
+            for place, value in zip(kept, values, strict=True):
+                if place is not None:
+                    place.copy_(value)
+
+
+class Capture(TorchDispatchMode):
+    """Stands for torch.cuda.graph. Operators of this project are recorded whole, as kernels are."""
+
+    def __init__(self, graph: Graph, pool: object = None):
+        super().__init__()
+        self.graph, self.made = graph, dict[int, Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert func not in WAITS, f"{func} waits for the device: it cannot be recorded"
+
+        def seen(value: Any) -> Any:
+            is_outside = isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.made
+            return Outside(value, func) if is_outside else value
+
+        kept = tree_map(seen, args), tree_map(seen, kwargs)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **kwargs)
+        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        # of `to`, `reshape` and their like only now is it known
+        fresh = [t.untyped_storage()._cdata not in given for t in outs]
+        self.made |= {t.untyped_storage()._cdata: t for t, new in zip(outs, fresh, strict=True) if new}
+        if func._schema.is_mutable or any(fresh):  # a view needs no second run: where it points was settled
+            places = [t if new else None for t, new in zip(outs, fresh, strict=True)]
+            self.graph.calls.append((func, *kept, places))
+        return out
+
+
+class Event:
+    def record(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+class CudaStream:
+    def __init__(self, device: object = None): ...
+    def wait_event(self, event: object) -> None: ...
+
+
+class LateCopy:
+    """Stands for AsyncCopy."""
+
+    def __init__(self, stream: LateStream):
+        self.stream = stream
+        self.values: tuple[Tensor, ...] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        self.stream.advance()
+        return self.values is not None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        while self.values is None:
+            self.stream.do_next()
+        return self.values
+
+    def read(self) -> tuple[np.ndarray, ...]:
+        return tuple(value.numpy() for value in self.tensors())
+
+
+class LateStream(streams.Stream):
+    chance = random.Random(0)
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.queue: deque[tuple[Callable[[], Sequence[Tensor]], LateCopy]] = deque()
+
+    def run(self, work: Callable[[], Sequence[Tensor]], observer: object = None) -> Any:
+        copy = LateCopy(self)
+        self.queue.append((work, copy))
+        return copy
+
+    def here(self) -> Any:
+        """What is launched within comes behind what is in the queue."""
+        while self.queue:
+            self.do_next()
+        return nullcontext()
+
+    def borrow(self, tensor: Tensor) -> None: ...
+
+    def advance(self) -> None:
+        for _ in range(self.chance.choice((0, 0, 1, 3))):
+            if self.queue:
+                self.do_next()
+
+    def do_next(self) -> None:
+        work, copy = self.queue.popleft()
+        with torch.inference_mode():
+            copy.values = tuple(value.clone() for value in work())
+
+
+@contextmanager
+def masquerade() -> Iterator[None]:
+    answers = {
+        "is_available": lambda: True,
+        "synchronize": lambda device=None: None,
+        "graph_pool_handle": lambda: (0, 0),
+        "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
+        "CUDAGraph": Graph,
+        "graph": Capture,
+        "Event": Event,
+        "Stream": CudaStream,
+        "stream": lambda stream: nullcontext(),
+    }
+    with ExitStack() as stack:
+        for name, value in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(streams, "Stream", LateStream))
+        stack.enter_context(Mask())
+        yield

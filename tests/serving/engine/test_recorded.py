@@ -1,0 +1,71 @@
+"""What an engine does on a GPU, on a CPU that calls itself one (tests/masquerade.py): recorded launches, padded to
+a bucket and replayed with new numbers, on streams that are late; requests that come and go at any moment. What is
+heard is what each says alone.
+
+ZOO_RECORDED_REQUESTS=500 asks more of every family.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from masquerade import CUDA, LateStream, masquerade
+from models import NAMES, TOYS, Clock, Listener, alone, directory, requests
+
+import zoo
+from serving.engine.engine import Engine
+from zoo.contract import Family
+
+NUM_REQUESTS = int(os.environ.get("ZOO_RECORDED_REQUESTS", 0))  # 0: few
+TOLERANCE = 1e-4
+
+
+def on_gpu(name: str) -> Family[Any]:
+    made = TOYS[name]() if name in TOYS else zoo.load(directory(name, "tiny"), "cuda", "float32")
+    assert made.device == CUDA, f"{name} is on {made.device}"
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_recorded_and_late_says_what_each_says_alone(name):
+    chance = random.Random(len(name))
+    LateStream.chance = random.Random(7)
+    num = NUM_REQUESTS or (60 if name in TOYS else 12)
+    kinds = requests(name, 12, max_frames=9)
+    said = [chance.choice(kinds) for _ in range(num)]
+    truth = {request: alone(name, request) for request in set(said)}
+    cancelled = {i for i in range(num) if chance.random() < 0.2}
+    listeners = [Listener() for _ in said]
+    with masquerade():
+        engine = Engine(on_gpu(name), max_slots=3, compile=False, clock=Clock())
+        engine.warm(lambda *_: None)
+        [model] = engine.models.values()
+        assert model.runner.step_graphs.recorded and model.runner.render_graphs.recorded
+        free, turn, asked, leaving = engine.pages.free, 0, 0, dict[int, list[int]]()
+        while asked < num or engine.num_requests:
+            if asked < num and engine.num_requests < 6 and chance.random() < 0.6:
+                engine.speak(str(asked), said[asked], listeners[asked])
+                if asked in cancelled:
+                    leaving.setdefault(turn + chance.choice((0, 1, 2, 4, 7)), []).append(asked)
+                asked += 1
+            for i in leaving.pop(turn, ()):
+                engine.cancel(str(i))
+            engine.turn()
+            engine.clock.now_s += 0.03
+            turn += 1
+            assert turn < 400 * num, "the engine does not come to an end"
+        while engine.turn():
+            pass
+        assert engine.pages.free == free and len(model.free_slots) == 3
+        assert model.runner.graph_misses == 0
+    ended = [i for i in range(num) if listeners[i].reason in ("stop", "length")]
+    assert len(ended) > num // 2
+    for i in ended:
+        want = truth[said[i]].samples.numpy()
+        heard = listeners[i].samples
+        assert len(heard) == len(want), f"request {i}, {said[i]}"
+        assert np.abs(heard - want).max(initial=0) < TOLERANCE, f"request {i}, {said[i]}"
