@@ -16,7 +16,7 @@ serve: $(VENV)/.installed $(MODEL)
 	$(BIN)/zoo serve $(MODEL) --port $(PORT)
 
 test: $(VENV)/.installed
-	ZOO_ALL_MUTATIONS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -180,7 +180,7 @@ class LateStream(streams.Stream):
     def borrow(self, tensor: Tensor) -> None: ...
 
     def advance(self) -> None:
-        for _ in range(self.chance.choice((0, 0, 1, 3))):
+        for _ in range(self.chance.choice((0, 0, 0, 0, 1, 3))):
             if self.queue:
                 self.do_next()
 

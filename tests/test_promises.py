@@ -25,6 +25,10 @@ from serving.engine.scheduler import Chunk, Policy, Render
 from zoo.contract import Family, Request, State, View, Window
 
 every_family = pytest.mark.parametrize("name", NAMES)
+# what is the engine's more than the family's: the toys are enough for the inner loop
+slow_for_families = pytest.mark.parametrize(
+    "name", [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 # fp32, other shapes, loud random weights: up to 2e-5 is rounding, which the test in float64 shows
 SAMPLES = {"rtol": 0, "atol": 5e-5}
 Lengths = dict[tuple[int, int], int]  # by (slot, lane)
@@ -267,7 +271,7 @@ def render_in(
     return [torch.cat(parts) for parts in pieces]
 
 
-@every_family
+@slow_for_families
 @pytest.mark.parametrize(
     "sizes", [[[1]] * 3, [[2]] * 3, [[4]] * 3, [[25]] * 3, [[1, 4, 25], [3], [25, 2]]], ids=str
 )
@@ -304,7 +308,7 @@ def test_windows_joined_equal_the_tape_at_once(name, sizes):
         torch.testing.assert_close(heard, whole[:num_samples], rtol=0, atol=1e-6)
 
 
-@every_family
+@slow_for_families
 @pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize("policy", ["streaming", "throughput"])
 def test_streamed_equals_generated(name, policy, report_lag):
@@ -336,7 +340,7 @@ def test_streamed_equals_generated(name, policy, report_lag):
         )
 
 
-@every_family
+@slow_for_families
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_a_deterministic_engine_gives_equal_requests_equal_bits(name, report_lag):
     """Alone, or beside others that come and go; with windows that are cut by the same frames."""
@@ -465,6 +469,7 @@ def moment(engine: Engine, id: str) -> str:
     return "speaking"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize(
     ("name", "num_requests"),

@@ -2,10 +2,13 @@
 
 import signal
 
+import pytest
+
 from tests.attack import stopping
 from tests.attack.report import Row, table
 
 
+@pytest.mark.slow
 def test_nobody_takes_a_cut_answer_for_the_whole(tmp_path, monkeypatch):
     """All processes of a server with 8 open answers are told to stop: none of them can be over by then."""
     monkeypatch.setattr(stopping, "OPEN", 8)

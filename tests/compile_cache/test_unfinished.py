@@ -61,6 +61,7 @@ def test_what_a_killed_process_left_is_dropped_with_one_line(tmp_path, capfd):
     assert capfd.readouterr().err == said
 
 
+@pytest.mark.slow
 def test_what_was_whole_before_stays(tmp_path, capfd):
     killed = start(tmp_path, "whole", "settle", "stay")
     killed.send_signal(signal.SIGKILL)

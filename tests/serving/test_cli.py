@@ -156,18 +156,21 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(zoo):
         )
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_no_model_ends_the_server(tmp_path):
     done = process("serve", tmp_path, "--port", 0)
     line = f"zoo: {tmp_path} is not a model: it has no config.json"
     assert done.returncode == 2 and any(said.startswith(line) for said in done.stderr.splitlines())
 
 
+@pytest.mark.slow
 def test_a_bad_directory_among_good_ones_ends_the_server_and_is_named(checkpoint, tmp_path):
     done = process("serve", f"good={checkpoint}", f"bad={tmp_path}", "--port", 0)
     line = f"zoo: model 'bad': {tmp_path} is not a model: it has no config.json"
     assert done.returncode == 2 and any(said.startswith(line) for said in done.stderr.splitlines())
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_ends_the_server(checkpoint):
     done = process("serve", checkpoint, "--port", 0, "--device", "nowhere")
     assert done.returncode == 2 and any(
@@ -286,6 +289,7 @@ def test_say_in_the_voice_of_a_recording(zoo, tmp_path):
     assert "zoo: --reference-text: a transcript" in refused(say("--reference", sample))
 
 
+@pytest.mark.slow
 def test_bench_measures_a_model(checkpoint):
     done = process(
         "bench",

@@ -134,6 +134,7 @@ def test_an_engine_that_cannot_start_ends_the_server(start, capfd, how, status, 
     assert capfd.readouterr().err.endswith(says)
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("sleeps_s", [1.0, 60.0])
 def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(
@@ -165,6 +166,7 @@ def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(
     assert ("the engine has been silent for 2 s: killing it" in capfd.readouterr().err) is hung
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_again_and_again_is_given_up(start, capfd):
     async def scene():
         async with start() as (task, client):
@@ -181,6 +183,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(start, capfd):
     assert said.count("starting it again") == supervisor.MAX_DEATHS and "giving up" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_with_open_streams(start, number):
     async def scene():

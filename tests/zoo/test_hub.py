@@ -170,6 +170,7 @@ def test_offline_from_the_cache(model, tmp_path, monkeypatch):
     assert done.stdout == f"{snapshot}\n", done.stderr
 
 
+@pytest.mark.slow
 def test_offline_by_the_command_line(tmp_path):
     cached(tmp_path)
     done = offline(tmp_path, "inspect", "org/name", "--json")

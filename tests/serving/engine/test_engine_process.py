@@ -340,6 +340,7 @@ def test_bytes_that_are_no_message_end_their_connection_alone(bridge, engine, pe
     stranger.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds threads in /proc")
 @pytest.mark.parametrize("is_main", [True, False])
 def test_a_signal_ends_an_idle_engine_of_several_models(tmp_path, is_main):

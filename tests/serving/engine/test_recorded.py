@@ -30,18 +30,21 @@ def on_gpu(name: str) -> Family[Any]:
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
+EACH = [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_what_is_recorded_and_late_says_what_each_says_alone(name):
     chance = random.Random(len(name))
     LateStream.chance = random.Random(7)
-    num = NUM_REQUESTS or (60 if name in TOYS else 12)
+    num = NUM_REQUESTS or (60 if name in TOYS else 8)
     kinds = requests(name, 12, max_frames=9)
     said = [chance.choice(kinds) for _ in range(num)]
     truth = {request: alone(name, request) for request in set(said)}
-    cancelled = {i for i in range(num) if chance.random() < 0.2}
+    cancelled = {i for i in range(num) if chance.random() < 0.4}
     listeners = [Listener() for _ in said]
     with masquerade():
-        engine = Engine(on_gpu(name), max_slots=3, compile=False, clock=Clock())
+        engine = Engine(on_gpu(name), max_slots=2, compile=False, clock=Clock())
         engine.warm(lambda *_: None)
         [model] = engine.models.values()
         assert model.runner.step_graphs.recorded and model.runner.render_graphs.recorded
@@ -60,10 +63,10 @@ def test_what_is_recorded_and_late_says_what_each_says_alone(name):
             assert turn < 400 * num, "the engine does not come to an end"
         while engine.turn():
             pass
-        assert engine.pages.free == free and len(model.free_slots) == 3
+        assert engine.pages.free == free and len(model.free_slots) == 2
         assert model.runner.graph_misses == 0
     ended = [i for i in range(num) if listeners[i].reason in ("stop", "length")]
-    assert len(ended) > num // 2
+    assert len(ended) > num // 3
     for i in ended:
         want = truth[said[i]].samples.numpy()
         heard = listeners[i].samples

@@ -70,6 +70,7 @@ def long(**fields) -> Request:
 # each as alone
 
 
+@pytest.mark.slow
 @LAGS
 def test_each_speaks_as_it_does_alone(report_lag):
     """Every family there is, and one whose rows are odd. Requests come a few at a time, in no order, onto

@@ -131,6 +131,7 @@ def test_a_reader_that_leaves_counts_as_cancelled(server, monkeypatch):
     assert outcomes(server)["stop"] == 0
 
 
+@pytest.mark.slow
 def test_a_slow_reader_is_not_left(server):
     body = server.body("frames 3000", response_format="pcm")
     heard = 0

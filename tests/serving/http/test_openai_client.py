@@ -154,6 +154,7 @@ def test_errors_are_openais(server, client):
 # a model that takes references, beside one that does not
 
 
+@pytest.mark.slow
 def test_two_models_speak_side_by_side_as_each_alone(client, cloner):
     [demo_model, talker] = cloner.models.list().data
     assert (demo_model.id, demo_model.modes, talker.id, talker.modes) == (

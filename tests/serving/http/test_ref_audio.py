@@ -218,6 +218,7 @@ def test_of_several_references_the_wrong_one_is_named(choir):
     assert fault["param"] == "references" and "give each its text" in fault["message"]
 
 
+@pytest.mark.slow
 def test_references_that_are_too_much_together(choir):
     file = io.BytesIO()
     soundfile.write(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 from served import connected, serving
 
+pytestmark = pytest.mark.slow
 FORMATS = ["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
 

@@ -32,6 +32,7 @@ def followed(plain: zoo.Family, served: zoo.Family, request: Request) -> dict:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.families())
 def test_the_served_form_says_what_the_plain_one_says(name):
     result = parity(tiny(name), device="cpu", dtype="float32", compile=False, frames=6)

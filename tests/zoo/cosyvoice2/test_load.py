@@ -101,6 +101,7 @@ def test_a_wrong_value_of_the_yaml_is_named(copy, old, new, says):
     assert says in refusal(copy)
 
 
+@pytest.mark.slow
 def test_every_mutation_of_the_language_model_s_config_is_described_or_refused_in_one_line(copy):
     file = copy / "CosyVoice-BlankEN" / "config.json"
     config = json.loads(file.read_text())

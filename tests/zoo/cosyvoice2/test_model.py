@@ -118,6 +118,7 @@ def rendered(model: CosyVoice2, voice: str, codes: Tensor, size: int) -> Tensor:
     return torch.cat(heard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("voice", ["demo", "sound"])
 @pytest.mark.parametrize("past_tokens", [150, 500])
 def test_a_stream_equals_the_tape_at_once_beyond_the_past_that_it_keeps(model, voice, past_tokens):
@@ -131,6 +132,7 @@ def test_a_stream_equals_the_tape_at_once_beyond_the_past_that_it_keeps(model, v
         torch.testing.assert_close(rendered(exact, voice, codes, size), whole, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_past_that_is_too_short_changes_the_speech(model):
     """The bound is no exact form of what the reference computes."""
     codes = torch.arange(260) * 733 % 6561

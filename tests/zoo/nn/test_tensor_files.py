@@ -286,6 +286,7 @@ def test_a_cache_that_links_its_files_from_elsewhere(tmp_path):
 # memory
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 @pytest.mark.parametrize(("pattern", "save"), SHARDS)
 def test_loading_takes_one_shard_of_memory_beside_the_model(pattern, save, tmp_path):

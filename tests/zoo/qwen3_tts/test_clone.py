@@ -426,6 +426,7 @@ def test_the_join_is_exact_and_windows_do_not_show(sizes):
 # promises of the engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize("policy", ["streaming", "throughput"])
 def test_streamed_and_batched_equals_alone(policy, report_lag):
