@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -86,10 +87,18 @@ def serve(
     device: Device = None,
     dtype: DType = None,
     max_slots: Annotated[
-        int, Option(min=1, max=1024, help="How many requests speak at once, of each model.")
-    ] = 8,
+        int | None,
+        Option(
+            min=1,
+            max=1024,
+            help="How many requests speak at once, of each model: 8 on a CPU, on a GPU as many as fit, up to 64.",
+        ),
+    ] = None,
     kv_memory: Annotated[
-        str | None, Option(help="Memory for the KV cache, of all models: 4GiB, 512MiB or bytes.")
+        str | None,
+        Option(
+            help="Memory for the KV cache, of all models: 4GiB, 512MiB or bytes; on a GPU, what weights and states leave."
+        ),
     ] = None,
     policy: Annotated[
         Literal["streaming", "throughput"], Option(help="First audio early, or most audio in all.")
@@ -298,12 +307,15 @@ def parsed_option(given: str, spec: Spec) -> tuple[str, Value]:
 @app.command()
 def inspect(
     model: Annotated[str, Argument(help="A directory, or ORG/NAME on the Hugging Face Hub.")],
+    slots: Annotated[int, Option(min=1, max=1024, help="Of the memory plan: requests at once.")] = 8,
+    dtype: DType = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
-    """What a model is, without loading its weights."""
+    """What a model is and what memory it takes, without loading its weights."""
     import zoo
 
     facts = zoo.inspect(model)
+    facts["memory"] = memory(model, slots, dtype or "bfloat16")
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -312,16 +324,33 @@ def inspect(
     from rich.table import Table
 
     table = Table(title=model, show_header=False, title_justify="left")
-    options = facts.pop("options")
+    options, taken = facts.pop("options"), facts.pop("memory")
+    for name, value in taken.items():
+        facts[f"memory: {name.removesuffix('_bytes')}"] = (
+            f"{value / 2**20:,.1f} MiB" if name.endswith("_bytes") else value
+        )
     for name, value in facts.items():
         table.add_row(name, readable(value))
     Console().print(table)
-    taken = Table("name", "possible", "default", "", title="options", title_justify="left")
+    possible = Table("name", "possible", "default", "", title="options", title_justify="left")
     for name, option in options.items():
         default = "" if option["default"] is None else readable(option["default"])
-        taken.add_row(name, option["possible"], default, option["help"])
-    Console().print(taken)
+        possible.add_row(name, option["possible"], default, option["help"])
+    Console().print(possible)
     return 0
+
+
+def memory(model: str, slots: int, dtype: str) -> dict[str, int | str]:
+    """The memory plan; why there is none, where a file of weights is missing or wrong."""
+    import zoo
+    from serving.engine.memory_plan import plan
+
+    try:
+        made = plan(zoo.load(model, "meta", dtype), slots)
+    except ValueError as error:
+        return {"unknown": str(error)}
+    parts = asdict(made) | {"total": made.total}
+    return {"slots": parts.pop("slots"), "dtype": dtype} | {f"{name}_bytes": n for name, n in parts.items()}
 
 
 @app.command()

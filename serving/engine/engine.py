@@ -32,9 +32,10 @@ from compile_cache import threads, unfinished
 from compile_cache.counts import counts
 from serving.engine import warmup
 from serving.engine.job import Audio, Event, Failed, Finished, Job, Text
+from serving.engine.memory_plan import usual_kv_bytes
 from serving.engine.model_worker import ModelWorker
 from serving.engine.pages import Pages
-from serving.engine.runner import PAGE_TOKENS, Arena, token_bytes
+from serving.engine.runner import Arena
 from zoo.contract import Family, Prompt, Request, RequestError
 
 __all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Text"]
@@ -367,9 +368,3 @@ def resident_bytes() -> int:
     """Of this process; 0 where the system does not tell."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
-
-
-def usual_kv_bytes(family: Family[Any], max_slots: int) -> int:
-    """Room for 1,024 positions a slot, and for one request of the model's longest."""
-    tokens = max(1024 * max_slots, family.spec.max_frames + 1024) + 2 * PAGE_TOKENS
-    return family.spec.lanes * tokens * token_bytes(family)

@@ -29,12 +29,14 @@ from functools import partial
 import msgspec
 import numpy as np
 import structlog
+import torch
 
 import zoo
 from compile_cache import threads
 from serving import logs, protocol
 from serving.audio import pcm16
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
+from serving.engine.memory_plan import SPARE_PART, fit
 from serving.engine.prepare_for_host import prepare_for_host, use_cache_dir
 from serving.exit_with_parent import exit_with_parent
 from zoo.contract import Family, Spec
@@ -46,6 +48,7 @@ STATUS = {"no_audio": 422, "engine_stopped": 503}
 PROMPT_THREADS = 2
 MAX_REFERENCE_PROMPTS = 16  # that are being built, or wait for it, with their recordings in memory
 STATS_S = 1.0
+CPU_SLOTS = 8
 
 log = structlog.get_logger()
 
@@ -57,7 +60,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     models: dict[str, str]  # their directories, by the id that clients know
     device: str | None = None  # the GPU where there is one
     dtype: str | None = None
-    max_slots: int = 8
+    max_slots: int | None = None  # 8 on a CPU; on a GPU as many as there is memory for, 64 at most
     kv_bytes: int | None = None
     policy: str = "streaming"
     warm: bool = True
@@ -286,6 +289,18 @@ def load(
     return families
 
 
+def sizes(options: Options) -> tuple[int, int | None]:
+    """How many slots a model has, and the bytes of the KV cache. On a GPU, what is not given follows from its free
+    memory, before any of it is taken. Raises ValueError where it is too little."""
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return options.max_slots or CPU_SLOTS, options.kv_bytes
+    room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(device)[0])
+    shapes = [zoo.load(path, "meta", options.dtype or "bfloat16") for path in options.models.values()]
+    slots, kv_bytes = fit(shapes, room, options.max_slots)
+    return slots, kv_bytes if options.kv_bytes is None else options.kv_bytes
+
+
 def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
     """Calls `stop` on the loop's thread after SIGTERM, SIGINT or SIGHUP. To be called on the main thread.
 
@@ -344,6 +359,7 @@ def main() -> None:
         bridge.tell(protocol.Status(state, progress, detail))
 
     try:
+        max_slots, kv_bytes = sizes(options)
         families = load(options.models, options.device, options.dtype, partial(tell, "loading"))
         for name, family in families.items():
             if family.spec.licence:
@@ -352,8 +368,8 @@ def main() -> None:
             prepare_for_host(*families.values(), compile=options.compile)
         engine = Engine(
             families,
-            max_slots=options.max_slots,
-            kv_bytes=options.kv_bytes,
+            max_slots=max_slots,
+            kv_bytes=kv_bytes,
             policy=options.policy,
             compile=options.compile,
             is_deterministic=options.deterministic,

@@ -193,10 +193,12 @@ def _place(module: nn.Module, name: str, value: Tensor) -> None:
 def _fill(
     module: nn.Module, wanted: Table, read: Callable[[str], Tensor], path: Path, change: Change | None = None
 ) -> None:
-    """Raises ValueError for a tensor that is not finite."""
+    """Reads nothing for what is on `meta`. Raises ValueError for a tensor that is not finite."""
     tensors = _tensors(module)
     for theirs, ours in wanted.items():
         target = _view(module, tensors, ours)
+        if target.is_meta:
+            continue
         value = read(theirs)
         target.copy_(value if change is None else change(theirs, value))
         if not _is_finite(target):  # looked for in what was written, since that lies where the device is fast

@@ -1,0 +1,165 @@
+"""What a model takes of a device, before any of it is taken: counted over tensors without memory (`meta`), so
+it takes seconds and reads no weight."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from serving.engine.runner import INT, PAGE_TOKENS, token_bytes
+from zoo.contract import Batch, Family, View
+
+SPARE_PART = 0.1  # of a GPU's memory, for what is not counted: the context, libraries, fragments
+SLOTS = (64, 32, 16, 8, 4, 2, 1)  # that are tried, where nobody says how many
+PREFILL_TOKENS = 256  # of the launch that is counted
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes. launch: what the largest launch needs beside what it reads and writes: of the prefill and the
+    renders, which run side by side."""
+
+    slots: int
+    weights: int
+    state: int  # of all slots: tapes, the decoder's past
+    launch: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.state + self.launch + self.kv_cache
+
+
+def plan(family: Family[Any], slots: int, kv_bytes: int | None = None) -> MemoryPlan:
+    """family: on `meta` or any other device; kv_bytes None: `usual_kv_bytes`."""
+    weights = num_bytes([*family.parameters(), *family.buffers()])
+    one, two = (num_bytes(state_tensors(family.state(n))) for n in (1, 2))
+    state = one + (slots - 1) * (two - one)
+    launch = launch_bytes(family, slots) if family.device.type == "meta" else 0
+    return MemoryPlan(
+        slots, weights, state, launch, usual_kv_bytes(family, slots) if kv_bytes is None else kv_bytes
+    )
+
+
+def usual_kv_bytes(family: Family[Any], slots: int) -> int:
+    """Room for 1,024 positions a slot, and for one request of the model's longest."""
+    tokens = max(1024 * slots, family.spec.max_frames + 1024) + 2 * PAGE_TOKENS
+    return family.spec.lanes * tokens * token_bytes(family)
+
+
+def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None) -> tuple[int, int]:
+    """Families on `meta`, and a device's bytes -> how many slots each may have (`max_slots`, where it is given), and
+    the bytes of the KV cache: all that is left beside weights, states and launches. Raises ValueError where that is
+    too little."""
+    families = list(families)
+    for slots in SLOTS if max_slots is None else (max_slots,):
+        plans = [plan(family, slots) for family in families]
+        left = room - sum(one.total - one.kv_cache for one in plans)
+        if left >= sum(one.kv_cache for one in plans):
+            return slots, left
+    needed = ", ".join(
+        f"{family.spec.family} {one.total}" for family, one in zip(families, plans, strict=True)
+    )
+    raise ValueError(
+        f"the device has {room} bytes to give; with max_slots {slots} these are needed: {needed}: serve with fewer "
+        "slots, fewer models or another dtype"
+    )
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Each memory counted once."""
+    storages = {id(s := tensor.untyped_storage()): s for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def state_tensors(thing: object) -> list[Tensor]:
+    """Those of a state, and of what it keeps beside its own."""
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, Mapping):
+        parts = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        parts = list(thing)
+    elif isinstance(thing, nn.Module) or not type(thing).__module__.startswith(("zoo.", "toy")):
+        return []
+    else:
+        parts = list(vars(thing).values())
+    return [tensor for part in parts for tensor in state_tensors(part)]
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made within took at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known = weakref.WeakSet[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in before:
+                self._count(storage)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self.known:
+            return
+        self.known.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._release, size)
+
+    def _release(self, size: int) -> None:
+        self.now -= size
+
+
+def launch_bytes(family: Family[Any], slots: int) -> int:
+    """Of the largest prefill and the largest render."""
+    state = family.state(slots)
+    window = family.spec.window
+    length = window.lengths[-1] if window.lengths else 0
+    rows = meta(np.zeros(slots, INT))
+    view = View(rows, rows, rows, rows.bool(), window.sizes[-1], length)
+    inputs = torch.empty(PREFILL_TOKENS, family.spec.width, dtype=family.dtype, device="meta")
+    return peak_bytes(lambda: family.hidden(inputs, prefill_batch(family))) + peak_bytes(
+        lambda: family.render(state, view)
+    )
+
+
+def peak_bytes(launch: Callable[[], object]) -> int:
+    with torch.inference_mode(), Peak() as peak:
+        launch()
+    return peak.most
+
+
+def prefill_batch(family: Family[Any]) -> Batch:
+    """One prompt."""
+    kv, tokens = family.spec.kv, np.arange(PREFILL_TOKENS, dtype=INT)
+    pages = -(-PREFILL_TOKENS // PAGE_TOKENS)
+    rows = pages * 2 * kv.num_layers * PAGE_TOKENS
+    return Batch(
+        slots=meta(tokens[:1]),
+        positions=meta(tokens),
+        kv_write_index=meta(tokens),
+        page_table=meta(tokens[None, :pages]),
+        kv_lens=meta(tokens[:1]),
+        cu_seqlens=meta(tokens[:2]),
+        kv=torch.empty(rows, kv.num_heads, kv.head_dim, dtype=family.dtype, device="meta"),
+        page_tokens=PAGE_TOKENS,
+        is_audio=meta(tokens.astype(bool)),
+    )
+
+
+def meta(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.copy()).to("meta")

@@ -1,0 +1,89 @@
+"""What a model will take of a device, counted before any of it is taken."""
+
+import pytest
+import torch
+from models import directory, family
+
+import zoo
+from serving.engine.engine_process import Options, sizes
+from serving.engine.memory_plan import SPARE_PART, Peak, fit, num_bytes, plan, state_tensors, usual_kv_bytes
+
+FAMILIES = pytest.mark.parametrize("name", zoo.families())
+
+
+def shapes(name, dtype="float32"):
+    return zoo.load(directory(name, "tiny"), "meta", dtype)
+
+
+@FAMILIES
+def test_weights_and_state_are_what_the_loaded_model_has(name):
+    made, real = plan(shapes(name), 3), family(name)
+    assert made.weights == num_bytes([*real.parameters(), *real.buffers()])
+    assert made.state == num_bytes(state_tensors(real.state(3)))
+    assert made.kv_cache == usual_kv_bytes(real, 3)
+
+
+@FAMILIES
+def test_a_model_of_shapes_reads_no_weight(name, tmp_path, monkeypatch):
+    def read(*_):
+        raise AssertionError("a weight is read")
+
+    monkeypatch.setattr("zoo.nn.checkpoint._is_finite", read)
+    assert {p.device.type for p in shapes(name).parameters()} == {"meta"}
+
+
+def test_the_most_that_is_there_at_once():
+    with Peak() as peak:
+        x = torch.empty(100, device="meta")
+        y = x + 1  # 800 bytes
+        del x
+        z = (y + 1).view(10, 10)  # 800 again, and a view
+        del y, z
+        torch.empty(150, device="meta")
+    assert peak.most == 800 and peak.now == 0
+
+
+def test_more_slots_want_more_of_all_but_weights():
+    few, many = (plan(shapes("qwen3_tts"), slots) for slots in (2, 16))
+    assert few.weights == many.weights
+    assert few.state < many.state and few.launch < many.launch and few.kv_cache < many.kv_cache
+
+
+@pytest.mark.slow
+def test_as_many_slots_as_there_is_room_for():
+    model = shapes("qwen3_tts")
+    exact = plan(model, 8)
+    assert fit([model], exact.total) == (8, exact.kv_cache)
+    slots, kv_bytes = fit([model], exact.total - 1)
+    assert slots == 4 and kv_bytes > exact.kv_cache // 2
+    assert fit([model], 1 << 40)[0] == 64
+    assert fit([model], 1 << 40, max_slots=3)[0] == 3
+    with pytest.raises(ValueError, match="the device has 1000 bytes to give; with max_slots 1 .*qwen3_tts"):
+        fit([model], 1000)
+
+
+def test_a_gpu_s_free_memory_decides_what_nobody_gave(monkeypatch):
+    exact = plan(shapes("qwen3_tts", "bfloat16"), 2)
+    models = {"a": str(directory("qwen3_tts", "tiny"))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    free = int(exact.total / (1 - SPARE_PART)) + 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    slots, kv_bytes = sizes(Options("", models))
+    assert slots == 2 and 0 <= kv_bytes - exact.kv_cache <= 1
+    assert sizes(Options("", models, max_slots=1))[1] > kv_bytes
+    assert sizes(Options("", models, max_slots=1, kv_bytes=77)) == (1, 77)
+    with pytest.raises(ValueError, match="with max_slots 4 these are needed"):
+        sizes(Options("", models, max_slots=4))
+
+
+def test_a_cpu_is_not_asked():
+    assert sizes(Options("", {"a": "nowhere"}, device="cpu")) == (8, None)
+    assert sizes(Options("", {"a": "nowhere"}, device="cpu", max_slots=3, kv_bytes=5)) == (3, 5)
+
+
+@pytest.mark.slow
+def test_several_models_share_the_room():
+    models = [shapes("qwen3_tts"), shapes("higgs_v3")]
+    both = [plan(model, 4) for model in models]
+    slots, kv_bytes = fit(models, sum(one.total for one in both))
+    assert slots == 4 and kv_bytes == sum(one.kv_cache for one in both)
