@@ -29,6 +29,9 @@ class Strategy:
     step: Lowering = Whole()
     prefill: Lowering = Eager()  # of `hidden`, over many positions: once a request, and its shapes vary
     render: Lowering = Eager()
+    # on a GPU, where every shape is recorded
+    gpu_prefill: Lowering = Whole()
+    gpu_render: Lowering = Whole()
     fp32: tuple[str, ...] = ()
     # sizes of recorded launches; a smaller batch is padded up to one
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)

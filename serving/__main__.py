@@ -51,6 +51,10 @@ UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 Model = Annotated[str, Option("-m", "--model", help="A directory, or ORG/NAME on the Hugging Face Hub.")]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one.")]
+Codec = Annotated[
+    Literal["float32", "tf32"],
+    Option(help="How a GPU multiplies in the codec; tf32 is faster, zoo parity says what it costs."),
+]
 VoicesDir = Annotated[
     Path | None,
     Option(
@@ -110,6 +114,7 @@ def serve(
             help="Equal requests give equal bytes, whoever else speaks; slower where few do.",
         ),
     ] = False,
+    codec: Codec = "float32",
     warm: Annotated[bool, Option(help="Run every shape before the first request.")] = True,
     compile: Annotated[bool, Option(help="Compile the model, or run it eagerly.")] = True,
     cache_dir: Annotated[Path | None, Option(help="Where compiled code is kept between starts.")] = None,
@@ -156,6 +161,7 @@ def serve(
         "max_slots": max_slots,
         "kv_bytes": None if kv_memory is None else num_bytes(kv_memory),
         "policy": policy,
+        "codec": codec,
         "deterministic": deterministic,
         "warm": warm,
         "compile": compile,
@@ -440,6 +446,7 @@ def parity(
     device: Device = None,
     dtype: DType = None,
     compile: Annotated[bool, Option(help="Compile the served form.")] = True,
+    codec: Codec = "float32",
     reference_python: ReferencePython = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
@@ -461,6 +468,7 @@ def parity(
         dtype=dtype,
         compile=compile,
         frames=frames,
+        codec=codec,
         reference_python=str(reference_python) if reference_python.exists() else None,
         log_line=partial(print, file=sys.stderr, flush=True),
     )

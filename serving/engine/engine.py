@@ -42,6 +42,7 @@ __all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Text"]
 
 
 STOPPED = "the engine stopped while it worked on this request"
+CODECS = ("float32", "tf32")
 INTERNAL = "an error in the engine; its log says more"
 
 log = structlog.get_logger()
@@ -59,7 +60,8 @@ class Engine:
     """Families by name, or just one, each with `max_slots` slots and `max_waiting` places in its queue, and
     one arena for them all.
 
-    kv_bytes None: for each room for 1,024 positions a slot, and for one request of the model's longest.
+    kv_bytes None: for each room for 1,024 positions a slot, and for one request of the model's longest. codec: in
+    which precision a GPU renders, "tf32" or "float32".
     Raises ValueError for settings that leave no room.
     """
 
@@ -74,11 +76,19 @@ class Engine:
         compile: bool = True,
         report_lag: int | None = None,
         is_deterministic: bool = False,
+        codec: str = "float32",
         clock: Callable[[], float] = time.monotonic,
     ):
+        named = {families.spec.family: families} if isinstance(families, Family) else dict(families)
+        if codec not in CODECS:
+            raise ValueError(f"codec {codec!r} is no precision; possible: {', '.join(CODECS)}")
+        device = next(iter(named.values())).device
+        if codec == "tf32" and device.type != "cuda":
+            raise ValueError(
+                f"codec tf32 is arithmetic of a GPU, and the model is on {device.type}: use float32"
+            )
         if max_slots < 1:
             raise ValueError(f"max_slots is {max_slots}; at least 1 is needed")
-        named = {families.spec.family: families} if isinstance(families, Family) else dict(families)
         if kv_bytes is None:
             kv_bytes = sum(usual_kv_bytes(family, max_slots) for family in named.values())
         self.arena = Arena(list(named.values()), kv_bytes)
@@ -95,6 +105,7 @@ class Engine:
                 report_lag=report_lag,
                 clock=clock,
                 is_deterministic=is_deterministic,
+                codec=codec,
             )
             for name, family in named.items()
         }

@@ -65,6 +65,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     policy: str = "streaming"
     warm: bool = True
     compile: bool = True
+    codec: str = "float32"  # a GPU's precision of renders: "tf32" or "float32"
     deterministic: bool = False  # equal requests give equal bytes, whoever else speaks
     parent_fd: int | None = None
 
@@ -373,6 +374,7 @@ def main() -> None:
             policy=options.policy,
             compile=options.compile,
             is_deterministic=options.deterministic,
+            codec=options.codec,
         )
     except ValueError as error:
         sys.stderr.write(f"zoo: {error}\n")

@@ -42,6 +42,7 @@ class ModelWorker:
         report_lag: int,
         clock: Callable[[], float],
         is_deterministic: bool = False,
+        codec: str = "float32",
     ):
         spec = family.spec
         self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
@@ -54,7 +55,7 @@ class ModelWorker:
             num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes, chunk_tokens
         )
         self.runner = Runner(
-            family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens
+            family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens, codec
         )
         self.salt = next(_salts)
         self.is_deterministic = is_deterministic

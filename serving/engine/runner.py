@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compile_cache.graphs import Graphs
 from compile_cache.lower import lower
-from compile_cache.strategy import Eager
+from compile_cache.strategy import Eager, Lowering
 from serving.engine.scheduler import Chunk, Render
 from serving.engine.streams import AsyncCopy, LaunchInputs, Observer, Streams
 from zoo.contract import Batch, Family, Lane, Prompt, View
@@ -137,8 +137,9 @@ class Arena:
 class Runner:
     """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
 
-    prefill_tokens: of one launch, at most. observer: told of each launch once it returned, and of each wait for
-    the device. What it does to the state is in the launch's report. timer: what launches are timed by.
+    prefill_tokens: of one launch, at most. codec: in which precision a GPU renders, "tf32" or "float32".
+    observer: told of each launch once it returned, and of each wait for the device. What it does to the state is
+    in the launch's report. timer: what launches are timed by.
     """
 
     observer: Observer | None = None
@@ -152,10 +153,11 @@ class Runner:
         compile: bool = True,
         is_deterministic: bool = False,
         prefill_tokens: int = PREFILL_TOKENS[-1],
+        codec: str = "float32",
     ):
         self.family, self.num_slots, self.arena, self.device = family, num_slots, arena, family.device
         self.streams, self.is_recorded = arena.streams, family.device.type == "cuda"
-        self.is_deterministic = is_deterministic
+        self.is_deterministic, self.codec = is_deterministic, codec
         self.kv = arena.rows(family)
         self.page_tokens, self.page_rows = arena.page_tokens(family), arena.page_rows(family)
         self.state = family.state(num_slots)
@@ -188,9 +190,10 @@ class Runner:
         self.step_inputs = LaunchInputs(self.device, numbers)
         self.prefill_inputs = LaunchInputs(self.device, numbers + 2 * prefill_tokens)
         self.render_inputs = LaunchInputs(self.device, 4 * num_slots)
-        self.lowerings = (
-            (strategy.step, strategy.prefill, strategy.render) if compile else (Eager(), Eager(), Eager())
-        )
+        lowerings = (strategy.step, strategy.prefill, strategy.render)
+        if self.is_recorded:
+            lowerings = (strategy.step, strategy.gpu_prefill, strategy.gpu_render)
+        self.lowerings: tuple[Lowering, ...] = lowerings if compile else (Eager(), Eager(), Eager())
         step, prefill, render = self.lowerings
         self._step, self._hidden = lower(family.step, step), lower(family.hidden, prefill)
         # One for each length bucket: Dynamo keeps eight graphs of a function at most.

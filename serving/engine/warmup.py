@@ -3,7 +3,8 @@ spare slot alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -74,7 +75,21 @@ def warm_render(runner: Runner, frames: int, length: int) -> None:
         view = View(**arrive(), frames=frames, length=length)
         if runner.lowerings[2] == Whole():
             any_size((view.slots, view.start, view.count, view.is_last), 0, "batch")
-        runner.render_graphs.record(("render", size, frames, length), partial(runner.launch_render, view))
+        with tf32(runner.codec == "tf32"):
+            runner.render_graphs.record(("render", size, frames, length), partial(runner.launch_render, view))
+
+
+@contextmanager
+def tf32(is_wanted: bool) -> Iterator[None]:
+    """What a GPU records within multiplies fp32 on tensor cores, with ten bits of each factor's fraction. The
+    switches are the process's, so they are only thrown while no request is there."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = is_wanted or matmul
+        torch.backends.cudnn.allow_tf32 = is_wanted or cudnn
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
 def spare_slots(runner: Runner, size: int) -> np.ndarray:

@@ -41,13 +41,14 @@ def parity(
     compile: bool = True,
     frames: int = 50,
     max_slots: int = 8,
+    codec: str = "float32",
     reference_python: str | None = None,
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """One greedy request for each thing the model can do, as JSON: a value is null where it would be
     infinite.
 
-    max_slots: as the server is started with, whose compiled code is then found. reference_python: of the
+    max_slots, codec: as the server is started with, whose compiled code is then found. reference_python: of the
     reference's environment, or None to leave it out. Raises ValueError.
     """
     plain = zoo.load(model, device=device, dtype="float32")
@@ -60,7 +61,7 @@ def parity(
     theirs = None
     if reference_python is not None:  # first, since it may not run at all
         theirs = against(plain, zoo.find(model)[1], reference_python, work, frames, log_line)
-    engine = Engine(served, max_slots=max_slots, compile=compile)
+    engine = Engine(served, max_slots=max_slots, compile=compile, codec=codec)
     before = counts()
     engine.warm(lambda fraction, stage: log_line(f"warming {fraction:4.0%} {stage}"))
     made = counts() - before
@@ -128,6 +129,18 @@ def follow_pass(
     plain: Family[Any], prompt: Prompt, state: State, worker: ModelWorker, job: Job
 ) -> list[float]:
     """-> of each step how far the two are apart (`gap`). The job hears all of the pass."""
+    streams = worker.runner.streams
+    with streams.lm.here():  # both, so that one reads what the other has written
+        gaps = follow_steps(plain, prompt, state, worker, job)
+    streams.renders.wait_for(streams.lm.mark())
+    render_all(worker, job, int(state.ready[0]))
+    worker.release(job)
+    return gaps
+
+
+def follow_steps(
+    plain: Family[Any], prompt: Prompt, state: State, worker: ModelWorker, job: Job
+) -> list[float]:
     batches = SoloBatches(plain, prompt)
     with kernels.plain():
         for i, lane in enumerate(prompt.lanes):
@@ -144,8 +157,6 @@ def follow_pass(
         launch_step(worker)
         gaps.append(gap(state, served, job.slot, first))
     served.take_row(job.slot, state)
-    render_all(worker, job, int(state.ready[0]))
-    worker.release(job)
     return gaps
 
 

@@ -1,6 +1,6 @@
 """How CosyVoice 2 is lowered; data only."""
 
-from compile_cache.strategy import Strategy, Whole
+from compile_cache.strategy import Eager, Strategy, Whole
 from zoo.contract import Window
 
 GRID = 25  # tokens of a chunk: within one, everything sees everything
@@ -20,7 +20,8 @@ WINDOW = Window(
     ),  # a stretch that ends in the first length may have the prompt's end before it
 )
 STRATEGY = Strategy(
-    step=Whole(),  # a render is ten passes through the flow's network: too large a graph
+    step=Whole(),
+    gpu_render=Eager(),  # ten passes through the flow's network: too large a graph; it is recorded as it is written
     fp32=(
         "norms' mean squares",
         "RoPE angles",

@@ -58,7 +58,7 @@ def test_as_many_slots_as_there_is_room_for():
     assert slots == 4 and kv_bytes > exact.kv_cache // 2
     assert fit([model], 1 << 40)[0] == 64
     assert fit([model], 1 << 40, max_slots=3)[0] == 3
-    with pytest.raises(ValueError, match="the device has 1000 bytes to give; with max_slots 1 .*qwen3_tts"):
+    with pytest.raises(ValueError, match=r"the device has 1000 bytes to give; with max_slots 1 .*qwen3_tts"):
         fit([model], 1000)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from masquerade import CUDA, LateStream, masquerade
 from models import NAMES, TOYS, Clock, Listener, alone, directory, requests
 
@@ -72,3 +73,34 @@ def test_what_is_recorded_and_late_says_what_each_says_alone(name):
         heard = listeners[i].samples
         assert len(heard) == len(want), f"request {i}, {said[i]}"
         assert np.abs(heard - want).max(initial=0) < TOLERANCE, f"request {i}, {said[i]}"
+
+
+@pytest.mark.parametrize(("codec", "is_tf32"), [("float32", False), ("tf32", True)])
+def test_renders_alone_are_recorded_in_the_codec_s_precision(codec, is_tf32):
+    seen: dict[str, set[bool]] = {}
+
+    def tell(verb, function):
+        def told(*args):
+            seen.setdefault(verb, set()).add(torch.backends.cudnn.allow_tf32)
+            return function(*args)
+
+        return told
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with masquerade():
+            made = on_gpu("toy")
+            made.render, made.hidden = tell("render", made.render), tell("hidden", made.hidden)
+            Engine(made, max_slots=2, compile=False, codec=codec).warm(lambda *_: None)
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    assert seen == {"render": {is_tf32}, "hidden": {False}}
+
+
+def test_a_codec_precision_that_is_none():
+    with pytest.raises(ValueError, match="codec 'int4' is no precision; possible: float32, tf32"):
+        Engine(TOYS["toy"](), codec="int4")
+    with pytest.raises(ValueError, match="tf32 is arithmetic of a GPU, and the model is on cpu"):
+        Engine(TOYS["toy"](), codec="tf32")
