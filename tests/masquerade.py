@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from serving.engine import streams
 
@@ -84,18 +84,18 @@ class Graph:
     with."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+        self.calls: list[tuple[Any, list[Any], TreeSpec, list[Tensor | None]]] = []
 
     def replay(self) -> None:
-        def there(value: Any) -> Any:
-            return value.tensor() if isinstance(value, Outside) else value
-
-        for func, args, kwargs, kept in self.calls:
-            made = func(*tree_map(there, args), **tree_map(there, kwargs))
-            values = [value for value in tree_leaves(made) if isinstance(value, Tensor)]
-            for place, value in zip(kept, values, strict=True):
-                if place is not None:
-                    place.copy_(value)
+        with torch._C.DisableTorchFunction():
+            for func, leaves, spec, kept in self.calls:
+                there = [leaf.tensor() if type(leaf) is Outside else leaf for leaf in leaves]
+                args, kwargs = tree_unflatten(there, spec)
+                made = func(*args, **kwargs)
+                values = [made] if isinstance(made, Tensor) else tree_leaves(made)
+                for place, value in zip(kept, values, strict=True):
+                    if place is not None:
+                        place.copy_(value)
 
 
 class Capture(TorchDispatchMode):
@@ -113,7 +113,8 @@ class Capture(TorchDispatchMode):
             is_outside = isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.made
             return Outside(value, func) if is_outside else value
 
-        kept = tree_map(seen, args), tree_map(seen, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        kept = [seen(leaf) for leaf in leaves]
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **kwargs)
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -122,7 +123,7 @@ class Capture(TorchDispatchMode):
         self.made |= {t.untyped_storage()._cdata: t for t, new in zip(outs, fresh, strict=True) if new}
         if func._schema.is_mutable or any(fresh):  # a view needs no second run: where it points was settled
             places = [t if new else None for t, new in zip(outs, fresh, strict=True)]
-            self.graph.calls.append((func, *kept, places))
+            self.graph.calls.append((func, kept, spec, places))
         return out
 
 
