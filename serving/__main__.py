@@ -315,12 +315,14 @@ def inspect(
     model: Annotated[str, Argument(help="A directory, or ORG/NAME on the Hugging Face Hub.")],
     slots: Annotated[int, Option(min=1, max=1024, help="Of the memory plan: requests at once.")] = 8,
     dtype: DType = None,
+    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1; the GPU where there is one.")] = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
-    """What a model is and what memory it takes, without loading its weights."""
+    """What a model is and what memory it takes, without loading its weights, and what computes its attention
+    on a device."""
     import zoo
 
-    facts = zoo.inspect(model)
+    facts = zoo.inspect(model, device)
     facts["memory"] = memory(model, slots, dtype or "bfloat16")
     if as_json:
         print(json.dumps(facts))

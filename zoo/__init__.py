@@ -101,10 +101,18 @@ def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype 
     return family.load(path, where, getattr(torch, name), adapter)
 
 
-def inspect(model: str | Path) -> dict[str, Any]:
-    """What a model (see `find`) is, without loading its weights. Raises ValueError."""
+def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:
+    """What a model (see `find`) is, without loading its weights, and what computes its attention on a device
+    (None: the GPU where there is one). Raises ValueError."""
     import torch
 
+    from zoo.nn import attention
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is not possible: {str(error).splitlines()[0]}") from None
     family, path = find(model)
     spec, parameters = family.survey(path)
     token_bytes = spec.kv.token_bytes(torch.bfloat16)
@@ -125,6 +133,7 @@ def inspect(model: str | Path) -> dict[str, Any]:
         "max_audio_s": spec.max_frames / spec.frame_rate_hz,
         "kv_bytes_per_audio_s": round(token_bytes * spec.frame_rate_hz),
         "weight_bytes_bf16": 2 * parameters,
+        "attention": attention.backend(where),
     }
 
 

@@ -127,6 +127,7 @@ BAD = [
     (["say", "Hello.", "-m", ".", "--seed", "-1"], "--seed"),
     (["inspect", "/no/such"], "'/no/such' is not a directory"),
     (["inspect", "tests"], "is not a model"),
+    (["inspect", "tests", "--device", "gpu"], "device 'gpu' is not possible"),
     (["demo-checkpoint", "gpt", "/tmp/x"], "there is no family 'gpt'; there is: "),
 ]
 

@@ -8,6 +8,7 @@ equal blocks share one compiled region.
 """
 
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from einops import rearrange
@@ -53,12 +54,14 @@ def paged_attention(
     scale: float,
 ) -> Tensor:
     """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions,
-    the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]."""
-    if q.shape[0] == page_table.shape[0]:  # every sequence has one query
-        if kernels.know(q, kv):
-            return kernels.attend(q, kv, page_table, kv_lens, page_tokens, scale)
-        if q.device.type != "cpu":  # no length has to be known here, so a CUDA graph can hold it
-            return _one_query_each(q, kv, page_table, kv_lens, page_tokens, scale)
+    the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]. On a GPU a launch may have queries behind
+    cu_seqlens[-1]: they are padding, and give zeros."""
+    if q.device.type == "cuda" and not kernels.are_plain():
+        return _triton().paged_attention(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
+    if q.device.type != "cpu":
+        return _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
+    if q.shape[0] == page_table.shape[0] and kernels.know(q, kv):  # every sequence has one query
+        return kernels.attend(q, kv, page_table, kv_lens, page_tokens, scale)
     # Sequence by sequence: no last bit of one depends on how long the others are.
     out = torch.empty_like(q)
     edges, counts = cu_seqlens.tolist(), kv_lens.tolist()
@@ -68,6 +71,24 @@ def paged_attention(
     return out
 
 
+def backend(device: torch.device) -> str:
+    """What computes attention on a device. Raises ValueError where that is not installed."""
+    if device.type == "cuda":
+        return f"Triton {_triton().triton.__version__}"
+    return "kernels.cpp where steps are compiled, else torch" if device.type == "cpu" else "torch"
+
+
+def _triton() -> ModuleType:
+    """Imported for a GPU alone: a CPU's torch comes without Triton."""
+    try:
+        from zoo.nn import triton_attention
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"attention on a GPU needs Triton, which torch {torch.__version__} came without: pip install triton"
+        ) from None
+    return triton_attention
+
+
 def _positions(page_table: Tensor, page_tokens: int, count: int) -> Tensor:
     """The row of every position's key: page_table [..., P] -> [..., count]."""
     pages = -(-count // page_tokens)
@@ -75,18 +96,28 @@ def _positions(page_table: Tensor, page_tokens: int, count: int) -> Tensor:
     return (page_table[..., :pages, None] + within).flatten(-2)[..., :count]
 
 
-def _one_query_each(
-    q: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, page_tokens: int, scale: float
+def _query_by_query(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    cu_seqlens: Tensor,
+    page_tokens: int,
+    scale: float,
 ) -> Tensor:
-    heads, longest = kv.shape[1], page_table.shape[1] * page_tokens
-    at = _positions(page_table, page_tokens, longest)  # [B, n]
-    k = kv[at].transpose(1, 2)  # [B, Hkv, n, D]
-    v = kv[at + page_tokens].transpose(1, 2)
-    seen = torch.arange(longest, device=q.device) < kv_lens[:, None]  # [B, n]
+    """Knows no length on the host, as a GPU's kernel, so a launch that is recorded can hold it. Reads as far
+    as the page table is wide."""
+    token = torch.arange(len(q), device=q.device)
+    owner = torch.searchsorted(cu_seqlens[1:], token, right=True)  # [T]
+    is_real, owner = owner < len(kv_lens), owner.clamp(max=len(kv_lens) - 1)
+    limit = kv_lens[owner] - cu_seqlens[owner + 1] + token + 1  # positions that a query sees
+    at = _positions(page_table[owner], page_tokens, page_table.shape[1] * page_tokens)  # [T, n]
+    seen = torch.arange(at.shape[1], device=q.device) < limit[:, None]
+    k, v = (kv[rows].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for rows in (at, at + page_tokens))
     # the queries of a group stand where the query positions of a plain attention would
-    grouped = q.unflatten(1, (heads, -1))  # [B, Hkv, G, D]
+    grouped = q.unflatten(1, (kv.shape[1], -1))  # [T, Hkv, G, D]
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
-    return out.flatten(1, 2)  # [B, H, D]
+    return out.flatten(1, 2).masked_fill(~is_real[:, None, None], 0)  # [T, H, D]
 
 
 def _one_sequence(

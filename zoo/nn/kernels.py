@@ -54,6 +54,11 @@ def plain() -> Iterator[None]:
         _plain.reset(token)
 
 
+def are_plain() -> bool:
+    """Whether this is inside `plain`."""
+    return _plain.get()
+
+
 def know(*tensors: Tensor) -> bool:
     """Whether the kernels are to be used, and made for such tensors."""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zoo.contract import Batch
-from zoo.nn.attention import Paged, _one_query_each, _one_sequence, attend
+from zoo.nn.attention import Paged, _one_sequence, _query_by_query, attend, backend
 
 HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 16, 3
 SCALE = DIM**-0.5
@@ -196,14 +197,30 @@ def test_bfloat16_is_close():
     torch.testing.assert_close(found.float(), truth, rtol=0, atol=0.03)
 
 
-def test_the_batched_form_that_a_gpu_runs_equals_one_sequence_after_the_other():
-    """It knows no length, so that a CUDA graph can hold it: it reads as far as the page table is wide."""
+def test_the_form_that_knows_no_length_equals_one_sequence_after_the_other():
+    """A launch that is recorded can hold it: it reads as far as the page table is wide, and hears nothing
+    there. Queries behind all sequences give zeros."""
     random = torch.Generator().manual_seed(3)
     kv_lens, page_tokens, columns = torch.tensor([1, 16, 17, 40]), 16, 4
     kv = torch.randn(2 * page_tokens * columns * len(kv_lens), KV_HEADS, DIM, generator=random)
     pages = torch.randperm(columns * len(kv_lens), generator=random).view(len(kv_lens), columns)
-    page_table, q = pages * 2 * page_tokens, torch.randn(len(kv_lens), HEADS, DIM, generator=random)
-    batched = _one_query_each(q, kv, page_table, kv_lens, page_tokens, SCALE)
+    page_table, q = pages * 2 * page_tokens, torch.randn(15, HEADS, DIM, generator=random)
+    cu_seqlens = torch.tensor([0, 1, 6, 6, 13])
     for b, length in enumerate(kv_lens.tolist()):
-        alone = _one_sequence(q[b : b + 1], kv, page_table[b], length, page_tokens, SCALE)
-        torch.testing.assert_close(batched[b : b + 1], alone)
+        beyond = page_table[b].repeat_interleave(page_tokens) + torch.arange(columns * page_tokens) % page_tokens
+        kv[beyond[length:]] = kv[beyond[length:] + page_tokens] = torch.nan
+    batched = _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, SCALE)
+    for b, length in enumerate(kv_lens.tolist()):
+        own = slice(cu_seqlens[b], cu_seqlens[b + 1])
+        if own.stop > own.start:
+            alone = _one_sequence(q[own], kv, page_table[b], length, page_tokens, SCALE)
+            torch.testing.assert_close(batched[own], alone)
+    assert (batched[13:] == 0).all()
+
+
+def test_what_computes_attention(monkeypatch):
+    assert "kernels.cpp" in backend(torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "zoo.nn.triton_attention", None)  # as where Triton is not installed
+    monkeypatch.delattr("zoo.nn.triton_attention", raising=False)
+    with pytest.raises(ValueError, match="pip install triton"):
+        backend(torch.device("cuda"))

@@ -1,0 +1,233 @@
+"""The GPU's kernels computed by Triton's interpreter, beside the plain operators. Run by test_triton.py, in a
+process of its own: the interpreter has to be chosen before Triton is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+
+from zoo.nn import triton_attention
+from zoo.nn.attention import _one_sequence, _query_by_query
+
+LAYERS = 2
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+EXAMPLES = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+
+
+def wide(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
+    """The numbers of a bf16, which the interpreter keeps as bits."""
+    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _multiply_numbers():
+    """The interpreter would multiply the bits."""
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):
+        if a.dtype == tl.bfloat16:
+            a, b = wide(a), wide(b)
+        return multiply(self, a, b, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        # sequences of some dozens of positions have all splits
+        patch.setattr(triton_attention, "MIN_SPLIT", 16)
+        patch.setattr(triton_attention, "ONE_PASS", 32)
+        yield
+
+
+@dataclass
+class Launch:
+    q: Tensor
+    kv: Tensor
+    page_table: Tensor
+    kv_lens: Tensor
+    cu_seqlens: Tensor
+    page_tokens: int
+    scale: float
+
+    @property
+    def counts(self) -> list[int]:
+        return self.cu_seqlens.diff().tolist()
+
+    def run(self) -> Tensor:
+        return triton_attention.paged_attention(**vars(self))
+
+    def truth(self) -> Tensor:
+        """Sequence by sequence, in fp64, from rows in which there is no NaN."""
+        out, kv = torch.zeros(self.q.shape, dtype=torch.float64), self.kv.double().nan_to_num(0)
+        edges = self.cu_seqlens.tolist()
+        for b, length in enumerate(self.kv_lens.tolist()):
+            own = slice(edges[b], edges[b + 1])
+            if own.stop > own.start:
+                rest = self.page_table[b], length, self.page_tokens, self.scale
+                out[own] = _one_sequence(self.q[own].double(), kv, *rest)
+        return out
+
+
+def launch(
+    counts: list[int],
+    pasts: list[int],
+    kv_heads: int = 2,
+    group: int = 3,
+    dim: int = 16,
+    page_tokens: int = 4,
+    padding: int = 0,
+    columns: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Launch:
+    """counts[b] new positions behind pasts[b] older ones, over pages of layer 1 that were dealt in no order.
+    What no sequence wrote is NaN, and so are the pages that the table's tail names."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [count + past for count, past in zip(counts, pasts, strict=True)]
+    columns = max(columns, -(-max(lengths) // page_tokens) + 1)
+    page_rows = 2 * LAYERS * page_tokens
+    pages = torch.randperm(len(counts) * columns, generator=generator).view(len(counts), columns)
+    page_table = pages * page_rows + 2 * page_tokens
+    kv = torch.full((len(counts) * columns * page_rows, kv_heads, dim), torch.nan)
+    for b, length in enumerate(lengths):
+        position = torch.arange(length)
+        at = page_table[b, position // page_tokens] + position % page_tokens
+        for rows in (at, at + page_tokens):
+            kv[rows] = torch.randn(length, kv_heads, dim, generator=generator)
+    q = torch.randn(sum(counts) + padding, kv_heads * group, dim, generator=generator)
+    cu_seqlens = torch.tensor([0, *np.cumsum(counts)])
+    rest = torch.tensor(lengths), cu_seqlens, page_tokens, dim**-0.5
+    return Launch(q.to(dtype), kv.to(dtype), page_table, *rest)
+
+
+def agrees(given_launch: Launch, found: Tensor) -> None:
+    assert found.dtype == given_launch.q.dtype and found.shape == given_launch.q.shape
+    apart = (found.double() - given_launch.truth()).abs().max()
+    assert apart < BOUNDS[found.dtype], f"{apart:.1e} apart"  # and so no NaN
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "kv_heads": st.integers(1, 3),
+        "group": st.integers(1, 8),
+        "dim": st.sampled_from([8, 16, 40, 64, 80, 128]),
+        "page_tokens": st.sampled_from([1, 4, 7, 16]),
+        "columns": st.sampled_from([0, 40]),
+        "dtype": st.sampled_from(list(BOUNDS)),
+    }
+)
+
+
+@given(shapes, st.lists(st.integers(0, 90), min_size=1, max_size=4))
+@EXAMPLES
+def test_steps(shape, pasts):
+    step = launch([1] * len(pasts), pasts, **shape)
+    agrees(step, step.run())
+
+
+@given(
+    shapes,
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
+    st.integers(0, 70),
+)
+@EXAMPLES
+def test_stretches_of_prompts(shape, sequences, padding):
+    counts, pasts = zip(*sequences, strict=True)
+    prompts = launch(list(counts), list(pasts), padding=padding + (sum(counts) == 0), **shape)
+    found = prompts.run()
+    agrees(prompts, found)
+    assert (found[sum(counts) :] == 0).all()
+
+
+@pytest.mark.parametrize(("counts", "padding"), [([3, 0, 0], 0), ([0, 2, 1], 0), ([1, 0, 0], 2), ([40, 0], 0)])
+def test_as_many_tokens_as_sequences_are_no_promise(counts, padding):
+    """A launch looks like a step by its sizes alone: whatever its counts are, it is right."""
+    looks_like_one = launch(counts, [50, 3, 9][: len(counts)], padding=padding)
+    agrees(looks_like_one, looks_like_one.run())
+
+
+def test_splits_of_long_sequences():
+    """Their size follows the sequence's own length, also where there are too few of the least size. A position
+    that none of them heard would be seen: what each adds to a result is far above the bound."""
+    lengths = [15, 16, 17, 128, 129, 140, 500]
+    step = launch([1] * len(lengths), [length - 1 for length in lengths], group=1, page_tokens=16)
+    agrees(step, step.run())
+
+
+def test_company_changes_no_bit():
+    """Alone, beside others, and with a page table of any width above ONE_PASS."""
+    together = launch([1, 1, 1], [60, 2, 300], columns=90)
+    found = together.run()
+    for b in range(3):
+        own = slice(b, b + 1)
+        for columns in (90, 200):
+            page_table = torch.zeros(1, columns, dtype=torch.int64)
+            page_table[:, :90] = together.page_table[own]
+            alone = replace(
+                together,
+                q=together.q[own],
+                page_table=page_table,
+                kv_lens=together.kv_lens[own],
+                cu_seqlens=together.cu_seqlens[:2],
+            )
+            assert torch.equal(alone.run(), found[own])
+
+
+def test_a_prompt_in_stretches_is_the_prompt():
+    whole = launch([83], [0])
+    found = whole.run()
+    for start, stop in ((0, 1), (1, 40), (40, 83)):
+        stretch = replace(
+            whole,
+            q=whole.q[start:stop],
+            kv_lens=torch.tensor([stop]),
+            cu_seqlens=torch.tensor([0, stop - start]),
+        )
+        torch.testing.assert_close(stretch.run(), found[start:stop], rtol=0, atol=1e-6)
+
+
+def test_views_are_read_where_they_are():
+    """Rows of a wider page table, and queries that are a part of a wider tensor."""
+    step = launch([1, 1], [30, 7])
+    page_table = torch.full((4, step.page_table.shape[1] + 3), -1)
+    page_table[1:3, :-3] = step.page_table
+    q = torch.cat((step.q, step.q), 1)[:, : step.q.shape[1]]
+    assert torch.equal(replace(step, q=q, page_table=page_table[1:3, :-3]).run(), step.run())
+
+
+def test_rows_beyond_32_bits():
+    """An arena has more values than an int32 counts. Memory that nobody touches costs nothing."""
+    step = launch([1], [5], kv_heads=1, group=1, dim=64)
+    rows = (1 << 31) // 64 + 64
+    kv = torch.empty(rows, 1, 64, dtype=torch.float16)
+    assert kv.numel() > 1 << 31
+    shift = rows - len(step.kv)
+    kv[shift:] = step.kv
+    far = replace(step, q=step.q.half(), kv=kv, page_table=step.page_table + shift)
+    near = replace(step, q=step.q.half(), kv=step.kv.half())
+    assert torch.equal(far.run(), near.run())
+
+
+def test_the_form_for_other_devices_is_the_same():
+    """It stands for the kernel where a GPU is played without Triton."""
+    prompts = launch([5, 0, 1, 30], [3, 4, 70, 0], padding=4)
+    torch.testing.assert_close(_query_by_query(**vars(prompts)), prompts.run(), rtol=0, atol=1e-5)
+
+
+class NoWaits(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func), f"{func} waits"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [4, 0, 9]])
+def test_nothing_waits(counts):
+    of_a_kind = launch(counts, [40] * len(counts))
+    with NoWaits():
+        of_a_kind.run()

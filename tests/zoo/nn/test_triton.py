@@ -1,0 +1,94 @@
+"""The GPU's kernels without a GPU: computed in Triton's interpreter, and built for two cards by the assembler
+that Triton brings.
+
+    pip install --no-deps triton==3.7.1          what torch 2.13's CUDA build brings: the extra `rehearse`
+    pytest -s tests/zoo/nn/test_triton.py        -s prints registers
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from zoo.nn import triton_attention  # noqa: E402
+
+pytestmark = pytest.mark.rehearse
+CARDS = {"H100": 90, "RTX 4090": 89}
+# query heads, key heads, size of a head
+PUBLISHED = {
+    "qwen3_tts": (16, 8, 128),
+    "cosyvoice2": (14, 2, 64),
+    "fish_s2": (32, 8, 128),
+    "higgs_v3": (32, 8, 128),
+    "voxcpm2": (16, 2, 128),
+}
+SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+
+
+def test_the_interpreter_agrees():
+    cases = Path(__file__).with_name("interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]
+
+
+def build(kernel, values: dict[str, object], cc: int, tmp_path: Path) -> tuple[int, int, int]:
+    """-> registers and bytes of stack of a thread, bytes of shared memory. values: of each argument a dtype,
+    of which it is a pointer, the name of a type, or the number that it is compiled for; and options."""
+    options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
+    kinds = {name: POINTERS.get(value, value) for name, value in values.items()}
+    signature = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in kinds.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={name: kind for name, kind in kinds.items() if not isinstance(kind, str)},
+        attrs=aligned,
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(made.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    return registers, stack, made.metadata.shared
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", sorted(SHAPES), ids=str)
+def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
+    heads, kv_heads, dim = shape
+    q, kv = (torch.empty(1, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads))
+    for is_step, splits in ((True, triton_attention.NUM_SPLITS), (True, 1), (False, 1)):
+        counts = dict.fromkeys(triton_attention.LENGTHS, "i32")
+        values = dict.fromkeys(("q", "kv"), dtype)
+        values |= dict.fromkeys(("page_table", "kv_lens", "cu_seqlens"), torch.int64)
+        values |= {"out": dtype, "log_sums": torch.int64}
+        if splits > 1:
+            values |= {"out": torch.float32, "log_sums": torch.float32}
+        values |= counts | {"scale": "fp32"} | triton_attention.constants(q, kv, 16, is_step, splits)
+        registers, stack, shared = build(triton_attention._attend, values, CARDS[card], tmp_path)
+        kind = f"{'step' if is_step else 'prompt'}, {splits} splits"
+        print(f"{card} {heads}/{kv_heads} x {dim} {dtype} {kind}: {registers} registers, {stack} B stack, {shared} B shared")
+        assert stack == 0, f"{kind}: {stack} bytes a thread do not fit into registers"
+        assert shared <= 99 << 10, f"{kind}: {shared} bytes of shared memory are more than an RTX 4090 has"
+    joined = {"parts": torch.float32, "log_sums": torch.float32, "out": dtype, "DIM": dim}
+    joined |= {"PADDED_DIM": max(16, triton.next_power_of_2(dim)), "SPLITS": triton_attention.NUM_SPLITS}
+    registers, stack, _ = build(triton_attention._join, joined | {"num_warps": 1}, CARDS[card], tmp_path)
+    assert stack == 0, f"joining: {stack} bytes a thread do not fit into registers"

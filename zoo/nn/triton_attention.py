@@ -1,0 +1,205 @@
+"""Paged attention on a GPU, in Triton: steps, whole prompts and stretches of prompts by one kernel. Imported
+where a GPU is asked for, since a CPU's torch comes without Triton.
+
+A tile is a few tokens of one sequence with all query heads that share a key head, so keys and values are read
+once for the group. Which sequence a tile is of, and how long that is, is read on the device: a recorded
+launch stays right while sequences grow, the page table may be as wide as the longest sequence, and nothing
+waits. What lies beyond a length is not loaded, so whatever stands there cannot be heard.
+
+    tokens      0 1 2 3 4 5 | 6 | 7 8 9 10 11 | 12 13          cu_seqlens 0 6 7 12, and padding behind it
+    tiles of 4  [-----) [-)   [)   [-----) [)    [--)          the last one gives zeros
+
+Where every sequence has one query, a sequence's positions are split over NUM_SPLITS programs and joined
+afterwards. The number is fixed and a split's size depends on the sequence's own length alone, so no company
+changes a bit. Why not FlashInfer: it wants int32 page numbers and a plan, made on the host from the lengths,
+before each replay; our page table holds rows in int64, and a replay needs nothing.
+
+Source: FlashAttention-2 (arXiv 2307.08691), section 3; Flash-Decoding (pytorch.org/blog/flash-decoding);
+tiles of ragged sequences as in vLLM, vllm/v1/attention/ops/triton_unified_attention.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_SPLITS, MIN_SPLIT = 8, 256  # of a sequence, and positions
+ONE_PASS = 1024  # positions: a page table that holds no more is not split
+LENGTHS = ["num_sequences", "num_tokens", "table_stride"]  # differ from launch to launch: no kernel for each
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _attend(
+    q: tl.tensor,
+    kv: tl.tensor,
+    page_table: tl.tensor,
+    kv_lens: tl.tensor,
+    cu_seqlens: tl.tensor,
+    out: tl.tensor,
+    log_sums: tl.tensor,
+    num_sequences: tl.tensor,
+    num_tokens: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """One tile, one key head, one split. scale: in base 2. With SPLITS of 1: out [T, H, D]; else in fp32:
+    out [T, H, SPLITS, D] and log_sums [T, H, SPLITS] in base 2."""
+    head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    TOKENS: tl.constexpr = ROWS // PADDED_GROUP
+    # sequence b begins with tile cu_seqlens[b] // TOKENS + b: as many tiles as it can need lie before the next
+    b = 0
+    for first in range(0, num_sequences, 128):
+        n = first + tl.arange(0, 128)
+        ends = tl.load(cu_seqlens + 1 + n, mask=n < num_sequences, other=0)
+        b += tl.sum(((ends // TOKENS + 1 + n <= tile) & (n < num_sequences)).to(tl.int32))
+    is_real = b < num_sequences  # what lies behind all sequences is padding, of length 0
+    start = tl.load(cu_seqlens + b).to(tl.int32)
+    stop = tl.load(cu_seqlens + b + 1, mask=is_real, other=num_tokens).to(tl.int32)
+    length = tl.load(kv_lens + b, mask=is_real, other=0).to(tl.int32)
+    begin = start + (tile - start // TOKENS - b) * TOKENS
+    if begin >= stop:
+        return
+
+    row, d = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
+    token, member = begin + row // PADDED_GROUP, row % PADDED_GROUP
+    place = (token * KV_HEADS + head) * GROUP + member  # of a query head among all
+    is_row = (token < stop) & (member < GROUP)
+    whole = is_row[:, None] & (d < DIM)[None, :]
+    query = tl.load(q + place[:, None] * DIM + d[None, :], mask=whole, other=0.0)
+
+    span = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK, MIN_SPLIT)
+    if SPLITS == 1:
+        span = length
+    first = split * span
+    last = tl.minimum(first + span, length - stop + tl.minimum(begin + TOKENS, stop))
+    limit = tl.minimum(length - stop + token + 1, last)  # positions that a row sees
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for at in range(first, last, BLOCK):
+        n = at + tl.arange(0, BLOCK)
+        page = tl.load(page_table + b * table_stride + n // PAGE_TOKENS, mask=n < last, other=0)
+        key = (page + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM  # int64: an arena has more values than 2^31
+        there = (n < last)[:, None] & (d < DIM)[None, :]
+        k = tl.load(kv + key[:, None] + d[None, :], mask=there, other=0.0)
+        v = tl.load(kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], mask=there, other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale  # [ROWS, BLOCK]
+        scores = tl.where(n[None, :] < limit[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher > float("-inf"), higher, 0.0)  # a row may see nothing of a split
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = higher
+
+    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    if SPLITS == 1:
+        tl.store(out + place[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=whole)
+    else:
+        part = place * SPLITS + split
+        tl.store(out + part[:, None] * DIM + d[None, :], result, mask=whole & (total > 0)[:, None])
+        tl.store(log_sums + part, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=is_row)
+
+
+@triton.jit
+def _join(
+    parts: tl.tensor,
+    log_sums: tl.tensor,
+    out: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The splits of one query head. Those without positions were not written."""
+    place, s, d = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, PADDED_DIM)
+    sizes = tl.load(log_sums + place * SPLITS + s)
+    top = tl.max(sizes, 0)
+    weights = tl.exp2(sizes - tl.where(top > float("-inf"), top, 0.0))
+    there = (sizes > float("-inf"))[:, None] & (d < DIM)[None, :]
+    values = tl.load(parts + (place * SPLITS + s)[:, None] * DIM + d[None, :], mask=there, other=0.0)
+    total = tl.sum(weights, 0)
+    mixed = tl.sum(values * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=d < DIM)
+
+
+def constants(q: Tensor, kv: Tensor, page_tokens: int, is_step: bool, splits: int) -> dict[str, int]:
+    """What `_attend` is compiled for: sizes that keep its registers below what spills (the build test tells).
+    fp32 is multiplied without tensor cores, in smaller tiles."""
+    (_, heads, dim), kv_heads = q.shape, kv.shape[1]
+    padded_group, padded_dim = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(dim))
+    wide = q.dtype == torch.float32
+    rows = 16 if is_step else 32 if wide else 64
+    block = 16 if wide else 64 if is_step else 32
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "PADDED_GROUP": padded_group,
+        "DIM": dim,
+        "PADDED_DIM": padded_dim,
+        "PAGE_TOKENS": page_tokens,
+        "ROWS": max(rows, padded_group),
+        "BLOCK": block,
+        "SPLITS": splits,
+        "MIN_SPLIT": MIN_SPLIT,
+        "num_warps": 8 if padded_dim > 128 else 4,
+        "num_stages": 3,
+    }
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    cu_seqlens: Tensor,
+    page_tokens: int,
+    scale: float,
+) -> Tensor:
+    """As `zoo.nn.attention.paged_attention`, whose arguments it takes. Tokens behind cu_seqlens[-1] are nobody's:
+    they give zeros."""
+    (num_tokens, heads, dim), (num_sequences, columns) = q.shape, page_table.shape
+    assert kv.is_contiguous() and q.dtype == kv.dtype, f"{q.dtype} over {kv.dtype}, {kv.stride()}"
+    # Both kinds of launch give the same whatever the counts are: this chooses the faster one.
+    is_step = num_tokens == num_sequences
+    splits = NUM_SPLITS if is_step and columns * page_tokens > ONE_PASS else 1
+    sizes = constants(q, kv, page_tokens, is_step, splits)
+    assert page_table.stride(1) == 1, f"page numbers of a sequence lie {page_table.stride(1)} apart"
+    q = q.contiguous()
+    out = parts = torch.empty_like(q)
+    log_sums = kv_lens  # unused
+    if splits > 1:
+        parts = q.new_empty(num_tokens, heads, splits, dim, dtype=torch.float32)
+        log_sums = q.new_empty(num_tokens, heads, splits, dtype=torch.float32)
+    num_tiles = num_tokens // (sizes["ROWS"] // sizes["PADDED_GROUP"]) + num_sequences + 1
+    _attend[kv.shape[1], num_tiles, splits](
+        q,
+        kv,
+        page_table,
+        kv_lens,
+        cu_seqlens,
+        parts,
+        log_sums,
+        num_sequences,
+        num_tokens,
+        page_table.stride(0),
+        scale * math.log2(math.e),
+        **sizes,
+    )
+    if splits > 1:
+        _join[(num_tokens * heads,)](parts, log_sums, out, dim, sizes["PADDED_DIM"], splits, num_warps=1)
+    return out
