@@ -8,7 +8,6 @@ equal blocks share one compiled region.
 """
 
 from itertools import pairwise
-from types import ModuleType
 
 import torch
 from einops import rearrange
@@ -56,8 +55,9 @@ def paged_attention(
     """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions,
     the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]. On a GPU a launch may have queries behind
     cu_seqlens[-1]: they are padding, and give zeros."""
-    if q.device.type == "cuda" and not kernels.are_plain():
-        return _triton().paged_attention(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
+    if kernels.use_gpu(q):
+        kernel = kernels.of_gpu("triton_attention").paged_attention
+        return kernel(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
     if q.device.type != "cpu":
         return _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
     if q.shape[0] == page_table.shape[0] and kernels.know(q, kv):  # every sequence has one query
@@ -74,19 +74,8 @@ def paged_attention(
 def backend(device: torch.device) -> str:
     """What computes attention on a device. Raises ValueError where that is not installed."""
     if device.type == "cuda":
-        return f"Triton {_triton().triton.__version__}"
+        return f"Triton {kernels.of_gpu('triton_attention').triton.__version__}"
     return "kernels.cpp where steps are compiled, else torch" if device.type == "cpu" else "torch"
-
-
-def _triton() -> ModuleType:
-    """Imported for a GPU alone: a CPU's torch comes without Triton."""
-    try:
-        from zoo.nn import triton_attention
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"attention on a GPU needs Triton, which torch {torch.__version__} came without: pip install triton"
-        ) from None
-    return triton_attention
 
 
 def _positions(page_table: Tensor, page_tokens: int, count: int) -> Tensor:

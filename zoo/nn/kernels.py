@@ -1,18 +1,21 @@
-"""A CPU's own kernels: kernels.cpp, built as inductor builds what it generates, and kept in the same place.
+"""A CPU's own kernels: kernels.cpp, built as inductor builds what it generates, and kept in the same place. And
+where those of a GPU are found: triton_attention.py and triton_sampling.py.
 
 Torch's general operators spend most of a small step on the way to the work: gathering pages before attention
 reads them, sorting a vocabulary for its fifty likeliest, passing five times over a codec's activations. These
-do the work alone (benchmarks/LOG.md). Until `build`, and on other devices, the operators in attention.py,
+do the work alone (benchmarks/LOG.md). Until `build`, and on devices without kernels, the operators in attention.py,
 sampling.py and snake.py run as they are written in torch, which is what the kernels are tested against.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -54,9 +57,19 @@ def plain() -> Iterator[None]:
         _plain.reset(token)
 
 
-def are_plain() -> bool:
-    """Whether this is inside `plain`."""
-    return _plain.get()
+def use_gpu(tensor: Tensor) -> bool:
+    """Whether a GPU's kernels are to be used for such a tensor."""
+    return tensor.device.type == "cuda" and not _plain.get()
+
+
+def of_gpu(name: str) -> ModuleType:
+    """The module of a GPU's kernels; a CPU's torch comes without Triton. Raises ValueError without it."""
+    try:
+        return importlib.import_module(f"zoo.nn.{name}")
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"a GPU needs Triton, which torch {torch.__version__} came without: pip install triton"
+        ) from None
 
 
 def know(*tensors: Tensor) -> bool:

@@ -10,6 +10,7 @@ from zoo.nn import kernels
 from zoo.nn.operator import operator
 
 _LOW = 0xFFFFFFFF
+MAX_GPU_WIDTH = 1 << 14  # logits of a row that a GPU's kernel holds in registers
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -49,16 +50,34 @@ def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
 
 def _uniform(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
     """-> [B, streams, width] float32 between 0 and 1"""
-    keys = torch.ops.zoo.noise_keys.default(seed, step, streams.start, len(streams))  # [B, streams]
+    if seed.device.type == "cuda":
+        return torch.ops.zoo.uniform.default(seed, step, streams.start, len(streams), width)
+    return _plain_uniform(seed, step, streams.start, len(streams), width)
+
+
+def _plain_uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
+    keys = torch.ops.zoo.noise_keys.default(seed, step, first, streams)  # [B, streams]
     index = torch.arange(width, device=seed.device) * 0x9E3779B1 & _LOW
     bits = _mix(keys[:, :, None] ^ index)  # [B, streams, width]
     return ((bits >> 9).float() + 0.5) * 2.0**-23  # 23 bits: never 0, never 1 in fp32
 
 
+def _empty_uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
+    return seed.new_empty(seed.shape[0], streams, width, dtype=torch.float32)
+
+
+@operator("uniform", gives=_empty_uniform)
+def uniform_on_gpu(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
+    """In one launch: in torch, the keys alone are fifty."""
+    if kernels.use_gpu(seed):
+        return kernels.of_gpu("triton_sampling").uniform(seed, step, first, streams, width)
+    return _plain_uniform(seed, step, first, streams, width)
+
+
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """logits [B, V] with all but each row's top_k (0: all), and of those all but the smallest set that holds
     top_p, at -inf."""
-    if logits.device.type == "cpu":
+    if logits.device.type in ("cpu", "cuda"):
         return torch.ops.zoo.keep_likely.default(logits, top_k, top_p)
     return _keep_likely(logits, top_k, top_p)
 
@@ -77,8 +96,14 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 @operator("keep_likely")
-def keep_likely_on_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def keep_likely_by_kernel(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    if _fits_gpu_kernel(logits):
+        return kernels.of_gpu("triton_sampling").keep_likely(logits, top_k, top_p)
     return (kernels.keep_likely if kernels.know(logits) else _keep_likely)(logits, top_k, top_p)
+
+
+def _fits_gpu_kernel(logits: Tensor) -> bool:
+    return kernels.use_gpu(logits) and logits.shape[1] <= MAX_GPU_WIDTH
 
 
 @torch.compiler.nested_compile_region
@@ -87,10 +112,30 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
 
     Order: temperature, top-k, top-p, draw. The largest of logits plus noise is a draw from their softmax.
     """
+    if logits.device.type == "cuda":
+        return torch.ops.zoo.draw.default(logits, temperature, top_k, top_p, noise)
+    return _draw(logits, temperature, top_k, top_p, noise)
+
+
+def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
     hot = temperature > 0
     scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
     noisy = keep_likely(scaled, top_k, top_p) + noise
     return torch.where(hot[:, None], noisy, logits).argmax(-1)
+
+
+def _empty_tokens(logits: Tensor, *others: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+@operator("draw", gives=_empty_tokens)
+def draw_on_gpu(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor
+) -> Tensor:
+    """In one launch, and without a sort."""
+    if _fits_gpu_kernel(logits):
+        return kernels.of_gpu("triton_sampling").draw(logits, temperature, top_k, top_p, noise)
+    return _draw(logits, temperature, top_k, top_p, noise)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from zoo.nn import triton_attention  # noqa: E402
+from zoo.nn import sampling, triton_attention, triton_sampling  # noqa: E402
 
 pytestmark = pytest.mark.rehearse
 CARDS = {"H100": 90, "RTX 4090": 89}
@@ -32,12 +32,14 @@ PUBLISHED = {
     "higgs_v3": (32, 8, 128),
     "voxcpm2": (16, 2, 128),
 }
+WIDTHS = [1026, 2048, 3072, 4097, 6564, sampling.MAX_GPU_WIDTH]  # of rows of logits
 SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 
 
-def test_the_interpreter_agrees():
-    cases = Path(__file__).with_name("interpreted.py")
+@pytest.mark.parametrize("what", ["attention", "sampling"])
+def test_the_interpreter_agrees(what):
+    cases = Path(__file__).with_name(f"interpreted_{what}.py")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
@@ -92,3 +94,27 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
     joined |= {"PADDED_DIM": max(16, triton.next_power_of_2(dim)), "SPLITS": triton_attention.NUM_SPLITS}
     registers, stack, _ = build(triton_attention._join, joined | {"num_warps": 1}, CARDS[card], tmp_path)
     assert stack == 0, f"joining: {stack} bytes a thread do not fit into registers"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_draws_build_without_spills(width, card, tmp_path):
+    values = {"logits": torch.float32, "temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float32}
+    values |= {"noise": torch.float32, "out": torch.int64}
+    values |= dict.fromkeys(("width", "logits_stride", "noise_stride"), "i32")
+    values |= triton_sampling._sizes(width)
+    registers, stack, shared = build(triton_sampling._draw, values, CARDS[card], tmp_path)
+    print(f"{card} draw of {width}: {registers} registers, {stack} B stack, {shared} B shared")
+    assert stack == 0, f"{stack} bytes a thread do not fit into registers"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+def test_noise_and_the_kept_set_build(card, tmp_path):
+    values = {"seed": torch.int64, "step": torch.int64, "out": torch.float32}
+    values |= dict.fromkeys(("first", "streams", "width"), "i32") | {"BLOCK": 1024}
+    assert build(triton_sampling._uniform, values, CARDS[card], tmp_path)[1] == 0
+    values = {"logits": torch.float32, "top_k": torch.int64, "top_p": torch.float32, "out": torch.float32}
+    values |= {"width": "i32"} | triton_sampling._sizes(3072)
+    assert build(triton_sampling._keep_likely, values, CARDS[card], tmp_path)[1] == 0

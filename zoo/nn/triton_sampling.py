@@ -1,0 +1,147 @@
+"""Sampling on a GPU, in Triton: a draw and the noise of all draws are one launch each. Imported where a GPU is
+asked for.
+
+Nothing is sorted. What is kept of a row are the entries above an edge, and a bisection over the bits of the
+float finds it: 32 times, the entries above the middle are counted for top-k, and their mass is added up for
+top-p. A row stays in registers meanwhile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOWEST = tl.constexpr(-2139095041)  # `_ordered` of -inf
+
+
+@triton.jit
+def _ordered(bits: tl.tensor):
+    """A float's bits -> an integer that orders as the float does, and back."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _value(key: tl.tensor):
+    return _ordered(key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _edge(x: tl.tensor, top_k: tl.tensor, top_p: tl.tensor):
+    """The least value that stays of a row, where top_k is at least 1; `sampling._keep_likely`."""
+    largest = tl.max(x, 0)
+    highest = _ordered(largest.to(tl.int32, bitcast=True))
+    low, high = highest * 0 + LOWEST, highest + 1
+    for _ in range(32):  # the largest value that top_k entries reach; -inf is one that all reach
+        middle = (low & high) + ((low ^ high) >> 1)  # rounded down, without a sum that overflows
+        is_reached = tl.sum((x >= _value(middle)).to(tl.int32), 0) >= top_k
+        low, high = tl.where(is_reached, middle, low), tl.where(is_reached, high, middle)
+    by_rank = _value(low)
+    mass = tl.where(x >= by_rank, tl.exp(x - largest), 0.0)
+    mass = mass / tl.sum(mass, 0)
+    low, high = highest * 0 + LOWEST - 1, highest
+    for _ in range(32):  # the smallest value with less than top_p above it; the largest one stays in any case
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up
+        has_room = tl.sum(tl.where(x > _value(middle), mass, 0.0), 0) < top_p
+        low, high = tl.where(has_room, low, middle), tl.where(has_room, middle, high)
+    by_mass = tl.where(top_p >= 1, float("-inf"), _value(high))  # a sum in fp32 can reach 1 too early
+    return tl.maximum(by_rank, by_mass)
+
+
+@triton.jit
+def _keep_likely(
+    logits: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, out: tl.tensor, width: tl.tensor, WIDTH: tl.constexpr
+):
+    b, i = tl.program_id(0), tl.arange(0, WIDTH)
+    x = tl.load(logits + b * width + i, mask=i < width, other=float("-inf"))
+    k = tl.load(top_k + b)
+    edge = _edge(x, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b))
+    tl.store(out + b * width + i, tl.where(x < edge, float("-inf"), x), mask=i < width)
+
+
+@triton.jit
+def _draw(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    noise: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    logits_stride: tl.tensor,
+    noise_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+):
+    b, i = tl.program_id(0), tl.arange(0, WIDTH)
+    x = tl.load(logits + b * logits_stride + i, mask=i < width, other=float("-inf"))
+    heat = tl.load(temperature + b)
+    scaled = tl.div_rn(x, tl.where(heat > 0, heat, 1.0))
+    k = tl.load(top_k + b)
+    edge = _edge(scaled, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b))
+    kept = tl.where(scaled < edge, float("-inf"), scaled)
+    noisy = kept + tl.load(noise + b * noise_stride + i, mask=i < width, other=0.0)
+    tl.store(out + b, tl.argmax(tl.where(heat > 0, noisy, x), 0).to(tl.int64))
+
+
+@triton.jit
+def _mix(x: tl.tensor):
+    """`sampling._mix`, of uint32."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _uniform(
+    seed: tl.tensor,
+    step: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    streams: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+):
+    """One row and stream, BLOCK values of it."""
+    row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own, stream = tl.load(seed + row // streams), first + row % streams
+    key = _mix(own.to(tl.uint32) ^ 0x6A09E667)
+    key = _mix(key ^ (own >> 32).to(tl.uint32))
+    key = _mix(key ^ tl.load(step + row // streams).to(tl.uint32))
+    key = _mix(key ^ stream.to(tl.uint32))
+    bits = _mix(key ^ i.to(tl.uint32) * 0x9E3779B1)
+    values = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    tl.store(out + row.to(tl.int64) * width + i, values, mask=i < width)
+
+
+def _sizes(width: int) -> dict[str, int]:
+    """What `_keep_likely` and `_draw` are compiled for."""
+    padded = triton.next_power_of_2(width)
+    return {"WIDTH": padded, "num_warps": min(16, max(4, padded // 512))}
+
+
+def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """logits [B, V] float32 -> [B, V]; `sampling.keep_likely`."""
+    logits, top_k, top_p = logits.contiguous(), top_k.contiguous(), top_p.contiguous()
+    out, (num_rows, width) = torch.empty_like(logits), logits.shape
+    _keep_likely[(num_rows,)](logits, top_k, top_p, out, width, **_sizes(width))
+    return out
+
+
+def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
+    """logits and noise [B, V] float32 -> [B] int64; `sampling.draw`."""
+    assert logits.stride(1) == noise.stride(1) == 1, f"{logits.stride()}, {noise.stride()}"
+    out, (num_rows, width) = torch.empty_like(logits[:, 0], dtype=torch.int64), logits.shape
+    settings = (setting.contiguous() for setting in (temperature, top_k, top_p))
+    strides = logits.stride(0), noise.stride(0)
+    _draw[(num_rows,)](logits, *settings, noise, out, width, *strides, **_sizes(width))
+    return out
+
+
+def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
+    """seed, step [B] int64 -> [B, streams, width] float32, to the bit those of `sampling._uniform`."""
+    out = torch.empty(len(seed), streams, width, dtype=torch.float32, device=seed.device)
+    block = min(1024, triton.next_power_of_2(width))
+    grid = len(seed) * streams, triton.cdiv(width, block)
+    _uniform[grid](seed.contiguous(), step.contiguous(), out, first, streams, width, block)
+    return out
