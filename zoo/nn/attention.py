@@ -56,8 +56,8 @@ def paged_attention(
     the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]. On a GPU a launch may have queries behind
     cu_seqlens[-1]: they are padding, and give zeros."""
     if kernels.use_gpu(q):
-        kernel = kernels.of_gpu("triton_attention").paged_attention
-        return kernel(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
+        rest = kv, page_table, kv_lens, cu_seqlens, page_tokens, scale
+        return kernels.on_gpu("triton_attention", "paged_attention", q, *rest)
     if q.device.type != "cpu":
         return _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
     if q.shape[0] == page_table.shape[0] and kernels.know(q, kv):  # every sequence has one query

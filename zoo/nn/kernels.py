@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,13 @@ def of_gpu(name: str) -> ModuleType:
         raise ValueError(
             f"a GPU needs Triton, which torch {torch.__version__} came without: pip install triton"
         ) from None
+
+
+def on_gpu(module: str, function: str, *arguments: Any) -> Any:
+    """What a function of GPU kernels gives, launched where its first argument is: Triton launches on the
+    current device, which may be another."""
+    with torch.cuda.device_of(arguments[0]):
+        return getattr(of_gpu(module), function)(*arguments)
 
 
 def know(*tensors: Tensor) -> bool:

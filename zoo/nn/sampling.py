@@ -70,7 +70,7 @@ def _empty_uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: 
 def uniform_on_gpu(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
     """In one launch: in torch, the keys alone are fifty."""
     if kernels.use_gpu(seed):
-        return kernels.of_gpu("triton_sampling").uniform(seed, step, first, streams, width)
+        return kernels.on_gpu("triton_sampling", "uniform", seed, step, first, streams, width)
     return _plain_uniform(seed, step, first, streams, width)
 
 
@@ -98,7 +98,7 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 @operator("keep_likely")
 def keep_likely_by_kernel(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     if _fits_gpu_kernel(logits):
-        return kernels.of_gpu("triton_sampling").keep_likely(logits, top_k, top_p)
+        return kernels.on_gpu("triton_sampling", "keep_likely", logits, top_k, top_p)
     return (kernels.keep_likely if kernels.know(logits) else _keep_likely)(logits, top_k, top_p)
 
 
@@ -134,7 +134,7 @@ def draw_on_gpu(
 ) -> Tensor:
     """In one launch, and without a sort."""
     if _fits_gpu_kernel(logits):
-        return kernels.of_gpu("triton_sampling").draw(logits, temperature, top_k, top_p, noise)
+        return kernels.on_gpu("triton_sampling", "draw", logits, temperature, top_k, top_p, noise)
     return _draw(logits, temperature, top_k, top_p, noise)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from zoo.nn import triton_attention
+from zoo.nn import kernels, triton_attention
 from zoo.nn.attention import _one_sequence, _query_by_query
 
 LAYERS = 2
@@ -218,6 +218,17 @@ def test_the_form_for_other_devices_is_the_same():
     """It stands for the kernel where a GPU is played without Triton."""
     prompts = launch([5, 0, 1, 30], [3, 4, 70, 0], padding=4)
     torch.testing.assert_close(_query_by_query(**vars(prompts)), prompts.run(), rtol=0, atol=1e-5)
+
+
+def test_the_operator_on_a_gpu_is_the_kernel(monkeypatch):
+    for counts in ([1, 1, 1], [5, 0, 30]):
+        of_a_kind = launch(counts, [60, 4, 7])
+        plain = torch.ops.zoo.paged_attention.default(*vars(of_a_kind).values())
+        monkeypatch.setattr(kernels, "use_gpu", lambda tensor: True)
+        found = torch.ops.zoo.paged_attention.default(*vars(of_a_kind).values())
+        assert torch.equal(found, of_a_kind.run())
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
+        monkeypatch.undo()
 
 
 class NoWaits(TorchDispatchMode):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoo.nn import sampling, triton_sampling
+from zoo.nn import kernels, sampling, triton_sampling
 
 EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 TOP_K, TOP_P = [0, 1, 5, 300, 307], [0.0, 1e-6, 0.3, 0.9, 1.0]
@@ -91,3 +91,22 @@ def test_noise_is_the_same_to_the_bit(first, streams, width):
     step = torch.tensor([0, 3, (1 << 31) + 9, 100000, (1 << 32) + 1])
     found = triton_sampling.uniform(seed, step, first, streams, width)
     assert torch.equal(found, sampling._plain_uniform(seed, step, first, streams, width))
+
+
+def test_the_operators_on_a_gpu_are_the_kernels(monkeypatch):
+    logits, noise, seed = scores(3, 50), scores(3, 50, seed=1).nan_to_num(neginf=0.0), torch.tensor([1, 2, 3])
+    settings_of_rows = torch.tensor([0.0, 1.0, 0.7]), torch.tensor([0, 5, 9]), torch.tensor([1.0, 0.5, 0.9])
+
+    def everything() -> list[Tensor]:
+        return [
+            torch.ops.zoo.draw.default(logits, *settings_of_rows, noise),
+            torch.ops.zoo.keep_likely.default(logits, *settings_of_rows[1:]),
+            torch.ops.zoo.uniform.default(seed, seed, 1, 2, 50),
+        ]
+
+    plain = everything()
+    launched = []
+    monkeypatch.setattr(kernels, "use_gpu", lambda tensor: launched.append(tensor) or True)
+    for found, expected in zip(everything(), plain, strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    assert len(launched) == 3
