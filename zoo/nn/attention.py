@@ -53,8 +53,8 @@ def paged_attention(
     scale: float,
 ) -> Tensor:
     """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions,
-    the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]. On a GPU a launch may have queries behind
-    cu_seqlens[-1]: they are padding, and give zeros."""
+    the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]. Queries behind cu_seqlens[-1] are padding: they
+    give zeros."""
     if kernels.use_gpu(q):
         rest = kv, page_table, kv_lens, cu_seqlens, page_tokens, scale
         return kernels.on_gpu("triton_attention", "paged_attention", q, *rest)
@@ -68,6 +68,7 @@ def paged_attention(
     for b, (start, stop) in enumerate(pairwise(edges)):
         if stop > start:
             out[start:stop] = _one_sequence(q[start:stop], kv, page_table[b], counts[b], page_tokens, scale)
+    out[edges[-1] :] = 0
     return out
 
 

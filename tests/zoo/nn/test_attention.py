@@ -215,7 +215,9 @@ def test_the_form_that_knows_no_length_equals_one_sequence_after_the_other():
         if own.stop > own.start:
             alone = _one_sequence(q[own], kv, page_table[b], length, page_tokens, SCALE)
             torch.testing.assert_close(batched[own], alone)
-    assert (batched[13:] == 0).all()
+    operator = torch.ops.zoo.paged_attention.default(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, SCALE)
+    torch.testing.assert_close(batched, operator)
+    assert (operator[13:] == 0).all()
 
 
 def test_what_computes_attention(monkeypatch):
