@@ -194,7 +194,7 @@ def test_the_package_is_imported_without_torch_and_without_the_hub():
 
 
 def test_a_server_names_a_repository_by_its_own_name(asked):
-    from serving.__main__ import named_directories
+    from serving.cli.common import named_directories
 
     assert list(named_directories(["org/name@v1", "other=org/name"])) == ["name", "other"]
 

@@ -1,0 +1,1 @@
+"""The command `zoo`, a file for each kind of command."""

@@ -1,0 +1,122 @@
+"""What several commands take and show."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer import Option
+
+from zoo.hub import name_of, resolved
+
+if TYPE_CHECKING:
+    from serving.protocol import AudioClip
+
+app = typer.Typer(
+    add_completion=False, help="Speech language models: serve them, or let them speak from the shell."
+)
+
+MAX_REFERENCE_S = 60.0
+MAX_BYTES = 1 << 50
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+Model = Annotated[str, Option("-m", "--model", help="A directory, or ORG/NAME on the Hugging Face Hub.")]
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one.")]
+Codec = Annotated[
+    Literal["float32", "tf32"],
+    Option(help="How a GPU multiplies in the codec; tf32 is faster, zoo parity says what it costs."),
+]
+VoicesDir = Annotated[
+    Path | None,
+    Option(
+        envvar="ZOO_VOICES_DIR",
+        help="Where uploaded voices are kept; speechzoo/voices in your data directory otherwise.",
+    ),
+]
+DType = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    Option(help="bfloat16 on a GPU and float32 on a CPU, when left out."),
+]
+
+
+def named_directory(model: str) -> tuple[str, str]:
+    """MODEL or NAME=MODEL -> the name for clients and the directory, with its adapter. Raises ValueError."""
+    name, equals, named = model.partition("=")
+    if not equals or Path(model).is_dir():
+        return name_of(model), resolved(model)
+    if not name:
+        raise ValueError(f"{model!r} has no name before '='; needed is MODEL or NAME=MODEL")
+    return name, resolved(named)
+
+
+def named_directories(models: list[str]) -> dict[str, str]:
+    """Their directories by name. Raises ValueError."""
+    directories: dict[str, str] = {}
+    for name, directory in map(named_directory, models):
+        if name in directories:
+            raise ValueError(f"two models have the name {name!r}; NAME=MODEL gives one another name")
+        directories[name] = directory
+    return directories
+
+
+def num_bytes(text: str) -> int:
+    """'4GiB' -> 4294967296. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|)", text)
+    count = float(match[1]) * UNITS[match[2]] if match is not None else 0.0
+    if not 1 <= count < MAX_BYTES:
+        raise ValueError(f"{text[:40]!r} is not an amount of memory; 4GiB, 512MiB or a number of bytes is")
+    return int(count)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar on stderr, where that is a terminal -> what moves it: the fraction that is done, and what comes
+    next."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.fields[title]}"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=1.0, title=title)
+        yield lambda fraction, stage: bar.update(task, completed=fraction, description=stage)
+
+
+def readable(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case list():
+            return ", ".join(map(str, value))
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
+
+
+def recording(path: Path) -> AudioClip:
+    """Raises ValueError."""
+    from serving.http.decode import decode
+
+    try:
+        return decode(path.read_bytes(), MAX_REFERENCE_S)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {error}") from None
+
+
+def fail(line: str, status: int) -> None:
+    print(f"zoo: {line}", file=sys.stderr)
+    sys.exit(status)

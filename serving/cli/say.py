@@ -1,0 +1,151 @@
+"""zoo say."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from serving.cli.common import Device, DType, Model, app, fail, recording
+from zoo.hub import resolved
+
+if TYPE_CHECKING:
+    from zoo.contract import Spec
+    from zoo.request import Value
+
+FORMAT_OF = {
+    ".wav": "wav",
+    ".mp3": "mp3",
+    ".opus": "opus",
+    ".ogg": "opus",
+    ".aac": "aac",
+    ".flac": "flac",
+    ".pcm": "pcm",
+}
+FLAG = {
+    "references": "--reference",
+    "transcript": "--reference-text",
+    "max_frames": "--max-new-tokens",
+}  # of a field
+
+
+@app.command()
+def say(
+    text: Annotated[str, Argument(help="What to say; - reads it from stdin.")],
+    model: Model,
+    out: Annotated[
+        Path, Option("-o", "--out", help="The file to write: .wav, .mp3, .opus, .aac, .flac or .pcm.")
+    ] = Path("out.wav"),
+    voice: Annotated[str | None, Option(help="One of the model's voices (zoo inspect).")] = None,
+    reference: Annotated[
+        Path | None, Option(help="A recording of the voice to speak in, for models that take one.")
+    ] = None,
+    reference_text: Annotated[str | None, Option(help="What the recording says, word for word.")] = None,
+    language: Annotated[str | None, Option(help="One of the model's languages.")] = None,
+    instructions: Annotated[str | None, Option(help="How to speak, in words.")] = None,
+    seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
+    temperature: Annotated[float | None, Option(min=0, max=2, help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, Option(min=0, help="0 is off.")] = None,
+    top_p: Annotated[float | None, Option(min=0, max=1)] = None,
+    repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
+    options: Annotated[
+        list[str],
+        Option(
+            "-O",
+            "--option",
+            metavar="NAME=VALUE",
+            help="An option of the model (zoo inspect); may be given several times.",
+        ),
+    ] = [],  # noqa: B006
+    device: Device = None,
+    dtype: DType = None,
+) -> int:
+    """Speak one text into a file."""
+    form = output_format(out)
+    text = text_to_say(text)
+    directory = resolved(model)
+    references = [] if reference is None else [recording(reference)]
+
+    import zoo
+    from serving.audio import pcm16
+    from serving.engine.engine_process import reference_of
+    from serving.engine.job import NO_AUDIO
+    from serving.http import encode
+    from serving.protocol import Reference
+
+    family = zoo.load(directory, device=device, dtype=dtype)
+    if family.spec.licence:
+        print(f"zoo: the weights are under a licence: {family.spec.licence}", file=sys.stderr)
+    request = zoo.Request(
+        text=text,
+        voice=voice,
+        language=language,
+        instructions=instructions,
+        references=tuple(reference_of(Reference(clip, reference_text)) for clip in references),
+        seed=seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        max_frames=max_new_tokens,
+        options=dict(parsed_option(option, family.spec) for option in options),
+    )
+    began = time.perf_counter()
+    try:
+        speech = zoo.generate(family, request)
+    except zoo.RequestError as error:
+        raise ValueError(f"{FLAG[error.param]}: {error}" if error.param in FLAG else str(error)) from None
+    took_s = time.perf_counter() - began
+    if not len(speech.samples):
+        fail(NO_AUDIO, 1)
+    out.write_bytes(encode.file(form, pcm16(speech.samples.numpy()), speech.sample_rate_hz))
+    audio_s = len(speech.samples) / speech.sample_rate_hz
+    frames = f"{len(speech.frames)} frames, {audio_s:.2f} s of audio"
+    print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")
+    if speech.text:
+        print(speech.text)
+    return 0
+
+
+def output_format(out: Path) -> str:
+    """The format that a file's name asks for. Raises ValueError for one that is none, or a file that cannot
+    be written."""
+    if (form := FORMAT_OF.get(out.suffix.lower())) is None:
+        raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
+    there = out if out.exists() else out.absolute().parent
+    if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(
+            f"{out} cannot be written: it must be a file in a directory that exists and may be written to"
+        )
+    return form
+
+
+def text_to_say(text: str) -> str:
+    """`-` is what stdin holds. Raises ValueError for a text with nothing to say."""
+    from zoo.request import BLANK
+
+    if text == "-":
+        text = sys.stdin.read()
+    if not text.strip(BLANK):
+        raise ValueError("there is no text to say")
+    return text
+
+
+def parsed_option(given: str, spec: Spec) -> tuple[str, Value]:
+    """NAME=VALUE -> the name, and the value as the model's option has it. Raises ValueError."""
+    from zoo.request import SAMPLING
+
+    name, equals, value = given.partition("=")
+    if not equals:
+        raise ValueError(f"--option {given!r} must be NAME=VALUE")
+    if name in SAMPLING:
+        raise ValueError(f"{name} has a flag of its own: --{name.replace('_', '-')} {value}")
+    known = {option.name: option for option in spec.options if option.name not in SAMPLING}
+    if name not in known:
+        raise ValueError(f"{spec.family} has no option {name!r}; possible: {', '.join(known) or 'none'}")
+    return name, known[name].parse(value)

@@ -1,0 +1,139 @@
+"""zoo serve."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from serving.cli.common import (
+    MAX_REFERENCE_S,
+    Codec,
+    Device,
+    DType,
+    VoicesDir,
+    app,
+    named_directories,
+    num_bytes,
+)
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@app.command()
+def serve(
+    models: Annotated[
+        list[str],
+        Argument(
+            metavar="MODEL",
+            help="Directories, or ORG/NAME on the Hugging Face Hub; MODEL+DIR adds an adapter (LoRA), NAME=MODEL "
+            "chooses the id for clients.",
+        ),
+    ],
+    host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    device: Device = None,
+    dtype: DType = None,
+    max_slots: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=1024,
+            help="How many requests speak at once, of each model: 8 on a CPU, on a GPU as many as fit, up to 64.",
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        Option(
+            help="Memory for the KV cache, of all models: 4GiB, 512MiB or bytes; on a GPU, what weights and states leave."
+        ),
+    ] = None,
+    policy: Annotated[
+        Literal["streaming", "throughput"], Option(help="First audio early, or most audio in all.")
+    ] = "streaming",
+    deterministic: Annotated[
+        bool,
+        Option(
+            "--deterministic",
+            help="Equal requests give equal bytes, whoever else speaks; slower where few do.",
+        ),
+    ] = False,
+    codec: Codec = "float32",
+    warm: Annotated[bool, Option(help="Run every shape before the first request.")] = True,
+    compile: Annotated[bool, Option(help="Compile the model, or run it eagerly.")] = True,
+    cache_dir: Annotated[Path | None, Option(help="Where compiled code is kept between starts.")] = None,
+    api_key: Annotated[
+        str | None, Option(envvar="ZOO_API_KEY", help="Ask clients for this key (Authorization: Bearer KEY).")
+    ] = None,
+    max_text: Annotated[int, Option(min=1, help="The longest input, in characters.")] = 8000,
+    voices_dir: VoicesDir = None,
+    max_voices: Annotated[int, Option(min=0, help="How many voices may be uploaded.")] = 1000,
+    max_reference_bytes: Annotated[
+        str, Option(help="The largest reference audio: 10MiB or bytes.")
+    ] = "10MiB",
+    max_reference_s: Annotated[
+        float, Option(min=1, max=MAX_REFERENCE_S, help="The longest reference audio.")
+    ] = MAX_REFERENCE_S,
+    allow_url_references: Annotated[
+        bool, Option(help="Fetch reference audio from URLs that clients send.")
+    ] = False,
+    max_reading: Annotated[
+        int,
+        Option(min=1, help="How many large bodies and recordings are read at once; others get 503."),
+    ] = 16,
+    cors_origins: Annotated[
+        list[str],
+        Option(
+            "--cors-origin", metavar="ORIGIN", help="A site whose pages may use this server; several times."
+        ),
+    ] = [],  # noqa: B006
+    hosts: Annotated[
+        list[str],
+        Option("--allowed-host", metavar="NAME", help="A name that this server is asked by; several times."),
+    ] = [],  # noqa: B006
+    grace_s: Annotated[
+        int, Option(min=0, help="How long open answers may go on when the server is stopped.")
+    ] = 5,
+) -> int:
+    """Serve models over HTTP, as OpenAI's speech API."""
+    from serving import supervisor
+
+    engine = {
+        "models": named_directories(models),
+        "device": device,
+        "dtype": dtype,
+        "max_slots": max_slots,
+        "kv_bytes": None if kv_memory is None else num_bytes(kv_memory),
+        "policy": policy,
+        "codec": codec,
+        "deterministic": deterministic,
+        "warm": warm,
+        "compile": compile,
+    }
+    env = dict(os.environ)
+    if api_key is None and "ZOO_API_KEY" in os.environ:
+        raise ValueError("ZOO_API_KEY is empty, which would let everybody in: set it to a key, or unset it")
+    if api_key is not None:
+        if not re.fullmatch("[!-~]+", api_key):
+            raise ValueError("an API key is made of printable ASCII characters without blanks")
+        env["ZOO_API_KEY"] = api_key
+    if cache_dir is not None:
+        env["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
+    limits = {
+        "text_chars": max_text,
+        "reference_bytes": num_bytes(max_reference_bytes),
+        "reference_s": max_reference_s,
+        "reference_urls": allow_url_references,
+        "voices": max_voices,
+        "num_reading": max_reading,
+    }
+    http = {
+        "limits": limits,
+        "voices_dir": None if voices_dir is None else str(voices_dir.resolve()),
+        "cors_origins": cors_origins,
+        "hosts": [*hosts, *LOOPBACK] if host in LOOPBACK else hosts,
+    }
+    return supervisor.serve(host, port, engine, http, env, grace_s)
