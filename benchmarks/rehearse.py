@@ -1,0 +1,184 @@
+"""A family on a GPU that is not there: its step is traced, lowered and counted, every kernel built, and what makes the host wait is
+listed.
+
+    python benchmarks/rehearse.py higgs_v3 [--size tiny] [--card h100] [--slots 1 16 64] [--json OUT]
+
+Needs `pip install -e .[rehearse]`: the triton wheel that belongs to the torch version, 200 MB, and g++; no CUDA. What runs is the
+project's own path, `zoo.load`, `Arena`, `Runner`, `lower`, over fake tensors of a demo checkpoint's shapes; `tiny` takes a minute or two,
+a published size five. The exit status is 1 where a graph breaks, a kernel does not build or a launch makes the host wait; times are
+`benchmarks/predict.py`'s, from the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch._dynamo.utils import counters
+
+import zoo
+from benchmarks.rehearsal import shapes
+from benchmarks.rehearsal.cards import CARDS
+from benchmarks.rehearsal.device import pretend
+from benchmarks.rehearsal.kernels import Built, build, lowering
+from benchmarks.rehearsal.launches import Launch, Log
+from benchmarks.rehearsal.parts import Rehearsed
+
+CONTEXT = 500  # positions of every slot
+PROMPT_TOKENS = 100
+
+
+@dataclass
+class Part:
+    """One launch of the server: a step, or a prefill, or a render, of so many slots."""
+
+    name: str
+    slots: int
+    frames: int = 0
+    length: int = 0
+    launches: Counter[Launch] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+
+    def num(self, *kinds: str) -> int:
+        return sum(n for launch, n in self.launches.items() if launch.kind in kinds)
+
+    def as_json(self) -> dict[str, Any]:
+        """Launches that cost the same are one row: how many, and what each costs."""
+        rows = Counter[tuple[Any, ...]]()
+        for launch, n in self.launches.items():
+            rows[launch.kind, launch.within, launch.bytes, launch.flops, launch.arithmetic] += n
+        facts = {"name": self.name, "slots": self.slots, "frames": self.frames, "length": self.length}
+        return facts | {"waits": self.waits, "copies": self.copies, "launches": [[n, *row] for row, n in rows.items()]}
+
+
+@dataclass
+class Rehearsal:
+    family: str
+    size: str
+    card: str
+    frame_s: float
+    sizes_bytes: dict[str, int] = field(default_factory=dict)  # of weights, state and KV cache, at the most slots
+    graphs: int = 0
+    breaks: dict[str, int] = field(default_factory=dict)
+    lowering_cpu_s: float = 0.0
+    parts: list[Part] = field(default_factory=list)
+    built: Built | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        found = [f"the graph breaks: {reason}" for reason in self.breaks]
+        for part in self.parts:
+            found += [f"{part.name} waits: {what}, {n} times" for what, n in part.waits.items()]
+        if self.built is not None:
+            found += [f"{name} does not build: {error}" for name, error in self.built.failed.items()]
+        return sorted(set(found))
+
+    def as_json(self) -> dict[str, Any]:
+        facts = {key: value for key, value in vars(self).items() if key not in ("parts", "built")}
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        return facts | versions | {
+            "built": None if self.built is None else asdict(self.built),
+            "parts": [part.as_json() for part in self.parts],
+        }  # fmt: skip
+
+
+def rehearse(
+    family_name: str, size: str, card_name: str, slots: Sequence[int], directory: Path, is_built: bool = True
+) -> Rehearsal:
+    path, log = shapes.write(family_name, size, directory / f"{family_name}-{size}"), Log()
+    with pretend(card_name), shapes.fake() as mode, lowering(log) as kernels, torch.inference_mode():
+        family = shapes.load(path, mode)
+        runner = Rehearsed(family, max(slots), CONTEXT, log)
+        result = Rehearsal(family_name, size, card_name, 1 / family.spec.frame_rate_hz, _sizes_bytes(runner))
+        with _lowered(result):
+            runner.lower_step(2)
+        for num_slots in slots:
+            runner.count_step(num_slots)
+            result.parts.append(_part(log, "step", num_slots))
+        runner.count_prefill([PROMPT_TOKENS])
+        result.parts.append(_part(log, "prefill", 1))
+        for num_slots, frames in ((num_slots, frames) for num_slots in slots for frames in family.spec.window.sizes):
+            for length in family.spec.window.lengths or (0,):
+                runner.count_render(num_slots, frames, length)
+                result.parts.append(_part(log, "render", num_slots, frames, length))
+        result.graphs = counters["stats"]["unique_graphs"] - result.graphs
+        if is_built:
+            result.built = build(kernels.sources)
+    return result
+
+
+def _sizes_bytes(runner: Rehearsed) -> dict[str, int]:
+    state = sum(value.nbytes for value in vars(runner.state).values() if isinstance(value, torch.Tensor))
+    weights = sum(parameter.nbytes for parameter in runner.family.parameters())
+    return {"weights": weights, "state": state, "kv": runner.arena.bytes.nbytes}
+
+
+@contextmanager
+def _lowered(result: Rehearsal) -> Iterator[None]:
+    breaks, began_s = Counter(counters["graph_break"]), time.process_time()
+    result.graphs = counters["stats"]["unique_graphs"]
+    yield
+    result.breaks = dict(counters["graph_break"] - breaks)
+    result.lowering_cpu_s = round(time.process_time() - began_s, 1)
+
+
+def _part(log: Log, name: str, slots: int, frames: int = 0, length: int = 0) -> Part:
+    return Part(name, slots, frames, length, *(Counter(counts) for counts in (log.launches, log.waits, log.copies)))
+
+
+def report(result: Rehearsal) -> Iterator[str]:
+    """What a reader wants to know, line by line."""
+    gb = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result.sizes_bytes.items())
+    yield f"{result.family} {result.size} on a pretended {result.card}: {gb}"
+    yield f"{result.graphs} graphs, {sum(result.breaks.values())} breaks, lowered in {result.lowering_cpu_s:.0f} CPU-s"
+    for part in result.parts:
+        gbytes = sum(n * launch.bytes for launch, n in part.launches.items()) / 1e9
+        gflop = sum(n * launch.flops for launch, n in part.launches.items()) / 1e9
+        shape = f" {part.frames} frames" * bool(part.frames) + f" of {part.length}" * bool(part.length)
+        kinds = f"{part.num('triton')} Triton, {part.num('extern')} called, {part.num('eager')} asked for by Python"
+        waits = f"{part.waits.total()} waits, {part.copies.total()} blocking copies"
+        yield f"{part.name}{shape}, {part.slots} slots: {kinds}; {gbytes:.3f} GB, {gflop:.1f} GFLOP; {waits}"
+    for part in {part.name: part for part in result.parts}.values():
+        yield from (f"  {part.name}: {what}, {n} times" for what, n in (part.waits | part.copies).items())
+    if result.built is not None:
+        built = result.built
+        yield f"{built.num_kernels} kernels, {built.num_configurations} configurations, {len(built.failed)} failed; at most " + (
+            f"{built.max_registers} registers and {built.max_shared_bytes} bytes shared; registers spilled in: {built.spilled or 'none'}"
+        )
+    yield from result.problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=zoo.families())
+    parser.add_argument("--size", default="tiny", help="of the family's demo checkpoints; full: the published one")
+    parser.add_argument("--card", default="h100", choices=CARDS)
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--no-build", action="store_true", help="count alone: kernels are generated and not built")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        where = Path(directory)
+        result = rehearse(options.family, options.size, options.card, options.slots, where, not options.no_build)
+    print("\n".join(report(result)), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result.as_json()) + "\n")
+    sys.exit(bool(result.problems))
+
+
+if __name__ == "__main__":
+    main()
