@@ -32,13 +32,15 @@ from torch._dynamo.utils import counters
 import zoo
 from benchmarks.rehearsal import shapes
 from benchmarks.rehearsal.cards import CARDS
+from benchmarks.rehearsal.costs import merged
 from benchmarks.rehearsal.device import pretend
 from benchmarks.rehearsal.kernels import Built, build, lowering
 from benchmarks.rehearsal.launches import Launch, Log
 from benchmarks.rehearsal.parts import Rehearsed
+from zoo.contract import Window
 
 CONTEXT = 500  # positions of every slot
-PROMPT_TOKENS = 100
+PROMPT_TOKENS, PROMPTS = 100, (1, 3)  # of a prefill
 
 
 @dataclass
@@ -57,12 +59,10 @@ class Part:
         return sum(n for launch, n in self.launches.items() if launch.kind in kinds)
 
     def as_json(self) -> dict[str, Any]:
-        """Launches that cost the same are one row: how many, and what each costs."""
-        rows = Counter[tuple[Any, ...]]()
-        for launch, n in self.launches.items():
-            rows[launch.kind, launch.within, launch.bytes, launch.flops, launch.arithmetic] += n
+        """As `costs.Counts` reads it."""
         facts = {"name": self.name, "slots": self.slots, "frames": self.frames, "length": self.length}
-        return facts | {"waits": self.waits, "copies": self.copies, "launches": [[n, *row] for row, n in rows.items()]}
+        rows = merged([(n, *launch[1:]) for launch, n in self.launches.items()])
+        return facts | {"waits": self.waits, "copies": self.copies, "launches": rows}
 
 
 @dataclass
@@ -71,6 +71,7 @@ class Rehearsal:
     size: str
     card: str
     frame_s: float
+    window: Window
     sizes_bytes: dict[str, int] = field(default_factory=dict)  # of weights, state and KV cache, at the most slots
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
@@ -88,12 +89,11 @@ class Rehearsal:
         return sorted(set(found))
 
     def as_json(self) -> dict[str, Any]:
-        facts = {key: value for key, value in vars(self).items() if key not in ("parts", "built")}
+        facts = {key: value for key, value in vars(self).items() if key not in ("parts", "built", "window")}
         versions = {"torch": torch.__version__, "python": platform.python_version()}
-        return facts | versions | {
-            "built": None if self.built is None else asdict(self.built),
-            "parts": [part.as_json() for part in self.parts],
-        }  # fmt: skip
+        built = None if self.built is None else asdict(self.built)
+        parts = [part.as_json() for part in self.parts]
+        return facts | versions | {"window": asdict(self.window), "built": built, "parts": parts}
 
 
 def rehearse(
@@ -103,16 +103,18 @@ def rehearse(
     with pretend(card_name), shapes.fake() as mode, lowering(log) as kernels, torch.inference_mode():
         family = shapes.load(path, mode)
         runner = Rehearsed(family, max(slots), CONTEXT, log)
-        result = Rehearsal(family_name, size, card_name, 1 / family.spec.frame_rate_hz, _sizes_bytes(runner))
+        spec = family.spec
+        result = Rehearsal(family_name, size, card_name, 1 / spec.frame_rate_hz, spec.window, _sizes_bytes(runner))
         with _lowered(result):
             runner.lower_step(2)
         for num_slots in slots:
             runner.count_step(num_slots)
             result.parts.append(_part(log, "step", num_slots))
-        runner.count_prefill([PROMPT_TOKENS])
-        result.parts.append(_part(log, "prefill", 1))
-        for num_slots, frames in ((num_slots, frames) for num_slots in slots for frames in family.spec.window.sizes):
-            for length in family.spec.window.lengths or (0,):
+        for num_prompts in PROMPTS:
+            runner.count_prefill([PROMPT_TOKENS] * num_prompts)
+            result.parts.append(_part(log, "prefill", num_prompts))
+        for num_slots, frames in ((num_slots, frames) for num_slots in slots for frames in spec.window.sizes):
+            for length in spec.window.lengths or (0,):
                 runner.count_render(num_slots, frames, length)
                 result.parts.append(_part(log, "render", num_slots, frames, length))
         result.graphs = counters["stats"]["unique_graphs"] - result.graphs

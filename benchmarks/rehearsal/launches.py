@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.rehearsal.cards import Card
-
 aten = torch.ops.aten
 # What these give depends on values, so the host waits until the device has them.
 WAITS = {
@@ -68,21 +66,6 @@ class Log:
             yield
         finally:
             self.kind = before
-
-
-def summary(launches: Counter[Launch], card: Card, least_us: float) -> dict[str, float]:
-    """Counts, and a roofline without overlap: each launch takes the longest of its start, its bytes and its arithmetic."""
-    num = {kind: sum(n for launch, n in launches.items() if launch.kind == kind) for kind in ("triton", "extern", "eager")}
-    us = sum(n * card.launch_us(one.bytes, one.flops, one.arithmetic, least_us) for one, n in launches.items())
-    return {
-        "launches": launches.total(),
-        **num,
-        "inside_ours": sum(n for launch, n in launches.items() if launch.within),
-        "mbytes": sum(n * launch.bytes for launch, n in launches.items()) / 1e6,
-        "gflop": sum(n * launch.flops for launch, n in launches.items()) / 1e9,
-        "ms": us / 1e3,
-        "ms_launches_alone": launches.total() * least_us / 1e3,
-    }
 
 
 def tensor_bytes(tensor: Tensor) -> int:
