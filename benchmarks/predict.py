@@ -2,10 +2,11 @@
 
     python benchmarks/predict.py [--cards h100 h200 4090] [--counts DIR] [--rate 40]
 
-Counts of launches, bytes and FLOPs at the published sizes (`benchmarks/rehearse.py FAMILY --size full --json`; those in
-`benchmarks/counts` are dated in LOG.md) become times by a roofline: a kernel takes the longest of its start, its bytes and its
-arithmetic, one after the other (`rehearsal/cards.py` has the constants). The project's scheduler then serves requests on a virtual clock at these
-costs. Not in it: HTTP, encoders, prompts' making, and whatever a real device does beside.
+Counts of launches, bytes and FLOPs at the published sizes (`benchmarks/rehearse.py FAMILY --size full
+--json`; those in `benchmarks/counts` are dated in LOG.md) become times by a roofline: a kernel takes the
+longest of its start, its bytes and its arithmetic, one after the other (`rehearsal/cards.py` has the
+constants). The project's scheduler then serves requests on a virtual clock at these costs. Not in it: HTTP,
+encoders, prompts' making, and whatever a real device does beside.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ COUNTS = Path(__file__).parent / "counts"
 STREAMS = 64
 SPEECH_S = 4.2  # the mean of a simulated answer
 AIM_CARD = "h200"
-AIMS = {"qwen3_tts": 400, "voxcpm2": 300, "higgs_v3": 300, "fish_s2": 250, "cosyvoice2": 300}  # audio-s/s at 64 streams
+# audio-s/s at 64 streams
+AIMS = {"qwen3_tts": 400, "voxcpm2": 300, "higgs_v3": 300, "fish_s2": 250, "cosyvoice2": 300}
 RATE_FAMILY = "qwen3_tts"
 
 
@@ -73,9 +75,15 @@ class Prediction:
         num = sum(row.num for row in step.rows if starts(row))
         yield step.device_ms(self.card, starts), f"the starts of {num} small launches in a step"
         yield step.device_ms(self.card, attends), "attention over pages"
-        yield step.device_ms(self.card, lambda row: not starts(row) and not attends(row)), "the step's other bytes"
+        yield (
+            step.device_ms(self.card, lambda row: not starts(row) and not attends(row)),
+            "the step's other bytes",
+        )
         yield render.device_ms(self.card, is_wide) / render.frames, "products in fp32 while rendering"
-        yield render.device_ms(self.card, lambda row: not is_wide(row)) / render.frames, "the renderer's bytes"
+        yield (
+            render.device_ms(self.card, lambda row: not is_wide(row)) / render.frames,
+            "the renderer's bytes",
+        )
         waits_ms = max(render.host_ms() - render.device_ms(self.card), 0) / render.frames
         yield waits_ms, "Python asking for the renderer's launches"
 
@@ -124,16 +132,23 @@ def served(counts: Counts, card: Card, rate: float) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     parser.add_argument("--counts", type=Path, default=COUNTS)
     parser.add_argument("--rate", type=float, default=40, help=f"requests a second of {RATE_FAMILY}")
     options = parser.parse_args()
     known = [Counts.read(path) for path in sorted(options.counts.glob("*.json"))]
     if not known:
-        parser.error(f"{options.counts} holds no counts: write some with benchmarks/rehearse.py FAMILY --size full --json")
+        parser.error(
+            f"{options.counts} holds no counts: write some with benchmarks/rehearse.py FAMILY --size full --json"
+        )
     print("A prediction from counts, not a measurement: nothing here has run on a GPU.\n")
-    print("\n".join(table([Prediction(counts, CARDS[card]) for counts in known for card in options.cards])), end="\n\n")
+    print(
+        "\n".join(table([Prediction(counts, CARDS[card]) for counts in known for card in options.cards])),
+        end="\n\n",
+    )
     for card in (CARDS[name] for name in options.cards):
         if card is CARDS[AIM_CARD]:
             print("\n".join(in_the_way(Prediction(counts, card)) for counts in known), end="\n\n")

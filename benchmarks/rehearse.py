@@ -1,12 +1,13 @@
-"""A family on a GPU that is not there: its step is traced, lowered and counted, every kernel built, and what makes the host wait is
-listed.
+"""A family on a GPU that is not there: its step is traced, lowered and counted, every kernel built, and what
+makes the host wait is listed.
 
     python benchmarks/rehearse.py higgs_v3 [--size tiny] [--card h100] [--slots 1 16 64] [--json OUT]
 
-Needs `pip install -e .[rehearse]`: the triton wheel that belongs to the torch version, 200 MB, and g++; no CUDA. What runs is the
-project's own path, `zoo.load`, `Arena`, `Runner`, `lower`, over fake tensors of a demo checkpoint's shapes; `tiny` takes a minute or two,
-a published size five. The exit status is 1 where a graph breaks, a kernel does not build or a launch makes the host wait; times are
-`benchmarks/predict.py`'s, from the JSON.
+Needs `pip install -e .[rehearse]`: the triton wheel that belongs to the torch version, 200 MB, and g++; no
+CUDA. What runs is the project's own path, `zoo.load`, `Arena`, `Runner`, `lower`, over fake tensors of a demo
+checkpoint's shapes; `tiny` takes a minute or two, a published size five. The exit status is 1 where a graph
+breaks, a kernel does not build or a launch makes the host wait; times are `benchmarks/predict.py`'s, from the
+JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Rehearsal:
     card: str
     frame_s: float
     window: Window
-    sizes_bytes: dict[str, int] = field(default_factory=dict)  # of weights, state and KV cache, at the most slots
+    # of weights, state and KV cache, at the most slots
+    sizes_bytes: dict[str, int] = field(default_factory=dict)
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
     lowering_cpu_s: float = 0.0
@@ -104,7 +106,9 @@ def rehearse(
         family = shapes.load(path, mode)
         runner = Rehearsed(family, max(slots), CONTEXT, log)
         spec = family.spec
-        result = Rehearsal(family_name, size, card_name, 1 / spec.frame_rate_hz, spec.window, _sizes_bytes(runner))
+        result = Rehearsal(
+            family_name, size, card_name, 1 / spec.frame_rate_hz, spec.window, _sizes_bytes(runner)
+        )
         with _lowered(result):
             runner.lower_step(2)
         for num_slots in slots:
@@ -119,7 +123,7 @@ def rehearse(
                 result.parts.append(_part(log, "render", num_slots, frames, length))
         result.graphs = counters["stats"]["unique_graphs"] - result.graphs
         if is_built:
-            result.built = build(kernels.sources)
+            result.built = build(kernels)
     return result
 
 
@@ -139,7 +143,9 @@ def _lowered(result: Rehearsal) -> Iterator[None]:
 
 
 def _part(log: Log, name: str, slots: int, frames: int = 0, length: int = 0) -> Part:
-    return Part(name, slots, frames, length, *(Counter(counts) for counts in (log.launches, log.waits, log.copies)))
+    return Part(
+        name, slots, frames, length, *(Counter(counts) for counts in (log.launches, log.waits, log.copies))
+    )
 
 
 def report(result: Rehearsal) -> Iterator[str]:
@@ -158,24 +164,32 @@ def report(result: Rehearsal) -> Iterator[str]:
         yield from (f"  {part.name}: {what}, {n} times" for what, n in (part.waits | part.copies).items())
     if result.built is not None:
         built = result.built
-        yield f"{built.num_kernels} kernels, {built.num_configurations} configurations, {len(built.failed)} failed; at most " + (
-            f"{built.max_registers} registers and {built.max_shared_bytes} bytes shared; registers spilled in: {built.spilled or 'none'}"
-        )
+        yield f"{built.num_kernels} kernels, {built.num_configurations} configurations, {len(built.failed)} failed"
+        spilled = ", ".join(built.spilled) or "none"
+        yield f"at most {built.max_registers} registers, {built.max_shared_bytes} bytes shared; registers spilled: {spilled}"
     yield from result.problems
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("family", choices=zoo.families())
-    parser.add_argument("--size", default="tiny", help="of the family's demo checkpoints; full: the published one")
+    parser.add_argument(
+        "--size", default="tiny", help="of the family's demo checkpoints; full: the published one"
+    )
     parser.add_argument("--card", default="h100", choices=CARDS)
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--no-build", action="store_true", help="count alone: kernels are generated and not built")
+    parser.add_argument(
+        "--no-build", action="store_true", help="count alone: kernels are generated and not built"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         where = Path(directory)
-        result = rehearse(options.family, options.size, options.card, options.slots, where, not options.no_build)
+        result = rehearse(
+            options.family, options.size, options.card, options.slots, where, not options.no_build
+        )
     print("\n".join(report(result)), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result.as_json()) + "\n")

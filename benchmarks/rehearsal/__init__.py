@@ -7,5 +7,6 @@ launches   what would have been launched, and what would have made the host wait
 kernels    inductor's Triton kernels: kept, counted, built to cubins
 parts      a family's step, prefill and render through the server's own runner
 
-Nothing can be launched, and no time is measured. `benchmarks/rehearse.py` is the command, `benchmarks/predict.py` makes times of its counts.
+Nothing can be launched, and no time is measured. `benchmarks/rehearse.py` is the command,
+`benchmarks/predict.py` makes times of its counts.
 """

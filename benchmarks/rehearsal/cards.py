@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Of a kernel inside a replayed CUDA graph, with the gap before the next one. NVIDIA's developer blog, "Constant Time Launch for
-# Straight-Line CUDA Graphs" (2024): 2.5 us and about 1 ns a node to launch a graph; what is left between small kernels is their own
-# start and end on the device, some 1.5 to 2.5 us on an H100.
+# Of a kernel inside a replayed CUDA graph, with the gap before the next one. NVIDIA's developer blog,
+# "Constant Time Launch for Straight-Line CUDA Graphs" (2024): 2.5 us and about 1 ns a node to launch a graph;
+# what is left between small kernels is their own start and end on the device, some 1.5 to 2.5 us on an H100.
 GRAPH_LAUNCH_US = 2.0
 # Of an operator that Python asks for: PyTorch's dispatcher, allocator and the driver, one thread.
 EAGER_LAUNCH_US = 6.0
-# What good kernels reach of a card's tables: streaming copies 85 to 93 % of bandwidth, cuBLAS 60 to 75 % of dense bf16 at large sizes
-# and far less at small ones.
+# What good kernels reach of a card's tables: streaming copies 85 to 93 % of bandwidth, cuBLAS 60 to 75 % of
+# dense bf16 at large sizes and far less at small ones.
 BANDWIDTH_REACHED, ARITHMETIC_REACHED = 0.8, 0.5
 
 
 @dataclass(frozen=True)
 class Card:
-    """Fields up to `gcnArchName` are torch's, of `torch.cuda.get_device_properties`; the others are of the card's data sheet: bandwidth,
-    and dense teraflops (no sparsity) with fp32 sums."""
+    """Fields up to `gcnArchName` are torch's, of `torch.cuda.get_device_properties`; the others are of the
+    card's data sheet: bandwidth, and dense teraflops (no sparsity) with fp32 sums."""
 
     name: str
     major: int
@@ -49,7 +49,8 @@ class Card:
 
 
 def _hopper(name: str, memory_gib: int, gb_per_s: float) -> Card:
-    """Source: NVIDIA H100 and H200 Tensor Core GPU data sheets (SXM); CUDA C programming guide, compute capabilities, 9.0."""
+    """Source: NVIDIA H100 and H200 Tensor Core GPU data sheets (SXM); CUDA C programming guide, compute
+    capabilities, 9.0."""
     tflops = {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}
     return Card(name, 9, 0, 132, memory_gib << 30, 232448, 233472, 2048, 50 << 20, gb_per_s, tflops)
 

@@ -1,4 +1,5 @@
-"""What a family's launches cost on a card, from counts that `benchmarks/rehearse.py` wrote. A roofline, never a measurement."""
+"""What a family's launches cost on a card, from counts that `benchmarks/rehearse.py` wrote. A roofline, never
+a measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Row(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one launch of the server: host_s, what Python takes to ask for its kernels; device_s, what they take one after the other."""
+    """Of one launch of the server: host_s, what Python takes to ask for its kernels; device_s, what they take
+    one after the other."""
 
     host_s: float
     device_s: float
@@ -44,7 +46,9 @@ class Part:
 
     def device_ms(self, card: Card, which: Callable[[Row], bool] = lambda row: True) -> float:
         rows = filter(which, self.rows)
-        return sum(r.num * card.launch_us(r.bytes, r.flops, r.arithmetic, GRAPH_LAUNCH_US) for r in rows) / 1e3
+        return (
+            sum(r.num * card.launch_us(r.bytes, r.flops, r.arithmetic, GRAPH_LAUNCH_US) for r in rows) / 1e3
+        )
 
     def host_ms(self) -> float:
         """A graph is asked for once."""
@@ -72,7 +76,9 @@ class Counts:
         for part in content["parts"]:
             rows = tuple(Row(*row) for row in part["launches"])
             parts[part["name"]].append(Part(part["slots"], part["frames"], part["length"], rows))
-        window = Window(**{name: tuple(v) if isinstance(v, list) else v for name, v in content["window"].items()})
+        window = Window(
+            **{name: tuple(v) if isinstance(v, list) else v for name, v in content["window"].items()}
+        )
         return cls(content["family"], content["size"], content["frame_s"], window, dict(parts))
 
     def of(self, name: str, frames: int = 0, length: int = 0) -> list[Part]:
@@ -97,8 +103,8 @@ SMALL_BYTES, SMALL_FLOPS = 1 << 20, 10_000_000
 
 
 def merged(rows: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """[num, kind, within, bytes, flops, arithmetic] each: equal launches as one row, and all small ones of a kind as one, of their mean
-    bytes and FLOPs."""
+    """[num, kind, within, bytes, flops, arithmetic] each: equal launches as one row, and all small ones of a
+    kind as one, of their mean bytes and FLOPs."""
     sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
     for num, kind, within, num_bytes, flops, arithmetic in rows:
         is_small = num_bytes <= SMALL_BYTES and flops <= SMALL_FLOPS

@@ -1,5 +1,5 @@
-"""Every question that PyTorch and Triton ask of a device, answered from a table. For a CPU build of torch and the `triton` wheel that
-its CUDA build asks for."""
+"""Every question that PyTorch and Triton ask of a device, answered from a table. For a CPU build of torch and
+the `triton` wheel that its CUDA build asks for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def pretend(name: str = "h100") -> Iterator[Card]:
         for key, value in _answers(card).items():
             stack.enter_context(mock.patch.object(torch.cuda, key, value))
             if key in dir(device_interface.CudaInterface):
-                stack.enter_context(mock.patch.object(device_interface.CudaInterface, key, staticmethod(value)))
+                stack.enter_context(
+                    mock.patch.object(device_interface.CudaInterface, key, staticmethod(value))
+                )
         for where, key, value in _patches():
             stack.enter_context(mock.patch.object(where, key, value, create=True))
         stack.enter_context(_triton_for(card))
@@ -51,13 +53,17 @@ def pretend(name: str = "h100") -> Iterator[Card]:
 
 @cache
 def _build_guard() -> ctypes.CDLL | None:
-    """A CPU build of torch has no device guard for CUDA, and indexing a fake CUDA tensor asks for one: build one (3 s)."""
+    """A CPU build of torch has no device guard for CUDA, and indexing a fake CUDA tensor asks for one: build
+    one (3 s)."""
     if torch.version.cuda is not None:
         return None
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "guard.so"
-        source, flags = Path(__file__).with_name("guard.cpp"), ["-std=c++20", "-shared", "-fPIC", f"-I{root}/include"]
+        source, flags = (
+            Path(__file__).with_name("guard.cpp"),
+            ["-std=c++20", "-shared", "-fPIC", f"-I{root}/include"],
+        )
         subprocess.run(["g++", *flags, source, "-o", library, f"-L{root}/lib", "-lc10"], check=True)
         return ctypes.CDLL(str(library))
 
@@ -123,7 +129,8 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (torch._C, "_cuda_getCurrentRawStream", lambda device=0: 0),
         (torch.cuda.random, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8)),
         (device_interface.CudaInterface, "get_raw_stream", staticmethod(lambda device=0: 0)),
-        # PyTorch's own provision for fake CUDA tensors without a GPU asks whether one is there, and must not see ours.
+        # PyTorch's own provision for fake CUDA tensors without a GPU asks whether one is there, and must not
+        # see ours.
         (fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda self: True)),
         (fake_tensor, "init_gpu_context", lambda device: None),
         (triton_helpers, "set_driver_to_gpu", lambda: None),  # it looks for libcuda
@@ -174,7 +181,9 @@ def _driver(card: Card) -> Any:
         set_current_device=lambda device: None,
         get_current_stream=lambda device=0: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
-        get_device_interface=lambda: types.SimpleNamespace(current_device=lambda: 0, synchronize=lambda: None),
+        get_device_interface=lambda: types.SimpleNamespace(
+            current_device=lambda: 0, synchronize=lambda: None
+        ),
         is_active=lambda: True,
         utils=types.SimpleNamespace(get_device_properties=lambda device: limits),
     )
@@ -196,8 +205,9 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """scaled_dot_product_attention as CUDA chooses: flash without a mask, the memory-efficient kernel with one, plain products for what
-    neither takes. Source: pytorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
+    """scaled_dot_product_attention as CUDA chooses: flash without a mask, the memory-efficient kernel with
+    one, plain products for what neither takes. Source: pytorch,
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
     rest = (dropout_p, is_causal)
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     if q.dim() == 4 and attn_mask is None and is_half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:

@@ -1,4 +1,5 @@
-"""What a run on a pretended GPU would have launched: every operator with its bytes and FLOPs, and what makes the host wait."""
+"""What a run on a pretended GPU would have launched: every operator with its bytes and FLOPs, and what makes
+the host wait."""
 
 from __future__ import annotations
 
@@ -30,12 +31,20 @@ FREE = {
     "resize_", "_pin_memory", "is_pinned",
 }  # fmt: skip
 READS_WHAT_IT_GIVES = {"index", "index_select", "embedding", "gather"}
-WRITES_WHAT_IT_IS_GIVEN = {"index_put", "index_put_", "index_copy", "index_copy_", "scatter", "scatter_", "index_fill_"}
+WRITES_WHAT_IT_IS_GIVEN = {
+    "index_put",
+    "index_put_",
+    "index_copy",
+    "index_copy_",
+    "scatter",
+    "scatter_",
+    "index_fill_",
+}
 
 
 class Launch(NamedTuple):
-    """One kernel. kind: "triton" and "extern" (of the graph: generated, and called by it), or "eager" (asked for by Python); within: the
-    operator of ours that it is a part of."""
+    """One kernel. kind: "triton" and "extern" (of the graph: generated, and called by it), or "eager" (asked
+    for by Python); within: the operator of ours that it is a part of."""
 
     name: str
     kind: str
@@ -47,17 +56,28 @@ class Launch(NamedTuple):
 
 @dataclass
 class Log:
-    """What happened since `clear`. waits: the host waits for a value; copies: between host and device, that block."""
+    """What happened since `clear`. waits: the host waits for a value; copies: between host and device, that
+    block."""
 
     launches: Counter[Launch] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     kind: str = "eager"
-    live_kv_bytes: int = 0  # of all sequences in one layer: what attention needs of the arena
+    within: str = ""
+    kv: Tensor | None = None  # the arena, of which a launch reads what its sequences hold in one layer
+    live_kv_bytes: int = 0
 
     def clear(self) -> None:
         for counter in (self.launches, self.waits, self.copies):
             counter.clear()
+
+    def add(self, name: str, num_bytes: int, flops: int = 0, arithmetic: str = "fp32") -> None:
+        self.launches[Launch(name, self.kind, self.within, num_bytes, flops, arithmetic)] += 1
+
+    def touched(self, tensor: Tensor) -> int:
+        """The bytes of a tensor that a kernel of ours needs."""
+        is_arena = self.kv is not None and _storage(tensor) == _storage(self.kv)
+        return self.live_kv_bytes if is_arena else tensor_bytes(tensor)
 
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
@@ -66,6 +86,10 @@ class Log:
             yield
         finally:
             self.kind = before
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -104,11 +128,12 @@ def is_view(func: Any) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Inside, operators on the device are logged as launches. Those of ours are opened up: what they launch is what their Python does."""
+    """Inside, operators on the device are logged as launches. Those of ours are opened up: what they launch
+    is what their Python does."""
 
     def __init__(self, log: Log):
         super().__init__()
-        self.log, self.within, self.pinned = log, "", set[int]()
+        self.log, self.pinned = log, set[int]()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -131,40 +156,39 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         made = tensors_of(out)
         if kwargs.get("pin_memory") or packet is aten._pin_memory:
-            self.pinned |= {tensor.untyped_storage()._cdata for tensor in made}
+            self.pinned |= set(map(_storage, made))
         devices = {tensor.device.type for tensor in (*given, *made)}
         if "cuda" not in devices or packet.__name__ in FREE or is_view(func):
             return out
         if packet in COPIES and "cpu" in devices:
             self._check_copy(given, made, bool(kwargs.get("non_blocking") or args[2:3] == (True,)))
         is_convolution = "convolution" in packet.__name__
-        one = *cost(func, args, kwargs, out), arithmetic(given, is_convolution)
-        self.log.launches[Launch(str(func), self.log.kind, self.within, *one)] += 1
+        self.log.add(str(func), *cost(func, args, kwargs, out), arithmetic(given, is_convolution))
         return out
 
     def _named(self, func: Any) -> str:
-        return f"{func} in zoo.{self.within}" if self.within else str(func)
+        return f"{func} in zoo.{self.log.within}" if self.log.within else str(func)
 
     def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator of ours. One that asks for values cannot go on without any: it is counted as one launch, and its waits say so."""
-        operator = OPDEFS[func._schema.name]
-        before, self.within = self.within, func.overloadpacket.__name__
+        """An operator of ours. One that asks for values cannot go on without any: it is counted as one
+        launch, and its waits say so."""
+        before, self.log.within = self.log.within, func.overloadpacket.__name__
         try:
             with self:
-                return operator._backend_fns.get("cuda", operator._init_fn)(*args, **kwargs)
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         except DataDependentOutputException:
-            out = func(*args, **kwargs)
-            one = Launch(str(func), self.log.kind, self.within, self.log.live_kv_bytes, 0, "bf16")
-            self.log.launches[one] += 1
-            return out
+            self.log.add(str(func), self.log.live_kv_bytes)
+            return func(*args, **kwargs)
         finally:
-            self.within = before
+            self.log.within = before
 
     def _check_copy(self, given: list[Tensor], made: list[Tensor], is_async: bool) -> None:
         host = next(tensor for tensor in (*given, *made) if tensor.device.type == "cpu")
-        is_pinned = host.untyped_storage()._cdata in self.pinned
+        is_pinned = _storage(host) in self.pinned
         if is_pinned and is_async:
             return
         way = "to the host" if made[0].device.type == "cpu" else "to the device"
         why = "blocking" if is_pinned else "unpinned"
-        self.log.copies[f"{why} copy {way} of {str(host.dtype).removeprefix('torch.')}{list(host.shape)}"] += 1
+        self.log.copies[
+            f"{why} copy {way} of {str(host.dtype).removeprefix('torch.')}{list(host.shape)}"
+        ] += 1

@@ -19,7 +19,8 @@ from zoo.contract import Batch, Family, Lane
 
 
 class Rehearsed(Runner):
-    """A runner whose launches are counted. Each runs once before it is counted: what is compiled then is not."""
+    """A runner whose launches are counted. Each runs once before it is counted: what is compiled then is
+    not."""
 
     def __init__(self, family: Family[Any], num_slots: int, context: int, log: Log):
         super().__init__(family, num_slots, Arena([family], usual_kv_bytes(family, num_slots)))
@@ -59,6 +60,7 @@ class Rehearsed(Runner):
                 launch()
                 continue
             row_bytes = self.family.spec.kv.row_values * self.family.dtype.itemsize
+            self.log.kv = self.kv
             self.log.live_kv_bytes = 2 * num_slots * self.family.spec.lanes * self.context * row_bytes
             self.log.clear()
             with Recorder(self.log):
@@ -66,8 +68,8 @@ class Rehearsed(Runner):
 
 
 def _own(batch: Batch) -> Batch:
-    """The same launch, of tensors that are nobody's views. Dynamo asks what a view is a view of, unless it was made in inference mode, as
-    it is on a device; fake tensors never are."""
+    """The same launch, of tensors that are nobody's views. Dynamo asks what a view is a view of, unless it
+    was made in inference mode, as it is on a device; fake tensors never are."""
 
     def own(value: Tensor) -> Tensor:
         tensor = torch.empty_like(value)

@@ -102,8 +102,8 @@ def _is_device(leaf: Any) -> bool:
 
 
 def load(path: Path, mode: FakeTensorMode, dtype: str = "bfloat16") -> zoo.Family:
-    """Within `fake` and `pretend` -> the family as zoo.load makes it on a GPU, of fake tensors. Names, shapes and dtypes of the files
-    are checked as ever; weights are not read, what else the files hold is."""
+    """Within `fake` and `pretend` -> the family as zoo.load makes it on a GPU, of fake tensors. Names, shapes
+    and dtypes of the files are checked as ever; weights are not read, what else the files hold is."""
     with (
         unset_fake_temporarily(),
         _FakeDevice(mode),

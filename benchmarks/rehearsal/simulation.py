@@ -1,4 +1,5 @@
-"""The project's scheduler on a virtual clock: a server's turns, with what launches cost in the place of launches."""
+"""The project's scheduler on a virtual clock: a server's turns, with what launches cost in the place of
+launches."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ PROMPT_TOKENS = 100
 
 @dataclass(frozen=True)
 class Load:
-    """Arrivals [R], in seconds, and how many frames each speaks. is_closed: a next request comes when a slot is free."""
+    """Arrivals [R], in seconds, and how many frames each speaks. is_closed: a next request comes when a slot
+    is free."""
 
     arrivals_s: np.ndarray
     frames: np.ndarray
@@ -38,7 +40,8 @@ class Load:
 
 @dataclass
 class Heard:
-    """What the listeners of a load had. begun_s and first_s [R]: admitted, and first audio; late [R]: gaps."""
+    """What the listeners of a load had. begun_s and first_s [R]: admitted, and first audio; late [R]:
+    gaps."""
 
     load: Load
     begun_s: np.ndarray = field(init=False)
@@ -61,7 +64,8 @@ class Heard:
 
 
 class Device:
-    """One stream, and the host that fills it: `launch` returns when the device is done, `wait` is the host's."""
+    """One stream, and the host that fills it: `launch` returns when the device is done, `wait` is the
+    host's."""
 
     def __init__(self) -> None:
         self.host_s = self.device_s = 0.0
@@ -77,7 +81,8 @@ class Device:
 
 
 class Server:
-    """One model's turns, as `model_worker` takes them: reports and samples are read one launch later. Slots have all the pages they need."""
+    """One model's turns, as `model_worker` takes them: reports and samples are read one launch later. Slots
+    have all the pages they need."""
 
     def __init__(self, counts: Counts, card: Card, num_slots: int, policy: str = "streaming"):
         self.counts, self.card = counts, card

@@ -1,5 +1,5 @@
-"""Is there a place where a GPU's host would wait? Real tensors on the CPU say that they lie on a GPU, and whoever asks for their values,
-or brings new ones, is refused."""
+"""Is there a place where a GPU's host would wait? Real tensors on the CPU say that they lie on a GPU, and
+whoever asks for their values, or brings new ones, is refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zoo.nn import kernels
+
 aten = torch.ops.aten
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 # the host wants to know
@@ -24,8 +26,17 @@ ASKS = {
 # values are made on the host and copied, which waits for everything ahead of it
 BRINGS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
 # what these give depends on values
-MEASURES = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.equal, aten.bincount}
-ANSWERS = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}  # type: ignore[attr-defined]
+MEASURES = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.equal,
+    aten.bincount,
+}
+# type: ignore[attr-defined]
+ANSWERS = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}
 
 
 class Waits(AssertionError):
@@ -34,8 +45,9 @@ class Waits(AssertionError):
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """Raises Waits inside for what would make a GPU's host wait. Operators of ours run as they do there."""
-    with _Refusing(), _Pretending():
+    """Raises Waits inside for what would make a GPU's host wait. Operators of ours run as they do there, but
+    in torch."""
+    with kernels.plain(), _Refusing(), _Pretending():
         yield
 
 
@@ -59,7 +71,9 @@ def _here(value: Any) -> Any:
 class _Refusing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
-        if packet in MEASURES or func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+        if packet in MEASURES or (
+            func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        ):
             raise Waits(f"{func} waits")
         if packet in (aten.index, aten.index_put, aten.index_put_) and _has_mask(args[1]):
             raise Waits(f"{func} by a mask waits for the number of its places")

@@ -1,4 +1,5 @@
-"""What a GPU would get, seen without one: every family's step is one graph whose kernels build, and launches no more than its budget."""
+"""What a GPU would get, seen without one: every family's step is one graph whose kernels build, and launches
+no more than its budget."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from benchmarks.rehearse import Part, Rehearsal, rehearse
 pytestmark = pytest.mark.rehearse
 CARDS = ("h100", "4090")  # sm_90 and sm_89
 SLOTS = (1, 64)
-# Launches of a tiny model's step: generated, called by the graph, asked for by Python around it. They may fall: write them down then.
+# Launches of a tiny model's step: generated, called by the graph, asked for by Python around it. They may
+# fall: write them down then.
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text())
 PREFILL = "paged_attention reads cu_seqlens and kv_lens back, twice a layer"
 COPIES = "the runner's launch inputs are copied from unpinned memory, field by field"

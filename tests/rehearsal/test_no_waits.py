@@ -60,7 +60,9 @@ def test_no_render_waits(speaking: Speaking) -> None:
     window = speaking.family.spec.window
     start, count = torch.tensor([[0], [1]])
     for frames in window.sizes:
-        view = View(torch.tensor([0]), start, count, torch.tensor([False]), frames, window.length_bucket(frames))
+        view = View(
+            torch.tensor([0]), start, count, torch.tensor([False]), frames, window.length_bucket(frames)
+        )
         with no_waits():
             samples, _ = speaking.family.render(speaking.state, view)
         assert samples.isfinite().all()

@@ -20,11 +20,14 @@ FRAME_S = 0.1
 
 
 def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
-    """A step of so many megabytes, 1 ms at 2,680 on an H100; prefill is a kernel that Python asks for, and a render is two."""
+    """A step of so many megabytes, 1 ms at 2,680 on an H100; prefill is a kernel that Python asks for, and a
+    render is two."""
     window = window or Window(sizes=(1, 4))
     step = [Part(slots, 0, 0, (Row(1, "extern", "", step_mb * 1_000_000, 0, "bf16"),)) for slots in (1, 64)]
     render = [
-        Part(slots, size, 0, (Row(2, "eager", "", 0, 0, "fp32"),)) for slots in (1, 64) for size in window.sizes
+        Part(slots, size, 0, (Row(2, "eager", "", 0, 0, "fp32"),))
+        for slots in (1, 64)
+        for size in window.sizes
     ]
     prefill = [Part(slots, 0, 0, (Row(1, "eager", "", 0, 0, "bf16"),)) for slots in (1, 3)]
     return Counts("toy", "tiny", FRAME_S, window, {"step": step, "render": render, "prefill": prefill})
@@ -90,7 +93,8 @@ def test_who_comes_too_fast_waits_and_a_device_too_slow_leaves_gaps():
         Server(counts(), H100, num_slots=2).serve(Load.poisson(rate, 20, frames=10)) for rate in (2, 400)
     )
     assert calm.ttfa_ms(95) < 10 < crowd.ttfa_ms(50)
-    late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(Load.closed(4, frames=40))  # 0.2 s a frame of 0.1
+    # 0.2 s a frame of 0.1
+    late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(Load.closed(4, frames=40))
     assert late.underruns > 0
 
 
