@@ -25,7 +25,7 @@ lint: $(VENV)/.installed
 
 rehearse: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,rehearse]'
-	$(BIN)/python -m pytest -m rehearse tests/rehearsal
+	$(BIN)/python -m pytest -m rehearse
 
 fixtures: $(VENV)/.installed
 	tests/parity/remake.sh $(VENV)

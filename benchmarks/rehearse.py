@@ -143,9 +143,7 @@ def _lowered(result: Rehearsal) -> Iterator[None]:
 
 
 def _part(log: Log, name: str, slots: int, frames: int = 0, length: int = 0) -> Part:
-    return Part(
-        name, slots, frames, length, *(Counter(counts) for counts in (log.launches, log.waits, log.copies))
-    )
+    return Part(name, slots, frames, length, Counter(log.launches), Counter(log.waits), Counter(log.copies))
 
 
 def report(result: Rehearsal) -> Iterator[str]:

@@ -76,9 +76,8 @@ class Counts:
         for part in content["parts"]:
             rows = tuple(Row(*row) for row in part["launches"])
             parts[part["name"]].append(Part(part["slots"], part["frames"], part["length"], rows))
-        window = Window(
-            **{name: tuple(v) if isinstance(v, list) else v for name, v in content["window"].items()}
-        )
+        fields: dict[str, Any] = content["window"]
+        window = Window(**fields | {name: tuple(fields[name]) for name in ("sizes", "lengths")})
         return cls(content["family"], content["size"], content["frame_s"], window, dict(parts))
 
     def of(self, name: str, frames: int = 0, length: int = 0) -> list[Part]:

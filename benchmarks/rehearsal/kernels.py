@@ -94,7 +94,7 @@ def lowering(log: Log) -> Iterator[Kernels]:
     ]
     with ExitStack() as stack:
         # shape_padding measures products, so it needs a device
-        options = {
+        options: dict[str, Any] = {
             "compile_threads": 1,
             "fx_graph_cache": False,
             "shape_padding": False,

@@ -79,4 +79,5 @@ def _own(batch: Batch) -> Batch:
         return tensor
 
     given = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "kv"}
-    return replace(batch, **{name: own(value) for name, value in given.items() if isinstance(value, Tensor)})
+    tensors: dict[str, Any] = {name: own(value) for name, value in given.items() if isinstance(value, Tensor)}
+    return replace(batch, **tensors)

@@ -36,7 +36,8 @@ MEASURES = {
     aten.bincount,
 }
 # type: ignore[attr-defined]
-ANSWERS = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}
+PROPERTIES = {"device": GPU, "is_cuda": True, "is_cpu": False}
+ANSWERS = {getattr(Tensor, name).__get__: answer for name, answer in PROPERTIES.items()}
 
 
 class Waits(AssertionError):
