@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rehearsal.launches import Log, Recorder
+from compile_cache.strategy import Eager, Lowering
 from serving.engine.engine import usual_kv_bytes
 from serving.engine.runner import INT, Arena, Runner
 from serving.engine.scheduler import Chunk, Render
@@ -19,8 +20,7 @@ from zoo.contract import Batch, Family, Lane
 
 
 class Rehearsed(Runner):
-    """A runner whose launches are counted. Each runs once before it is counted: what is compiled then is
-    not."""
+    """A runner whose launches are counted."""
 
     def __init__(self, family: Family[Any], num_slots: int, context: int, log: Log):
         super().__init__(family, num_slots, Arena([family], usual_kv_bytes(family, num_slots)))
@@ -35,7 +35,7 @@ class Rehearsed(Runner):
 
     def count_step(self, num_slots: int) -> None:
         """One step of so many slots, each with `context` positions."""
-        self._count(lambda: self.step(np.arange(num_slots)), num_slots)
+        self._count(lambda: self.step(np.arange(num_slots)), self.lowerings[0], num_slots, self.context)
 
     def count_prefill(self, tokens: Sequence[int]) -> None:
         """One launch that fills so many positions of each of these prompts."""
@@ -45,26 +45,25 @@ class Rehearsed(Runner):
         for slot in range(len(tokens)):
             self.prompts[slot] = (lane,) * len(lanes)
         chunks = [Chunk(slot, 0, count, True, n) for slot, count in enumerate(tokens) for n in lanes]
-        self._count(lambda: self.prefill(chunks), len(tokens), context=0)
+        self._count(lambda: self.prefill(chunks), self.lowerings[1], len(tokens), 0)
 
     def count_render(self, num_slots: int, frames: int, length: int = 0) -> None:
         """One window of `frames` frames of so many slots, in a length bucket."""
         start, count = np.zeros(num_slots, INT), np.full(num_slots, frames, INT)
         due = Render(np.arange(num_slots), start, count, np.zeros(num_slots, bool), frames, length)
-        self._count(lambda: self.render(due), num_slots)
+        self._count(lambda: self.render(due), self.lowerings[2], num_slots, self.context)
 
-    def _count(self, launch: Any, num_slots: int, context: int | None = None) -> None:
-        for is_counted in (False, True):
-            self.kv_lens[:] = self.context if context is None else context
-            if not is_counted:
-                launch()
-                continue
-            row_bytes = self.family.spec.kv.row_values * self.family.dtype.itemsize
-            self.log.kv = self.kv
-            self.log.live_kv_bytes = 2 * num_slots * self.family.spec.lanes * self.context * row_bytes
-            self.log.clear()
-            with Recorder(self.log):
-                launch()
+    def _count(self, launch: Callable[[], Any], lowering: Lowering, num_slots: int, context: int) -> None:
+        row_bytes = self.family.spec.kv.row_values * self.family.dtype.itemsize
+        self.log.kv = self.kv
+        self.log.live_kv_bytes = 2 * num_slots * self.family.spec.lanes * self.context * row_bytes
+        if not isinstance(lowering, Eager):
+            self.kv_lens[:] = context
+            launch()  # what is compiled now is not counted
+        self.kv_lens[:] = context
+        self.log.clear()
+        with Recorder(self.log):
+            launch()
 
 
 def _own(batch: Batch) -> Batch:

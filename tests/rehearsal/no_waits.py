@@ -35,7 +35,6 @@ MEASURES = {
     aten.equal,
     aten.bincount,
 }
-# type: ignore[attr-defined]
 PROPERTIES = {"device": GPU, "is_cuda": True, "is_cpu": False}
 ANSWERS = {getattr(Tensor, name).__get__: answer for name, answer in PROPERTIES.items()}
 
