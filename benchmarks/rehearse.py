@@ -105,13 +105,13 @@ def rehearse(
     path, log = shapes.write(family_name, size, directory / f"{family_name}-{size}"), Log()
     with pretend(card_name), shapes.fake() as mode, lowering(log) as kernels, torch.inference_mode():
         family = shapes.load(path, mode)
-        runner = Rehearsed(family, max(slots), CONTEXT, log)
+        runner = Rehearsed(family, slots, CONTEXT, log)
         spec = family.spec
         result = Rehearsal(
             family_name, size, card_name, 1 / spec.frame_rate_hz, spec.window, _sizes_bytes(runner)
         )
         with _lowered(result):
-            runner.lower_step(2)
+            runner.lower()
         for num_slots in slots:
             runner.count_step(num_slots)
             result.parts.append(_part(log, "step", num_slots))
@@ -157,7 +157,10 @@ def report(result: Rehearsal) -> Iterator[str]:
         gbytes = sum(n * launch.bytes for launch, n in part.launches.items()) / 1e9
         gflop = sum(n * launch.flops for launch, n in part.launches.items()) / 1e9
         shape = f" {part.frames} frames" * bool(part.frames) + f" of {part.length}" * bool(part.length)
-        kinds = f"{part.num('triton')} Triton, {part.num('extern')} called, {part.num('eager')} asked for by Python"
+        kinds = (
+            f"{part.num('triton')} generated, {part.num('extern')} called, {part.num('recorded')} recorded as they are, "
+            f"{part.num('eager')} asked for each time"
+        )
         waits = f"{part.waits.total()} waits, {part.copies.total()} blocking copies"
         yield f"{part.name}{shape}, {part.slots} slots: {kinds}; {gbytes:.3f} GB, {gflop:.1f} GFLOP; {waits}"
     for part in {part.name: part for part in result.parts}.values():

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import types
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,14 @@ class Event:
         return True
 
 
+class Stream:
+    """Stands for torch.cuda.Stream: one order for all."""
+
+    def __init__(self, device: Any = None): ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+
 def _answers(card: Card) -> dict[str, Any]:
     """By name in torch.cuda, and in what Dynamo asks in its place."""
     state = torch.zeros(16, dtype=torch.uint8)
@@ -111,6 +119,8 @@ def _answers(card: Card) -> dict[str, Any]:
         "graph_pool_handle": lambda: (0, 1),
         "CUDAGraph": Graph,
         "Event": Event,
+        "Stream": Stream,
+        "stream": lambda stream: nullcontext(),
         "_lazy_init": lambda: None,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,

@@ -43,8 +43,9 @@ WRITES_WHAT_IT_IS_GIVEN = {
 
 
 class Launch(NamedTuple):
-    """One kernel. kind: "triton" and "extern" (of the graph: generated, and called by it), or "eager" (asked
-    for by Python); within: the operator of ours that it is a part of."""
+    """One kernel. kind: "triton" and "extern" (of the compiled graph: generated, and called by it),
+    "recorded" (asked for by Python once, when the launch is recorded), or "eager" (each time); within: the
+    operator of ours that it is a part of."""
 
     name: str
     kind: str

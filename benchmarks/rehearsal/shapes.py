@@ -61,6 +61,7 @@ def fake() -> Iterator[FakeTensorMode]:
     with (
         FakeTensorMode(shape_env=_no_values(), allow_non_fake_inputs=True) as mode,
         mock.patch.object(torch, "from_numpy", lambda array: mode.from_tensor(from_numpy(array))),
+        mock.patch.object(Tensor, "numpy", _some_values),
         mock.patch.object(nn.Module, "_apply", _apply),
     ):
         yield mode
@@ -69,6 +70,11 @@ def fake() -> Iterator[FakeTensorMode]:
 def _no_values() -> ShapeEnv:
     """Who asks for a value gets an error, not a symbol."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+def _some_values(tensor: Tensor) -> np.ndarray:
+    """Room of the same shape: what is written there is for nobody."""
+    return np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

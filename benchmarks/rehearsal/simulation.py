@@ -88,31 +88,35 @@ class Server:
         self.counts, self.card = counts, card
         self.scheduler = Scheduler(num_slots, Policy.named(policy), counts.window, counts.frame_s)
         self.device = Device()
-        self.free = list(range(num_slots))
         self.request = np.full(num_slots, -1)
         self.made = np.zeros(num_slots, np.int64)  # frames on the tape, of steps that were launched
         self.wanted = np.zeros(num_slots, np.int64)
-        self.reports: deque[tuple[float, np.ndarray, np.ndarray, np.ndarray]] = deque()
-        self.renders: deque[tuple[float, Render, np.ndarray]] = deque()
+        self.reports: deque[tuple[float, np.ndarray, np.ndarray]] = deque()
+        self.renders: deque[tuple[float, Render]] = deque()
 
     def serve(self, load: Load) -> Heard:
         heard, waiting = Heard(load), deque(range(len(load.frames)))
-        while waiting or len(self.free) < len(self.request):
-            if len(self.free) == len(self.request):
+        while waiting or self.num_open:
+            if not self.num_open:
                 self.device.wait(load.arrivals_s[waiting[0]])
             self._admit(heard, waiting)
             launched = self._launch()
-            self._collect(int(launched))
-            rendered = self._render()
-            self._deliver(heard, int(launched or rendered))
+            self._collect(lag=int(launched))
+            self._render()
+            self._deliver(heard, is_waiting=not launched)
             self._finish(heard)
         heard.busy_s = self.device.host_s
         heard.underruns = self.scheduler.underruns
         return heard
 
+    @property
+    def num_open(self) -> int:
+        return int((self.request >= 0).sum())
+
     def _admit(self, heard: Heard, waiting: deque[int]) -> None:
-        while waiting and self.free and heard.load.arrivals_s[waiting[0]] <= self.device.host_s:
-            request, slot = waiting.popleft(), self.free.pop()
+        free = np.flatnonzero(self.request < 0).tolist()
+        while waiting and free and heard.load.arrivals_s[waiting[0]] <= self.device.host_s:
+            request, slot = waiting.popleft(), free.pop()
             self.request[slot], self.made[slot], self.wanted[slot] = request, 0, heard.load.frames[request]
             heard.begun_s[request] = self.device.host_s
             self.scheduler.open(slot, PROMPT_TOKENS)
@@ -128,40 +132,39 @@ class Server:
         if slots.size:
             done_s = self.device.launch(self.counts.cost(self.card, "step", len(slots)))
             self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
-            ready, requests = self.made[slots].copy(), self.request[slots].copy()
-            self.reports.append((done_s, slots, ready, requests))
+            self.reports.append((done_s, slots, self.made[slots].copy()))
             self.scheduler.record_step(slots)
         return bool(chunks) or bool(slots.size)
 
     def _collect(self, lag: int) -> None:
         while len(self.reports) > lag:
-            done_s, slots, ready, requests = self.reports.popleft()
+            done_s, slots, ready = self.reports.popleft()
             self.device.wait(done_s)
-            same = self.request[slots] == requests
-            slots, ready = slots[same], ready[same]
             self.scheduler.report(slots, ready, ready == self.wanted[slots])
 
-    def _render(self) -> bool:
-        due = self.scheduler.take_due_windows(self.device.host_s)
-        for render in due:
+    def _render(self) -> None:
+        for render in self.scheduler.take_due_windows(self.device.host_s):
             cost = self.counts.cost(self.card, "render", len(render.slots), render.frames, render.length)
-            self.renders.append((self.device.launch(cost), render, self.request[render.slots].copy()))
-        return bool(due)
+            self.renders.append((self.device.launch(cost), render))
 
-    def _deliver(self, heard: Heard, lag: int) -> None:
-        while len(self.renders) > lag:
-            done_s, render, requests = self.renders.popleft()
+    def _deliver(self, heard: Heard, is_waiting: bool) -> None:
+        while self.renders and (is_waiting or self.renders[0][0] <= self.device.host_s):
+            is_waiting = False
+            done_s, render = self.renders.popleft()
             self.device.wait(done_s)
-            same = self.request[render.slots] == requests
-            slots, count = render.slots[same], render.count[same]
-            is_first = np.isnan(heard.first_s[requests[same]])
-            heard.first_s[requests[same][is_first]] = self.device.host_s
-            given_s = count * self.counts.frame_s
-            self.scheduler.record_delivery(slots, count, given_s, render.is_last[same], self.device.host_s)
+            now_s, requests = self.device.host_s, self.request[render.slots]
+            heard.first_s[requests] = np.fmin(heard.first_s[requests], now_s)
+            given_s = render.count * self.counts.frame_s
+            self.scheduler.record_delivery(
+                render.slots, render.count, given_s, render.is_last, render.handed_s, now_s
+            )
 
     def _finish(self, heard: Heard) -> None:
+        """A step that is still under way for a slot is in vain, and over before its next tenant's first."""
         for slot in self.scheduler.finished_slots().tolist():
             heard.audio_s += float(self.wanted[slot]) * self.counts.frame_s
             self.scheduler.close(slot)
             self.request[slot] = -1
-            self.free.append(slot)
+            self.reports = deque(
+                (done_s, slots[slots != slot], ready[slots != slot]) for done_s, slots, ready in self.reports
+            )
