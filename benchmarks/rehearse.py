@@ -13,8 +13,8 @@ JSON.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -39,6 +39,7 @@ from benchmarks.rehearsal.device import pretend
 from benchmarks.rehearsal.kernels import Built, build, lowering
 from benchmarks.rehearsal.launches import Launch, Log
 from benchmarks.rehearsal.parts import Rehearsed
+from serving.engine.memory_plan import MemoryPlan, plan
 from zoo.contract import Window
 
 CONTEXT = 500  # positions of every slot
@@ -74,8 +75,7 @@ class Rehearsal:
     card: str
     frame_s: float
     window: Window
-    # of weights, state and KV cache, at the most slots
-    sizes_bytes: dict[str, int] = field(default_factory=dict)
+    memory: MemoryPlan  # at the most slots
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
     lowering_cpu_s: float = 0.0
@@ -92,11 +92,14 @@ class Rehearsal:
         return sorted(set(found))
 
     def as_json(self) -> dict[str, Any]:
-        facts = {key: value for key, value in vars(self).items() if key not in ("parts", "built", "window")}
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        built = None if self.built is None else asdict(self.built)
-        parts = [part.as_json() for part in self.parts]
-        return facts | versions | {"window": asdict(self.window), "built": built, "parts": parts}
+        versions = {"torch": torch.__version__, "date": datetime.date.today().isoformat()}
+        nested = {
+            "window": asdict(self.window),
+            "memory": asdict(self.memory),
+            "built": None if self.built is None else asdict(self.built),
+            "parts": [part.as_json() for part in self.parts],
+        }
+        return vars(self) | versions | nested
 
 
 def rehearse(
@@ -108,7 +111,7 @@ def rehearse(
         runner = Rehearsed(family, slots, CONTEXT, log)
         spec = family.spec
         result = Rehearsal(
-            family_name, size, card_name, 1 / spec.frame_rate_hz, spec.window, _sizes_bytes(runner)
+            family_name, size, card_name, 1 / spec.frame_rate_hz, spec.window, plan(family, max(slots))
         )
         with _lowered(result):
             runner.lower()
@@ -129,12 +132,6 @@ def rehearse(
     return result
 
 
-def _sizes_bytes(runner: Rehearsed) -> dict[str, int]:
-    state = sum(value.nbytes for value in vars(runner.state).values() if isinstance(value, torch.Tensor))
-    weights = sum(parameter.nbytes for parameter in runner.family.parameters())
-    return {"weights": weights, "state": state, "kv": runner.arena.bytes.nbytes}
-
-
 @contextmanager
 def _lowered(result: Rehearsal) -> Iterator[None]:
     breaks, began_s = Counter(counters["graph_break"]), time.process_time()
@@ -150,8 +147,9 @@ def _part(log: Log, name: str, slots: int, frames: int = 0, length: int = 0) -> 
 
 def report(result: Rehearsal) -> Iterator[str]:
     """What a reader wants to know, line by line."""
-    gb = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result.sizes_bytes.items())
-    yield f"{result.family} {result.size} on a pretended {result.card}: {gb}"
+    memory = result.memory
+    gb = [f"{size / 1e9:.2f} GB" for size in (memory.weights, memory.state, memory.kv_cache)]
+    yield f"{result.family} {result.size} on a pretended {result.card}: weights {gb[0]}, state {gb[1]}, KV cache {gb[2]}"
     yield f"{result.graphs} graphs, {sum(result.breaks.values())} breaks, lowered in {result.lowering_cpu_s:.0f} CPU-s"
     for part in result.parts:
         gbytes = sum(n * launch.bytes for launch, n in part.launches.items()) / 1e9

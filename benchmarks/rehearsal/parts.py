@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.rehearsal.launches import Log, Recorder
 from compile_cache.graphs import Graphs
 from compile_cache.strategy import Whole
-from serving.engine.engine import usual_kv_bytes
+from serving.engine.memory_plan import usual_kv_bytes
 from serving.engine.runner import INT, Arena, Runner
 from serving.engine.scheduler import Chunk, Render
 from serving.engine.warmup import warm_prefill, warm_render, warm_step
