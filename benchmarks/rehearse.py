@@ -39,6 +39,8 @@ from benchmarks.rehearsal.device import pretend
 from benchmarks.rehearsal.kernels import Built, build, lowering
 from benchmarks.rehearsal.launches import Launch, Log
 from benchmarks.rehearsal.parts import Rehearsed
+from compile_cache.strategy import Whole
+from serving.engine.engine import CODECS
 from serving.engine.memory_plan import MemoryPlan, plan
 from zoo.contract import Window
 
@@ -73,9 +75,11 @@ class Rehearsal:
     family: str
     size: str
     card: str
+    codec: str
     frame_s: float
     window: Window
     memory: MemoryPlan  # at the most slots
+    num_lowered: int  # launches of different shapes that are compiled: as many graphs are right
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
     lowering_cpu_s: float = 0.0
@@ -85,6 +89,8 @@ class Rehearsal:
     @property
     def problems(self) -> list[str]:
         found = [f"the graph breaks: {reason}" for reason in self.breaks]
+        if self.graphs != self.num_lowered:
+            found.append(f"{self.graphs} graphs where {self.num_lowered} are right")
         for part in self.parts:
             found += [f"{part.name} waits: {what}, {n} times" for what, n in part.waits.items()]
         if self.built is not None:
@@ -103,16 +109,21 @@ class Rehearsal:
 
 
 def rehearse(
-    family_name: str, size: str, card_name: str, slots: Sequence[int], directory: Path, is_built: bool = True
+    family_name: str,
+    size: str,
+    card_name: str,
+    slots: Sequence[int],
+    directory: Path,
+    codec: str = "float32",
+    is_built: bool = True,
 ) -> Rehearsal:
     path, log = shapes.write(family_name, size, directory / f"{family_name}-{size}"), Log()
     with pretend(card_name), shapes.fake() as mode, lowering(log) as kernels, torch.inference_mode():
         family = shapes.load(path, mode)
-        runner = Rehearsed(family, slots, CONTEXT, log)
+        runner = Rehearsed(family, slots, CONTEXT, log, codec)
         spec = family.spec
-        result = Rehearsal(
-            family_name, size, card_name, 1 / spec.frame_rate_hz, spec.window, plan(family, max(slots))
-        )
+        facts = 1 / spec.frame_rate_hz, spec.window, plan(family, max(slots)), num_lowered(runner)
+        result = Rehearsal(family_name, size, card_name, codec, *facts)
         with _lowered(result):
             runner.lower()
         for num_slots in slots:
@@ -130,6 +141,13 @@ def rehearse(
         if is_built:
             result.built = build(kernels)
     return result
+
+
+def num_lowered(runner: Rehearsed) -> int:
+    """A graph for any number of slots; for the step, for prefills, and for each shape of a render."""
+    window = runner.family.spec.window
+    shapes = 1, 1, len(window.sizes) * len(window.lengths or (0,))
+    return sum(n for n, how in zip(shapes, runner.lowerings, strict=True) if how == Whole())
 
 
 @contextmanager
@@ -180,6 +198,7 @@ def main() -> None:
         "--size", default="tiny", help="of the family's demo checkpoints; full: the published one"
     )
     parser.add_argument("--card", default="h100", choices=CARDS)
+    parser.add_argument("--codec", default="float32", choices=CODECS)
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument(
         "--no-build", action="store_true", help="count alone: kernels are generated and not built"
@@ -187,10 +206,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        where = Path(directory)
-        result = rehearse(
-            options.family, options.size, options.card, options.slots, where, not options.no_build
-        )
+        wanted = options.family, options.size, options.card, options.slots
+        result = rehearse(*wanted, Path(directory), options.codec, not options.no_build)
     print("\n".join(report(result)), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result.as_json()) + "\n")

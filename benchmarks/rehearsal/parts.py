@@ -18,15 +18,16 @@ from compile_cache.strategy import Whole
 from serving.engine.memory_plan import usual_kv_bytes
 from serving.engine.runner import INT, Arena, Runner
 from serving.engine.scheduler import Chunk, Render
-from serving.engine.warmup import warm_prefill, warm_render, warm_step
+from serving.engine.warmup import tf32, warm_prefill, warm_render, warm_step
 from zoo.contract import Batch, Family, Lane, View
 
 
 class Rehearsed(Runner):
     """A runner whose launches are counted: nothing is recorded, so each happens as it would be recorded."""
 
-    def __init__(self, family: Family[Any], slots: Sequence[int], context: int, log: Log):
-        super().__init__(family, max(slots), Arena([family], usual_kv_bytes(family, max(slots))))
+    def __init__(self, family: Family[Any], slots: Sequence[int], context: int, log: Log, codec: str):
+        kv_bytes = usual_kv_bytes(family, max(slots))
+        super().__init__(family, max(slots), Arena([family], kv_bytes), codec=codec)
         self.context, self.log, self.buckets = context, log, sorted(slots)
 
     def launch_step(self, batch: Batch) -> tuple[Tensor]:
@@ -38,7 +39,7 @@ class Rehearsed(Runner):
             return super().launch_prefill(_own_tensor(inputs), _own(batch))
 
     def launch_render(self, view: View) -> tuple[Tensor, ...]:
-        with self.log.of("recorded"):
+        with self.log.of("recorded"), tf32(self.codec == "tf32"):
             return super().launch_render(_own(view))
 
     def lower(self) -> None:
