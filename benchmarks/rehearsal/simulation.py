@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
 
@@ -85,7 +86,7 @@ class Server:
     have all the pages they need."""
 
     def __init__(self, counts: Counts, card: Card, num_slots: int, policy: str = "streaming"):
-        self.counts, self.card = counts, card
+        self.counts, self.cost = counts, cache(partial(counts.cost, card))
         self.scheduler = Scheduler(num_slots, Policy.named(policy), counts.window, counts.frame_s)
         self.device = Device()
         self.request = np.full(num_slots, -1)
@@ -125,12 +126,12 @@ class Server:
         self.device.wait(self.device.host_s + TURN_S)
         chunks = self.scheduler.next_chunks()
         if chunks:
-            self.device.launch(self.counts.cost(self.card, "prefill", len(chunks)))
+            self.device.launch(self.cost("prefill", len(chunks)))
         for chunk in chunks:
             self.scheduler.record_prefill(chunk)
         slots = self.scheduler.decoding_slots()
         if slots.size:
-            done_s = self.device.launch(self.counts.cost(self.card, "step", len(slots)))
+            done_s = self.device.launch(self.cost("step", len(slots)))
             self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
             self.reports.append((done_s, slots, self.made[slots].copy()))
             self.scheduler.record_step(slots)
@@ -144,7 +145,7 @@ class Server:
 
     def _render(self) -> None:
         for render in self.scheduler.take_due_windows(self.device.host_s):
-            cost = self.counts.cost(self.card, "render", len(render.slots), render.frames, render.length)
+            cost = self.cost("render", len(render.slots), render.frames, render.length)
             self.renders.append((self.device.launch(cost), render))
 
     def _deliver(self, heard: Heard, is_waiting: bool) -> None:
