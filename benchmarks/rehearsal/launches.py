@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, log: Log):
         super().__init__()
-        self.log, self.pinned = log, set[int]()
+        self.log, self.pinned = log, dict[int, Tensor]()  # held, so that no other takes their place
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         made = tensors_of(out)
         if kwargs.get("pin_memory") or packet is aten._pin_memory:
-            self.pinned |= set(map(_storage, made))
+            self.pinned |= {_storage(tensor): tensor for tensor in made}
         devices = {tensor.device.type for tensor in (*given, *made)}
         if "cuda" not in devices or packet.__name__ in FREE or is_view(func):
             return out
