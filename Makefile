@@ -1,5 +1,6 @@
 # make serve    a speech server on port 8000, on a demo checkpoint (random weights: it makes noise, not words)
 # make test     every test          make lint    ruff and mypy          make fixtures    remake what the parity tests compare with
+# make rehearse lowers and builds every family for GPUs that are not there, and counts their launches; takes ten minutes or so
 # Needs Python 3.11 or newer: `make PYTHON=python3.12 serve`.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: serve test lint fixtures
+.PHONY: serve test lint fixtures rehearse
 
 serve: $(VENV)/.installed $(MODEL)
 	$(BIN)/zoo serve $(MODEL) --port $(PORT)
@@ -21,6 +22,10 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+rehearse: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,rehearse]'
+	$(BIN)/python -m pytest -m rehearse
 
 fixtures: $(VENV)/.installed
 	tests/parity/remake.sh $(VENV)

@@ -1,0 +1,68 @@
+"""GPUs as tables, and the roofline: what a launch takes at the least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Of a kernel inside a replayed CUDA graph, with the gap before the next one. NVIDIA's developer blog,
+# "Constant Time Launch for Straight-Line CUDA Graphs" (2024): 2.5 us and about 1 ns a node to launch a graph;
+# what is left between small kernels is their own start and end on the device, some 1.5 to 2.5 us on an H100.
+GRAPH_LAUNCH_US = 2.0
+# Of an operator that Python asks for: PyTorch's dispatcher, allocator and the driver, one thread.
+EAGER_LAUNCH_US = 6.0
+# What good kernels reach of a card's tables: streaming copies 85 to 93 % of bandwidth, cuBLAS 60 to 75 % of
+# dense bf16 at large sizes and far less at small ones.
+BANDWIDTH_REACHED, ARITHMETIC_REACHED = 0.8, 0.5
+
+
+@dataclass(frozen=True)
+class Card:
+    """Fields up to `gcnArchName` are torch's, of `torch.cuda.get_device_properties`; the others are of the
+    card's data sheet: bandwidth, and dense teraflops (no sparsity) with fp32 sums."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    total_memory: int
+    shared_memory_per_block_optin: int
+    shared_memory_per_multiprocessor: int
+    max_threads_per_multi_processor: int
+    L2_cache_size: int
+    gb_per_s: float
+    tflops: Mapping[str, float]
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_block: int = 1024
+    shared_memory_per_block: int = 49152
+    warp_size: int = 32
+    gcnArchName: str = ""
+
+    @property
+    def capability(self) -> int:
+        return 10 * self.major + self.minor
+
+    def launch_us(self, num_bytes: int, flops: int, arithmetic: str, least_us: float) -> float:
+        """The longest of what one kernel needs: to start, to move its bytes, to compute."""
+        bytes_us = num_bytes / (self.gb_per_s * 1e3 * BANDWIDTH_REACHED)
+        return max(least_us, bytes_us, flops / (self.tflops[arithmetic] * 1e6 * ARITHMETIC_REACHED))
+
+
+def _hopper(name: str, memory_gib: int, gb_per_s: float) -> Card:
+    """Source: NVIDIA H100 and H200 Tensor Core GPU data sheets (SXM); CUDA C programming guide, compute
+    capabilities, 9.0."""
+    tflops = {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}
+    return Card(name, 9, 0, 132, memory_gib << 30, 232448, 233472, 2048, 50 << 20, gb_per_s, tflops)
+
+
+# Source: NVIDIA Ada GPU architecture whitepaper, appendix A, GeForce RTX 4090; CUDA C programming guide, 8.9.
+_ADA = Card(
+    "NVIDIA GeForce RTX 4090", 8, 9, 128, 24 << 30, 101376, 102400, 1536, 72 << 20,
+    1008, {"bf16": 165.2, "tf32": 82.6, "fp32": 82.6},
+)  # fmt: skip
+
+CARDS = {
+    "h100": _hopper("NVIDIA H100 80GB HBM3", 80, 3350),
+    "h200": _hopper("NVIDIA H200", 141, 4800),
+    "4090": _ADA,
+}

@@ -1,0 +1,116 @@
+"""What a family's launches cost on a card, from counts that `benchmarks/rehearse.py` wrote. A roofline, never
+a measurement."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.rehearsal.cards import EAGER_LAUNCH_US, GRAPH_LAUNCH_US, Card
+from zoo.contract import Window
+
+
+class Row(NamedTuple):
+    """`num` launches that cost the same each; see `launches.Launch`."""
+
+    num: int
+    kind: str
+    within: str
+    bytes: int
+    flops: int
+    arithmetic: str
+
+
+class Cost(NamedTuple):
+    """Of one launch of the server: host_s, what Python takes to ask for its kernels; device_s, what they take
+    one after the other."""
+
+    host_s: float
+    device_s: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """Launches of a step, a prefill or a render of so many slots."""
+
+    slots: int
+    frames: int
+    length: int
+    rows: tuple[Row, ...]
+
+    def device_ms(self, card: Card, which: Callable[[Row], bool] = lambda row: True) -> float:
+        rows = filter(which, self.rows)
+        return (
+            sum(r.num * card.launch_us(r.bytes, r.flops, r.arithmetic, GRAPH_LAUNCH_US) for r in rows) / 1e3
+        )
+
+    def host_ms(self) -> float:
+        """A graph is asked for once."""
+        return sum(row.num for row in self.rows if row.kind == "eager") * EAGER_LAUNCH_US / 1e3
+
+    @property
+    def num_launches(self) -> int:
+        return sum(row.num for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A family's parts by name ("step", "prefill", "render"), at the numbers of slots that were counted."""
+
+    family: str
+    size: str
+    frame_s: float
+    window: Window
+    parts: dict[str, list[Part]]
+
+    @classmethod
+    def read(cls, path: Path) -> Counts:
+        content = json.loads(path.read_text())
+        parts: dict[str, list[Part]] = defaultdict(list)
+        for part in content["parts"]:
+            rows = tuple(Row(*row) for row in part["launches"])
+            parts[part["name"]].append(Part(part["slots"], part["frames"], part["length"], rows))
+        fields: dict[str, Any] = content["window"]
+        window = Window(**fields | {name: tuple(fields[name]) for name in ("sizes", "lengths")})
+        return cls(content["family"], content["size"], content["frame_s"], window, dict(parts))
+
+    def of(self, name: str, frames: int = 0, length: int = 0) -> list[Part]:
+        found = [part for part in self.parts[name] if (part.frames, part.length) == (frames, length)]
+        assert found, f"{self.family}: no {name} of {frames} frames and length {length} was counted"
+        return found
+
+    def at(self, name: str, slots: int, frames: int = 0, length: int = 0) -> Part:
+        return next(part for part in self.of(name, frames, length) if part.slots == slots)
+
+    def cost(self, card: Card, name: str, slots: int, frames: int = 0, length: int = 0) -> Cost:
+        """Between numbers of slots that were counted, on the line between them."""
+        known = self.of(name, frames, length)
+        sizes = [part.slots for part in known]
+        host_ms = np.interp(slots, sizes, [part.host_ms() for part in known])
+        device_ms = np.interp(slots, sizes, [part.device_ms(card) for part in known])
+        return Cost(float(host_ms) / 1e3, float(device_ms) / 1e3)
+
+
+# A launch of so little takes GRAPH_LAUNCH_US on every card.
+SMALL_BYTES, SMALL_FLOPS = 1 << 20, 10_000_000
+
+
+def merged(rows: list[tuple[Any, ...]]) -> list[list[Any]]:
+    """[num, kind, within, bytes, flops, arithmetic] each: equal launches as one row, and all small ones of a
+    kind as one, of their mean bytes and FLOPs."""
+    sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for num, kind, within, num_bytes, flops, arithmetic in rows:
+        is_small = num_bytes <= SMALL_BYTES and flops <= SMALL_FLOPS
+        key = (kind, within, arithmetic, () if is_small else (num_bytes, flops))
+        for i, value in enumerate((num, num * num_bytes, num * flops)):
+            sums[key][i] += value
+    return [
+        [num, kind, within, num_bytes // num, flops // num, arithmetic]
+        for (kind, within, arithmetic, _), (num, num_bytes, flops) in sums.items()
+    ]

@@ -1,0 +1,212 @@
+"""Inductor's Triton kernels for a card that is not there: kept, counted as if launched, and built to
+cubins."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+import triton
+from torch import Tensor
+from torch._inductor import async_compile, codecache
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map
+from triton.runtime.jit import JITFunction, MockTensor
+
+from benchmarks.rehearsal.launches import Log, tensor_bytes, tensors_of
+
+
+class Kernel:
+    """In the place of a compiled kernel: `run` logs what would have been launched."""
+
+    def __init__(self, name: str, source: str, log: Log):
+        self.name, self.log = name, log
+        signature = re.search(r"'signature': \{([^}]*)\}", source)
+        assert signature is not None, f"{name} has no signature"
+        kinds = re.findall(r"'(\w+)': '([^']+)'", signature[1])
+        self.arguments = [argument for argument, kind in kinds if kind != "constexpr"]
+        self.sizes = {key: int(value) for key, value in re.findall(r"^    (\w*numel) = (\d+)$", source, re.M)}
+
+    def run(self, *args: Any, stream: Any = None, **kwargs: Any) -> None:
+        given = dict(zip(self.arguments, args, strict=False))
+        sizes = {name: int(value) for name, value in given.items() if name.endswith("numel")} | self.sizes
+        tensors = [value for value in given.values() if isinstance(value, Tensor)]
+        # A pointwise kernel or a reduction touches no tensor more often than it has elements (a table that is
+        # looked up in, less).
+        elements = math.prod(sizes.values()) if sizes else math.inf
+        moved = sum(min(tensor_bytes(tensor), elements * tensor.element_size()) for tensor in tensors)
+        with self.log.of("triton"):
+            self.log.add(self.name, int(moved))
+
+
+@dataclass
+class Kernels:
+    """To be built: sources of what inductor wrote, and our own, each with a compiler for how it was called."""
+
+    sources: dict[str, str] = field(default_factory=dict)
+    ours: dict[str, partial[Any]] = field(default_factory=dict)
+
+
+@contextmanager
+def lowering(log: Log) -> Iterator[Kernels]:
+    """Within it inductor compiles for the card, and what it wrote is run dry over fake tensors: a launch is
+    counted as often as it happens, those of regions too."""
+    kernels = Kernels()
+    load = codecache.PyCodeCache.load_by_key_path.__func__  # type: ignore[attr-defined]
+
+    def keep(cls: Any, key: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        module = load(cls, key, path, *args, **kwargs)
+        if "call" in vars(module):
+            module.call = _logged(module.call, log)
+        return module
+
+    def make(self: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
+        kernels.sources[name] = source
+        return Kernel(name, source, log)
+
+    compile_ours = JITFunction.run
+
+    def launch(function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        log.add(function.__name__, sum(map(log.touched, tensors_of(args, kwargs))))
+        mocked, named = tree_map(_without_values, (args, kwargs))
+        compiler = partial(compile_ours, function, *mocked, grid=grid, warmup=True, **named)
+        kernels.ours.setdefault(f"{function.__name__} {named} {[str(one) for one in mocked]}", compiler)
+
+    patches = [
+        (JITFunction, "run", launch),
+        (async_compile.AsyncCompile, "triton", make),
+        (codecache.PyCodeCache, "load_by_key_path", classmethod(keep)),
+        (torch._C._dynamo.guards, "_empty_strided_cuda", _empty),
+        (torch._C._dynamo.guards, "_reinterpret_tensor", _reinterpret),
+        (ShapeEnv, "transfer_symbols_from_foreign_shape_env", _own_symbols),
+    ]
+    with ExitStack() as stack:
+        # shape_padding measures products, so it needs a device
+        options: dict[str, Any] = {
+            "compile_threads": 1,
+            "fx_graph_cache": False,
+            "shape_padding": False,
+            "use_static_triton_launcher": False,
+        }
+        stack.enter_context(torch._inductor.config.patch(**options))
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        for where, name, value in patches:
+            stack.enter_context(mock.patch.object(where, name, value))
+        yield kernels
+
+
+def _without_values(value: Any) -> Any:
+    return MockTensor(value.dtype) if isinstance(value, Tensor) else value
+
+
+def _logged(call: Any, log: Log) -> Any:
+    def logged(*args: Any) -> Any:
+        with log.of("extern"):
+            return call(*args)
+
+    return logged
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def _own_symbols(
+    env: Any,
+    size: Any,
+    stride: Any,
+    offset: Any,
+    source: Any,
+    *,
+    symbolic_context: Any = None,
+    hint_overrides: Any = None,
+) -> Any:
+    """Dynamo takes the sizes of a fake input as they are. Ours stand for real ones: sizes that were marked
+    become symbols."""
+    return env._create_symbolic_sizes_strides_storage_offset(
+        size,
+        stride,
+        offset,
+        [False] * len(size),
+        source,
+        symbolic_context=symbolic_context,
+        hint_overrides=hint_overrides,
+    )
+
+
+@dataclass
+class Built:
+    """What ptxas made of the kernels. spilled: their names, where registers went to memory."""
+
+    num_kernels: int = 0
+    num_configurations: int = 0
+    max_registers: int = 0
+    max_shared_bytes: int = 0
+    spilled: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+SPILLED_BYTES = 256  # of stack a thread: less is what functions such as sin and cos take
+
+
+def build(kernels: Kernels) -> Built:
+    """Every configuration of every kernel to a cubin, by the ptxas that triton brings. What fails is kept by
+    name."""
+    compilers = {name: partial(_compile, name, source) for name, source in kernels.sources.items()}
+    compilers |= {name: partial(_compile_ours, compiler) for name, compiler in kernels.ours.items()}
+    built = Built(num_kernels=len(compilers))
+    for name, compiler in compilers.items():
+        try:
+            compiled = compiler()
+        except Exception as error:  # whatever the compiler raises is the result
+            built.failed[name] = str(error).strip().splitlines()[-1]
+            continue
+        for one in compiled:
+            registers, stack = _resources(one.asm["cubin"])
+            built.num_configurations += 1
+            built.max_registers = max(built.max_registers, registers)
+            built.max_shared_bytes = max(built.max_shared_bytes, one.metadata.shared)
+            if stack > SPILLED_BYTES and name not in built.spilled:
+                built.spilled.append(name)
+    return built
+
+
+def _compile(name: str, source: str) -> list[Any]:
+    kernel = async_compile._load_triton_kernel_from_source(name, source)
+    kernel.precompile(warm_cache_only=True)
+    return [result.kernel for result in kernel.compile_results]
+
+
+def _compile_ours(compiler: partial[Any]) -> list[Any]:
+    compiler.args[0].device_caches.clear()  # of another card
+    return [compiler()]
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """-> registers a thread, bytes of stack a thread"""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])

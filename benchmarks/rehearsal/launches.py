@@ -1,0 +1,195 @@
+"""What a run on a pretended GPU would have launched: every operator with its bytes and FLOPs, and what makes
+the host wait."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+# What these give depends on values, so the host waits until the device has them.
+WAITS = {
+    aten._local_scalar_dense, aten.nonzero, aten.nonzero_static, aten.masked_select, aten.is_nonzero, aten.item, aten.equal,
+    aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount, aten.repeat_interleave,
+}  # fmt: skip
+COPIES = {aten._to_copy, aten.copy_, aten.copy, aten._copy_from}
+# Operators that launch nothing, beside views.
+FREE = {
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "set_", "lift_fresh", "_unsafe_view",
+    "resize_", "_pin_memory", "is_pinned",
+}  # fmt: skip
+READS_WHAT_IT_GIVES = {"index", "index_select", "embedding", "gather"}
+WRITES_WHAT_IT_IS_GIVEN = {
+    "index_put",
+    "index_put_",
+    "index_copy",
+    "index_copy_",
+    "scatter",
+    "scatter_",
+    "index_fill_",
+}
+
+
+class Launch(NamedTuple):
+    """One kernel. kind: "triton" and "extern" (of the compiled graph: generated, and called by it),
+    "recorded" (asked for by Python once, when the launch is recorded), or "eager" (each time); within: the
+    operator of ours that it is a part of."""
+
+    name: str
+    kind: str
+    within: str
+    bytes: int
+    flops: int
+    arithmetic: str
+
+
+@dataclass
+class Log:
+    """What happened since `clear`. waits: the host waits for a value; copies: between host and device, that
+    block."""
+
+    launches: Counter[Launch] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    kind: str = "eager"
+    within: str = ""
+    kv: Tensor | None = None  # the arena, of which a launch reads what its sequences hold in one layer
+    live_kv_bytes: int = 0
+
+    def clear(self) -> None:
+        for counter in (self.launches, self.waits, self.copies):
+            counter.clear()
+
+    def add(self, name: str, num_bytes: int, flops: int = 0, arithmetic: str = "fp32") -> None:
+        self.launches[Launch(name, self.kind, self.within, num_bytes, flops, arithmetic)] += 1
+
+    def touched(self, tensor: Tensor) -> int:
+        """The bytes of a tensor that a kernel of ours needs."""
+        is_arena = self.kv is not None and _storage(tensor) == _storage(self.kv)
+        return self.live_kv_bytes if is_arena else tensor_bytes(tensor)
+
+    @contextmanager
+    def of(self, kind: str) -> Iterator[None]:
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Those that can be touched: an expanded tensor is read once."""
+    sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(map(int, sizes)) * tensor.element_size()
+
+
+def tensors_of(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def arithmetic(tensors: Iterable[Tensor], is_convolution: bool = False) -> str:
+    """What products of such operands are computed in."""
+    if all(tensor.dtype != torch.float32 for tensor in tensors):
+        return "bf16"
+    is_tf32 = torch.backends.cudnn.allow_tf32 if is_convolution else torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if is_tf32 else "fp32"
+
+
+def cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
+    """Bytes that one operator reads and writes at least, and its FLOPs."""
+    given, made, name = tensors_of(args, kwargs), tensors_of(out), func.overloadpacket.__name__
+    if name in WRITES_WHAT_IT_IS_GIVEN:
+        moved = 2 * sum(map(tensor_bytes, given[1:]))
+    elif name in READS_WHAT_IT_GIVES:
+        moved = sum(map(tensor_bytes, given[1:])) + 2 * sum(map(tensor_bytes, made))
+    else:
+        moved = sum(map(tensor_bytes, given)) + sum(map(tensor_bytes, made))
+    count = flop_registry.get(func.overloadpacket)
+    return moved, 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def is_view(func: Any) -> bool:
+    return func.is_view or any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+
+
+class Recorder(TorchDispatchMode):
+    """Inside, operators on the device are logged as launches. Those of ours are opened up: what they launch
+    is what their Python does."""
+
+    def __init__(self, log: Log):
+        super().__init__()
+        self.log, self.pinned = log, dict[int, Tensor]()  # held, so that no other takes their place
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code runs under it: Dynamo leaves its frames alone under other modes."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "zoo":
+            return self._opened(func, args, kwargs)
+        if func.namespace == "prim":  # a question
+            return func(*args, **kwargs)
+        with self:  # in inference mode an operator that is made of others comes as it is
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        packet, given = func.overloadpacket, tensors_of(args, kwargs)
+        if packet in WAITS and any(tensor.is_cuda for tensor in given):
+            self.log.waits[self._named(func)] += 1
+        out = func(*args, **kwargs)
+        made = tensors_of(out)
+        if kwargs.get("pin_memory") or packet is aten._pin_memory:
+            self.pinned |= {_storage(tensor): tensor for tensor in made}
+        devices = {tensor.device.type for tensor in (*given, *made)}
+        if "cuda" not in devices or packet.__name__ in FREE or is_view(func):
+            return out
+        if packet in COPIES and "cpu" in devices:
+            self._check_copy(given, made, bool(kwargs.get("non_blocking") or args[2:3] == (True,)))
+        is_convolution = "convolution" in packet.__name__
+        self.log.add(str(func), *cost(func, args, kwargs, out), arithmetic(given, is_convolution))
+        return out
+
+    def _named(self, func: Any) -> str:
+        return f"{func} in zoo.{self.log.within}" if self.log.within else str(func)
+
+    def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator of ours. One that asks for values cannot go on without any: it is counted as one
+        launch, and its waits say so."""
+        before, self.log.within = self.log.within, func.overloadpacket.__name__
+        try:
+            with self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        except DataDependentOutputException:
+            self.log.add(str(func), self.log.live_kv_bytes)
+            return func(*args, **kwargs)
+        finally:
+            self.log.within = before
+
+    def _check_copy(self, given: list[Tensor], made: list[Tensor], is_async: bool) -> None:
+        host = next(tensor for tensor in (*given, *made) if tensor.device.type == "cpu")
+        is_pinned = _storage(host) in self.pinned
+        if is_pinned and is_async:
+            return
+        way = "to the host" if made[0].device.type == "cpu" else "to the device"
+        why = "blocking" if is_pinned else "unpinned"
+        self.log.copies[
+            f"{why} copy {way} of {str(host.dtype).removeprefix('torch.')}{list(host.shape)}"
+        ] += 1

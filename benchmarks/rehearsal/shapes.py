@@ -1,0 +1,119 @@
+"""A family of any size without its weights: shapes, dtypes and devices, no memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zoo
+from zoo.nn import checkpoint, synthetic
+
+
+def write(family: str, size: str, path: Path) -> Path:
+    """The demo checkpoint of a size, its values left out: a few megabytes on disk. What is there is kept."""
+    if not path.exists():
+        with (
+            mock.patch.object(synthetic, "write_tensors", _write_holes),
+            mock.patch.object(synthetic, "fill", _one_zero),
+        ):
+            zoo.families()[family].write_demo(path, size)
+    return path
+
+
+def _write_holes(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    """As `synthetic.write_tensors`, a file with holes in the place of values."""
+    header, end = {}, 0
+    for name in sorted(shapes):
+        start, end = end, end + math.prod(shapes[name]) * dtype.itemsize
+        kind = synthetic.DTYPES[dtype]
+        header[name] = {"dtype": kind, "shape": list(shapes[name]), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _one_zero(name: str, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> np.ndarray:
+    """As `synthetic.fill`, one zero for all: a pickle of it is as small."""
+    return np.broadcast_to(np.zeros(1, np.float32), tuple(shape))
+
+
+@contextmanager
+def fake() -> Iterator[FakeTensorMode]:
+    """Here tensors have shapes and devices, and no values."""
+    from_numpy = torch.from_numpy
+    with (
+        FakeTensorMode(shape_env=_no_values(), allow_non_fake_inputs=True) as mode,
+        mock.patch.object(torch, "from_numpy", lambda array: mode.from_tensor(from_numpy(array))),
+        mock.patch.object(Tensor, "numpy", _some_values),
+        mock.patch.object(nn.Module, "_apply", _apply),
+    ):
+        yield mode
+
+
+def _no_values() -> ShapeEnv:
+    """Who asks for a value gets an error, not a symbol."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+def _some_values(tensor: Tensor) -> np.ndarray:
+    """Room of the same shape: what is written there is for nobody."""
+    return np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply exchanges the data of parameters, which fake ones do not have."""
+    for owner in module.modules():
+        for name, value in owner._parameters.items():
+            if value is not None:
+                owner._parameters[name] = nn.Parameter(function(value), requires_grad=False)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = function(buffer)
+    return module
+
+
+class _FakeDevice(TorchDispatchMode):
+    """The host is real, the device is fake."""
+
+    def __init__(self, mode: FakeTensorMode):
+        super().__init__()
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        is_fake = any(isinstance(leaf, FakeTensor) or _is_device(leaf) for leaf in leaves)
+        with self.mode if is_fake else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def _is_device(leaf: Any) -> bool:
+    return isinstance(leaf, torch.device) and leaf.type == "cuda"
+
+
+def load(path: Path, mode: FakeTensorMode, dtype: str = "bfloat16") -> zoo.Family:
+    """Within `fake` and `pretend` -> the family as zoo.load makes it on a GPU, of fake tensors. Names, shapes
+    and dtypes of the files are checked as ever; weights are not read, what else the files hold is."""
+    with (
+        unset_fake_temporarily(),
+        _FakeDevice(mode),
+        torch.inference_mode(False),  # within it no parameter can be made of a fake tensor
+        mock.patch.object(checkpoint, "_fill", lambda *args: None),
+    ):
+        return zoo.load(path, device="cuda", dtype=dtype)

@@ -1,0 +1,171 @@
+"""The project's scheduler on a virtual clock: a server's turns, with what launches cost in the place of
+launches."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import numpy as np
+
+from benchmarks.rehearsal.cards import Card
+from benchmarks.rehearsal.costs import Cost, Counts
+from serving.engine.scheduler import Policy, Render, Scheduler
+
+TURN_S = 0.5e-3  # of the host's own work a turn, measured on a CPU (benchmarks/LOG.md: 0.5 to 0.6 ms)
+PROMPT_TOKENS = 100
+
+
+@dataclass(frozen=True)
+class Load:
+    """Arrivals [R], in seconds, and how many frames each speaks. is_closed: a next request comes when a slot
+    is free."""
+
+    arrivals_s: np.ndarray
+    frames: np.ndarray
+    is_closed: bool = False
+
+    @classmethod
+    def poisson(cls, rate: float, duration_s: float, frames: float, seed: int = 0) -> Load:
+        random = np.random.default_rng(seed)
+        arrivals_s = np.cumsum(random.exponential(1 / rate, round(1.5 * rate * duration_s)))
+        arrivals_s = arrivals_s[arrivals_s < duration_s]
+        return cls(arrivals_s, np.maximum(random.poisson(frames, len(arrivals_s)), 4))
+
+    @classmethod
+    def closed(cls, requests: int, frames: float, seed: int = 0) -> Load:
+        random = np.random.default_rng(seed)
+        return cls(np.zeros(requests), np.maximum(random.poisson(frames, requests), 4), True)
+
+
+@dataclass
+class Heard:
+    """What the listeners of a load had. begun_s and first_s [R]: admitted, and first audio; late [R]:
+    gaps."""
+
+    load: Load
+    begun_s: np.ndarray = field(init=False)
+    first_s: np.ndarray = field(init=False)
+    underruns: int = 0
+    audio_s: float = 0.0
+    busy_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.begun_s = np.full(len(self.load.frames), np.nan)
+        self.first_s = np.full(len(self.load.frames), np.nan)
+
+    def ttfa_ms(self, percent: float) -> float:
+        since_s = self.begun_s if self.load.is_closed else self.load.arrivals_s
+        return float(np.nanpercentile(self.first_s - since_s, percent)) * 1e3
+
+    @property
+    def audio_s_per_s(self) -> float:
+        return self.audio_s / self.busy_s
+
+
+class Device:
+    """One stream, and the host that fills it: `launch` returns when the device is done, `wait` is the
+    host's."""
+
+    def __init__(self) -> None:
+        self.host_s = self.device_s = 0.0
+
+    def launch(self, cost: Cost) -> float:
+        began_s = max(self.host_s, self.device_s)
+        self.host_s += cost.host_s
+        self.device_s = max(began_s + cost.device_s, self.host_s)
+        return self.device_s
+
+    def wait(self, until_s: float) -> None:
+        self.host_s = max(self.host_s, until_s)
+
+
+class Server:
+    """One model's turns, as `model_worker` takes them: reports and samples are read one launch later. Slots
+    have all the pages they need."""
+
+    def __init__(self, counts: Counts, card: Card, num_slots: int, policy: str = "streaming"):
+        self.counts, self.cost = counts, cache(partial(counts.cost, card))
+        self.scheduler = Scheduler(num_slots, Policy.named(policy), counts.window, counts.frame_s)
+        self.device = Device()
+        self.request = np.full(num_slots, -1)
+        self.made = np.zeros(num_slots, np.int64)  # frames on the tape, of steps that were launched
+        self.wanted = np.zeros(num_slots, np.int64)
+        self.reports: deque[tuple[float, np.ndarray, np.ndarray]] = deque()
+        self.renders: deque[tuple[float, Render]] = deque()
+
+    def serve(self, load: Load) -> Heard:
+        heard, waiting = Heard(load), deque(range(len(load.frames)))
+        while waiting or self.num_open:
+            if not self.num_open:
+                self.device.wait(load.arrivals_s[waiting[0]])
+            self._admit(heard, waiting)
+            launched = self._launch()
+            self._collect(lag=int(launched))
+            self._render()
+            self._deliver(heard, is_waiting=not launched)
+            self._finish(heard)
+        heard.busy_s = self.device.host_s
+        heard.underruns = self.scheduler.underruns
+        return heard
+
+    @property
+    def num_open(self) -> int:
+        return int((self.request >= 0).sum())
+
+    def _admit(self, heard: Heard, waiting: deque[int]) -> None:
+        free = np.flatnonzero(self.request < 0).tolist()
+        while waiting and free and heard.load.arrivals_s[waiting[0]] <= self.device.host_s:
+            request, slot = waiting.popleft(), free.pop()
+            self.request[slot], self.made[slot], self.wanted[slot] = request, 0, heard.load.frames[request]
+            heard.begun_s[request] = self.device.host_s
+            self.scheduler.open(slot, PROMPT_TOKENS)
+
+    def _launch(self) -> bool:
+        self.device.wait(self.device.host_s + TURN_S)
+        chunks = self.scheduler.next_chunks()
+        if chunks:
+            self.device.launch(self.cost("prefill", len(chunks)))
+        for chunk in chunks:
+            self.scheduler.record_prefill(chunk)
+        slots = self.scheduler.decoding_slots()
+        if slots.size:
+            done_s = self.device.launch(self.cost("step", len(slots)))
+            self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
+            self.reports.append((done_s, slots, self.made[slots].copy()))
+            self.scheduler.record_step(slots)
+        return bool(chunks) or bool(slots.size)
+
+    def _collect(self, lag: int) -> None:
+        while len(self.reports) > lag:
+            done_s, slots, ready = self.reports.popleft()
+            self.device.wait(done_s)
+            self.scheduler.report(slots, ready, ready == self.wanted[slots])
+
+    def _render(self) -> None:
+        for render in self.scheduler.take_due_windows(self.device.host_s):
+            cost = self.cost("render", len(render.slots), render.frames, render.length)
+            self.renders.append((self.device.launch(cost), render))
+
+    def _deliver(self, heard: Heard, is_waiting: bool) -> None:
+        while self.renders and (is_waiting or self.renders[0][0] <= self.device.host_s):
+            is_waiting = False
+            done_s, render = self.renders.popleft()
+            self.device.wait(done_s)
+            now_s, requests = self.device.host_s, self.request[render.slots]
+            heard.first_s[requests] = np.fmin(heard.first_s[requests], now_s)
+            given_s = render.count * self.counts.frame_s
+            self.scheduler.record_delivery(
+                render.slots, render.count, given_s, render.is_last, render.handed_s, now_s
+            )
+
+    def _finish(self, heard: Heard) -> None:
+        """A step that is still under way for a slot is in vain, and over before its next tenant's first."""
+        for slot in self.scheduler.finished_slots().tolist():
+            heard.audio_s += float(self.wanted[slot]) * self.counts.frame_s
+            self.scheduler.close(slot)
+            self.request[slot] = -1
+            self.reports = deque(
+                (done_s, slots[slots != slot], ready[slots != slot]) for done_s, slots, ready in self.reports
+            )

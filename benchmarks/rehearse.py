@@ -1,0 +1,218 @@
+"""A family on a GPU that is not there: its step is traced, lowered and counted, every kernel built, and what
+makes the host wait is listed.
+
+    python benchmarks/rehearse.py higgs_v3 [--size tiny] [--card h100] [--slots 1 16 64] [--json OUT]
+
+Needs `pip install -e .[rehearse]`: the triton wheel that belongs to the torch version, 200 MB, and g++; no
+CUDA. What runs is the project's own path, `zoo.load`, `Arena`, `Runner`, `lower`, over fake tensors of a demo
+checkpoint's shapes; `tiny` takes a minute or two, a published size five. The exit status is 1 where a graph
+breaks, a kernel does not build or a launch makes the host wait; times are `benchmarks/predict.py`'s, from the
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch._dynamo.utils import counters
+
+import zoo
+from benchmarks.rehearsal import shapes
+from benchmarks.rehearsal.cards import CARDS
+from benchmarks.rehearsal.costs import merged
+from benchmarks.rehearsal.device import pretend
+from benchmarks.rehearsal.kernels import Built, build, lowering
+from benchmarks.rehearsal.launches import Launch, Log
+from benchmarks.rehearsal.parts import Rehearsed
+from compile_cache.strategy import Whole
+from serving.engine.engine import CODECS
+from serving.engine.memory_plan import MemoryPlan, plan
+from zoo.contract import Window
+
+CONTEXT = 500  # positions of every slot
+PROMPT_TOKENS, PROMPTS = 100, (1, 3)  # of a prefill
+
+
+@dataclass
+class Part:
+    """One launch of the server: a step, or a prefill, or a render, of so many slots."""
+
+    name: str
+    slots: int
+    frames: int = 0
+    length: int = 0
+    launches: Counter[Launch] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+
+    def num(self, *kinds: str) -> int:
+        return sum(n for launch, n in self.launches.items() if launch.kind in kinds)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `costs.Counts` reads it."""
+        facts = {"name": self.name, "slots": self.slots, "frames": self.frames, "length": self.length}
+        rows = merged([(n, *launch[1:]) for launch, n in self.launches.items()])
+        return facts | {"waits": self.waits, "copies": self.copies, "launches": rows}
+
+
+@dataclass
+class Rehearsal:
+    family: str
+    size: str
+    card: str
+    codec: str
+    frame_s: float
+    window: Window
+    memory: MemoryPlan  # at the most slots
+    num_lowered: int  # launches of different shapes that are compiled: as many graphs are right
+    graphs: int = 0
+    breaks: dict[str, int] = field(default_factory=dict)
+    lowering_cpu_s: float = 0.0
+    parts: list[Part] = field(default_factory=list)
+    built: Built | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        found = [f"the graph breaks: {reason}" for reason in self.breaks]
+        if self.graphs != self.num_lowered:
+            found.append(f"{self.graphs} graphs where {self.num_lowered} are right")
+        for part in self.parts:
+            found += [f"{part.name} waits: {what}, {n} times" for what, n in part.waits.items()]
+        if self.built is not None:
+            found += [f"{name} does not build: {error}" for name, error in self.built.failed.items()]
+        return sorted(set(found))
+
+    def as_json(self) -> dict[str, Any]:
+        versions = {"torch": torch.__version__, "date": datetime.date.today().isoformat()}
+        nested = {
+            "window": asdict(self.window),
+            "memory": asdict(self.memory),
+            "built": None if self.built is None else asdict(self.built),
+            "parts": [part.as_json() for part in self.parts],
+        }
+        return vars(self) | versions | nested
+
+
+def rehearse(
+    family_name: str,
+    size: str,
+    card_name: str,
+    slots: Sequence[int],
+    directory: Path,
+    codec: str = "float32",
+    is_built: bool = True,
+) -> Rehearsal:
+    path, log = shapes.write(family_name, size, directory / f"{family_name}-{size}"), Log()
+    with pretend(card_name), shapes.fake() as mode, lowering(log) as kernels, torch.inference_mode():
+        family = shapes.load(path, mode)
+        runner = Rehearsed(family, slots, CONTEXT, log, codec)
+        spec = family.spec
+        facts = 1 / spec.frame_rate_hz, spec.window, plan(family, max(slots)), num_lowered(runner)
+        result = Rehearsal(family_name, size, card_name, codec, *facts)
+        with _lowered(result):
+            runner.lower()
+        for num_slots in slots:
+            runner.count_step(num_slots)
+            result.parts.append(_part(log, "step", num_slots))
+        for num_prompts in PROMPTS:
+            runner.count_prefill([PROMPT_TOKENS] * num_prompts)
+            result.parts.append(_part(log, "prefill", num_prompts))
+        # between the fewest slots and the most, a render's bytes and FLOPs lie on a line
+        for num_slots, frames in product(sorted({min(slots), max(slots)}), spec.window.sizes):
+            for length in spec.window.lengths or (0,):
+                runner.count_render(num_slots, frames, length)
+                result.parts.append(_part(log, "render", num_slots, frames, length))
+        result.graphs = counters["stats"]["unique_graphs"] - result.graphs
+        if is_built:
+            result.built = build(kernels)
+    return result
+
+
+def num_lowered(runner: Rehearsed) -> int:
+    """A graph for any number of slots; for the step, for prefills, and for each shape of a render."""
+    window = runner.family.spec.window
+    shapes = 1, 1, len(window.sizes) * len(window.lengths or (0,))
+    return sum(n for n, how in zip(shapes, runner.lowerings, strict=True) if how == Whole())
+
+
+@contextmanager
+def _lowered(result: Rehearsal) -> Iterator[None]:
+    breaks, began_s = Counter(counters["graph_break"]), time.process_time()
+    result.graphs = counters["stats"]["unique_graphs"]
+    yield
+    result.breaks = dict(counters["graph_break"] - breaks)
+    result.lowering_cpu_s = round(time.process_time() - began_s, 1)
+
+
+def _part(log: Log, name: str, slots: int, frames: int = 0, length: int = 0) -> Part:
+    return Part(name, slots, frames, length, Counter(log.launches), Counter(log.waits), Counter(log.copies))
+
+
+def report(result: Rehearsal) -> Iterator[str]:
+    """What a reader wants to know, line by line."""
+    memory = result.memory
+    gb = [f"{size / 1e9:.2f} GB" for size in (memory.weights, memory.state, memory.kv_cache)]
+    yield f"{result.family} {result.size} on a pretended {result.card}: weights {gb[0]}, state {gb[1]}, KV cache {gb[2]}"
+    yield f"{result.graphs} graphs, {sum(result.breaks.values())} breaks, lowered in {result.lowering_cpu_s:.0f} CPU-s"
+    for part in result.parts:
+        gbytes = sum(n * launch.bytes for launch, n in part.launches.items()) / 1e9
+        gflop = sum(n * launch.flops for launch, n in part.launches.items()) / 1e9
+        shape = f" {part.frames} frames" * bool(part.frames) + f" of {part.length}" * bool(part.length)
+        kinds = (
+            f"{part.num('triton')} generated, {part.num('extern')} called, {part.num('recorded')} recorded as they are, "
+            f"{part.num('eager')} asked for each time"
+        )
+        waits = f"{part.waits.total()} waits, {part.copies.total()} blocking copies"
+        yield f"{part.name}{shape}, {part.slots} slots: {kinds}; {gbytes:.3f} GB, {gflop:.1f} GFLOP; {waits}"
+    for part in {part.name: part for part in result.parts}.values():
+        yield from (f"  {part.name}: {what}, {n} times" for what, n in (part.waits | part.copies).items())
+    if result.built is not None:
+        built = result.built
+        yield f"{built.num_kernels} kernels, {built.num_configurations} configurations, {len(built.failed)} failed"
+        spilled = ", ".join(built.spilled) or "none"
+        yield f"at most {built.max_registers} registers, {built.max_shared_bytes} bytes shared; registers spilled: {spilled}"
+    yield from result.problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", choices=zoo.families())
+    parser.add_argument(
+        "--size", default="tiny", help="of the family's demo checkpoints; full: the published one"
+    )
+    parser.add_argument("--card", default="h100", choices=CARDS)
+    parser.add_argument("--codec", default="float32", choices=CODECS)
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument(
+        "--no-build", action="store_true", help="count alone: kernels are generated and not built"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        wanted = options.family, options.size, options.card, options.slots
+        result = rehearse(*wanted, Path(directory), options.codec, not options.no_build)
+    print("\n".join(report(result)), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result.as_json()) + "\n")
+    sys.exit(bool(result.problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Is there a place where a GPU's host would wait? Real tensors on the CPU say that they lie on a GPU, and
+whoever asks for their values, or brings new ones, is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from masquerade import Mask
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zoo.nn import kernels
+
+aten = torch.ops.aten
+# the host wants to know
+ASKS = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__,
+    Tensor.nonzero, torch.nonzero, torch.masked_select, torch.unique, torch.equal, torch.argwhere,
+}  # fmt: skip
+# values are made on the host and copied, which waits for everything ahead of it
+BRINGS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
+# what these give depends on values
+MEASURES = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.equal,
+    aten.bincount,
+}
+
+
+class Waits(AssertionError):
+    """On a GPU the host would wait here."""
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Raises Waits inside for what would make a GPU's host wait. Operators of ours run as they do there, but
+    in torch."""
+    with kernels.plain(), _Refusing(), _Pretending():
+        yield
+
+
+class _Pretending(Mask):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ASKS or func in BRINGS:
+            raise Waits(f"{func.__name__} waits")
+        if isinstance(func, torch._ops.OpOverload) and func.namespace == "zoo":
+            with self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet in MEASURES or (
+            func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        ):
+            raise Waits(f"{func} waits")
+        if packet in (aten.index, aten.index_put, aten.index_put_) and _has_mask(args[1]):
+            raise Waits(f"{func} by a mask waits for the number of its places")
+        return func(*args, **(kwargs or {}))
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in tree_leaves(indices))

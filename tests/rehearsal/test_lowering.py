@@ -1,0 +1,75 @@
+"""What a GPU would get, seen without one: every family's step is one graph whose kernels build, and launches
+no more than its budget."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+import zoo
+
+pytest.importorskip("triton", reason="pip install -e .[rehearse]")
+
+from benchmarks.rehearse import Part, Rehearsal, rehearse
+
+pytestmark = pytest.mark.rehearse
+CARDS = ("h100", "4090")  # sm_90 and sm_89
+SLOTS = (1, 64)
+KINDS = ("triton", "extern", "recorded", "eager")
+# Launches of a tiny model's step, by kind (see launches.Launch). They may fall: write them down then.
+BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text())
+PREFILL = "paged_attention reads cu_seqlens and kv_lens back, twice a layer"
+
+
+@cache
+def rehearsed(name: str, card: str) -> Rehearsal:
+    with TemporaryDirectory() as directory:
+        return rehearse(name, "tiny", card, SLOTS, Path(directory))
+
+
+@pytest.fixture(params=[(name, card) for name in zoo.families() for card in CARDS], ids="-".join)
+def result(request: pytest.FixtureRequest) -> Rehearsal:
+    return rehearsed(*request.param)
+
+
+def parts(result: Rehearsal, name: str) -> list[Part]:
+    found = [part for part in result.parts if part.name == name]
+    assert found, f"no {name} was rehearsed"
+    return found
+
+
+def test_a_launch_is_one_graph_for_any_number_of_slots(result: Rehearsal) -> None:
+    assert result.breaks == {} and result.graphs == result.num_lowered > 0
+
+
+def test_every_kernel_builds(result: Rehearsal) -> None:
+    built = result.built
+    assert built is not None and built.failed == {}
+    assert built.num_configurations >= built.num_kernels > 0
+
+
+def test_the_step_launches_no_more_than_its_budget(result: Rehearsal) -> None:
+    budget = BUDGET[result.family]
+    for part in parts(result, "step"):
+        launches = {kind: part.num(kind) for kind in KINDS}
+        over = {kind: num for kind, num in launches.items() if num > budget[kind]}
+        assert not over, f"{part.slots} slots: {over} launches, but the budget is {budget}"
+
+
+@pytest.mark.parametrize("name", ["step", "render"])
+def test_nothing_waits(result: Rehearsal, name: str) -> None:
+    assert {what for part in parts(result, name) for what in part.waits} == set()
+
+
+@pytest.mark.xfail(strict=True, reason=PREFILL)
+def test_no_prefill_waits(result: Rehearsal) -> None:
+    assert {what for part in parts(result, "prefill") for what in part.waits} == set()
+
+
+@pytest.mark.parametrize("name", ["step", "render", "prefill"])
+def test_no_copy_blocks(result: Rehearsal, name: str) -> None:
+    assert {what for part in parts(result, name) for what in part.copies} == set()

@@ -1,0 +1,116 @@
+"""Counts to times: the roofline, and the scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import zoo
+from benchmarks.predict import AIMS, COUNTS, Prediction, in_the_way, table
+from benchmarks.rehearsal.cards import CARDS
+from benchmarks.rehearsal.costs import Cost, Counts, Part, Row, merged
+from benchmarks.rehearsal.simulation import Device, Load, Server
+from zoo.contract import Window
+
+H100 = CARDS["h100"]
+FRAME_S = 0.1
+
+
+def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
+    """A step of so many megabytes, 1 ms at 2,680 on an H100; prefill is a kernel that Python asks for, and a
+    render is two."""
+    window = window or Window(sizes=(1, 4))
+    step = [Part(slots, 0, 0, (Row(1, "extern", "", step_mb * 1_000_000, 0, "bf16"),)) for slots in (1, 64)]
+    render = [
+        Part(slots, size, 0, (Row(2, "eager", "", 0, 0, "fp32"),))
+        for slots in (1, 64)
+        for size in window.sizes
+    ]
+    prefill = [Part(slots, 0, 0, (Row(1, "eager", "", 0, 0, "bf16"),)) for slots in (1, 3)]
+    return Counts("toy", "tiny", FRAME_S, window, {"step": step, "render": render, "prefill": prefill})
+
+
+@pytest.mark.parametrize(
+    ("row", "us"),
+    [
+        ((0, 0, "bf16"), 2.0),  # its start
+        ((26_800_000, 0, "bf16"), 10.0),  # 0.8 of 3,350 GB/s
+        ((0, 494_700_000 * 10, "bf16"), 10.0),  # half of 989.4 TFLOP/s
+        ((0, 33_450_000 * 10, "fp32"), 10.0),  # half of 66.9
+        ((26_800_000, 33_450_000 * 20, "fp32"), 20.0),  # the longer of both
+    ],
+)
+def test_a_launch_takes_the_longest_of_its_start_its_bytes_and_its_arithmetic(row, us):
+    assert H100.launch_us(*row, 2.0) == pytest.approx(us)
+
+
+def test_merging_changes_no_time_on_any_card():
+    random = np.random.default_rng(0)
+    rows = [
+        (int(n), "extern", within, int(num_bytes), int(flops), arithmetic)
+        for n, num_bytes, flops in zip(*random.integers(1, (9, 4 << 20, 9 << 28), (300, 3)).T, strict=True)
+        for within, arithmetic in (("", "bf16"), ("attention", "fp32"))
+    ]
+    rows += [(3, "eager", "", size, 1000, "fp32") for size in range(1000)]
+    small = merged(rows)
+    assert len(small) < len(rows) - 900
+    for card in CARDS.values():
+        before, after = (Part(1, 0, 0, tuple(Row(*row) for row in some)) for some in (rows, small))
+        assert after.device_ms(card) == pytest.approx(before.device_ms(card))
+        assert (after.num_launches, after.host_ms()) == (before.num_launches, before.host_ms())
+
+
+def test_the_device_runs_behind_the_host_and_never_ahead_of_it():
+    device = Device()
+    assert device.launch(Cost(host_s=1, device_s=5)) == 5
+    assert (device.host_s, device.device_s) == (1, 5)
+    assert device.launch(Cost(host_s=9, device_s=1)) == 10  # Python asks more slowly than the device computes
+    device.wait(7)
+    assert device.host_s == 10
+
+
+def test_every_frame_is_delivered_once_and_time_is_at_least_the_steps():
+    heard = Server(counts(), H100, num_slots=4).serve(Load.closed(12, frames=20))
+    assert not np.isnan(heard.first_s).any()
+    assert heard.audio_s == pytest.approx(heard.load.frames.sum() * FRAME_S)
+    assert heard.busy_s > heard.load.frames.max() * 1e-3
+    assert heard.underruns == 0
+
+
+def test_a_step_that_takes_twice_as_long_halves_the_audio():
+    fast, slow = (
+        Server(counts(megabytes), H100, num_slots=4).serve(Load.closed(16, frames=100)).audio_s_per_s
+        for megabytes in (26_800, 53_600)
+    )
+    assert fast / slow == pytest.approx(2, rel=0.2)
+
+
+def test_who_comes_too_fast_waits_and_a_device_too_slow_leaves_gaps():
+    calm, crowd = (
+        Server(counts(), H100, num_slots=2).serve(Load.poisson(rate, 1, frames=10)) for rate in (10, 400)
+    )
+    assert calm.ttfa_ms(95) < 10 < crowd.ttfa_ms(50)
+    # 0.2 s a frame of 0.1
+    late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(Load.closed(4, frames=40))
+    assert late.underruns > 0
+
+
+@pytest.mark.parametrize("path", sorted(COUNTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_counts_that_are_kept_predict(path: Path):
+    known = Counts.read(path)
+    assert known.family == path.stem and known.family in zoo.families()
+    for card in CARDS.values():
+        one = Prediction(known, card)
+        assert 0 < one.step_ms(1) <= one.step_ms(16) <= one.step_ms(64)
+        assert one.audio_s_per_s() > 1
+        assert sum(ms for ms, _ in one.obstacles()) == pytest.approx(one.step_ms(64) + one.render_ms())
+        assert known.family in in_the_way(one)
+    rows = list(table([Prediction(known, card) for card in CARDS.values()]))
+    assert Counter(row.count("|") for row in rows) == {rows[0].count("|"): len(rows)}
+
+
+def test_every_family_has_an_aim():
+    assert AIMS.keys() == zoo.families().keys()
