@@ -22,7 +22,6 @@ SLOTS = (1, 64)
 KINDS = ("triton", "extern", "recorded", "eager")
 # Launches of a tiny model's step, by kind (see launches.Launch). They may fall: write them down then.
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text())
-PREFILL = "paged_attention reads cu_seqlens and kv_lens back, twice a layer"
 
 
 @cache
@@ -60,14 +59,9 @@ def test_the_step_launches_no_more_than_its_budget(result: Rehearsal) -> None:
         assert not over, f"{part.slots} slots: {over} launches, but the budget is {budget}"
 
 
-@pytest.mark.parametrize("name", ["step", "render"])
+@pytest.mark.parametrize("name", ["step", "render", "prefill"])
 def test_nothing_waits(result: Rehearsal, name: str) -> None:
     assert {what for part in parts(result, name) for what in part.waits} == set()
-
-
-@pytest.mark.xfail(strict=True, reason=PREFILL)
-def test_no_prefill_waits(result: Rehearsal) -> None:
-    assert {what for part in parts(result, "prefill") for what in part.waits} == set()
 
 
 @pytest.mark.parametrize("name", ["step", "render", "prefill"])

@@ -145,7 +145,9 @@ def test_stretches_of_prompts(shape, sequences, padding):
     assert (found[sum(counts) :] == 0).all()
 
 
-@pytest.mark.parametrize(("counts", "padding"), [([3, 0, 0], 0), ([0, 2, 1], 0), ([1, 0, 0], 2), ([40, 0], 0)])
+@pytest.mark.parametrize(
+    ("counts", "padding"), [([3, 0, 0], 0), ([0, 2, 1], 0), ([1, 0, 0], 2), ([40, 0], 0)]
+)
 def test_as_many_tokens_as_sequences_are_no_promise(counts, padding):
     """A launch looks like a step by its sizes alone: whatever its counts are, it is right."""
     looks_like_one = launch(counts, [50, 3, 9][: len(counts)], padding=padding)

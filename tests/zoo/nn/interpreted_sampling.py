@@ -70,7 +70,10 @@ def test_what_is_no_number_does_no_harm():
 def test_draws():
     """Hot and cold rows, each with settings of its own, over views of wider tensors."""
     count, width = 20, 70
-    logits, noise = scores(count, width + 9)[:, 3 : 3 + width], scores(count, 3 * width, seed=1)[:, width:-width]
+    logits, noise = (
+        scores(count, width + 9)[:, 3 : 3 + width],
+        scores(count, 3 * width, seed=1)[:, width:-width],
+    )
     noise = noise.nan_to_num(neginf=0.0)
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.6]).repeat(5)
     top_k, top_p = torch.tensor([0, 1, 6, 50, 500]).repeat(4), torch.tensor([1.0, 0.8, 0.3, 0.9]).repeat(5)

@@ -207,7 +207,9 @@ def test_the_form_that_knows_no_length_equals_one_sequence_after_the_other():
     page_table, q = pages * 2 * page_tokens, torch.randn(15, HEADS, DIM, generator=random)
     cu_seqlens = torch.tensor([0, 1, 6, 6, 13])
     for b, length in enumerate(kv_lens.tolist()):
-        beyond = page_table[b].repeat_interleave(page_tokens) + torch.arange(columns * page_tokens) % page_tokens
+        beyond = (
+            page_table[b].repeat_interleave(page_tokens) + torch.arange(columns * page_tokens) % page_tokens
+        )
         kv[beyond[length:]] = kv[beyond[length:] + page_tokens] = torch.nan
     batched = _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, SCALE)
     for b, length in enumerate(kv_lens.tolist()):
@@ -215,7 +217,9 @@ def test_the_form_that_knows_no_length_equals_one_sequence_after_the_other():
         if own.stop > own.start:
             alone = _one_sequence(q[own], kv, page_table[b], length, page_tokens, SCALE)
             torch.testing.assert_close(batched[own], alone)
-    operator = torch.ops.zoo.paged_attention.default(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, SCALE)
+    operator = torch.ops.zoo.paged_attention.default(
+        q, kv, page_table, kv_lens, cu_seqlens, page_tokens, SCALE
+    )
     torch.testing.assert_close(batched, operator)
     assert (operator[13:] == 0).all()
 

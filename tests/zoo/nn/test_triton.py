@@ -87,7 +87,9 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
         values |= counts | {"scale": "fp32"} | triton_attention.constants(q, kv, 16, is_step, splits)
         registers, stack, shared = build(triton_attention._attend, values, CARDS[card], tmp_path)
         kind = f"{'step' if is_step else 'prompt'}, {splits} splits"
-        print(f"{card} {heads}/{kv_heads} x {dim} {dtype} {kind}: {registers} registers, {stack} B stack, {shared} B shared")
+        print(
+            f"{card} {heads}/{kv_heads} x {dim} {dtype} {kind}: {registers} registers, {stack} B stack, {shared} B shared"
+        )
         assert stack == 0, f"{kind}: {stack} bytes a thread do not fit into registers"
         assert shared <= 99 << 10, f"{kind}: {shared} bytes of shared memory are more than an RTX 4090 has"
     joined = {"parts": torch.float32, "log_sums": torch.float32, "out": dtype, "DIM": dim}
@@ -100,7 +102,12 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_draws_build_without_spills(width, card, tmp_path):
-    values = {"logits": torch.float32, "temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float32}
+    values = {
+        "logits": torch.float32,
+        "temperature": torch.float32,
+        "top_k": torch.int64,
+        "top_p": torch.float32,
+    }
     values |= {"noise": torch.float32, "out": torch.int64}
     values |= dict.fromkeys(("width", "logits_stride", "noise_stride"), "i32")
     values |= triton_sampling._sizes(width)
