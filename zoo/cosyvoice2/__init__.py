@@ -121,6 +121,7 @@ def describe(directory: Path):
         options=options(config),
         hints={key: hint for key, hint in HINTS.items() if key != "voice" or not voices},
         name="CosyVoice 2",
+        feeds=True,
     )
     return config, spec
 
