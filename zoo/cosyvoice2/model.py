@@ -12,6 +12,7 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py (Qwen2LM) and cosyvoice/cli/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -379,7 +380,8 @@ class CosyVoice2(Family[CosyVoice2State]):
         place = torch.arange(TOKEN_FRAMES * tokens, device=slots.device)
         rest_mel = state.rest_mel[slots[:, None], place.clamp(max=TOKEN_FRAMES * MAX_REST - 1)]
         prompt = rest_mel * (place < TOKEN_FRAMES * num_rest[:, None])[..., None]
-        mel = self.flow(codes, num_there, prompt, state.speaker[slots], stretch, state.flow)
+        start = None if state.noise is None else self._start(state, state.noise, stretch)
+        mel = self.flow(codes, num_there, prompt, state.speaker[slots], stretch, state.flow, start)
         at = TOKEN_FRAMES * num_rest[:, None] + torch.arange(TOKEN_FRAMES * view.frames, device=slots.device)
         return mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
 
@@ -407,19 +409,26 @@ class CosyVoice2(Family[CosyVoice2State]):
         heard = samples.gather(1, at.clamp(max=samples.shape[1] - 1))
         return heard.float(), (ends - spoken) * MEL_SAMPLES
 
+    def _start(self, state: CosyVoice2State, noise: Tensor, stretch: Stretch) -> Tensor:
+        """Where the flow starts from, of noise that was given [B, 2T, MELS]. The prompt's frames keep the
+        fixed one: they come before the first frame of the speech."""
+        given = noise[..., :MELS].flatten(0, 1)  # [2F, MELS]
+        frames = torch.arange(TOKEN_FRAMES * stretch.tokens, device=given.device)
+        at = TOKEN_FRAMES * (stretch.start - state.num_prompt[stretch.slots])[:, None] + frames  # [B, 2T]
+        spoken = given[at.clamp(min=0, max=len(given) - 1)]
+        return torch.where((at >= 0)[..., None], spoken, self.flow.noise_of(stretch))
+
     def _noise(self, state: CosyVoice2State, slots: Tensor, first: Tensor, num: int) -> Tensor:
         """Of the vocoder's source [B, W, MEL_SAMPLES, H]: the same for a frame of the speech in whatever
         window it lies."""
         frame = (first[:, None] + torch.arange(num, device=slots.device)).clamp(min=0)  # [B, W]
-        harmonics = self.config.vocoder.harmonics
+        shape = MEL_SAMPLES, self.config.vocoder.harmonics
         if state.noise is not None:
-            frames = state.noise.unflatten(1, (TOKEN_FRAMES, MEL_SAMPLES)).flatten(
-                0, 1
-            )  # [F, MEL_SAMPLES, H]
-            return frames[frame.clamp(max=len(frames) - 1)]
+            given = state.noise[..., MELS:].flatten(0, 1)  # [2F, MEL_SAMPLES * H]
+            return given[frame.clamp(max=len(given) - 1)].unflatten(2, shape)
         seeds = state.seed[slots, None].expand_as(frame)
-        noise = normal(seeds.flatten(), NOISE_STEP + frame.flatten(), MEL_SAMPLES * harmonics)
-        return noise.view(*frame.shape, MEL_SAMPLES, harmonics)
+        noise = normal(seeds.flatten(), NOISE_STEP + frame.flatten(), math.prod(shape))
+        return noise.view(*frame.shape, *shape)
 
 
 def check_length(text: Interleaved) -> None:
