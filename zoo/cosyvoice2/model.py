@@ -56,7 +56,7 @@ from zoo.cosyvoice2.strategy import (
     STRATEGY,
     TOKEN_FRAMES,
 )
-from zoo.cosyvoice2.stretch import Stretch
+from zoo.cosyvoice2.stretch import Stretch, may_follow_values
 from zoo.cosyvoice2.vocoder import PHASE_LAG, Place, Vocoder
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
 from zoo.nn.attention import Paged, attend
@@ -362,10 +362,15 @@ class CosyVoice2(Family[CosyVoice2State]):
         is_first = view.start == 0
         num_rest = torch.where(is_first, state.num_prompt[slots] - state.num_cached[slots], 0)  # [B]
         tokens = view.frames + (MAX_REST if may_begin else 0)
+        count = torch.where(view.count > 0, view.count + num_rest, 0)
+        if may_follow_values(count):
+            tokens = int(count.max())
+            if tokens == 0:
+                return state.rest_mel.new_zeros(len(slots), TOKEN_FRAMES * view.frames, MELS)
         stretch = Stretch(
             slots=slots,
             start=torch.where(is_first, state.num_cached[slots], state.num_prompt[slots] + view.start),
-            count=torch.where(view.count > 0, view.count + num_rest, 0),
+            count=count,
             num_kept=state.num_cached[slots],
             tokens=tokens,
             capacity=state.flow.capacity,
@@ -390,21 +395,24 @@ class CosyVoice2(Family[CosyVoice2State]):
         speech ends."""
         slots, num_mel, spoken = view.slots, state.num_mel[view.slots], state.num_spoken[view.slots]
         first = num_mel - TAIL  # the speech's frame that the window begins with
-        window = torch.cat((state.mel_tail[slots], mel.to(state.mel_tail.dtype)), 1)  # [B, W, MELS]
         num_new = TOKEN_FRAMES * view.count
         limit = num_mel + num_new
         ends = torch.maximum(torch.where(view.is_last, limit, limit - CONTEXT), spoken)
+        window = torch.cat((state.mel_tail[slots], mel.to(state.mel_tail.dtype)), 1)  # [B, W, MELS]
+        at = (num_new[:, None] + torch.arange(TAIL, device=slots.device))[..., None]
+        state.mel_tail[slots] = window.gather(1, at.expand(-1, -1, MELS))
+        if may_follow_values(num_new):  # less what lies before the speech, or is padding
+            skip = max(0, TAIL - PHASE_LAG - int(num_mel.max()))
+            window, first = window[:, skip : TAIL + int(num_new.max())], first + skip
+
         index = spoken - PHASE_LAG - first
         noise = self._noise(state, slots, first, window.shape[1])
         samples, phases = self.vocoder(window, Place(first, limit), state.phase[slots], index, noise)
-
-        at = (num_new[:, None] + torch.arange(TAIL, device=slots.device))[..., None]
-        state.mel_tail[slots] = window.gather(1, at.expand(-1, -1, MELS))
         row = torch.arange(len(slots), device=slots.device)
         state.phase[slots] = phases[row, ends - PHASE_LAG - first]
         state.num_mel[slots] = limit
         state.num_spoken[slots] = ends
-        most = (window.shape[1] - CONTEXT) * MEL_SAMPLES
+        most = (TAIL - CONTEXT + mel.shape[1]) * MEL_SAMPLES
         at = (spoken - first)[:, None] * MEL_SAMPLES + torch.arange(most, device=slots.device)
         heard = samples.gather(1, at.clamp(max=samples.shape[1] - 1))
         return heard.float(), (ends - spoken) * MEL_SAMPLES
