@@ -63,6 +63,7 @@ from zoo.nn.attention import Paged, attend
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rows import to_device
 from zoo.nn.sampling import gumbel, normal
 from zoo.references import References
 from zoo.request import check
@@ -295,7 +296,7 @@ class CosyVoice2(Family[CosyVoice2State]):
         check_length(order)
         more += order.end() if is_last else []
         stop = start + len(more)
-        state.keys[slot, start:stop] = torch.tensor(more, dtype=torch.int64, device=self.device)
+        state.keys[slot, start:stop] = to_device(torch.tensor(more, dtype=torch.int64), self.device)
         state.texts[slot] = order, stop
         if is_last:
             state.keys[slot, stop:] = DRAWN

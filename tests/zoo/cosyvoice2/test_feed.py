@@ -95,7 +95,7 @@ def test_fed_equals_the_whole_text_at_once(name, portions):
     release = speaking.model.release
 
     def released(job: Any) -> None:
-        tapes.append(speaking.model.runner.frames(job.slot))
+        tapes.append(speaking.model.tape(job))
         release(job)
 
     speaking.model.release = released
@@ -159,6 +159,7 @@ def test_who_starves_takes_no_step_and_the_others_go_on(report_lag):
     agrees(hungry, SOUND)
 
 
+@pytest.mark.slow
 def test_a_prompt_s_codes_wait_for_text_too():
     """2.5 s of a recording stand beside 21 tokens: those that come are read, and nothing is said before."""
     speaking = Speaking(MODEL)
@@ -173,6 +174,7 @@ def test_a_prompt_s_codes_wait_for_text_too():
     agrees(listener, CLONED)
 
 
+@pytest.mark.slow
 def test_the_end_may_come_without_a_token():
     speaking = Speaking(MODEL)
     request, rest = cut(PROMPTED)
@@ -208,6 +210,7 @@ def test_a_cancel_while_starving_leaves_nothing_to_who_comes_next():
     assert stats["pages_free"] == stats["pages"]
 
 
+@pytest.mark.slow
 def test_too_much_text_fails_that_request_alone():
     speaking = Speaking(MODEL)
     request, rest = cut(SOUND)
