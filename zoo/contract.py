@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -155,7 +156,7 @@ def frame_cap(
     num_positions: int,
     expected: int,
     extra_steps: int = 0,
-    steps_per_frame: int = 1,
+    steps_per_frame: int | Fraction = 1,
 ) -> int:
     """The longest tape of a request whose prompt takes `num_positions`: what it asks for, else `expected`
     frames or as many as fit.
@@ -367,11 +368,11 @@ class State:
         this comes before its end."""
         self.written[slots] = torch.where(self.done[slots], self.written[slots], token)
 
-    def append(self, slots: Tensor, frame: Tensor, ended: Tensor) -> None:
-        """One more frame [B, *frame] on each tape, or none where the model ended [B]; a slot that is done
-        stays as it is."""
+    def append(self, slots: Tensor, frame: Tensor, ended: Tensor, is_spoken: Tensor | None = None) -> None:
+        """One more frame [B, *frame] on each tape, or none where the model ended [B], or where `is_spoken`
+        [B] says that this step makes none; a slot that is done stays as it is."""
         alive, ready = ~self.done[slots], self.ready[slots]
-        spoken = alive & ~ended
+        spoken = alive & ~ended if is_spoken is None else alive & ~ended & is_spoken
         at = ready.clamp(max=self.tape.shape[1] - 1)
         fits = spoken.view(-1, *(1,) * (frame.dim() - 1))
         self.tape[slots, at] = torch.where(fits, frame, self.tape[slots, at])

@@ -19,9 +19,17 @@ MANNER = "An old sailor, slow and hoarse."
 
 
 def first_request(family: Family[Any], **fields: Any) -> Request:
-    """In the first of the model's modes. Raises RequestError."""
-    way = next(iter(ways(family).values()))
-    return Request(**way | {"text": TEXT} | fields)
+    """In the first of the model's ways that it does not refuse: an instruction alone is no voice for all of
+    them. Raises RequestError where it refuses every one."""
+    asked = [Request(**way | {"text": TEXT} | fields) for way in ways(family).values()]
+    refused: list[RequestError] = []
+    for request in asked:
+        try:
+            family.prompt(request)
+            return request
+        except RequestError as error:
+            refused.append(error)
+    raise refused[0]
 
 
 def every_request(family: Family[Any], frames: int) -> tuple[dict[str, Request], dict[str, str]]:

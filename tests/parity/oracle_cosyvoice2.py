@@ -10,76 +10,31 @@ Runs in the reference environment that remake.sh builds:
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.metadata
-import importlib.util
 import json
-import logging
-import sys
 import tempfile
-import types
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import omegaconf
+import s3tokenizer
 import torch
 import torchaudio
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zoo.cosyvoice2 import demo, reference, weights
+from zoo.cosyvoice2.campplus import CamPlus
+from zoo.cosyvoice2.config import Config
+from zoo.cosyvoice2.reference import CAMPPlus, greedy, greedy_ids, make_tokenizer, prompt_mel
+from zoo.nn import checkpoint, onnx_file, synthetic
+
 HERE = Path(__file__).parent
 FIXTURES = HERE / "cosyvoice2"
-SITE = Path(importlib.util.find_spec("s3tokenizer").submodule_search_locations[0]).parent
 SEED = 0
-
-
-def stub(name: str, path: Path | None = None, **values: Any) -> None:
-    """A package whose own __init__, which imports training code, is not run."""
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    if path is not None:
-        module.__path__ = [str(path)]
-    vars(module).update(values)
-    sys.modules[name] = module
-
-
-for package in (
-    "cosyvoice",
-    "cosyvoice.utils",
-    "cosyvoice.flow",
-    "cosyvoice.hifigan",
-    "cosyvoice.transformer",
-    "cosyvoice.llm",
-):
-    stub(package, SITE / package.replace(".", "/"))
-for package in ("matcha", "matcha.utils", "matcha.models", "matcha.models.components", "matcha.hifigan"):
-    stub(package, SITE / package.replace(".", "/"))
-for package in ("chatterbox", "chatterbox.models", "chatterbox.models.s3gen"):
-    stub(package, SITE / package.replace(".", "/"))
-stub("matcha.utils.pylogger", get_pylogger=logging.getLogger)
-stub("cosyvoice.utils.losses", tpr_loss=None, mel_loss=None)
-stub("cosyvoice.llm.llm", TransformerLM=None, Qwen2LM=None)
-stub("cosyvoice.cli", SITE / "cosyvoice/cli")
-stub("cosyvoice.cli.model", CosyVoiceModel=None, CosyVoice2Model=None)
-
-import s3tokenizer  # noqa: E402
-from chatterbox.models.s3gen.xvector import CAMPPlus  # noqa: E402
-from cosyvoice.flow.decoder import CausalConditionalDecoder  # noqa: E402
-from cosyvoice.flow.flow import CausalMaskedDiffWithXvec  # noqa: E402
-from cosyvoice.flow.flow_matching import CausalConditionalCFM  # noqa: E402
-from cosyvoice.hifigan.f0_predictor import ConvRNNF0Predictor  # noqa: E402
-from cosyvoice.hifigan.generator import HiFTGenerator  # noqa: E402
-from cosyvoice.transformer.upsample_encoder import UpsampleConformerEncoder  # noqa: E402
-from cosyvoice.utils import common  # noqa: E402
-from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2  # noqa: E402
-
-from zoo.cosyvoice2 import demo, weights  # noqa: E402
-from zoo.cosyvoice2.campplus import CamPlus  # noqa: E402
-from zoo.nn import checkpoint, onnx_file, synthetic  # noqa: E402
-
 SIZE = demo.CONFIGS["parity"]
 PACKAGES = (
     "transformers",
@@ -131,23 +86,6 @@ def language_model(directory: Path) -> tuple[transformers.Qwen2Model, dict[str, 
     return model, tensors
 
 
-def greedy(scores: Tensor, said: list[int], win_size: int) -> int:
-    """common.ras_sampling with draws that take the likeliest, and what was repeated left out of the second
-    one."""
-
-    def likeliest(weights: Tensor, *_: Any, **__: Any) -> Tensor:
-        return weights.argmax()[None]
-
-    def without(weighted: Tensor, said: list[int], sampling: int) -> Tensor:
-        first = common.nucleus_sampling(weighted)
-        return weighted.index_fill(0, first, -torch.inf).softmax(0).multinomial(1)
-
-    with patch.object(Tensor, "multinomial", likeliest), patch.object(common, "random_sampling", without):
-        if win_size == 0:
-            return int(common.nucleus_sampling(scores))
-        return int(common.ras_sampling(scores, said, 25, win_size=win_size, tau_r=0.1))
-
-
 @torch.inference_mode()
 def speak(
     model: transformers.Qwen2Model, tensors: dict[str, Tensor], case: dict[str, Any]
@@ -175,7 +113,7 @@ def speak(
 
 def make_language_model(directory: Path) -> None:
     model, tensors = language_model(directory)
-    tokenizer = text_tokenizer(directory)
+    tokenizer = make_tokenizer(directory)
     voices = torch.load(directory / "spk2info.pt", weights_only=True)
     prompt_text = voices["demo"]["prompt_text"][0].tolist()
     prompt_codes = voices["demo"]["flow_prompt_speech_token"][0]
@@ -208,26 +146,27 @@ def make_language_model(directory: Path) -> None:
             save(f"lm_{name}_{win_size}", {"request": request, "text_ids": case["text_ids"]}, **made)
 
 
-def text_tokenizer(directory: Path) -> transformers.Qwen2Tokenizer:
-    """As cosyvoice/tokenizer/tokenizer.py, QwenTokenizer, adds its special tokens."""
-    from zoo.cosyvoice2.prompt import BASE, END_OF_PROMPT, TAGS
+INTERLEAVED = "Good morning, everybody who is here today: my phone rings."
 
-    blank = directory / "CosyVoice-BlankEN"
-    merges = [tuple(line.split()) for line in (blank / "merges.txt").read_text().splitlines()[1:]]
-    words = json.loads((blank / "vocab.json").read_text())
-    tokenizer = transformers.Qwen2Tokenizer(vocab=words, merges=merges)
-    tokenizer.add_special_tokens(
-        {
-            "eos_token": BASE[0],
-            "pad_token": BASE[0],
-            "additional_special_tokens": [*BASE, END_OF_PROMPT, *TAGS],
-        }
-    )
-    return tokenizer
+
+@torch.inference_mode()
+def make_interleaved(directory: Path) -> None:
+    """Qwen2LM.inference_bistream as it is run by zoo/cosyvoice2/reference.py; the text comes token by token."""
+    lm, tokenizer = reference.make_lm(directory, Config.read(directory)), make_tokenizer(directory)
+    demo_voice = torch.load(directory / "spk2info.pt", weights_only=True)["demo"]
+    prompt_codes, before = demo_voice["flow_prompt_speech_token"], demo_voice["prompt_text"][0].tolist()
+    cases = {"none": 0, "rest": prompt_codes.shape[1], "whole": prompt_codes.shape[1] // 15 * 15}
+    text, made = tokenizer(INTERLEAVED)["input_ids"], {}
+    for name, num_codes in cases.items():
+        words = before if num_codes else []
+        with patch.object(lm, "sampling_ids", greedy_ids):
+            said = reference.say_interleaved(lm, text, words, prompt_codes[:, :num_codes])
+            made[name] = torch.tensor(list(islice(said, 90)))
+    save("interleaved", {"text": INTERLEAVED, "num_codes": cases}, **made)
 
 
 def make_tokens(directory: Path) -> None:
-    tokenizer = text_tokenizer(directory)
+    tokenizer = make_tokenizer(directory)
     tokens = [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in TEXTS]
     (FIXTURES / "tokens.json").write_text(json.dumps(tokens, indent=1, ensure_ascii=False) + "\n")
 
@@ -235,57 +174,21 @@ def make_tokens(directory: Path) -> None:
 # flow and vocoder
 
 
-def reference_flow(directory: Path) -> CausalMaskedDiffWithXvec:
-    content = {
-        "sigma_min": 1e-6,
-        "solver": "euler",
-        "t_scheduler": "cosine",
-        "training_cfg_rate": 0.2,
-        "inference_cfg_rate": 0.7,
-    }
-    estimator = CausalConditionalDecoder(
-        in_channels=320, out_channels=80, channels=[SIZE.channels], dropout=0.0, act_fn="gelu",
-        attention_head_dim=SIZE.head_dim, num_heads=SIZE.estimator_heads, static_chunk_size=50,
-        n_blocks=SIZE.num_blocks, num_mid_blocks=SIZE.num_mid,
-    )  # fmt: skip
-    params = omegaconf.DictConfig(content | {"reg_loss_type": "l1"})
-    encoder = UpsampleConformerEncoder(
-        output_size=512, attention_heads=8, linear_units=SIZE.encoder_inner, num_blocks=SIZE.encoder_layers,
-        dropout_rate=0.1, positional_dropout_rate=0.1, attention_dropout_rate=0.1, normalize_before=True,
-        input_layer="linear", pos_enc_layer_type="rel_pos_espnet", selfattention_layer_type="rel_selfattn",
-        input_size=512, use_cnn_module=False, macaron_style=False, static_chunk_size=25,
-    )  # fmt: skip
-    decoder = CausalConditionalCFM(
-        in_channels=240, n_spks=1, spk_emb_dim=80, cfm_params=params, estimator=estimator
-    )
-    flow = CausalMaskedDiffWithXvec(
-        input_size=512,
-        output_size=80,
-        spk_embed_dim=192,
-        vocab_size=NUM_CODES,
-        input_frame_rate=25,
-        encoder=encoder,
-        decoder=decoder,
-    )
-    flow.load_state_dict(torch.load(directory / "flow.pt", weights_only=True))
-    return flow.eval()
+Prompt = tuple[Tensor, Tensor, Tensor]  # codes [1, P], mel [1, 2P, MELS], speaker [1, D]
 
 
-def reference_vocoder(directory: Path) -> HiFTGenerator:
-    vocoder = HiFTGenerator(
-        in_channels=80, base_channels=SIZE.vocoder, nb_harmonics=8, sampling_rate=24000, nsf_alpha=0.1,
-        nsf_sigma=0.003, nsf_voiced_threshold=10, upsample_rates=[8, 5, 3], upsample_kernel_sizes=[16, 11, 7],
-        istft_params={"n_fft": 16, "hop_len": 4},
-        source_resblock_kernel_sizes=[7, 7, 11], source_resblock_dilation_sizes=[[1, 3, 5]] * 3,
-        f0_predictor=ConvRNNF0Predictor(num_class=1, in_channels=80, cond_channels=SIZE.f0),
-    )  # fmt: skip
-    vocoder.load_state_dict(torch.load(directory / "hift.pt", weights_only=True))
-    return vocoder.eval()
+def mel_of(flow: Any, codes: Tensor, prompt: Prompt, streaming: bool, finalize: bool) -> Tensor:
+    """-> [F, MELS]"""
+    before, mel, speaker = prompt
+    num_codes, num_before, num_mel = (torch.tensor([part.shape[1]]) for part in (codes, before, mel))
+    given = (codes, num_codes, before, num_before, mel, num_mel, speaker)
+    return flow.inference(*given, streaming, finalize)[0][0].mT
 
 
 @torch.inference_mode()
 def make_flow(directory: Path) -> None:
-    flow, voices = reference_flow(directory), torch.load(directory / "spk2info.pt", weights_only=True)
+    flow = reference.make_flow(directory, Config.read(directory))
+    voices = torch.load(directory / "spk2info.pt", weights_only=True)
     codes = (torch.arange(FRAMES)[None] * 997 + 5) % NUM_CODES
     demo_voice, sound = voices["demo"], voices["sound"]
     prompt_codes, prompt_mel = demo_voice["flow_prompt_speech_token"], demo_voice["prompt_speech_feat"]
@@ -294,37 +197,41 @@ def make_flow(directory: Path) -> None:
         "sound": (prompt_codes[:, :0], prompt_mel[:, :0], sound["embedding"]),
     }
     made = {"codes": codes[0], "noise": flow.decoder.rand_noise[0, :, ::101].clone()}
-    for name, (before, mel, speaker) in prompts.items():
+    for name, prompt in prompts.items():
         for mode, streaming, finalize in (
             ("chunks", True, True),
             ("chunks_open", True, False),
             ("whole", False, True),
         ):
-            lengths = (
-                torch.tensor([codes.shape[1]]),
-                torch.tensor([before.shape[1]]),
-                torch.tensor([mel.shape[1]]),
-            )
-            mels, _ = flow.inference(
-                codes, lengths[0], before, lengths[1], mel, lengths[2], speaker, streaming, finalize
-            )
-            made[f"{name}_{mode}"] = mels[0].mT
+            made[f"{name}_{mode}"] = mel_of(flow, codes, prompt, streaming, finalize)
     save("flow", {"chunk": 25}, **made)
     make_vocoder(directory, made)
+    make_noise(directory, flow, codes, prompts["demo"])
+
+
+def make_noise(directory: Path, flow: Any, codes: Tensor, prompt: Prompt) -> None:
+    """The speech begins with another noise than the flow's own; the prompt does not."""
+    start, first, fixed = noise("start", 2 * FRAMES, 80), prompt[1].shape[1], flow.decoder.rand_noise.clone()
+    fixed[0, :, first : first + len(start)] = start.mT
+    with patch.object(flow.decoder, "rand_noise", fixed):
+        mel = mel_of(flow, codes, prompt, True, True)
+    vocoder = reference.make_vocoder(directory, Config.read(directory))
+    with patch.object(torch, "randn_like", source_noise):
+        samples, _ = vocoder.inference(mel.mT[None])
+    save("noise", {"stride": 7}, samples=samples[0, ::7])
+
+
+def source_noise(like: Tensor) -> Tensor:
+    """Ours; the random phase has no effect."""
+    values = noise("source", FRAMES * 960, 9)
+    return values.expand_as(like) if like.shape[-1] == 9 else torch.zeros_like(like)
 
 
 def make_vocoder(directory: Path, mels: dict[str, Tensor]) -> None:
-    """The noise of the source is ours; the random phase has no effect."""
-    vocoder = reference_vocoder(directory)
-    values = noise("source", FRAMES * 960, 9)
-    made = {}
+    vocoder, made = reference.make_vocoder(directory, Config.read(directory)), {}
     for name in ("demo_chunks", "sound_chunks"):
         for kind in ("", "_exact"):
-            with patch.object(
-                torch,
-                "randn_like",
-                lambda like: values.expand_as(like) if like.shape[-1] == 9 else torch.zeros_like(like),
-            ):
+            with patch.object(torch, "randn_like", source_noise):
                 samples, source = vocoder.inference(mels[name].mT[None])
             made[f"{name}_samples{kind}"], made[f"{name}_source{kind}"] = samples[0, ::7], source[0, 0, ::7]
             generator = vocoder.m_source.l_sin_gen
@@ -357,14 +264,7 @@ def clips() -> dict[str, tuple[Tensor, int]]:
 
 @torch.inference_mode()
 def make_voices(directory: Path) -> None:
-    file = directory / weights.TOKENIZER_FILE
-    tokenizer = S3TokenizerV2(
-        "speech_tokenizer_v2_25hz",
-        ModelConfig(
-            n_audio_state=SIZE.s3_width, n_audio_head=SIZE.s3_width // 64, n_audio_layer=SIZE.s3_layers
-        ),
-    )
-    tokenizer.load_state_dict(s3tokenizer.utils.onnx2torch(str(file)))
+    tokenizer = reference.make_s3_tokenizer(directory)
     speaker, made = speaker_encoder(), {}
     speaker.load_state_dict(speaker_tensors(speaker))
     for name, (samples, rate_hz) in clips().items():
@@ -372,7 +272,7 @@ def make_voices(directory: Path) -> None:
         speech = torchaudio.transforms.Resample(rate_hz, 16000)(mono) if rate_hz != 16000 else mono
         voice = torchaudio.transforms.Resample(rate_hz, 24000)(mono) if rate_hz != 24000 else mono
         mel = s3tokenizer.log_mel_spectrogram(speech, n_mels=128)
-        codes, _ = tokenizer.eval().quantize(mel[None], torch.tensor([mel.shape[1]]))
+        codes, _ = tokenizer.quantize(mel[None], torch.tensor([mel.shape[1]]))
         features = torchaudio.compliance.kaldi.fbank(
             speech[None], num_mel_bins=80, dither=0, sample_frequency=16000
         )
@@ -384,12 +284,6 @@ def make_voices(directory: Path) -> None:
         }
         made |= {f"{name}_speaker": speaker(features[None])[0], f"{name}_mel": prompt_mel(voice[None])[0].mT}
     save("voices", {"rates_hz": {name: rate_hz for name, (_, rate_hz) in clips().items()}}, **made)
-
-
-def prompt_mel(samples: Tensor) -> Tensor:
-    from matcha.utils.audio import mel_spectrogram
-
-    return mel_spectrogram(samples, 1920, 80, 24000, 480, 1920, 0, 8000, center=False)
 
 
 def speaker_encoder() -> CAMPPlus:
@@ -449,6 +343,7 @@ def main() -> None:
         FIXTURES.mkdir(exist_ok=True)
         make_tokens(directory)
         make_language_model(directory)
+        make_interleaved(directory)
         make_flow(directory)
         make_voices(directory)
         check_exported_speaker(directory)

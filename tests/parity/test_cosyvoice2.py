@@ -4,6 +4,7 @@ they hold: README.md beside this."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def noise(name: str, *shape: int) -> Tensor:
     return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, 1.0, False)]))
 
 
+def packed(start: Tensor, source: Tensor) -> Tensor:
+    """start [2F, MELS] of the flow, source [960 F, H] of the vocoder -> as `spec.noise_shape` has it."""
+    return torch.cat((start.unflatten(0, (-1, 2)), source.unflatten(0, (-1, 2, 480)).flatten(2)), -1)
+
+
+def start_noise(voice: str, num_frames: int) -> Tensor:
+    """The flow's own, behind the prompt."""
+    first = len(model().voices[voice].mel)
+    return model().flow.noise[first : first + 2 * num_frames]
+
+
 # text and language model
 
 
@@ -90,6 +102,22 @@ def test_codes_and_hidden_states(name, monkeypatch):
     assert speech.frames[:, 0].tolist() == made["codes"].tolist()
     kept = torch.stack(emitted)[::8][: len(made["hidden"])]
     torch.testing.assert_close(kept, made["hidden"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["none", "rest", "whole"])
+def test_interleaved_codes(name, monkeypatch):
+    """With no prompt, and with one whose codes end within a turn or with one."""
+    facts, made = (
+        json.loads((HERE / "interleaved.json").read_text()),
+        load_file(HERE / "interleaved.safetensors"),
+    )
+    voice, num = model().voices["demo" if facts["num_codes"][name] else "sound"], facts["num_codes"][name]
+    cut = replace(voice, name=name.encode(), codes=voice.codes[:num], mel=voice.mel[: 2 * num])
+    monkeypatch.setitem(model().voices, "sound", cut)
+    mode = {"text_mode": "interleaved"}
+    request = Request(text=facts["text"], voice="sound", temperature=0.0, max_frames=90, options=mode)
+    speech = zoo.generate(model(), request)
+    assert speech.frames[:, 0].tolist() == made[name].tolist() and len(made[name]) > 75
 
 
 def test_repetition_aware_sampling_makes_a_difference():
@@ -150,7 +178,7 @@ def test_streamed_speech(name, sizes):
     num = len(FLOW["codes"])
     state.tape[0, :num, 0] = FLOW["codes"]
     state.ready[0] = num
-    state.noise = noise("source", num * 960, 9).view(num, 960, 9)
+    state.noise = packed(start_noise(name, num), noise("source", num * 960, 9))
     start, heard, window = 0, [], model().spec.window
     for size in (*sizes, *sizes, *sizes):
         stop = min(num, start + size - (prompt.grid_offset and (start - prompt.grid_offset) % GRID))
@@ -173,6 +201,20 @@ def test_streamed_speech(name, sizes):
     joined = torch.cat(heard)
     assert len(joined) == num * 960
     torch.testing.assert_close(joined[::7], VOCODER[f"{name}_chunks_samples"], **SAMPLES)
+
+
+@torch.inference_mode()
+def test_speech_from_noise_that_is_given():
+    """The flow's and the vocoder's, both by frame."""
+    made, num = load_file(HERE / "noise.safetensors"), len(FLOW["codes"])
+    state = model().state(1)
+    model().admit(state, 0, model().prompt(Request(text="Hm.", voice="demo")))
+    state.tape[0, :num, 0], state.ready[0] = FLOW["codes"], num
+    state.noise = packed(noise("start", 2 * num, 80), noise("source", num * 960, 9))
+    one, length = torch.ones(1, dtype=torch.int64), model().spec.window.length_bucket(num)
+    samples, _ = model().render(state, View(0 * one, 0 * one, num * one, one > 0, num, length))
+    torch.testing.assert_close(samples[0, : 960 * num : 7], made["samples"], **SAMPLES)
+    assert (made["samples"] - VOCODER["demo_chunks_samples"]).abs().max() > 0.01
 
 
 # vocoder
@@ -235,17 +277,9 @@ def folded_campplus() -> CamPlus:
     return module
 
 
-FOLDS = {
-    "xvector.tdnn.linear": "xvector.tdnn.nonlinear.batchnorm",
-    "xvector.transit3.linear": "xvector.out_nonlinear.batchnorm",
-    "head.conv1": "head.bn1",
-    "head.conv2": "head.bn2",
-}
-
-
 def _folded(name: str, shape: tuple[int, ...]) -> Tensor:
     owner, _, kind = name.rpartition(".")
-    norm = FOLDS.get(owner) or _norm_of(owner)
+    norm = weights.folded_norm(owner)
 
     def value(of: str, size: tuple[int, ...] = shape) -> Tensor:
         return torch.from_numpy(synthetic.fill(of, size, "cosyvoice2:campplus", demo.RULES))
@@ -257,11 +291,3 @@ def _folded(name: str, shape: tuple[int, ...]) -> Tensor:
     if kind == "bias":
         return value(f"{norm}.bias", size) - value(f"{norm}.running_mean", size) * scale
     return value(name) * scale.view(-1, *(1,) * (len(shape) - 1))
-
-
-def _norm_of(owner: str) -> str | None:
-    parent, _, last = owner.rpartition(".")
-    if parent.startswith("head.layer"):
-        return f"{parent}.1" if last == "0" else f"{parent}.bn{last[-1]}"
-    is_dense = ".tdnnd" in parent and last == "linear1" and not parent.endswith("cam_layer")
-    return f"{parent}.nonlinear2.batchnorm" if is_dense else None

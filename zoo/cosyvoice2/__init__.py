@@ -92,9 +92,9 @@ def describe(directory: Path):
 
     from zoo.contract import KV, Spec
     from zoo.cosyvoice2.clone import REFERENCE_S
-    from zoo.cosyvoice2.config import RATE_HZ, YAML, Config
+    from zoo.cosyvoice2.config import MELS, RATE_HZ, YAML, Config
     from zoo.cosyvoice2.prompt import HINTS, options
-    from zoo.cosyvoice2.strategy import FRAME_SAMPLES, MAX_FRAMES, WINDOW
+    from zoo.cosyvoice2.strategy import FRAME_SAMPLES, MAX_FRAMES, MEL_SAMPLES, TOKEN_FRAMES, WINDOW
     from zoo.cosyvoice2.voices import read_voices
 
     if not (directory / YAML).exists():
@@ -114,13 +114,15 @@ def describe(directory: Path):
         max_frames=min(MAX_FRAMES, config.lm.max_positions),
         max_positions=config.lm.max_positions,
         window=WINDOW,
-        noise_shape=(FRAME_SAMPLES, config.vocoder.harmonics),
+        # of each mel frame: where the flow starts from, then the vocoder's source
+        noise_shape=(TOKEN_FRAMES, MELS + MEL_SAMPLES * config.vocoder.harmonics),
         voices=voices,
         modes=("voice", "instruct", "clone") if voices else ("instruct", "clone"),
         reference_s=REFERENCE_S,
         options=options(config),
         hints={key: hint for key, hint in HINTS.items() if key != "voice" or not voices},
         name="CosyVoice 2",
+        feeds=True,
     )
     return config, spec
 

@@ -40,6 +40,7 @@ NUM_CODES = 6561  # eight digits of base 3, as the tokenizer gives them
 NUM_STOPS = (
     3  # ids behind the codes that are in the tables: the end, one unused, "more text" of interleaved speech
 )
+FILL = NUM_CODES + 2  # "more text"
 NUM_UP_LAYERS = 4
 MAX_RAS_WINDOW = 100  # codes
 

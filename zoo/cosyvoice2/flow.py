@@ -109,10 +109,11 @@ class Flow(nn.Module):
         speaker: Tensor,
         stretch: Stretch,
         cache: FlowCache,
+        start: Tensor | None = None,
     ) -> Tensor:
-        """codes [B, T + LOOKAHEAD], of which the first num_there [B] are of the speech; prompt [B, 2T,
-        MELS], the prompt's mel, 0 behind it;
-        speaker [B, D] -> mel [B, 2T, MELS]. Moves the cache by stretch.count tokens."""
+        """codes [B, T + LOOKAHEAD], of which the first num_there [B] are of the speech; prompt [B, 2T, MELS],
+        the prompt's mel, 0 behind it; speaker [B, D]; start [B, 2T, MELS] in place of `noise_of` -> mel
+        [B, 2T, MELS]. Moves the cache by stretch.count tokens."""
         assert codes.shape[1] == stretch.tokens + LOOKAHEAD, (
             f"{codes.shape[1]} codes for a stretch of {stretch.tokens}"
         )
@@ -123,12 +124,17 @@ class Flow(nn.Module):
         cache.encoder_past[stretch.slots] = state.next()
         speaker = self.speaker(F.normalize(speaker, dim=1).to(mu.dtype))
         given = torch.cat((mu, speaker[:, None].expand_as(mu), prompt.to(mu.dtype)), -1)  # [B, 2T, 3 MELS]
-        return self._solve(given, stretch, cache)
+        return self._solve(given, self.noise_of(stretch) if start is None else start, stretch, cache)
 
-    def _solve(self, given: Tensor, stretch: Stretch, cache: FlowCache) -> Tensor:
-        """given [B, Q, 3 MELS] -> [B, Q, MELS]. Where frames are and how they move is kept in fp32."""
-        place = TOKEN_FRAMES * stretch.start[:, None] + torch.arange(given.shape[1], device=given.device)
-        x = self.noise[place.clamp(max=len(self.noise) - 1)]  # [B, Q, MELS]
+    def noise_of(self, stretch: Stretch) -> Tensor:
+        """What belongs to the places of a stretch [B, 2T, MELS]."""
+        frames = torch.arange(TOKEN_FRAMES * stretch.tokens, device=self.noise.device)
+        place = TOKEN_FRAMES * stretch.start[:, None] + frames
+        return self.noise[place.clamp(max=len(self.noise) - 1)]
+
+    def _solve(self, given: Tensor, x: Tensor, stretch: Stretch, cache: FlowCache) -> Tensor:
+        """given [B, Q, 3 MELS], x [B, Q, MELS] -> [B, Q, MELS]. Where frames are and how they move is kept in
+        fp32."""
         seen, times = Seen(stretch, TOKEN_FRAMES), self.times
         mask = seen.mask.repeat_interleave(PAIR, 0)[:, None]
         pairs = torch.stack((given, torch.zeros_like(given)), 1).flatten(0, 1)  # [2B, Q, 3 MELS]

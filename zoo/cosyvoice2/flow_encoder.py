@@ -122,8 +122,7 @@ class FlowEncoder(nn.Module):
         return self.norm(x)
 
     def _stack(self, layers: nn.ModuleList, x: Tensor, seen: Seen, caches: list[Tensor]) -> Tensor:
-        grid = seen.max_distance - seen.capacity
-        table = relative_table(1 - grid, seen.max_distance, x.shape[-1], x)
+        table = relative_table(1 - seen.grid, seen.max_distance, x.shape[-1], x)
         for layer, cache in zip(layers, caches, strict=True):
             x = layer(x, seen, cache, table)
         return x

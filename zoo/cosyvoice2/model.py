@@ -12,7 +12,10 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py (Qwen2LM) and cosyvoice/cli/
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,9 +23,28 @@ from torch import Tensor, nn
 
 from zoo.contract import Batch, Family, Prompt, Request, RequestError, Spec, State, View, frame_cap
 from zoo.cosyvoice2.clone import Cloner
-from zoo.cosyvoice2.config import MAX_RAS_WINDOW, MELS, Config, LMConfig
+from zoo.cosyvoice2.config import FILL, MAX_RAS_WINDOW, MELS, Config, LMConfig
 from zoo.cosyvoice2.flow import PAST_TOKENS, Flow, FlowCache
-from zoo.cosyvoice2.prompt import MAX_CODES_PER_TOKEN, MIN_CODES_PER_TOKEN, PromptWriter, Script
+from zoo.cosyvoice2.order import (
+    CODE,
+    CODE_GROUP,
+    CONTROL,
+    DRAWN,
+    FIRST,
+    NUM_TABLES,
+    TEXT,
+    TEXT_GROUP,
+    UNKNOWN,
+    Interleaved,
+    full,
+)
+from zoo.cosyvoice2.prompt import (
+    MAX_CODES_PER_TOKEN,
+    MAX_TEXT_TOKENS,
+    MIN_CODES_PER_TOKEN,
+    PromptWriter,
+    Script,
+)
 from zoo.cosyvoice2.sampling import repetition_aware
 from zoo.cosyvoice2.strategy import (
     CONTEXT,
@@ -34,18 +56,19 @@ from zoo.cosyvoice2.strategy import (
     STRATEGY,
     TOKEN_FRAMES,
 )
-from zoo.cosyvoice2.stretch import Stretch
+from zoo.cosyvoice2.stretch import Stretch, may_follow_values
 from zoo.cosyvoice2.vocoder import PHASE_LAG, Place, Vocoder
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
 from zoo.nn.attention import Paged, attend
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rows import to_device
 from zoo.nn.sampling import gumbel, normal
 from zoo.references import References
 from zoo.request import check
 
-SOS, TASK = range(2)  # rows of the control table
+NEVER = 1 << 40  # a step that does not come
 NOISE_STEP = 1 << 31  # the vocoder draws at frame numbers from here on, the language model below
 TAIL = 2 * CONTEXT  # mel frames that the vocoder keeps
 
@@ -85,21 +108,34 @@ class SpeechLM(nn.Module):
         self.head = nn.Linear(config.hidden, config.num_outputs)
         self.text_head: nn.Module | None = nn.Linear(config.hidden, config.text_vocab, bias=False)
 
+    def given(self, key: Tensor) -> Tensor:
+        """key [T], none below 0 (see order.py) -> the rows that they name [T, D]."""
+        index, table = key // NUM_TABLES, key % NUM_TABLES
+        text = self.text(torch.where(table == TEXT, index, 0))
+        control = self.control(torch.where(table == CONTROL, index, 0))
+        code = self.codes(torch.where(table == CODE, index, 0))
+        return torch.where(
+            (table == TEXT)[:, None], text, torch.where((table == CODE)[:, None], code, control)
+        )
+
 
 class CosyVoice2State(State):
-    """Adds: sampling values [S+1]; frames before which the speech does not end [S+1]. Of the prompt: its
-    codes as the flow counts them
-    [S+1], those in the cache [S+1], and the rest, with its mel [S+1, MAX_REST, ...]; the speaker [S+1, D].
-    Of the vocoder: the last mel
-    frames [S+1, TAIL, MELS], how many there were and how many were spoken [S+1], and the sines' phase [S+1,
-    H]."""
+    """Adds: sampling values [S+1]; steps before which the speech does not end [S+1]; what was drawn of late
+    [S+1, MAX_RAS_WINDOW]. Of an interleaved text: whether it is one [S+1], and what is read behind the
+    prompt, as keys [S+1, K] (see order.py). Of the prompt: its codes as the flow counts them [S+1], those in
+    the cache [S+1], and the rest, with its mel [S+1, MAX_REST, ...]; the speaker [S+1, D]. Of the vocoder:
+    the last mel frames [S+1, TAIL, MELS], how many there were and how many were spoken [S+1], and the sines'
+    phase [S+1, H]. On the host, of each slot whose text is on its way: how far it has come, and its keys."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     ras_win_size: Tensor
     ras_tau_r: Tensor
-    min_frames: Tensor
+    min_steps: Tensor
+    recent: Tensor
+    is_interleaved: Tensor
+    keys: Tensor
     num_prompt: Tensor
     num_cached: Tensor
     rest: Tensor
@@ -118,7 +154,11 @@ class CosyVoice2State(State):
         self.add("top_p", default=1)
         self.add("ras_win_size", dtype=torch.int64)
         self.add("ras_tau_r", default=1)
-        self.add("min_frames", dtype=torch.int64)
+        self.add("min_steps", dtype=torch.int64)
+        self.add("recent", MAX_RAS_WINDOW, dtype=torch.int64, default=-1)
+        self.add("is_interleaved", dtype=torch.bool)
+        num_keys = (1 + CODE_GROUP // TEXT_GROUP) * MAX_TEXT_TOKENS + family.spec.max_positions
+        self.add("keys", num_keys, dtype=torch.int64, default=DRAWN)
         self.add("num_prompt", dtype=torch.int64)
         self.add("num_cached", dtype=torch.int64)
         self.add("rest", MAX_REST, dtype=torch.int64)
@@ -129,6 +169,7 @@ class CosyVoice2State(State):
         self.add("num_spoken", dtype=torch.int64)
         self.add("phase", config.vocoder.harmonics, dtype=torch.float64)
         self.flow = FlowCache(family.flow, slots + 1, family.past_tokens)
+        self.texts: dict[int, tuple[Interleaved, int]] = {}
 
     def take_row(self, slot: int, source: State) -> None:
         super().take_row(slot, source)
@@ -164,16 +205,45 @@ class CosyVoice2(Family[CosyVoice2State]):
         voice = self._voice(request)
         script = self.writer(request, voice.transcript)
         codes = voice.codes if script.has_codes else voice.codes[:0]
-        inputs = self._inputs(script, codes)
-        num_text = len(script.text)
         flow = self.flow_prompts.get(voice.name, lambda: flow_prompt(self.flow, voice))
+        slot = self._slot(request, values, flow)
+        read = self._interleaved if script.is_interleaved else self._full
+        prompt = read(request, script, tuple(codes.tolist()))
+        prompt.slot |= slot
+        prompt.grid_offset = -flow.num_codes % GRID
+        return prompt
+
+    def _full(self, request: Request, script: Script, codes: tuple[int, ...]) -> Prompt:
+        keys, num_text = full((*script.before, *script.text), codes), len(script.text)
+        cap = frame_cap(self.spec, request, len(keys), MAX_CODES_PER_TOKEN * num_text)
+        return self._prompt(keys, cap, num_text, {"min_steps": MIN_CODES_PER_TOKEN * num_text})
+
+    def _interleaved(self, request: Request, script: Script, codes: tuple[int, ...]) -> Prompt:
+        """The prompt is what stands before the first code that is drawn; the rest is read step by step."""
+        order, keys = Interleaved(codes).fed((*script.before, *script.text))
+        check_length(order)
+        keys = [FIRST, *keys] if request.is_open else [FIRST, *keys, *order.end()]
+        num_given = keys.index(DRAWN) if DRAWN in keys else len(keys)
+        rest, num_text = keys[num_given:], len(script.text)
+        expected = self.spec.max_frames if request.is_open else MAX_CODES_PER_TOKEN * num_text
+        each = 1 + Fraction(TEXT_GROUP, CODE_GROUP)
+        cap = frame_cap(self.spec, request, order.max_given(0), expected, TEXT_GROUP, each)
+        row = torch.tensor(rest, dtype=torch.int64)
+        slot: dict[str, Any] = {"is_interleaved": True, "keys": row, "min_steps": len(rest)}
+        prompt = self._prompt(keys[:num_given], cap, num_text, slot)
+        prompt.max_steps = cap + order.max_given(cap) - num_given
+        if request.is_open:
+            prompt.num_fed_steps = 1 + len(rest)
+            slot |= {"min_steps": NEVER, "text": (order, len(rest))}
+        return prompt
+
+    def _prompt(self, keys: list[int], cap: int, num_text: int, slot: dict[str, Any]) -> Prompt:
         return Prompt(
-            inputs=inputs,
-            prefix_keys=prefix_keys(script, codes.tolist()),
-            max_frames=frame_cap(self.spec, request, len(inputs), MAX_CODES_PER_TOKEN * num_text),
-            slot=self._slot(request, values, num_text, flow),
-            usage={"input_tokens": num_text, "prompt_positions": len(inputs)},
-            grid_offset=-flow.num_codes % GRID,
+            inputs=self.lm.given(torch.tensor(keys, device=self.device)),
+            prefix_keys=tuple(keys),
+            max_frames=cap,
+            slot=slot,
+            usage={"input_tokens": num_text, "prompt_positions": len(keys)},
         )
 
     def _voice(self, request: Request) -> Voice:
@@ -188,18 +258,10 @@ class CosyVoice2(Family[CosyVoice2State]):
             )
         return self.voices[request.voice.lower()] if request.voice else next(iter(self.voices.values()))
 
-    def _inputs(self, script: Script, codes: Tensor) -> Tensor:
-        """-> [T, D]"""
-        text = torch.tensor((*script.before, *script.text), device=self.device)
-        sos, task = self.lm.control.weight.split(1)
-        return torch.cat((sos, self.lm.text(text), task, self.lm.codes(codes)))
-
-    def _slot(
-        self, request: Request, values: dict[str, Any], num_text: int, flow: FlowPrompt
-    ) -> dict[str, Any]:
+    def _slot(self, request: Request, values: dict[str, Any], flow: FlowPrompt) -> dict[str, Any]:
+        del values["text_mode"]
         return values | {
             "seed": request.seed,
-            "min_frames": MIN_CODES_PER_TOKEN * num_text,
             "num_prompt": flow.num_codes,
             "num_cached": flow.num_cached,
             "rest": flow.rest,
@@ -215,16 +277,39 @@ class CosyVoice2(Family[CosyVoice2State]):
 
     def admit(self, state: CosyVoice2State, slot: int, prompt: Prompt) -> None:
         rows = dict(prompt.slot)
-        cache = rows.pop("flow")
+        cache, text = rows.pop("flow"), rows.pop("text", None)
         state.open(slot, replace(prompt, slot=rows))
+        state.texts.pop(slot, None)
+        if text is not None:
+            state.texts[slot] = text
+            state.keys[slot, text[1] :] = UNKNOWN
         state.flow.clear(slot)
         if cache is not None:
             state.flow.put(slot, cache)
 
+    def feed(self, state: CosyVoice2State, slot: int, tokens: Sequence[int], is_last: bool) -> int:
+        if wrong := [token for token in tokens if not 0 <= token < self.config.lm.text_vocab]:
+            possible = f"ids from 0 to {self.config.lm.text_vocab - 1} are possible"
+            raise RequestError("text", f"{wrong[0]} is no token of the text; {possible}")
+        order, start = state.texts[slot]
+        order, more = order.fed(tokens)
+        check_length(order)
+        more += order.end() if is_last else []
+        stop = start + len(more)
+        state.keys[slot, start:stop] = to_device(torch.tensor(more, dtype=torch.int64), self.device)
+        state.texts[slot] = order, stop
+        if is_last:
+            state.keys[slot, stop:] = DRAWN
+            state.min_steps[slot] = stop
+        return len(more)
+
     # device
 
     def embed(self, state: CosyVoice2State, slots: Tensor) -> Tensor:
-        return self.lm.codes(state.last_frame(slots)[:, 0])
+        """The last code, or what the order has in its place."""
+        key = state.keys[slots, (state.steps[slots] - 1).clamp(min=0)]
+        code = NUM_TABLES * state.last_frame(slots)[:, 0] + CODE
+        return self.lm.given(torch.where(key < 0, code, key))
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         config = self.config.lm
@@ -236,30 +321,36 @@ class CosyVoice2(Family[CosyVoice2State]):
         return self.lm.norm(x)
 
     def emit(self, state: CosyVoice2State, slots: Tensor, h: Tensor) -> None:
-        """One code (40 ms) per slot, or the end, which is any id behind the codes."""
-        num_codes, steps = self.config.lm.num_codes, state.steps[slots]
-        logits = self.lm.head(h).float()  # [B, V]
-        is_early = steps < state.min_frames[slots]
-        is_end = torch.arange(logits.shape[1], device=h.device) == num_codes
-        logits = logits.masked_fill(is_early[:, None] & is_end, -torch.inf)
-        noise = gumbel(state.seed[slots], steps, range(2), logits.shape[1])  # [B, 2, V]
-        recent = self._recent(state, slots)  # [B, MAX_RAS_WINDOW]
+        """One code (40 ms) per slot, or the end, which is any id behind the codes; nothing where the next
+        thing to read is given."""
+        steps, recent = state.steps[slots], state.recent[slots]  # [B, MAX_RAS_WINDOW]
+        logits = self._scores(state, slots, h)  # [B, V]
+        noise = gumbel(state.seed[slots], state.ready[slots], range(2), logits.shape[1])  # [B, 2, V]
         size = state.ras_win_size[slots]
+        is_recent = torch.arange(MAX_RAS_WINDOW, 0, -1, device=h.device) <= size[:, None]
         limit = size * state.ras_tau_r[slots]
 
         def is_repeated(code: Tensor) -> Tensor:
-            return (size > 0) & ((recent == code[:, None]).sum(1) >= limit)
+            return (size > 0) & ((is_recent & (recent == code[:, None])).sum(1) >= limit)
 
         temperature, top_k, top_p = state.temperature[slots], state.top_k[slots], state.top_p[slots]
         code = repetition_aware(logits, temperature, top_k, top_p, is_repeated, noise)
-        state.append(slots, code[:, None].clamp(max=num_codes - 1), code >= num_codes)
+        num_codes, is_drawn = self.config.lm.num_codes, state.keys[slots, steps] == DRAWN
+        is_fill = ~is_drawn & (steps > 0) & (state.keys[slots, (steps - 1).clamp(min=0)] == DRAWN)
+        ended = is_drawn & (code >= num_codes)
+        said = torch.cat((recent[:, 1:], torch.where(is_fill, FILL, code)[:, None]), 1)
+        is_said = ~state.done[slots] & ((is_drawn & ~ended) | is_fill)
+        state.recent[slots] = torch.where(is_said[:, None], said, recent)
+        state.append(slots, code[:, None].clamp(max=num_codes - 1), ended, is_drawn)
 
-    def _recent(self, state: CosyVoice2State, slots: Tensor) -> Tensor:
-        """The codes of each slot's window, -1 where it is shorter [B, MAX_RAS_WINDOW]."""
-        back = torch.arange(1, MAX_RAS_WINDOW + 1, device=slots.device)
-        at = state.ready[slots, None] - back
-        is_in = (back <= state.ras_win_size[slots, None]) & (at >= 0)
-        return torch.where(is_in, state.tape[slots[:, None], at.clamp(min=0), 0], -1)
+    def _scores(self, state: CosyVoice2State, slots: Tensor, h: Tensor) -> Tensor:
+        """h [B, D] -> logits [B, V] fp32, without the end before its time; and, before the last of an
+        interleaved text, without any other id that is no code."""
+        logits = self.lm.head(h).float()
+        index, end = torch.arange(logits.shape[1], device=h.device), self.config.lm.num_codes
+        is_early = (state.steps[slots] < state.min_steps[slots])[:, None]
+        is_out = (index == end) | ((index > end) & state.is_interleaved[slots, None])
+        return logits.masked_fill(is_early & is_out, -torch.inf)
 
     def render(self, state: CosyVoice2State, view: View) -> tuple[Tensor, Tensor]:
         mel = self._mel(state, view)
@@ -272,10 +363,15 @@ class CosyVoice2(Family[CosyVoice2State]):
         is_first = view.start == 0
         num_rest = torch.where(is_first, state.num_prompt[slots] - state.num_cached[slots], 0)  # [B]
         tokens = view.frames + (MAX_REST if may_begin else 0)
+        count = torch.where(view.count > 0, view.count + num_rest, 0)
+        if may_follow_values(count):
+            tokens = int(count.max())
+            if tokens == 0:
+                return state.rest_mel.new_zeros(len(slots), TOKEN_FRAMES * view.frames, MELS)
         stretch = Stretch(
             slots=slots,
             start=torch.where(is_first, state.num_cached[slots], state.num_prompt[slots] + view.start),
-            count=torch.where(view.count > 0, view.count + num_rest, 0),
+            count=count,
             num_kept=state.num_cached[slots],
             tokens=tokens,
             capacity=state.flow.capacity,
@@ -290,7 +386,8 @@ class CosyVoice2(Family[CosyVoice2State]):
         place = torch.arange(TOKEN_FRAMES * tokens, device=slots.device)
         rest_mel = state.rest_mel[slots[:, None], place.clamp(max=TOKEN_FRAMES * MAX_REST - 1)]
         prompt = rest_mel * (place < TOKEN_FRAMES * num_rest[:, None])[..., None]
-        mel = self.flow(codes, num_there, prompt, state.speaker[slots], stretch, state.flow)
+        start = None if state.noise is None else self._start(state, state.noise, stretch)
+        mel = self.flow(codes, num_there, prompt, state.speaker[slots], stretch, state.flow, start)
         at = TOKEN_FRAMES * num_rest[:, None] + torch.arange(TOKEN_FRAMES * view.frames, device=slots.device)
         return mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
 
@@ -299,44 +396,54 @@ class CosyVoice2(Family[CosyVoice2State]):
         speech ends."""
         slots, num_mel, spoken = view.slots, state.num_mel[view.slots], state.num_spoken[view.slots]
         first = num_mel - TAIL  # the speech's frame that the window begins with
-        window = torch.cat((state.mel_tail[slots], mel.to(state.mel_tail.dtype)), 1)  # [B, W, MELS]
         num_new = TOKEN_FRAMES * view.count
         limit = num_mel + num_new
         ends = torch.maximum(torch.where(view.is_last, limit, limit - CONTEXT), spoken)
+        window = torch.cat((state.mel_tail[slots], mel.to(state.mel_tail.dtype)), 1)  # [B, W, MELS]
+        at = (num_new[:, None] + torch.arange(TAIL, device=slots.device))[..., None]
+        state.mel_tail[slots] = window.gather(1, at.expand(-1, -1, MELS))
+        if may_follow_values(num_new):  # less what lies before the speech, or is padding
+            skip = max(0, TAIL - PHASE_LAG - int(num_mel.max()))
+            window, first = window[:, skip : TAIL + int(num_new.max())], first + skip
+
         index = spoken - PHASE_LAG - first
         noise = self._noise(state, slots, first, window.shape[1])
         samples, phases = self.vocoder(window, Place(first, limit), state.phase[slots], index, noise)
-
-        at = (num_new[:, None] + torch.arange(TAIL, device=slots.device))[..., None]
-        state.mel_tail[slots] = window.gather(1, at.expand(-1, -1, MELS))
         row = torch.arange(len(slots), device=slots.device)
         state.phase[slots] = phases[row, ends - PHASE_LAG - first]
         state.num_mel[slots] = limit
         state.num_spoken[slots] = ends
-        most = (window.shape[1] - CONTEXT) * MEL_SAMPLES
+        most = (TAIL - CONTEXT + mel.shape[1]) * MEL_SAMPLES
         at = (spoken - first)[:, None] * MEL_SAMPLES + torch.arange(most, device=slots.device)
         heard = samples.gather(1, at.clamp(max=samples.shape[1] - 1))
         return heard.float(), (ends - spoken) * MEL_SAMPLES
+
+    def _start(self, state: CosyVoice2State, noise: Tensor, stretch: Stretch) -> Tensor:
+        """Where the flow starts from, of noise that was given [B, 2T, MELS]. The prompt's frames keep the
+        fixed one: they come before the first frame of the speech."""
+        given = noise[..., :MELS].flatten(0, 1)  # [2F, MELS]
+        frames = torch.arange(TOKEN_FRAMES * stretch.tokens, device=given.device)
+        at = TOKEN_FRAMES * (stretch.start - state.num_prompt[stretch.slots])[:, None] + frames  # [B, 2T]
+        spoken = given[at.clamp(min=0, max=len(given) - 1)]
+        return torch.where((at >= 0)[..., None], spoken, self.flow.noise_of(stretch))
 
     def _noise(self, state: CosyVoice2State, slots: Tensor, first: Tensor, num: int) -> Tensor:
         """Of the vocoder's source [B, W, MEL_SAMPLES, H]: the same for a frame of the speech in whatever
         window it lies."""
         frame = (first[:, None] + torch.arange(num, device=slots.device)).clamp(min=0)  # [B, W]
-        harmonics = self.config.vocoder.harmonics
+        shape = MEL_SAMPLES, self.config.vocoder.harmonics
         if state.noise is not None:
-            frames = state.noise.unflatten(1, (TOKEN_FRAMES, MEL_SAMPLES)).flatten(
-                0, 1
-            )  # [F, MEL_SAMPLES, H]
-            return frames[frame.clamp(max=len(frames) - 1)]
+            given = state.noise[..., MELS:].flatten(0, 1)  # [2F, MEL_SAMPLES * H]
+            return given[frame.clamp(max=len(given) - 1)].unflatten(2, shape)
         seeds = state.seed[slots, None].expand_as(frame)
-        noise = normal(seeds.flatten(), NOISE_STEP + frame.flatten(), MEL_SAMPLES * harmonics)
-        return noise.view(*frame.shape, MEL_SAMPLES, harmonics)
+        noise = normal(seeds.flatten(), NOISE_STEP + frame.flatten(), math.prod(shape))
+        return noise.view(*frame.shape, *shape)
 
 
-def prefix_keys(script: Script, codes: list[int]) -> tuple[int, ...]:
-    """What names each position: its id, and which table has it."""
-    text = [3 * token for token in (*script.before, *script.text)]
-    return (3 * SOS + 1, *text, 3 * TASK + 1, *(3 * code + 2 for code in codes))
+def check_length(text: Interleaved) -> None:
+    if text.num_text > MAX_TEXT_TOKENS:
+        given = f"the prompt's and the text have {text.num_text} tokens so far"
+        raise RequestError("text", f"{given}; at most {MAX_TEXT_TOKENS} are possible")
 
 
 assert FRAME_SAMPLES == TOKEN_FRAMES * MEL_SAMPLES

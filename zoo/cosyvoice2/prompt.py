@@ -2,11 +2,10 @@
 
     sos  text of the prompt…  text…  task  codes of the prompt…        zero-shot: a voice with its transcript
     sos  instruction… <|endofprompt|>  text…  task                     instruct
-    sos  text…  task                                                   cross-lingual, or a voice without a
-    prompt
+    sos  text…  task                                                   cross-lingual, or a voice without a prompt
 
-The flow hears the prompt in every mode. Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py,
-Qwen2LM.inference; cosyvoice/cli/frontend.py.
+Or text and codes take turns (order.py), without instructions. The flow hears the prompt in every mode. Source:
+FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py, Qwen2LM.inference; cosyvoice/cli/frontend.py.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ HINTS = {
 
 def options(config: Config) -> tuple[Option, ...]:
     s = config.sampling
+    mode = "full: the model reads all of the text first; interleaved: 5 tokens, then 15 codes"
     return (
         *sampling_options(1.0, s.top_k, s.top_p),
         Option(
@@ -59,6 +59,12 @@ def options(config: Config) -> tuple[Option, ...]:
             (0, MAX_RAS_WINDOW),
         ),
         Option("ras_tau_r", float, "the share of them from which on it counts as repeated", s.tau_r, (0, 1)),
+        Option(
+            "text_mode",
+            str,
+            f"{mode}; by itself full, and interleaved where text arrives while it speaks",
+            choices=("full", "interleaved"),
+        ),
     )
 
 
@@ -100,12 +106,13 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-    """What the language model reads, as text ids; whether the prompt's codes follow; and how many tokens are
-    spoken."""
+    """The text that the language model reads, as ids: the prompt's, and what is spoken; whether the prompt's
+    codes are read too; and whether text and codes take turns (see order.py)."""
 
     before: tuple[int, ...]
     text: tuple[int, ...]
     has_codes: bool
+    is_interleaved: bool = False
 
 
 class PromptWriter:
@@ -125,10 +132,23 @@ class PromptWriter:
         if not text:
             raise RequestError("text", "text is empty")
         instructions = (request.instructions or "").strip().removesuffix(END_OF_PROMPT)
+        is_interleaved = self._is_interleaved(request)
         if instructions:
+            if is_interleaved:
+                instead = "they need text_mode full, and all of the text at once"
+                raise RequestError(
+                    "instructions", f"instructions would be spoken between the codes: {instead}"
+                )
             before = [*self.tokens("instructions", instructions), self.tokenize.special[END_OF_PROMPT]]
             return Script(tuple(before), tuple(text), has_codes=False)
-        return Script(transcript, tuple(text), has_codes=bool(transcript))
+        return Script(transcript, tuple(text), bool(transcript), is_interleaved)
+
+    def _is_interleaved(self, request: Request) -> bool:
+        mode = request.options.get("text_mode", "interleaved" if request.is_open else "full")
+        if request.is_open and mode == "full":
+            needs = "text that arrives while the model speaks needs text_mode interleaved"
+            raise RequestError("text_mode", needs)
+        return mode == "interleaved"
 
     def tokens(self, param: str, text: str) -> list[int]:
         tokens = self.tokenize(text.strip())

@@ -33,30 +33,40 @@ class Stretch:
     chunk: int = GRID
 
 
+def may_follow_values(like: Tensor) -> bool:
+    """Whether shapes may follow from values here, so that nothing is computed for padding: in plain calls on
+    a CPU, where reading a value costs nothing."""
+    return like.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 class Seen:
     """Who sees whom in a stretch, at `rate` positions a token.
 
-    mask [B, Q, capacity + Q] of the cache's positions, then the stretch's own; distance [B, Q, capacity +
-    Q], how far back each lies, with
-    what was dropped left out; index [B, Q], where the cache takes each position, and its last row where it
-    does not.
+    mask [B, Q, held + Q] of the cache's positions, then the stretch's own; distance [B, Q, held + Q], how far
+    back each lies, with what was dropped left out; index [B, Q], where the cache takes each position, and its
+    last row where it does not. held: the cache's first positions, those of all that hold something; all of
+    them where shapes do not follow from values.
     """
 
     def __init__(self, stretch: Stretch, rate: int):
         device = stretch.start.device
         grid, capacity = stretch.chunk * rate, stretch.capacity * rate
-        self.slots, self.capacity, self.max_distance = stretch.slots, capacity, capacity + grid
+        self.held = capacity
+        if may_follow_values(stretch.start):
+            self.held = min(capacity, int(stretch.start.max()) * rate)
+        self.slots, self.grid = stretch.slots, grid
+        self.max_distance = min(capacity + grid, self.held + stretch.tokens * rate)
         kept, start, count = (
             value[:, None] * rate for value in (stretch.num_kept, stretch.start, stretch.count)
         )
         ring = capacity - kept  # [B, 1]
 
-        place = torch.arange(capacity, device=device)
+        place = torch.arange(self.held, device=device)
         latest = start - kept - 1  # the last one in the ring, counted from the prompt's end
         in_ring = latest - (latest - place + kept) % ring  # below 0 where the ring's place is empty
         held = torch.where(
             place < kept, place, kept + in_ring
-        )  # [B, capacity], the position that each place holds
+        )  # [B, held], the position that each place holds
         is_held = torch.where(place < kept, place < start, in_ring >= 0)
 
         own = torch.arange(stretch.tokens * rate, device=device)
@@ -66,7 +76,7 @@ class Seen:
         chunks_back = query[:, :, None] // grid - key // grid  # [B, Q, K]
         is_kept = key < kept[:, :, None]
         mask = is_there & (chunks_back >= 0) & (is_kept | (chunks_back <= (ring // grid)[:, :, None]))
-        itself = torch.arange(capacity, capacity + len(own), device=device)
+        itself = torch.arange(self.held, self.held + len(own), device=device)
         self.mask = mask | (
             torch.arange(key.shape[2], device=device) == itself[:, None]
         )  # padding sees itself: a row of nothing is NaN
@@ -82,9 +92,8 @@ class Seen:
         self.index = torch.where(is_new, place, capacity)
 
     def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
-        """cache [S, capacity + 1, ...], new [B, Q, ...] -> the cache's positions and the new ones [B,
-        capacity + Q, ...]; the new ones take
-        their places in the cache."""
-        whole = torch.cat((cache[self.slots, : self.capacity], new), 1)
+        """cache [S, capacity + 1, ...], new [B, Q, ...] -> the cache's positions and the new ones [B, held +
+        Q, ...]; the new ones take their places in the cache."""
+        whole = torch.cat((cache[self.slots, : self.held], new), 1)
         cache[self.slots[:, None], self.index] = new
         return whole

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from zoo.cosyvoice2.config import MELS, RATE_HZ, VocoderConfig
 from zoo.cosyvoice2.strategy import CONTEXT, MEL_SAMPLES
+from zoo.nn.snake import snake
 
 NUM_F0_CONVS, F0_KERNEL, KERNEL = 5, 3, 7
 LAST_SLOPE = 0.01
@@ -55,8 +56,7 @@ class Snake(nn.Module):
         self.alpha = nn.Parameter(torch.empty(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        alpha = self.alpha[:, None]
-        return x + (alpha * x).sin().square() / (alpha + 1e-9)
+        return snake(x, self.alpha[:, None], 1 / (self.alpha[:, None] + 1e-9))
 
 
 class ResBlock(nn.Module):

@@ -219,3 +219,22 @@ def open_vocoder(directory: Path) -> tuple[TensorFile, str]:
     """hift.pt, and what its names begin with where it was saved with its discriminators."""
     file, prefix = open_file(directory / VOCODER_FILE), "generator."
     return file, prefix if any(name.startswith(prefix) for name in file.headers) else ""
+
+
+_FOLDED = {
+    "xvector.tdnn.linear": "xvector.tdnn.nonlinear.batchnorm",
+    "xvector.transit3.linear": "xvector.out_nonlinear.batchnorm",
+    "head.conv1": "head.bn1",
+    "head.conv2": "head.bn2",
+}
+
+
+def folded_norm(owner: str) -> str | None:
+    """A convolution of CAM++ -> the normalisation that the exported file has folded into it."""
+    parent, _, last = owner.rpartition(".")
+    if owner in _FOLDED:
+        return _FOLDED[owner]
+    if parent.startswith("head.layer"):
+        return f"{parent}.1" if last == "0" else f"{parent}.bn{last[-1]}"
+    is_dense = ".tdnnd" in parent and last == "linear1" and not parent.endswith("cam_layer")
+    return f"{parent}.nonlinear2.batchnorm" if is_dense else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from models import family
+from models import directory, family
 
+import zoo
 from serving.tools.requests import MANNER, TRANSCRIPT, buzz, every_request, first_request
 
 ASKED = {
@@ -53,8 +54,24 @@ ASKED = {
     ("voxcpm2", "tiny-1.5"): {"voice", "clone"},
     ("higgs_v3", "tiny"): {"voice", "clone", "clone without transcript"},
     ("fish_s2", "tiny"): {"voice", "clone", "clone without transcript", "clone of two"},
+    ("cosyvoice2", "tiny"): {
+        "voice",
+        "voice sound",  # without a prompt
+        "instruct",
+        "clone",
+        "clone without transcript",
+        "clone with instructions",
+        "voice text_mode=interleaved",
+        "voice sound text_mode=interleaved",
+        "clone text_mode=interleaved",
+        "clone without transcript text_mode=interleaved",
+    },
 }
 REFUSED = {
+    ("cosyvoice2", "tiny"): {
+        "instruct text_mode=interleaved",
+        "clone with instructions text_mode=interleaved",
+    },
     ("voxcpm2", "tiny"): {"clone of two x_vector_only_mode=true"},
     ("qwen3_tts", "tiny-base"): {"clone without transcript", "clone without transcript text_mode=full"},
     ("voxcpm2", "tiny-1.5"): {
@@ -71,7 +88,8 @@ def test_a_request_for_each_thing_a_model_can_do(name, size):
     taken, refused = every_request(model, frames=5)
     assert set(taken) == ASKED[name, size]
     assert set(refused) == REFUSED.get((name, size), set())
-    assert all("transcript" in line or "2 are given" in line for line in refused.values())
+    reasons = ("transcript", "2 are given", "would be spoken between the codes")
+    assert all(any(reason in line for reason in reasons) for line in refused.values())
 
 
 def test_what_a_request_asks_is_what_its_name_says():
@@ -94,6 +112,15 @@ def test_the_first_request_is_one_that_the_model_takes():
         model = family(name, size=size)
         request = first_request(model, text="Hello there, how are you this morning?", max_frames=3)
         assert request.max_frames == 3 and model.prompt(request).max_frames == 3
+
+
+def test_a_model_that_brings_no_voice_is_asked_for_a_clone(tmp_path):
+    """As the published CosyVoice 2: an instruction is none of its voices."""
+    for file in directory("cosyvoice2", "tiny").iterdir():
+        if file.name != "spk2info.pt":
+            (tmp_path / file.name).symlink_to(file)
+    request = first_request(zoo.load(tmp_path), max_frames=3)
+    assert request.references and request.instructions is None
 
 
 def test_the_clip_is_a_sound():

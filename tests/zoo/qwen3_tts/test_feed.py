@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import Clock, Listener, family
+from feeding import PORTIONS, Speaking, speak_in_portions
+from models import Listener, family
 
 import zoo
 from serving.engine.engine import Engine, Failed, Finished
@@ -38,41 +39,6 @@ SAMPLED = replace(
 TRANSCRIBED = replace(
     CLONED, references=(Reference(replace(CLIP, samples=CLIP.samples[:2400]), "Hm."),), options=INTERLEAVED
 )
-# name -> after which turn how many more tokens come; the last ones bring the end with them
-PORTIONS: dict[str, list[tuple[int, int]]] = {
-    "one by one": [(turn, 1) for turn in range(60)],
-    "in bursts": [(2, 3), (3, 5), (30, 60)],
-    "after pauses": [(20 * i, 2) for i in range(1, 40)],
-    "all before it is admitted": [(0, 60)],
-}
-
-
-class Speaking:
-    """An engine whose turns are counted, and which slots took a step in each launch."""
-
-    def __init__(self, ours: Qwen3TTS, max_slots: int = 3, **settings: Any):
-        self.engine = Engine(ours, max_slots=max_slots, compile=False, clock=Clock(), **settings)
-        [self.model] = self.engine.models.values()
-        self.turns = 0
-        self.steps: list[list[int]] = []
-        step = self.model.runner.step
-
-        def counted(slots: np.ndarray) -> Any:
-            self.steps.append(slots.tolist())
-            return step(slots)
-
-        self.model.runner.step = counted
-
-    def begin(self, request: Request, name: str = "a") -> Listener:
-        listener = Listener()
-        self.engine.speak(name, request, listener)
-        return listener
-
-    def turn(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.engine.turn()
-            self.turns += 1
-            self.engine.clock.now_s += 0.03
 
 
 def cut(ours: Qwen3TTS, request: Request) -> tuple[Request, list[int]]:
@@ -84,20 +50,6 @@ def cut(ours: Qwen3TTS, request: Request) -> tuple[Request, list[int]]:
         f"{first!r} is not cut off where tokens meet"
     )
     return replace(request, text=first, is_open=True), whole[len(head) :]
-
-
-def speak_in_portions(
-    speaking: Speaking, request: Request, rest: list[int], portions: list[tuple[int, int]], name: str = "a"
-) -> Listener:
-    listener, rest, portions = speaking.begin(request, name), list(rest), list(portions)
-    while listener.end is None:
-        while portions and portions[0][0] <= speaking.turns and rest:
-            count = portions.pop(0)[1]
-            speaking.engine.feed(name, rest[:count], is_last=count >= len(rest))
-            del rest[:count]
-        speaking.turn()
-        assert speaking.turns < 2000, "it does not come to an end"
-    return listener
 
 
 def agrees(ours: Qwen3TTS, listener: Listener, whole: Request) -> None:
