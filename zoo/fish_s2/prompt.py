@@ -174,9 +174,11 @@ def _transcript(reference: Reference, place: int) -> str:
 
 def passes(text: str, chunk_bytes: int) -> list[str]:
     """What is spoken at a time: turns with speaker tags, up to MAX_TURNS and chunk_bytes of them; a text
-    without tags is never cut."""
+    without tags is never cut. Raises RequestError for tags alone."""
     if not SPEAKER.search(text):
         return [text]
+    if not SPEAKER.sub("", text).strip():
+        raise RequestError("text", f"text is {text!r}; behind its tags, words are needed")
     groups: list[list[str]] = []
     for turn in filter(None, map(str.strip, _TURN.split(text))):
         if groups and len(groups[-1]) < MAX_TURNS and _num_bytes((*groups[-1], turn)) <= chunk_bytes:
