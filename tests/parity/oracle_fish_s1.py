@@ -1,5 +1,5 @@
-"""Makes the OpenAudio S1-mini fixtures from fish-speech 0.1.0, whose own loader, tokenizer, prompt and loop run them;
-see README.md beside this. All requests are greedy.
+"""Makes the OpenAudio S1-mini fixtures from fish-speech 0.1.0, whose own loader, tokenizer, prompt and loop run
+them; see README.md beside this. All requests are greedy.
 
 Runs in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-fish_s2/bin/python tests/parity/oracle_fish_s1.py
@@ -27,16 +27,23 @@ CASES: dict[str, dict[str, Any]] = {
     "chinese": {"text": s2.CHINESE, "max_frames": 24},
     "clone": {"text": s2.STORY, "max_frames": 24, "references": [["It's a test.", 20000]]},
     "clone_sound": {"text": s2.STORY, "max_frames": 20, "references": [["", 9000]]},
-    "two_references": {"text": "Hi.", "max_frames": 24, "references": [[s2.STORY, 20000], [s2.CHINESE, 6000]]},
+    "two_references": {
+        "text": "Hi.",
+        "max_frames": 24,
+        "references": [[s2.STORY, 20000], [s2.CHINESE, 6000]],
+    },
 }
 TEXTS = (
     s2.STORY, s2.CHINESE, "don't DON'T  we'll", "12 345", "a\n\nb \n c", "e\u0301 \u00e9", "(sad) no?!x  ?!y",
-    "<|phoneme_start|>AH0<|phoneme_end|> x", "  \t mixed\r\n\r\n", "<|speaker:0|>", "Speech:\n\n. the", "\U0001f600!",
+    "<|phoneme_start|>AH0<|phoneme_end|> x", "  \t mixed\r\n\r\n", "<|speaker:0|>",
+    "Speech:\n\n. the", "\U0001f600!",
 )  # fmt: skip
 
 
 @torch.no_grad()
-def generate(model: ModelS1, request: dict[str, Any], clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def generate(
+    model: ModelS1, request: dict[str, Any], clip: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     read: list[Tensor] = []
     hidden: list[Tensor] = []
     hooks = [

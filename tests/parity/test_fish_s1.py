@@ -49,7 +49,8 @@ def ours() -> OpenAudioS1:
 
 
 def test_token_ids(ours):
-    """Those of tiktoken. Of the special tokens a text may hold the phoneme pair; other forms are ordinary text."""
+    """Those of tiktoken. Of the special tokens a text may hold the phoneme pair; other forms are ordinary
+    text."""
     tokenize = ours.writer.tokenize
     for entry in facts("tokens")["texts"]:
         assert tokenize(entry["text"]) == entry["ids"], entry["text"]
@@ -79,7 +80,7 @@ def test_greedy_codes_and_samples(case, ours):
 
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_and_logits(case, ours, monkeypatch):
-    """The state before the last norm, which the fast AR reads, and the logits of code 0 before any penalty."""
+    """The state before the last norm, which the fast AR reads, and the logits of code 0 before a penalty."""
     expected, seen = found(case), []
     emit, scores = ours.emit, ours.scores
 

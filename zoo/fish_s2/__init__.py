@@ -32,7 +32,9 @@ def claims(path: Path) -> bool:
     return read_config(path).get("model_type") in known
 
 
-def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> FishFamily:
+def load(
+    directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
+) -> FishFamily:
     """The family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError that names
     what is wrong."""
     from zoo.fish_s2 import weights

@@ -127,7 +127,8 @@ class Config:
 def _refuse_other_models(root: ConfigBlock) -> None:
     if root.get("model_type") == DRAMA:
         known = f"known are {MODEL!r}, Fish Audio S2, and {S1!r}, OpenAudio S1-mini"
-        raise ValueError(f"config.json: model_type {DRAMA!r} is Fish Audio Drama, another architecture; {known}")
+        drama = f"model_type {DRAMA!r} is Fish Audio Drama, another architecture"
+        raise ValueError(f"config.json: {drama}; {known}")
     root.expect(model_type=MODEL)
 
 

@@ -66,8 +66,8 @@ class DualAR(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, with the weights in place. Both heads are gathered to the rows that may be drawn: all others'
-        logits are -inf."""
+        """Call once, with the weights in place. Both heads are gathered to the rows that may be drawn: all
+        others' logits are -inf."""
         c, slow, fast, rows = self.config, self.config.slow, self.config.fast, self.embedding.weight
         if c.is_s1:
             rows = self.output.weight

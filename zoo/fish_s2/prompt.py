@@ -66,9 +66,15 @@ class TextTokenizer:
     else looks like a special token there is ordinary text, and cannot change the prompt's structure."""
 
     def __init__(
-        self, path: Path, special: dict[str, int], tokenizer: Tokenizer, config: Config, needed: tuple[str, ...]
+        self,
+        path: Path,
+        special: dict[str, int],
+        tokenizer: Tokenizer,
+        config: Config,
+        needed: tuple[str, ...],
     ):
-        """special: the added tokens, of which the prompt has those `needed`. path: of the file that they are in."""
+        """special: the added tokens, of which the prompt has those `needed`. path: of the file that they are
+        in."""
         self.special, self._tokenizer = special, tokenizer
         self._check(path, config, needed)
         greatest = max((*self.special.values(), *self._tokenizer.get_vocab().values()))

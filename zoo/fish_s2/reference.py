@@ -267,9 +267,9 @@ class Model:
 
 
 class ModelS1:
-    """OpenAudio S1-mini, by fish-speech's own loader, prompt and loop, which speaks one text at a time. All that
-    is not its: code 0 is one of the semantic codes or the end, which is not the first; a greedy draw keeps no
-    more than the likeliest; the penalty is not rounded to bf16."""
+    """OpenAudio S1-mini, by fish-speech's own loader, prompt and loop, which speaks one text at a time. All
+    that is not its: code 0 is one of the semantic codes or the end, which is not the first; a greedy draw
+    keeps no more than the likeliest; the penalty is not rounded to bf16."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32):
         self.lm = DualARTransformer.from_pretrained(str(directory), load_weights=True).eval().to(dtype)
@@ -291,8 +291,8 @@ class ModelS1:
         return kept
 
     def speak(self, text: str, heard: list[tuple[str, Tensor]], frames: int, greedy: bool) -> Tensor:
-        """heard: transcripts, and samples [N] -> codes [F, K]. Drawn, there is no end: a benchmark's length is
-        fixed. It drops the last frame, so it is asked for one more."""
+        """heard: transcripts, and samples [N] -> codes [F, K]. Drawn, there is no end: a benchmark's length
+        is fixed. It drops the last frame, so it is asked for one more."""
         self.num_drawn, self.may_end, self.seen = 0, greedy, []
         texts, clips = [text for text, _ in heard], [samples for _, samples in heard]
         codes = [self.codec.encode(samples[None, None])[0][0] for samples in clips]

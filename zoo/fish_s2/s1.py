@@ -1,4 +1,4 @@
-"""OpenAudio S1-mini (`dual_ar`), the model before S2: the same blocks and the same codec. What differs is here.
+"""OpenAudio S1-mini (`dual_ar`), the model before S2: the same blocks and codec. What differs is here.
 
                         S2 Pro                                   S1-mini
     config.json         nested, with the ids                     flat; the ids are in special_tokens.json
@@ -9,7 +9,8 @@
                         code 0 repeats                           top-p, temperature
     residual codes      of 4,096                                 of 1,024
 
-    <|interleave|> · for each reference: <|speaker:0|> · its words · its frames · <|im_end|> · then <|speaker:0|> · text
+    <|interleave|> · for each reference: <|speaker:0|> · its words · its frames · <|im_end|>
+                   · <|speaker:0|> · text
 
 Source: facts of fish-speech 0.1.0, content_sequence.py and models/text2semantic/{llama,inference}.py.
 """
@@ -38,7 +39,9 @@ from zoo.nn.tensor_files import TensorFile, open_file
 from zoo.request import Reference, RequestError, check, sampling_options
 
 LM_FILE, SPECIAL_FILE = "model.pth", "special_tokens.json"
-LICENCE = "CC-BY-NC-SA-4.0: non-commercial use alone, with attribution, and what is made of it under the same licence"
+LICENCE = (
+    "CC-BY-NC-SA-4.0: non-commercial use alone, with attribution, and what is made of it under the same licence"
+)
 NUM_RESIDUAL_CODES = 1024  # of the fast head's rows
 PENALTY_WINDOW = 16  # frames
 OPTIONS = sampling_options(temperature=0.8, top_k=0, top_p=0.8, repetition_penalty=1.1)
@@ -55,7 +58,7 @@ SPEAKER = "<|speaker:0|>"
 
 
 def read_config(config: dict[str, Any], special: dict[str, Any]) -> Config:
-    """config.json and special_tokens.json. Raises ValueError for what is missing, out of range or not known."""
+    """config.json and special_tokens.json. Raises ValueError for what is missing, out of range or unknown."""
     root, ids = ConfigBlock(config), ConfigBlock(special, file=SPECIAL_FILE)
     root.expect(model_type=S1, tie_word_embeddings=False, scale_codebook_embeddings=True)
     theta, eps = root.number("rope_base", *ROPE_THETA), root.number("norm_eps", *EPS)
@@ -130,7 +133,8 @@ class LineWriter(Writer):
 
     def _line(self, reference: Reference) -> tuple[Tensor, ...]:
         if reference.speaker is not None:
-            raise RequestError("speaker", f"speaker is {reference.speaker!r}; OpenAudio S1-mini knows one, unnamed")
+            known = "OpenAudio S1-mini knows one, unnamed"
+            raise RequestError("speaker", f"speaker is {reference.speaker!r}; {known}")
         words = self._text(self._speaker, self.tokenize(reference.transcript or ""))
         return words, self.frames(self.cloner(reference.clip)), self._text([self.config.end])
 
@@ -139,8 +143,8 @@ class LineWriter(Writer):
 
 
 class S1State(FishState):
-    """Adds: repetition_penalty [S+1]. recent [S+1, PENALTY_WINDOW, K] are whole frames, the latest one last, and
-    zeros where there is none."""
+    """Adds: repetition_penalty [S+1]. recent [S+1, PENALTY_WINDOW, K] are whole frames, the latest one last,
+    and zeros where there is none."""
 
     repetition_penalty: Tensor
 
@@ -192,8 +196,9 @@ class OpenAudioS1(FishFamily[LineWriter]):
         state.append(slots, frame, token == size)
 
     def _oldest(self, recent: Tensor, steps: Tensor) -> Tensor:
-        """What code 0 is not to repeat: that of the oldest frame of the window alone [B, V + 1] bool. The first
-        frame is in no window. (The original takes the window's first column where its first row is meant.)"""
+        """What code 0 is not to repeat: that of the oldest frame of the window alone [B, V + 1] bool. The
+        first frame is in no window. (The original takes the window's first column where its first row is
+        meant.)"""
         at = (PENALTY_WINDOW + 1 - steps).clamp(0, PENALTY_WINDOW - 1)  # [B]
         code = recent[:, :, 0].gather(1, at[:, None])  # [B, 1]
         index = torch.arange(self.config.codebook_size + 1, device=steps.device)

@@ -1,9 +1,10 @@
-"""tokenizer.tiktoken and special_tokens.json, as OpenAudio S1 has them: a byte-level BPE whose merges are told by the
-ranks of what they make.
+"""tokenizer.tiktoken, as OpenAudio S1 has it: a byte-level BPE whose merges are told by the ranks of what they
+make.
 
-Source: openai/tiktoken, src/lib.rs: of all neighbours whose joined bytes are a token, those of the lowest rank
-join first; a piece that is a token is one at once. The pattern that splits a text into pieces is fish-speech
-0.1.0's, tokenizer.py; its `(\\?!\\S)` stands for a question mark, which looks like a slip and is what was trained.
+Source: openai/tiktoken, src/lib.rs: of all neighbours whose joined bytes are a token, those of the lowest
+rank join first; a piece that is a token is one at once. The pattern that splits a text into pieces is
+fish-speech 0.1.0's, tokenizer.py; its `(\\?!\\S)` stands for a question mark, which looks like a slip and is
+what was trained.
 """
 
 from __future__ import annotations

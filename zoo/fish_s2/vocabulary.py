@@ -29,7 +29,8 @@ START, END, VOICE, INTERLEAVE = "<|im_start|>", "<|im_end|>", "<|voice|>", "<|in
 ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *_FISH.split())  # then the semantic codes
 _S1 = """
 <|begin_of_text|> <|end_of_text|> <|pad|> <|im_start|> <|im_end|> <|phoneme_start|> <|phoneme_end|>
-<|tool_call_start|> <|tool_call_end|> <|text|> <|voice|> <|interleave|> <|audio_start|> <|audio_end|> <|audio|>
+<|tool_call_start|> <|tool_call_end|> <|text|> <|voice|> <|interleave|> <|audio_start|> <|audio_end|>
+<|audio|>
 """
 S1_ADDED = tuple(_S1.split())  # of OpenAudio S1, then the semantic codes
 

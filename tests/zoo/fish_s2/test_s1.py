@@ -54,7 +54,8 @@ def test_a_model_says_what_it_is():
 
 def test_alone_equals_batched_and_streamed_equals_whole():
     requests = [
-        replace(ASKED, seed=i, max_frames=5 + 3 * i, repetition_penalty=(None, 1.0, 1.8)[i % 3]) for i in range(5)
+        replace(ASKED, seed=i, max_frames=5 + 3 * i, repetition_penalty=(None, 1.0, 1.8)[i % 3])
+        for i in range(5)
     ]
     requests.append(replace(ASKED, references=(Reference(CLIP, "One."), Reference(CLIP)), temperature=0.0))
     heard = serve(Engine(S1, max_slots=4, compile=False, clock=Clock()), {0: requests[:2], 3: requests[2:]})
@@ -66,8 +67,8 @@ def test_alone_equals_batched_and_streamed_equals_whole():
 
 @torch.inference_mode()
 def test_the_window_of_the_penalty(monkeypatch):
-    """Code 0 is kept from the code of the window's oldest frame alone, where the original's slip puts it; the first
-    frame is in no window, and empty places are code 0's of the others."""
+    """Code 0 is kept from the code of the window's oldest frame alone, where the original's slip puts it; the
+    first frame is in no window, and empty places are code 0's of the others."""
     endless = F.one_hot(torch.tensor(S1.config.codebook_size), S1.config.codebook_size + 1) * -1e4
     scores = S1.scores
     monkeypatch.setattr(S1, "scores", lambda h, steps: scores(h, steps) + endless)
