@@ -10,4 +10,5 @@ tests/parity/environments.sh "$@"
 .venv-parity-voxcpm2/bin/python tests/parity/oracle_voxcpm2.py
 .venv-parity-higgs_v3/bin/python tests/parity/oracle_higgs_v3.py .venv-parity-higgs_v3/sglang_omni
 .venv-parity-fish_s2/bin/python tests/parity/oracle_fish_s2.py
+.venv-parity-fish_s2/bin/python tests/parity/oracle_fish_s1.py
 .venv-parity-cosyvoice2/bin/python tests/parity/oracle_cosyvoice2.py

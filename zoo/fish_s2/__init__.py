@@ -1,5 +1,5 @@
-"""Fish Audio S2 Pro (Fish Audio, research licence): text to 44.1 kHz speech, 10 codes per 46.4 ms frame. See
-README.md beside this file."""
+"""Fish Audio S2 Pro and OpenAudio S1-mini (Fish Audio, non-commercial licences): text to 44.1 kHz speech, 10
+codes per 46.4 ms frame. See README.md beside this file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zoo.contract import Spec
     from zoo.fish_s2.codec import Codec
     from zoo.fish_s2.config import CodecConfig, Config
-    from zoo.fish_s2.model import DualAR, FishS2
+    from zoo.fish_s2.model import DualAR, FishFamily
 
 NAME = "fish_s2"
 LICENCE = (
@@ -28,14 +28,13 @@ def claims(path: Path) -> bool:
     from zoo.fish_s2.config import DRAMA, MODEL, S1
     from zoo.nn.json_files import read_config
 
-    return read_config(path).get("model_type") in (
-        MODEL,
-        S1,
-        DRAMA,
-    )  # the others are claimed to be refused by name
+    known = (MODEL, S1, DRAMA)  # the last one is claimed to be refused by name
+    return read_config(path).get("model_type") in known
 
 
-def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> FishS2:
+def load(
+    directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
+) -> FishFamily:
     """The family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError that names
     what is wrong."""
     from zoo.fish_s2 import weights
@@ -43,6 +42,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     from zoo.fish_s2.config import CODEC_FILE
     from zoo.fish_s2.model import FishS2
     from zoo.fish_s2.prompt import PromptWriter
+    from zoo.fish_s2.s1 import LineWriter, OpenAudioS1, open_lm
     from zoo.nn import checkpoint
     from zoo.nn.tensor_files import open_file
 
@@ -51,7 +51,10 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     config, codec_config, spec = describe(directory)
     logging.getLogger(__name__).info("%s: %s", spec.name, spec.licence)
     lm, codec = build(config, codec_config)
-    checkpoint.load(lm, weights.lm(config), directory, device, dtype)
+    if config.is_s1:
+        checkpoint.load_file(lm, weights.lm(config), open_lm(directory), device, dtype)
+    else:
+        checkpoint.load(lm, weights.lm(config), directory, device, dtype)
     file = open_file(directory / CODEC_FILE)
     unused = frozenset(name for name in file.headers if name.endswith(weights.UNUSED))
     checkpoint.load_weight_normed(
@@ -61,8 +64,10 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     codec.prepare()
     for module in (lm, codec):
         module.eval().requires_grad_(False)
-    writer = PromptWriter(config, directory, Cloner(codec, device))
-    return FishS2(config, spec, lm, codec, writer).eval().requires_grad_(False)
+    cloner = Cloner(codec, device)
+    if config.is_s1:
+        return OpenAudioS1(config, spec, lm, codec, LineWriter(config, directory, cloner)).eval()
+    return FishS2(config, spec, lm, codec, PromptWriter(config, directory, cloner)).eval()
 
 
 def build(config: Config, codec_config: CodecConfig) -> tuple[DualAR, Codec]:
@@ -76,13 +81,24 @@ def build(config: Config, codec_config: CodecConfig) -> tuple[DualAR, Codec]:
         return DualAR(config), Codec(codec_config)
 
 
-def describe(directory: Path) -> tuple[Config, CodecConfig, Spec]:
-    """Config, the codec's sizes and Spec, from config.json and the names and shapes of codec.pth."""
-    from zoo.fish_s2.config import CODEC_FILE, CodecConfig, Config
+def read_configs(directory: Path) -> Config:
+    """What the JSON files say of the LM. Raises ValueError."""
+    from zoo.fish_s2 import s1
+    from zoo.fish_s2.config import S1, Config
     from zoo.nn.json_files import read_json
+
+    values = read_json(directory / "config.json")
+    if values.get("model_type") == S1:
+        return s1.read_config(values, read_json(directory / s1.SPECIAL_FILE))
+    return Config.read(values)
+
+
+def describe(directory: Path) -> tuple[Config, CodecConfig, Spec]:
+    """Config, the codec's sizes and Spec, from the JSON files and the names and shapes of codec.pth."""
+    from zoo.fish_s2.config import CODEC_FILE, CodecConfig
     from zoo.nn.tensor_files import open_file
 
-    config = Config.read(read_json(directory / "config.json"))
+    config = read_configs(directory)
     if (directory / "codec.safetensors").exists() and not (directory / CODEC_FILE).exists():
         needed = f"needed are the published files, with {CODEC_FILE}"
         raise ValueError(f"{directory} is a conversion, with codec.safetensors; {needed}")
@@ -99,11 +115,14 @@ def specify(config: Config, codec_config: CodecConfig) -> Spec:
     from zoo.fish_s2.clone import MAX_REFERENCES, REFERENCE_S
     from zoo.fish_s2.config import MAX_FRAMES, SAMPLE_RATE_HZ
     from zoo.fish_s2.prompt import DEFAULT_VOICE, HINTS, OPTIONS
+    from zoo.fish_s2.s1 import LICENCE as S1_LICENCE
+    from zoo.fish_s2.s1 import OPTIONS as S1_OPTIONS
+    from zoo.fish_s2.s1 import S1_HINTS
     from zoo.fish_s2.strategy import WINDOW
 
     return Spec(
         family=NAME,
-        variant="pro",
+        variant="s1-mini" if config.is_s1 else "pro",
         frame_shape=(config.codebooks,),
         frame_dtype=torch.int64,
         frame_samples=codec_config.frame_samples,
@@ -117,10 +136,10 @@ def specify(config: Config, codec_config: CodecConfig) -> Spec:
         modes=("voice", "clone"),
         reference_s=REFERENCE_S,
         max_references=MAX_REFERENCES,
-        options=OPTIONS,
-        hints=HINTS,
-        name="Fish Audio S2 Pro",
-        licence=LICENCE,
+        options=S1_OPTIONS if config.is_s1 else OPTIONS,
+        hints=S1_HINTS if config.is_s1 else HINTS,
+        name="OpenAudio S1-mini" if config.is_s1 else "Fish Audio S2 Pro",
+        licence=S1_LICENCE if config.is_s1 else LICENCE,
     )
 
 

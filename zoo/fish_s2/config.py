@@ -78,6 +78,8 @@ class Config:
     max_positions: int
     end: int  # <|im_end|>
     semantic_start: int  # the id of code 0; those of the others follow
+    num_residual_codes: int  # entries of the fast head that a code behind the first is drawn from
+    is_s1: bool = False  # OpenAudio S1-mini: see s1.py
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
@@ -110,6 +112,7 @@ class Config:
             max_positions=text.integer("max_seq_len", 2, POSITIONS[1]),
             end=root.integer("eos_token_id", 0, vocab - 1),
             semantic_start=start,
+            num_residual_codes=size,
         )
 
     def check_codec(self, codec: CodecConfig) -> None:
@@ -122,15 +125,10 @@ class Config:
 
 
 def _refuse_other_models(root: ConfigBlock) -> None:
-    others = {
-        S1: "OpenAudio S1, which has another prompt, tokenizer and sampler",
-        DRAMA: "Fish Audio Drama, another architecture",
-    }
-    model = root.get("model_type")
-    if isinstance(model, str) and model in others:
-        raise ValueError(
-            f"config.json: model_type {model!r} is {others[model]}; known is {MODEL!r}, Fish Audio S2"
-        )
+    if root.get("model_type") == DRAMA:
+        known = f"known are {MODEL!r}, Fish Audio S2, and {S1!r}, OpenAudio S1-mini"
+        drama = f"model_type {DRAMA!r} is Fish Audio Drama, another architecture"
+        raise ValueError(f"config.json: {drama}; {known}")
     root.expect(model_type=MODEL)
 
 

@@ -7,7 +7,6 @@ write("full", "full")    # the published shapes and sizes: 11 GB
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -20,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.fish_s2 import weights
-from zoo.fish_s2.config import CODEC_FILE, LONGEST_POSITIONS, CodecConfig, Config, TransformerConfig
+from zoo.fish_s2 import tiktoken, weights
+from zoo.fish_s2.config import CODEC_FILE, LONGEST_POSITIONS, S1, CodecConfig, Config, TransformerConfig
 from zoo.fish_s2.layers import ROPE_THETA
-from zoo.fish_s2.vocabulary import END, token_ids, tokenizer, tokenizer_config
+from zoo.fish_s2.s1 import LM_FILE, SPECIAL_FILE
+from zoo.fish_s2.s1 import read_config as read_s1_config
+from zoo.fish_s2.vocabulary import END, S1_ADDED, ranks, semantic, token_ids, tokenizer, tokenizer_config
 from zoo.nn import synthetic
 from zoo.nn.config import change
 from zoo.nn.synthetic import Rule
@@ -123,7 +124,46 @@ MID_CODEC = replace(
     post=TransformerConfig(256, 4, 768, 64, 128, LONGEST_POSITIONS),
     decoder_channels=384,
 )
-# "mid" is about a tenth of the published model, for comparing speed where that is too slow.
+
+
+def _s1_config(
+    stack: dict[str, int], fast: dict[str, int], positions: int, codebooks: int, codes: int, is_full: bool
+) -> dict[str, Any]:
+    """Of OpenAudio S1-mini."""
+    return {
+        "model_type": S1,
+        **stack,
+        "attention_o_bias": False,
+        "attention_qk_norm": True,
+        "attention_qkv_bias": False,
+        "codebook_size": codes,
+        "dropout": 0.0,
+        **{f"fast_{key}": value for key, value in fast.items() if key != "n_layer"},
+        "fast_attention_o_bias": False,
+        "fast_attention_qk_norm": False,
+        "fast_attention_qkv_bias": False,
+        "initializer_range": stack["dim"] ** -0.5,
+        "is_reward_model": False,
+        "max_seq_len": positions,
+        "n_fast_layer": fast["n_layer"],
+        "norm_eps": 1e-06,
+        "num_codebooks": codebooks,
+        "rope_base": 1000000,
+        "scale_codebook_embeddings": True,
+        "tie_word_embeddings": False,
+        "use_gradient_checkpointing": True,
+        # the published table ends 22 rows behind the last code
+        "vocab_size": token_ids(is_full, codes, S1_ADDED)[semantic(codes - 1)] + (23 if is_full else 1),
+    }
+
+
+def _s1_stack(dim: int, inner: int, layers: int, heads: int, head_dim: int) -> dict[str, int]:
+    sizes = {"dim": dim, "intermediate_size": inner, "n_layer": layers}
+    return sizes | {"n_head": heads, "n_local_heads": heads // 2, "head_dim": head_dim}
+
+
+# "mid" is about a tenth of the published model, for comparing speed where that is too slow; "s1" are of
+# OpenAudio S1-mini.
 CONFIGS: dict[str, tuple[dict[str, Any], CodecConfig]] = {
     "tiny": (
         _config(_stack(64, 96, 3, 4, 16), _stack(64, 80, 2, 4, 16), 512, 4, 64, is_full=False),
@@ -139,12 +179,24 @@ CONFIGS: dict[str, tuple[dict[str, Any], CodecConfig]] = {
         ),
         CODEC,
     ),
+    "tiny-s1": (
+        _s1_config(_s1_stack(64, 96, 3, 4, 16), _s1_stack(64, 80, 2, 4, 8), 2560, 4, 64, is_full=False),
+        TINY_CODEC,
+    ),
+    "full-s1": (
+        _s1_config(
+            _s1_stack(1024, 3072, 28, 16, 128), _s1_stack(1024, 3072, 4, 16, 64), 8192, 10, 4096, is_full=True
+        ),
+        CODEC,
+    ),
 }
 SIZES = tuple(CONFIGS)
 UNUSED_POSITIONS = {
     "tiny": (64, 64),
     "mid": (256, 256),
     "full": (16384, 4096),
+    "tiny-s1": (64, 64),
+    "full-s1": (16384, 4096),
 }  # of the encoder's buffers, and the other two's
 
 # --- values ---
@@ -168,7 +220,7 @@ RULES: tuple[Rule, ...] = (
     (r"\.bias$", 0.0, 0.1, False),
     (r"\.codebook\.weight$", 0.0, 1.0, False),
     (r"(codebook_)?embeddings\.weight$", 0.0, 0.5, False),
-    (r"audio_decoder\.output\.weight$", 0.0, 2.0, True),  # logits of a few units
+    (r"(^|_|\.)output\.weight$", 0.0, 2.0, True),  # logits of a few units
     (
         r"text_model\..*\.(wo|w2)\.weight$",
         0.0,
@@ -204,16 +256,21 @@ def write(
     config: changes to config.json, merged into its blocks: `text_config={"n_layer": 1}`. Raises ValueError
     for an unknown size, key or dtype, and for a directory that is not empty.
     """
-    from zoo.fish_s2 import build
+    from zoo.fish_s2 import build, read_configs
     from zoo.nn.checkpoint import published
 
     synthetic.check_dtype(dtype)
     directory = write_texts(directory, size, **config)
-    read = Config.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    read = read_configs(directory)
     codec_config = CONFIGS[size][1]
     lm, codec = build(read, codec_config)
     values = partial(fill, seed=seed)
-    _write_shards(directory, published(lm, weights.lm(read)), values, dtype)
+    names = published(lm, weights.lm(read))
+    if read.is_s1:
+        made = {name: torch.from_numpy(values(name, shape)).to(dtype) for name, shape in names.items()}
+        torch.save(made, directory / LM_FILE)
+    else:
+        _write_shards(directory, names, values, dtype)
     shapes = weights.as_saved(published(codec, weights.codec(codec_config)))
     tensors = {name: torch.from_numpy(values(name, shape)) for name, shape in shapes.items()}
     torch.save(tensors | unused(codec_config, *UNUSED_POSITIONS[size]), directory / CODEC_FILE)
@@ -224,6 +281,8 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
     """The JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
     directory, (content, _) = synthetic.begin(directory, size, CONFIGS)
     change(content, config, "config.json")
+    if content["model_type"] == S1:
+        return _write_s1_texts(directory, content, size == "full-s1")
     Config.read(content)  # before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     synthetic.write_json(directory / "config.json", content)
@@ -231,6 +290,16 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
         directory / "tokenizer.json", tokenizer(size == "full", content["audio_decoder_config"]["vocab_size"])
     )
     synthetic.write_json(directory / "tokenizer_config.json", tokenizer_config())
+    return directory
+
+
+def _write_s1_texts(directory: Path, content: dict[str, Any], is_full: bool) -> Path:
+    special = token_ids(is_full, content["codebook_size"], S1_ADDED)
+    read_s1_config(content, special)  # before anything is written
+    directory.mkdir(parents=True, exist_ok=True)
+    synthetic.write_json(directory / "config.json", content)
+    synthetic.write_json(directory / SPECIAL_FILE, special)
+    (directory / tiktoken.FILE).write_text(ranks(is_full), encoding="ascii")
     return directory
 
 

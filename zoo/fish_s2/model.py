@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from math import sqrt
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from zoo.fish_s2.block import DualARBlock, rope_table
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import Config
 from zoo.fish_s2.depth import FastAR
-from zoo.fish_s2.prompt import PromptWriter, column_keys, passes
+from zoo.fish_s2.prompt import PromptWriter, Writer, column_keys, passes
 from zoo.fish_s2.sampling import RAS_WINDOW, draw, draw_semantic, remember
 from zoo.fish_s2.strategy import STRATEGY
 from zoo.nn.attention import Paged, attend
@@ -32,6 +32,7 @@ from zoo.nn.norm import RMSNorm
 from zoo.nn.sampling import gumbel
 from zoo.request import check
 
+AnyWriter = TypeVar("AnyWriter", bound=Writer)
 DEFAULT_FRAMES = 1024  # where the request sets no cap: that of the original's server
 
 
@@ -59,13 +60,19 @@ class DualAR(nn.Module):
         self.codes = nn.Embedding(config.codebooks * config.codebook_size, config.slow.hidden)
         self.layers = nn.ModuleList(SlowBlock(config.slow) for _ in range(config.slow.layers))
         self.norm = RMSNorm(config.slow.hidden, config.slow.eps)
+        if config.is_s1:
+            self.output = nn.Linear(config.slow.hidden, config.vocab, bias=False)
         self.fast = FastAR(config)
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, with the weights in place. The tied head is gathered to the rows that may be drawn: all
+        """Call once, with the weights in place. Both heads are gathered to the rows that may be drawn: all
         others' logits are -inf."""
         c, slow, fast, rows = self.config, self.config.slow, self.config.fast, self.embedding.weight
+        if c.is_s1:
+            rows = self.output.weight
+            del self.output
+            self.fast.head.weight = nn.Parameter(self.fast.head.weight[: c.num_residual_codes].clone())
         semantic = rows[c.semantic_start : c.semantic_start + c.codebook_size]
         seen = torch.ones(c.codebooks, c.codebooks, dtype=torch.bool, device=rows.device).tril()
         buffers = {
@@ -99,7 +106,7 @@ class FishState(State):
     recent: Tensor
     codec_state: Tensor
 
-    def __init__(self, family: FishS2, slots: int, max_frames: int):
+    def __init__(self, family: FishFamily[Any], slots: int, max_frames: int):
         super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
         decoder = family.codec.decoder
         self.add("temperature")
@@ -109,8 +116,12 @@ class FishState(State):
         self.add("codec_state", decoder.state_size, dtype=decoder.dtype)
 
 
-class FishS2(Family[FishState]):
-    def __init__(self, config: Config, spec: Spec, lm: DualAR, codec: Codec, writer: PromptWriter):
+class FishFamily(Family[FishState], Generic[AnyWriter]):
+    """What S2 and S1 share."""
+
+    sampled: tuple[str, ...] = ("temperature", "top_k", "top_p")  # options that are rows of the state
+
+    def __init__(self, config: Config, spec: Spec, lm: DualAR, codec: Codec, writer: AnyWriter):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY
         self.lm, self.codec, self.writer = lm, codec, writer
@@ -118,6 +129,49 @@ class FishS2(Family[FishState]):
 
     # host, off the loop
 
+    @torch.inference_mode()
+    def _pass(self, request: Request, values: dict[str, Any], read: Tensor, seed: int) -> Prompt:
+        """read [T, 1 + K]: the columns so far."""
+        sampling = {name: values[name] for name in self.sampled}
+        return Prompt(
+            inputs=self.lm.read(read.to(self.device)),
+            prefix_keys=column_keys(read, self.config),
+            max_frames=frame_cap(self.spec, request, len(read), DEFAULT_FRAMES),
+            slot={"seed": seed, **sampling},
+        )
+
+    # at the door
+
+    def state(self, slots: int, max_frames: int | None = None) -> FishState:
+        return FishState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
+
+    # device
+
+    def embed(self, state: FishState, slots: Tensor) -> Tensor:
+        codes = state.last_frame(slots)  # [B, K]
+        return self.lm.read(torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1))
+
+    def stack(self, inputs: Tensor, batch: Batch) -> Tensor:
+        table, x = self.lm.rope[batch.positions], inputs  # [T, 2, dim / 2]
+        for i, layer in enumerate(self.lm.layers):
+            x = layer(x, table, Paged(batch, i))
+        return x
+
+    def scores(self, h: Tensor, steps: Tensor) -> Tensor:
+        """Logits [B, V + 1] in fp32 of code 0 and, last, of the end. The end is not drawn first: there the
+        original would speak on."""
+        logits = F.linear(h, self.lm.head).float()
+        is_end = torch.arange(logits.shape[1], device=h.device) == self.config.codebook_size
+        return logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
+
+    def render(self, state: FishState, view: View) -> tuple[Tensor, Tensor]:
+        rows = state.codec_state[view.slots]
+        samples, after = self.codec.decoder(state.window(view), rows, view.start, view.count)
+        state.codec_state[view.slots] = after
+        return samples.float(), view.count * self.spec.frame_samples
+
+
+class FishS2(FishFamily[PromptWriter]):
     def prompt(self, request: Request) -> Prompt:
         return next(self.prompts(request))
 
@@ -145,33 +199,8 @@ class FishS2(Family[FishState]):
             messages = messages[2:]
         return messages
 
-    @torch.inference_mode()
-    def _pass(self, request: Request, values: dict[str, Any], read: Tensor, seed: int) -> Prompt:
-        """read [T, 1 + K]: the columns so far."""
-        sampling = {name: values[name] for name in ("temperature", "top_k", "top_p")}
-        return Prompt(
-            inputs=self.lm.read(read.to(self.device)),
-            prefix_keys=column_keys(read, self.config),
-            max_frames=frame_cap(self.spec, request, len(read), DEFAULT_FRAMES),
-            slot={"seed": seed, **sampling},
-        )
-
-    # at the door
-
-    def state(self, slots: int, max_frames: int | None = None) -> FishState:
-        return FishState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
-
-    # device
-
-    def embed(self, state: FishState, slots: Tensor) -> Tensor:
-        codes = state.last_frame(slots)  # [B, K]
-        return self.lm.read(torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1))
-
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        table, x = self.lm.rope[batch.positions], inputs  # [T, 2, dim / 2]
-        for i, layer in enumerate(self.lm.layers):
-            x = layer(x, table, Paged(batch, i))
-        return self.lm.norm(x)
+        return self.lm.norm(self.stack(inputs, batch))
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
         """One frame of codes (46.4 ms) per slot, or the end. h [B, D], the slow AR's hidden state at each
@@ -197,16 +226,3 @@ class FishS2(Family[FishState]):
         # As in the original, the first frame's code is in no window.
         state.recent[slots] = remember(recent, token, alive & (steps > 0))
         state.append(slots, frame, token == size)
-
-    def scores(self, h: Tensor, steps: Tensor) -> Tensor:
-        """Logits [B, V + 1] in fp32 of code 0 and, last, of the end. The end is not drawn first: there the
-        original would speak on."""
-        logits = F.linear(h, self.lm.head).float()
-        is_end = torch.arange(logits.shape[1], device=h.device) == self.config.codebook_size
-        return logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
-
-    def render(self, state: FishState, view: View) -> tuple[Tensor, Tensor]:
-        rows = state.codec_state[view.slots]
-        samples, after = self.codec.decoder(state.window(view), rows, view.start, view.count)
-        state.codec_state[view.slots] = after
-        return samples.float(), view.count * self.spec.frame_samples

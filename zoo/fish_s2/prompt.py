@@ -65,17 +65,18 @@ class TextTokenizer:
     """The checkpoint's byte-level BPE. Of its added tokens, a text may hold the phoneme pair alone: whatever
     else looks like a special token there is ordinary text, and cannot change the prompt's structure."""
 
-    def __init__(self, directory: Path, config: Config):
-        path = directory / "tokenizer.json"
-        content = read_json(path)
-        self.special = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-        self._check(path, config)
-        try:
-            self._tokenizer = Tokenizer.from_str(
-                json.dumps(content | {"added_tokens": [], "post_processor": None})
-            )
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+    def __init__(
+        self,
+        path: Path,
+        special: dict[str, int],
+        tokenizer: Tokenizer,
+        config: Config,
+        needed: tuple[str, ...],
+    ):
+        """special: the added tokens, of which the prompt has those `needed`. path: of the file that they are
+        in."""
+        self.special, self._tokenizer = special, tokenizer
+        self._check(path, config, needed)
         greatest = max((*self.special.values(), *self._tokenizer.get_vocab().values()))
         if greatest >= config.vocab:
             raise ValueError(f"{path} has ids up to {greatest}, but the model has {config.vocab} text rows")
@@ -90,27 +91,55 @@ class TextTokenizer:
             )
         return ids
 
-    def _check(self, path: Path, config: Config) -> None:
-        """That the ids of config.json are the tokenizer's."""
+    @classmethod
+    def read(cls, directory: Path, config: Config) -> TextTokenizer:
+        """From tokenizer.json. Raises ValueError."""
+        path = directory / "tokenizer.json"
+        content = read_json(path)
+        special = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        plain = json.dumps(content | {"added_tokens": [], "post_processor": None})
+        try:
+            tokenizer = Tokenizer.from_str(plain)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+        return cls(path, special, tokenizer, config, (START, VOICE))
+
+    def _check(self, path: Path, config: Config, needed: tuple[str, ...]) -> None:
+        """That the ids of the config are the tokenizer's."""
         wanted = {END: config.end} | {
             semantic(code): config.semantic_start + code for code in range(config.codebook_size)
         }
-        missing = [token for token in (START, VOICE, *wanted) if token not in self.special]
+        missing = [token for token in (*needed, *wanted) if token not in self.special]
         if missing:
-            raise ValueError(f"{path} lacks tokens of Fish Audio S2: {', '.join(missing[:8])}")
+            model = "OpenAudio S1" if config.is_s1 else "Fish Audio S2"
+            raise ValueError(f"{path} lacks tokens of {model}: {', '.join(missing[:8])}")
         for token, index in wanted.items():
             if self.special[token] != index:
-                given = f"{path} gives {token} the id {self.special[token]}, config.json {index}"
+                source = "its place" if config.is_s1 else "config.json"
+                given = f"{path} gives {token} the id {self.special[token]}, {source} {index}"
                 raise ValueError(f"{given}; they must be equal")
 
 
-class PromptWriter:
-    """What is said -> columns [T, 1 + K] int64 on the CPU. A reference is encoded when `system` is asked
-    for."""
+class Writer:
+    """Text and frames -> columns [T, 1 + K] int64 on the CPU."""
+
+    def __init__(self, config: Config, tokenize: TextTokenizer, cloner: Cloner):
+        self.config, self.tokenize, self.cloner = config, tokenize, cloner
+
+    def frames(self, codes: Tensor) -> Tensor:
+        """codes [F, K] -> columns."""
+        return torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1)
+
+    def _text(self, *parts: list[int]) -> Tensor:
+        ids = torch.tensor([token for part in parts for token in part], dtype=torch.int64)
+        return torch.cat((ids[:, None], ids.new_zeros(len(ids), self.config.codebooks)), 1)
+
+
+class PromptWriter(Writer):
+    """The messages of a chat. A reference is encoded when `system` is asked for."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
-        self.config, self.cloner = config, cloner
-        self.tokenize = TextTokenizer(directory, config)
+        super().__init__(config, TextTokenizer.read(directory, config), cloner)
         start = self.tokenize.special[START]
         self._headers = {
             role: [start, *self.tokenize(f"{role}\n")] for role in ("system", "user", "assistant")
@@ -136,14 +165,6 @@ class PromptWriter:
         """The rest of the model's own message: codes [F, K]."""
         return torch.cat((self.frames(codes), self._text(self._end)))
 
-    def frames(self, codes: Tensor) -> Tensor:
-        """codes [F, K] -> columns."""
-        return torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1)
-
-    def _text(self, *parts: list[int]) -> Tensor:
-        ids = torch.tensor([token for part in parts for token in part], dtype=torch.int64)
-        return torch.cat((ids[:, None], ids.new_zeros(len(ids), self.config.codebooks)), 1)
-
 
 def _transcript(reference: Reference, place: int) -> str:
     """What a reference says, behind the tag of who says it. Without a transcript the tag stands alone, as the
@@ -159,9 +180,11 @@ def _transcript(reference: Reference, place: int) -> str:
 
 def passes(text: str, chunk_bytes: int) -> list[str]:
     """What is spoken at a time: turns with speaker tags, up to MAX_TURNS and chunk_bytes of them; a text
-    without tags is never cut."""
+    without tags is never cut. Raises RequestError for tags alone."""
     if not SPEAKER.search(text):
         return [text]
+    if not SPEAKER.sub("", text).strip():
+        raise RequestError("text", f"text is {text!r}; behind its tags, words are needed")
     groups: list[list[str]] = []
     for turn in filter(None, map(str.strip, _TURN.split(text))):
         if groups and len(groups[-1]) < MAX_TURNS and _num_bytes((*groups[-1], turn)) <= chunk_bytes:

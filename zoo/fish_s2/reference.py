@@ -6,6 +6,7 @@ The LM is the DualARTransformer of fish-speech 0.1.0 (Apache-2.0), which was mad
 one. It becomes S2 by two of its own switches and one line: the fast AR gets the hidden state behind the last
 norm. The codec is vllm-omni 0.30.0's (Apache-2.0), whose modules are read without the server around them.
 Prompts, masks and draws are written here, after published facts of the model, whose own code is not free.
+OpenAudio S1-mini is what fish-speech 0.1.0 was made for: its own functions run it.
 `streams` requests are one static batch; the codec decodes each at the end.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fish_speech.models.text2semantic.inference import decode_one_token_ar, generate_long
 from fish_speech.models.text2semantic.llama import DualARModelArgs, DualARTransformer
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -37,6 +39,7 @@ NAME = "fish-speech 0.1.0, vllm-omni 0.30.0"
 RATE_HZ = 44_100
 BUFFERS = ("freqs_cis", "causal_mask")
 SPEAKER = r"<\|speaker:\d+\|>"
+PENALTY = 1.1  # of S1
 
 
 # --- the classes ---
@@ -139,6 +142,21 @@ def published_name(name: str) -> str:
     return f"text_model.model.{name}"
 
 
+def load_codec(directory: Path) -> Any:
+    codec = torch.load(directory / "codec.pth", weights_only=True)
+    sizes = CodecConfig.read({name: tuple(value.shape) for name, value in codec.items()})
+    own = {name: value for name, value in codec.items() if not name.endswith(BUFFERS)}
+    made = make_codec(sizes, positions=8192).eval()
+    missing, unexpected = made.load_state_dict(own, strict=False)
+    assert not unexpected and all(name.endswith(BUFFERS) for name in missing), (missing, unexpected)
+    return made
+
+
+def decode(codec: Any, codes: Tensor) -> Tensor:
+    """codes [F, K] -> samples [N], all at once. The codec clamps its argument in place, so it gets a copy."""
+    return codec.decode(codes.T[None].clone(), torch.tensor([len(codes)]))[0][0, 0]
+
+
 class Model:
     """A checkpoint in the references' own classes."""
 
@@ -157,12 +175,7 @@ class Model:
         assert set(names.values()) == set(tensors)
         self.lm.load_state_dict({name: tensors[theirs] for name, theirs in names.items()})
         self.lm = self.lm.to(dtype)
-        codec = torch.load(directory / "codec.pth", weights_only=True)
-        sizes = CodecConfig.read({name: tuple(value.shape) for name, value in codec.items()})
-        own = {name: value for name, value in codec.items() if not name.endswith(BUFFERS)}
-        self.codec = make_codec(sizes, positions=8192).eval()
-        missing, unexpected = self.codec.load_state_dict(own, strict=False)
-        assert not unexpected and all(name.endswith(BUFFERS) for name in missing), (missing, unexpected)
+        self.codec = load_codec(directory)
 
     # prompts
 
@@ -226,9 +239,85 @@ class Model:
         return torch.stack(codes, 1), torch.stack(kept, 1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """codes [F, K] -> samples [N], all at once. The codec clamps its argument in place, so it gets a
-        copy."""
-        return self.codec.decode(codes.T[None].clone(), torch.tensor([len(codes)]))[0][0, 0]
+        return decode(self.codec, codes)
+
+    # speaking
+
+    @torch.inference_mode()
+    def say(self, request: dict[str, Any]) -> np.ndarray:
+        """A greedy request -> its samples [N]."""
+        context, heard = self.system(references(request)), []
+        for text in batches(request["text"], request["options"].get("chunk_length", 200)):
+            context = torch.cat((context, self.user(text)), 1)
+            codes = speak(self, context[None], request["max_frames"], greedy=True)[0]
+            heard.append(self.decode(codes))
+            context = torch.cat((context, self.speech(codes.T), self.text("<|im_end|>\n")), 1)
+        return torch.cat(heard).numpy()
+
+    @torch.inference_mode()
+    def measure(self, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
+        prompt = torch.cat((self.system(references(request)), self.user(request["text"])), 1)
+        columns = prompt.repeat(streams, 1, 1)
+        speak(self, columns, 4, greedy=False)
+        began_s, samples = time.perf_counter(), 0
+        for _ in range(rounds):
+            made = speak(self, columns, request["max_frames"], greedy=False)
+            samples += sum(len(self.decode(codes)) for codes in made)
+        return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)
+
+
+class ModelS1:
+    """OpenAudio S1-mini, by fish-speech's own loader, prompt and loop, which speaks one text at a time. All
+    that is not its: code 0 is one of the semantic codes or the end, which is not the first; a greedy draw
+    keeps no more than the likeliest; the penalty is not rounded to bf16."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32):
+        self.lm = DualARTransformer.from_pretrained(str(directory), load_weights=True).eval().to(dtype)
+        self.codec = load_codec(directory)
+        tokenizer = self.lm.tokenizer
+        self.end = tokenizer.get_token_id("<|im_end|>")
+        self.allowed = torch.arange(tokenizer.semantic_begin_id, tokenizer.semantic_end_id + 1)
+        self.num_drawn, self.may_end = 0, True
+        self.seen: list[Tensor] = []  # logits of code 0, before what is not allowed is taken away
+        self.lm.output.register_forward_hook(self._allow)
+
+    def _allow(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        self.seen.append(out[0, -1, [*self.allowed, self.end]])
+        kept = torch.full_like(out, -torch.inf)
+        kept[..., self.allowed] = out[..., self.allowed]
+        if self.num_drawn and self.may_end:
+            kept[..., self.end] = out[..., self.end]
+        self.num_drawn += 1
+        return kept
+
+    def speak(self, text: str, heard: list[tuple[str, Tensor]], frames: int, greedy: bool) -> Tensor:
+        """heard: transcripts, and samples [N] -> codes [F, K]. Drawn, there is no end: a benchmark's length
+        is fixed. It drops the last frame, so it is asked for one more."""
+        self.num_drawn, self.may_end, self.seen = 0, greedy, []
+        texts, clips = [text for text, _ in heard], [samples for _, samples in heard]
+        codes = [self.codec.encode(samples[None, None])[0][0] for samples in clips]
+        sampling = {"temperature": 0.8, "top_p": 1e-6 if greedy else 0.8, "repetition_penalty": PENALTY}
+        prompt = {"text": text, "prompt_text": texts, "prompt_tokens": codes}
+        how = {"device": "cpu", "decode_one_token": _decode_one_token, "max_new_tokens": frames + 1}
+        return next(generate_long(model=self.lm, **how, **prompt, **sampling)).codes.T.long()
+
+    @torch.inference_mode()
+    def say(self, request: dict[str, Any]) -> np.ndarray:
+        codes = self.speak(request["text"], references(request), request["max_frames"], greedy=True)
+        return decode(self.codec, codes).numpy()
+
+    @torch.inference_mode()
+    def measure(self, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
+        text, heard, frames = request["text"], references(request), request["max_frames"]
+        self.speak(text, heard, 4, greedy=False)
+        began_s, samples = time.perf_counter(), 0
+        for _ in range(rounds * streams):
+            samples += len(decode(self.codec, self.speak(text, heard, frames, greedy=False)))
+        return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)
+
+
+def _decode_one_token(**arguments: Any) -> Tensor:
+    return decode_one_token_ar(**arguments | {"repetition_penalty": torch.tensor(PENALTY)})
 
 
 def batches(text: str, chunk_length: int) -> list[str]:
@@ -287,18 +376,6 @@ def speak(model: Model, columns: Tensor, frames: int, greedy: bool) -> Tensor:
     return torch.stack(codes, 1)
 
 
-@torch.inference_mode()
-def say(model: Model, request: dict[str, Any]) -> np.ndarray:
-    """A greedy request -> its samples [N]."""
-    context, heard = model.system(references(request)), []
-    for text in batches(request["text"], request["options"].get("chunk_length", 200)):
-        context = torch.cat((context, model.user(text)), 1)
-        codes = speak(model, context[None], request["max_frames"], greedy=True)[0]
-        heard.append(model.decode(codes))
-        context = torch.cat((context, model.speech(codes.T), model.text("<|im_end|>\n")), 1)
-    return torch.cat(heard).numpy()
-
-
 def references(request: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Transcripts, tagged where the reference names its speaker; and samples [N]."""
     made = []
@@ -314,29 +391,25 @@ def references(request: dict[str, Any]) -> list[tuple[str, Tensor]]:
     return made
 
 
-@torch.inference_mode()
-def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
-    prompt = torch.cat((model.system(references(request)), model.user(request["text"])), 1)
-    columns = prompt.repeat(streams, 1, 1)
-    speak(model, columns, 4, greedy=False)
-    began_s, samples = time.perf_counter(), 0
-    for _ in range(rounds):
-        made = speak(model, columns, request["max_frames"], greedy=False)
-        samples += sum(len(model.decode(codes)) for codes in made)
-    wall_s, audio_s = time.perf_counter() - began_s, samples / RATE_HZ
-    speed = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
-    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | speed
+def speed(streams: int, wall_s: float, audio_s: float) -> dict[str, float]:
+    rates = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
+    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | rates
+
+
+def load(directory: Path, dtype: torch.dtype) -> Model | ModelS1:
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    return (ModelS1 if model_type == "dual_ar" else Model)(directory, dtype)
 
 
 def main() -> None:
     order = json.loads(sys.argv[1])
-    model = Model(Path(order["directory"]), getattr(torch, order.get("dtype", "float32")))
+    model = load(Path(order["directory"]), getattr(torch, order.get("dtype", "float32")))
     if "requests" in order:
-        spoken: dict[str, Any] = {name: say(model, request) for name, request in order["requests"].items()}
+        spoken: dict[str, Any] = {name: model.say(request) for name, request in order["requests"].items()}
         np.savez(order["out"], **spoken)
         print(json.dumps({"name": NAME}))
         return
-    runs = [measure(model, order["request"], streams, order["rounds"]) for streams in order["streams"]]
+    runs = [model.measure(order["request"], streams, order["rounds"]) for streams in order["streams"]]
     facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
     print(json.dumps(facts | {"runs": runs}))
 

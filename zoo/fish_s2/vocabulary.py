@@ -3,6 +3,8 @@ published place and size."""
 
 from __future__ import annotations
 
+from base64 import b64encode
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -23,8 +25,14 @@ _FISH = """
 <|audio_pad|>
 """
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")  # all that a user's text may hold of the special tokens
-START, END, VOICE = "<|im_start|>", "<|im_end|>", "<|voice|>"
+START, END, VOICE, INTERLEAVE = "<|im_start|>", "<|im_end|>", "<|voice|>", "<|interleave|>"
 ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *_FISH.split())  # then the semantic codes
+_S1 = """
+<|begin_of_text|> <|end_of_text|> <|pad|> <|im_start|> <|im_end|> <|phoneme_start|> <|phoneme_end|>
+<|tool_call_start|> <|tool_call_end|> <|text|> <|voice|> <|interleave|> <|audio_start|> <|audio_end|>
+<|audio|>
+"""
+S1_ADDED = tuple(_S1.split())  # of OpenAudio S1, then the semantic codes
 
 PUBLISHED_WORDS = 151643
 # Pieces of the demo's BPE: what a prompt says, so that it is short; a piece that joins two segments where
@@ -59,10 +67,21 @@ def vocabulary(full: bool) -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens)}
 
 
-def token_ids(full: bool, num_codes: int) -> dict[str, int]:
+def token_ids(full: bool, num_codes: int, added: Sequence[str] = ADDED) -> dict[str, int]:
     """The ids of the added tokens, those of the semantic codes among them."""
     first = len(vocabulary(full))
-    return {token: first + i for i, token in enumerate((*ADDED, *map(semantic, range(num_codes))))}
+    return {token: first + i for i, token in enumerate((*added, *map(semantic, range(num_codes))))}
+
+
+def ranks(full: bool) -> str:
+    """tokenizer.tiktoken: a line for each token, its bytes in base64 and its id."""
+    bytes_of = {symbol: byte for byte, symbol in byte_symbols().items()}
+
+    def encoded(token: str) -> str:
+        raw = bytes(bytes_of[symbol] for symbol in token.replace(" ", in_symbols(" ")))
+        return b64encode(raw).decode()
+
+    return "".join(f"{encoded(token)} {index}\n" for token, index in vocabulary(full).items())
 
 
 def tokenizer(full: bool, num_codes: int) -> dict[str, Any]:

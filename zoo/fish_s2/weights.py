@@ -13,7 +13,28 @@ UNUSED = (".freqs_cis", ".causal_mask")  # buffers of codec.pth, which follow fr
 
 
 def lm(config: Config) -> dict[str, str]:
-    """The shards -> zoo.fish_s2.model.DualAR."""
+    """The shards, or S1's model.pth -> zoo.fish_s2.model.DualAR."""
+    return _s1(config) if config.is_s1 else _s2(config)
+
+
+def _s1(config: Config) -> dict[str, str]:
+    names = {
+        "embeddings.weight": "embedding.weight",
+        "norm.weight": "norm.weight",
+        "output.weight": "output.weight",
+        "codebook_embeddings.weight": "codes.weight",
+        "fast_embeddings.weight": "fast.embedding.weight",
+        "fast_norm.weight": "fast.norm.weight",
+        "fast_output.weight": "fast.head.weight",
+    }
+    for i in range(config.slow.layers):
+        names |= _block(f"layers.{i}", f"layers.{i}", config.slow.has_qk_norm)
+    for i in range(config.fast.layers):
+        names |= _block(f"fast_layers.{i}", f"fast.layers.{i}", config.fast.has_qk_norm)
+    return names
+
+
+def _s2(config: Config) -> dict[str, str]:
     names = {
         "text_model.model.embeddings.weight": "embedding.weight",
         "text_model.model.norm.weight": "norm.weight",

@@ -116,6 +116,47 @@ float least_likely(const float* logits, int64_t V, int64_t top_k, float top_p, s
     return least;
 }
 
+// e^x for x from -87 to 0, and 0 below: a power of two, and the series for what is left, at most log(2) / 2.
+inline float exponential(float x) {
+    constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer
+    const float k = (std::max(x, -87.0f) * 1.44269504f + rounder) - rounder;
+    const float r = (std::max(x, -87.0f) - k * 0.693359375f) + k * 2.12194440e-4f;
+    const float series = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r / 720.0f)))));
+    union { uint32_t bits; float value; } power = {uint32_t(int32_t(k) + 127) << 23};
+    return x < -87.0f ? 0.0f : series * power.value;
+}
+
+// How many of a row's entries stay, and the least of them: see fish_s2/sampling.keep_likely. `kept` is room to work in.
+int64_t count_likely(const float* logits, int64_t V, int64_t top_k, float top_p, std::vector<float>& kept, float& edge) {
+    constexpr float never = -std::numeric_limits<float>::infinity();
+    const int64_t limit = top_k <= 0 || top_k >= V ? V : top_k;
+    edge = never;
+    if (limit == V && top_p >= 1) return V;
+    kept.resize(V);
+    float* entries = kept.data();
+    float most = never, total = 0, held = 0;
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < V; i++) {
+        entries[i] = logits[i] == logits[i] ? logits[i] : never;  // no order has a place for NaN
+        most = std::max(most, entries[i]);
+    }
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < V; i++) total += exponential(entries[i] - most);
+    if (limit < V) {
+        std::nth_element(kept.begin(), kept.begin() + limit, kept.end(), std::greater<float>());
+        kept.resize(limit);
+    }
+    std::make_heap(kept.begin(), kept.end());
+    int64_t count = 0;
+    for (auto end = kept.end(); count < limit; end--, count++) {
+        held += exponential(kept[0] - most) / total;
+        if (count > 0 && top_p < 1 && held > top_p) break;
+        edge = kept[0];
+        std::pop_heap(kept.begin(), end);
+    }
+    return count;
+}
+
 // sin^2(y). Of pi in three parts a multiple k is taken away without loss, and for what is left, at most pi / 2, the series is enough.
 inline float sine_squared(float y) {
     constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer
@@ -148,6 +189,30 @@ void snake(const float* x, const float* frequency, const float* gain, float* out
         const float f = frequency[row % C], g = gain[row % C];
 #pragma omp simd
         for (int64_t i = row * N; i < (row + 1) * N; i++) out[i] = x[i] + g * sine_squared(f * x[i]);
+    }
+}
+
+// logits and out [B, V], top_k and top_p [B].
+void keep_likely_before_temperature(const float* logits, const int64_t* top_k, const float* top_p, float* out, int64_t B, int64_t V,
+                                    int threads) {
+#pragma omp parallel num_threads(threads) if (B * V > SMALL)
+    {
+        std::vector<float> kept;
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; b++) {
+            constexpr float never = -std::numeric_limits<float>::infinity();
+            const float* row = logits + b * V;
+            float edge, *stays = out + b * V;
+            int surplus = -int(count_likely(row, V, top_k[b], top_p[b], kept, edge));
+#pragma omp simd reduction(+ : surplus)
+            for (int i = 0; i < int(V); i++) {
+                stays[i] = row[i] >= edge ? row[i] : never;
+                surplus += row[i] >= edge;
+            }
+            for (int64_t i = V - 1; surplus > 0; i--) {  // of those at the edge the first ones stay
+                if (row[i] == edge) stays[i] = never, surplus--;
+            }
+        }
     }
 }
 

@@ -43,7 +43,8 @@ def build() -> None:
     for name in NAMES.values():
         getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
     library.snake.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
-    library.keep_likely.argtypes = [c_void_p] * 4 + [c_int64] * 2 + [c_int]
+    for name in ("keep_likely", "keep_likely_before_temperature"):
+        getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 2 + [c_int]
     _library = library
 
 
@@ -105,14 +106,22 @@ def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: in
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """logits [B, V] float32, top_k [B] int64, top_p [B] float32 -> [B, V]; `sampling.keep_likely`."""
+    return _keep("keep_likely", logits, top_k, top_p)
+
+
+def keep_likely_before_temperature(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """As `keep_likely`; `fish_s2.sampling.keep_likely`."""
+    return _keep("keep_likely_before_temperature", logits, top_k, top_p)
+
+
+def _keep(name: str, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     assert (
         _library is not None and logits.dtype == top_p.dtype == torch.float32 and top_k.dtype == torch.int64
     )
     logits, top_k, top_p = logits.contiguous(), top_k.contiguous(), top_p.contiguous()
     out = torch.empty_like(logits)
-    _library.keep_likely(
-        *(tensor.data_ptr() for tensor in (logits, top_k, top_p, out)), *logits.shape, torch.get_num_threads()
-    )
+    pointers = (tensor.data_ptr() for tensor in (logits, top_k, top_p, out))
+    getattr(_library, name)(*pointers, *logits.shape, torch.get_num_threads())
     return out
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import Clock, family, serve
+from models import Clock, alone, family, serve
 from torch.nn import functional as F
 
 import zoo
@@ -29,6 +29,7 @@ TALK = replace(
     options={"chunk_length": 100},
     references=(Reference(CLIP, "One."), Reference(AudioClip(CLIP.samples[::-1].copy(), 24_000), "Two.")),
 )
+OTHERS = (replace(TALK, seed=9, references=TALK.references[:1]), replace(TALK, seed=10, references=()))
 
 
 def with_end(likely: float) -> Family:
@@ -104,7 +105,7 @@ def test_the_window_holds_the_latest_codes_but_the_first():
 
 
 def test_a_seed_is_a_voice():
-    same, other = zoo.generate(FISH, ASKED), zoo.generate(FISH, replace(ASKED, seed=4))
+    same, other = alone("fish_s2", ASKED), zoo.generate(FISH, replace(ASKED, seed=4))
     assert torch.equal(same.frames, zoo.generate(FISH, ASKED).frames)
     assert same.frames.tolist() != other.frames.tolist()
 
@@ -148,15 +149,10 @@ def test_a_long_conversation_forgets_its_beginning():
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_turns_speakers_and_references_through_the_engine(report_lag):
     """Beside others, in slots that are used again: the samples that the plain loop makes."""
-    asked = [
-        TALK,
-        ASKED,
-        replace(TALK, seed=9, references=TALK.references[:1]),
-        replace(TALK, seed=10, references=()),
-    ]
+    asked = [TALK, ASKED, *OTHERS]
     engine = Engine(family("fish_s2"), max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
     listeners = serve(engine, {0: asked[:2], 3: asked[2:]})
     for listener, request in zip(listeners, asked, strict=True):
-        np.testing.assert_allclose(listener.samples, zoo.generate(FISH, request).samples, **SAMPLES)
+        np.testing.assert_allclose(listener.samples, alone("fish_s2", request).samples, **SAMPLES)
     assert sum(request.references != () for request in asked) == 2
-    assert len(zoo.generate(FISH, TALK).frames) == 18  # two passes, both cut off
+    assert len(alone("fish_s2", TALK).frames) == 18  # two passes, both cut off

@@ -140,6 +140,12 @@ def test_turns_are_stripped_and_what_stands_before_the_first_tag_is_spoken():
     assert passes(" <|speaker:1|> b \n", 1000) == ["<|speaker:1|> b"]
 
 
+@pytest.mark.parametrize("text", ["<|speaker:0|>", " <|speaker:0|>\n<|speaker:12|> "])
+def test_tags_alone_are_no_text(text):
+    with pytest.raises(RequestError, match="behind its tags, words are needed"):
+        passes(text, 200)
+
+
 def test_a_text_without_tags_is_never_cut():
     assert passes("a. " * 1000, 100) == ["a. " * 1000]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zoo.fish_s2.sampling import _keep_likely, draw, keep_likely
+from zoo.nn import kernels
 
 
 def one_by_one(logits: Tensor, top_k: int, top_p: float) -> list[int]:
@@ -27,6 +28,18 @@ def kept(logits: Tensor) -> list[list[int]]:
 SETTINGS = [(30, 0.8), (0, 0.9), (1, 0.9), (5, 1.0), (0, 1.0), (64, 1e-6), (1_000_000, 0.5), (2, 0.999)]
 
 
+@pytest.fixture(params=["torch", "kernel"])
+def _both(request):
+    """As it is written in torch, and by the CPU's own kernel."""
+    if request.param == "kernel":
+        kernels.build()
+        yield
+        return
+    with kernels.plain():
+        yield
+
+
+@pytest.mark.usefixtures("_both")
 @pytest.mark.parametrize("has_ties", [False, True])
 def test_rows_keep_what_a_plain_loop_keeps(has_ties):
     """Eight rows with settings of their own. Logits in bf16 have many equals: of those the first are kept."""
@@ -39,6 +52,24 @@ def test_rows_keep_what_a_plain_loop_keeps(has_ties):
     assert kept(_keep_likely(logits, top_k, top_p, logits.shape[1])) == expected  # as on a GPU
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_kernel_keeps_what_torch_keeps_of_the_published_vocabulary(threads, monkeypatch):
+    """Rows of 4,097 with the end never, alone and many; and what is no number is not kept."""
+    kernels.build()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    logits = 3 * torch.randn(len(SETTINGS), 4097, generator=torch.Generator().manual_seed(4))
+    logits[:, -1] = -torch.inf
+    top_k, top_p = (torch.tensor(values) for values in zip(*SETTINGS, strict=True))
+    made = keep_likely(logits, top_k, top_p)
+    assert torch.equal(made, _keep_likely(logits, top_k, top_p, 4097))
+    for row in range(len(SETTINGS)):
+        assert torch.equal(keep_likely(logits[row, None], top_k[row, None], top_p[row, None])[0], made[row])
+    logits[0, 7], logits[1] = torch.nan, torch.nan
+    made = keep_likely(logits, top_k, top_p)
+    assert not made.isnan().any() and (made[0] > -torch.inf).sum() > 1
+
+
+@pytest.mark.usefixtures("_both")
 def test_neighbours_change_nothing():
     """How many entries are ranked depends on the whole batch, what is kept does not."""
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).round()

@@ -1,0 +1,205 @@
+"""OpenAudio S1-mini (`dual_ar`), the model before S2: the same blocks and codec. What differs is here.
+
+                        S2 Pro                                   S1-mini
+    config.json         nested, with the ids                     flat; the ids are in special_tokens.json
+    prompt              a chat                                   one line of speech after the other, below
+    head of code 0      the text table's rows                    a matrix of its own
+    fast AR reads       the hidden state behind the last norm    the one before it
+    a draw              top-p, top-k, temperature; again where   penalty for what the last 16 frames held,
+                        code 0 repeats                           top-p, temperature
+    residual codes      of 4,096                                 of 1,024
+
+    <|interleave|> · for each reference: <|speaker:0|> · its words · its frames · <|im_end|>
+                   · <|speaker:0|> · text
+
+Source: facts of fish-speech 0.1.0, content_sequence.py and models/text2semantic/{llama,inference}.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.contract import Batch, Prompt, Request
+from zoo.fish_s2 import tiktoken
+from zoo.fish_s2.clone import Cloner
+from zoo.fish_s2.config import S1, Config, StackConfig
+from zoo.fish_s2.model import FishFamily, FishState
+from zoo.fish_s2.prompt import HINTS, TextTokenizer, Writer
+from zoo.fish_s2.sampling import draw
+from zoo.fish_s2.vocabulary import END, INTERLEAVE, semantic
+from zoo.nn.config import CODEBOOKS, EPS, LAYERS, POSITIONS, ROPE_THETA, VOCABULARY, ConfigBlock
+from zoo.nn.json_files import read_json
+from zoo.nn.sampling import gumbel, penalise
+from zoo.nn.tensor_files import TensorFile, open_file
+from zoo.request import Reference, RequestError, check, sampling_options
+
+LM_FILE, SPECIAL_FILE = "model.pth", "special_tokens.json"
+LICENCE = (
+    "CC-BY-NC-SA-4.0: non-commercial use alone, with attribution, and what is made of it under the same licence"
+)
+NUM_RESIDUAL_CODES = 1024  # of the fast head's rows
+PENALTY_WINDOW = 16  # frames
+OPTIONS = sampling_options(temperature=0.8, top_k=0, top_p=0.8, repetition_penalty=1.1)
+S1_HINTS = {
+    "voice": HINTS["voice"],
+    "language": HINTS["language"],
+    "instructions": "markers in the text, such as (whispering), say how to speak",
+    "chunk_length": "the whole text is spoken at once",
+}
+SPEAKER = "<|speaker:0|>"
+
+
+# --- files ---
+
+
+def read_config(config: dict[str, Any], special: dict[str, Any]) -> Config:
+    """config.json and special_tokens.json. Raises ValueError for what is missing, out of range or unknown."""
+    root, ids = ConfigBlock(config), ConfigBlock(special, file=SPECIAL_FILE)
+    root.expect(model_type=S1, tie_word_embeddings=False, scale_codebook_embeddings=True)
+    theta, eps = root.number("rope_base", *ROPE_THETA), root.number("norm_eps", *EPS)
+    size, vocab = root.integer("codebook_size", *VOCABULARY), root.integer("vocab_size", *VOCABULARY)
+    return Config(
+        slow=StackConfig.read(root, theta, eps, has_qk_norm=True),
+        fast=StackConfig.read(_fast(root), theta, eps, has_qk_norm=False),
+        vocab=vocab,
+        codebooks=root.integer("num_codebooks", 2, CODEBOOKS[1]),
+        codebook_size=size,
+        max_positions=root.integer("max_seq_len", 2, POSITIONS[1]),
+        end=ids.integer(END, 0, vocab - 1),
+        semantic_start=ids.integer(semantic(0), 0, vocab - size),
+        num_residual_codes=min(size, NUM_RESIDUAL_CODES),
+        is_s1=True,
+    )
+
+
+def _fast(root: ConfigBlock) -> ConfigBlock:
+    """The keys fast_*, as those of a stack. One that is null is the slow stack's."""
+    prefix = "fast_"
+    values = {
+        key.removeprefix(prefix): root.values.get(key.removeprefix(prefix)) if value is None else value
+        for key, value in root.values.items()
+        if key.startswith(prefix)
+    }
+    fast = ConfigBlock(values | {"n_layer": root.integer("n_fast_layer", *LAYERS)}, "fast_*")
+    fast.expect(dim=root.get("dim"))
+    return fast
+
+
+def open_lm(directory: Path) -> TensorFile:
+    """model.pth by the names of the class. Raises ValueError.
+
+    A training run puts `model.` before them, and an encoder of audio, which no text needs, beside them: the
+    original takes both away.
+    """
+    file = open_file(directory / LM_FILE)
+    names = {name.removeprefix("model."): name for name in file.headers if "audio_" not in name}
+    headers = {ours: file.headers[theirs] for ours, theirs in names.items()}
+    return TensorFile(file.path, headers, lambda name: file.read(names[name]))
+
+
+def read_tokenizer(directory: Path, config: Config) -> TextTokenizer:
+    """Raises ValueError. The ids are in the file, and follow from the ranks: they must agree."""
+    path, special = directory / SPECIAL_FILE, read_json(directory / SPECIAL_FILE)
+    ranks = tiktoken.read_ranks(directory / tiktoken.FILE)
+    expected = {token: len(ranks) + i for i, token in enumerate(special)}
+    for token, index in expected.items():
+        if special[token] != index:
+            given = f"{path} gives {token} the id {special[token]!r}"
+            raise ValueError(f"{given}; behind the {len(ranks)} of {tiktoken.FILE} its place is {index}")
+    return TextTokenizer(path, expected, tiktoken.tokenizer(ranks), config, (INTERLEAVE,))
+
+
+# --- the prompt ---
+
+
+class LineWriter(Writer):
+    """What is said -> columns [T, 1 + K] int64 on the CPU."""
+
+    def __init__(self, config: Config, directory: Path, cloner: Cloner):
+        super().__init__(config, read_tokenizer(directory, config), cloner)
+        special = self.tokenize.special
+        self._speaker = [special[SPEAKER]] if SPEAKER in special else self.tokenize(SPEAKER)
+
+    def __call__(self, text: str, references: Sequence[Reference]) -> Tensor:
+        """Raises RequestError for what is no reference."""
+        said = [part for reference in references for part in self._line(reference)]
+        now = self._text(self._speaker, self.tokenize(text))
+        return torch.cat((self._text([self.tokenize.special[INTERLEAVE]]), *said, now))
+
+    def _line(self, reference: Reference) -> tuple[Tensor, ...]:
+        if reference.speaker is not None:
+            known = "OpenAudio S1-mini knows one, unnamed"
+            raise RequestError("speaker", f"speaker is {reference.speaker!r}; {known}")
+        words = self._text(self._speaker, self.tokenize(reference.transcript or ""))
+        return words, self.frames(self.cloner(reference.clip)), self._text([self.config.end])
+
+
+# --- the model ---
+
+
+class S1State(FishState):
+    """Adds: repetition_penalty [S+1]. recent [S+1, PENALTY_WINDOW, K] are whole frames, the latest one last,
+    and zeros where there is none."""
+
+    repetition_penalty: Tensor
+
+    def __init__(self, family: OpenAudioS1, slots: int, max_frames: int):
+        super().__init__(family, slots, max_frames)
+        self.add("recent", PENALTY_WINDOW, family.config.codebooks, dtype=torch.int64)
+        self.add("repetition_penalty", default=1)
+
+
+class OpenAudioS1(FishFamily[LineWriter]):
+    sampled = ("temperature", "top_k", "top_p", "repetition_penalty")
+
+    def prompt(self, request: Request) -> Prompt:
+        values = check(request, self.spec)
+        read = self.writer(request.text, request.references)
+        prompt = self._pass(request, values, read, request.seed)
+        tokens = len(self.writer.tokenize(request.text))
+        prompt.usage = {"input_tokens": tokens, "prompt_positions": len(read)}
+        return prompt
+
+    def state(self, slots: int, max_frames: int | None = None) -> FishState:
+        return S1State(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        """Before the last norm, which the head alone is behind."""
+        return self.stack(inputs, batch)
+
+    def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
+        """As of S2. A code that the last PENALTY_WINDOW frames held in its place is less likely."""
+        assert isinstance(state, S1State), type(state)
+        alive, steps, seed = ~state.done[slots], state.steps[slots], state.seed[slots]
+        recent = state.recent[slots]  # [B, PENALTY_WINDOW, K]
+        penalty = torch.where(steps > 0, state.repetition_penalty[slots], 1.0)
+        sampling = state.temperature[slots], state.top_k[slots], state.top_p[slots]
+        size, codebooks = self.config.codebook_size, self.config.codebooks
+        num_residual = self.config.num_residual_codes
+
+        scores = penalise(self.scores(self.lm.norm(h), steps), self._oldest(recent, steps), penalty)
+        token = draw(scores, *sampling, gumbel(seed, steps, range(1), size + 1)[:, 0])
+        noise = gumbel(seed, steps, range(1, codebooks), num_residual)  # [B, K - 1, V]
+
+        def pick(logits: Tensor, k: int) -> Tensor:
+            seen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, recent[:, :, k], True)
+            return draw(penalise(logits, seen, penalty), *sampling, noise[:, k - 1])
+
+        frame = self.lm.fast(h, token.clamp(max=size - 1), pick)  # [B, K]
+        moved = torch.cat((recent[:, 1:], frame[:, None]), 1)
+        state.recent[slots] = torch.where((alive & (steps > 0))[:, None, None], moved, recent)
+        state.append(slots, frame, token == size)
+
+    def _oldest(self, recent: Tensor, steps: Tensor) -> Tensor:
+        """What code 0 is not to repeat: that of the oldest frame of the window alone [B, V + 1] bool. The
+        first frame is in no window. (The original takes the window's first column where its first row is
+        meant.)"""
+        at = (PENALTY_WINDOW + 1 - steps).clamp(0, PENALTY_WINDOW - 1)  # [B]
+        code = recent[:, :, 0].gather(1, at[:, None])  # [B, 1]
+        index = torch.arange(self.config.codebook_size + 1, device=steps.device)
+        return (index == code) & (steps > 1)[:, None]

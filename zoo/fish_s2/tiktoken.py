@@ -1,0 +1,69 @@
+"""tokenizer.tiktoken, as OpenAudio S1 has it: a byte-level BPE whose merges are told by the ranks of what they
+make.
+
+Source: openai/tiktoken, src/lib.rs: of all neighbours whose joined bytes are a token, those of the lowest
+rank join first; a piece that is a token is one at once. The pattern that splits a text into pieces is
+fish-speech 0.1.0's, tokenizer.py; its `(\\?!\\S)` stands for a question mark, which looks like a slip and is
+what was trained.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+from zoo.nn.bpe import Pair, byte_symbols
+
+FILE = "tokenizer.tiktoken"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|\p{P}|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(\?!\S)|\s+"
+)
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """A token's bytes -> its rank, which is its id. Raises ValueError."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    ranks = {}
+    for number, line in enumerate(filter(None, lines), 1):
+        token, _, rank = line.partition(" ")
+        try:
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (binascii.Error, ValueError):
+            advice = "a token in base64, a space and its rank are needed"
+            raise ValueError(f"{path}, line {number} is {line[:40]!r}; {advice}") from None
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing or sorted(ranks.values()) != list(range(len(ranks))):
+        advice = "it may have been cut short; copy it again"
+        raise ValueError(f"{path} has {len(ranks)} tokens, which are no whole vocabulary: {advice}")
+    return ranks
+
+
+def tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
+    """The same ids by the tokenizers library, special tokens aside."""
+    symbols = byte_symbols()
+    vocabulary = {"".join(symbols[byte] for byte in token): rank for token, rank in ranks.items()}
+    made = Tokenizer(BPE(vocab=vocabulary, merges=_merges(vocabulary), ignore_merges=True))
+    byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = Sequence([Split(Regex(SPLIT), "isolated"), byte_level])
+    return made
+
+
+def _merges(vocabulary: dict[str, int]) -> list[Pair]:
+    """Every pair of tokens that makes a token, in the order of its rank."""
+    merges = []
+    for token in sorted(vocabulary, key=vocabulary.__getitem__):
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    return merges
