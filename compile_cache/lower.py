@@ -36,7 +36,14 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:
-    """The graph compiled with these tensors holds for every size of `dim`, 1 included; equal names mean equal
-    sizes."""
+    """The graph compiled with these tensors holds for every size of `dim`; equal names mean equal sizes.
+
+    On a CPU for 1 too. On a GPU 1 gets a graph of its own, and the others share one that was laid out for the size
+    at hand: sizes of which nothing is known keep kernels from being fused (Higgs Audio V3: 65 generated kernels a
+    step, and 30 so).
+    """
     for tensor in tensors:
-        torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)
+        if tensor.device.type == "cpu":
+            torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)
+        elif tensor.shape[dim] > 1:
+            torch._dynamo.mark_dynamic(tensor, dim)

@@ -98,9 +98,14 @@ def spare_slots(runner: Runner, size: int) -> np.ndarray:
 
 
 def mark_sizes(batch: Batch, tokens: str) -> None:
-    """Which sizes a graph holds for; equal names mean equal sizes."""
+    """Which sizes a graph holds for; equal names mean equal sizes. Where launches are recorded the page table
+    has one width, and a prefill one number of sequences."""
+    any_size((batch.positions, batch.kv_write_index, batch.is_audio), 0, tokens)
+    is_recorded = batch.kv.device.type != "cpu"
+    if tokens == "tokens" and is_recorded:
+        return
     any_size((batch.slots,), 0, "batch")
     any_size((batch.kv_lens, batch.page_table), 0, "sequences")
-    any_size((batch.positions, batch.kv_write_index, batch.is_audio), 0, tokens)
     any_size((batch.cu_seqlens,), 0, "edges")
-    any_size((batch.page_table,), 1, "pages")
+    if not is_recorded:
+        any_size((batch.page_table,), 1, "pages")
