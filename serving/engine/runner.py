@@ -138,8 +138,8 @@ class Runner:
     """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
 
     prefill_tokens: of one launch, at most. codec: in which precision a GPU renders, "tf32" or "float32".
-    observer: told of each launch once it returned, and of each wait for the device. What it does to the state is
-    in the launch's report. timer: what launches are timed by.
+    observer: told of each launch once it returned, and of each wait for the device. timer: what launches are timed
+    by.
     """
 
     observer: Observer | None = None

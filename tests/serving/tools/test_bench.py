@@ -126,22 +126,6 @@ def test_the_observer_is_told_of_every_launch(with_end):
     assert all(seconds > 0 for seconds in times.seconds.values()) and sum(times.seconds.values()) < took_s
 
 
-def test_what_the_observer_does_to_the_state_is_in_the_report():
-    """benchmarks/host.py keeps requests from ending that way."""
-    engine = Engine(Toy(), max_slots=1, compile=False)
-    [model] = engine.models.values()
-    model.runner.observer = lambda event, rows, seconds: model.runner.state.done.zero_()
-    listener = Listener()
-    engine.speak("a", Request(text="Good morning.", max_frames=2), listener)
-    for _ in range(20):
-        engine.turn()
-    assert listener.end is None
-    model.runner.observer = None
-    while engine.turn():
-        pass
-    assert listener.has_ended_well
-
-
 def test_launches_are_timed_by_the_runners_timer():
     engine = Engine(Toy(), max_slots=1, compile=False)
     [model] = engine.models.values()
