@@ -144,9 +144,11 @@ def rehearse(
 
 
 def num_lowered(runner: Rehearsed) -> int:
-    """A graph for any number of slots; for the step, for prefills, and for each shape of a render."""
+    """For the step and for each shape of a render a graph for one slot, where that is recorded, and one for more; and
+    a graph for prefills."""
     window = runner.family.spec.window
-    shapes = 1, 1, len(window.sizes) * len(window.lengths or (0,))
+    sizes = len({size > 1 for size in runner.buckets})
+    shapes = sizes, 1, sizes * len(window.sizes) * len(window.lengths or (0,))
     return sum(n for n, how in zip(shapes, runner.lowerings, strict=True) if how == Whole())
 
 
