@@ -154,7 +154,7 @@ def test_a_step_after_done_changes_nothing(name):
         assert torch.equal(value, before[field]), field
 
 
-@every_family
+@slow_for_families
 def test_a_reused_slot_is_a_fresh_one(name):
     """Whoever was there before: one that ended, or one that was cut off in the middle."""
     stage, (first, second, third) = RunnerHarness(name, 1), requests(name, 7, max_frames=40)[2::2]
@@ -174,7 +174,7 @@ def test_a_reused_slot_is_a_fresh_one(name):
 # prompts
 
 
-@every_family
+@slow_for_families
 @pytest.mark.parametrize("sizes", [(1,), (5,), (16,), (3, 1, 16, 2)], ids=str)
 def test_chunked_prefill_equals_whole(name, sizes):
     """Three prompts advance side by side, each in stretches of its own, and a fourth speaks in between."""
@@ -223,7 +223,7 @@ def test_shared_pages_equal_recomputed_ones(name):
     stage.agrees([(0, long), (1, other)])
 
 
-@every_family
+@slow_for_families
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_the_engine_shares_the_pages_of_equal_prompts(name, report_lag):
     long = requests(name, 3)[2]

@@ -37,6 +37,7 @@ print(torch.get_num_threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/task").is_dir() or os.cpu_count() == 1,
     reason="two cores, and threads counted in /proc",

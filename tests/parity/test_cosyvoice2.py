@@ -82,6 +82,7 @@ def demo_directory() -> Path:
     return directory("cosyvoice2", "parity")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LM_CASES)
 @torch.inference_mode()
 def test_codes_and_hidden_states(name, monkeypatch):
@@ -104,6 +105,7 @@ def test_codes_and_hidden_states(name, monkeypatch):
     torch.testing.assert_close(kept, made["hidden"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "rest", "whole"])
 def test_interleaved_codes(name, monkeypatch):
     """With no prompt, and with one whose codes end within a turn or with one."""
@@ -167,6 +169,7 @@ def test_mel_without_chunk_masks(name):
     assert (whole - FLOW[f"{name}_chunks"]).abs().max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "sound"])
 @pytest.mark.parametrize("sizes", [(57,), (25,), (50, 25)], ids=str)
 @torch.inference_mode()

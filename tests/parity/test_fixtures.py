@@ -51,6 +51,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_our_modules_have_the_published_tensors(size, tmp_path):
     config, _, codec_configs, spec = describe(demo.write_texts(tmp_path / "demo", size))

@@ -60,6 +60,7 @@ def test_what_the_talker_reads(case):
     check_prompt(voices(facts["size"]), request(facts), found, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_greedy_request_from_text_to_samples(case, monkeypatch):
     facts, found = case
     check_speech(voices(facts["size"]), request(facts), facts, found, monkeypatch)

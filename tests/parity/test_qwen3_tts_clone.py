@@ -101,6 +101,7 @@ def test_text_is_shorter_and_longer_than_the_codes():
     assert len(trailing["short_text"]) == 1 < len(trailing["long_text"])
 
 
+@pytest.mark.slow
 def test_a_greedy_request_from_text_to_samples(case, monkeypatch):
     facts, found = case
     check_speech(family("qwen3_tts", size=facts["size"]), request(facts), facts, found, monkeypatch)

@@ -202,6 +202,7 @@ def test_what_is_heard_of_references(name):
         )
 
 
+@pytest.mark.slow
 @every_case
 def test_patches_stops_and_samples(name):
     fact, found = facts(name), load_file(HERE / f"{name}.safetensors")

@@ -19,6 +19,8 @@ from fake_engine import CLONER, MODEL, frame
 
 from serving import supervisor
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ENV = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
 

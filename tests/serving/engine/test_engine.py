@@ -173,6 +173,7 @@ def test_a_prompt_that_is_all_in_shared_pages_begins_with_its_first_step(report_
 # ending
 
 
+@pytest.mark.slow
 @LAGS
 @pytest.mark.parametrize("frames", [0, 1, 2, 9])
 def test_the_model_ends_or_the_cap_does(frames, report_lag):

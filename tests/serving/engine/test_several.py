@@ -140,6 +140,7 @@ def test_prefix_pages_are_shared_by_one_models_requests_and_never_across(report_
     assert shared == [0, 0, 2, 4]
 
 
+@pytest.mark.slow
 @LAGS
 def test_random_cancels_leave_every_page_and_slot_where_it_was(report_lag):
     both = engine(

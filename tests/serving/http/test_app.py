@@ -500,6 +500,7 @@ def test_a_shutdown_breaks_what_is_still_open_after_its_grace(mortal):
     until(lambda: not mortal.thread.is_alive())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream_format": "sse"}])
 def test_a_shutdown_refuses_what_is_still_queued_after_its_grace(mortal, caplog, fields):
     waiting = ThreadPoolExecutor(1).submit(mortal.speak, "queued", **fields)

@@ -10,6 +10,8 @@ from metrics import outcomes
 
 from serving.http.listener import MAX_HEAD_BYTES
 
+pytestmark = pytest.mark.slow
+
 SPEAK = b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\n"
 
 

@@ -12,6 +12,8 @@ import soundfile
 from audio_files import decoded
 from served import connected, serving
 
+pytestmark = pytest.mark.slow
+
 FRAME_BYTES = 2 * 1920
 
 

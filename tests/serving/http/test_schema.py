@@ -38,12 +38,14 @@ def schema(tmp_path_factory):
         yield schemathesis.openapi.from_url(server.url + "/schema/openapi.json")
 
 
+@pytest.mark.slow
 def test_every_route_is_tried(schema):
     assert sorted((one.ok().method.upper(), one.ok().path) for one in schema.get_all_operations()) == sorted(
         ROUTES
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_every_route_does_what_its_page_says(schema, method, path, mode):

@@ -20,6 +20,8 @@ from serving.tools.parity import compare, difference, follow, parity
 from serving.tools.requests import every_request
 from zoo.contract import Option, Prompt, Request
 
+pytestmark = pytest.mark.slow
+
 
 def tiny(name: str) -> str:
     return str(directory(name, "tiny"))

@@ -84,6 +84,7 @@ def test_no_order_has_more_given_keys_than_its_bound():
 # what is said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "portions"),
     [("prompted", portions) for portions in PORTIONS]
@@ -130,6 +131,7 @@ def test_the_whole_text_may_take_fewer_steps_than_tokens():
 # the engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_who_starves_takes_no_step_and_the_others_go_on(report_lag):
     """And is heard as far as the grid and the lookahead let it."""

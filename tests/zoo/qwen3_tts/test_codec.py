@@ -79,6 +79,7 @@ def test_published_names_and_shapes():
     assert codec.decoder.state_size == 8 * 71 * 2 * 1024 + (2 * 512 + 18 * 1024 + 78 * 1440 + 6 * 96) + 2880
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", [(1,), (2,), (4,), (25,), (1, 4, 25), (60,)])
 def test_streamed_equals_one_shot(codec, shapes):
     """Three streams, each with its own share of every call (none at all sometimes), rubbish behind the valid

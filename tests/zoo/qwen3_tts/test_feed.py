@@ -62,6 +62,7 @@ def agrees(ours: Qwen3TTS, listener: Listener, whole: Request) -> None:
     )  # windows and one launch round otherwise: 2e-5 measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("portions", PORTIONS)
 @pytest.mark.parametrize(
     ("ours", "whole"),
@@ -84,6 +85,7 @@ def test_fed_equals_the_whole_text_at_once(ours, whole, portions):
     agrees(ours, listener, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_who_starves_takes_no_step_and_the_others_go_on(report_lag):
     """And is heard to the last of what its text allowed while it waits."""
@@ -182,6 +184,7 @@ def test_text_for_who_has_no_slot_yet_waits_with_it():
     agrees(VOICE, listener, NAMED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["speaking", "waiting"])
 def test_too_many_tokens_fail_that_request_alone(is_waiting):
     speaking = Speaking(VOICE, max_slots=1 if is_waiting else 2)
