@@ -1,0 +1,248 @@
+"""The talker's training: from text to codes, with the talker and its code predictor reading the true codes.
+
+The module is `zoo.qwen3_tts.model.Talker` itself; here its blocks attend to a dense batch instead of pages. Three
+helpers that nothing keeps make it learn in minutes what would take hours: a head in each of two layers is told which
+byte is spoken next, a classifier on the second layer names the phones, and short utterances come first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.train_a_voice.codes import SIZE, Codebooks
+from examples.train_a_voice.decoder import meanings
+from examples.train_a_voice.job import Average, Job, Schedule, keep, resume
+from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rope_table, rotate
+from zoo.qwen3_tts.config import Config
+from zoo.qwen3_tts.model import Talker
+from zoo.qwen3_tts.prompt import NOTHING
+
+GUIDED = (1, 2)  # layers whose first head is told where to look
+PHONES = 2  # layer whose output is asked for the phones
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Utterances:
+    """What the talker learns from. All lists are by utterance."""
+
+    prompts: list[np.ndarray]  # [P, 2], text and codec ids
+    text_starts: list[int]  # where in the prompt the text begins
+    codes: list[np.ndarray]  # [T, K]
+    spoken: list[np.ndarray]  # [T], byte of the text
+    phones: list[np.ndarray]  # [T]
+    num_phones: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    text: Tensor  # [B, L], and codec ids; a frame's are those of its codes
+    codec: Tensor  # [B, L], NOTHING where there is none
+    at: Tensor  # [N], flat positions that are frames
+    frames: Tensor  # [N, K], what stands there, a few of them wrong
+    rows: Tensor  # [M], flat positions that give a frame, or the end
+    first: Tensor  # [M], the first code that they give, or SIZE: the end
+    given: Tensor  # [M, K], all codes that they give; of the end, zeros
+    looks_at: Tensor  # [M], position in the same sequence of the byte that is spoken
+    phones: Tensor  # [M, 2], of the given frame and of the one behind it
+
+
+class Training(nn.Module):
+    """The talker and what helps it."""
+
+    def __init__(self, talker: Talker, config: Config, num_phones: int):
+        super().__init__()
+        self.talker, self.config = talker, config
+        self.phones = nn.Linear(config.talker.hidden, 2 * num_phones)
+
+    def forward(self, batch: Batch, depth_share: float) -> dict[str, Tensor]:
+        """-> the losses: first code, other codes, where to look, phones"""
+        x = self.embed(batch)
+        length = x.shape[1]
+        looks, named = [], None
+        cos, sin = rope_table(torch.arange(length), self.config.talker.head_dim, self.config.talker.rope_theta, x.dtype)
+        cos, sin = cos[:, None], sin[:, None]
+        for i, layer in enumerate(self.talker.layers):
+            q, k, v = layer.project_qkv(x)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if i in GUIDED:
+                looks.append(look(q[:, :, 0], k[:, :, 0], batch))
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = layer.project_output(x, mixed.transpose(1, 2).flatten(2))
+            if i == PHONES:
+                named = self.phones(x.flatten(0, 1)[batch.rows]).unflatten(1, (2, -1))
+        assert named is not None, f"the talker has {len(self.talker.layers)} layers; more than {PHONES} are needed"
+        h = self.talker.norm(x).flatten(0, 1)[batch.rows]  # [M, D]
+        heads = torch.cat((self.talker.codec_head.weight[:SIZE], self.talker.codec_head.weight[[self.config.control.eos]]))
+        return {
+            "first": F.cross_entropy(F.linear(h, heads).float(), batch.first),
+            "depth": self.depth(h, batch, depth_share),
+            "look": torch.stack(looks).mean(),
+            "phone": F.cross_entropy(named.flatten(0, 1).float(), batch.phones.flatten(), ignore_index=IGNORE),
+        }
+
+    def embed(self, batch: Batch) -> Tensor:
+        """-> [B, L, D]"""
+        rows = self.talker.codec_embedding(batch.codec.clamp(min=0)).masked_fill((batch.codec < 0)[..., None], 0)
+        rows = rows.flatten(0, 1).index_add(0, batch.at, self.talker.frames(batch.frames))
+        return self.talker.text(batch.text) + rows.view(*batch.text.shape, -1)
+
+    def depth(self, h: Tensor, batch: Batch, share: float) -> Tensor:
+        """The code predictor on some of the frames: it costs as much as the talker."""
+        frames = (batch.first < SIZE).nonzero()[:, 0]
+        some = frames[torch.randperm(len(frames))[: max(1, round(share * len(frames)))]]
+        predictor, codes = self.talker.depth, batch.given[some]  # [N, K]
+        rows = torch.stack([F.embedding(codes[:, g + 1], predictor.embeddings.table(g)) for g in range(codes.shape[1] - 2)], 1)
+        x = torch.cat((h[some][:, None], self.talker.codec_embedding(codes[:, :1]), rows), 1)  # [N, K, D]
+        x = predictor.project(x)
+        c = predictor.config
+        cos, sin = rope_table(torch.arange(x.shape[1]), c.head_dim, c.rope_theta, x.dtype)
+        for layer in predictor.layers:
+            q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))
+            mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
+            x = layer.project_output(x, mixed.transpose(1, 2).flatten(2))
+        x = predictor.norm(x)
+        losses = [F.cross_entropy(head(x[:, g + 1]).float(), codes[:, g + 1]) for g, head in enumerate(predictor.heads)]
+        return torch.stack(losses).mean()
+
+
+def look(q: Tensor, k: Tensor, batch: Batch) -> Tensor:
+    """How surprised a head is, in nats, by where the byte stands that is spoken next. q, k [B, L, dim]"""
+    length = q.shape[1]
+    sequence, position = batch.rows // length, batch.rows % length
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).flatten(0, 1)[sequence * length + position].float()  # [M, L]
+    scores = scores.masked_fill(torch.arange(length) > position[:, None], -torch.inf)
+    return F.cross_entropy(scores, batch.looks_at)
+
+
+@torch.no_grad()
+def initialise(training: Training, codebooks: Codebooks) -> None:
+    """PyTorch's defaults; branches that start small; frames that read as what they sound like."""
+    talker = training.talker
+    for module in talker.modules():
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "weight" and parameter.dim() == 2:
+                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+            elif name == "bias":
+                nn.init.zeros_(parameter)
+    for stack in (talker.layers, talker.depth.layers):
+        for layer in stack:
+            for matrix in (layer.out.weight, layer.mlp.down.weight):
+                matrix *= (2 * len(stack)) ** -0.5
+    nn.init.normal_(talker.text.embedding.weight)
+    nn.init.normal_(talker.codec_embedding.weight, std=0.5)
+    rows = meanings(codebooks, talker.codec_embedding.weight.shape[1])
+    rows *= rows.sum(0).square().mean().rsqrt()
+    talker.codec_embedding.weight[:SIZE] = rows[0]
+    talker.depth.embeddings.weight.copy_(rows[1:].flatten(0, 1))
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def batches(data: Utterances, size: int, seed: int, step: int, curriculum: tuple[int, int, int]) -> Iterator[Batch]:
+    """For ever. curriculum: the longest utterance at first and at last, in frames, and steps from one to the other.
+    `size` utterances of about the same length are a batch."""
+    rng = np.random.default_rng((seed, step))
+    lengths = np.array([len(codes) for codes in data.codes])
+    order = np.argsort(lengths, kind="stable")
+    first, last, over = curriculum
+    while True:
+        longest = first + (last - first) * min(1.0, step / max(1, over))
+        allowed = max(size, int(np.searchsorted(lengths[order], longest)))
+        start = int(rng.integers(0, max(1, allowed - 8 * size)))
+        near = order[start : min(start + 8 * size, allowed)]
+        yield collate(data, rng.choice(near, min(size, len(near)), replace=False), rng)
+        step += 1
+
+
+def corrupt(codes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """As a talker reads what it has said: 8 % of the frames are others of the utterance, 5 % of the codes are any."""
+    codes = codes.copy()
+    wrong = rng.random(len(codes)) < 0.08
+    codes[wrong] = codes[rng.integers(0, len(codes), wrong.sum())]
+    any_code = rng.random(codes.shape) < 0.05
+    codes[any_code] = rng.integers(0, SIZE, any_code.sum())
+    return codes
+
+
+def collate(data: Utterances, chosen: np.ndarray, rng: np.random.Generator) -> Batch:
+    length = max(len(data.prompts[u]) + len(data.codes[u]) for u in chosen)
+    pairs = np.full((len(chosen), length, 2), (0, NOTHING), np.int64)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("at", "frames", "rows", "first", "given", "looks_at", "phones")}
+    for b, u in enumerate(chosen):
+        prompt, codes = data.prompts[u], data.codes[u].astype(np.int64)
+        start, count = len(prompt), len(codes)
+        pairs[b, :start] = prompt
+        pairs[b, start : start + count, 0] = prompt[-1, 0]  # tts_pad, as beside the prompt's last position
+        parts["at"].append(b * length + start + np.arange(count))
+        parts["frames"].append(corrupt(codes, rng))
+        parts["rows"].append(b * length + start - 1 + np.arange(count + 1))
+        parts["first"].append(np.append(codes[:, 0], SIZE))
+        parts["given"].append(np.concatenate((codes, np.zeros_like(codes[:1]))))
+        parts["looks_at"].append(data.text_starts[u] + np.append(data.spoken[u], data.spoken[u][-1]))
+        named = np.append(data.phones[u], [IGNORE, IGNORE])
+        parts["phones"].append(np.stack((named[:-1], named[1:]), 1))
+    joined = {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
+    return Batch(text=torch.from_numpy(pairs[..., 0]), codec=torch.from_numpy(pairs[..., 1]), **joined)
+
+
+# --- the run ------------------------------------------------------------------------------------------------
+
+
+PEAK, WARMUP = 1.5e-3, 150  # learning rate, steps
+
+
+@dataclass(frozen=True)
+class Plan:
+    batch: int = 12
+    depth_share: float = 0.25
+    decay: float = 0.998
+    log_every: int = 50
+    curriculum: tuple[int, int, int] = (24, 60, 2_000)
+    dtype: torch.dtype = torch.bfloat16
+
+
+WEIGHTS = {"first": 1.0, "depth": 1.0, "look": 0.3, "phone": 0.3}
+
+
+def train(training: Training, codebooks: Codebooks, data: Utterances, job: Job, plan: Plan, schedule: Schedule) -> None:
+    """Goes on from the job's checkpoint, until the schedule ends or it is killed."""
+    initialise(training, codebooks)
+    optimiser = torch.optim.AdamW(training.parameters(), betas=(0.9, 0.98), weight_decay=0.01, foreach=True)
+    average = Average(training, plan.decay)
+    step, cpu_s = resume(job, training, optimiser, average)
+    source = batches(data, plan.batch, 0, step, plan.curriculum)
+    sums, began_s = dict.fromkeys(WEIGHTS, 0.0), time.process_time()
+    while schedule.goes_on(step):
+        job.rest()
+        for group in optimiser.param_groups:
+            group["lr"] = schedule.rate(step)
+        with torch.autocast("cpu", plan.dtype, enabled=plan.dtype != torch.float32):
+            losses = training(next(source), plan.depth_share)
+        torch.stack([WEIGHTS[name] * value for name, value in losses.items()]).sum().backward()
+        nn.utils.clip_grad_norm_(training.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        step += 1
+        average.update(step)
+        sums = {name: total + float(losses[name].detach()) for name, total in sums.items()}
+        if step % plan.log_every == 0:
+            cpu_s += time.process_time() - began_s
+            began_s = time.process_time()
+            job.log(step=step, cpu_s=cpu_s, time=time.time(), **{name: total / plan.log_every for name, total in sums.items()})
+            sums = dict.fromkeys(WEIGHTS, 0.0)
+        if job.is_due() or not schedule.goes_on(step):
+            keep(job, training, optimiser, average, step, cpu_s)
