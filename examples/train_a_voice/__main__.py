@@ -28,10 +28,9 @@ from examples.train_a_voice.codes import Codebooks
 from examples.train_a_voice.flite import RATE_HZ as FLITE_HZ
 from examples.train_a_voice.flite import Shelf
 from examples.train_a_voice.job import Job, Schedule
-from examples.train_a_voice.settings import FULL, QUICK, Settings
-from examples.train_a_voice.words import HELD_OUT
+from examples.train_a_voice.settings import FULL, QUICK, Settings, codec_config
 from zoo.qwen3_tts import describe
-from zoo.qwen3_tts.codec import Decoder
+from zoo.qwen3_tts.codec import Decoder, DecoderConfig
 from zoo.qwen3_tts.model import Talker
 from zoo.qwen3_tts.prompt import PromptWriter
 from zoo.request import Request, check
@@ -53,8 +52,8 @@ def counter(name: str, total: int) -> Callable[[int], None]:
 
 def speech(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     """Steps 1 and 2: sentences, and flite speaks them."""
-    dictionary = sentences.read_dictionary(judge.DICTIONARY)
-    held_out = HELD_OUT + sentences.generate(NUM_GENERATED, dictionary, SEED + 6)
+    dictionary = sentences.read_dictionary(judge.dictionary())
+    held_out = sentences.LINES["held_out"] + sentences.generate(NUM_GENERATED, dictionary, SEED + 6)
     texts = sentences.generate(settings.num_sentences, dictionary, SEED, frozenset(held_out))
     for name, lines in (("held_out", held_out), ("train", texts)):
         Shelf(work / name).fill(lines, counter(f"speech of {name}", len(lines)))
@@ -111,10 +110,6 @@ def texts_directory(work: Path, settings: Settings) -> Path:
     return work / "texts"
 
 
-def decoder_of(work: Path, settings: Settings) -> Decoder:
-    return Decoder(describe(texts_directory(work, settings))[2][0])
-
-
 def run(work: Path, name: str, peak: float, warmup: int, args: argparse.Namespace) -> tuple[Job, Schedule]:
     """A job, and how its learning rate goes. The annealed run is a copy of the endless one as it stood when it was
     first asked for, in a directory of its own; asked for again, it goes on to the same end."""
@@ -136,7 +131,7 @@ def train_decoder(work: Path, settings: Settings, args: argparse.Namespace) -> N
     wave = work / "train" / "target.s16"
     found = np.load(work / "train" / "codes.npy")[: wave.stat().st_size // (2 * features.FRAME)]
     plan = decoder.Plan(log_every=10, is_compiled=False) if args.quick else decoder.Plan()
-    model = decoder_of(work, settings)
+    model = Decoder(DecoderConfig.from_json(codec_config(settings)))
     job, schedule = run(work, "decoder", decoder.PEAK, decoder.WARMUP, args)
     decoder.train(model, Codebooks.load(work / "codebooks.pt"), (found, wave), job, plan, schedule)
 
@@ -248,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pause-file", type=Path, help="training rests while this file exists")
     parser.add_argument("--steps", type=int, help="training ends after so many steps in all, not when it is killed")
     parser.add_argument("--anneal", type=int, help="so many steps more, with a falling learning rate, of a copy of the run")
-    parser.add_argument("--count", type=int, default=len(HELD_OUT), help="sentences that are judged")
+    parser.add_argument("--count", type=int, default=len(sentences.LINES["held_out"]), help="sentences that are judged")
     parser.add_argument("--out", type=Path, help="the checkpoint's directory")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

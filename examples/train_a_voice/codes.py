@@ -25,7 +25,7 @@ ROUNDS = 12
 
 def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = ROUNDS) -> Tensor:
     """points [N, D] -> centres [count, D] (Lloyd's). A centre that nothing is near to becomes a point again."""
-    centres = points[torch.randperm(len(points), generator=generator)[:count]].clone()
+    centres = points[torch.randperm(max(len(points), count), generator=generator)[:count] % len(points)]
     for _ in range(rounds):
         index = nearest(points, centres)
         sizes = torch.bincount(index, minlength=count)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import MethodType
 
@@ -135,9 +136,9 @@ class Scale:
     @classmethod
     def make(cls, size: int, hop: int) -> Scale:
         bins_hz = torch.arange(size // 2 + 1) * RATE_HZ / size
-        count = max(12, size // 16)
+        num = max(12, size // 16)
         top = 2595 * math.log10(1 + TOP_HZ / 700)
-        corners = 700 * (10 ** (torch.linspace(0, top, count + 2) / 2595) - 1)
+        corners = 700 * (10 ** (torch.linspace(0, top, num + 2) / 2595) - 1)
         middle, half = corners[1:-1], (corners[2:] - corners[:-2]).clamp(min=2.5 * RATE_HZ / size) / 2
         bands = (1 - (bins_hz[:, None] - middle).abs() / half).clamp(min=0)
         keep = int(TOP_HZ * size / RATE_HZ) + 1
@@ -186,11 +187,11 @@ class Loss(nn.Module):
 # --- the run ------------------------------------------------------------------------------------------------
 
 
-def crops(codes: np.ndarray, wave_path: Path, batch: int, frames: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of the long line of codes [T, K] and int16 samples [T * FRAME], for ever."""
-    rng = np.random.default_rng(seed)
+def crops(codes: np.ndarray, wave_path: Path, batch: int, frames: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of the long line of codes [T, K] and int16 samples [T * FRAME], for every step from `step` on."""
     wave = np.memmap(wave_path, dtype="<i2", mode="r")
-    while True:
+    for number in count(step):
+        rng = np.random.default_rng(number)
         starts = rng.integers(0, len(codes) - frames, batch)
         some = np.stack([codes[s : s + frames] for s in starts]).astype(np.int64)
         heard = np.stack([wave[s * FRAME : (s + frames) * FRAME] for s in starts])
@@ -220,7 +221,7 @@ def train(decoder: Decoder, codebooks: Codebooks, data: tuple[np.ndarray, Path],
     average = Average(decoder, plan.decay)
     step, cpu_s = resume(job, decoder, optimiser, average)
     forward = torch.compile(samples, dynamic=False) if plan.is_compiled else samples
-    batches = crops(codes, wave_path, plan.batch, plan.frames, seed=step)
+    batches = crops(codes, wave_path, plan.batch, plan.frames, step)
     sums, began_s = torch.zeros(3), time.process_time()
     while schedule.goes_on(step):
         job.rest()

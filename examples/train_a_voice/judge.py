@@ -7,18 +7,30 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soxr
-from pocketsphinx import Decoder, get_model_path
 
 RATE_HZ = 16_000
-DICTIONARY = Path(get_model_path()) / "en-us" / "cmudict-en-us.dict"
+
+
+def _pocketsphinx() -> Any:
+    try:
+        import pocketsphinx
+    except ImportError:
+        raise ValueError("pocketsphinx is not installed; pip install pocketsphinx") from None
+    return pocketsphinx
 
 
 @cache
-def _decoder() -> Decoder:
-    return Decoder(samprate=RATE_HZ, loglevel="FATAL")
+def _decoder() -> Any:
+    return _pocketsphinx().Decoder(samprate=RATE_HZ, loglevel="FATAL")
+
+
+def dictionary() -> Path:
+    """The words that it knows, in CMUdict's format."""
+    return Path(_pocketsphinx().get_model_path()) / "en-us" / "cmudict-en-us.dict"
 
 
 def transcribe(samples: np.ndarray, rate_hz: int) -> str:

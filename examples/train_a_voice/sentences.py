@@ -9,82 +9,43 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+import tomllib
 from pathlib import Path
 
-from examples.train_a_voice import words as w
-
-NOUNS = w.PEOPLE + w.ANIMALS + w.THINGS
-EVERYDAY = sorted({*NOUNS, *w.ADJECTIVES, *w.PAST, *w.PRESENT, *w.WENT, *w.ADVERBS, *w.NAMES, *w.NUMBERS, *w.SMALL, *w.COMPUTING})
-TEMPLATES = """{np} {past} {np}
-{np} {past} {np} {place}
-{np} {went} {place}
-{np} {went} {adverb} {place}
-{np} is {adj} and {adj}
-{np} was very {adj}
-{name} {past} {np} {place}
-{name} and {name} {went} {place}
-i {present} {np} {place}
-we {present} {np} every {thing}
-do you {present} {np}
-can you {present} {np} {place}
-why did {np} {present} {np}
-where is {np}
-what is the {adj} {thing} doing {place}
-there are {number} {thing}s {place}
-there is {np} {place}
-{np} has {number} {thing}s
-when {np} {went} {place}, {np} {past} {np}
-if you {present} {np}, {np} will {present} it
-{np} {past} {np}, but {np} {went} {adverb}
-{adverb}, {np} {past} {np}
-it was {adj} {place}
-this is {np} and that is {np}
-{name} said that {np} was {adj}
-they {past} {np} because it was {adj}
-she {went} {place} with {np}
-he could not {present} {np}
-you should {adverb} {present} {np}
-my {thing} is more {adj} than your {thing}
-{number} and {number} is {number}
-please {present} {np} and {present} {np}
-the {tech} of the {tech} is {adj}
-our {tech} will {present} your {tech}
-{np} of {np} {past} {np}
-i have never seen such a {adj} {thing}
-all {thing}s are {adj}
-who {past} {np} {place}
-{name}, {name} and {name} {past} {np}
-would you like some {thing} or some {thing}
-{np}, {np} and {np}
-no {thing} is as {adj} as {np}""".split("\n")
+_FILE = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+WORDS = {name: text.split() for name, text in _FILE.items() if name != "lines"}
+LINES = {name: text.strip().splitlines() for name, text in _FILE["lines"].items()}
+NOUNS = WORDS["people"] + WORDS["animals"] + WORDS["things"]
+EVERYDAY = sorted({word for words in WORDS.values() for word in words})
 DETERMINERS = ("the", "the", "the", "a", "my", "your", "his", "her", "our", "their", "this", "that", "every", "another")
+HOLES = {
+    "past": WORDS["past"],
+    "present": WORDS["present"],
+    "went": WORDS["went"],
+    "place": LINES["places"],
+    "adverb": WORDS["adverbs"],
+    "adj": WORDS["adjectives"],
+    "name": WORDS["names"],
+    "number": WORDS["numbers"],
+    "thing": WORDS["things"],
+    "tech": WORDS["computing"],
+}
 SHARES = ((0.66, "template"), (0.16, "salad"), (0.16, "dictionary"), (0.02, "phrase"))
 
 
 def noun_phrase(rng: random.Random) -> str:
     determiner, noun = rng.choice(DETERMINERS), rng.choice(NOUNS)
-    middle = [rng.choice(w.ADJECTIVES)] if rng.random() < 0.45 else []
+    middle = [rng.choice(WORDS["adjectives"])] if rng.random() < 0.45 else []
     if determiner == "a" and (middle or [noun])[0][0] in "aeiou":
         determiner = "an"
     return " ".join([determiner, *middle, noun])
 
 
 def template(rng: random.Random) -> str:
-    fill: dict[str, Callable[[], str]] = {
-        "np": lambda: noun_phrase(rng),
-        "past": lambda: rng.choice(w.PAST),
-        "present": lambda: rng.choice(w.PRESENT),
-        "went": lambda: rng.choice(w.WENT),
-        "place": lambda: rng.choice(w.PLACES),
-        "adverb": lambda: rng.choice(w.ADVERBS),
-        "adj": lambda: rng.choice(w.ADJECTIVES),
-        "name": lambda: rng.choice(w.NAMES),
-        "number": lambda: rng.choice(w.NUMBERS),
-        "thing": lambda: rng.choice(w.THINGS),
-        "tech": lambda: rng.choice(w.COMPUTING),
-    }
-    return re.sub(r"\{(\w+)\}", lambda hole: fill[hole[1]](), rng.choice(TEMPLATES))
+    def fill(hole: re.Match[str]) -> str:
+        return noun_phrase(rng) if hole[1] == "np" else rng.choice(HOLES[hole[1]])
+
+    return re.sub(r"\{(\w+)\}", fill, rng.choice(LINES["templates"]))
 
 
 def salad(rng: random.Random, words: list[str], most: int) -> str:
@@ -105,7 +66,7 @@ def punctuate(text: str, rng: random.Random) -> str:
 def sentence(rng: random.Random, dictionary: list[str]) -> str:
     kind = rng.choices([kind for _, kind in SHARES], [share for share, _ in SHARES])[0]
     if kind == "phrase":
-        return rng.choice(w.PHRASES)
+        return rng.choice(LINES["phrases"])
     if kind == "template":
         text = template(rng)
     elif kind == "salad":
@@ -129,9 +90,9 @@ def generate(count: int, dictionary: list[str], seed: int, apart_from: frozenset
     seen = set(apart_from)
     while len(made) < count:
         text = sentence(rng, dictionary)
-        if text not in w.PHRASES and text[-1] in ".!?" and rng.random() < 0.125:
+        if text not in LINES["phrases"] and text[-1] in ".!?" and rng.random() < 0.125:
             text = f"{text} {sentence(rng, dictionary)}"
-        if text in w.PHRASES or text not in seen:
+        if text in LINES["phrases"] or text not in seen:
             seen.add(text)
             made.append(text)
     return made

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from examples.train_a_voice.decoder import meanings
 from examples.train_a_voice.job import Average, Job, Schedule, keep, resume
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
+from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.config import Config
 from zoo.qwen3_tts.model import Talker
 from zoo.qwen3_tts.prompt import NOTHING
@@ -70,15 +72,11 @@ class Training(nn.Module):
         length = x.shape[1]
         looks, named = [], None
         cos, sin = rope_table(torch.arange(length), self.config.talker.head_dim, self.config.talker.rope_theta, x.dtype)
-        cos, sin = cos[:, None], sin[:, None]
         for i, layer in enumerate(self.talker.layers):
-            q, k, v = layer.project_qkv(x)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
             if i in GUIDED:
-                looks.append(look(q[:, :, 0], k[:, :, 0], batch))
-            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = layer.project_output(x, mixed.transpose(1, 2).flatten(2))
+                looks.append(look(rotate(q[:, 0], cos, sin), rotate(k[:, 0], cos, sin), batch))
+            x = attend(layer, x, q, k, v, cos, sin)
             if i == PHONES:
                 named = self.phones(x.flatten(0, 1)[batch.rows]).unflatten(1, (2, -1))
         assert named is not None, f"the talker has {len(self.talker.layers)} layers; more than {PHONES} are needed"
@@ -101,19 +99,28 @@ class Training(nn.Module):
         """The code predictor on some of the frames: it costs as much as the talker."""
         frames = (batch.first < SIZE).nonzero()[:, 0]
         some = frames[torch.randperm(len(frames))[: max(1, round(share * len(frames)))]]
-        predictor, codes = self.talker.depth, batch.given[some]  # [N, K]
-        rows = torch.stack([F.embedding(codes[:, g + 1], predictor.embeddings.table(g)) for g in range(codes.shape[1] - 2)], 1)
-        x = torch.cat((h[some][:, None], self.talker.codec_embedding(codes[:, :1]), rows), 1)  # [N, K, D]
-        x = predictor.project(x)
-        c = predictor.config
+        codes = batch.given[some]  # [N, K]
+        losses = [F.cross_entropy(x.float(), codes[:, g + 1]) for g, x in enumerate(self.depth_logits(h[some], codes))]
+        return torch.stack(losses).mean()
+
+    def depth_logits(self, h: Tensor, codes: Tensor) -> list[Tensor]:
+        """h [N, D], codes [N, K] -> logits [N, SIZE] of each code but the first"""
+        predictor, c = self.talker.depth, self.talker.depth.config
+        rows = [self.talker.codec_embedding(codes[:, 0])]
+        rows += [F.embedding(codes[:, g + 1], predictor.embeddings.table(g)) for g in range(codes.shape[1] - 2)]
+        x = predictor.project(torch.stack((h, *rows), 1))  # [N, K, D]
         cos, sin = rope_table(torch.arange(x.shape[1]), c.head_dim, c.rope_theta, x.dtype)
         for layer in predictor.layers:
-            q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))
-            mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
-            x = layer.project_output(x, mixed.transpose(1, 2).flatten(2))
+            x = attend(layer, x, *(part.transpose(1, 2) for part in layer.project_qkv(x)), cos, sin)
         x = predictor.norm(x)
-        losses = [F.cross_entropy(head(x[:, g + 1]).float(), codes[:, g + 1]) for g, head in enumerate(predictor.heads)]
-        return torch.stack(losses).mean()
+        return [head(x[:, g + 1]) for g, head in enumerate(predictor.heads)]
+
+
+def attend(layer: Qwen3Block, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A block over a dense batch: x [B, L, D]; q, k, v [B, heads, L, dim]; cos and sin [L, dim]."""
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return layer.project_output(x, mixed.transpose(1, 2).flatten(2))
 
 
 def look(q: Tensor, k: Tensor, batch: Batch) -> Tensor:
@@ -152,20 +159,19 @@ def initialise(training: Training, codebooks: Codebooks) -> None:
 # --- batches ------------------------------------------------------------------------------------------------
 
 
-def batches(data: Utterances, size: int, seed: int, step: int, curriculum: tuple[int, int, int]) -> Iterator[Batch]:
-    """For ever. curriculum: the longest utterance at first and at last, in frames, and steps from one to the other.
+def batches(data: Utterances, size: int, step: int, curriculum: tuple[int, int, int]) -> Iterator[Batch]:
+    """For every step from `step` on. curriculum: the longest utterance at first and at last, in frames, and steps from one to the other.
     `size` utterances of about the same length are a batch."""
-    rng = np.random.default_rng((seed, step))
     lengths = np.array([len(codes) for codes in data.codes])
     order = np.argsort(lengths, kind="stable")
     first, last, over = curriculum
-    while True:
-        longest = first + (last - first) * min(1.0, step / max(1, over))
+    for number in count(step):
+        rng = np.random.default_rng(number)
+        longest = first + (last - first) * min(1.0, number / max(1, over))
         allowed = max(size, int(np.searchsorted(lengths[order], longest)))
         start = int(rng.integers(0, max(1, allowed - 8 * size)))
         near = order[start : min(start + 8 * size, allowed)]
         yield collate(data, rng.choice(near, min(size, len(near)), replace=False), rng)
-        step += 1
 
 
 def corrupt(codes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -184,12 +190,12 @@ def collate(data: Utterances, chosen: np.ndarray, rng: np.random.Generator) -> B
     parts: dict[str, list[np.ndarray]] = {name: [] for name in ("at", "frames", "rows", "first", "given", "looks_at", "phones")}
     for b, u in enumerate(chosen):
         prompt, codes = data.prompts[u], data.codes[u].astype(np.int64)
-        start, count = len(prompt), len(codes)
+        start, num = len(prompt), len(codes)
         pairs[b, :start] = prompt
-        pairs[b, start : start + count, 0] = prompt[-1, 0]  # tts_pad, as beside the prompt's last position
-        parts["at"].append(b * length + start + np.arange(count))
+        pairs[b, start : start + num, 0] = prompt[-1, 0]  # tts_pad, as beside the prompt's last position
+        parts["at"].append(b * length + start + np.arange(num))
         parts["frames"].append(corrupt(codes, rng))
-        parts["rows"].append(b * length + start - 1 + np.arange(count + 1))
+        parts["rows"].append(b * length + start - 1 + np.arange(num + 1))
         parts["first"].append(np.append(codes[:, 0], SIZE))
         parts["given"].append(np.concatenate((codes, np.zeros_like(codes[:1]))))
         parts["looks_at"].append(data.text_starts[u] + np.append(data.spoken[u], data.spoken[u][-1]))
@@ -224,9 +230,10 @@ def train(training: Training, codebooks: Codebooks, data: Utterances, job: Job, 
     optimiser = torch.optim.AdamW(training.parameters(), betas=(0.9, 0.98), weight_decay=0.01, foreach=True)
     average = Average(training, plan.decay)
     step, cpu_s = resume(job, training, optimiser, average)
-    source = batches(data, plan.batch, 0, step, plan.curriculum)
+    source = batches(data, plan.batch, step, plan.curriculum)
     sums, began_s = dict.fromkeys(WEIGHTS, 0.0), time.process_time()
     while schedule.goes_on(step):
+        torch.manual_seed(step)  # of the frames that the code predictor is shown
         job.rest()
         for group in optimiser.param_groups:
             group["lr"] = schedule.rate(step)

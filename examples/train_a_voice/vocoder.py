@@ -90,8 +90,9 @@ def speak(mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarra
     flat = excitation(cycles, voicing).astype(np.float32)
     spectrum = spectra(flat)
     matrix = mel_matrix()
-    back = matrix.T / np.maximum(matrix.sum(1), 1e-3)  # a bin's gain is the mean of its bands'
-    spectrum[:, matrix.sum(1) == 0] = 0
+    weight = matrix.sum(1)
+    back = matrix.T / np.maximum(weight, 1e-3)  # a bin's gain is the mean of its bands'
+    spectrum[:, weight < 1e-3] = 0
     gain = np.zeros_like(target)
     samples = flat
     for _ in range(ROUNDS):
