@@ -31,7 +31,7 @@ from examples.train_a_voice.job import Job, Schedule
 from examples.train_a_voice.settings import FULL, QUICK, Settings, codec_config
 from zoo.qwen3_tts import describe
 from zoo.qwen3_tts.codec import Decoder, DecoderConfig
-from zoo.qwen3_tts.model import Talker
+from zoo.qwen3_tts.model import Qwen3TTS, Talker
 from zoo.qwen3_tts.prompt import PromptWriter
 from zoo.request import Request, check
 
@@ -169,7 +169,9 @@ def aligned(path: Path, shelf: Shelf) -> tuple[list[np.ndarray], list[np.ndarray
         progress = counter("alignment", len(shelf.utterances))
         spoken, phones, num_phones = align.align(shelf.utterances, progress)
         edges = np.cumsum([len(frames) for frames in spoken])[:-1]
-        corpus.save_all(path, spoken=np.concatenate(spoken), phones=np.concatenate(phones), edges=edges, num=num_phones)
+        part = path.with_suffix(".part.npz")
+        np.savez(part, spoken=np.concatenate(spoken), phones=np.concatenate(phones), edges=edges, num=num_phones)
+        part.replace(path)
     kept = np.load(path)
     return np.split(kept["spoken"], kept["edges"]), np.split(kept["phones"], kept["edges"]), int(kept["num"])
 
@@ -180,19 +182,21 @@ def fitted(values: list[np.ndarray], lines: list[np.ndarray]) -> list[np.ndarray
 
 
 def export(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Step 7: a checkpoint of the running averages, or, of a run with an end, of that."""
+    """Step 7: a checkpoint of the annealed runs; where there is none, of the running averages of the endless ones."""
     out = args.out or work / "voice"
     checkpoint.write_texts(out, settings)
-    for name in ("talker", "decoder"):
-        jobs = [work / f"job_{name}_annealed" / "job.pt", work / f"job_{name}" / "job.pt"]
-        path = next(path for path in jobs if path.exists())
-        tensors = torch.load(path, weights_only=True)["average"]
-        if name == "talker":
-            ours = {key.removeprefix("talker."): value for key, value in tensors.items() if key.startswith("talker.")}
-            checkpoint.write_talker(out, Talker(describe(out)[0]), ours)
-        else:
-            checkpoint.write_decoder(out, tensors)
+    talkers = {name.removeprefix("talker."): p for name, p in trained(work, "talker").items() if name.startswith("talker.")}
+    checkpoint.write_talker(out, Talker(describe(out)[0]), talkers)
+    checkpoint.write_decoder(out, trained(work, "decoder"))
     print(f"{out}: {sum(path.stat().st_size for path in out.rglob('*.safetensors')) / 1e6:.1f} MB of tensors")
+
+
+def trained(work: Path, name: str) -> dict[str, torch.Tensor]:
+    annealed, endless = work / f"job_{name}_annealed" / "job.pt", work / f"job_{name}" / "job.pt"
+    path = annealed if annealed.exists() else endless
+    state = torch.load(path, weights_only=True)
+    print(f"{path}: step {state['step']}, {state['cpu_s'] / 3600:.2f} CPU hours")
+    return state["module" if annealed.exists() else "average"]
 
 
 def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
@@ -201,6 +205,7 @@ def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     import zoo
 
     family = zoo.load(args.out or work / "voice", device="cpu", dtype=torch.float32)
+    assert isinstance(family, Qwen3TTS)
     shelf, frames = Shelf(work / "held_out"), corpus.Frames.load(work / "held_out")
     codebooks, found = Codebooks.load(work / "codebooks.pt"), np.load(work / "held_out" / "codes.npy")
     heard: dict[str, list[str]] = {"copy synthesis": [], "speech": [], "speech, channel vocoder": []}

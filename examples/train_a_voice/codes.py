@@ -60,7 +60,7 @@ class Codebooks:
         for _ in range(levels):
             tables.append(k_means(rest, SIZE, generator))
             rest = rest - tables[-1][nearest(rest, tables[-1])]
-        shapes = k_means(torch.from_numpy(voicing).float(), SHAPES, generator)
+        shapes = k_means(torch.tensor(voicing), SHAPES, generator)
         return cls(torch.stack(tables), shapes)
 
     def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ class Codebooks:
         for table in self.mel:
             codes.append(nearest(rest, table))
             rest = rest - table[codes[-1]]
-        shape = nearest(torch.from_numpy(voicing).float(), self.shapes)
+        shape = nearest(torch.tensor(voicing), self.shapes)
         codes.append(torch.from_numpy(cycles.astype(np.int64) - MIN_CYCLES) * SHAPES + shape)
         return torch.stack(codes, 1).to(torch.int16).numpy()
 

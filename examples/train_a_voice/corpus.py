@@ -40,12 +40,6 @@ def save(path: Path, array: np.ndarray) -> None:
     os.replace(part, path)
 
 
-def save_all(path: Path, **arrays: np.ndarray | int) -> None:
-    part = path.with_suffix(".part.npz")
-    np.savez(part, **arrays)
-    os.replace(part, path)
-
-
 def make_features(shelf: Shelf, directory: Path, progress: Progress) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[np.ndarray]] = {"mel": [], "cycles": [], "voicing": []}

@@ -7,12 +7,10 @@ is always zeros, activations and codebooks with a gradient. What they compute is
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import MethodType
 
 import numpy as np
 import torch
@@ -21,9 +19,9 @@ from torch.nn import functional as F
 
 from examples.train_a_voice.codes import SHAPES, Codebooks
 from examples.train_a_voice.features import FRAME, RATE_HZ
-from examples.train_a_voice.job import Average, Job, Schedule, keep, resume
+from examples.train_a_voice.job import Average, Job, Meter, Schedule, keep, resume
 from examples.train_a_voice.vocoder import NUM_CYCLES
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, Stateful
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful
 from zoo.nn.norm import RMSNorm
 from zoo.nn.snake import SnakeBeta
 from zoo.qwen3_tts.codec import Decoder, Layer, Upsample
@@ -33,24 +31,34 @@ SCALES = ((1024, 240), (512, 120), (256, 60))  # window and hop of the loss, sam
 TOP_HZ = 8_000
 
 
-class Fresh:
-    """In place of zoo.nn.conv.CodecState: every stream begins here."""
+class Fresh(CodecState):
+    """Every stream begins here."""
+
+    def __init__(self) -> None:
+        pass
 
     def extend(self, layer: Stateful, x: Tensor) -> Tensor:
         before = layer.state_length
         return F.pad(x, (0, 0, before, 0) if layer.state_dim == 1 else (before, 0))
 
 
-def snake(self: SnakeBeta, x: Tensor) -> Tensor:
-    """zoo.nn.snake has no gradient; this is the same function."""
-    frequency, gain = self.alpha.exp()[:, None], 1 / (self.beta.exp()[:, None] + 1e-9)
-    return x + gain * (x * frequency).sin().square()
+class Ripple(SnakeBeta):
+    """The same function of the same parameters, with a gradient: zoo.nn.snake's operator has none."""
+
+    def __init__(self, snake: SnakeBeta):
+        nn.Module.__init__(self)
+        self.alpha, self.beta = snake.alpha, snake.beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        frequency, gain = self.alpha.exp()[:, None], 1 / (self.beta.exp()[:, None] + 1e-9)
+        return x + gain * (x * frequency).sin().square()
 
 
 def trainable(decoder: Decoder) -> Decoder:
-    for module in decoder.modules():
-        if isinstance(module, SnakeBeta):
-            module.forward = MethodType(snake, module)
+    for module in list(decoder.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, SnakeBeta):
+                setattr(module, name, Ripple(child))
     return decoder
 
 
@@ -179,8 +187,7 @@ class Loss(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, N] each -> loss, and its two parts"""
         x, target = x[:, SKIP * FRAME :], target[:, SKIP * FRAME :]
-        far, level = zip(*(scale.losses(x, target) for scale in self.scales), strict=True)
-        far, level = torch.stack(far).mean(), torch.stack(level).mean()
+        far, level = torch.stack([torch.stack(scale.losses(x, target)) for scale in self.scales]).mean(0)
         return far + self.level_weight * level, far.detach(), level.detach()
 
 
@@ -222,7 +229,7 @@ def train(decoder: Decoder, codebooks: Codebooks, data: tuple[np.ndarray, Path],
     step, cpu_s = resume(job, decoder, optimiser, average)
     forward = torch.compile(samples, dynamic=False) if plan.is_compiled else samples
     batches = crops(codes, wave_path, plan.batch, plan.frames, step)
-    sums, began_s = torch.zeros(3), time.process_time()
+    meter = Meter(job, plan.log_every, cpu_s)
     while schedule.goes_on(step):
         job.rest()
         for group in optimiser.param_groups:
@@ -237,12 +244,6 @@ def train(decoder: Decoder, codebooks: Codebooks, data: tuple[np.ndarray, Path],
         optimiser.zero_grad()
         step += 1
         average.update(step)
-        sums += torch.stack((value.detach(), far, level))
-        if step % plan.log_every == 0:
-            cpu_s += time.process_time() - began_s
-            began_s = time.process_time()
-            mean = (sums / plan.log_every).tolist()
-            job.log(step=step, loss=mean[0], far=mean[1], level=mean[2], cpu_s=cpu_s, time=time.time())
-            sums.zero_()
+        meter.add(step, loss=value, far=far, level=level)
         if job.is_due() or not schedule.goes_on(step):
-            keep(job, decoder, optimiser, average, step, cpu_s)
+            keep(job, decoder, optimiser, average, step, meter.count())

@@ -49,6 +49,30 @@ class Job:
             file.write(json.dumps(rounded) + "\n")
 
 
+class Meter:
+    """Means of what is added, a line of the log for every `every` steps, with the CPU seconds that the run took."""
+
+    def __init__(self, job: Job, every: int, cpu_s: float):
+        self.job, self.every, self.cpu_s = job, every, cpu_s
+        self.began_s = time.process_time()
+        self.values: dict[str, list[float]] = {}
+
+    def add(self, step: int, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.values.setdefault(name, []).append(float(value.detach()))
+        if step % self.every == 0:
+            means = {name: sum(seen) / len(seen) for name, seen in self.values.items()}
+            self.job.log(step=step, cpu_s=self.count(), time=time.time(), **means)
+            self.values.clear()
+
+    def count(self) -> float:
+        """CPU seconds so far"""
+        now_s = time.process_time()
+        self.cpu_s += now_s - self.began_s
+        self.began_s = now_s
+        return self.cpu_s
+
+
 class Average:
     """A running average of a module's parameters over about 1 / (1 - decay) steps; less than that at the start.
     It sounds nearly as a run whose learning rate went down to nothing."""

@@ -8,7 +8,6 @@ byte is spoken next, a classifier on the second layer names the phones, and shor
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -20,11 +19,12 @@ from torch.nn import functional as F
 
 from examples.train_a_voice.codes import SIZE, Codebooks
 from examples.train_a_voice.decoder import meanings
-from examples.train_a_voice.job import Average, Job, Schedule, keep, resume
+from examples.train_a_voice.job import Average, Job, Meter, Schedule, keep, resume
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.config import Config
+from zoo.qwen3_tts.depth import CodePredictor
 from zoo.qwen3_tts.model import Talker
 from zoo.qwen3_tts.prompt import NOTHING
 
@@ -72,7 +72,7 @@ class Training(nn.Module):
         length = x.shape[1]
         looks, named = [], None
         cos, sin = rope_table(torch.arange(length), self.config.talker.head_dim, self.config.talker.rope_theta, x.dtype)
-        for i, layer in enumerate(self.talker.layers):
+        for i, layer in enumerate(blocks(self.talker)):
             q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
             if i in GUIDED:
                 looks.append(look(rotate(q[:, 0], cos, sin), rotate(k[:, 0], cos, sin), batch))
@@ -110,10 +110,15 @@ class Training(nn.Module):
         rows += [F.embedding(codes[:, g + 1], predictor.embeddings.table(g)) for g in range(codes.shape[1] - 2)]
         x = predictor.project(torch.stack((h, *rows), 1))  # [N, K, D]
         cos, sin = rope_table(torch.arange(x.shape[1]), c.head_dim, c.rope_theta, x.dtype)
-        for layer in predictor.layers:
-            x = attend(layer, x, *(part.transpose(1, 2) for part in layer.project_qkv(x)), cos, sin)
+        for layer in blocks(predictor):
+            q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))
+            x = attend(layer, x, q, k, v, cos, sin)
         x = predictor.norm(x)
         return [head(x[:, g + 1]) for g, head in enumerate(predictor.heads)]
+
+
+def blocks(stack: Talker | CodePredictor) -> list[Qwen3Block]:
+    return [layer for layer in stack.layers if isinstance(layer, Qwen3Block)]
 
 
 def attend(layer: Qwen3Block, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -144,10 +149,10 @@ def initialise(training: Training, codebooks: Codebooks) -> None:
                 nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
             elif name == "bias":
                 nn.init.zeros_(parameter)
-    for stack in (talker.layers, talker.depth.layers):
-        for layer in stack:
+    for stack in (talker, talker.depth):
+        for layer in blocks(stack):
             for matrix in (layer.out.weight, layer.mlp.down.weight):
-                matrix *= (2 * len(stack)) ** -0.5
+                matrix *= (2 * len(stack.layers)) ** -0.5
     nn.init.normal_(talker.text.embedding.weight)
     nn.init.normal_(talker.codec_embedding.weight, std=0.5)
     rows = meanings(codebooks, talker.codec_embedding.weight.shape[1])
@@ -231,7 +236,7 @@ def train(training: Training, codebooks: Codebooks, data: Utterances, job: Job, 
     average = Average(training, plan.decay)
     step, cpu_s = resume(job, training, optimiser, average)
     source = batches(data, plan.batch, step, plan.curriculum)
-    sums, began_s = dict.fromkeys(WEIGHTS, 0.0), time.process_time()
+    meter = Meter(job, plan.log_every, cpu_s)
     while schedule.goes_on(step):
         torch.manual_seed(step)  # of the frames that the code predictor is shown
         job.rest()
@@ -245,11 +250,6 @@ def train(training: Training, codebooks: Codebooks, data: Utterances, job: Job, 
         optimiser.zero_grad()
         step += 1
         average.update(step)
-        sums = {name: total + float(losses[name].detach()) for name, total in sums.items()}
-        if step % plan.log_every == 0:
-            cpu_s += time.process_time() - began_s
-            began_s = time.process_time()
-            job.log(step=step, cpu_s=cpu_s, time=time.time(), **{name: total / plan.log_every for name, total in sums.items()})
-            sums = dict.fromkeys(WEIGHTS, 0.0)
+        meter.add(step, **losses)
         if job.is_due() or not schedule.goes_on(step):
-            keep(job, training, optimiser, average, step, cpu_s)
+            keep(job, training, optimiser, average, step, meter.count())

@@ -24,6 +24,7 @@ from zoo.qwen3_tts import describe
 from zoo.qwen3_tts.codec import Decoder, DecoderConfig
 from zoo.request import Request
 
+pytestmark = pytest.mark.compile  # it trains: no part of the inner loop
 WORDS = ("mama", "man", "an", "nam")
 SOUNDS = {"m": 140.0, "n": 160.0, "a": 220.0}  # Hz: a letter, a phone, a hum
 
@@ -150,14 +151,14 @@ def test_the_learning_rate_falls_to_nearly_nothing() -> None:
 
 def test_training_lessens_the_decoder_s_loss(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work, tmp_path / "more")
-    main(["decoder", str(tmp_path / "more"), "--quick", "--steps", "60"])
+    main(["decoder", str(tmp_path / "more"), "--quick", "--steps", "30"])
     losses = [line["loss"] for line in read(tmp_path / "more", "decoder")]
-    assert losses[-1] < 0.85 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_training_lessens_the_talker_s_losses(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work, tmp_path / "more")
-    main(["talker", str(tmp_path / "more"), "--quick", "--steps", "60"])
+    main(["talker", str(tmp_path / "more"), "--quick", "--steps", "80"])
     first, *_, last = read(tmp_path / "more", "talker")
     for name in ("first", "depth", "look", "phone"):
         assert last[name] < first[name], name
@@ -279,3 +280,10 @@ def test_flite_is_understood() -> None:
     samples, _ = speak("My brother wants to travel around the world next year.")
     heard = judge.transcribe(samples / 32768, RATE_HZ)
     assert judge.word_error_rate(["my brother wants to travel around the world next year"], [heard]) < 0.3
+
+
+@pytest.mark.skipif(shutil.which("flite") is None, reason="flite is not installed")
+def test_all_steps_in_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pocketsphinx")
+    main(["all", str(tmp_path), "--quick", "--steps", "2", "--count", "2"])
+    assert "word error rates: copy synthesis" in capsys.readouterr().out
