@@ -1,5 +1,5 @@
-"""Train a small voice of your own: python -m examples.train_a_voice STEP DIRECTORY. README.md beside this file has the
-whole of it."""
+"""Train a small voice of your own: python -m examples.train_a_voice STEP DIRECTORY. README.md beside this
+file has the whole of it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def codes(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     if not (work / "codebooks.pt").exists():
         frames = corpus.Frames.load(work / "train")
         some = frames.first(settings.num_code_sentences)
-        fitted = Codebooks.fit(frames.mel[some].astype(np.float32), frames.voicing[some], settings.mel_levels, seed=0)
+        fitted = Codebooks.fit(
+            frames.mel[some].astype(np.float32), frames.voicing[some], settings.mel_levels, seed=0
+        )
         fitted.save(work / "codebooks.pt")
     codebooks = Codebooks.load(work / "codebooks.pt")
     for name in ("held_out", "train"):
@@ -111,8 +113,8 @@ def texts_directory(work: Path, settings: Settings) -> Path:
 
 
 def run(work: Path, name: str, peak: float, warmup: int, args: argparse.Namespace) -> tuple[Job, Schedule]:
-    """A job, and how its learning rate goes. The annealed run is a copy of the endless one as it stood when it was
-    first asked for, in a directory of its own; asked for again, it goes on to the same end."""
+    """A job, and how its learning rate goes. The annealed run is a copy of the endless one as it stood when
+    it was first asked for, in a directory of its own; asked for again, it goes on to the same end."""
     endless = work / f"job_{name}"
     if args.anneal is None:
         return Job(endless, args.pause_file), Schedule(peak, warmup, args.steps)
@@ -128,12 +130,12 @@ def run(work: Path, name: str, peak: float, warmup: int, args: argparse.Namespac
 
 def train_decoder(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     """Step 5, until it is killed."""
-    wave = work / "train" / "target.s16"
-    found = np.load(work / "train" / "codes.npy")[: wave.stat().st_size // (2 * features.FRAME)]
+    wave = np.memmap(work / "train" / "target.s16", dtype="<i2", mode="r")
+    found = np.load(work / "train" / "codes.npy")[: len(wave) // features.FRAME]
     plan = decoder.Plan(log_every=10, is_compiled=False) if args.quick else decoder.Plan()
     model = Decoder(DecoderConfig.from_json(codec_config(settings)))
     job, schedule = run(work, "decoder", decoder.PEAK, decoder.WARMUP, args)
-    decoder.train(model, Codebooks.load(work / "codebooks.pt"), (found, wave), job, plan, schedule)
+    decoder.train(model, Codebooks.load(work / "codebooks.pt"), found, wave, job, plan, schedule)
 
 
 def train_talker(work: Path, settings: Settings, args: argparse.Namespace) -> None:
@@ -149,7 +151,11 @@ def train_talker(work: Path, settings: Settings, args: argparse.Namespace) -> No
 def utterances(work: Path, texts: Path) -> talker.Utterances:
     """Prompts exactly as the served model reads them, codes, and which byte and phone each frame is."""
     config, _, _, spec = describe(texts)
-    writer, shelf, frames = PromptWriter(config, texts, None), Shelf(work / "train"), corpus.Frames.load(work / "train")
+    writer, shelf, frames = (
+        PromptWriter(config, texts, None),
+        Shelf(work / "train"),
+        corpus.Frames.load(work / "train"),
+    )
     found = np.load(work / "train" / "codes.npy")
     spoken, phones, num_phones = aligned(work / "train" / "aligned.npz", shelf)
     rng = np.random.default_rng(SEED)
@@ -164,13 +170,16 @@ def utterances(work: Path, texts: Path) -> talker.Utterances:
 
 
 def aligned(path: Path, shelf: Shelf) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Which byte and which phone each frame of each utterance is, and how many phones there are; kept in a file."""
+    """Which byte and which phone each frame of each utterance is, and how many phones there are; kept in a
+    file."""
     if not path.exists():
         progress = counter("alignment", len(shelf.utterances))
         spoken, phones, num_phones = align.align(shelf.utterances, progress)
         edges = np.cumsum([len(frames) for frames in spoken])[:-1]
         part = path.with_suffix(".part.npz")
-        np.savez(part, spoken=np.concatenate(spoken), phones=np.concatenate(phones), edges=edges, num=num_phones)
+        np.savez(
+            part, spoken=np.concatenate(spoken), phones=np.concatenate(phones), edges=edges, num=num_phones
+        )
         part.replace(path)
     kept = np.load(path)
     return np.split(kept["spoken"], kept["edges"]), np.split(kept["phones"], kept["edges"]), int(kept["num"])
@@ -178,14 +187,22 @@ def aligned(path: Path, shelf: Shelf) -> tuple[list[np.ndarray], list[np.ndarray
 
 def fitted(values: list[np.ndarray], lines: list[np.ndarray]) -> list[np.ndarray]:
     """A frame more or less, where rounding says so, at the end of an utterance."""
-    return [np.pad(v, (0, max(0, len(c) - len(v))), mode="edge")[: len(c)] for v, c in zip(values, lines, strict=True)]
+    return [
+        np.pad(v, (0, max(0, len(c) - len(v))), mode="edge")[: len(c)]
+        for v, c in zip(values, lines, strict=True)
+    ]
 
 
 def export(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Step 7: a checkpoint of the annealed runs; where there is none, of the running averages of the endless ones."""
+    """Step 7: a checkpoint of the annealed runs; where there is none, of the running averages of the endless
+    ones."""
     out = args.out or work / "voice"
     checkpoint.write_texts(out, settings)
-    talkers = {name.removeprefix("talker."): p for name, p in trained(work, "talker").items() if name.startswith("talker.")}
+    talkers = {
+        name.removeprefix("talker."): p
+        for name, p in trained(work, "talker").items()
+        if name.startswith("talker.")
+    }
     checkpoint.write_talker(out, Talker(describe(out)[0]), talkers)
     checkpoint.write_decoder(out, trained(work, "decoder"))
     print(f"{out}: {sum(path.stat().st_size for path in out.rglob('*.safetensors')) / 1e6:.1f} MB of tensors")
@@ -200,8 +217,8 @@ def trained(work: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Step 8: how many words are understood. Copy synthesis: true codes, our decoder. Speech: text, our talker, our
-    decoder; and the same codes through the channel vocoder, which says whose errors they are."""
+    """Step 8: how many words are understood. Copy synthesis: true codes, our decoder. Speech: text, our
+    talker, our decoder; and the same codes through the channel vocoder, which says whose errors they are."""
     import zoo
 
     family = zoo.load(args.out or work / "voice", device="cpu", dtype=torch.float32)
@@ -212,7 +229,7 @@ def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     for i, at in enumerate(spans(frames)[: args.count]):
         text = shelf.utterances[i].text
         copied = decode(family.codec.decoder, torch.from_numpy(found[at].astype(np.int64)))
-        spoken = zoo.generate(family, Request(text=text, seed=i))
+        spoken = zoo.generate(family, Request(text=text, seed=i, max_frames=2 * (at.stop - at.start)))
         vocoded = vocoder.speak(*codebooks.decode(spoken.frames.numpy()))
         lengths = f"{len(spoken.frames)} frames, flite {at.stop - at.start}"
         for name, samples in zip(heard, (copied, spoken.samples.numpy(), vocoded), strict=True):
@@ -244,11 +261,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.train_a_voice", description=__doc__)
     parser.add_argument("step", choices=[*STEPS, "all"], help="in this order; all is for --quick")
     parser.add_argument("directory", type=Path, help="where everything lies: some 3 GB")
-    parser.add_argument("--quick", action="store_true", help="a tiny voice of a few sentences, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny voice of a few sentences, to see that it runs"
+    )
     parser.add_argument("--pause-file", type=Path, help="training rests while this file exists")
-    parser.add_argument("--steps", type=int, help="training ends after so many steps in all, not when it is killed")
-    parser.add_argument("--anneal", type=int, help="so many steps more, with a falling learning rate, of a copy of the run")
-    parser.add_argument("--count", type=int, default=len(sentences.LINES["held_out"]), help="sentences that are judged")
+    parser.add_argument(
+        "--steps", type=int, help="training ends after so many steps in all, not when it is killed"
+    )
+    parser.add_argument(
+        "--anneal", type=int, help="so many steps more, with a falling learning rate, of a copy of the run"
+    )
+    parser.add_argument(
+        "--count", type=int, default=len(sentences.LINES["held_out"]), help="sentences that are judged"
+    )
     parser.add_argument("--out", type=Path, help="the checkpoint's directory")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

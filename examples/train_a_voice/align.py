@@ -1,7 +1,8 @@
 """Which letter makes which sound: bytes of the text and flite's phones, aligned by hard EM.
 
-A byte makes no phone, one, two or three; which ones is learned from the whole corpus: best paths (Viterbi), then
-counts of what lay on them, a few times over. So the talker can be told which byte it speaks in each frame.
+A byte makes no phone, one, two or three; which ones is learned from the whole corpus: best paths (Viterbi),
+then counts of what lay on them, a few times over. So the talker can be told which byte it speaks in each
+frame.
 """
 
 from __future__ import annotations
@@ -76,19 +77,24 @@ class Aligner:
         return owner
 
     def frames(self, utterance: Utterance) -> tuple[np.ndarray, np.ndarray]:
-        """-> for each frame the byte that is spoken in its middle, and the phone [T] each. Silence before the text
-        belongs to its first byte; silence after it to the place behind its last, where the end of the text is."""
+        """-> for each frame the byte that is spoken in its middle, and the phone [T] each. Silence before the
+        text belongs to its first byte; silence after it to the place behind its last, where the end of the
+        text is."""
         text, phones = self.read(utterance)
         owner = self.path(text, phones)
         start, stop = self.inner(utterance)
-        owner = np.concatenate((np.zeros(start, np.int64), owner, np.full(len(utterance.phones) - stop, len(text))))
+        owner = np.concatenate(
+            (np.zeros(start, np.int64), owner, np.full(len(utterance.phones) - stop, len(text)))
+        )
         names = np.array([self.phones[phone] for phone in utterance.phones])
         middle = (np.arange(-(-utterance.num_samples * 3 // 2 // FRAME)) + 0.5) * FRAME_S
         at = np.searchsorted(np.array(utterance.ends_s[:-1]), middle, side="right")
         return owner[at], names[at]
 
 
-def align(utterances: Sequence[Utterance], progress: Callable[[int], None]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+def align(
+    utterances: Sequence[Utterance], progress: Callable[[int], None]
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
     """-> bytes and phones of each utterance's frames, and how many phones there are"""
     aligner = Aligner(utterances)
     spoken, phones = [], []

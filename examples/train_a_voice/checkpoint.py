@@ -99,7 +99,8 @@ def write_talker(directory: Path, talker: nn.Module, tensors: Mapping[str, Tenso
 
 
 def write_decoder(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """tensors: by the decoder's names. The encoder, which the layout asks for and nothing runs, stays random."""
+    """tensors: by the decoder's names. The encoder, which the layout asks for and nothing runs, stays
+    random."""
     _, _, configs, _ = describe(directory)
     codec = Codec(*configs)
     table = weights.codec(*configs)

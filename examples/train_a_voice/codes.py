@@ -21,10 +21,12 @@ from examples.train_a_voice.vocoder import MIN_CYCLES, NUM_CYCLES
 SIZE = 512  # of every codebook
 SHAPES = SIZE // NUM_CYCLES
 ROUNDS = 12
+BEAM = 8
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = ROUNDS) -> Tensor:
-    """points [N, D] -> centres [count, D] (Lloyd's). A centre that nothing is near to becomes a point again."""
+    """points [N, D] -> centres [count, D] (Lloyd's). A centre that nothing is near to becomes a point
+    again."""
     centres = points[torch.randperm(max(len(points), count), generator=generator)[:count] % len(points)]
     for _ in range(rounds):
         index = nearest(points, centres)
@@ -65,13 +67,26 @@ class Codebooks:
 
     def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
         """-> codes [T, levels + 1], int16"""
-        rest, codes = torch.from_numpy(mel.reshape(len(mel), -1)).float(), []
-        for table in self.mel:
-            codes.append(nearest(rest, table))
-            rest = rest - table[codes[-1]]
+        points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
+        codes = torch.cat([self._search(part) for part in points.split(2048)])  # [T, levels]
         shape = nearest(torch.tensor(voicing), self.shapes)
-        codes.append(torch.from_numpy(cycles.astype(np.int64) - MIN_CYCLES) * SHAPES + shape)
-        return torch.stack(codes, 1).to(torch.int16).numpy()
+        tone = torch.from_numpy(cycles.astype(np.int64) - MIN_CYCLES) * SHAPES + shape
+        return torch.cat((codes, tone[:, None]), 1).to(torch.int16).numpy()
+
+    def _search(self, points: Tensor) -> Tensor:
+        """[N, D] -> codes [N, levels]. The first code is the nearest centre; of the others the BEAM best
+        beginnings are kept at every level: the same tables then leave less over than if each level took what
+        is nearest to it."""
+        codes = nearest(points, self.mel[0])[:, None, None]  # [N, beginnings, levels so far]
+        rest = (points - self.mel[0][codes[:, 0, 0]])[:, None]  # [N, beginnings, D]
+        for table in self.mel[1:]:
+            far = rest.square().sum(2, keepdim=True) - 2 * rest @ table.T + table.square().sum(1)
+            best = far.flatten(1).topk(BEAM, largest=False).indices
+            start, code = best // SIZE, best % SIZE
+            kept = codes.gather(1, start[..., None].expand(-1, -1, codes.shape[2]))
+            codes = torch.cat((kept, code[..., None]), 2)
+            rest = rest.gather(1, start[..., None].expand(-1, -1, rest.shape[2])) - table[code]
+        return codes[:, 0]
 
     def decode(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """codes [T, K] -> mel [T, HOPS, BANDS], cycles [T], voicing [T, HOPS]"""

@@ -1,4 +1,5 @@
-"""The speech as features, codes and targets, on disk: long lines of frames, and where each utterance lies in them."""
+"""The speech as features, codes and targets, on disk: long lines of frames, and where each utterance lies in
+them."""
 
 from __future__ import annotations
 
@@ -56,13 +57,17 @@ def make_features(shelf: Shelf, directory: Path, progress: Progress) -> None:
 
 def make_codes(frames: Frames, codebooks: Codebooks, path: Path) -> None:
     parts = [slice(i, i + 50_000) for i in range(0, len(frames.cycles), 50_000)]
-    codes = [codebooks.encode(frames.mel[p].astype(np.float32), frames.cycles[p], frames.voicing[p]) for p in parts]
+    codes = [
+        codebooks.encode(frames.mel[p].astype(np.float32), frames.cycles[p], frames.voicing[p]) for p in parts
+    ]
     save(path, np.concatenate(codes))
 
 
-def make_targets(frames: Frames, codes: np.ndarray, codebooks: Codebooks, num: int, path: Path, progress: Progress) -> None:
-    """int16 samples of the first `num` utterances: the true mel spectrogram, with the pitch and voicing of the
-    codes. They are made utterance by utterance; one that has been made is not made again."""
+def make_targets(
+    frames: Frames, codes: np.ndarray, codebooks: Codebooks, num: int, path: Path, progress: Progress
+) -> None:
+    """int16 samples of the first `num` utterances: the true mel spectrogram, with the pitch and voicing of
+    the codes. They are made utterance by utterance; one that has been made is not made again."""
     done = path.stat().st_size // (2 * features.FRAME) if path.exists() else 0
     first = int(np.searchsorted(frames.edges, done, side="right")) - 1
     with open(path, "r+b" if path.exists() else "wb") as file:

@@ -1,8 +1,8 @@
-"""What a frame of speech (80 ms) sounds like, as numbers: a log mel spectrogram, pitch and voicing, eight hops
-of each.
+"""What a frame of speech (80 ms) sounds like, as numbers: a log mel spectrogram, pitch and voicing, eight
+hops of each.
 
-Hop j is heard through a window that ends where the hop ends, at most 360 samples before it begins: what a frame
-sounds like follows from the frames up to it, so a decoder that looks back only can make it.
+Hop j is heard through a window that ends where the hop ends, at most 360 samples before it begins: what a
+frame sounds like follows from the frames up to it, so a decoder that looks back only can make it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WINDOW = 600  # samples, 25 ms
 BEFORE = WINDOW - HOP  # samples of the window that lie before its hop
 BANDS = 40
 TOP_HZ = 8_000.0  # flite's voice has nothing above
-# -62 dB below a loud band. Bands are sums over triangles of height one: triangles of equal area, as librosa's are
-# by default, put all above 1 kHz under any floor.
+# -62 dB below a loud band. Bands are sums over triangles of height one: triangles of equal area, as librosa's
+# are by default, put all above 1 kHz under any floor.
 FLOOR = 0.02
 PITCH_HZ = (100.0, 300.0)
 
@@ -84,8 +84,8 @@ def analyse(samples: np.ndarray) -> Features:
 
 
 def pitch(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N] -> Hz and voicing, [N / HOP] each. The autocorrelation of the lowest 1.2 kHz, divided by the window's
-    own, and the best path through it (Boersma 1993; the costs are ours)."""
+    """[N] -> Hz and voicing, [N / HOP] each. The autocorrelation of the lowest 1.2 kHz, divided by the
+    window's own, and the best path through it (Boersma 1993; the costs are ours)."""
     rate_hz = 4_000
     low = soxr.resample(samples, RATE_HZ, rate_hz, quality="HQ").astype(np.float32)
     hop, window = rate_hz * HOP // RATE_HZ, 160  # 10 and 40 ms

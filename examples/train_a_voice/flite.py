@@ -1,8 +1,8 @@
 """Speech by flite (CMU, http://cmuflite.org; Debian's package `flite`), voice cmu_us_slt, 16 kHz: text in,
 samples and phones out.
 
-A shelf is a directory of speech: `speech.s16` has the samples of all texts one after the other, `index.jsonl` a
-line for each text. Both only ever grow, so making one can stop and go on.
+A shelf is a directory of speech: `speech.s16` has the samples of all texts one after the other, `index.jsonl`
+a line for each text. Both only ever grow, so making one can stop and go on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Shelf:
         assert [u.text for u in self.utterances] == list(texts[:done]), f"{self.index_path} is of other texts"
         end = max((u.start + u.num_samples for u in self.utterances), default=0)
         self.samples_path.touch()
-        with open(self.samples_path, "r+b") as samples_file, open(self.index_path, "a", encoding="utf-8") as index:
+        with (
+            open(self.samples_path, "r+b") as samples_file,
+            open(self.index_path, "a", encoding="utf-8") as index,
+        ):
             samples_file.truncate(2 * end)  # what a run that was killed wrote and did not index
             samples_file.seek(2 * end)
             for i, text in enumerate(texts[done:], done):

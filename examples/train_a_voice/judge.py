@@ -1,5 +1,5 @@
-"""How many words are understood: word error rates by pocketsphinx and the English model that comes with it. It
-needs no network and no GPU, and it is strict: of flite itself it misses one word in ten."""
+"""How many words are understood: word error rates by pocketsphinx and the English model that comes with it.
+It needs no network and no GPU, and it is strict: of flite itself it misses one word in ten."""
 
 from __future__ import annotations
 

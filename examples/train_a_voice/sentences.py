@@ -1,5 +1,5 @@
-"""Sentences to be spoken: templates over everyday words (66 %), the same words in any order (16 %), words of a
-dictionary (16 %) and fixed phrases (2 %). The same seed gives the same sentences.
+"""Sentences to be spoken: templates over everyday words (66 %), the same words in any order (16 %), words of
+a dictionary (16 %) and fixed phrases (2 %). The same seed gives the same sentences.
 
 Templates teach how words sound where people use them; the salad keeps the talker from learning word order by
 heart; the dictionary teaches how letters sound.
@@ -17,7 +17,22 @@ WORDS = {name: text.split() for name, text in _FILE.items() if name != "lines"}
 LINES = {name: text.strip().splitlines() for name, text in _FILE["lines"].items()}
 NOUNS = WORDS["people"] + WORDS["animals"] + WORDS["things"]
 EVERYDAY = sorted({word for words in WORDS.values() for word in words})
-DETERMINERS = ("the", "the", "the", "a", "my", "your", "his", "her", "our", "their", "this", "that", "every", "another")
+DETERMINERS = (
+    "the",
+    "the",
+    "the",
+    "a",
+    "my",
+    "your",
+    "his",
+    "her",
+    "our",
+    "their",
+    "this",
+    "that",
+    "every",
+    "another",
+)
 HOLES = {
     "past": WORDS["past"],
     "present": WORDS["present"],
@@ -82,7 +97,9 @@ def read_dictionary(path: Path) -> list[str]:
     return sorted({head for head in heads if re.fullmatch(r"[a-z]{3,11}", head)})
 
 
-def generate(count: int, dictionary: list[str], seed: int, apart_from: frozenset[str] = frozenset()) -> list[str]:
+def generate(
+    count: int, dictionary: list[str], seed: int, apart_from: frozenset[str] = frozenset()
+) -> list[str]:
     """`count` texts, none of `apart_from`. Only the fixed phrases come more than once. One text in eight is
     two sentences."""
     rng = random.Random(seed)

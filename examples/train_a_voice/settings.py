@@ -52,7 +52,8 @@ FULL = Settings(
     num_decoder_sentences=5_000,
     num_code_sentences=3_000,
     mel_levels=8,
-    # The published rates are 8, 5, 4, 3; these have fewer samples where there are more channels: they train faster
+    # The published rates are 8, 5, 4, 3; these have fewer samples where there are more channels: they train
+    # faster
     decoder=_decoder(256, 192, 128, 256, [4, 4, 5, 6]),
     talker=_stack(192, 512, 5, 4, 48),
     depth=_stack(128, 320, 2, 4, 32),
@@ -69,8 +70,8 @@ QUICK = Settings(
 
 
 def codec_config(settings: Settings) -> dict[str, Any]:
-    """speech_tokenizer/config.json: the published one, smaller. The encoder, which a custom_voice model never runs,
-    is as small as the layout allows."""
+    """speech_tokenizer/config.json: the published one, smaller. The encoder, which a custom_voice model never
+    runs, is as small as the layout allows."""
     config = copy.deepcopy(demo.TINY_CODEC)
     config["decoder_config"] |= settings.decoder | {"num_quantizers": settings.codebooks}
     config["encoder_config"] |= {

@@ -1,16 +1,16 @@
 """The talker's training: from text to codes, with the talker and its code predictor reading the true codes.
 
-The module is `zoo.qwen3_tts.model.Talker` itself; here its blocks attend to a dense batch instead of pages. Three
-helpers that nothing keeps make it learn in minutes what would take hours: a head in each of two layers is told which
-byte is spoken next, a classifier on the second layer names the phones, and short utterances come first.
+The module is `zoo.qwen3_tts.model.Talker` itself; here its blocks attend to a dense batch instead of pages.
+Three helpers that nothing keeps make it learn in minutes what would take hours: a head in each of two layers
+is told which byte is spoken next, a classifier on the second layer names the phones, and short utterances
+come first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from examples.train_a_voice.codes import SIZE, Codebooks
 from examples.train_a_voice.decoder import meanings
-from examples.train_a_voice.job import Average, Job, Meter, Schedule, keep, resume
+from examples.train_a_voice.job import Job, Losses, Schedule
+from examples.train_a_voice.job import train as job_train
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.qwen3_tts.block import Qwen3Block
@@ -43,6 +44,10 @@ class Utterances:
     spoken: list[np.ndarray]  # [T], byte of the text
     phones: list[np.ndarray]  # [T]
     num_phones: int
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(codes) for codes in self.codes])
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,9 @@ class Training(nn.Module):
         x = self.embed(batch)
         length = x.shape[1]
         looks, named = [], None
-        cos, sin = rope_table(torch.arange(length), self.config.talker.head_dim, self.config.talker.rope_theta, x.dtype)
+        cos, sin = rope_table(
+            torch.arange(length), self.config.talker.head_dim, self.config.talker.rope_theta, x.dtype
+        )
         for i, layer in enumerate(blocks(self.talker)):
             q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
             if i in GUIDED:
@@ -79,19 +86,27 @@ class Training(nn.Module):
             x = attend(layer, x, q, k, v, cos, sin)
             if i == PHONES:
                 named = self.phones(x.flatten(0, 1)[batch.rows]).unflatten(1, (2, -1))
-        assert named is not None, f"the talker has {len(self.talker.layers)} layers; more than {PHONES} are needed"
+        assert named is not None, (
+            f"the talker has {len(self.talker.layers)} layers; more than {PHONES} are needed"
+        )
         h = self.talker.norm(x).flatten(0, 1)[batch.rows]  # [M, D]
-        heads = torch.cat((self.talker.codec_head.weight[:SIZE], self.talker.codec_head.weight[[self.config.control.eos]]))
+        heads = torch.cat(
+            (self.talker.codec_head.weight[:SIZE], self.talker.codec_head.weight[[self.config.control.eos]])
+        )
         return {
             "first": F.cross_entropy(F.linear(h, heads).float(), batch.first),
             "depth": self.depth(h, batch, depth_share),
             "look": torch.stack(looks).mean(),
-            "phone": F.cross_entropy(named.flatten(0, 1).float(), batch.phones.flatten(), ignore_index=IGNORE),
+            "phone": F.cross_entropy(
+                named.flatten(0, 1).float(), batch.phones.flatten(), ignore_index=IGNORE
+            ),
         }
 
     def embed(self, batch: Batch) -> Tensor:
         """-> [B, L, D]"""
-        rows = self.talker.codec_embedding(batch.codec.clamp(min=0)).masked_fill((batch.codec < 0)[..., None], 0)
+        rows = self.talker.codec_embedding(batch.codec.clamp(min=0)).masked_fill(
+            (batch.codec < 0)[..., None], 0
+        )
         rows = rows.flatten(0, 1).index_add(0, batch.at, self.talker.frames(batch.frames))
         return self.talker.text(batch.text) + rows.view(*batch.text.shape, -1)
 
@@ -100,14 +115,19 @@ class Training(nn.Module):
         frames = (batch.first < SIZE).nonzero()[:, 0]
         some = frames[torch.randperm(len(frames))[: max(1, round(share * len(frames)))]]
         codes = batch.given[some]  # [N, K]
-        losses = [F.cross_entropy(x.float(), codes[:, g + 1]) for g, x in enumerate(self.depth_logits(h[some], codes))]
+        losses = [
+            F.cross_entropy(x.float(), codes[:, g + 1])
+            for g, x in enumerate(self.depth_logits(h[some], codes))
+        ]
         return torch.stack(losses).mean()
 
     def depth_logits(self, h: Tensor, codes: Tensor) -> list[Tensor]:
         """h [N, D], codes [N, K] -> logits [N, SIZE] of each code but the first"""
         predictor, c = self.talker.depth, self.talker.depth.config
         rows = [self.talker.codec_embedding(codes[:, 0])]
-        rows += [F.embedding(codes[:, g + 1], predictor.embeddings.table(g)) for g in range(codes.shape[1] - 2)]
+        rows += [
+            F.embedding(codes[:, g + 1], predictor.embeddings.table(g)) for g in range(codes.shape[1] - 2)
+        ]
         x = predictor.project(torch.stack((h, *rows), 1))  # [N, K, D]
         cos, sin = rope_table(torch.arange(x.shape[1]), c.head_dim, c.rope_theta, x.dtype)
         for layer in blocks(predictor):
@@ -164,23 +184,31 @@ def initialise(training: Training, codebooks: Codebooks) -> None:
 # --- batches ------------------------------------------------------------------------------------------------
 
 
-def batches(data: Utterances, size: int, step: int, curriculum: tuple[int, int, int]) -> Iterator[Batch]:
-    """For every step from `step` on. curriculum: the longest utterance at first and at last, in frames, and steps from one to the other.
-    `size` utterances of about the same length are a batch."""
-    lengths = np.array([len(codes) for codes in data.codes])
-    order = np.argsort(lengths, kind="stable")
-    first, last, over = curriculum
-    for number in count(step):
-        rng = np.random.default_rng(number)
-        longest = first + (last - first) * min(1.0, number / max(1, over))
-        allowed = max(size, int(np.searchsorted(lengths[order], longest)))
-        start = int(rng.integers(0, max(1, allowed - 8 * size)))
-        near = order[start : min(start + 8 * size, allowed)]
-        yield collate(data, rng.choice(near, min(size, len(near)), replace=False), rng)
+@dataclass(frozen=True)
+class Curriculum:
+    """Short utterances first: the longest one, in frames, grows from `first` to `last` over `steps` steps."""
+
+    first: int = 24
+    last: int = 60
+    steps: int = 2_000
+
+    def longest(self, step: int) -> float:
+        return self.first + (self.last - self.first) * min(1.0, step / self.steps)
+
+
+def batch_of(data: Utterances, size: int, curriculum: Curriculum, step: int) -> Batch:
+    """`size` utterances of about the same length."""
+    rng = np.random.default_rng(step)
+    order = np.argsort(data.lengths, kind="stable")
+    allowed = max(size, int(np.searchsorted(data.lengths[order], curriculum.longest(step))))
+    start = int(rng.integers(0, max(1, allowed - 8 * size)))
+    near = order[start : min(start + 8 * size, allowed)]
+    return collate(data, rng.choice(near, min(size, len(near)), replace=False), rng)
 
 
 def corrupt(codes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """As a talker reads what it has said: 8 % of the frames are others of the utterance, 5 % of the codes are any."""
+    """As a talker reads what it has said: 8 % of the frames are others of the utterance, 5 % of the codes are
+    any."""
     codes = codes.copy()
     wrong = rng.random(len(codes)) < 0.08
     codes[wrong] = codes[rng.integers(0, len(codes), wrong.sum())]
@@ -192,7 +220,9 @@ def corrupt(codes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def collate(data: Utterances, chosen: np.ndarray, rng: np.random.Generator) -> Batch:
     length = max(len(data.prompts[u]) + len(data.codes[u]) for u in chosen)
     pairs = np.full((len(chosen), length, 2), (0, NOTHING), np.int64)
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("at", "frames", "rows", "first", "given", "looks_at", "phones")}
+    parts: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("at", "frames", "rows", "first", "given", "looks_at", "phones")
+    }
     for b, u in enumerate(chosen):
         prompt, codes = data.prompts[u], data.codes[u].astype(np.int64)
         start, num = len(prompt), len(codes)
@@ -222,34 +252,23 @@ class Plan:
     depth_share: float = 0.25
     decay: float = 0.998
     log_every: int = 50
-    curriculum: tuple[int, int, int] = (24, 60, 2_000)
+    curriculum: Curriculum = Curriculum()
     dtype: torch.dtype = torch.bfloat16
 
 
 WEIGHTS = {"first": 1.0, "depth": 1.0, "look": 0.3, "phone": 0.3}
 
 
-def train(training: Training, codebooks: Codebooks, data: Utterances, job: Job, plan: Plan, schedule: Schedule) -> None:
-    """Goes on from the job's checkpoint, until the schedule ends or it is killed."""
+def train(
+    training: Training, codebooks: Codebooks, data: Utterances, job: Job, plan: Plan, schedule: Schedule
+) -> None:
     initialise(training, codebooks)
-    optimiser = torch.optim.AdamW(training.parameters(), betas=(0.9, 0.98), weight_decay=0.01, foreach=True)
-    average = Average(training, plan.decay)
-    step, cpu_s = resume(job, training, optimiser, average)
-    source = batches(data, plan.batch, step, plan.curriculum)
-    meter = Meter(job, plan.log_every, cpu_s)
-    while schedule.goes_on(step):
-        torch.manual_seed(step)  # of the frames that the code predictor is shown
-        job.rest()
-        for group in optimiser.param_groups:
-            group["lr"] = schedule.rate(step)
+    optimiser = torch.optim.AdamW(training.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+
+    def compute(step: int) -> tuple[Tensor, Losses]:
+        batch = batch_of(data, plan.batch, plan.curriculum, step)
         with torch.autocast("cpu", plan.dtype, enabled=plan.dtype != torch.float32):
-            losses = training(next(source), plan.depth_share)
-        torch.stack([WEIGHTS[name] * value for name, value in losses.items()]).sum().backward()
-        nn.utils.clip_grad_norm_(training.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        step += 1
-        average.update(step)
-        meter.add(step, **losses)
-        if job.is_due() or not schedule.goes_on(step):
-            keep(job, training, optimiser, average, step, meter.count())
+            losses = training(batch, plan.depth_share)
+        return torch.stack([WEIGHTS[name] * loss for name, loss in losses.items()]).sum(), losses
+
+    job_train(job, training, optimiser, schedule, plan.decay, plan.log_every, compute)

@@ -2,8 +2,8 @@
 frame, shaped by the mel spectrogram.
 
 The pitch of a frame is a whole number of cycles, `cycles`: 12.5 Hz each. Then a frame begins where all of its
-harmonics do, their phase follows from where in the frame a sample lies, and the waveform, noise included, is a
-function of the frame's codes. A decoder is told the samples themselves, not only how loud their bands are.
+harmonics do, their phase follows from where in the frame a sample lies, and the waveform, noise included, is
+a function of the frame's codes. A decoder is told the samples themselves, not only how loud their bands are.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def cycles(pitch_hz: np.ndarray, voicing: np.ndarray) -> np.ndarray:
 
 @cache
 def sounds() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Harmonics [NUM_CYCLES, FRAME], and noise above and below HARMONICS_HZ [FRAME] each; as loud as each other
-    in every Hz, and without an end: a frame goes on where it began."""
+    """Harmonics [NUM_CYCLES, FRAME], and noise above and below HARMONICS_HZ [FRAME] each; as loud as each
+    other in every Hz, and without an end: a frame goes on where it began."""
     bins_hz = np.arange(FRAME // 2 + 1) * FRAME_HZ
     rng = np.random.default_rng(SEED)
     phase = np.exp(2j * np.pi * rng.random(len(bins_hz)))
@@ -71,8 +71,8 @@ def excitation(cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
 
 
 def join(spectrum: np.ndarray) -> np.ndarray:
-    """complex [J, bins], through Hann windows already -> samples [J * HOP]: overlapped, added, and divided by the
-    sum of the windows' squares."""
+    """complex [J, bins], through Hann windows already -> samples [J * HOP]: overlapped, added, and divided by
+    the sum of the windows' squares."""
     parts = np.fft.irfft(spectrum, WINDOW, axis=1) * hann()
     total = np.zeros(len(parts) * HOP + BEFORE)
     weight = np.full(len(total), 1e-3)

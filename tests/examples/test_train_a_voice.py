@@ -1,5 +1,6 @@
-"""The recipe for a small voice: what is trained computes what is served, a run goes on where it was, and all steps
-together make a checkpoint that speaks. The speech here is hummed, so neither flite nor pocketsphinx is needed."""
+"""The recipe for a small voice: what is trained computes what is served, a run goes on where it was, and all
+steps together make a checkpoint that speaks. The speech here is hummed, so neither flite nor pocketsphinx is
+needed."""
 
 from __future__ import annotations
 
@@ -51,7 +52,12 @@ def fill(directory: Path, num: int, seed: int) -> None:
             words = [str(word) for word in rng.choice(WORDS, int(rng.integers(2, 5)))]
             samples, phones, ends_s = hum(words)
             file.write(samples.tobytes())
-            index.write(json.dumps(asdict(Utterance(" ".join(words), start, len(samples), tuple(phones), tuple(ends_s)))) + "\n")
+            index.write(
+                json.dumps(
+                    asdict(Utterance(" ".join(words), start, len(samples), tuple(phones), tuple(ends_s)))
+                )
+                + "\n"
+            )
             start += len(samples)
 
 
@@ -71,7 +77,9 @@ def read(work: Path, name: str) -> list[dict[str, float]]:
 
 
 def test_the_checkpoint_speaks(work: Path) -> None:
-    speech = zoo.generate(zoo.load(work / "voice", device="cpu", dtype=torch.float32), Request(text="mama", max_frames=5))
+    speech = zoo.generate(
+        zoo.load(work / "voice", device="cpu", dtype=torch.float32), Request(text="mama", max_frames=5)
+    )
     assert 1 <= len(speech.frames) <= 5
     assert len(speech.samples) == features.FRAME * len(speech.frames)
 
@@ -97,7 +105,9 @@ def test_the_talker_that_is_trained_is_the_one_that_is_served(work: Path) -> Non
     assert len(frames) == 8
     training = talker.Training(family.talker, family.config, 3)
     script = family.writer(request, {"text_mode": "full", "x_vector_only_mode": False})
-    data = talker.Utterances([np.array(script.pairs)], [8], [frames], [np.zeros(8, int)], [np.zeros(8, int)], 3)
+    data = talker.Utterances(
+        [np.array(script.pairs)], [8], [frames], [np.zeros(8, int)], [np.zeros(8, int)], 3
+    )
     batch = talker.collate(data, np.array([0]), Faithful())
     kept = {}
     training.depth = lambda h, batch, share: kept.update(h=h) or torch.zeros(())
@@ -239,12 +249,18 @@ def test_sentences_follow_from_the_seed() -> None:
     some = generator.generate(300, dictionary, 4)
     assert some == generator.generate(300, dictionary, 4) != generator.generate(300, dictionary, 5)
     assert all(text.isascii() and "{" not in text for text in some)
-    assert not set(some[:100]) & set(generator.generate(300, dictionary, 4, frozenset(some[:100]))) - set(generator.LINES["phrases"])
+    assert not set(some[:100]) & set(generator.generate(300, dictionary, 4, frozenset(some[:100]))) - set(
+        generator.LINES["phrases"]
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "heard", "rate"),
-    [("One two, three.", "one two three", 0), ("one two three four", "one too three", 0.5), ("a b", "a c b", 0.5)],
+    [
+        ("One two, three.", "one two three", 0),
+        ("one two three four", "one too three", 0.5),
+        ("a b", "a c b", 0.5),
+    ],
 )
 def test_word_error_rate(said: str, heard: str, rate: float) -> None:
     assert judge.word_error_rate([said], [heard]) == rate
@@ -270,7 +286,16 @@ def test_a_wrong_step_says_which_are_possible(capsys: pytest.CaptureFixture[str]
 def test_flite_speaks_and_says_where_its_phones_end(tmp_path: Path) -> None:
     samples, utterance = speak("Hello world.")
     assert len(samples) == utterance.num_samples > RATE_HZ // 2
-    assert [phone for phone in utterance.phones if phone != "pau"] == ["hh", "ax", "l", "ow", "w", "er", "l", "d"]
+    assert [phone for phone in utterance.phones if phone != "pau"] == [
+        "hh",
+        "ax",
+        "l",
+        "ow",
+        "w",
+        "er",
+        "l",
+        "d",
+    ]
     assert utterance.ends_s[0] == pytest.approx(0.06, abs=1e-3)
 
 
@@ -285,5 +310,5 @@ def test_flite_is_understood() -> None:
 @pytest.mark.skipif(shutil.which("flite") is None, reason="flite is not installed")
 def test_all_steps_in_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pocketsphinx")
-    main(["all", str(tmp_path), "--quick", "--steps", "2", "--count", "2"])
+    main(["all", str(tmp_path), "--quick", "--steps", "2", "--count", "1"])
     assert "word error rates: copy synthesis" in capsys.readouterr().out
