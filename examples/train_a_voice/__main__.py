@@ -1,0 +1,288 @@
+"""Train a small voice of your own: python -m examples.train_a_voice STEP DIRECTORY. README.md beside this
+file has the whole of it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from examples.train_a_voice import (
+    align,
+    checkpoint,
+    corpus,
+    decoder,
+    features,
+    judge,
+    sentences,
+    talker,
+    vocoder,
+)
+from examples.train_a_voice.codes import Codebooks
+from examples.train_a_voice.flite import RATE_HZ as FLITE_HZ
+from examples.train_a_voice.flite import Shelf
+from examples.train_a_voice.job import Job, Schedule
+from examples.train_a_voice.settings import FULL, QUICK, Settings, codec_config
+from zoo.qwen3_tts import describe
+from zoo.qwen3_tts.codec import Decoder, DecoderConfig
+from zoo.qwen3_tts.model import Qwen3TTS, Talker
+from zoo.qwen3_tts.prompt import PromptWriter
+from zoo.request import Request, check
+
+SEED = 1
+NUM_GENERATED = 40  # held-out sentences beside those written by hand
+UNQUANTISED, QUANTISED = 0.03, 0.07  # word errors that the gates allow above flite's own
+
+
+def counter(name: str, total: int) -> Callable[[int], None]:
+    began_s = time.monotonic()
+
+    def progress(done: int) -> None:
+        if done % 500 == 0 or done == total:
+            print(f"{name}: {done} of {total}, {time.monotonic() - began_s:.0f} s", flush=True)
+
+    return progress
+
+
+def speech(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Steps 1 and 2: sentences, and flite speaks them."""
+    dictionary = sentences.read_dictionary(judge.dictionary())
+    held_out = sentences.LINES["held_out"] + sentences.generate(NUM_GENERATED, dictionary, SEED + 6)
+    texts = sentences.generate(settings.num_sentences, dictionary, SEED, frozenset(held_out))
+    for name, lines in (("held_out", held_out), ("train", texts)):
+        Shelf(work / name).fill(lines, counter(f"speech of {name}", len(lines)))
+
+
+def codes(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Steps 3 and 4: features, codebooks, codes, and the samples that the decoder learns."""
+    for name in ("held_out", "train"):
+        if not (work / name / "edges.npy").exists():
+            shelf = Shelf(work / name)
+            corpus.make_features(shelf, work / name, counter(f"features of {name}", len(shelf.utterances)))
+    if not (work / "codebooks.pt").exists():
+        frames = corpus.Frames.load(work / "train")
+        some = frames.first(settings.num_code_sentences)
+        fitted = Codebooks.fit(
+            frames.mel[some].astype(np.float32), frames.voicing[some], settings.mel_levels, seed=0
+        )
+        fitted.save(work / "codebooks.pt")
+    codebooks = Codebooks.load(work / "codebooks.pt")
+    for name in ("held_out", "train"):
+        frames = corpus.Frames.load(work / name)
+        if not (work / name / "codes.npy").exists():
+            corpus.make_codes(frames, codebooks, work / name / "codes.npy")
+        found = np.load(work / name / "codes.npy")
+        num = min(settings.num_decoder_sentences, len(frames.edges) - 1)
+        progress = counter(f"targets of {name}", num)
+        corpus.make_targets(frames, found, codebooks, num, work / name / "target.s16", progress)
+
+
+def gate(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Before anything is trained: are the features, and then the codes, enough to be understood?"""
+    shelf, frames = Shelf(work / "held_out"), corpus.Frames.load(work / "held_out")
+    codebooks, found = Codebooks.load(work / "codebooks.pt"), np.load(work / "held_out" / "codes.npy")
+    heard: dict[str, list[str]] = {"flite": [], "unquantised": [], "quantised": []}
+    for utterance, at in list(zip(shelf.utterances, spans(frames), strict=True))[: args.count]:
+        mel, cycles, voicing = codebooks.decode(found[at])
+        true = vocoder.speak(frames.mel[at].astype(np.float32), frames.cycles[at], frames.voicing[at])
+        heard["flite"].append(judge.transcribe(shelf.samples(utterance), FLITE_HZ))
+        heard["unquantised"].append(judge.transcribe(true, features.RATE_HZ))
+        heard["quantised"].append(judge.transcribe(vocoder.speak(mel, cycles, voicing), features.RATE_HZ))
+    texts = [utterance.text for utterance in shelf.utterances[: args.count]]
+    rates = {name: judge.word_error_rate(texts, lines) for name, lines in heard.items()}
+    print("word error rates:", ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
+    for name, allowed in (("unquantised", UNQUANTISED), ("quantised", QUANTISED)):
+        if rates[name] > rates["flite"] + allowed and not args.quick:
+            raise SystemExit(f"gate: {name} is more than {allowed} above flite; do not train on this")
+
+
+def spans(frames: corpus.Frames) -> list[slice]:
+    return [slice(int(a), int(b)) for a, b in zip(frames.edges[:-1], frames.edges[1:], strict=True)]
+
+
+def texts_directory(work: Path, settings: Settings) -> Path:
+    """The checkpoint's JSON files and vocabulary, which say how prompts are written."""
+    checkpoint.write_texts(work / "texts", settings)
+    return work / "texts"
+
+
+def run(work: Path, name: str, peak: float, warmup: int, args: argparse.Namespace) -> tuple[Job, Schedule]:
+    """A job, and how its learning rate goes. The annealed run is a copy of the endless one as it stood when
+    it was first asked for, in a directory of its own; asked for again, it goes on to the same end."""
+    endless = work / f"job_{name}"
+    if args.anneal is None:
+        return Job(endless, args.pause_file), Schedule(peak, warmup, args.steps)
+    annealed = work / f"job_{name}_annealed"
+    if not (annealed / "end").exists():
+        annealed.mkdir(exist_ok=True)
+        shutil.copy(endless / "job.pt", annealed / "job.pt")
+        step = torch.load(annealed / "job.pt", weights_only=True)["step"]
+        (annealed / "end").write_text(str(step + args.anneal))
+    end = int((annealed / "end").read_text())
+    return Job(annealed, args.pause_file), Schedule(peak, warmup, end, args.anneal)
+
+
+def train_decoder(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Step 5, until it is killed."""
+    wave = np.memmap(work / "train" / "target.s16", dtype="<i2", mode="r")
+    found = np.load(work / "train" / "codes.npy")[: len(wave) // features.FRAME]
+    plan = decoder.Plan(log_every=10, is_compiled=False) if args.quick else decoder.Plan()
+    model = Decoder(DecoderConfig.from_json(codec_config(settings)))
+    job, schedule = run(work, "decoder", decoder.PEAK, decoder.WARMUP, args)
+    decoder.train(model, Codebooks.load(work / "codebooks.pt"), found, wave, job, plan, schedule)
+
+
+def train_talker(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Step 6, until it is killed."""
+    data = utterances(work, texts_directory(work, settings))
+    config = describe(work / "texts")[0]
+    model = talker.Training(Talker(config), config, data.num_phones)
+    plan = replace(talker.Plan(), log_every=10, batch=4) if args.quick else talker.Plan()
+    job, schedule = run(work, "talker", talker.PEAK, talker.WARMUP, args)
+    talker.train(model, Codebooks.load(work / "codebooks.pt"), data, job, plan, schedule)
+
+
+def utterances(work: Path, texts: Path) -> talker.Utterances:
+    """Prompts exactly as the served model reads them, codes, and which byte and phone each frame is."""
+    config, _, _, spec = describe(texts)
+    writer, shelf, frames = (
+        PromptWriter(config, texts, None),
+        Shelf(work / "train"),
+        corpus.Frames.load(work / "train"),
+    )
+    found = np.load(work / "train" / "codes.npy")
+    spoken, phones, num_phones = aligned(work / "train" / "aligned.npz", shelf)
+    rng = np.random.default_rng(SEED)
+    prompts, starts = [], []
+    for utterance in shelf.utterances:
+        request = Request(text=utterance.text, language=checkpoint.LANGUAGE if rng.random() < 0.5 else None)
+        script = writer(request, check(request, spec))
+        prompts.append(np.array(script.pairs))
+        starts.append(len(script.pairs) - 2 - script.text_tokens)  # behind the text: its end, and codec_bos
+    lines = [found[at] for at in spans(frames)]
+    return talker.Utterances(prompts, starts, lines, fitted(spoken, lines), fitted(phones, lines), num_phones)
+
+
+def aligned(path: Path, shelf: Shelf) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """Which byte and which phone each frame of each utterance is, and how many phones there are; kept in a
+    file."""
+    if not path.exists():
+        progress = counter("alignment", len(shelf.utterances))
+        spoken, phones, num_phones = align.align(shelf.utterances, progress)
+        edges = np.cumsum([len(frames) for frames in spoken])[:-1]
+        part = path.with_suffix(".part.npz")
+        np.savez(
+            part, spoken=np.concatenate(spoken), phones=np.concatenate(phones), edges=edges, num=num_phones
+        )
+        part.replace(path)
+    kept = np.load(path)
+    return np.split(kept["spoken"], kept["edges"]), np.split(kept["phones"], kept["edges"]), int(kept["num"])
+
+
+def fitted(values: list[np.ndarray], lines: list[np.ndarray]) -> list[np.ndarray]:
+    """A frame more or less, where rounding says so, at the end of an utterance."""
+    return [
+        np.pad(v, (0, max(0, len(c) - len(v))), mode="edge")[: len(c)]
+        for v, c in zip(values, lines, strict=True)
+    ]
+
+
+def export(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Step 7: a checkpoint of the annealed runs; where there is none, of the running averages of the endless
+    ones."""
+    out = args.out or work / "voice"
+    checkpoint.write_texts(out, settings)
+    talkers = {
+        name.removeprefix("talker."): p
+        for name, p in trained(work, "talker").items()
+        if name.startswith("talker.")
+    }
+    checkpoint.write_talker(out, Talker(describe(out)[0]), talkers)
+    checkpoint.write_decoder(out, trained(work, "decoder"))
+    print(f"{out}: {sum(path.stat().st_size for path in out.rglob('*.safetensors')) / 1e6:.1f} MB of tensors")
+
+
+def trained(work: Path, name: str) -> dict[str, torch.Tensor]:
+    annealed, endless = work / f"job_{name}_annealed" / "job.pt", work / f"job_{name}" / "job.pt"
+    path = annealed if annealed.exists() else endless
+    state = torch.load(path, weights_only=True)
+    print(f"{path}: step {state['step']}, {state['cpu_s'] / 3600:.2f} CPU hours")
+    return state["module" if annealed.exists() else "average"]
+
+
+def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Step 8: how many words are understood. Copy synthesis: true codes, our decoder. Speech: text, our
+    talker, our decoder; and the same codes through the channel vocoder, which says whose errors they are."""
+    import zoo
+
+    family = zoo.load(args.out or work / "voice", device="cpu", dtype=torch.float32)
+    assert isinstance(family, Qwen3TTS)
+    shelf, frames = Shelf(work / "held_out"), corpus.Frames.load(work / "held_out")
+    codebooks, found = Codebooks.load(work / "codebooks.pt"), np.load(work / "held_out" / "codes.npy")
+    heard: dict[str, list[str]] = {"copy synthesis": [], "speech": [], "speech, channel vocoder": []}
+    for i, at in enumerate(spans(frames)[: args.count]):
+        text = shelf.utterances[i].text
+        copied = decode(family.codec.decoder, torch.from_numpy(found[at].astype(np.int64)))
+        spoken = zoo.generate(family, Request(text=text, seed=i, max_frames=2 * (at.stop - at.start)))
+        vocoded = vocoder.speak(*codebooks.decode(spoken.frames.numpy()))
+        lengths = f"{len(spoken.frames)} frames, flite {at.stop - at.start}"
+        for name, samples in zip(heard, (copied, spoken.samples.numpy(), vocoded), strict=True):
+            heard[name].append(judge.transcribe(samples, features.RATE_HZ))
+        print(f"{text}\n   {lengths}: {' | '.join(lines[-1] for lines in heard.values())}", flush=True)
+    texts = [utterance.text for utterance in shelf.utterances[: args.count]]
+    rates = {name: judge.word_error_rate(texts, lines) for name, lines in heard.items()}
+    print("word error rates:", ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
+
+
+@torch.inference_mode()
+def decode(model: Decoder, codes: torch.Tensor) -> np.ndarray:
+    rows, start = torch.zeros(1, model.state_size), torch.zeros(1, dtype=torch.int64)
+    return model(codes[None], rows, start, start + len(codes))[0][0].numpy()
+
+
+STEPS = {
+    "speech": speech,
+    "codes": codes,
+    "gate": gate,
+    "decoder": train_decoder,
+    "talker": train_talker,
+    "export": export,
+    "score": score,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.train_a_voice", description=__doc__)
+    parser.add_argument("step", choices=[*STEPS, "all"], help="in this order; all is for --quick")
+    parser.add_argument("directory", type=Path, help="where everything lies: some 3 GB")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny voice of a few sentences, to see that it runs"
+    )
+    parser.add_argument("--pause-file", type=Path, help="training rests while this file exists")
+    parser.add_argument(
+        "--steps", type=int, help="training ends after so many steps in all, not when it is killed"
+    )
+    parser.add_argument(
+        "--anneal", type=int, help="so many steps more, with a falling learning rate, of a copy of the run"
+    )
+    parser.add_argument(
+        "--count", type=int, default=len(sentences.LINES["held_out"]), help="sentences that are judged"
+    )
+    parser.add_argument("--out", type=Path, help="the checkpoint's directory")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    if args.step == "all" and not (args.quick and args.steps):
+        parser.error("all runs every step, one after the other: it needs --quick and --steps")
+    for name in STEPS if args.step == "all" else [args.step]:
+        STEPS[name](args.directory, QUICK if args.quick else FULL, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Codes that are defined rather than learned: what each of a frame's codes means is fixed before anything is
+trained, so talker and decoder train side by side and nothing can collapse.
+
+    code 0                   eight hops of the log mel spectrogram, by k-means
+    codes 1 .. levels - 1    what the codes before left over, by k-means
+    the last code            the frame's cycles (16) and how its voicing goes (32 shapes, by k-means)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from examples.train_a_voice.features import BANDS, HOPS
+from examples.train_a_voice.vocoder import MIN_CYCLES, NUM_CYCLES
+
+SIZE = 512  # of every codebook
+SHAPES = SIZE // NUM_CYCLES
+ROUNDS = 12
+BEAM = 8
+
+
+def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = ROUNDS) -> Tensor:
+    """points [N, D] -> centres [count, D] (Lloyd's). A centre that nothing is near to becomes a point
+    again."""
+    centres = points[torch.randperm(max(len(points), count), generator=generator)[:count] % len(points)]
+    for _ in range(rounds):
+        index = nearest(points, centres)
+        sizes = torch.bincount(index, minlength=count)
+        sums = torch.zeros_like(centres).index_add_(0, index, points)
+        centres = sums / sizes.clamp(min=1)[:, None]
+        empty = (sizes == 0).nonzero()[:, 0]
+        centres[empty] = points[torch.randint(len(points), (len(empty),), generator=generator)]
+    return centres
+
+
+def nearest(points: Tensor, centres: Tensor) -> Tensor:
+    """[N, D], [K, D] -> [N]. |x - c|^2 is least where x c - |c|^2 / 2 is greatest."""
+    half = centres.square().sum(1) / 2
+    return torch.cat([(part @ centres.T - half).argmax(1) for part in points.split(16_384)])
+
+
+@dataclass(frozen=True)
+class Codebooks:
+    mel: Tensor  # [levels, SIZE, HOPS * BANDS]; the first level's middle is not taken away
+    shapes: Tensor  # [SHAPES, HOPS], voicing
+
+    @property
+    def count(self) -> int:
+        return len(self.mel) + 1
+
+    @classmethod
+    def fit(cls, mel: np.ndarray, voicing: np.ndarray, levels: int, seed: int) -> Codebooks:
+        """mel [T, HOPS, BANDS], voicing [T, HOPS]"""
+        generator = torch.Generator().manual_seed(seed)
+        rest = torch.from_numpy(mel.reshape(len(mel), -1)).float()
+        tables = []
+        for _ in range(levels):
+            tables.append(k_means(rest, SIZE, generator))
+            rest = rest - tables[-1][nearest(rest, tables[-1])]
+        shapes = k_means(torch.tensor(voicing), SHAPES, generator)
+        return cls(torch.stack(tables), shapes)
+
+    def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
+        """-> codes [T, levels + 1], int16"""
+        points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
+        codes = torch.cat([self._search(part) for part in points.split(2048)])  # [T, levels]
+        shape = nearest(torch.tensor(voicing), self.shapes)
+        tone = torch.from_numpy(cycles.astype(np.int64) - MIN_CYCLES) * SHAPES + shape
+        return torch.cat((codes, tone[:, None]), 1).to(torch.int16).numpy()
+
+    def _search(self, points: Tensor) -> Tensor:
+        """[N, D] -> codes [N, levels]. The first code is the nearest centre; of the others the BEAM best
+        beginnings are kept at every level: the same tables then leave less over than if each level took what
+        is nearest to it."""
+        codes = nearest(points, self.mel[0])[:, None, None]  # [N, beginnings, levels so far]
+        rest = (points - self.mel[0][codes[:, 0, 0]])[:, None]  # [N, beginnings, D]
+        for table in self.mel[1:]:
+            far = rest.square().sum(2, keepdim=True) - 2 * rest @ table.T + table.square().sum(1)
+            best = far.flatten(1).topk(BEAM, largest=False).indices
+            start, code = best // SIZE, best % SIZE
+            kept = codes.gather(1, start[..., None].expand(-1, -1, codes.shape[2]))
+            codes = torch.cat((kept, code[..., None]), 2)
+            rest = rest.gather(1, start[..., None].expand(-1, -1, rest.shape[2])) - table[code]
+        return codes[:, 0]
+
+    def decode(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """codes [T, K] -> mel [T, HOPS, BANDS], cycles [T], voicing [T, HOPS]"""
+        index = torch.from_numpy(codes.astype(np.int64))
+        mel = sum(table[index[:, k]] for k, table in enumerate(self.mel))
+        assert isinstance(mel, Tensor)
+        tone = index[:, -1]
+        cycles = (tone // SHAPES + MIN_CYCLES).numpy()
+        return mel.reshape(-1, HOPS, BANDS).numpy(), cycles, self.shapes[tone % SHAPES].numpy()
+
+    def save(self, path: Path) -> None:
+        torch.save({"mel": self.mel, "shapes": self.shapes}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Codebooks:
+        return cls(**torch.load(path, weights_only=True))

@@ -1,0 +1,81 @@
+"""The speech as features, codes and targets, on disk: long lines of frames, and where each utterance lies in
+them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from examples.train_a_voice import features, vocoder
+from examples.train_a_voice.codes import Codebooks
+from examples.train_a_voice.flite import RATE_HZ, Shelf
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Features of a shelf. Utterance u is frames edges[u] to edges[u + 1]."""
+
+    edges: np.ndarray  # [U + 1]
+    mel: np.ndarray  # [T, HOPS, BANDS] float16
+    cycles: np.ndarray  # [T]
+    voicing: np.ndarray  # [T, HOPS]
+
+    @classmethod
+    def load(cls, directory: Path) -> Frames:
+        return cls(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in cls.__annotations__))
+
+    def first(self, utterances: int) -> slice:
+        return slice(0, int(self.edges[min(utterances, len(self.edges) - 1)]))
+
+
+def save(path: Path, array: np.ndarray) -> None:
+    """In one go: a file that is there is whole."""
+    part = path.with_suffix(".part.npy")
+    np.save(part, array)
+    os.replace(part, path)
+
+
+def make_features(shelf: Shelf, directory: Path, progress: Progress) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, list[np.ndarray]] = {"mel": [], "cycles": [], "voicing": []}
+    for i, utterance in enumerate(shelf.utterances):
+        found = features.analyse(features.resample(shelf.samples(utterance), RATE_HZ))
+        parts["mel"].append(found.mel.astype(np.float16))
+        parts["cycles"].append(vocoder.cycles(found.pitch_hz, found.voicing).astype(np.uint8))
+        parts["voicing"].append(found.voicing.astype(np.float32))
+        progress(i + 1)
+    for name, arrays in parts.items():
+        save(directory / f"{name}.npy", np.concatenate(arrays))
+    save(directory / "edges.npy", np.cumsum([0, *map(len, parts["cycles"])]))
+
+
+def make_codes(frames: Frames, codebooks: Codebooks, path: Path) -> None:
+    parts = [slice(i, i + 50_000) for i in range(0, len(frames.cycles), 50_000)]
+    codes = [
+        codebooks.encode(frames.mel[p].astype(np.float32), frames.cycles[p], frames.voicing[p]) for p in parts
+    ]
+    save(path, np.concatenate(codes))
+
+
+def make_targets(
+    frames: Frames, codes: np.ndarray, codebooks: Codebooks, num: int, path: Path, progress: Progress
+) -> None:
+    """int16 samples of the first `num` utterances: the true mel spectrogram, with the pitch and voicing of
+    the codes. They are made utterance by utterance; one that has been made is not made again."""
+    done = path.stat().st_size // (2 * features.FRAME) if path.exists() else 0
+    first = int(np.searchsorted(frames.edges, done, side="right")) - 1
+    with open(path, "r+b" if path.exists() else "wb") as file:
+        file.truncate(2 * features.FRAME * int(frames.edges[first]))
+        file.seek(0, os.SEEK_END)
+        for u in range(first, min(num, len(frames.edges) - 1)):
+            at = slice(frames.edges[u], frames.edges[u + 1])
+            _, cycles, voicing = codebooks.decode(codes[at])
+            samples = vocoder.speak(frames.mel[at].astype(np.float32), cycles, voicing)
+            file.write((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
+            progress(u + 1)

@@ -1,0 +1,90 @@
+"""Speech by flite (CMU, http://cmuflite.org; Debian's package `flite`), voice cmu_us_slt, 16 kHz: text in,
+samples and phones out.
+
+A shelf is a directory of speech: `speech.s16` has the samples of all texts one after the other, `index.jsonl`
+a line for each text. Both only ever grow, so making one can stop and go on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import soundfile
+
+RATE_HZ = 16_000
+VOICE = "slt"
+LEAD_S, TAIL_S = 0.06, 0.12  # silence that is kept; flite's own is about 0.2 on either side
+PAUSE = "pau"
+
+
+@dataclass(frozen=True)
+class Utterance:
+    text: str
+    start: int  # in the shelf's file, samples
+    num_samples: int
+    phones: tuple[str, ...]
+    ends_s: tuple[float, ...]  # of the phones, from the utterance's first sample
+
+
+class Shelf:
+    def __init__(self, directory: Path):
+        self.samples_path, self.index_path = directory / "speech.s16", directory / "index.jsonl"
+        self.utterances: list[Utterance] = []
+        if self.index_path.exists():
+            lines = self.index_path.read_text(encoding="utf-8").splitlines()
+            self.utterances = [Utterance(**json.loads(line)) for line in lines]
+
+    def samples(self, utterance: Utterance) -> np.ndarray:
+        """-> float32 in [-1, 1)"""
+        whole = np.memmap(self.samples_path, dtype="<i2", mode="r")
+        return whole[utterance.start : utterance.start + utterance.num_samples].astype(np.float32) / 32768
+
+    def fill(self, texts: Sequence[str], progress: Callable[[int], None]) -> None:
+        """Speak the texts that are not there yet."""
+        self.samples_path.parent.mkdir(parents=True, exist_ok=True)
+        done = len(self.utterances)
+        assert [u.text for u in self.utterances] == list(texts[:done]), f"{self.index_path} is of other texts"
+        end = max((u.start + u.num_samples for u in self.utterances), default=0)
+        self.samples_path.touch()
+        with (
+            open(self.samples_path, "r+b") as samples_file,
+            open(self.index_path, "a", encoding="utf-8") as index,
+        ):
+            samples_file.truncate(2 * end)  # what a run that was killed wrote and did not index
+            samples_file.seek(2 * end)
+            for i, text in enumerate(texts[done:], done):
+                samples, utterance = speak(text, end)
+                samples_file.write(samples.astype("<i2").tobytes())
+                samples_file.flush()
+                index.write(json.dumps(asdict(utterance)) + "\n")
+                index.flush()
+                self.utterances.append(utterance)
+                end += len(samples)
+                progress(i + 1)
+
+
+def speak(text: str, start: int = 0) -> tuple[np.ndarray, Utterance]:
+    """-> int16 samples [N] without most of the silence around them, and what they say."""
+    flite = shutil.which("flite")
+    if flite is None:
+        raise ValueError("the program flite is not installed; on Debian: apt-get install flite")
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "speech.wav"
+        command = [flite, "-voice", VOICE, "-psdur", "-t", text, "-o", str(path)]
+        spoken = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        samples, rate_hz = soundfile.read(path, dtype="int16")
+    assert rate_hz == RATE_HZ, f"flite's voice {VOICE} speaks at {rate_hz} Hz; {RATE_HZ} is expected"
+    phones = [item.rsplit(":", 1)[0] for item in spoken]
+    ends_s = np.array([float(item.rsplit(":", 1)[1]) for item in spoken])
+    first_s = max(0.0, ends_s[0] - LEAD_S) if phones[0] == PAUSE else 0.0
+    last_s = ends_s[-2] + TAIL_S if phones[-1] == PAUSE else ends_s[-1]
+    samples = samples[round(first_s * RATE_HZ) : round(last_s * RATE_HZ)]
+    ends = [round(float(end_s), 4) for end_s in np.clip(ends_s - first_s, 0, len(samples) / RATE_HZ)]
+    return samples, Utterance(text, start, len(samples), tuple(phones), tuple(ends))
