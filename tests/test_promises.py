@@ -399,7 +399,7 @@ def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
             is_last = count == stage.runner.state.ready[rows].numpy()
             length = window.length_bucket(int(count.max()))
             heard, valid = stage.runner.render(
-                Render(rows, np.zeros_like(rows), count, is_last, windows[-1], length)
+                Render(rows, np.zeros_like(rows), count, is_last, windows[-1], 0.0, length)
             ).read()
             for row, slot in enumerate(rows):
                 samples = heard[row, : valid[row]]

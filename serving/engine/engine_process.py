@@ -293,10 +293,10 @@ def load(
 def sizes(options: Options) -> tuple[int, int | None]:
     """How many slots a model has, and the bytes of the KV cache. On a GPU, what is not given follows from its free
     memory, before any of it is taken. Raises ValueError where it is too little."""
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type != "cuda" or not torch.cuda.is_available():
+    device = options.device or "cuda"
+    if not device.startswith("cuda") or not torch.cuda.is_available():  # whatever else it is, loading says
         return options.max_slots or CPU_SLOTS, options.kv_bytes
-    room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(device)[0])
+    room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(torch.device(device))[0])
     shapes = [zoo.load(path, "meta", options.dtype or "bfloat16") for path in options.models.values()]
     slots, kv_bytes = fit(shapes, room, options.max_slots)
     return slots, kv_bytes if options.kv_bytes is None else options.kv_bytes

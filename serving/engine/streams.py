@@ -108,8 +108,9 @@ class LaunchInputs:
         """Taken from the host now -> the work that gives them on the device, of equal shapes at equal
         places."""
         if self.device.type == "cpu":
-            here = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in fields.items()}
-            return lambda: here
+            arrays = {name: np.ascontiguousarray(value) for name, value in fields.items()}
+            # made within the work: in inference mode a tensor is of another kind, which a graph is compiled for
+            return lambda: {name: torch.from_numpy(array) for name, array in arrays.items()}
         sizes = [value.size for value in fields.values()]
         total = sum(sizes)
         assert total <= len(self.place), f"a launch of {total} numbers, where {len(self.place)} fit"
