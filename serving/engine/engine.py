@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import torch
 from torch import Tensor
 
 from compile_cache import threads, unfinished
@@ -83,6 +84,8 @@ class Engine:
         if codec not in CODECS:
             raise ValueError(f"codec {codec!r} is no precision; possible: {', '.join(CODECS)}")
         device = next(iter(named.values())).device
+        if device.type == "meta":
+            raise ValueError("a model on device meta has shapes and no values: it cannot speak")
         if codec == "tf32" and device.type != "cuda":
             raise ValueError(
                 f"codec tf32 is arithmetic of a GPU, and the model is on {device.type}: use float32"
@@ -109,6 +112,10 @@ class Engine:
             )
             for name, family in named.items()
         }
+        if self.arena.device.type == "cuda":
+            torch.cuda.synchronize(
+                self.arena.device
+            )  # weights and states were made on a stream of none of ours
         self.max_waiting, self.clock = max_waiting, clock
 
         self._wake = threading.Condition()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from serving.engine.runner import INT, PAGE_TOKENS, token_bytes
-from zoo.contract import Batch, Family, View
+from zoo.contract import Batch, Family, State, View
 
 SPARE_PART = 0.1  # of a GPU's memory, for what is not counted: the context, libraries, fragments
 SLOTS = (64, 32, 16, 8, 4, 2, 1)  # that are tried, where nobody says how many
@@ -88,7 +88,9 @@ def state_tensors(thing: object) -> list[Tensor]:
         parts = list(thing.values())
     elif isinstance(thing, list | tuple):
         parts = list(thing)
-    elif isinstance(thing, nn.Module) or not type(thing).__module__.startswith(("zoo.", "toy")):
+    elif isinstance(thing, nn.Module) or not (
+        isinstance(thing, State) or type(thing).__module__.startswith("zoo.")
+    ):
         return []
     else:
         parts = list(vars(thing).values())

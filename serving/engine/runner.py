@@ -1,9 +1,8 @@
-"""The only file where host meets device: the arena, the slots' state, the launches, and what comes back of
-them.
+"""Where host meets device: the arena, the slots' state, and the launches (streams.py: what comes back of them).
 
 The host counts every position itself, so page tables and lengths never wait for the device. What comes back
-is one small report per launch (frames ready, done, text) and the rendered samples; both are asked for when
-the launch is made and read a launch later.
+is one small report per launch (frames ready, done, text), which is read a launch later, and the rendered samples,
+which are read when they are there.
 
 A slot's lanes are sequences of their own, in pages of their own, that take every step together.
 """
@@ -14,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -253,7 +251,7 @@ class Runner:
         return ()
 
     def launch_render(self, view: View) -> tuple[Tensor, ...]:
-        samples, valid = self._render[view.length](self.state, replace(view, is_last=view.is_last.bool()))
+        samples, valid = self._render[view.length](self.state, view)
         return samples, valid
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -317,9 +315,8 @@ class Runner:
                 made = self.render_graphs.run(key, partial(self.launch_render, view))
                 num = len(due.slots[at])
                 self._observe("render", num, began_s)
-                if (
-                    self.is_recorded and len(parts) > 1
-                ):  # the next launch of this size writes to the same place
+                # the next launch of this size writes to the same place
+                if self.is_recorded and len(parts) > 1:
                     made = tuple(part.clone() for part in made)
                 samples.append(made[0][:num])
                 valid.append(made[1][:num])
@@ -424,6 +421,6 @@ class Runner:
 
 def padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
     """With rows of `filler` up to `length`."""
-    whole = np.full((length, *values.shape[1:]), filler, INT)
+    whole = np.full((length, *values.shape[1:]), filler, values.dtype)
     whole[: len(values)] = values
     return whole

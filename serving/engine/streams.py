@@ -119,10 +119,12 @@ class LaunchInputs:
 
         def arrive() -> dict[str, Tensor]:
             self.place[:total].copy_(packed, non_blocking=True)
-            parts = self.place[:total].split(sizes)
-            return {
-                name: part.view(value.shape)
-                for (name, value), part in zip(fields.items(), parts, strict=True)
-            }
+            parts = zip(fields.items(), self.place[:total].split(sizes), strict=True)
+            return {name: as_type(part, value).view(value.shape) for (name, value), part in parts}
 
         return arrive
+
+
+def as_type(numbers: Tensor, like: np.ndarray) -> Tensor:
+    """int64 numbers, as truth values where the array has such: of each the lowest byte, in the same memory."""
+    return numbers.view(torch.bool)[::8] if like.dtype == bool else numbers
