@@ -1,17 +1,18 @@
-# make serve    a speech server on port 8000, on a demo checkpoint (random weights: it makes noise, not words)
+# make serve    a speech server on port 8000, with the small voice; MODEL=DIR serves yours, FAMILY=NAME a demo checkpoint, which makes noise
 # make test     every test          make lint    ruff and mypy          make fixtures    remake what the parity tests compare with
+# make voice    trains the small voice anew, in voice/; takes hours
 # make rehearse lowers and builds every family for GPUs that are not there, and counts their launches; takes ten minutes or so
 # Needs Python 3.11 or newer: `make PYTHON=python3.12 serve`.
 
 PYTHON ?= python3
 PORT ?= 8000
-FAMILY ?= qwen3_tts
-MODEL ?= demo/$(FAMILY)
+FAMILY ?=
+MODEL ?= $(if $(FAMILY),demo/$(FAMILY))
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: serve test lint fixtures rehearse
+.PHONY: serve test lint fixtures rehearse voice
 
 serve: $(VENV)/.installed $(MODEL)
 	$(BIN)/zoo serve $(MODEL) --port $(PORT)
@@ -27,6 +28,9 @@ rehearse: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,rehearse]'
 	$(BIN)/python -m pytest -m rehearse
 
+voice: $(VENV)/.installed
+	$(BIN)/python -m examples.train_a_voice all voice
+
 fixtures: $(VENV)/.installed
 	tests/parity/remake.sh $(VENV)
 
@@ -38,5 +42,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, for example: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
 	touch $@

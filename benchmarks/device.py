@@ -1,158 +1,416 @@
-"""All that a machine with a GPU is needed for, in one call: checks, then figures, then one result file.
+"""All that a machine with a GPU is needed for, in one call of at most ten minutes: checks, then figures.
 
-    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE ...] [--streams 1 16 64]
-    python benchmarks/device.py --out RESULT.json --models qwen3_tts=1.7b voxcpm2=full higgs_v3=full
+    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE ...] [--limit-s 590]
+    python benchmarks/device.py --out RESULT.json --models qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full cosyvoice2=full
 
-A SIZE is one of the family's demo checkpoints, with random weights: time does not depend on the values.
-Without --models, every family's smallest. Checks of every family, on a tiny checkpoint: the device's greedy
-fp32 codes equal the CPU's, or its latents are near them with the same noise; what is compiled and recorded
-equals the plain loop; alone equals batched, with sampling on; bf16 runs. Then `serving.tools.bench`, with and
-without recorded launches. It needs torch 2.11 or newer, numpy, safetensors, einops and tokenizers, and no
-network; it runs on a CPU too, where the checks compare the CPU with itself.
+A SIZE is one of the family's demo checkpoints, with random weights: time does not depend on the values. Without
+--models, every family's smallest.
+
+    kernels   the GPU's kernels beside the plain operators on the same device, at every family's published shapes
+    checks    of a tiny checkpoint: the device's greedy fp32 codes equal the CPU's, or its latents are near them with the
+              same noise; what is compiled and recorded says what the plain loop says, alone and in company; bf16 speaks
+    figures   of each model: how long each recorded launch takes, then listeners: --streams in a closed loop, and
+              --rates a second with random arrivals
+
+Each part is a process of its own, and all begin at once, since most of their time is compiling; only one at a time
+measures. What a part has found is in the result file at once, so a part that fails, or the end of the time, costs
+nothing else. The exit status is 1 where something failed. It needs torch 2.11 or newer, numpy, safetensors, einops and
+tokenizers, and no network, and runs on a CPU too, where a check compares the CPU with itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
+import importlib.util
 import json
+import os
 import platform
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
+from torch import Tensor
 
-import zoo
-from serving.engine.engine import Audio, Engine, Event
-from serving.engine.prepare_for_host import prepare_for_host
-from serving.tools.bench import bench
-from serving.tools.requests import first_request
-
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEXTS = (
     "Good morning.",
     "The quick brown fox jumps over the lazy dog.",
     "It is a quarter to eight, and the train leaves now.",
 )
+# query heads, key heads, size of a head: qwen3_tts, cosyvoice2, fish_s2 and higgs_v3, voxcpm2
+SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
+REPLAYS = 20
+Put = Callable[[str, Any], None]
 
 
-def requests(family: zoo.Family, is_greedy: bool) -> list[zoo.Request]:
-    """Greedy where there is something to choose; other families' noise is given beside."""
-    temperature = 0.0 if is_greedy and not family.spec.noise_shape else None
-    fields = {"temperature": temperature, "max_frames": 40}
-    return [first_request(family, text=text, seed=i, **fields) for i, text in enumerate(TEXTS)]
+class Silent:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
 
 
-def together(family: zoo.Family, work: list[zoo.Request], compile: bool) -> list[np.ndarray]:
-    """All at once through the engine -> each one's samples."""
-    engine = Engine(family, max_slots=4, compile=compile)
-    engine.warm(lambda *_: None)
-    heard: list[list[np.ndarray]] = [[] for _ in work]
-    for i, request in enumerate(work):
-        engine.speak(str(i), request, partial(hear, heard[i]))
-    while engine.turn():
-        pass
-    return [np.concatenate(pieces) for pieces in heard]
+def stand_in() -> list[str]:
+    """Packages that a bare machine lacks and nothing here needs: the server's log, and the resampling of references
+    -> those that were missing."""
+    missing = [name for name in ("structlog", "soxr") if importlib.util.find_spec(name) is None]
+    for name in missing:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name])["get_logger"] = Silent
+    return missing
 
 
-def hear(pieces: list[np.ndarray], event: Event) -> None:
-    if isinstance(event, Audio):
-        pieces.append(event.samples)
+# kernels
 
 
-def check(name: str, device: str) -> dict[str, object]:
-    results: dict[str, object] = {}
+def kernels(put: Put) -> None:
+    """The largest difference of each from the plain operator."""
+    from zoo.nn import attention, frame_attention, sampling  # noqa: F401, the operators
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in SHAPES:
+            name = f"{shape[0]}/{shape[1]} x {shape[2]} {str(dtype).removeprefix('torch.')}"
+            for is_step in (True, False):
+                attended = gap(torch.ops.zoo.paged_attention.default, *paged(*shape, dtype, is_step))
+                put(f"paged attention, {'step' if is_step else 'prefill'}, {name}", attended)
+            put(
+                f"within a frame, {name}",
+                gap(torch.ops.zoo.frame_attention.default, *in_frame(*shape, dtype)),
+            )
+            grown = gap(torch.ops.zoo.grow_frame_attention.default, *growing(*shape, dtype))
+            put(f"within a growing frame, {name}", grown)
+    for width in (2048, 4097, 6564):
+        put(f"draws of {width} that differ, of 256", draws_apart(width))
+    seed = torch.arange(64, device=DEVICE) * 7919
+    put("noise", gap(torch.ops.zoo.uniform.default, seed, seed + 1, 3, 15, 2048))
+
+
+def gap(operator: Callable[..., Any], *arguments: Any) -> float:
+    from zoo.nn import kernels
+
+    with torch.inference_mode():
+        found = operator(*arguments)
+        with kernels.plain():
+            expected = operator(*arguments)
+    pairs = [(found, expected)] if isinstance(found, Tensor) else list(zip(found, expected, strict=True))
+    return max(float((a.double() - b.double()).nan_to_num(nan=torch.inf).abs().max()) for a, b in pairs)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def paged(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool) -> tuple[Any, ...]:
+    """Sequences of 1 to 3,000 positions in one layer of scattered pages; beyond each length is NaN."""
+    lens = torch.tensor([1, 17, 500, 1500, 3000])
+    new = torch.ones_like(lens) if is_step else torch.tensor([1, 17, 100, 33, 64])
+    pages = -(-int(lens.max()) // 16)
+    order = torch.randperm(len(lens) * pages, generator=torch.Generator().manual_seed(0)).view(len(lens), -1)
+    kv = random(len(lens) * pages * 32, kv_heads, dim, dtype=dtype)
+    at = torch.arange(pages * 16)
+    rows = order[:, at // 16] * 32 + at % 16  # [5, positions], of each one's key
+    beyond = rows[at >= lens[:, None]].to(DEVICE)
+    kv[torch.cat((beyond, beyond + 16))] = torch.nan
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0)))
+    table, lens, starts = ((order * 32).to(DEVICE), lens.to(DEVICE), starts.to(DEVICE))
+    return random(int(new.sum()), heads, dim, dtype=dtype), kv, table, lens, starts, 16, dim**-0.5
+
+
+def in_frame(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    rows = random(128, 11, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    q, k, v = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+    angle = random(11, dim)
+    return *(x.unflatten(-1, (-1, dim)) for x in (q, k, v)), angle.cos(), angle.sin(), dim**-0.5
+
+
+def growing(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The first pass, which fills a whole cache, so that nothing in it is undefined."""
+    q, k, v, *_ = in_frame(heads, kv_heads, dim, dtype)
+    angle, cache = random(11, dim), random(128, 2, kv_heads, 11, dim)
+    norms = random(dim, dtype=dtype), random(dim, dtype=dtype)
+    first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    return q, k, v, angle.cos(), angle.sin(), dim**-0.5, first, cache, *norms, 1e-6, False, False
+
+
+def draws_apart(width: int) -> int:
+    """Rows of 256 whose draw is another one: a sum that decides may round the other way."""
+    from zoo.nn import kernels, sampling
+
+    seed, step = torch.arange(512, device=DEVICE).view(2, -1)
+    logits, noise = 3 * random(256, width), sampling.gumbel(seed, step, range(1), width)[:, 0]
+    how = (torch.full((256,), value, device=DEVICE) for value in (0.8, 50, 0.9))
+    arguments = logits, *how, noise
+    drawn = torch.ops.zoo.draw.default(*arguments)
+    with kernels.plain():
+        return int((drawn != torch.ops.zoo.draw.default(*arguments)).sum())
+
+
+# checks
+
+
+def checks(name: str, put: Put) -> None:
+    import zoo
+    from serving.engine.prepare_for_host import prepare_for_host
+
     with tempfile.TemporaryDirectory() as directory:
         path = zoo.families()[name].write_demo(Path(directory) / "tiny", "tiny", dtype=torch.float32)
-        here, there = (
-            zoo.load(path, device="cpu", dtype="float32"),
-            zoo.load(path, device=device, dtype="float32"),
-        )
+        here, there = (zoo.load(path, device=device, dtype="float32") for device in ("cpu", DEVICE))
         prepare_for_host(there)
-        spec = here.spec
-        noise = (
-            torch.randn(40, *spec.noise_shape, generator=torch.Generator().manual_seed(0))
-            if spec.noise_shape
-            else None
-        )
+        shape, noise = here.spec.noise_shape, None
+        if shape:
+            noise = torch.randn(40, *shape, generator=torch.Generator().manual_seed(0))
         gaps = []
         for request in requests(here, is_greedy=True):
             ours, theirs = (
                 zoo.generate(family, request, noise=noise).frames.double() for family in (there, here)
             )
             gaps.append(float((ours - theirs).abs().max()) if ours.shape == theirs.shape else None)
-        results["frames_apart_from_cpu"] = gaps  # 0 where frames are codes
-        for compile in (False, True):
-            work = requests(there, is_greedy=False)
-            batched = together(there, work, compile)
-            apart = [zoo.generate(there, request).samples.numpy() for request in work]
-            same = [len(a) == len(b) for a, b in zip(apart, batched, strict=True)]
-            gap = (
-                max(
-                    float(np.abs(a - b).max())
-                    for a, b in zip(apart, batched, strict=True)
-                    if len(a) == len(b)
-                )
-                if any(same)
-                else None
-            )
-            results["batched_compiled" if compile else "batched_eager"] = {
-                "lengths_equal": same,
-                "largest_sample_gap": gap,
-            }
-        half = zoo.load(path, device=device, dtype="bfloat16")
-        prepare_for_host(half)
-        spoken = together(half, requests(half, is_greedy=False), True)
-        results["bf16_frames"] = [len(samples) // half.spec.frame_samples for samples in spoken]
-    return results
+        put("frames apart from the CPU's", gaps)  # 0 where frames are codes
+        work = requests(there, is_greedy=False)
+        apart = [zoo.generate(there, request).samples.numpy() for request in work]
+        for kind, compile in (("recorded", False), ("compiled and recorded", True)):
+            batched, misses = together(there, work, compile)
+            equal = [len(a) == len(b) for a, b in zip(apart, batched, strict=True)]
+            pairs = [(a, b) for a, b in zip(apart, batched, strict=True) if len(a) == len(b)]
+            largest = max((float(np.abs(a - b).max()) for a, b in pairs), default=None)
+            put(kind, {"lengths_equal": equal, "largest_sample_gap": largest, "graph_misses": misses})
+        half = zoo.load(path, device=DEVICE, dtype="bfloat16")
+        spoken, _ = together(half, requests(half, is_greedy=False), True)
+        put("bf16 frames", [len(samples) // half.spec.frame_samples for samples in spoken])
+
+
+def requests(family: Any, is_greedy: bool) -> list[Any]:
+    """Greedy where there is something to choose; other families' noise is given beside."""
+    from serving.tools.requests import first_request
+
+    temperature = 0.0 if is_greedy and not family.spec.noise_shape else None
+    fields = {"temperature": temperature, "max_frames": 40}
+    return [first_request(family, text=text, seed=i, **fields) for i, text in enumerate(TEXTS)]
+
+
+def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarray], int]:
+    """All at once through the engine -> each one's samples, and launches that were not recorded."""
+    from serving.engine.engine import Audio, Engine
+    from serving.engine.prepare_for_host import cached
+
+    engine = Engine(family, max_slots=4, compile=compile)
+    engine.warm(lambda *_: None, cached)
+    heard: list[list[np.ndarray]] = [[np.zeros(0, np.float32)] for _ in work]
+
+    def hear(i: int, event: Any) -> None:
+        if isinstance(event, Audio):
+            heard[i].append(event.samples)
+
+    for i, request in enumerate(work):
+        engine.speak(str(i), request, partial(hear, i))
+    while engine.turn():
+        pass
+    return [np.concatenate(pieces) for pieces in heard], engine.stats()["models"][family.spec.family][
+        "graph_misses"
+    ]
+
+
+# figures
+
+
+def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
+    import zoo
+    from serving.engine.engine import Engine
+    from serving.engine.memory_plan import plan
+    from serving.engine.prepare_for_host import cached, prepare_for_host
+    from serving.tools.bench import TEXT, drive
+    from serving.tools.requests import first_request
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = zoo.families()[name].write_demo(Path(directory) / size, size)
+        family = zoo.load(path, device=DEVICE)
+    put("dtype", str(family.dtype))
+    request = first_request(family, text=TEXT, max_frames=options.frames)
+    prepare_for_host(family, compile=not options.no_compile)
+    most = max(options.streams)
+    began_s = time.perf_counter()
+    engine = Engine(family, max_slots=most, compile=not options.no_compile, codec=options.codec)
+    [model] = engine.models.values()
+    engine.warm(lambda *_: None, cached)
+    put("warm_s", round(time.perf_counter() - began_s, 1))
+    memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
+    put("memory_bytes", {"planned": plan(family, most).total, "allocated": memory})
+    with alone():
+        for graphs in (model.runner.step_graphs, model.runner.render_graphs):
+            for key, (graph, _) in graphs.recorded.items():
+                put(" ".join(map(str, key)) + ", ms", replay_ms(graph))
+        for rate in options.rates:
+            put(f"{rate:g} requests a second", arrivals(engine, request, rate, options.seconds))
+        drive(engine, tuple(options.streams), 1, request, lambda run: put(f"{run['streams']} streams", run))
+        put("graph_misses", model.runner.graph_misses)
+        put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Only one part at a time measures."""
+    with open(os.environ["DEVICE_LOCK"], "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def replay_ms(graph: Any) -> float:
+    """Of one replay, with the device's own clock, behind one that warms it."""
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    events[1].record()
+    torch.cuda.synchronize()
+    return round(events[0].elapsed_time(events[1]) / REPLAYS, 3)
+
+
+def arrivals(engine: Any, request: Any, rate: float, seconds: float) -> dict[str, Any]:
+    """Requests that come when they come, on the calling thread, which is the engine's: no turn is waited for."""
+    from serving.engine.engine import Audio, Failed
+
+    random = np.random.default_rng(0)
+    due_s = np.cumsum(random.exponential(1 / rate, max(1, round(rate * seconds))))
+    first_s: dict[int, float] = {}
+    failed: list[str] = []
+
+    def hear(i: int, event: Any) -> None:
+        if isinstance(event, Audio):
+            first_s.setdefault(i, time.perf_counter() - began_s - due_s[i])
+        elif isinstance(event, Failed):
+            failed.append(event.message)
+
+    engine.speak("before", replace(request, max_frames=4), lambda event: None)
+    while engine.turn():
+        pass
+    before, began_s, asked = underruns(engine), time.perf_counter(), 0
+    while asked < len(due_s) or engine.num_requests:
+        while asked < len(due_s) and due_s[asked] <= time.perf_counter() - began_s:
+            engine.speak(f"at {asked}", replace(request, seed=asked), partial(hear, asked))
+            asked += 1
+        engine.turn()
+    ttfa_ms = 1e3 * np.array(list(first_s.values()))
+    return {
+        "requests": len(due_s),
+        "ttfa_ms": {f"p{q}": round(float(np.percentile(ttfa_ms, q)), 1) for q in (50, 90, 95, 99)},
+        "underruns": underruns(engine) - before,
+        "failed": failed,
+    }
+
+
+def underruns(engine: Any) -> int:
+    return sum(model["underruns"] for model in engine.stats()["models"].values())
+
+
+# one process for each part
+
+
+def run_part(options: argparse.Namespace) -> None:
+    """Its findings go to standard output, a line each."""
+    part, *rest = options.part.split("=")
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print is for the eye
+
+    def put(name: str, value: Any) -> None:
+        print(json.dumps({name: value}), file=said, flush=True)
+        print(f"{options.part}: {name}: {value}", file=sys.stderr, flush=True)
+
+    if missing := stand_in():
+        put("stood in for", missing)
+    parts: dict[str, Callable[..., None]] = {
+        "kernels": kernels,
+        "checks": checks,
+        "figures": partial(figures, options=options),
+    }
+    began_s = time.perf_counter()
+    try:
+        parts[part](*rest, put=put)
+        put("seconds", round(time.perf_counter() - began_s, 1))
+    except Exception:  # whatever a device does, what was found before it is worth keeping
+        put("error", traceback.format_exc())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", required=True)
-    smallest = [f"{name}=tiny" for name in zoo.families()]
-    parser.add_argument("--models", nargs="+", metavar="FAMILY=SIZE", default=smallest)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--models", nargs="*", metavar="FAMILY=SIZE", help="of the figures")
+    parser.add_argument("--checks", nargs="*", metavar="FAMILY", help="families to check; every one")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rates", type=float, nargs="*", default=[1, 40], help="requests a second")
+    parser.add_argument("--seconds", type=float, default=10, help="of arrivals at each rate")
     parser.add_argument("--frames", type=int, default=100)
+    parser.add_argument("--codec", default="float32")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=590, help="all is over by then")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    result: dict[str, object] = {
+    if options.part:
+        return run_part(options)
+    stand_in()
+    import zoo
+
+    names = list(zoo.families()) if options.checks is None else options.checks
+    models = [f"{name}=tiny" for name in zoo.families()] if options.models is None else options.models
+    parts = [*(f"figures={model}" for model in models), "kernels", *(f"checks={name}" for name in names)]
+    result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-    }
+        "arguments": sys.argv[1:],
+    } | {part: {} for part in parts}
+    sys.exit(any(run_all(parts, result, options)))
 
-    def stage(name: str, run) -> None:
-        """A stage that fails is part of the result; the next one runs all the same, and the exit status
-        tells."""
-        print(f"== {name}", flush=True)
-        try:
-            result[name] = run()
-        except Exception:  # whatever a device does, the stages before it and after it are worth keeping
-            result[name] = {"error": traceback.format_exc()}
-            print(result[name]["error"], file=sys.stderr)  # type: ignore[index]
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
 
-    for model in options.models:
-        name, size = model.split("=")
-        stage(f"{name} checks", partial(check, name, device))
-        with tempfile.TemporaryDirectory() as directory:
-            path = zoo.families()[name].write_demo(Path(directory) / size, size)
-            for compile in (True, False):
-                measure = partial(
-                    bench, str(path), streams=tuple(options.streams), frames=options.frames, compile=compile
-                )
-                logged = partial(measure, log_line=partial(print, flush=True))
-                stage(f"{name} {size} {'compiled' if compile else 'eager'}", logged)
-    sys.exit(any(isinstance(part, dict) and "error" in part for part in result.values()))
+def run_all(parts: list[str], result: dict[str, Any], options: argparse.Namespace) -> list[bool]:
+    """All parts at once -> of each whether it failed."""
+    ends_s, writing = time.monotonic() + options.limit_s, threading.Lock()
+
+    def follow(part: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with writing:
+                result[part] |= json.loads(line)
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as directory:
+        lock = {"DEVICE_LOCK": str(Path(directory) / "lock")}
+        processes, followers = [], []
+        for part in parts:
+            command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+            processes.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | lock)
+            )
+            followers.append(threading.Thread(target=follow, args=(part, processes[-1])))
+            followers[-1].start()
+        for part, process, follower in zip(parts, processes, followers, strict=True):
+            try:
+                process.wait(max(ends_s - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            follower.join()
+            if "seconds" not in result[part]:
+                result[part].setdefault("error", f"it ended with status {process.returncode}")
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return ["error" in result[part] for part in parts]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
 from serving.engine.engine import Audio, Engine
-from serving.engine.prepare_for_host import prepare_for_host
+from serving.engine.prepare_for_host import cached, prepare_for_host
 from zoo.contract import (
     KV,
     Batch,
@@ -167,7 +167,7 @@ class Timed:
         self.parameters = sum(parameter.numel() for parameter in self.family.parameters())
         prepare_for_host(self.family)
         self.engine = Engine(self.family, max_slots=streams, compile=compile, report_lag=1)
-        self.engine.warm(lambda *_: None)
+        self.engine.warm(lambda *_: None, cached)
         [self.model] = self.engine.models.values()
         self.rounds = 0
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -45,6 +45,7 @@ from serving.engine.memory_plan import MemoryPlan, plan
 from zoo.contract import Window
 
 CONTEXT = 500  # positions of every slot
+PARTS = ("step", "prefill", "render")
 PROMPT_TOKENS, PROMPTS = 100, (1, 3)  # of a prefill
 
 
@@ -116,24 +117,26 @@ def rehearse(
     directory: Path,
     codec: str = "float32",
     is_built: bool = True,
+    parts: Collection[str] = PARTS,
 ) -> Rehearsal:
     path, log = shapes.write(family_name, size, directory / f"{family_name}-{size}"), Log()
     with pretend(card_name), shapes.fake() as mode, lowering(log) as kernels, torch.inference_mode():
         family = shapes.load(path, mode)
         runner = Rehearsed(family, slots, CONTEXT, log, codec)
         spec = family.spec
-        facts = 1 / spec.frame_rate_hz, spec.window, plan(family, max(slots)), num_lowered(runner)
+        facts = 1 / spec.frame_rate_hz, spec.window, plan(family, max(slots)), num_lowered(runner, parts)
         result = Rehearsal(family_name, size, card_name, codec, *facts)
         with _lowered(result):
-            runner.lower()
-        for num_slots in slots:
+            runner.lower(parts)
+        for num_slots in slots if "step" in parts else ():
             runner.count_step(num_slots)
             result.parts.append(_part(log, "step", num_slots))
-        for num_prompts in PROMPTS:
+        for num_prompts in PROMPTS if "prefill" in parts else ():
             runner.count_prefill([PROMPT_TOKENS] * num_prompts)
             result.parts.append(_part(log, "prefill", num_prompts))
         # between the fewest slots and the most, a render's bytes and FLOPs lie on a line
-        for num_slots, frames in product(sorted({min(slots), max(slots)}), spec.window.sizes):
+        ends = sorted({min(slots), max(slots)}) if "render" in parts else ()
+        for num_slots, frames in product(ends, spec.window.sizes):
             for length in spec.window.lengths or (0,):
                 runner.count_render(num_slots, frames, length)
                 result.parts.append(_part(log, "render", num_slots, frames, length))
@@ -143,13 +146,14 @@ def rehearse(
     return result
 
 
-def num_lowered(runner: Rehearsed) -> int:
+def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
     """For the step and for each shape of a render a graph for one slot, where that is recorded, and one for more; and
     a graph for prefills."""
     window = runner.family.spec.window
     sizes = len({size > 1 for size in runner.buckets})
     shapes = sizes, 1, sizes * len(window.sizes) * len(window.lengths or (0,))
-    return sum(n for n, how in zip(shapes, runner.lowerings, strict=True) if how == Whole())
+    known = zip(PARTS, shapes, runner.lowerings, strict=True)
+    return sum(n for part, n, how in known if how == Whole() and part in parts)
 
 
 @contextmanager
@@ -205,11 +209,14 @@ def main() -> None:
     parser.add_argument(
         "--no-build", action="store_true", help="count alone: kernels are generated and not built"
     )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="that are lowered and counted"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         wanted = options.family, options.size, options.card, options.slots
-        result = rehearse(*wanted, Path(directory), options.codec, not options.no_build)
+        result = rehearse(*wanted, Path(directory), options.codec, not options.no_build, options.parts)
     print("\n".join(report(result)), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result.as_json()) + "\n")

@@ -1,4 +1,4 @@
-"""How often this process has compiled, and how much of it came out of the cache. Dynamo and Inductor count;
+"""How often this process has compiled, and how much of it came out of the cache. Dynamo, Inductor and saved.py count;
 this reads."""
 
 from __future__ import annotations
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from torch._dynamo.utils import counters
 
+from compile_cache.saved import Counted
+
 
 @dataclass(frozen=True)
 class Counts:
-    """graphs: functions turned into graphs, which costs seconds each even where the code is found; found and
-    compiled: their kernels."""
+    """graphs: functions turned into graphs, which costs seconds each even where their kernels are found; found and
+    compiled: functions that were saved, and the kernels of others."""
 
     graphs: int
     found: int
@@ -26,6 +28,6 @@ def counts() -> Counts:
     inductor, aot = counters["inductor"], counters["aot_autograd"]
     return Counts(
         counters["stats"]["unique_graphs"],
-        inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"],
-        inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"],
+        Counted.found + inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"],
+        Counted.compiled + inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"],
     )

@@ -10,8 +10,11 @@ import typer
 # isort: off
 from serving.cli import serve as serve
 from serving.cli import say as say
+from serving.cli import batch as batch
 from serving.cli import tools as tools
+from serving.cli import load as load
 from serving.cli import voices as voices
+from serving.cli import cache as cache
 
 # isort: on
 from serving.cli.common import app, fail

@@ -1,7 +1,7 @@
 """What the HTTP process and the engine process say to each other: msgpack structs, each behind its length,
 over a Unix socket.
 
-    HTTP -> engine   Speak, Cancel
+    HTTP -> engine   Speak, Cancel, and Heard of what was passed on
     engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio and Text
                      as they come, then Finished or Failed
 
@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
+
+from serving.histogram import Histogram
 
 MAX_CLIP_BYTES = 48 << 20  # of all clips of a request: a minute of mono float32 at 192 kHz
 MAX_FRAME_BYTES = MAX_CLIP_BYTES + (16 << 20)  # more than any message needs; a longer one is not ours
@@ -51,10 +53,18 @@ class Speak(Message):
     request: dict[str, Any]  # the fields of zoo.request.Request, but its references
     references: list[Reference] = []
     is_pinned: bool = False  # equal requests give equal bytes
+    is_flex: bool = False  # served while nobody else is in need
 
 
 class Cancel(Message):
     id: str
+
+
+class Heard(Message):
+    """So many frames of Audio were taken by the client. The engine goes no further ahead than so many seconds."""
+
+    id: str
+    frames: int
 
 
 class Status(Message):
@@ -92,6 +102,7 @@ class ModelInfo(msgspec.Struct):
     max_references: int = 1
     options: list[OptionInfo] = []
     licence: str = ""  # of the weights, where it limits their use
+    piece_s: float | None = None  # seconds of speech from which on a text is spoken in pieces, where it is
 
 
 class Models(Message):
@@ -106,6 +117,16 @@ class ModelStats(msgspec.Struct):
     graph_misses: int  # counted
     admitted: int = 0  # counted
     queue_s: float = 0.0  # that they waited for it, added up
+    held: int = 0  # whose listeners do not take what there is
+    paused: int = 0  # without pages for now
+    preparing: int = 0  # accepted, and their prompts are not made yet
+    refused: int = 0  # counted: for want of room
+    places: int = 0  # how many may speak now, so that each is made faster than it is heard
+    predicted_turn_s: float = 0.0  # of those who speak now
+    left_early: int = 0  # counted: those who left before their prompt was made
+    short_passes: int = 0  # counted: speech much too short for its text
+    long_passes: int = 0  # counted: and much too long
+    queue_times: Histogram = msgspec.field(default_factory=Histogram)
 
 
 class Stats(Message):
@@ -117,9 +138,12 @@ class Stats(Message):
     pages_evicted: int  # counted
     compiles_after_warmup: int  # counted
     models: dict[str, ModelStats]  # by id
+    pauses: int = 0  # counted: of streams whose pages others needed more
     turns: int = 0  # counted: a launch of every model that has work
     turn_s: float = 0.0  # that they took, added up
+    turn_times: Histogram = msgspec.field(default_factory=Histogram)
     resident_bytes: int = 0  # of the process; 0 where the system does not tell
+    reference_bytes: int = 0  # of recordings that are being encoded, or wait for it
 
 
 class Rejected(Message):
@@ -149,7 +173,7 @@ class Text(Message):
 
 class Finished(Message):
     id: str
-    reason: str  # "stop" (the model ended), "length" (the cap) or "cancelled"
+    reason: str  # "stop" (the model ended), "length" (a cap) or "cancelled"
     frames: int
     usage: dict[str, int] = {}
 
@@ -163,7 +187,7 @@ class Failed(Message):
     code: str = "engine_failed"
 
 
-ToEngine = Speak | Cancel
+ToEngine = Speak | Cancel | Heard
 ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Finished | Failed
 Outcome = Rejected | Audio | Text | Finished | Failed  # what a Speak is answered by
 

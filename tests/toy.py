@@ -4,7 +4,8 @@ knows no model.
 A frame is two codes; the first may be the end. A frame's codes set the speed of an oscillator whose phase
 runs on from frame to frame, so a window that is rendered out of order, or from a past of its own, is heard.
 
-`Guided` is the same with guidance: a second lane hums without having read the text.
+`Guided` is the same with guidance: a second lane hums without having read the text. `Echoing` hums a long text
+in the voice of its beginning.
 """
 
 import math
@@ -22,6 +23,7 @@ from zoo.contract import (
     Option,
     Prompt,
     Request,
+    Said,
     Spec,
     State,
     View,
@@ -30,6 +32,7 @@ from zoo.contract import (
 )
 from zoo.nn.attention import Paged, attend
 from zoo.nn.guidance import merge
+from zoo.nn.keys import prefix_key
 from zoo.nn.linear import FusedLinear
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
@@ -95,6 +98,7 @@ class Toy(Family[ToyState]):
             max_positions=256,
             window=Window(sizes=(1, 4, 25)),
             options=sampling_options(temperature=1.0, top_k=0, top_p=1.0),
+            piece_s=6,
         )
         self.bytes = nn.Embedding(256, WIDTH)
         self.codes = nn.Embedding(2 * CODES, WIDTH)
@@ -174,4 +178,19 @@ class Guided(Toy):
         return merge(super().scores(state, slots, h), state.cfg_scale[slots])
 
 
-TOYS = {"toy": Toy, "toy_guided": Guided}
+class Echoing(Toy):
+    """One whose voice comes by chance: a long text goes on in the voice of its first piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(self.spec, variant="echoing", keeps_voice=True)
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        prompt = self.prompt(request)
+        heard = self.codes(said.frames + CODES * torch.arange(2)).sum(1)  # [F, D]
+        keys = tuple(prefix_key(*frame) for frame in said.frames.tolist())
+        prompt.inputs, prompt.prefix_keys = torch.cat((heard, prompt.inputs)), keys + prompt.prefix_keys
+        return prompt
+
+
+TOYS = {"toy": Toy, "toy_guided": Guided, "toy_echoing": Echoing}

@@ -61,6 +61,7 @@ class GridToy(Toy):
             feeds=True,
             shares_turns=True,
             max_positions=512,
+            piece_s=None,
         )
         self.conversations: dict[str, Turns] = {}
 

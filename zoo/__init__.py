@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn
 
 __all__ = [
+    "SMALL_VOICE",
     "AudioClip",
     "Family",
     "Reference",
@@ -34,6 +35,7 @@ __all__ = [
     "load",
 ]
 DTYPES = ("float32", "bfloat16")
+SMALL_VOICE = Path(__file__).parent / "small_voice"  # a checkpoint that comes with the package, and speaks words
 
 
 def __getattr__(name: str) -> Any:
@@ -131,6 +133,7 @@ def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:
         "options": {option.name: _facts(option) for option in spec.options},
         "licence": spec.licence,
         "max_audio_s": spec.max_frames / spec.frame_rate_hz,
+        "piece_s": spec.piece_s,
         "kv_bytes_per_audio_s": round(token_bytes * spec.frame_rate_hz),
         "weight_bytes_bf16": 2 * parameters,
         "attention": attention.backend(where),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -25,8 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
+from zoo.nn.keys import prefix_key
 from zoo.nn.rows import beginning, copy_rows
 from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn
+from zoo.text import expected_s, pieces_of
 
 __all__ = [
     "KV",
@@ -40,12 +42,14 @@ __all__ = [
     "Reference",
     "Request",
     "RequestError",
+    "Said",
     "Spec",
     "Speech",
     "State",
     "Turn",
     "View",
     "Window",
+    "following",
     "frame_cap",
 ]
 
@@ -144,10 +148,27 @@ class Spec:
     # whether the KV cache of what was generated serves the conversation's next turn
     shares_turns: bool = False
     licence: str = ""  # of the weights, where it limits their use
+    # The longest text that the model speaks well in one pass, as `zoo.text.expected_s` counts it; a longer one is spoken
+    # in pieces. None: it stays whole, however long it is
+    piece_s: float | None = None
+    # whether, where no reference is given, the first piece's frames are the voice of the others: `Family.later_prompt`
+    keeps_voice: bool = False
+    lead: str = (
+        ""  # a pattern: what stands at a text's start and holds for all of it, so before each of its pieces
+    )
+    unsplit: str = ""  # a pattern: a text that holds it stays whole
 
     @property
     def frame_rate_hz(self) -> float:
         return self.sample_rate_hz / self.frame_samples
+
+
+def following(passes: Generator[Prompt, Tensor, None], frames: Tensor) -> Prompt | None:
+    """What follows a pass that made `frames`; None where the answer ends with it."""
+    try:
+        return passes.send(frames)
+    except StopIteration:
+        return None
 
 
 def frame_cap(
@@ -217,7 +238,8 @@ class Prompt:
     # steps that the text given so far allows; None: all of the text is there
     num_fed_steps: int | None = None
     conversation: str | None = None  # as the request names it
-    is_final: bool = True  # whether no other pass follows in the same answer
+    is_final: bool = True  # whether it is certain that no other pass follows in the same answer
+    expected_s: float = 0.0  # about how long its speech is; 0: not known
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -262,10 +284,14 @@ class Batch:
     kv_lens: Tensor  # [N], positions in the KV cache, those of this launch included
     cu_seqlens: Tensor  # [N + 1]
     kv: Tensor  # [rows, H, D], the family's view of the byte arena
-    page_tokens: int
+    page: Tensor  # [page_tokens], the positions within a page; a graph takes their number from it
     # [T] bool, whether each input is a row of audio; of a step, whether it is the prompt's last input and is
     # one
     is_audio: Tensor
+
+    @property
+    def page_tokens(self) -> int:
+        return self.page.shape[0]
 
 
 @dataclass
@@ -346,11 +372,16 @@ class State:
                 known[name] = beginning(row, torch.as_tensor(value), default)
         copy_rows([rows[name] for name in known], list(known.values()))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that have a row for each slot, by name."""
+        return {
+            name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "noise"
+        }
+
     def take_row(self, slot: int, source: State) -> None:
         """Make a slot all that slot 0 of `source` is: both states are of one family."""
-        for name, value in vars(source).items():
-            if isinstance(value, Tensor) and name != "noise":
-                getattr(self, name)[slot] = value[0]
+        for name, value in source.tensors().items():
+            getattr(self, name)[slot] = value[0]
 
     def last_frame(self, slots: Tensor) -> Tensor:
         """The latest frame on each tape [B, *frame]; anything where there is none yet."""
@@ -384,6 +415,14 @@ class State:
 S = TypeVar("S", bound=State)
 
 
+@dataclass(frozen=True, eq=False)
+class Said:
+    """What was said in the voice that an answer goes on in."""
+
+    text: str
+    frames: Tensor  # [F, *frame], on the CPU
+
+
 class Family(nn.Module, ABC, Generic[S]):
     """A speech LM as four verbs: embed (slot -> what the LM reads next), hidden (through the layers), emit
     (hidden -> one frame on the tape) and render (a window of the tape -> samples)."""
@@ -401,10 +440,15 @@ class Family(nn.Module, ABC, Generic[S]):
         what `spec` says the model does not take."""
 
     def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """The passes of one answer, which follow each other in one stream of audio: long text, segments,
-        turns. The frames that a pass made [F, *frame] (on the CPU) are sent back, so the next one can go on
-        from them. All but the last say `is_final=False`."""
+        """The passes of a text that is spoken as a whole, which follow each other in one stream of audio:
+        segments, turns. The frames that a pass made [F, *frame] (on the CPU) are sent back, so the next one
+        can go on from them. All but the last say `is_final=False`."""
         yield self.prompt(request)
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        """The prompt of a later piece, in the voice of an earlier one. For families whose spec says
+        `keeps_voice`."""
+        raise AssertionError(f"{self.spec.family} keeps no voice")
 
     # at the door
     @abstractmethod
@@ -452,6 +496,40 @@ class Family(nn.Module, ABC, Generic[S]):
         raise AssertionError(f"{self.spec.family} shares no turns")
 
     # written once, here
+    def passes(self, request: Request) -> Generator[Prompt, Tensor, None]:
+        """All passes of one answer: those of `prompts`, or one for each piece of a text that is too long for
+        one. May end where another one could have followed. Raises RequestError.
+
+        Piece i draws from a seed that follows from the request's and i. `max_frames` is of all pieces
+        together.
+        """
+        pieces = pieces_of(request, self.spec)
+        if len(pieces) == 1:
+            passes = self.prompts(replace(request, text=pieces[0]))
+            first = next(passes)
+            if first.is_final and not request.is_open:
+                first.expected_s = expected_s(pieces[0])
+            whole: Prompt | None = first
+            while whole is not None:
+                whole = following(passes, (yield whole))
+            return
+        left = request.max_frames
+        said: Said | None = None
+        for i, piece in enumerate(pieces):
+            seed = prefix_key(request.seed, i) if i else request.seed
+            asked = replace(request, text=piece, seed=seed, max_frames=None)
+            prompt = self.prompt(asked) if said is None else self.later_prompt(asked, said)
+            prompt.is_final, prompt.expected_s = i == len(pieces) - 1, expected_s(piece)
+            if left is not None:
+                prompt.max_frames = min(prompt.max_frames, left)
+            frames = yield prompt
+            if left is not None:
+                left -= len(frames)
+                if left == 0:
+                    return
+            if self.spec.keeps_voice and not request.references and said is None and len(frames):
+                said = Said(piece, frames.clone())  # of a slot that others will have
+
     def step(self, state: S, batch: Batch) -> Tensor:
         """Everything between two frames, for every slot of the launch -> the report [B, 3]: frames ready,
         whether it is done, and the text token of this step or -1. A slot's first step reads the prompt's last
@@ -472,7 +550,7 @@ class Family(nn.Module, ABC, Generic[S]):
             kv_lens=batch.kv_lens,
             cu_seqlens=batch.cu_seqlens,
             kv=batch.kv,
-            page_tokens=batch.page_tokens,
+            page=batch.page,
             is_audio=first_is_audio | ~is_first,
         )
         self.emit(state, slots, self.hidden(inputs, batch))

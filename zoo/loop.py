@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.contract import Batch, Family, Prompt, Request, RequestError, Speech, View
+from zoo.contract import Batch, Family, Prompt, Request, RequestError, Speech, View, following
 from zoo.nn import kernels
 
 PAGE_TOKENS = 16
@@ -35,17 +35,15 @@ def generate(
     noise = None if noise is None else _fitting(noise, family)
     if noise is not None:
         max_frames = min(len(noise), max_frames or len(noise))
-    passes, spoken = family.prompts(request), []
-    prompt = next(passes)
-    while True:
+    passes, spoken = family.passes(request), list[Speech]()
+    prompt: Prompt | None = next(passes)
+    while prompt is not None:
         if max_frames is not None:
             prompt.max_frames = min(prompt.max_frames, max_frames)
         spoken.append(speak_pass(family, prompt, noise))
         if family.spec.shares_turns:
             family.end_turn(prompt, spoken[-1].frames)
-        if prompt.is_final:
-            break
-        prompt = passes.send(spoken[-1].frames)
+        prompt = None if prompt.is_final else following(passes, spoken[-1].frames)
     return Speech(
         frames=torch.cat([speech.frames for speech in spoken]),
         samples=torch.cat([speech.samples for speech in spoken]),
@@ -106,6 +104,7 @@ class SoloBatches:
         self.kv = torch.zeros(
             lanes * pages * page_rows, kv.num_heads, kv.head_dim, dtype=family.dtype, device=self.device
         )
+        self.page = torch.arange(PAGE_TOKENS, device=self.device)
         # [L, P]
         self.page_table = torch.arange(0, len(self.kv), page_rows, device=self.device).view(lanes, pages)
 
@@ -140,6 +139,6 @@ class SoloBatches:
             kv_lens=tensor(self.lengths[lane] for lane in lanes),
             cu_seqlens=tensor(accumulate(map(len, stretches), initial=0)),
             kv=self.kv,
-            page_tokens=PAGE_TOKENS,
+            page=self.page,
             is_audio=torch.zeros(len(positions), dtype=torch.bool, device=self.device),
         )

@@ -114,7 +114,9 @@ class Request:
     `references` are voices to speak in. `options` holds what only some models take (`Spec.options` lists it).
     `turns` is what the user said in a conversation, for models that listen; `conversation` names one, so that
     its next turn finds this one in the KV cache. `is_open`: more text is fed while the model speaks
-    (`Engine.feed`). A model refuses what it does not take.
+    (`Engine.feed`). `split_text`: a text that is too long for one pass is spoken in pieces (zoo/text.py);
+    `max_frames` is of all of them. `normalize`: numbers, dates and amounts are put into words first
+    (zoo/normalize.py). A model refuses what it does not take.
     """
 
     text: str
@@ -132,6 +134,8 @@ class Request:
     turns: tuple[Turn, ...] = ()
     conversation: str | None = None
     is_open: bool = False
+    split_text: bool = True
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         """Raises RequestError for a value that no model can take: what reaches an engine cannot stop it."""

@@ -44,8 +44,12 @@ class Card:
 
     def launch_us(self, num_bytes: int, flops: int, arithmetic: str, least_us: float) -> float:
         """The longest of what one kernel needs: to start, to move its bytes, to compute."""
+        return max(least_us, self.busy_us(num_bytes, flops, arithmetic))
+
+    def busy_us(self, num_bytes: int, flops: int, arithmetic: str) -> float:
+        """The same without its start: what it keeps from others."""
         bytes_us = num_bytes / (self.gb_per_s * 1e3 * BANDWIDTH_REACHED)
-        return max(least_us, bytes_us, flops / (self.tflops[arithmetic] * 1e6 * ARITHMETIC_REACHED))
+        return max(bytes_us, flops / (self.tflops[arithmetic] * 1e6 * ARITHMETIC_REACHED))
 
 
 def _hopper(name: str, memory_gib: int, gb_per_s: float) -> Card:

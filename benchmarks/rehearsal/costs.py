@@ -29,10 +29,11 @@ class Row(NamedTuple):
 
 class Cost(NamedTuple):
     """Of one launch of the server: host_s, what Python takes to ask for its kernels; device_s, what they take
-    one after the other."""
+    one after the other with nothing beside them; busy_s, how much of that is bytes and arithmetic, not starts."""
 
     host_s: float
     device_s: float
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Part:
         return (
             sum(r.num * card.launch_us(r.bytes, r.flops, r.arithmetic, GRAPH_LAUNCH_US) for r in rows) / 1e3
         )
+
+    def busy_ms(self, card: Card) -> float:
+        return sum(r.num * card.busy_us(r.bytes, r.flops, r.arithmetic) for r in self.rows) / 1e3
 
     def host_ms(self) -> float:
         """A graph is asked for once."""
@@ -70,11 +74,16 @@ class Counts:
     parts: dict[str, list[Part]]
 
     @classmethod
-    def read(cls, path: Path) -> Counts:
+    def read(cls, path: Path, codec: str = "float32") -> Counts:
+        """codec: in which precision a render multiplies what it was counted to multiply in fp32."""
         content = json.loads(path.read_text())
         parts: dict[str, list[Part]] = defaultdict(list)
         for part in content["parts"]:
             rows = tuple(Row(*row) for row in part["launches"])
+            if part["name"] == "render" and codec == "tf32":
+                rows = tuple(
+                    row._replace(arithmetic="tf32") if row.arithmetic == "fp32" else row for row in rows
+                )
             parts[part["name"]].append(Part(part["slots"], part["frames"], part["length"], rows))
         fields: dict[str, Any] = content["window"]
         window = Window(**fields | {name: tuple(fields[name]) for name in ("sizes", "lengths")})
@@ -92,9 +101,8 @@ class Counts:
         """Between numbers of slots that were counted, on the line between them."""
         known = self.of(name, frames, length)
         sizes = [part.slots for part in known]
-        host_ms = np.interp(slots, sizes, [part.host_ms() for part in known])
-        device_ms = np.interp(slots, sizes, [part.device_ms(card) for part in known])
-        return Cost(float(host_ms) / 1e3, float(device_ms) / 1e3)
+        times_ms = [(part.host_ms(), part.device_ms(card), part.busy_ms(card)) for part in known]
+        return Cost(*(float(np.interp(slots, sizes, column)) / 1e3 for column in zip(*times_ms, strict=True)))
 
 
 # A launch of so little takes GRAPH_LAUNCH_US on every card.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any, TypeVar
@@ -42,9 +42,12 @@ class Rehearsed(Runner):
         with self.log.of("recorded"), tf32(self.codec == "tf32"):
             return super().launch_render(_own(view))
 
-    def lower(self) -> None:
+    def lower(self, parts: Collection[str]) -> None:
         """What the warm-up compiles, as it does."""
-        step, prefill, render = (isinstance(how, Whole) for how in self.lowerings)
+        names = ("step", "prefill", "render")
+        step, prefill, render = (
+            isinstance(how, Whole) and part in parts for part, how in zip(names, self.lowerings, strict=True)
+        )
         window = self.family.spec.window
         with mock.patch.object(Graphs, "record", lambda graphs, key, launch: launch()):
             if step:

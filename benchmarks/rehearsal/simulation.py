@@ -19,12 +19,12 @@ PROMPT_TOKENS = 100
 
 @dataclass(frozen=True)
 class Load:
-    """Arrivals [R], in seconds, and how many frames each speaks. is_closed: a next request comes when a slot
-    is free."""
+    """Arrivals [R], in seconds, and how many frames each speaks. num_streams: a next request comes when fewer than
+    so many speak."""
 
     arrivals_s: np.ndarray
     frames: np.ndarray
-    is_closed: bool = False
+    num_streams: int | None = None
 
     @classmethod
     def poisson(cls, rate: float, duration_s: float, frames: float, seed: int = 0) -> Load:
@@ -34,9 +34,9 @@ class Load:
         return cls(arrivals_s, np.maximum(random.poisson(frames, len(arrivals_s)), 4))
 
     @classmethod
-    def closed(cls, requests: int, frames: float, seed: int = 0) -> Load:
+    def closed(cls, requests: int, frames: float, num_streams: int, seed: int = 0) -> Load:
         random = np.random.default_rng(seed)
-        return cls(np.zeros(requests), np.maximum(random.poisson(frames, requests), 4), True)
+        return cls(np.zeros(requests), np.maximum(random.poisson(frames, requests), 4), num_streams)
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Heard:
         self.first_s = np.full(len(self.load.frames), np.nan)
 
     def ttfa_ms(self, percent: float) -> float:
-        since_s = self.begun_s if self.load.is_closed else self.load.arrivals_s
+        since_s = self.begun_s if self.load.num_streams else self.load.arrivals_s
         return float(np.nanpercentile(self.first_s - since_s, percent)) * 1e3
 
     @property
@@ -64,26 +64,82 @@ class Heard:
         return self.audio_s / self.busy_s
 
 
+@dataclass(eq=False)
+class Work:
+    """A launch on a stream. left_s: of its time with nothing beside it; load: the part of that which is bytes and
+    arithmetic; asked_s: when Python has asked for all of it, before which it is not over."""
+
+    left_s: float
+    load: float
+    began_s: float
+    asked_s: float
+    done_s: float = np.nan
+
+    @property
+    def is_done(self) -> bool:
+        return not np.isnan(self.done_s)
+
+
 class Device:
-    """One stream, and the host that fills it: `launch` returns when the device is done, `wait` is the
-    host's."""
+    """Streams beside each other, and the host that fills them. Work on one stream is done in order. Two that are under
+    way share what is busy and hide each other's starts: each runs at its own speed while their loads add up to 1 at
+    most, else all are slower by that sum. So bytes and arithmetic of two kernels never overlap, not even the bytes of
+    one with the arithmetic of the other, which a device can do."""
 
     def __init__(self) -> None:
         self.host_s = self.device_s = 0.0
+        self.queues: dict[str, deque[Work]] = {"lm": deque(), "renders": deque()}
 
-    def launch(self, cost: Cost) -> float:
-        began_s = max(self.host_s, self.device_s)
+    def launch(self, stream: str, cost: Cost) -> Work:
+        """Returns when Python has asked for it."""
+        assert cost.device_s > 0, f"a launch that takes {cost.device_s} s"
+        began_s = self.host_s
         self.host_s += cost.host_s
-        self.device_s = max(began_s + cost.device_s, self.host_s)
-        return self.device_s
+        work = Work(cost.device_s, cost.busy_s / cost.device_s, began_s, self.host_s)
+        self.queues[stream].append(work)
+        return work
 
     def wait(self, until_s: float) -> None:
         self.host_s = max(self.host_s, until_s)
+        self._advance(self.host_s)
+
+    def wait_for(self, work: Work) -> None:
+        while not work.is_done:
+            self._advance(self._next_s())
+        self.wait(work.done_s)
+
+    def _running(self) -> list[Work]:
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        return [work for work in heads if work.began_s <= self.device_s]
+
+    def _slowness(self, running: list[Work]) -> float:
+        return max(1.0, sum(work.load for work in running if work.left_s > 0))
+
+    def _next_s(self) -> float:
+        """When the next thing happens, if nothing is launched before."""
+        running = self._running()
+        slow = self._slowness(running)
+        ends = [max(self.device_s + work.left_s * slow, work.asked_s) for work in running]
+        begins = [queue[0].began_s for queue in self.queues.values() if queue and queue[0] not in running]
+        return min(ends + begins, default=np.inf)
+
+    def _advance(self, until_s: float) -> None:
+        while self.device_s < until_s:
+            running, at_s = self._running(), min(self._next_s(), until_s)
+            done_s = (at_s - self.device_s) / self._slowness(running)
+            self.device_s = at_s
+            for work in running:
+                work.left_s -= done_s
+                if work.left_s < 1e-12:
+                    work.left_s = 0.0
+            for queue in self.queues.values():
+                while queue and queue[0] in running and queue[0].left_s == 0 and queue[0].asked_s <= at_s:
+                    queue.popleft().done_s = at_s
 
 
 class Server:
-    """One model's turns, as `model_worker` takes them: reports and samples are read one launch later. Slots
-    have all the pages they need."""
+    """One model's turns, as `model_worker` takes them: reports are read one launch later, samples when they are
+    there. Slots have all the pages they need."""
 
     def __init__(self, counts: Counts, card: Card, num_slots: int, policy: str = "streaming"):
         self.counts, self.cost = counts, cache(partial(counts.cost, card))
@@ -92,8 +148,8 @@ class Server:
         self.request = np.full(num_slots, -1)
         self.made = np.zeros(num_slots, np.int64)  # frames on the tape, of steps that were launched
         self.wanted = np.zeros(num_slots, np.int64)
-        self.reports: deque[tuple[float, np.ndarray, np.ndarray]] = deque()
-        self.renders: deque[tuple[float, Render]] = deque()
+        self.reports: deque[tuple[Work, np.ndarray, np.ndarray]] = deque()
+        self.renders: deque[tuple[Work, Render]] = deque()
 
     def serve(self, load: Load) -> Heard:
         heard, waiting = Heard(load), deque(range(len(load.frames)))
@@ -115,7 +171,9 @@ class Server:
         return int((self.request >= 0).sum())
 
     def _admit(self, heard: Heard, waiting: deque[int]) -> None:
-        free = np.flatnonzero(self.request < 0).tolist()
+        free = np.flatnonzero(self.request < 0).tolist()[
+            : (heard.load.num_streams or len(self.request)) - self.num_open
+        ]
         while waiting and free and heard.load.arrivals_s[waiting[0]] <= self.device.host_s:
             request, slot = waiting.popleft(), free.pop()
             self.request[slot], self.made[slot], self.wanted[slot] = request, 0, heard.load.frames[request]
@@ -126,33 +184,33 @@ class Server:
         self.device.wait(self.device.host_s + TURN_S)
         chunks = self.scheduler.next_chunks()
         if chunks:
-            self.device.launch(self.cost("prefill", len(chunks)))
+            self.device.launch("lm", self.cost("prefill", len(chunks)))
         for chunk in chunks:
             self.scheduler.record_prefill(chunk)
         slots = self.scheduler.decoding_slots()
         if slots.size:
-            done_s = self.device.launch(self.cost("step", len(slots)))
+            work = self.device.launch("lm", self.cost("step", len(slots)))
             self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
-            self.reports.append((done_s, slots, self.made[slots].copy()))
+            self.reports.append((work, slots, self.made[slots].copy()))
             self.scheduler.record_step(slots)
         return bool(chunks) or bool(slots.size)
 
     def _collect(self, lag: int) -> None:
         while len(self.reports) > lag:
-            done_s, slots, ready = self.reports.popleft()
-            self.device.wait(done_s)
+            work, slots, ready = self.reports.popleft()
+            self.device.wait_for(work)
             self.scheduler.report(slots, ready, ready == self.wanted[slots])
 
     def _render(self) -> None:
         for render in self.scheduler.take_due_windows(self.device.host_s):
             cost = self.cost("render", len(render.slots), render.frames, render.length)
-            self.renders.append((self.device.launch(cost), render))
+            self.renders.append((self.device.launch("renders", cost), render))
 
     def _deliver(self, heard: Heard, is_waiting: bool) -> None:
-        while self.renders and (is_waiting or self.renders[0][0] <= self.device.host_s):
+        while self.renders and (is_waiting or self.renders[0][0].is_done):
             is_waiting = False
-            done_s, render = self.renders.popleft()
-            self.device.wait(done_s)
+            work, render = self.renders.popleft()
+            self.device.wait_for(work)
             now_s, requests = self.device.host_s, self.request[render.slots]
             heard.first_s[requests] = np.fmin(heard.first_s[requests], now_s)
             given_s = render.count * self.counts.frame_s
@@ -167,5 +225,5 @@ class Server:
             self.scheduler.close(slot)
             self.request[slot] = -1
             self.reports = deque(
-                (done_s, slots[slots != slot], ready[slots != slot]) for done_s, slots, ready in self.reports
+                (work, slots[slots != slot], ready[slots != slot]) for work, slots, ready in self.reports
             )

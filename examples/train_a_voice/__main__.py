@@ -4,7 +4,10 @@ file has the whole of it."""
 from __future__ import annotations
 
 import argparse
+import io
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,8 +145,10 @@ def train_talker(work: Path, settings: Settings, args: argparse.Namespace) -> No
     """Step 6, until it is killed."""
     data = utterances(work, texts_directory(work, settings))
     config = describe(work / "texts")[0]
-    model = talker.Training(Talker(config), config, data.num_phones)
-    plan = replace(talker.Plan(), log_every=10, batch=4) if args.quick else talker.Plan()
+    plan = talker.Plan()
+    if args.quick:
+        plan = replace(plan, log_every=10, batch=4, is_compiled=False)
+    model = talker.Training(Talker(config), config, data.num_phones, plan.is_compiled)
     job, schedule = run(work, "talker", talker.PEAK, talker.WARMUP, args)
     talker.train(model, Codebooks.load(work / "codebooks.pt"), data, job, plan, schedule)
 
@@ -218,9 +223,13 @@ def trained(work: Path, name: str) -> dict[str, torch.Tensor]:
 
 def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     """Step 8: how many words are understood. Copy synthesis: true codes, our decoder. Speech: text, our
-    talker, our decoder; and the same codes through the channel vocoder, which says whose errors they are."""
+    talker, our decoder; and the same codes through the channel vocoder, which says whose errors they are.
+    With --url, speech alone, of a server: text in, words out."""
     import zoo
 
+    if args.url is not None:
+        heard_there(args.url, sentences.LINES["held_out"][: args.count])
+        return
     family = zoo.load(args.out or work / "voice", device="cpu", dtype=torch.float32)
     assert isinstance(family, Qwen3TTS)
     shelf, frames = Shelf(work / "held_out"), corpus.Frames.load(work / "held_out")
@@ -240,10 +249,45 @@ def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     print("word error rates:", ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
 
 
+def heard_there(url: str, texts: list[str]) -> None:
+    import httpx
+    import soundfile
+
+    lines = []
+    with httpx.Client(base_url=url, timeout=120) as client:
+        for i, text in enumerate(texts):
+            body = {"input": text, "voice": checkpoint.VOICE, "response_format": "wav", "seed": i}
+            answer = client.post("/v1/audio/speech", json=body)
+            if answer.status_code != 200:
+                raise SystemExit(f"{url} answers {answer.status_code}: {answer.text[:300]}")
+            lines.append(judge.transcribe(*soundfile.read(io.BytesIO(answer.content), dtype="float32")))
+            print(f"{text}\n   {lines[-1]}", flush=True)
+    print(f"word error rate: {judge.word_error_rate(texts, lines):.3f}")
+
+
 @torch.inference_mode()
 def decode(model: Decoder, codes: torch.Tensor) -> np.ndarray:
     rows, start = torch.zeros(1, model.state_size), torch.zeros(1, dtype=torch.int64)
     return model(codes[None], rows, start, start + len(codes))[0][0].numpy()
+
+
+def both(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Steps 5 and 6, to their end: two programs side by side, then a falling learning rate."""
+    steps = {
+        "decoder": args.steps or settings.decoder_steps,
+        "talker": args.steps or settings.talker_steps,
+    }
+    anneal = min(args.steps or settings.anneal_steps, settings.anneal_steps)
+    for last in ("--steps", "--anneal"):
+        started = []
+        for name, most in steps.items():
+            command = [sys.executable, "-m", "examples.train_a_voice", name, str(work)]
+            command += [last, str(most if last == "--steps" else anneal)]
+            command += ["--quick"] * args.quick
+            started.append(subprocess.Popen(command))
+        ends = [program.wait() for program in started]
+        if any(ends):
+            raise SystemExit("training ended with an error; what was trained is kept, and goes on from there")
 
 
 STEPS = {
@@ -255,11 +299,12 @@ STEPS = {
     "export": export,
     "score": score,
 }
+ALL = STEPS | {"decoder": both, "talker": lambda work, settings, args: None}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.train_a_voice", description=__doc__)
-    parser.add_argument("step", choices=[*STEPS, "all"], help="in this order; all is for --quick")
+    parser.add_argument("step", choices=[*STEPS, "all"], help="in this order; all of them take hours")
     parser.add_argument("directory", type=Path, help="where everything lies: some 3 GB")
     parser.add_argument(
         "--quick", action="store_true", help="a tiny voice of a few sentences, to see that it runs"
@@ -275,13 +320,12 @@ def main(argv: list[str] | None = None) -> None:
         "--count", type=int, default=len(sentences.LINES["held_out"]), help="sentences that are judged"
     )
     parser.add_argument("--out", type=Path, help="the checkpoint's directory")
+    parser.add_argument("--url", help="score: a server that speaks with the voice, http://127.0.0.1:8000")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    if args.step == "all" and not (args.quick and args.steps):
-        parser.error("all runs every step, one after the other: it needs --quick and --steps")
-    for name in STEPS if args.step == "all" else [args.step]:
-        STEPS[name](args.directory, QUICK if args.quick else FULL, args)
+    for step in (ALL if args.step == "all" else {args.step: STEPS[args.step]}).values():
+        step(args.directory, QUICK if args.quick else FULL, args)
 
 
 if __name__ == "__main__":

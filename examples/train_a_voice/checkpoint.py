@@ -22,14 +22,14 @@ from zoo.qwen3_tts.vocabulary import SPECIAL, tokenizer_config
 
 VOICE, VOICE_ID, LANGUAGE = "slt", 3000, "english"
 ASSISTANT = 256 + len(SPECIAL)  # one text row of its own: the vocabulary has single bytes only
-MAX_FRAMES = 400
+MAX_FRAMES = 190  # a third of it is the longest piece of a text: 5 s, as long as what training hears
 CONTROL_SHIFT = 2048 - SIZE  # where the published ids that are not codes lie here
 SAMPLING = {
-    "temperature": 0.4,
-    "top_k": 10,
+    "temperature": 0.2,
+    "top_k": 5,
     "repetition_penalty": 1.0,
-    "subtalker_temperature": 0.4,
-    "subtalker_top_k": 10,
+    "subtalker_temperature": 0.1,
+    "subtalker_top_k": 5,
     "max_new_tokens": MAX_FRAMES,
 }
 

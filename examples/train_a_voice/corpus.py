@@ -3,8 +3,10 @@ them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from examples.train_a_voice.codes import Codebooks
 from examples.train_a_voice.flite import RATE_HZ, Shelf
 
 Progress = Callable[[int], None]
+FORK = multiprocessing.get_context("fork")  # the workers compute with NumPy alone
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,20 @@ def save(path: Path, array: np.ndarray) -> None:
 def make_features(shelf: Shelf, directory: Path, progress: Progress) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[np.ndarray]] = {"mel": [], "cycles": [], "voicing": []}
-    for i, utterance in enumerate(shelf.utterances):
-        found = features.analyse(features.resample(shelf.samples(utterance), RATE_HZ))
-        parts["mel"].append(found.mel.astype(np.float16))
-        parts["cycles"].append(vocoder.cycles(found.pitch_hz, found.voicing).astype(np.uint8))
-        parts["voicing"].append(found.voicing.astype(np.float32))
-        progress(i + 1)
+    with ProcessPoolExecutor(mp_context=FORK) as pool:
+        for i, found in enumerate(pool.map(_features, map(shelf.samples, shelf.utterances), chunksize=16)):
+            for values, value in zip(parts.values(), found, strict=True):
+                values.append(value)
+            progress(i + 1)
     for name, arrays in parts.items():
         save(directory / f"{name}.npy", np.concatenate(arrays))
     save(directory / "edges.npy", np.cumsum([0, *map(len, parts["cycles"])]))
+
+
+def _features(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    found = features.analyse(features.resample(samples, RATE_HZ))
+    cycles = vocoder.cycles(found.pitch_hz, found.voicing)
+    return found.mel.astype(np.float16), cycles.astype(np.uint8), found.voicing.astype(np.float32)
 
 
 def make_codes(frames: Frames, codebooks: Codebooks, path: Path) -> None:
@@ -70,12 +78,15 @@ def make_targets(
     the codes. They are made utterance by utterance; one that has been made is not made again."""
     done = path.stat().st_size // (2 * features.FRAME) if path.exists() else 0
     first = int(np.searchsorted(frames.edges, done, side="right")) - 1
-    with open(path, "r+b" if path.exists() else "wb") as file:
+    spans = [slice(*frames.edges[u : u + 2]) for u in range(first, min(num, len(frames.edges) - 1))]
+    spoken = ((frames.mel[at].astype(np.float32), *codebooks.decode(codes[at])[1:]) for at in spans)
+    with open(path, "r+b" if path.exists() else "wb") as file, ProcessPoolExecutor(mp_context=FORK) as pool:
         file.truncate(2 * features.FRAME * int(frames.edges[first]))
         file.seek(0, os.SEEK_END)
-        for u in range(first, min(num, len(frames.edges) - 1)):
-            at = slice(frames.edges[u], frames.edges[u + 1])
-            _, cycles, voicing = codebooks.decode(codes[at])
-            samples = vocoder.speak(frames.mel[at].astype(np.float32), cycles, voicing)
+        for i, samples in enumerate(pool.map(_speak, spoken, chunksize=16), first):
             file.write((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
-            progress(u + 1)
+            progress(i + 1)
+
+
+def _speak(heard: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray:
+    return vocoder.speak(*heard)

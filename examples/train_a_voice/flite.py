@@ -8,11 +8,13 @@ a line for each text. Both only ever grow, so making one can stop and go on.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +58,15 @@ class Shelf:
         with (
             open(self.samples_path, "r+b") as samples_file,
             open(self.index_path, "a", encoding="utf-8") as index,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
         ):
             samples_file.truncate(2 * end)  # what a run that was killed wrote and did not index
             samples_file.seek(2 * end)
-            for i, text in enumerate(texts[done:], done):
-                samples, utterance = speak(text, end)
+            spoken = pool.map(
+                speak, texts[done:]
+            )  # programs of their own: threads are enough, and keep the order
+            for i, (samples, utterance) in enumerate(spoken, done):
+                utterance = replace(utterance, start=end)
                 samples_file.write(samples.astype("<i2").tobytes())
                 samples_file.flush()
                 index.write(json.dumps(asdict(utterance)) + "\n")
@@ -70,7 +76,7 @@ class Shelf:
                 progress(i + 1)
 
 
-def speak(text: str, start: int = 0) -> tuple[np.ndarray, Utterance]:
+def speak(text: str) -> tuple[np.ndarray, Utterance]:
     """-> int16 samples [N] without most of the silence around them, and what they say."""
     flite = shutil.which("flite")
     if flite is None:
@@ -87,4 +93,4 @@ def speak(text: str, start: int = 0) -> tuple[np.ndarray, Utterance]:
     last_s = ends_s[-2] + TAIL_S if phones[-1] == PAUSE else ends_s[-1]
     samples = samples[round(first_s * RATE_HZ) : round(last_s * RATE_HZ)]
     ends = [round(float(end_s), 4) for end_s in np.clip(ends_s - first_s, 0, len(samples) / RATE_HZ)]
-    return samples, Utterance(text, start, len(samples), tuple(phones), tuple(ends))
+    return samples, Utterance(text, 0, len(samples), tuple(phones), tuple(ends))

@@ -19,6 +19,9 @@ class Settings:
     decoder: dict[str, Any]  # changes to the published decoder_config
     talker: dict[str, int]  # hidden, inner, layers, heads, head_dim
     depth: dict[str, int]
+    decoder_steps: int  # of `all`
+    talker_steps: int
+    anneal_steps: int
 
     @property
     def codebooks(self) -> int:
@@ -48,7 +51,7 @@ def _stack(hidden: int, inner: int, layers: int, heads: int, head_dim: int) -> d
 
 
 FULL = Settings(
-    num_sentences=14_000,
+    num_sentences=33_000,
     num_decoder_sentences=5_000,
     num_code_sentences=3_000,
     mel_levels=8,
@@ -57,6 +60,9 @@ FULL = Settings(
     decoder=_decoder(256, 192, 128, 256, [4, 4, 5, 6]),
     talker=_stack(192, 512, 5, 4, 48),
     depth=_stack(128, 320, 2, 4, 32),
+    decoder_steps=7_500,
+    talker_steps=18_000,
+    anneal_steps=4_500,
 )
 QUICK = Settings(
     num_sentences=40,
@@ -66,6 +72,9 @@ QUICK = Settings(
     decoder=_decoder(32, 16, 32, 64, [8, 5, 4, 3]),
     talker=_stack(32, 64, 3, 2, 16),
     depth=_stack(32, 64, 2, 2, 16),
+    decoder_steps=20,
+    talker_steps=20,
+    anneal_steps=2,
 )
 
 

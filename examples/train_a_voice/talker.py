@@ -66,8 +66,9 @@ class Batch:
 class Training(nn.Module):
     """The talker and what helps it."""
 
-    def __init__(self, talker: Talker, config: Config, num_phones: int):
+    def __init__(self, talker: Talker, config: Config, num_phones: int, is_compiled: bool = False):
         super().__init__()
+        self.block = torch.compile(run_block, dynamic=True) if is_compiled else run_block
         self.talker, self.config = talker, config
         self.phones = nn.Linear(config.talker.hidden, 2 * num_phones)
 
@@ -80,10 +81,9 @@ class Training(nn.Module):
             torch.arange(length), self.config.talker.head_dim, self.config.talker.rope_theta, x.dtype
         )
         for i, layer in enumerate(blocks(self.talker)):
-            q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
+            x, q, k = self.block(layer, x, cos, sin)
             if i in GUIDED:
-                looks.append(look(rotate(q[:, 0], cos, sin), rotate(k[:, 0], cos, sin), batch))
-            x = attend(layer, x, q, k, v, cos, sin)
+                looks.append(look(q, k, batch))
             if i == PHONES:
                 named = self.phones(x.flatten(0, 1)[batch.rows]).unflatten(1, (2, -1))
         assert named is not None, (
@@ -131,8 +131,7 @@ class Training(nn.Module):
         x = predictor.project(torch.stack((h, *rows), 1))  # [N, K, D]
         cos, sin = rope_table(torch.arange(x.shape[1]), c.head_dim, c.rope_theta, x.dtype)
         for layer in blocks(predictor):
-            q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))
-            x = attend(layer, x, q, k, v, cos, sin)
+            x, _, _ = self.block(layer, x, cos, sin)
         x = predictor.norm(x)
         return [head(x[:, g + 1]) for g, head in enumerate(predictor.heads)]
 
@@ -141,11 +140,19 @@ def blocks(stack: Talker | CodePredictor) -> list[Qwen3Block]:
     return [layer for layer in stack.layers if isinstance(layer, Qwen3Block)]
 
 
-def attend(layer: Qwen3Block, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A block over a dense batch: x [B, L, D]; q, k, v [B, heads, L, dim]; cos and sin [L, dim]."""
+def run_block(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A block over a dense batch: x [B, L, D], cos and sin [L, dim] -> x, and its first head's q and k
+    [B, L, dim].
+
+    Scores are written out: at such lengths PyTorch's fused attention takes five times as long, backwards.
+    """
+    q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return layer.project_output(x, mixed.transpose(1, 2).flatten(2))
+    groups = q.unflatten(1, (k.shape[1], -1))  # [B, kv heads, heads each, L, dim]
+    later = torch.full((q.shape[2], q.shape[2]), -torch.inf, dtype=q.dtype).triu(1)
+    scores = groups * q.shape[-1] ** -0.5 @ k[:, :, None].mT + later
+    mixed = (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v[:, :, None]).flatten(1, 2)
+    return layer.project_output(x, mixed.transpose(1, 2).flatten(2)), q[:, 0], k[:, 0]
 
 
 def look(q: Tensor, k: Tensor, batch: Batch) -> Tensor:
@@ -253,6 +260,7 @@ class Plan:
     decay: float = 0.998
     log_every: int = 50
     curriculum: Curriculum = Curriculum()
+    is_compiled: bool = True
     dtype: torch.dtype = torch.bfloat16
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from serving.cli.common import Device, DType, Model, app, fail, recording
+from serving.cli.common import Device, DType, app, fail, recording
+from zoo import SMALL_VOICE
 from zoo.hub import resolved
 
 if TYPE_CHECKING:
@@ -36,7 +37,15 @@ FLAG = {
 @app.command()
 def say(
     text: Annotated[str, Argument(help="What to say; - reads it from stdin.")],
-    model: Model,
+    model: Annotated[
+        str,
+        Option(
+            "-m",
+            "--model",
+            help="A directory, or ORG/NAME on the Hugging Face Hub; the small voice of this package when left out.",
+            show_default=False,
+        ),
+    ] = str(SMALL_VOICE),
     out: Annotated[
         Path, Option("-o", "--out", help="The file to write: .wav, .mp3, .opus, .aac, .flac or .pcm.")
     ] = Path("out.wav"),
@@ -53,6 +62,17 @@ def say(
     top_p: Annotated[float | None, Option(min=0, max=1)] = None,
     repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
     max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
+    split_text: Annotated[
+        bool,
+        Option(help="Speak a text that is too long for one pass in pieces, cut at sentences and clauses."),
+    ] = True,
+    normalize: Annotated[
+        bool,
+        Option(
+            "--normalize",
+            help="Put numbers, dates and amounts into words first: Chinese, English or Japanese.",
+        ),
+    ] = False,
     options: Annotated[
         list[str],
         Option(
@@ -93,6 +113,8 @@ def say(
         top_p=top_p,
         repetition_penalty=repetition_penalty,
         max_frames=max_new_tokens,
+        split_text=split_text,
+        normalize=normalize,
         options=dict(parsed_option(option, family.spec) for option in options),
     )
     began = time.perf_counter()

@@ -19,6 +19,7 @@ from serving.cli.common import (
     named_directories,
     num_bytes,
 )
+from zoo import SMALL_VOICE
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -30,9 +31,9 @@ def serve(
         Argument(
             metavar="MODEL",
             help="Directories, or ORG/NAME on the Hugging Face Hub; MODEL+DIR adds an adapter (LoRA), NAME=MODEL "
-            "chooses the id for clients.",
+            "chooses the id for clients. Left out: the small voice that comes with this package.",
         ),
-    ],
+    ] = [],  # noqa: B006
     host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     device: Device = None,
@@ -51,9 +52,47 @@ def serve(
             help="Memory for the KV cache, of all models: 4GiB, 512MiB or bytes; on a GPU, what weights and states leave."
         ),
     ] = None,
+    swap_memory: Annotated[
+        str | None,
+        Option(
+            help="Memory of the host for what paused streams' KV cache held: 4GiB or bytes; else three times --kv-memory, or a "
+            "quarter of what there is; 0 reserves all that a request can need, and pauses nobody."
+        ),
+    ] = None,
     policy: Annotated[
-        Literal["streaming", "throughput"], Option(help="First audio early, or most audio in all.")
+        Literal["streaming", "throughput", "fifo"],
+        Option(
+            help="First audio early, most audio in all, or, to compare with, no regard to anybody's time."
+        ),
     ] = "streaming",
+    max_waiting: Annotated[
+        int,
+        Option(min=1, help="How many requests may be without a slot, of each model; others get 503 at once."),
+    ] = 256,
+    max_ttfa: Annotated[
+        float,
+        Option(
+            min=0,
+            help="Seconds: who would hear nothing for longer gets 503 at once, and only so many speak as are made faster "
+            "than they are heard; 0 takes all.",
+        ),
+    ] = 10,
+    max_unread: Annotated[
+        float, Option(min=1, help="Seconds of audio that a client may leave unread; then its slot rests.")
+    ] = 30,
+    max_stall: Annotated[
+        float, Option(min=1, help="Seconds for which a client may take nothing, or rest so; then it is left.")
+    ] = 60,
+    reference_memory: Annotated[
+        str, Option(help="Memory for recordings that wait to be encoded: 256MiB or bytes; others get 503.")
+    ] = "256MiB",
+    run_async: Annotated[
+        bool,
+        Option(
+            "--async/--no-async",
+            help="On a GPU, read what a step says after the next one is under way, or wait for it.",
+        ),
+    ] = True,
     deterministic: Annotated[
         bool,
         Option(
@@ -94,6 +133,7 @@ def serve(
         list[str],
         Option("--allowed-host", metavar="NAME", help="A name that this server is asked by; several times."),
     ] = [],  # noqa: B006
+    playground: Annotated[bool, Option(help="A page at / to try the models at.")] = True,
     grace_s: Annotated[
         int, Option(min=0, help="How long open answers may go on when the server is stopped.")
     ] = 5,
@@ -102,12 +142,19 @@ def serve(
     from serving import supervisor
 
     engine = {
-        "models": named_directories(models),
+        "models": named_directories(models or [str(SMALL_VOICE)]),
         "device": device,
         "dtype": dtype,
         "max_slots": max_slots,
         "kv_bytes": None if kv_memory is None else num_bytes(kv_memory),
+        "saved_bytes": 0 if swap_memory == "0" else num_bytes(swap_memory) if swap_memory else None,
         "policy": policy,
+        "run_async": run_async,
+        "max_waiting": max_waiting,
+        "max_ttfa_s": max_ttfa or None,
+        "max_unread_s": max_unread,
+        "max_stall_s": max_stall,
+        "reference_bytes": num_bytes(reference_memory),
         "codec": codec,
         "deterministic": deterministic,
         "warm": warm,
@@ -133,7 +180,9 @@ def serve(
     http = {
         "limits": limits,
         "voices_dir": None if voices_dir is None else str(voices_dir.resolve()),
+        "stall_s": max_stall,
         "cors_origins": cors_origins,
         "hosts": [*hosts, *LOOPBACK] if host in LOOPBACK else hosts,
+        "playground": playground,
     }
     return supervisor.serve(host, port, engine, http, env, grace_s)

@@ -7,11 +7,20 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from serving.cli.common import Codec, Device, DType, app, progress_bar, readable
+from serving.cli.common import (
+    Codec,
+    Device,
+    DType,
+    app,
+    named_directories,
+    num_bytes,
+    progress_bar,
+    readable,
+)
 from zoo.hub import resolved
 
 ReferencePython = Annotated[
@@ -123,31 +132,46 @@ def bench(
 
 @app.command()
 def warm(
-    models: Annotated[list[str], Argument(metavar="MODEL...", help="Model directories.")],
+    models: Annotated[list[str], Argument(metavar="MODEL...", help="As zoo serve takes them: one server's.")],
     device: Device = None,
     dtype: DType = None,
-    max_slots: Annotated[int, Option(min=1, help="As the server will be started with.")] = 8,
+    max_slots: Annotated[int | None, Option(min=1, max=1024, help="As of zoo serve.")] = None,
+    kv_memory: Annotated[str | None, Option(help="As of zoo serve.")] = None,
+    policy: Annotated[Literal["streaming", "throughput"], Option(help="As of zoo serve.")] = "streaming",
+    deterministic: Annotated[bool, Option("--deterministic", help="As of zoo serve.")] = False,
+    codec: Codec = "float32",
     cache_dir: Annotated[
         Path | None,
         Option(help="Where compiled code is kept; ZOO_CACHE_DIR or ~/.cache/speechzoo otherwise."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object a model, for programs.")] = False,
 ) -> int:
-    """Compile a model ahead of time, so that a server of it is ready in seconds."""
-    directories = {model: resolved(model) for model in models}
+    """Compile ahead of time what zoo serve with the same arguments needs, so that it is ready in seconds. On a CPU other
+    numbers of slots, other memory and other sets of the same models find it too."""
+    options: dict[str, Any] = {
+        "models": named_directories(models),
+        "device": device,
+        "dtype": dtype,
+        "max_slots": max_slots,
+        "kv_bytes": None if kv_memory is None else num_bytes(kv_memory),
+        "policy": policy,
+        "deterministic": deterministic,
+        "codec": codec,
+    }
     if cache_dir is not None:
         os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
 
+    from serving.engine.engine_process import Options
     from serving.tools.warm import warm as compile_all
 
-    for model, directory in directories.items():
-        with progress_bar(model) as advance:
-            done = compile_all(directory, device=device, dtype=dtype, max_slots=max_slots, progress=advance)
+    with progress_bar(", ".join(options["models"])) as advance:
+        made = compile_all(Options(socket="", **options), advance)
+    for done in made:
         if as_json:
             print(json.dumps(done))
         else:
             print(
-                f"{model}: {done['graphs']} graphs ({done['found']} found, {done['compiled']} compiled), "
+                f"{done['model']}: {done['graphs']} graphs ({done['found']} found, {done['compiled']} compiled), "
                 f"loaded in {done['load_s']:.1f} s, warm in {done['warm_s']:.1f} s; kept in {done['cache']}"
             )
     return 0

@@ -1,27 +1,31 @@
 """The loop: turn after turn, every model with work has one round.
 
-    speak() ─> inbox ─> the model's queue ─> admit, launch, collect late, render, deliver (model_worker.py)
-     any thread         engine's thread, one turn after another
+    accept() ─> prepare() ─> inbox ─> the model's queue ─> admit, launch, collect late, render, deliver (model_worker.py)
+           any thread                 engine's thread, one turn after another
 
-Requests come and go through an inbox, so the loop owns everything else and needs no locks. A launch's report
+A request is counted from `accept` on, before its prompt is made: one bound holds for all who have no slot yet, and who
+leaves is gone at once, wherever it was. Requests come and go through an inbox, so the loop owns everything else and
+needs no locks. A launch's report
 is read after the next launch is under way (`report_lag`), so the device never waits for the host, and
 samples when they are there. On a CPU, where a launch returns when it is done, both are read at once.
 
 All models live on one arena of pages. Who gets in, in what order:
 - Slots are each model's own: a model whose slots are all taken holds up nobody but those who wait for it.
-- Pages are everyone's: of the requests whose model has a free slot the one that came first goes first, and if it lacks pages, nobody,
-  of whatever model, takes any before it. Those who hold pages end, so it gets them: nobody is overtaken for ever.
+- Pages are everyone's: of the requests whose model has a free slot the one that came first goes first. If it lacks pages, smaller ones of
+  whatever model pass it, a bounded number of times. Those who hold pages end, so it gets them: nobody is overtaken for ever.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +33,27 @@ import structlog
 import torch
 from torch import Tensor
 
-from compile_cache import threads, unfinished
+from compile_cache import threads
+from compile_cache.artifacts import Entry
 from compile_cache.counts import counts
 from serving.engine import warmup
-from serving.engine.job import Audio, Event, Failed, Finished, Job, Text
+from serving.engine.job import Audio, Event, Failed, Finished, Job, Place, Text
 from serving.engine.memory_plan import usual_kv_bytes
 from serving.engine.model_worker import ModelWorker
 from serving.engine.pages import Pages
-from serving.engine.runner import Arena
-from zoo.contract import Family, Prompt, Request, RequestError
+from serving.engine.paging import Paging
+from serving.engine.runner import Arena, Runner
+from serving.histogram import Histogram
+from zoo.contract import Family, Prompt, Request, RequestError, following
 
-__all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Text"]
+__all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Place", "Text"]
 
 
 STOPPED = "the engine stopped while it worked on this request"
 CODECS = ("float32", "tf32")
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+MAX_PASSED = 8  # smaller requests, by one that lacks pages
+STALLED = "the client has not taken what was spoken for {:g} s"
 INTERNAL = "an error in the engine; its log says more"
 
 log = structlog.get_logger()
@@ -58,13 +68,23 @@ class Full(Exception):
 
 
 class Engine:
-    """Families by name, or just one, each with `max_slots` slots and `max_waiting` places in its queue, and
-    one arena for them all.
+    """Families by name, or just one, each with `max_slots` slots and `max_waiting` places for those who have
+    none yet, and one arena for them all.
 
+    max_ttfa_s: who would hear nothing for longer is refused at once, and only so many speak as are made faster than they
+    are heard; None: all are taken.
+    saved_bytes: of the host, for what paused streams' pages held; None: three times kv_bytes, or a quarter of the host's
+    memory; 0: a request gets all pages that it can ever need, and nobody is paused.
+    max_unread_s: audio that a listener who says what it takes may leave; then it is held back, and after max_stall_s its
+    request fails.
+    max_reference_bytes: of the recordings of all requests whose prompts are not made yet; one request may have more.
     kv_bytes None: for each room for 1,024 positions a slot, and for one request of the model's longest. codec: in
     which precision a GPU renders, "tf32" or "float32".
     Raises ValueError for settings that leave no room.
+    after_turn: called on the engine's thread when all of a turn was delivered.
     """
+
+    after_turn: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -74,11 +94,17 @@ class Engine:
         kv_bytes: int | None = None,
         policy: str = "streaming",
         max_waiting: int = 256,
+        max_reference_bytes: int = 256 << 20,
+        max_ttfa_s: float | None = None,
+        saved_bytes: int | None = None,
+        max_unread_s: float = math.inf,
+        max_stall_s: float = math.inf,
         compile: bool = True,
         report_lag: int | None = None,
         is_deterministic: bool = False,
         codec: str = "float32",
         clock: Callable[[], float] = time.monotonic,
+        make_runner: Callable[..., Any] = Runner,
     ):
         named = {families.spec.family: families} if isinstance(families, Family) else dict(families)
         if codec not in CODECS:
@@ -96,6 +122,9 @@ class Engine:
             kv_bytes = sum(usual_kv_bytes(family, max_slots) for family in named.values())
         self.arena = Arena(list(named.values()), kv_bytes)
         self.pages = Pages(self.arena.num_pages, self.arena.num_scratch)
+        saved_bytes = usual_saved_bytes(kv_bytes) if saved_bytes is None else saved_bytes
+        self.paging = Paging(lambda: self.models.values(), self.pages, saved_bytes // self.arena.page_bytes)
+        grows = self.paging.max_saved > 0
         report_lag = report_lag if report_lag is not None else int(self.arena.device.type == "cuda")
         self.models = {
             name: ModelWorker(
@@ -107,6 +136,10 @@ class Engine:
                 compile=compile,
                 report_lag=report_lag,
                 clock=clock,
+                make_runner=make_runner,
+                is_timed=max_ttfa_s is not None,
+                grows=grows,
+                max_unread_s=max_unread_s,
                 is_deterministic=is_deterministic,
                 codec=codec,
             )
@@ -116,16 +149,21 @@ class Engine:
             torch.cuda.synchronize(
                 self.arena.device
             )  # weights and states were made on a stream of none of ours
-        self.max_waiting, self.clock = max_waiting, clock
+        self.max_waiting, self.max_reference_bytes, self.clock = max_waiting, max_reference_bytes, clock
+        self.max_ttfa_s, self.max_stall_s = max_ttfa_s, max_stall_s
 
         self._wake = threading.Condition()
+        self._reference_bytes = 0  # of recordings that are being encoded, or wait for it
+        self._left: list[Place] = []  # of those who left before their prompt was made
         self._inbox: deque[Job] = deque()
         self._cancelled: set[str] = set()
+        self._heard: deque[tuple[str, int]] = deque()
         self._fed: deque[tuple[str, list[int], bool]] = deque()
-        self._composed: deque[tuple[Job, Future[Prompt]]] = deque()  # next passes
+        self._composed: deque[tuple[Job, Future[Prompt | None]]] = deque()  # next passes
         self._composer = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
         self._is_stopping = False
         self.num_turns, self.turn_s = 0, 0.0
+        self.turn_times = Histogram()
         self._is_over = False
         self._arrivals = itertools.count()
         self._known: dict[str, Job] = {}  # everything taken and not yet ended
@@ -136,18 +174,18 @@ class Engine:
     def warm(
         self,
         progress: Callable[[float, str], None],
-        begin: Callable[[Family[Any]], object] = lambda family: None,
+        cached: Callable[[Family[Any]], AbstractContextManager[Entry | None]] = lambda family: nullcontext(),
     ) -> None:
-        """Compile and record everything, one model after the other, each after `begin`; call before `run`."""
+        """Compile and record everything, one model after the other; call before `run`. cached: where a model's compiled
+        code is kept, and found."""
         for i, (name, model) in enumerate(self.models.items()):
             whose = f"{name}: " if len(self.models) > 1 else ""
 
             def tell(fraction: float, stage: str, i: int = i, whose: str = whose) -> None:
                 progress((i + fraction) / len(self.models), whose + stage)
 
-            begin(model.family)
-            warmup.warm(model.runner, tell)
-        unfinished.settle()
+            with cached(model.family) if model.runner.is_compiled else nullcontext() as entry:
+                warmup.warm(model.runner, tell, entry)
         self._warm_graphs = counts().graphs
 
     def speak(
@@ -158,28 +196,88 @@ class Engine:
         model: str | None = None,
         is_pinned: bool = False,
     ) -> None:
-        """Take a request for a model, which need not be named where there is but one; `deliver` is called on
-        the engine's thread.
-        is_pinned: its windows follow from frame numbers alone, so equal requests give equal bytes. Raises
-        RequestError, Full."""
+        """`accept` and `prepare` in one. Raises RequestError, Full."""
+        place = self.accept(request_id, deliver, model, is_pinned, len(request.text.encode()))
+        self.prepare(place, lambda: request)
+
+    def accept(
+        self,
+        request_id: str,
+        deliver: Callable[[Event], None],
+        model: str | None = None,
+        is_pinned: bool = False,
+        text_bytes: int = 0,
+        reference_bytes: int = 0,
+        is_metered: bool = False,
+        is_flex: bool = False,
+    ) -> Place:
+        """A place in the line of a model, which need not be named where there is but one; `prepare` is to follow, or
+        `cancel`. `deliver` is called on the engine's thread.
+        is_pinned: its windows follow from frame numbers alone, so equal requests give equal bytes. text_bytes: of the
+        text, in UTF-8; reference_bytes: of its recordings. is_metered: its listener says what it takes (`heard`).
+        is_flex: it is served while nobody else waits for first audio or is at risk, whenever that is.
+        Raises RequestError, Full."""
         worker = self._worker(model)
         with self._wake:
-            self._refuse_if_full(request_id, worker)
-        passes = worker.family.prompts(request)
-        with self.arena.streams.prompts.here():
-            prompt = next(passes)
-        self._check_room(worker, prompt)
-        is_made = self.arena.streams.prompts.mark()
+            try:
+                predicted_s = self._refuse_if_full(request_id, worker, text_bytes, reference_bytes, is_flex)
+            except Full:
+                worker.num_refused += 1
+                raise
+            place = Place(
+                request_id,
+                worker,
+                deliver,
+                is_pinned,
+                text_bytes,
+                reference_bytes,
+                self.clock(),
+                predicted_s,
+                is_metered,
+                is_flex,
+            )
+            worker.line[request_id] = place
+            self._reference_bytes += reference_bytes
+        return place
+
+    def prepare(self, place: Place, request: Callable[[], Request]) -> None:
+        """Make the prompt of an accepted request, which then waits for a slot; nothing is made for one that has
+        left. Raises RequestError, and then its place is given back."""
         with self._wake:
-            self._refuse_if_full(request_id, worker)
-            self._inbox.append(Job(request_id, worker, prompt, passes, deliver, is_pinned, is_made))
-            self._wake.notify()
+            if place.has_left:
+                return
+            place.is_preparing = True
+        job, began_s = None, self.clock()
+        try:
+            passes = place.model.family.passes(request())
+            with self.arena.streams.prompts.here():
+                prompt = next(passes)
+            self._check_room(place.model, prompt)
+            job = Job.of(place, prompt, passes, self.arena.streams.prompts.mark())
+        finally:
+            with self._wake:
+                self._reference_bytes -= place.reference_bytes
+                if job is None and not place.has_left:
+                    del place.model.line[place.id]
+                elif job is not None and not place.has_left:
+                    place.is_made = True
+                    tokens = sum(len(lane.inputs) for lane in job.prompt.lanes)
+                    took_s = self.clock() - began_s
+                    place.model.forecaster.record_prompt(tokens, took_s, place.reference_bytes > 0)
+                    self._inbox.append(job)
+                    self._wake.notify()
 
     def feed(self, request_id: str, tokens: Sequence[int], is_last: bool = False) -> None:
         """More text, as the model's tokens, for a request that is open. Unknown and ended requests are no
         error."""
         with self._wake:
             self._fed.append((request_id, list(tokens), is_last))
+            self._wake.notify()
+
+    def heard(self, request_id: str, frames: int) -> None:
+        """A listener took so many frames of what was delivered. Unknown and ended requests are no error."""
+        with self._wake:
+            self._heard.append((request_id, frames))
             self._wake.notify()
 
     def _check_room(self, worker: ModelWorker, prompt: Prompt) -> None:
@@ -195,8 +293,22 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """Let go of a request at the next turn, wherever it is. Unknown and ended ones are no error."""
         with self._wake:
+            places = [model.line.get(request_id) for model in self.models.values()]
+            for place in places:
+                if place is not None:
+                    self._leave(place)
             self._cancelled.add(request_id)
             self._wake.notify()
+
+    def _leave(self, place: Place) -> None:
+        """Its place is free at once. A prompt is not begun for it any more, and if one is being made, it is not
+        wanted."""
+        del place.model.line[place.id]
+        place.has_left = True
+        if not place.is_made:
+            self._left.append(place)
+        if not place.is_preparing:
+            self._reference_bytes -= place.reference_bytes
 
     def stop(self) -> None:
         """End `run`; requests under way fail: nobody asked for their end."""
@@ -207,17 +319,21 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Of the arena, and of each model by name."""
         with self._wake:
-            arriving = Counter(job.model for job in self._inbox)
+            models = {name: model.stats() for name, model in self.models.items()}
+            reference_bytes = self._reference_bytes
         return {
             "pages": self.pages.num_pages,
             "pages_free": self.pages.free,
             "pages_shared": self.pages.shared,
             "pages_evicted": self.pages.evicted,
             "compiles_after_warmup": 0 if self._warm_graphs is None else counts().graphs - self._warm_graphs,
+            "pauses": self.paging.num_pauses,
             "turns": self.num_turns,
             "turn_s": self.turn_s,
+            "turn_times": self.turn_times,
             "resident_bytes": resident_bytes(),
-            "models": {name: model.stats(arriving[model]) for name, model in self.models.items()},
+            "reference_bytes": reference_bytes,
+            "models": models,
         }
 
     # the engine's thread
@@ -227,64 +343,97 @@ class Engine:
         caller."""
         try:
             while not self._is_stopping:
-                if not self.turn():
+                is_busy = self.turn()
+                self.after_turn()
+                if not is_busy:
                     with self._wake:
-                        self._wake.wait_for(lambda: self._has_news or self._is_stopping)
+                        self._wake.wait_for(lambda: self._has_news or self._is_stopping, self._stalls_in_s())
             self._end_all(Failed(STOPPED, code="engine_stopped"))
         except BaseException as error:
             self._end_all(Failed(f"the engine stopped: {error}"))
             raise
         finally:
+            self.after_turn()
             self._composer.shutdown(wait=False, cancel_futures=True)
 
     def turn(self) -> bool:
         """One round of every model that has work. -> whether there is more to do before any news."""
         began_s = self.clock()
         self._take_news()
+        self._drop_stalled()
         self._admit()
+        self.paging.turn()
         # all launch before any is waited for
-        rounds = [(model, model.launch()) for model in self.models.values() if model.has_work]
+        rounds, own_s = [], {}
+        for model in self.models.values():
+            if model.has_work:
+                launch_s = self.clock()
+                rounds.append((model, model.launch()))
+                own_s[model] = self.clock() - launch_s
         is_alone = not any(launched for _, launched in rounds)
         for model, launched in rounds:
+            collect_s = self.clock()
             model.collect(launched, is_alone)
+            own_s[model] += self.clock() - collect_s
+        all_s = sum(own_s.values())
+        for model, launched in rounds:
+            if launched:
+                model.forecaster.record_turn(model.load, own_s[model], all_s)
         finished = [job for model, _ in rounds for job in model.finished() if not job.is_composing]
         for job in finished:
             self._finish_pass(job)
         if rounds:
             self.num_turns += 1
-            self.turn_s += self.clock() - began_s
+            took_s = self.clock() - began_s
+            self.turn_s += took_s
+            self.turn_times.add(took_s)
+        for model in self.models.values():
+            model.record_speakers()
         return bool(finished) or any(not model.is_idle for model in self.models.values())
 
     @property
     def num_requests(self) -> int:
         """Taken and not yet ended."""
-        return len(self._known) + len(self._inbox)
+        with self._wake:
+            unmade = sum(not place.is_made for model in self.models.values() for place in model.line.values())
+            return unmade + len(self._left) + len(self._inbox) + len(self._known)
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._inbox or self._cancelled or self._fed or self._composed)
+        return bool(
+            self._left or self._inbox or self._cancelled or self._fed or self._heard or self._composed
+        )
 
     def _finish_pass(self, job: Job) -> None:
         """The listener has all of it: the answer ends, or its next pass is made ready beside the loop, and
         until then its slot is kept."""
+        job.model.record_pass(job)
         if job.model.family.spec.shares_turns:
             job.model.publish_turn(job)
         if job.prompt.is_final:
-            return self._release(job, job.spoken())
+            return self._end(job)
         frames = job.model.tape(job)
         job.is_composing = True
         future = self._composer.submit(self._next_prompt, job, frames)
         future.add_done_callback(lambda future: self._compose_done(job, future))
 
-    def _next_prompt(self, job: Job, frames: Tensor) -> Prompt:
+    def _end(self, job: Job) -> None:
+        """All of it was spoken."""
+        if job.num_frames:
+            job.model.forecaster.lengths.record(job.text_bytes, job.num_frames)
+        self._release(job, job.spoken())
+
+    def _next_prompt(self, job: Job, frames: Tensor) -> Prompt | None:
         """Beside the loop. Raises RequestError."""
         with self.arena.streams.prompts.here():
-            prompt = job.passes.send(frames)
+            prompt = following(job.passes, frames)
+        if prompt is None:
+            return None
         self._check_room(job.model, prompt)
         job.is_made = self.arena.streams.prompts.mark()
         return prompt
 
-    def _compose_done(self, job: Job, future: Future[Prompt]) -> None:
+    def _compose_done(self, job: Job, future: Future[Prompt | None]) -> None:
         with self._wake:
             self._composed.append((job, future))
             self._wake.notify()
@@ -298,23 +447,50 @@ class Engine:
             )
         return self.models[name]
 
-    def _refuse_if_full(self, request_id: str, model: ModelWorker) -> None:
+    def _refuse_if_full(
+        self, request_id: str, model: ModelWorker, text_bytes: int, reference_bytes: int, is_flex: bool
+    ) -> float | None:
+        """-> when its first audio is to be expected, as far as that is known; of a flexible request it never is. Raises
+        Full, ValueError."""
         if self._is_over:
             raise Full("the engine has stopped", retry_after_s=5.0)
-        if request_id in self._known or any(job.id == request_id for job in self._inbox):
+        if request_id in self._known or any(request_id in each.line for each in self.models.values()):
             raise ValueError(
                 f"request {request_id!r} is under way already; every request needs an id of its own"
             )
-        waiting = len(model.waiting) + sum(job.model is model for job in self._inbox)
+        predicted_s = self._first_audio_s(model, text_bytes, reference_bytes)
+        retry_after_s = min(max(predicted_s or 0.0, MIN_RETRY_S), MAX_RETRY_S)
+        waiting = sum(place.is_flex == is_flex for place in model.line.values())
         if waiting >= self.max_waiting:
-            raise Full(f"{waiting} requests are waiting already", retry_after_s=1.0)
+            raise Full(f"{waiting} requests are waiting already", retry_after_s)
+        is_first = not reference_bytes or not self._reference_bytes
+        if not is_first and self._reference_bytes + reference_bytes > self.max_reference_bytes:
+            held = f"recordings of {self._reference_bytes >> 20} MiB wait to be encoded already"
+            raise Full(f"{held}, and {self.max_reference_bytes >> 20} MiB are the most", retry_after_s)
+        if is_flex:
+            return None
+        if predicted_s is not None and self.max_ttfa_s is not None and predicted_s > self.max_ttfa_s:
+            late = f"first audio is to be expected in {predicted_s:.1f} s, later than {self.max_ttfa_s:g} s"
+            raise Full(late, retry_after_s)
+        return predicted_s
+
+    def _first_audio_s(self, model: ModelWorker, text_bytes: int, reference_bytes: int) -> float | None:
+        places = [place for place in model.line.values() if not place.is_flex]
+        line = [model.forecaster.expected(place.text_bytes) for place in places]
+        recordings = [place for place in places if place.reference_bytes and not place.is_made]
+        has_recordings = reference_bytes > 0
+        ahead = len(recordings) if has_recordings else 0
+        return model.forecaster.first_audio_s(text_bytes, line, has_recordings, ahead)
 
     def _take_news(self) -> None:
         with self._wake:
-            arrived, cancelled = list(self._inbox), set(self._cancelled)
-            fed, composed = list(self._fed), list(self._composed)
-            for news in (self._inbox, self._cancelled, self._fed, self._composed):
+            arrived, cancelled, left = list(self._inbox), set(self._cancelled), list(self._left)
+            fed, heard, composed = list(self._fed), list(self._heard), list(self._composed)
+            for news in (self._inbox, self._cancelled, self._left, self._fed, self._heard, self._composed):
                 news.clear()
+        for place in left:
+            place.model.num_left_early += 1
+            place.deliver(Finished("cancelled", 0, {}))
         for job in arrived:
             job.arrival = next(self._arrivals)
             self._known[job.id] = job
@@ -324,12 +500,27 @@ class Engine:
             self._queue_pass(job, future)
         for id, tokens, is_last in fed:
             self._feed(id, tokens, is_last)
+        for id, frames in heard:
+            if (listener := self._known.get(id)) is not None:
+                listener.model.read(listener, frames)
         for id in cancelled & self._known.keys():
             job = self._known[id]
             self._release(job, job.cancelled())
 
-    def _queue_pass(self, job: Job, future: Future[Prompt]) -> None:
-        """A next pass is ready: its request came before those that wait."""
+    def _drop_stalled(self) -> None:
+        since_s = self.clock() - self.max_stall_s
+        for model in self.models.values():
+            for job in model.stalled_jobs(since_s):
+                self._release(job, Failed(STALLED.format(self.max_stall_s), code="stalled"))
+
+    def _stalls_in_s(self) -> float | None:
+        """Until the first of those who are held back is dropped; None: nobody is."""
+        since_s = min(float(model.scheduler.held_s.min()) for model in self.models.values())
+        drop_s = since_s + self.max_stall_s - self.clock()
+        return max(drop_s, 0.0) + 0.001 if math.isfinite(drop_s) else None
+
+    def _queue_pass(self, job: Job, future: Future[Prompt | None]) -> None:
+        """A next pass is ready: its request came before those that wait. Or none follows."""
         if self._known.get(job.id) is not job or future.cancelled():
             return
         error = future.exception()
@@ -337,8 +528,11 @@ class Engine:
             if not isinstance(error, RequestError):
                 log.error("unexpected", id=job.id, exc_info=error)
             return self._release(job, Failed(str(error) if isinstance(error, RequestError) else INTERNAL))
+        prompt = future.result()
+        if prompt is None:
+            return self._end(job)
         job.model.release(job)
-        job.next_pass(future.result())
+        job.next_pass(prompt)
         job.queued_s = self.clock()
         job.model.waiting.appendleft(job)
 
@@ -355,31 +549,58 @@ class Engine:
             self._release(job, Failed(str(error)))
 
     def _admit(self) -> None:
-        """First come, first served, of those whose model has a slot for them; who lacks pages lets nobody
-        by."""
-        while able := [model for model in self.models.values() if model.waiting and model.free_slots]:
-            model = min(able, key=lambda model: model.waiting[0].arrival)
-            job = model.waiting[0]
-            if not model.admit():
-                return
-            unfed, job.unfed = job.unfed, []
-            for tokens, is_last in unfed:
-                self._feed(job.id, tokens, is_last)
+        """First come, first served, of those whose model has a place for them, flexible ones last; smaller ones pass who lacks pages, a
+        bounded number of times."""
+        while self.paging.may_admit and self._admit_one():
+            pass
+
+    def _admit_one(self) -> bool:
+        able = [job for model in self.models.values() for job in model.candidates(MAX_PASSED + 1)]
+        candidates = sorted(able, key=lambda job: job.rank)
+        for job in candidates:
+            is_passing = job is not candidates[0]
+            if is_passing and candidates[0].num_passed >= MAX_PASSED:
+                break
+            if job.model.admit(job, self.paging.uncommitted):
+                candidates[0].num_passed += is_passing
+                self._is_in(job)
+                return True
+        return False
+
+    def _is_in(self, job: Job) -> None:
+        """It has a slot."""
+        with self._wake:
+            job.model.line.pop(job.id, None)  # None: of a later pass
+        unfed, job.unfed = job.unfed, []
+        for tokens, is_last in unfed:
+            self._feed(job.id, tokens, is_last)
 
     def _release(self, job: Job, last: Event) -> None:
         del self._known[job.id]
+        with self._wake:
+            job.model.line.pop(job.id, None)
         job.model.release(job)
         job.deliver(last)
 
     def _end_all(self, last: Failed) -> None:
         with self._wake:
             self._is_over = True
-            late = list(self._inbox)
-            self._inbox.clear()
+            for model in self.models.values():
+                for place in tuple(model.line.values()):
+                    self._leave(place)
+            late: list[Job | Place] = [*self._inbox, *self._left]
+            for news in (self._inbox, self._left):
+                news.clear()
         for job in tuple(self._known.values()):
             self._release(job, last)
-        for job in late:
-            job.deliver(last)
+        for one in late:
+            one.deliver(last)
+
+
+def usual_saved_bytes(kv_bytes: int) -> int:
+    """Of the host, for what paused streams' pages held."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(3 * kv_bytes, host // 4)
 
 
 def resident_bytes() -> int:

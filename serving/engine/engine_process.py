@@ -35,19 +35,21 @@ import zoo
 from compile_cache import threads
 from serving import logs, protocol
 from serving.audio import pcm16
-from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
+from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Place, Text
 from serving.engine.memory_plan import SPARE_PART, fit
-from serving.engine.prepare_for_host import prepare_for_host, use_cache_dir
+from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.exit_with_parent import exit_with_parent
 from zoo.contract import Family, Spec
 from zoo.request import AudioClip, Option, Reference, Request, RequestError
 
 REFUSED = 2
 # Of a code. 422: the request was understood, and asking for it again would end the same way.
-STATUS = {"no_audio": 422, "engine_stopped": 503}
+STATUS = {"no_audio": 422, "engine_stopped": 503, "stalled": 408}
 PROMPT_THREADS = 2
-MAX_REFERENCE_PROMPTS = 16  # that are being built, or wait for it, with their recordings in memory
 STATS_S = 1.0
+# After which a thread that runs Python gives the interpreter to the loop. Python's own 5 ms are waited for at a turn's
+# returns from torch: beside such a thread a turn of 11 ms took 23, and 17 with this (two cores, busy with other work).
+SWITCH_S = 2e-4
 CPU_SLOTS = 8
 
 log = structlog.get_logger()
@@ -62,7 +64,14 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str | None = None
     max_slots: int | None = None  # 8 on a CPU; on a GPU as many as there is memory for, 64 at most
     kv_bytes: int | None = None
+    saved_bytes: int | None = None  # of the host, for what paused streams' pages held
     policy: str = "streaming"
+    run_async: bool = True  # a GPU's reports are read one launch late
+    max_waiting: int = 256  # for each model
+    max_ttfa_s: float | None = None  # who would hear nothing for longer is refused
+    max_unread_s: float = 30.0  # of audio that a client may leave
+    max_stall_s: float = 60.0  # for which a client may leave so much
+    reference_bytes: int = 256 << 20  # of recordings that wait to be encoded
     warm: bool = True
     compile: bool = True
     codec: str = "float32"  # a GPU's precision of renders: "tf32" or "float32"
@@ -76,9 +85,23 @@ class Client:
     def __init__(self, writer: asyncio.StreamWriter):
         self.writer = writer
         self.open: set[str] = set()
+        self.held: list[bytes] | None = None
 
     def send(self, message: protocol.Message) -> None:
-        self.writer.write(protocol.pack(message))
+        packed = protocol.pack(message)
+        if self.held is None:
+            self.writer.write(packed)
+        else:
+            self.held.append(packed)
+
+    def hold(self) -> None:
+        """What is sent until `release` goes in one piece."""
+        self.held = []
+
+    def release(self) -> None:
+        assert self.held is not None, "released, but not held"
+        self.writer.write(b"".join(self.held))
+        self.held = None
 
 
 class Bridge:
@@ -92,9 +115,11 @@ class Bridge:
         self.clients: set[Client] = set()
         self.loop = asyncio.new_event_loop()
         self.pool = ThreadPoolExecutor(PROMPT_THREADS, "prompt", threads.use_one_thread)
-        # Of their own: a recording takes a hundred times longer than a text, which does not wait for it.
-        self.reference_pool = ThreadPoolExecutor(PROMPT_THREADS, "reference", threads.use_one_thread)
-        self.num_reference_prompts = 0
+        # Of their own: a recording, or a text that is normalised, takes a hundred times longer than a plain text, which does not
+        # wait for them.
+        self.slow_pool = ThreadPoolExecutor(PROMPT_THREADS, "slow-prompt", threads.use_one_thread)
+        self.events: list[tuple[Client, str, Event]] = []  # of this turn: the engine's thread alone has them
+        self.messages: dict[str, protocol.Speak] = {}  # of those whose prompts are not begun
 
     def listen(self, path: str) -> None:
         """Raises OSError."""
@@ -109,6 +134,7 @@ class Bridge:
 
     def open(self, engine: Engine, models: list[protocol.ModelInfo]) -> None:
         """From now on requests are taken."""
+        engine.after_turn = self.flush
         self.engine = engine
         self.models = protocol.Models(models)
         self.tell(protocol.Status("ready", 1.0))
@@ -139,6 +165,8 @@ class Bridge:
                         self._speak(client, message)
                     case protocol.Cancel(id):
                         self._cancel(client, id)
+                    case protocol.Heard(id, frames):
+                        self._heard(id, frames)
         except protocol.ProtocolError as error:
             log.error("protocol", error=str(error))
         finally:
@@ -158,35 +186,54 @@ class Bridge:
             )
 
         def deliver(event: Event) -> None:
-            self.loop.call_soon_threadsafe(self._deliver, client, id, event)
+            self.events.append((client, id, event))
 
-        has_references = bool(message.references)
-        if has_references and self.num_reference_prompts >= MAX_REFERENCE_PROMPTS:
-            said = f"{self.num_reference_prompts} recordings are being encoded already; try again in 1 s"
-            return client.send(protocol.Rejected(id, said, code="engine_full", status=503, retry_after_s=1))
-        self.num_reference_prompts += has_references
+        num_bytes = sum(len(reference.clip.samples) for reference in message.references)
+        try:
+            text_bytes = len(str(message.request.get("text", "")).encode())
+            place = engine.accept(
+                id, deliver, message.model, message.is_pinned, text_bytes, num_bytes, True, message.is_flex
+            )
+        except (Full, ValueError) as error:
+            return self._refuse(client, id, error)
         client.open.add(id)
-        pool = self.reference_pool if has_references else self.pool
-        future = pool.submit(
-            lambda: engine.speak(id, request_of(message), deliver, message.model, message.is_pinned)
-        )
+        self.messages[id] = message
+        is_slow = bool(message.references or message.request.get("normalize"))
+        pool = self.slow_pool if is_slow else self.pool
+        future = pool.submit(self.prepare, engine, place)
         future.add_done_callback(
-            lambda future: self.loop.call_soon_threadsafe(self._built, client, id, future, has_references)
+            lambda future: self.loop.call_soon_threadsafe(self._prepared, client, id, future)
         )
 
-    def _built(self, client: Client, id: str, future: Future[None], has_references: bool) -> None:
-        self.num_reference_prompts -= has_references
-        self._spoke(client, id, future)
+    def flush(self) -> None:
+        """On the engine's thread, after each turn: the event loop is woken once for all that it gave."""
+        if self.events:
+            events, self.events = self.events, []
+            self.loop.call_soon_threadsafe(self._deliver_all, events)
 
-    def _spoke(self, client: Client, id: str, future: Future[None]) -> None:
-        """The engine has the request, or has refused it."""
+    def _deliver_all(self, events: list[tuple[Client, str, Event]]) -> None:
+        clients = {client for client, _, _ in events}
+        for client in clients:
+            client.hold()
+        for client, id, event in events:
+            self._deliver(client, id, event)
+        for client in clients:
+            client.release()
+
+    def prepare(self, engine: Engine, place: Place) -> None:
+        """In a pool. Who has left took the message along."""
+        message = self.messages.pop(place.id, None)
+        if message is not None:
+            engine.prepare(place, lambda: request_of(message))
+
+    def _prepared(self, client: Client, id: str, future: Future[None]) -> None:
+        """The engine has the request, or has refused it, or its client has left."""
         error = future.exception()
-        if error is None:
-            # cancelled while the prompt was built, when the engine did not know it yet
-            if id not in client.open:
-                self._cancel(client, id)
-            return
-        client.open.discard(id)
+        if error is not None and id in client.open:
+            client.open.discard(id)
+            self._refuse(client, id, error)
+
+    def _refuse(self, client: Client, id: str, error: BaseException) -> None:
         match error:
             case Full(retry_after_s=retry_after_s):
                 client.send(
@@ -204,8 +251,13 @@ class Bridge:
 
     def _cancel(self, client: Client, id: str) -> None:
         client.open.discard(id)
+        self.messages.pop(id, None)
         if self.engine is not None:
             self.engine.cancel(id)
+
+    def _heard(self, id: str, frames: int) -> None:
+        if self.engine is not None:
+            self.engine.heard(id, frames)
 
     def _deliver(self, client: Client, id: str, event: Event) -> None:
         if id not in client.open:
@@ -263,6 +315,7 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         max_references=spec.max_references,
         options=[option_info(option) for option in spec.options],
         licence=spec.licence,
+        piece_s=spec.piece_s,
     )
 
 
@@ -351,6 +404,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     logs.configure("engine")
+    sys.setswitchinterval(SWITCH_S)
     if options.parent_fd is not None:
         exit_with_parent(options.parent_fd)
     bridge = Bridge()
@@ -371,7 +425,14 @@ def main() -> None:
             families,
             max_slots=max_slots,
             kv_bytes=kv_bytes,
+            saved_bytes=options.saved_bytes,
             policy=options.policy,
+            report_lag=None if options.run_async else 0,
+            max_waiting=options.max_waiting,
+            max_reference_bytes=options.reference_bytes,
+            max_ttfa_s=options.max_ttfa_s,
+            max_unread_s=options.max_unread_s,
+            max_stall_s=options.max_stall_s,
             compile=options.compile,
             is_deterministic=options.deterministic,
             codec=options.codec,
@@ -381,7 +442,7 @@ def main() -> None:
         sys.exit(REFUSED)
     if options.warm:
         with one_line_if_full():
-            engine.warm(partial(tell, "warming"), use_cache_dir)
+            engine.warm(partial(tell, "warming"), cached)
     call_on_signal(bridge.loop, engine.stop)
     bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
     engine.run()

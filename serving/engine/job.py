@@ -15,6 +15,7 @@ from zoo.contract import Prompt
 
 if TYPE_CHECKING:
     from serving.engine.model_worker import ModelWorker
+    from serving.engine.streams import AsyncCopy
 
 NO_AUDIO = (
     "the model ended before its first frame, so there is no audio: another text, voice or seed may give some"
@@ -38,7 +39,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Finished:
-    """reason: "stop" (the model ended), "length" (the cap) or "cancelled"; usage: the prompt's, and
+    """reason: "stop" (the model ended), "length" (a pass reached its cap) or "cancelled"; usage: the prompt's, and
     `text_tokens` that the model wrote, if any. No event follows."""
 
     reason: str
@@ -58,6 +59,25 @@ Event = Audio | Text | Finished | Failed
 
 
 @dataclass(eq=False)
+class Place:
+    """Of a request in its model's line: from when it is accepted until it has a slot, or has left."""
+
+    id: str
+    model: ModelWorker
+    deliver: Callable[[Event], None]
+    is_pinned: bool
+    text_bytes: int
+    reference_bytes: int
+    accepted_s: float
+    predicted_s: float | None  # from then to its first audio, as far as it was known
+    is_metered: bool = False  # whether its listener says what it takes
+    is_flex: bool = False  # whether it is served while nobody else is in need
+    is_preparing: bool = False  # whether its prompt is begun
+    is_made: bool = False  # whether that is there
+    has_left: bool = False
+
+
+@dataclass(eq=False)
 class Job:
     """`prompt` is the pass under way; `passes` gives the next one once it is sent what this one spoke."""
 
@@ -69,13 +89,25 @@ class Job:
     # whether windows are cut by frame number, so that equal requests give equal bytes
     is_pinned: bool = False
     is_made: torch.cuda.Event | None = None  # when the device has the prompt
+    text_bytes: int = 0  # of all passes
+    accepted_s: float = 0.0
+    predicted_s: float | None = None  # from then to its first audio
+    # delivered by earlier passes and not taken; None: its listener does not say
+    unread_frames: int | None = None
+    is_flex: bool = False
+    is_heard: bool = False  # whether audio of it was delivered
     arrival: int = -1  # its place in the order in which all models' requests came
     queued_s: float = 0.0  # when it, or its pass, began to wait for a slot
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)  # of each lane
+    saved: AsyncCopy | None = None  # of a paused one, what its pages held
+    committed: int = 0  # pages that its pass can ever need
+    num_passed: int = 0  # by smaller ones, while it lacked pages
+    lacked: int = -1  # the free pages that were too few for it
     is_composing: bool = False  # this pass is over, and the next one's prompt is being made
     text_tokens: int = 0
     past_frames: int = 0  # of the passes before this one
+    was_cut: bool = False  # whether a pass so far ended at its cap
     past_usage: dict[str, int] = field(default_factory=dict)  # likewise
     plays_until_s: float = -np.inf  # of a listener who has heard an earlier pass
     # text that came while the job had no slot
@@ -83,6 +115,34 @@ class Job:
     characters: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Who goes before whom."""
+        return self.is_flex, self.arrival
+
+    @classmethod
+    def of(
+        cls,
+        place: Place,
+        prompt: Prompt,
+        passes: Generator[Prompt, Tensor, None],
+        is_made: torch.cuda.Event | None,
+    ) -> Job:
+        return cls(
+            place.id,
+            place.model,
+            prompt,
+            passes,
+            place.deliver,
+            place.is_pinned,
+            is_made,
+            place.text_bytes,
+            place.accepted_s,
+            place.predicted_s,
+            is_flex=place.is_flex,
+            unread_frames=0 if place.is_metered else None,
+        )
 
     @property
     def pass_frames(self) -> int:
@@ -97,8 +157,7 @@ class Job:
         """The end of one that was not cut off."""
         if self.num_frames == 0:
             return Failed(NO_AUDIO, code="no_audio")
-        is_cut = self.pass_frames >= self.prompt.max_frames
-        return Finished("length" if is_cut else "stop", self.num_frames, self.usage)
+        return Finished("length" if self.was_cut else "stop", self.num_frames, self.usage)
 
     def cancelled(self) -> Finished:
         return Finished("cancelled", self.num_frames, self.usage)

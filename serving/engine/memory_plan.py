@@ -158,7 +158,7 @@ def prefill_batch(family: Family[Any]) -> Batch:
         kv_lens=meta(tokens[:1]),
         cu_seqlens=meta(tokens[:2]),
         kv=torch.empty(rows, kv.num_heads, kv.head_dim, dtype=family.dtype, device="meta"),
-        page_tokens=PAGE_TOKENS,
+        page=meta(tokens[:PAGE_TOKENS]),
         is_audio=meta(tokens.astype(bool)),
     )
 

@@ -16,19 +16,23 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from serving.engine.job import Audio, Job
+from serving.engine.admission import Forecaster
+from serving.engine.job import Audio, Job, Place
 from serving.engine.pages import Pages
 from serving.engine.runner import Arena, AsyncCopy, Runner
 from serving.engine.scheduler import Policy, Render, Scheduler
+from serving.histogram import Histogram
 from zoo.contract import Family, Prompt, RequestError
+from zoo.text import odd_length
 
 CHUNK_PAGES = 4
 _salts = itertools.count(1)  # one per loaded model: equal keys under other weights are other pages
 
 
 class ModelWorker:
-    """A family with `num_slots` slots of its own, on pages that it may have to share. Raises ValueError for a
-    policy that is none."""
+    """A family with `num_slots` slots of its own, on pages that it may have to share. is_timed: only so many speak at
+    once as are made faster than they are heard. grows: a request gets the pages that it usually needs, and more as it
+    goes; else all that it can ever need. Raises ValueError for a policy that is none."""
 
     def __init__(
         self,
@@ -41,6 +45,10 @@ class ModelWorker:
         compile: bool,
         report_lag: int,
         clock: Callable[[], float],
+        make_runner: Callable[..., Any] = Runner,
+        is_timed: bool = False,
+        grows: bool = False,
+        max_unread_s: float = np.inf,
         is_deterministic: bool = False,
         codec: str = "float32",
     ):
@@ -52,17 +60,31 @@ class ModelWorker:
         self.chunk_pages = CHUNK_PAGES if is_deterministic else 1
         chunk_tokens = CHUNK_PAGES * arena.page_tokens(family) if is_deterministic else None
         self.scheduler = Scheduler(
-            num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes, chunk_tokens
+            num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes, chunk_tokens, max_unread_s
         )
-        self.runner = Runner(
+        self.runner = make_runner(
             family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens, codec
         )
         self.salt = next(_salts)
-        self.is_deterministic = is_deterministic
+        self.is_deterministic, self.grows = is_deterministic, grows
 
-        self.waiting: deque[Job] = deque()
+        # what is known of its time: of turns, prompts and speeches
+        first_frames = self.scheduler.first_frames + report_lag + 1
+        self.forecaster = Forecaster(num_slots, frame_s, first_frames, is_timed)
+        self.load = (0, 0, 0)  # slots, prompt positions and rendered frames of this turn
+
+        self.line: dict[
+            str, Place
+        ] = {}  # all who have no slot yet, wherever they are: the engine's lock guards it
+        self.waiting: deque[Job] = deque()  # those of them whose prompts are made
         self.num_admitted, self.queue_s = 0, 0.0  # what those waited who got in
+        self.num_refused, self.num_left_early = 0, 0  # for want of room; before their prompt was made
+        self.num_short, self.num_long = 0, 0  # passes whose speech is no speech of their text
+        self.queue_times = Histogram()
         self.running: dict[int, Job] = {}  # by slot
+        self.room = np.zeros(
+            len(self.runner.kv_lens), np.int64
+        )  # positions that the pages of each sequence hold
         self.free_slots = list(range(num_slots - 1, -1, -1))
         # grows when a slot changes hands, so that late reports find their own request
         self._tenancy = np.zeros(num_slots, np.int64)
@@ -81,15 +103,35 @@ class ModelWorker:
         """Whether nothing is to be done for those who speak before more text arrives."""
         return not self.launches and not self.renders and self.scheduler.is_idle
 
+    def has_place(self, is_flex: bool) -> bool:
+        """Whether one more may speak now. A quarter of the slots is kept from flexible requests."""
+        num_flex = sum(job.is_flex for job in self.running.values())
+        if is_flex:
+            num_slots = self.runner.num_slots
+            return bool(self.free_slots) and num_flex < num_slots - num_slots // 4
+        return bool(self.free_slots) and len(self.running) - num_flex < self.forecaster.outlook.places
+
+    def candidates(self, count: int) -> list[Job]:
+        """The first of those who wait, as far as there are places for them; flexible requests come last."""
+        able = {is_flex: self.has_place(is_flex) for is_flex in (False, True)}
+        waiting = sorted((job for job in self.waiting if able[job.is_flex]), key=lambda job: job.rank)
+        return waiting[:count]
+
+    def record_speakers(self) -> None:
+        self.forecaster.record_speakers(self.scheduler.frames_left, self.scheduler.tokens_left)
+
     def num_pages(self, prompt: Prompt) -> int:
         """All that a request can ever need."""
         return sum(self._lane_pages(prompt))
 
-    def admit(self) -> bool:
-        """Give the first in the queue a slot and all the pages of all its lanes: who speaks is never paused.
-        -> whether there were enough."""
-        job, page_tokens = self.waiting[0], self.runner.page_tokens
-        lanes, needed = job.prompt.lanes, self._lane_pages(job.prompt)
+    def admit(self, job: Job, max_committed: int) -> bool:
+        """Give a request a slot, and the pages that speech of its text usually takes, of all its lanes. max_committed:
+        pages that it may come to need. -> whether there were enough."""
+        lanes, page_tokens = job.prompt.lanes, self.runner.page_tokens
+        committed = self.num_pages(job.prompt)
+        if self.pages.free <= job.lacked or committed > max_committed:
+            return False
+        needed = self._lane_pages(job.prompt, self._usual_frames(job) if self.grows else None)
         shared = [
             self.pages.match(self.salt, lane.prefix_keys, page_tokens, self.chunk_pages) for lane in lanes
         ]
@@ -99,11 +141,14 @@ class ModelWorker:
             for pages in shared:
                 self.pages.give_back(pages)
             self.pages.shared -= num_shared  # nothing came of it
+            job.lacked = self.pages.free
             return False
-        self.waiting.popleft()
+        self.waiting.remove(job)
         self.num_admitted += 1
-        self.queue_s += self.clock() - job.queued_s
-        job.slot, dealt = self.free_slots.pop(), iter(fresh)
+        waited_s = self.clock() - job.queued_s
+        self.queue_s += waited_s
+        self.queue_times.add(waited_s)
+        job.slot, dealt, job.committed = self.free_slots.pop(), iter(fresh), committed
         job.pages = [
             pages + list(itertools.islice(dealt, count - len(pages)))
             for pages, count in zip(shared, needed, strict=True)
@@ -118,10 +163,129 @@ class ModelWorker:
             steps=job.prompt.num_fed_steps,
             is_pinned=job.is_pinned or self.is_deterministic,
             plays_until_s=job.plays_until_s,
+            expected_frames=self._expected_frames(job),
+            unread_frames=job.unread_frames,
+            is_flex=job.is_flex,
         )
         self.runner.streams.lm.wait_for(job.is_made)
         self.runner.open(job.slot, job.prompt, job.pages, skips)
+        self._count_pages(job)
         return True
+
+    # pages
+
+    def _usual_frames(self, job: Job) -> int:
+        """Of a pass, as few texts of its length exceed."""
+        usual = self.forecaster.lengths.usual(job.text_bytes) - job.past_frames
+        return max(usual, self.scheduler.first_frames)
+
+    def _lane_pages(self, prompt: Prompt, frames: int | None = None) -> list[int]:
+        """Of each lane, for so many frames; None: all that it can ever need."""
+        tokens = self.runner.page_tokens
+        most = [-(-positions // tokens) for positions in prompt.max_positions]
+        if frames is None:
+            return most
+        steps = frames + max(prompt.max_steps - prompt.max_frames, 0)
+        return [
+            min(-(-(len(lane.inputs) + steps) // tokens), limit)
+            for lane, limit in zip(prompt.lanes, most, strict=True)
+        ]
+
+    def _count_pages(self, job: Job) -> None:
+        sequences = self.runner.sequences(np.array([job.slot]))
+        self.room[sequences] = [len(pages) * self.runner.page_tokens for pages in job.pages]
+
+    def short_jobs(self) -> list[Job]:
+        """Those who are to take a step, and have no page for it."""
+        if not self.running:
+            return []
+        slots = self.scheduler.decoding_slots()
+        sequences = self.runner.sequences(slots)
+        is_short = self.runner.kv_lens[sequences] >= self.room[sequences]  # [L * B]
+        return [
+            self.running[slot] for slot in np.unique(slots[np.flatnonzero(is_short) % len(slots)]).tolist()
+        ]
+
+    def speaking_jobs(self) -> list[Job]:
+        """Those who take steps, and could be paused."""
+        return [self.running[slot] for slot in self.scheduler.decoding_slots().tolist()]
+
+    def ahead_s(self, job: Job) -> float:
+        """The audio that its listener has not played yet."""
+        return float(self.scheduler.ahead_s(self.clock())[job.slot])
+
+    def grow(self, job: Job) -> bool:
+        """A page more for each lane that needs one. -> whether there were enough."""
+        [sequences] = self.runner.sequences(np.array([job.slot])).reshape(-1, len(job.pages))
+        lanes = np.flatnonzero(self.runner.kv_lens[sequences] >= self.room[sequences]).tolist()
+        fresh = self.pages.take(len(lanes))
+        if fresh is None:
+            return False
+        for lane, page in zip(lanes, fresh, strict=True):
+            job.pages[lane].append(page)
+            self.runner.set_pages(job.slot, lane, job.pages[lane])
+        self._count_pages(job)
+        return True
+
+    def _written_pages(self, job: Job) -> list[int]:
+        """How many each lane has written to."""
+        sequences = self.runner.sequences(np.array([job.slot]))
+        return (-(-self.runner.kv_lens[sequences] // self.runner.page_tokens)).tolist()
+
+    def pages_to_resume(self, job: Job) -> int:
+        """For what it had written, and its next step."""
+        sequences = self.runner.sequences(np.array([job.slot]))
+        return int((self.runner.kv_lens[sequences] // self.runner.page_tokens + 1).sum())
+
+    def pause(self, job: Job) -> None:
+        """Its pages are others'; what they hold is kept on the host."""
+        written = [pages[:count] for pages, count in zip(job.pages, self._written_pages(job), strict=True)]
+        job.saved = self.runner.save([page for pages in written for page in pages])
+        for pages in job.pages:
+            self.pages.give_back(pages)
+        job.pages = [[] for _ in job.pages]
+        self._count_pages(job)
+        self.scheduler.is_paused[job.slot] = True
+
+    def resume(self, job: Job) -> bool:
+        """-> whether there were enough pages."""
+        assert job.saved is not None, f"{job.id} is resumed, but it is not paused"
+        fresh = self.pages.take(self.pages_to_resume(job))
+        if fresh is None:
+            return False
+        dealt, written = iter(fresh), self._written_pages(job)
+        job.pages = [list(itertools.islice(dealt, count)) for count in written]
+        for lane, pages in enumerate(job.pages):
+            self.runner.set_pages(job.slot, lane, pages)
+        self.runner.restore([page for pages in job.pages for page in pages], job.saved)
+        for lane, page in zip(self._lanes_at_an_end(job), dealt, strict=True):
+            job.pages[lane].append(page)
+            self.runner.set_pages(job.slot, lane, job.pages[lane])
+        job.saved = None
+        self._count_pages(job)
+        self.scheduler.is_paused[job.slot] = False
+        return True
+
+    def _lanes_at_an_end(self, job: Job) -> list[int]:
+        """Whose next step begins a page."""
+        lens = self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))]
+        return np.flatnonzero(lens % self.runner.page_tokens == 0).tolist()
+
+    def read(self, job: Job, frames: int) -> None:
+        """Its listener took so many frames."""
+        if job.slot >= 0:
+            self.scheduler.read(job.slot, frames, self.clock())
+        elif job.unread_frames is not None:
+            job.unread_frames = max(job.unread_frames - frames, 0)
+
+    def stalled_jobs(self, since_s: float) -> list[Job]:
+        """Those whose listeners have been held back since before then."""
+        return [self.running[slot] for slot in np.flatnonzero(self.scheduler.held_s < since_s).tolist()]
+
+    def _expected_frames(self, job: Job) -> float:
+        """Of this pass and those behind it."""
+        frames = self.forecaster.lengths.expected(job.text_bytes) - job.past_frames
+        return min(frames, job.prompt.max_frames) if job.prompt.is_final else frames
 
     def feed(self, job: Job, tokens: Sequence[int], is_last: bool) -> None:
         """More text for a request in a slot. Raises RequestError for more than the slot holds, and behind the
@@ -141,6 +305,8 @@ class ModelWorker:
         del self.running[job.slot]
         job.past_frames += job.pass_frames
         job.plays_until_s = float(self.scheduler.plays_until_s[job.slot])
+        if job.unread_frames is not None:
+            job.unread_frames = int(self.scheduler.num_unread[job.slot])
         self.scheduler.close(job.slot)
         self.runner.close(job.slot)
         self._tenancy[job.slot] += 1
@@ -148,7 +314,7 @@ class ModelWorker:
             self.pages.give_back(pages)
         self.leaving.add(job.slot)
         self._free_slots()
-        job.slot, job.pages = -1, []
+        job.slot, job.pages, job.saved, job.lacked = -1, [], None, -1
 
     def _free_slots(self) -> None:
         free = [slot for slot in self.leaving if not self.num_rendering[slot]]
@@ -158,10 +324,22 @@ class ModelWorker:
     def publish_turn(self, job: Job) -> None:
         """Let the conversation's next turn find what was generated in the KV cache. For a pass that is
         over."""
+        if job.saved is not None:
+            return  # its pages are others'
         lane, pages = job.prompt.lanes[0], job.pages[0]
         keys = (*lane.prefix_keys, *self.family.end_turn(job.prompt, self.tape(job)))
         filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
         self.pages.publish(self.salt, keys[:filled], self.runner.page_tokens, pages)
+
+    def record_pass(self, job: Job) -> None:
+        """Of a pass that is over: whether it was cut, and whether its speech is of a length that its text can hardly have."""
+        is_cut = job.pass_frames >= job.prompt.max_frames
+        job.was_cut |= is_cut
+        if not job.prompt.expected_s:
+            return
+        odd = odd_length(job.pass_frames / self.family.spec.frame_rate_hz, job.prompt.expected_s)
+        self.num_long += odd == "long"
+        self.num_short += odd == "short" and not is_cut
 
     def tape(self, job: Job) -> Tensor:
         """The frames of its pass so far [F, *frame], on the host."""
@@ -171,6 +349,7 @@ class ModelWorker:
         """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to
         launch."""
         chunks = self.scheduler.next_chunks()
+        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         if chunks:
             for launch in [[chunk] for chunk in chunks] if self.is_deterministic else [chunks]:
                 self.runner.prefill(launch)
@@ -188,6 +367,7 @@ class ModelWorker:
         if slots.size:
             self.launches.append((slots, self._tenancy[slots], self.runner.step(slots)))
             self.scheduler.record_step(slots)
+        self.load = (slots.size, num_tokens, 0)
         return bool(chunks) or bool(slots.size)
 
     def collect(self, launched: bool, is_alone: bool = True) -> None:
@@ -199,24 +379,38 @@ class ModelWorker:
         self._render()
         self._deliver(is_waiting=is_alone and not launched)
 
+    def _record_first_audio(self, job: Job) -> None:
+        job.is_heard = True
+        if job.predicted_s is not None:
+            self.forecaster.correction.record(job.predicted_s, self.clock() - job.accepted_s)
+
     def finished(self) -> list[Job]:
         """Who has spoken, and whose listener has all of it."""
         return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
-    def stats(self, arriving: int) -> dict[str, int | float]:
-        """arriving: requests that are on their way into the queue."""
+    def stats(self) -> dict[str, Any]:
+        """To be asked under the engine's lock."""
+        preparing = sum(not place.is_made for place in self.line.values())
+        costs, outlook = self.forecaster.costs, self.forecaster.outlook
         return {
             "slots": self.runner.num_slots,
             "running": len(self.running),
-            "waiting": len(self.waiting) + arriving,
+            "preparing": preparing,
+            "waiting": len(self.line) - preparing,
+            "places": outlook.places,
+            "predicted_turn_s": float(costs.steady_s(len(outlook.left))),
             "underruns": self.scheduler.underruns,
             "graph_misses": self.runner.graph_misses,
             "admitted": self.num_admitted,
             "queue_s": self.queue_s,
+            "held": int(self.scheduler.is_held.sum()),
+            "paused": int(self.scheduler.is_paused.sum()),
+            "refused": self.num_refused,
+            "left_early": self.num_left_early,
+            "short_passes": self.num_short,
+            "long_passes": self.num_long,
+            "queue_times": self.queue_times,
         }
-
-    def _lane_pages(self, prompt: Prompt) -> list[int]:
-        return [-(-positions // self.runner.page_tokens) for positions in prompt.max_positions]
 
     def _collect_reports(self, report_lag: int) -> None:
         while len(self.launches) > report_lag:
@@ -234,7 +428,10 @@ class ModelWorker:
                 self.running[slot].write(token, bool(is_done))
 
     def _render(self) -> None:
-        for render in self.scheduler.take_due_windows(self.clock()):
+        renders = self.scheduler.take_due_windows(self.clock())
+        slots, tokens, _ = self.load
+        self.load = (slots, tokens, sum(render.frames * len(render.slots) for render in renders))
+        for render in renders:
             self.num_rendering[render.slots] += 1
             self.renders.append((render, self._tenancy[render.slots], self.runner.render(render)))
 
@@ -249,7 +446,10 @@ class ModelWorker:
             for row, slot, frames, num in zip(
                 same.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True
             ):
-                self.running[slot].deliver(Audio(samples[row, :num].copy(), frames))
+                job = self.running[slot]
+                job.deliver(Audio(samples[row, :num].copy(), frames))
+                if num and not job.is_heard:
+                    self._record_first_audio(job)
             given_s = num_samples / self.family.spec.sample_rate_hz
             self.scheduler.record_delivery(
                 slots, counts, given_s, render.is_last[same], render.handed_s, self.clock()

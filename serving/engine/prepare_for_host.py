@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import zoo
-from compile_cache import artifacts, threads
+from compile_cache import artifacts, store, threads
+from compile_cache.artifacts import Entry
 from zoo.contract import Family
 from zoo.nn import kernels
 from zoo.nn.packed import pack
 
 
-def prepare_for_host(*families: Family, compile: bool = True) -> Path:
-    """Threads for the largest, matrices laid out for the CPU and kernels of its own, and a place where
-    compiled code is kept, the first one's -> that place. Call it once for all of a process, before anything
-    is compiled. Raises ValueError if the place cannot be written, or if something is to be compiled and there
-    is no C++ compiler."""
+def prepare_for_host(*families: Family, compile: bool = True) -> None:
+    """Threads for the largest, matrices laid out for the CPU and kernels of its own. Call it once for all of a
+    process, before anything is compiled. Raises ValueError if something is to be compiled and its place cannot be
+    written, or there is no C++ compiler."""
     threads.set_num_threads(
         max(
             families,
@@ -28,17 +30,26 @@ def prepare_for_host(*families: Family, compile: bool = True) -> Path:
     )
     for family in families:
         pack(family)
-    place = use_cache_dir(families[0])
     if compile and families[0].device.type == "cpu":
-        kernels.build()
-    return place
+        with artifacts.opened(artifacts.place("kernels", kernels.key())):
+            kernels.build()
 
 
-def use_cache_dir(family: Family) -> Path:
-    """What is compiled from now on is this family's -> the place where it is kept. Raises ValueError if the
-    place cannot be written."""
+@contextmanager
+def cached(family: Family) -> Iterator[Entry]:
+    """What is compiled within is this family's, prepared; after a new entry, the cache is pruned. Raises ValueError if
+    its place cannot be written."""
+    with artifacts.opened(cache_place(family)) as entry:
+        yield entry
+    if not entry.is_found:
+        store.prune(artifacts.root_directory())
+
+
+def cache_place(family: Family) -> Path:
+    """Where the family's compiled code is kept. Nothing in it depends on slots, on memory, on threads, or on the
+    models that it is served with."""
     here = Path(zoo.__file__).parent
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "contract.py")
-    return artifacts.use_cache_dir(
-        family.spec.family, family, (replace(family.spec, options=(), hints={}), family.strategy), code
-    )
+    # a configuration holds every number that the modules were made with
+    facts = replace(family.spec, options=(), hints={}), family.strategy, vars(family).get("config")
+    return artifacts.place(family.spec.family, artifacts.digest(family, facts, code))

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compile_cache import saved
+from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
 from compile_cache.lower import lower
 from compile_cache.strategy import Eager, Lowering
@@ -117,6 +119,11 @@ class Arena:
         kv = family.spec.kv
         return self.bytes.view(family.dtype).view(-1, kv.num_heads, kv.head_dim)
 
+    @property
+    def by_page(self) -> Tensor:
+        """-> [P, bytes]"""
+        return self.bytes.view(self.num_pages, -1)
+
     def hand_over(self, pages: Sequence[int], family: Family[Any]) -> list[int]:
         """The family will write to these pages -> those to be cleared. What was written in another dtype may
         be NaN in this one, and attention reads past a sequence's end with a weight of 0, which does not hide
@@ -129,7 +136,7 @@ class Arena:
     def clear(self, pages: Sequence[int]) -> None:
         if pages:
             at = to_device(torch.tensor(pages), self.device)
-            self.bytes.view(self.num_pages, -1).index_fill_(0, at, 0)
+            self.by_page.index_fill_(0, at, 0)
 
 
 class Runner:
@@ -158,6 +165,7 @@ class Runner:
         self.is_deterministic, self.codec = is_deterministic, codec
         self.kv = arena.rows(family)
         self.page_tokens, self.page_rows = arena.page_tokens(family), arena.page_rows(family)
+        self.page = torch.arange(self.page_tokens, device=self.device)
         self.state = family.state(num_slots)
         self.max_pages = -(-family.spec.max_positions // self.page_tokens)
 
@@ -198,6 +206,10 @@ class Runner:
         self._render = {length: lower(family.render, render) for length in family.spec.window.lengths or (0,)}
 
     @property
+    def is_compiled(self) -> bool:
+        return any(how != Eager() for how in self.lowerings)
+
+    @property
     def graph_misses(self) -> int:
         return self.step_graphs.misses + self.render_graphs.misses
 
@@ -229,6 +241,36 @@ class Runner:
     def close(self, slot: int) -> None:
         self.prompts.pop(slot, None)
 
+    def set_pages(self, slot: int, lane: int, pages: Sequence[int]) -> None:
+        """Of one lane, all that it has: those it had, and new ones, or none."""
+        sequence = slot + lane * (self.num_slots + 1)
+        self.page_table[sequence] = self.scratch
+        self.page_table[sequence, : len(pages)] = np.asarray(pages, INT) * self.page_rows
+        foreign = self.arena.hand_over(pages, self.family)
+        if foreign:
+            self.streams.lm.run(partial(self._clear, foreign))
+
+    def _clear(self, pages: Sequence[int]) -> tuple[()]:
+        self.arena.clear(pages)
+        return ()
+
+    def save(self, pages: Sequence[int]) -> AsyncCopy:
+        """What is written to these pages by now, and by what is under way -> a copy on the host."""
+        at = torch.tensor(pages)
+        return self.streams.lm.run(lambda: (self.arena.by_page[to_device(at, self.device)],))
+
+    def restore(self, pages: Sequence[int], saved: AsyncCopy) -> None:
+        """Write to as many other pages what was saved."""
+        [values] = saved.tensors()
+        assert len(pages) == len(values), f"{len(values)} saved pages are written to {len(pages)}"
+        at = torch.tensor(pages)
+
+        def work() -> tuple[()]:
+            self.arena.by_page[to_device(at, self.device)] = values.to(self.device, non_blocking=True)
+            return ()
+
+        self.streams.lm.run(work)
+
     def feed(self, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         """More text for a slot -> how many more steps it allows. Raises RequestError for more than the slot
         holds."""
@@ -242,6 +284,14 @@ class Runner:
         return frames
 
     # launches
+
+    def take_step(self, entry: Entry, batch: Batch) -> None:
+        """The step as it was saved, where it was; else as it is compiled for such a batch, and saved."""
+        file = entry.directory / "step.saved"
+        if entry.is_found:
+            self._step = saved.loaded(self.family.step, file)
+        else:
+            self._step = saved.compiled(self.family.step, (self.state, batch), file)
 
     def launch_step(self, batch: Batch) -> tuple[Tensor]:
         return (self._step(self.state, batch),)
@@ -396,7 +446,7 @@ class Runner:
         """is_audio [T], of a prefill; a step finds out by itself."""
         if is_audio is None:
             is_audio = self.no_audio[: len(fields["positions"])]
-        return Batch(**fields, kv=self.kv, page_tokens=self.page_tokens, is_audio=is_audio)
+        return Batch(**fields, kv=self.kv, page=self.page, is_audio=is_audio)
 
     def _places(
         self, sequences: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray

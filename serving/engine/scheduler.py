@@ -1,6 +1,7 @@
 """Time policy: who runs next, by deadline. One turn of the engine asks, in this order:
 
-    next_chunks()          startup goes first: the next stretch of the prompts that wait, first come first served, bounded by the policy
+    next_chunks()          startup goes first: the next stretch of the prompts that wait, the shortest first, bounded by the policy;
+                           who waits counts as shorter from turn to turn, so that no prompt is passed for ever
     decoding_slots()       then every speaker takes one step, so a long prompt costs the others one bounded chunk per turn
     take_due_windows(now)  the windows of the tape that are due, the nearest deadline first; who waits for first audio has none to lose
 
@@ -29,13 +30,16 @@ class Policy:
     prefill_tokens: int  # prompt positions per turn, at most
     # a listener with less audio than this is served early; None: nobody listens yet, so windows are full
     at_risk_s: float | None
+    # without regard to anybody's time: prompts in order of arrival, windows as soon as they are there
+    is_fifo: bool = False
 
     STREAMING: ClassVar[Policy]
     THROUGHPUT: ClassVar[Policy]
+    FIFO: ClassVar[Policy]  # what the others are compared with
 
     @classmethod
     def named(cls, name: str) -> Policy:
-        policies = {policy.name: policy for policy in (cls.STREAMING, cls.THROUGHPUT)}
+        policies = {policy.name: policy for policy in (cls.STREAMING, cls.THROUGHPUT, cls.FIFO)}
         if name not in policies:
             raise ValueError(f"policy {name!r} is unknown; there are: {', '.join(policies)}")
         return policies[name]
@@ -44,6 +48,8 @@ class Policy:
 PATIENCE = 3  # late deliveries in a row after which a listener's windows grow by a shape
 Policy.STREAMING = Policy("streaming", prefill_tokens=256, at_risk_s=1.0)
 Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
+Policy.FIFO = Policy("fifo", prefill_tokens=256, at_risk_s=np.inf, is_fifo=True)
+AGEING = 32  # positions by which a prompt counts as shorter, for each turn that it has waited
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ class Scheduler:
     A slot's frames pass three counters: ready (on the tape, reported), rendered (handed to a launch),
     delivered (given to the listener). The listener plays from the first delivery on, and `plays_until_s` is
     when all that was delivered is played (-inf before the first). A delivery that comes later than that is an
-    underrun, and playback goes on from there. A slot whose text is still arriving takes `steps_left` steps
+    underrun, and playback goes on from there. A listener who says what it takes may leave max_unread_s of audio; then its
+    slot is held back: in no launch, until half of that is taken. A slot whose text is still arriving takes `steps_left` steps
     and then starves: it is in no launch, and what it has spoken is rendered.
     """
 
@@ -100,6 +107,7 @@ class Scheduler:
         frame_s: float,
         lanes: int = 1,
         chunk_tokens: int | None = None,
+        max_unread_s: float = np.inf,
     ):
         assert num_slots > 0 and frame_s > 0, (
             f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
@@ -112,20 +120,34 @@ class Scheduler:
             f"window sizes {sizes}, multiples of the grid {window.grid} expected"
         )
         assert window.lookahead >= 0, f"a lookahead of {window.lookahead} frames"
-        self.policy, self.chunk_tokens = policy, chunk_tokens
+        self.policy, self.chunk_tokens, self.max_unread_s = policy, chunk_tokens, max_unread_s
         self.frame_s = frame_s
         self.window = window
         self.sizes = np.array(sizes)
-        self.waiting: dict[int, None] = {}  # slots whose prompt is not wholly prefilled, in order of arrival
+        # slots whose prompt is not wholly prefilled, in order of arrival, and the turn of that
+        self.waiting: dict[int, int] = {}
+        self.turn = 0
         self.is_open = np.zeros(num_slots, bool)
         self.is_decoding = np.zeros(num_slots, bool)
         self.is_done = np.zeros(num_slots, bool)
         self.is_flushed = np.zeros(num_slots, bool)  # whether the window that ends the speech was handed out
         self.is_over = np.zeros(num_slots, bool)  # whether it was delivered
+        self.is_paused = np.zeros(
+            num_slots, bool
+        )  # without pages: it takes no step, and what it has spoken is rendered
+        # whether it is for when nobody else is in need; whether that is now
+        self.is_flex = np.zeros(num_slots, bool)
+        self.is_flex_time = True
+        # Of listeners who say what they took (`read`): whether it is one, the frames not taken, since when it is held back.
+        self.is_metered = np.zeros(num_slots, bool)
+        self.num_unread = np.zeros(num_slots, np.int64)
+        self.is_held = np.zeros(num_slots, bool)
+        self.held_s = np.full(num_slots, np.inf)
         # whether windows are cut by frame number, not by the clock
         self.is_pinned = np.zeros(num_slots, bool)
         self.steps_left = np.full(num_slots, UNBOUNDED)
         self.grid_offset = np.zeros(num_slots, np.int64)
+        self.expected_frames = np.zeros(num_slots)
         self.prompt_tokens = np.zeros((num_slots, lanes), np.int64)
         self.num_prefilled = np.zeros((num_slots, lanes), np.int64)
         self.num_ready = np.zeros(num_slots, np.int64)
@@ -147,17 +169,22 @@ class Scheduler:
         steps: int | None = None,
         is_pinned: bool = False,
         plays_until_s: float = -np.inf,
+        expected_frames: float = 0.0,
+        unread_frames: int | None = None,
+        is_flex: bool = False,
     ) -> None:
         """A request moves in. prompt_tokens: positions to fill before its first step; skip: those that shared
         pages already hold. Either is a number for each lane, or one for all. steps: that its text allows so
-        far, None: all of the text is there. plays_until_s: of a listener who has heard an earlier pass."""
+        far, None: all of the text is there. plays_until_s: of a listener who has heard an earlier pass. expected_frames:
+        that its speech will have, as far as anybody knows. unread_frames: of earlier passes, that its listener has not
+        taken; None: it does not say. is_flex: it is served while nobody else waits for first audio or is at risk."""
         assert not self.is_open[slot], f"slot {slot} is opened, but it is in use"
         skipped, tokens = np.asarray(skip), np.asarray(prompt_tokens)
         assert ((skipped >= 0) & (skipped <= tokens)).all(), f"{skip} of {prompt_tokens} positions skipped"
         self.is_open[slot] = True
         self.past_underruns += int(self.num_underruns[slot])
         self.is_decoding[slot] = (skipped == tokens).all()
-        self.is_done[slot] = self.is_flushed[slot] = self.is_over[slot] = False
+        self.is_done[slot] = self.is_flushed[slot] = self.is_over[slot] = self.is_paused[slot] = False
         self.is_pinned[slot] = is_pinned
         self.steps_left[slot] = UNBOUNDED if steps is None else steps
         self.grid_offset[slot] = grid_offset
@@ -167,13 +194,19 @@ class Scheduler:
         ] = 0
         self.late_in_a_row[slot] = 0
         self.plays_until_s[slot] = plays_until_s
+        self.expected_frames[slot] = expected_frames
+        self.is_metered[slot], self.num_unread[slot] = unread_frames is not None, unread_frames or 0
+        self.is_held[slot], self.held_s[slot] = False, np.inf
+        self.is_flex[slot] = is_flex
+        self.is_flex_time &= is_flex or self.policy.at_risk_s is None
         if not self.is_decoding[slot]:
-            self.waiting[slot] = None
+            self.waiting[slot] = self.turn
 
     def close(self, slot: int) -> None:
         """The request is gone, finished or cancelled at any point; the slot asks for nothing any more."""
         assert self.is_open[slot], f"slot {slot} is closed, but it is not in use"
-        self.is_open[slot] = self.is_decoding[slot] = self.is_done[slot] = False
+        self.is_open[slot] = self.is_decoding[slot] = self.is_done[slot] = self.is_paused[slot] = False
+        self.is_held[slot], self.held_s[slot] = False, np.inf
         self.num_rendered[slot] = self.num_ready[slot]  # nothing is pending
         self.waiting.pop(slot, None)
 
@@ -187,12 +220,35 @@ class Scheduler:
         """Since the start, of everybody."""
         return self.past_underruns + int(self.num_underruns.sum())
 
+    def ahead_s(self, now: float) -> np.ndarray:
+        """The audio that each listener has not played yet, made or on the tape. [S]"""
+        heard_s = np.maximum(self.plays_until_s - now, self.num_unread * self.frame_s)
+        heard_s = np.where(self.is_flex, np.inf, heard_s)  # nobody waits for it
+        return heard_s + (self.num_ready - self.num_delivered) * self.frame_s
+
+    @property
+    def frames_left(self) -> np.ndarray:
+        """That those who speak are expected to make, at least one. [B]"""
+        speaks = self.is_open & ~self.is_done & ~self.is_flex
+        return np.maximum(self.expected_frames[speaks] - self.num_ready[speaks], 1.0)
+
+    @property
+    def tokens_left(self) -> int:
+        """Positions of prompts that are not filled."""
+        return int((self.prompt_tokens - self.num_prefilled)[self.is_open & ~self.is_flex].sum())
+
+    @property
+    def first_frames(self) -> int:
+        """Of a tape, before its first window is due."""
+        return int(self.sizes[0]) + self.window.lookahead
+
     def next_chunks(self) -> list[Chunk]:
         """The prompt positions of this turn, at most policy.prefill_tokens of them; short prompts share a
         turn, long ones take several. A slot's lanes are filled one after the other."""
         chunks: list[Chunk] = []
         left = self.policy.prefill_tokens
-        for slot in self.waiting:
+        self.turn += 1
+        for slot in self._prefill_order():
             for lane, (start, end) in enumerate(
                 zip(self.num_prefilled[slot].tolist(), self.prompt_tokens[slot].tolist(), strict=True)
             ):
@@ -203,6 +259,17 @@ class Scheduler:
             if left <= 0:
                 break
         return chunks
+
+    def _prefill_order(self) -> list[int]:
+        slots = [slot for slot in self.waiting if self.is_flex_time or not self.is_flex[slot]]
+        if self.policy.at_risk_s is None or self.policy.is_fifo:
+            return slots
+        left = (self.prompt_tokens - self.num_prefilled).sum(1)  # [S]
+
+        def key(slot: int) -> tuple[bool, int]:
+            return bool(self.is_flex[slot]), int(left[slot]) - AGEING * (self.turn - self.waiting[slot])
+
+        return sorted(slots, key=key)
 
     def _chunk_end(self, start: int, end: int, left: int) -> int:
         """Of a stretch with room for `left` positions; the room is not kept to where chunks are cut in equal
@@ -224,7 +291,10 @@ class Scheduler:
 
     def decoding_slots(self) -> np.ndarray:
         """The slots that take a step now, ascending. [B]"""
-        return np.flatnonzero(self.is_decoding & ~self.is_done & (self.steps_left > 0))
+        rests = self.is_done | self.is_paused | self.is_held
+        if not self.is_flex_time:
+            rests = rests | self.is_flex
+        return np.flatnonzero(self.is_decoding & ~rests & (self.steps_left > 0))
 
     def record_step(self, slots: np.ndarray) -> None:
         """A step of `slots` [B] is launched."""
@@ -247,8 +317,17 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be done before more text, or a next pass, arrives."""
-        is_waiting = self.is_starved & (self._renderable() <= self.num_rendered)
-        return bool((~self.is_open | is_waiting | self._is_finished()).all())
+        is_waiting = (self.is_starved | self.is_paused) & (self._renderable() <= self.num_rendered)
+        return bool((~self.is_open | is_waiting | self.is_held | self._is_finished()).all())
+
+    def read(self, slot: int, frames: int, now: float) -> None:
+        """A listener took so many of the frames that were delivered. One that was held back goes on when half of what it
+        may leave is left, and has that to play."""
+        self.num_unread[slot] = max(self.num_unread[slot] - frames, 0)
+        left_s = self.num_unread[slot] * self.frame_s
+        if self.is_held[slot] and left_s <= self.max_unread_s / 2:
+            self.is_held[slot], self.held_s[slot] = False, np.inf
+            self.plays_until_s[slot] = max(self.plays_until_s[slot], now + left_s)
 
     def report(self, slots: np.ndarray, ready: np.ndarray, done: np.ndarray) -> None:
         """A launch's late report, all [B]: frames on the tape, and whether no more come. Slots that were
@@ -265,10 +344,13 @@ class Scheduler:
         pending = self._renderable() - self.num_rendered  # [S], below 0 where even less is known
         # [S], as good as heard: the next window need not be hurried because of them
         in_flight = self.num_rendered - self.num_delivered
-        left_s = np.maximum(self.plays_until_s - now, 0) + in_flight * self.frame_s  # [S]
+        unread_s = self.num_unread * self.frame_s
+        left_s = np.maximum(self.plays_until_s - now, unread_s) + in_flight * self.frame_s  # [S]
+        self.is_flex_time = self._is_flex_time(left_s)
         is_dry = self._is_dry(pending, left_s)
         is_flush = self._needs_flush()
-        slots = np.flatnonzero(self._is_due(pending, left_s) | is_dry | is_flush)  # [B]
+        is_due = self._is_due(pending, left_s) | is_dry | is_flush
+        slots = np.flatnonzero(is_due & ~self.is_held)  # [B]
 
         count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], is_dry[slots]))  # [B]
         start = self.num_rendered[slots]  # [B]
@@ -276,7 +358,17 @@ class Scheduler:
         is_last = self.is_done[slots] & (start + count == self.num_ready[slots])  # [B]
         self.is_flushed[slots] = is_last
         renders = self._grouped(slots, start, count, is_last, now)
+        if self.policy.is_fifo:
+            return renders
         return sorted(renders, key=lambda render: left_s[render.slots].min())
+
+    def _is_flex_time(self, left_s: np.ndarray) -> bool:
+        """Whether nobody but flexible requests waits for first audio, or is at risk."""
+        if self.policy.at_risk_s is None:
+            return True
+        in_need = ~np.isfinite(self.plays_until_s) | (left_s < self.policy.at_risk_s)
+        rests = self.is_flex | self.is_done | self.is_held | self.is_starved
+        return not bool((self.is_open & ~rests & in_need).any())
 
     def _renderable(self) -> np.ndarray:
         """How far the renderer has all that it reads, and may stop. [S]"""
@@ -304,7 +396,7 @@ class Scheduler:
 
     def _is_dry(self, pending: np.ndarray, left_s: np.ndarray) -> np.ndarray:
         """Whose listener is about to run dry, and has a frame to go on with. [S]"""
-        if self.policy.at_risk_s is None:
+        if self.policy.at_risk_s is None or self.policy.is_fifo:
             return np.zeros(len(pending), bool)
         is_dry = (self.num_rendered > 0) & (left_s <= self._lead_s()) & (pending >= self._least())
         return is_dry & ~self.is_pinned
@@ -392,11 +484,15 @@ class Scheduler:
         those that were closed since are left out. is_last: the speech ended with them. handed_s: when their
         window was handed out."""
         until_s = self.plays_until_s[slots]
-        is_late = np.isfinite(until_s) & (until_s < now)
+        is_late = np.isfinite(until_s) & (until_s < now) & (self.num_unread[slots] == 0)
         self.num_underruns[slots] += is_late
         self.late_in_a_row[slots] = np.where(is_late, self.late_in_a_row[slots] + 1, 0)
         self.plays_until_s[slots] = np.maximum(until_s, now) + given_s
         self.num_delivered[slots] += count
+        self.num_unread[slots] += np.where(self.is_metered[slots], count, 0)
+        is_full = self.num_unread[slots] * self.frame_s >= self.max_unread_s
+        self.held_s[slots] = np.where(is_full & ~self.is_held[slots], now, self.held_s[slots])
+        self.is_held[slots] |= is_full
         self.is_over[slots] |= is_last
         # Turns are uneven, since some prefill a prompt: a long one is remembered for about twenty deliveries.
         self.latency_s = max(0.9 * self.latency_s, now - handed_s)

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from compile_cache.artifacts import Entry
 from compile_cache.lower import any_size
 from compile_cache.strategy import Whole
 from serving.engine.runner import INT, WARM_SLOTS, Runner
@@ -18,11 +19,12 @@ from zoo.contract import Batch, View
 
 
 @torch.inference_mode()
-def warm(runner: Runner, progress: Callable[[float, str], None]) -> None:
-    """No slot, page or tape changes. `progress` is told the fraction that is done, and what comes next."""
+def warm(runner: Runner, progress: Callable[[float, str], None], entry: Entry | None = None) -> None:
+    """No slot, page or tape changes. `progress` is told the fraction that is done, and what comes next; `entry` is
+    where compiled code is found, or left."""
     lm, renders = runner.streams.lm, runner.streams.renders
     stages: list[tuple[str, Stream, Callable[[], None]]] = [
-        ("step", lm, partial(warm_step, runner)),
+        ("step", lm, partial(warm_step, runner, entry)),
         ("prefill", lm, partial(warm_prefill, runner)),
     ]
     window = runner.family.spec.window
@@ -36,13 +38,16 @@ def warm(runner: Runner, progress: Callable[[float, str], None]) -> None:
     progress(1.0, "warm")
 
 
-def warm_step(runner: Runner) -> None:
+def warm_step(runner: Runner, entry: Entry | None = None) -> None:
     """On a CPU one graph serves every size; on a GPU every size is recorded, the largest first."""
     runner.kv_lens[runner.spares] = 1
     for size in sorted(runner.buckets, reverse=True) if runner.is_recorded else [WARM_SLOTS]:
         batch = runner.batch(runner.stage_step(spare_slots(runner, size))())
         if runner.lowerings[0] == Whole():
             mark_sizes(batch, tokens="sequences")
+            any_size(runner.state.tensors().values(), 0, "slots")
+            if entry is not None and not runner.is_recorded:
+                runner.take_step(entry, batch)
         runner.step_graphs.record(("step", size), partial(runner.launch_step, batch))
 
 
@@ -101,6 +106,8 @@ def mark_sizes(batch: Batch, tokens: str) -> None:
     """Which sizes a graph holds for; equal names mean equal sizes. Where launches are recorded the page table
     has one width, and a prefill one number of sequences."""
     any_size((batch.positions, batch.kv_write_index, batch.is_audio), 0, tokens)
+    any_size((batch.kv,), 0, "rows")
+    any_size((batch.page,), 0, "page")
     is_recorded = batch.kv.device.type != "cpu"
     if tokens == "tokens" and is_recorded:
         return

@@ -31,6 +31,7 @@ from serving.http import openapi
 from serving.http.door import LargeBodies
 from serving.http.errors import answer_error
 from serving.http.listener import Listener
+from serving.http.routes import playground as page
 from serving.http.routes.models import list_models, one_model
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
@@ -56,6 +57,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     voices_dir: str | None = None
     cors_origins: list[str] = []  # of pages that may use this server
     hosts: list[str] = []  # by which it may be asked; none: any
+    stall_s: float = 60.0  # for which a client that reads may take nothing
+    playground: bool = True  # whether there is a page to try the models at
     grace_s: int = 5  # how long a shutdown waits for open streams
     parent_fd: int | None = None
 
@@ -67,6 +70,7 @@ def create_app(
     limits: Limits = DEFAULT,
     voices_dir: str | Path | None = None,
     cors_origins: Sequence[str] = (),
+    playground: bool = True,
 ) -> Litestar:
     """Every route. `api_key` guards what is under /v1; voices_dir: where uploaded voices are kept."""
     server = Server(engine, api_key, limits, voices_dir)
@@ -93,6 +97,7 @@ def create_app(
             health,
             ready,
             metrics,
+            *([page.start, page.part] if playground else [page.start_without_page]),
         ],
         dependencies={"server": Provide(lambda: server, sync_to_thread=False)},
         lifespan=[connect],
@@ -133,8 +138,9 @@ def main() -> None:
         limits=options.limits,
         voices_dir=options.voices_dir,
         cors_origins=options.cors_origins,
+        playground=options.playground,
     )
-    Listener(app, engine, options.grace_s, options.cors_origins, options.hosts).run(
+    Listener(app, engine, options.grace_s, options.cors_origins, options.hosts, options.stall_s).run(
         sockets=[socket.socket(fileno=options.fd)]
     )
 

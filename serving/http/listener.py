@@ -22,7 +22,7 @@ from serving.http.schemas import Error, ErrorBody
 MAX_HEAD_BYTES = 64 << 10  # of a request, beside its body
 HEAD_S = 10.0  # for the first line and the headers
 BODY_S = 60.0
-WRITE_S = 60.0  # for which a client that reads may take nothing
+WRITE_S = 60.0  # for which a client that reads may take nothing, where nobody says
 LAST_WORDS_S = 2  # from the end of the grace to the end of the process
 STOPPING = "this server is stopping"
 
@@ -38,6 +38,7 @@ class Listener(uvicorn.Server):
         grace_s: int,
         origins: Collection[str] = (),
         hosts: Collection[str] = (),
+        stall_s: float | None = None,
     ):
         self.engine, self.grace_s = engine, grace_s
         config = uvicorn.Config(
@@ -45,7 +46,7 @@ class Listener(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="on",
-            http=Connection,
+            http=type("Connection", (Connection,), {"stall_s": stall_s}),
             ws="none",
             timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
         )
@@ -58,7 +59,9 @@ class Listener(uvicorn.Server):
 
 class Connection(HttpToolsProtocol):
     """uvicorn's, which has neither a limit for what comes before a body nor a deadline for anything but the
-    next request."""
+    next request. stall_s: for which a client that reads may take nothing; None: WRITE_S."""
+
+    stall_s: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -104,7 +107,7 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.sending = self.loop.call_later(WRITE_S, self.transport.abort)
+        self.sending = self.loop.call_later(self.stall_s or WRITE_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         if self.sending is not None:

@@ -8,19 +8,58 @@ import platform
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from serving.engine_client import EngineClient
+from serving.playback import Playback
 
 TTFA_S = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 20, 30, 60, 120)
 RTF = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
+UNDERRUN_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 OUTCOMES = ("stop", "length", "no_audio", "cancelled", "refused", "unavailable", "failed")
 BY_MODEL = (  # what protocol.ModelStats holds
     (GaugeMetricFamily, "zoo_slots", "slots", "How many requests can speak at once."),
+    (
+        GaugeMetricFamily,
+        "zoo_places",
+        "places",
+        "How many may speak now, so that each is made faster than heard.",
+    ),
+    (
+        GaugeMetricFamily,
+        "zoo_predicted_turn_seconds",
+        "predicted_turn_s",
+        "What a turn of those who speak takes.",
+    ),
     (GaugeMetricFamily, "zoo_requests_running", "running", "Requests that speak."),
+    (
+        GaugeMetricFamily,
+        "zoo_requests_held",
+        "held",
+        "Requests whose clients do not take what was spoken.",
+    ),
+    (
+        GaugeMetricFamily,
+        "zoo_requests_paused",
+        "paused",
+        "Requests that speak, and whose pages others needed more.",
+    ),
+    (GaugeMetricFamily, "zoo_requests_preparing", "preparing", "Requests whose prompts are being made."),
     (GaugeMetricFamily, "zoo_requests_waiting", "waiting", "Requests that wait for a slot or for memory."),
+    (
+        CounterMetricFamily,
+        "zoo_requests_turned_away",
+        "refused",
+        "Requests that were refused for want of room.",
+    ),
+    (
+        CounterMetricFamily,
+        "zoo_requests_left_early",
+        "left_early",
+        "Those who left before their prompt was made.",
+    ),
     (
         CounterMetricFamily,
         "zoo_underruns",
@@ -29,6 +68,18 @@ BY_MODEL = (  # what protocol.ModelStats holds
     ),
     (CounterMetricFamily, "zoo_graph_misses", "graph_misses", "Launches that no recorded graph fitted."),
     (CounterMetricFamily, "zoo_requests_admitted", "admitted", "Requests that got a slot."),
+    (
+        CounterMetricFamily,
+        "zoo_short_passes",
+        "short_passes",
+        "Speech that is much too short for its text: the model ended early.",
+    ),
+    (
+        CounterMetricFamily,
+        "zoo_long_passes",
+        "long_passes",
+        "Speech that is much too long for its text: the model found no end.",
+    ),
     (CounterMetricFamily, "zoo_queue_seconds", "queue_s", "That requests waited for a slot, added up."),
 )
 
@@ -63,10 +114,36 @@ class Metrics:
             buckets=RTF,
             registry=self.registry,
         )
+        self.underrun = Histogram(
+            "zoo_stream_underrun_seconds",
+            "Of streams that ended well: all waits of a listener who plays from the first audio on. Those at 0 are viable.",
+            ["model"],
+            buckets=UNDERRUN_S,
+            registry=self.registry,
+        )
+        self.chunks = Counter(
+            "zoo_stream_chunks",
+            "Stretches of audio that followed a stream's first.",
+            ["model"],
+            registry=self.registry,
+        )
+        self.late_chunks = Counter(
+            "zoo_stream_chunks_late",
+            "Those of them that came after all audio before them would have been played.",
+            ["model"],
+            registry=self.registry,
+        )
         self.audio_s = Counter("zoo_audio_seconds", "Audio made.", ["model"], registry=self.registry)
 
     def began(self, model: str, ttfa_s: float) -> None:
         self.ttfa.labels(model).observe(ttfa_s)
+
+    def streamed(self, model: str, playback: Playback, outcome: str) -> None:
+        """What a listener who plays at once has heard of a stream."""
+        self.chunks.labels(model).inc(playback.num_followers)
+        self.late_chunks.labels(model).inc(playback.num_late)
+        if playback.num_followers and outcome in ("stop", "length"):
+            self.underrun.labels(model).observe(playback.underrun_s)
 
     def ended(self, model: str, outcome: str, took_s: float = 0.0, audio_s: float = 0.0) -> None:
         """audio_s: what was made until then."""
@@ -83,7 +160,7 @@ class Metrics:
         return encode(self.registry), media_type
 
     def _prepare(self, model: str) -> None:
-        for metric in (self.ttfa, self.rtf, self.audio_s):
+        for metric in (self.ttfa, self.rtf, self.audio_s, self.underrun, self.chunks, self.late_chunks):
             metric.labels(model)
         for outcome in OUTCOMES:
             self.requests.labels(model, outcome)
@@ -122,10 +199,24 @@ class EngineCollector(Collector):
         )
         compiles = "Functions that were compiled after the models were warm: each held up everybody."
         yield CounterMetricFamily("zoo_compiles_after_warmup", compiles, value=stats.compiles_after_warmup)
+        pauses = "Streams that were far ahead of their listeners, and gave up their pages for a while."
+        yield CounterMetricFamily("zoo_pauses", pauses, value=stats.pauses)
         yield CounterMetricFamily("zoo_turns", "Launches of every model that had work.", value=stats.turns)
         yield CounterMetricFamily("zoo_turn_seconds", "That they took, added up.", value=stats.turn_s)
+        times = stats.turn_times
+        yield HistogramMetricFamily(
+            "zoo_turn_time_seconds", "Of each.", buckets=times.buckets, sum_value=times.sum_s
+        )
+        waits = HistogramMetricFamily(
+            "zoo_queue_time_seconds", "That a request waited for a slot.", labels=["model"]
+        )
+        for model, numbers in stats.models.items():
+            waits.add_metric([model], numbers.queue_times.buckets, numbers.queue_times.sum_s)
+        yield waits
         resident = "Of the engine process; process_resident_memory_bytes is of the HTTP process."
         yield GaugeMetricFamily("zoo_engine_resident_memory_bytes", resident, value=stats.resident_bytes)
+        recordings = "Recordings that are being encoded, or wait for it."
+        yield GaugeMetricFamily("zoo_reference_bytes", recordings, value=stats.reference_bytes)
         for kind, name, field, what in BY_MODEL:
             metric = kind(name, what, labels=["model"])
             for model, numbers in stats.models.items():

@@ -133,10 +133,31 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             description="true (default): audio is sent as it is made; false: a file in one piece at the end, which knows its length"
         ),
     ] = True
+    service_tier: Annotated[
+        Literal["auto", "default", "flex"],
+        Meta(
+            description="auto or default: a listener waits; flex: for batches, served while nobody else waits for first audio or is "
+            "about to run dry, whenever that is"
+        ),
+    ] = "auto"
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
         Meta(
             description="an integer from 0 to 2^63 - 1; the same seed speaks the same way; drawn at random when left out (see x-seed)"
+        ),
+    ] = None
+    split_text: Annotated[
+        bool | None,
+        Meta(
+            description="true (default): a text that is too long for one pass of the model is spoken in pieces, cut at sentences and "
+            "clauses; false: in one pass, as far as that reaches"
+        ),
+    ] = None
+    normalize: Annotated[
+        bool | None,
+        Meta(
+            description="true: numbers, dates, times and amounts are put into words first, in Chinese, English or Japanese; "
+            "false (default): the model reads them as they are"
         ),
     ] = None
     max_new_tokens: Annotated[
@@ -212,7 +233,10 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return {name: value for name, value in given.items() if value is not None}
 
 
-SAME_NAME = ("language", "instructions", "temperature", "top_k", "top_p", "repetition_penalty")
+SAME_NAME = (
+    *("language", "instructions", "split_text", "normalize"),
+    *("temperature", "top_k", "top_p", "repetition_penalty"),
+)
 CLIENT_FIELD = {"text": "input", "max_frames": "max_new_tokens"}  # zoo.request.Request -> SpeechRequest
 # task_type -> zoo.contract.Spec.modes
 TASK_MODE = {"CustomVoice": "voice", "VoiceDesign": "design", "Base": "clone"}
@@ -276,6 +300,9 @@ class Model(msgspec.Struct):
     max_references: int
     options: list[protocol.OptionInfo]  # what else a request may set
     licence: str  # of the weights, where it limits their use
+    piece_s: (
+        float | None
+    )  # about the seconds of speech beyond which a text is spoken in pieces; null: it never is
     response_formats: list[str]
     stream_formats: list[str]
     object: Literal["model"] = "model"

@@ -31,6 +31,7 @@ from serving.http.schemas import (
     Usage,
 )
 from serving.http.server import Server
+from serving.playback import Playback
 
 ENCODING = ThreadPoolExecutor(
     os.cpu_count(), "encode"
@@ -67,6 +68,8 @@ class Speech:
             raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
         self.began = time.perf_counter()
         self.ttfa_s: float | None = None
+        self.playback = Playback(model.sample_rate_hz)
+        self.held_s = 0.0  # that the client kept us waiting: it has more than it reads
         self.num_bytes = 0  # of PCM, as the engine made it
         self.pcm = bytearray()  # of a request that does not stream
         self.is_started = False
@@ -94,8 +97,12 @@ class Speech:
 
     async def answer(self, send: Send) -> None:
         with self.server.engine.speak(await self.message()) as inbox:
-            while not self.has_left and await self.take(await inbox.get(), send):
-                pass
+            while not self.has_left:
+                message = await inbox.get()
+                if not await self.take(message, send):
+                    break
+                if isinstance(message, protocol.Audio):  # sent, as far as the client takes it
+                    self.server.engine.heard(self.id, message.frames)
 
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
         """A message of the engine's -> whether others follow. Raises the refusal, as long as nothing was
@@ -118,6 +125,7 @@ class Speech:
             self.ttfa_s = time.perf_counter() - self.began
             self.server.metrics.began(self.model.id, self.ttfa_s)
         self.num_bytes += len(pcm)
+        self.playback.hear(time.perf_counter() - self.held_s, len(pcm) // 2)
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.feed, pcm))
         else:
@@ -170,7 +178,8 @@ class Speech:
             fields["options"] = options
         # a file is the same whoever else speaks; a stream may be early instead
         is_pinned = not self.request.stream
-        return protocol.Speak(self.id, self.model.id, fields, references, is_pinned)
+        is_flex = self.request.service_tier == "flex"
+        return protocol.Speak(self.id, self.model.id, fields, references, is_pinned, is_flex)
 
     async def encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
         """A codec's milliseconds are no time for the event loop to stand still."""
@@ -190,12 +199,17 @@ class Speech:
         if audio and self.is_sse:
             await self.send_event(send, AudioDelta(base64.b64encode(audio).decode()))
         elif audio:
-            await body(send, audio, more=True)
+            await self.send_body(send, audio)
 
     async def send_event(self, send: Send, message: msgspec.Struct) -> None:
         if not self.is_started:
             await self.start(send)
-        await body(send, event(message), more=True)
+        await self.send_body(send, event(message))
+
+    async def send_body(self, send: Send, chunk: bytes) -> None:
+        began_s = time.perf_counter()
+        await body(send, chunk, more=True)
+        self.held_s += time.perf_counter() - began_s
 
     async def start(self, send: Send, num_bytes: int | None = None) -> None:
         self.is_started = True
@@ -222,6 +236,8 @@ class Speech:
         took_s = time.perf_counter() - self.began
         audio_s = self.num_bytes / 2 / self.model.sample_rate_hz
         self.server.metrics.ended(self.model.id, outcome, took_s, audio_s)
+        if self.request.stream:
+            self.server.metrics.streamed(self.model.id, self.playback, outcome)
         rtf = round(took_s / audio_s, 4) if audio_s else None
         ttfa_ms = round(1000 * self.ttfa_s, 1) if self.ttfa_s is not None else None
         facts = {

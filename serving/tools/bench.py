@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from compile_cache import threads
 from serving.engine.engine import Audio, Engine, Event, Failed, Text
-from serving.engine.prepare_for_host import prepare_for_host
+from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
 from serving.tools import reference
 from serving.tools.requests import first_request
@@ -66,7 +66,7 @@ def bench(
     log_line(f"this machine: {gb_per_s:.1f} GB/s, {gflops_per_s:.0f} GFLOP/s in {family.dtype}")
     engine = Engine(family, max_slots=max(streams), policy=policy, compile=compile)
     began_s = time.perf_counter()
-    engine.warm(lambda fraction, stage: log_line(f"warming {fraction:4.0%} {stage}"))
+    engine.warm(lambda fraction, stage: log_line(f"warming {fraction:4.0%} {stage}"), cached)
     warm_s = time.perf_counter() - began_s
 
     def finish(run: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from compile_cache.counts import counts
 from serving.engine.engine import Audio, Engine, Event
 from serving.engine.job import Job
 from serving.engine.model_worker import ModelWorker
-from serving.engine.prepare_for_host import prepare_for_host
+from serving.engine.prepare_for_host import cache_place, cached, prepare_for_host
 from serving.tools import reference
 from serving.tools.requests import every_request
 from zoo.contract import Family, Prompt, Request, State, View
@@ -54,7 +54,7 @@ def parity(
     plain = zoo.load(model, device=device, dtype="float32")
     served = zoo.load(model, device=device, dtype=dtype)
     # before anything is computed: it sets the number of threads
-    place = prepare_for_host(served, compile=compile)
+    prepare_for_host(served, compile=compile)
     work, refused = every_request(plain, frames)
     if not work:
         raise ValueError(f"{model} refuses every request: {'; '.join(refused.values())}")
@@ -63,7 +63,7 @@ def parity(
         theirs = against(plain, zoo.find(model)[1], reference_python, work, frames, log_line)
     engine = Engine(served, max_slots=max_slots, compile=compile, codec=codec)
     before = counts()
-    engine.warm(lambda fraction, stage: log_line(f"warming {fraction:4.0%} {stage}"))
+    engine.warm(lambda fraction, stage: log_line(f"warming {fraction:4.0%} {stage}"), cached)
     made = counts() - before
     [worker] = engine.models.values()
     runs = {}
@@ -77,7 +77,7 @@ def parity(
         "dtype": str(served.dtype).removeprefix("torch."),
         "compiled": compile,
         "torch": torch.__version__,
-        "cache": str(place),
+        "cache": str(cache_place(served)),
         "graphs": made.graphs,
         "graphs_compiled": made.compiled,  # the others were found in the cache
         "compiles_after_warmup": engine.stats()["compiles_after_warmup"],
@@ -99,9 +99,9 @@ def follow(plain: Family[Any], worker: ModelWorker, request: Request) -> dict[st
         if isinstance(event, Audio):
             heard.append(event.samples)
 
-    passes = worker.family.prompts(request)
+    passes = worker.family.passes(request)
     job = Job("parity", worker, next(passes), passes, hear, is_pinned=True)
-    plain_passes = plain.prompts(request)
+    plain_passes = plain.passes(request)
     with kernels.plain():
         prompt = next(plain_passes)
     gaps, expected = [], []
@@ -147,7 +147,9 @@ def follow_steps(
             if batches.lengths[i]:
                 plain.hidden(lane.inputs[:-1], batches.prefill(i))
     worker.waiting.append(job)
-    assert worker.admit(), f"{worker.num_pages(job.prompt)} pages are needed by a request that is alone"
+    assert worker.admit(job, worker.num_pages(job.prompt)), (
+        f"{worker.num_pages(job.prompt)} pages are needed by a request that is alone"
+    )
     gaps, served = [], worker.runner.state
     while not state.done[0]:
         first = int(state.ready[0])

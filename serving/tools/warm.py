@@ -3,44 +3,61 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-import zoo
+from compile_cache.artifacts import Entry
 from compile_cache.counts import counts
 from serving.engine.engine import Engine
-from serving.engine.prepare_for_host import prepare_for_host
+from serving.engine.engine_process import Options, load, sizes
+from serving.engine.prepare_for_host import cache_place, cached, prepare_for_host
+from zoo.contract import Family
 
 
 def warm(
-    model: str,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    max_slots: int = 8,
-    progress: Callable[[float, str], None] = lambda fraction, stage: None,
-) -> dict[str, Any]:
-    """Do what a server with the same settings does before it is ready, and keep what was compiled -> what
-    that was. Raises ValueError."""
+    options: Options, progress: Callable[[float, str], None] = lambda fraction, stage: None
+) -> list[dict[str, Any]]:
+    """Do what a server with these options does before it is ready, and keep what was compiled -> what that was, of each
+    model. Raises ValueError."""
     began_s = time.perf_counter()
-    family = zoo.load(model, device=device, dtype=dtype)
-    place = prepare_for_host(family)
-    engine = Engine(family, max_slots=max_slots)
-    loaded_s, before = time.perf_counter(), counts()
-    engine.warm(progress)
-    made = counts() - before
-    return {
-        "family": family.spec.family,
-        "variant": family.spec.variant,
-        "device": str(family.device),
-        "dtype": str(family.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "cache": str(place),
-        "graphs": made.graphs,
-        "found": made.found,
-        "compiled": made.compiled,
-        "load_s": loaded_s - began_s,
-        "warm_s": time.perf_counter() - loaded_s,
-    }
+    max_slots, kv_bytes = sizes(options)
+    families = load(options.models, options.device, options.dtype, progress)
+    prepare_for_host(*families.values())
+    engine = Engine(
+        families,
+        max_slots=max_slots,
+        kv_bytes=kv_bytes,
+        policy=options.policy,
+        is_deterministic=options.deterministic,
+        codec=options.codec,
+    )
+    load_s, made = time.perf_counter() - began_s, []
+
+    @contextmanager
+    def counted(family: Family[Any]) -> Iterator[Entry]:
+        before, began_s = counts(), time.perf_counter()
+        place = cache_place(family)
+        with cached(family) as entry:
+            yield entry
+        new = counts() - before
+        made.append(
+            {
+                "family": family.spec.family,
+                "variant": family.spec.variant,
+                "device": str(family.device),
+                "dtype": str(family.dtype).removeprefix("torch."),
+                "threads": torch.get_num_threads(),
+                "cache": str(place),
+                "graphs": new.graphs,
+                "found": new.found,
+                "compiled": new.compiled,
+                "load_s": load_s,
+                "warm_s": time.perf_counter() - began_s,
+            }
+        )
+
+    engine.warm(progress, counted)
+    return [{"model": name} | result for name, result in zip(families, made, strict=True)]

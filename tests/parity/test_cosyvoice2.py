@@ -13,6 +13,7 @@ import torch
 from models import family
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
 
 import zoo
 from zoo.contract import AudioClip, Request, View
@@ -25,6 +26,7 @@ from zoo.cosyvoice2.stretch import Stretch
 from zoo.cosyvoice2.vocoder import Place
 from zoo.cosyvoice2.voices import Voice
 from zoo.nn import synthetic
+from zoo.nn.conv import CodecState
 
 HERE = Path(__file__).parent / "cosyvoice2"
 LM_CASES = sorted(path.stem for path in HERE.glob("lm_*.json"))
@@ -227,18 +229,25 @@ def test_speech_from_noise_that_is_given():
 @torch.inference_mode()
 def test_samples_of_a_given_source(name):
     vocoder, mel = model().vocoder, FLOW[f"{name}_chunks"][None]
-    place = Place(torch.tensor([0]), torch.tensor([mel.shape[1]]))
-    f0 = vocoder.f0(mel.mT, place.mask(mel.shape[1], 1))
+    plan, num = vocoder.plan, mel.shape[1]
+    frames = num + plan.flush
+    place = Place(torch.tensor([0]), torch.tensor([num]), frames)
+    state = CodecState(vocoder.layout, torch.zeros(1, vocoder.layout.size), frames, torch.tensor([frames]))
+    mel = vocoder.mel_tail(F.pad(mel.mT, (0, plan.flush)), state)
+    first = plan.f0_lag + 1  # frames before the window
+    f0 = vocoder.pitch(mel, place)[:, first : first + num]
     torch.testing.assert_close(f0[0], VOCODER[f"{name}_chunks_f0"], rtol=1e-5, atol=1e-3)
-    phase, index = torch.zeros(1, 9, dtype=torch.float64), torch.tensor([-1])
-    values = noise("source", mel.shape[1] * 480, 9).view(1, -1, 480, 9)
-    sines, _ = vocoder._sines(VOCODER[f"{name}_chunks_f0"][None], place, phase, index)
-    source = vocoder._source(VOCODER[f"{name}_chunks_f0"][None], sines, values)
+    given = F.pad(VOCODER[f"{name}_chunks_f0"][None], (first, frames - num - first + 1))
+    values = noise("source", num * 480, 9).view(1, -1, 480, 9)
+    values = F.pad(values, (0, 0, 0, 0, first, frames - num - first + 1))
+    source, _ = vocoder.source(given, place, torch.zeros(1, 9, dtype=torch.float64), values)
+    late = 480 * plan.f0_lag + 240
+    heard = source[0, late : late + 480 * num : 7]
     torch.testing.assert_close(
-        source[0, ::7], VOCODER[f"{name}_chunks_source"], rtol=0, atol=1e-3
+        heard, VOCODER[f"{name}_chunks_source"], rtol=0, atol=1e-3
     )  # its phase is a sum in fp32
-    torch.testing.assert_close(source[0, ::7], VOCODER[f"{name}_chunks_source_exact"], rtol=0, atol=1e-5)
-    samples = vocoder.filter(mel, source, place)
+    torch.testing.assert_close(heard, VOCODER[f"{name}_chunks_source_exact"], rtol=0, atol=1e-5)
+    samples = vocoder.filter(mel, source, place, state)[:, plan.lag : plan.lag + 480 * num]
     torch.testing.assert_close(samples[0, ::7], VOCODER[f"{name}_chunks_samples_exact"], rtol=0, atol=1e-5)
     assert VOCODER[f"{name}_chunks_samples"].std() > 0.01
 

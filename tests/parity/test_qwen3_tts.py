@@ -132,7 +132,7 @@ def test_the_whole_talker_in_bfloat16(rounded):
         kv_lens=torch.tensor([len(at)]),
         cu_seqlens=torch.tensor([0, len(at)]),
         kv=torch.zeros(2 * kv.num_layers * 16, kv.num_heads, kv.head_dim, dtype=torch.bfloat16),
-        page_tokens=16,
+        page=torch.arange(16),
         is_audio=torch.zeros(len(at), dtype=torch.bool),
     )
     hidden = ours.hidden(found["talker.inputs"], batch)

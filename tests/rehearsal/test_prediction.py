@@ -13,6 +13,7 @@ from benchmarks.predict import AIMS, COUNTS, Prediction, in_the_way, table
 from benchmarks.rehearsal.cards import CARDS
 from benchmarks.rehearsal.costs import Cost, Counts, Part, Row, merged
 from benchmarks.rehearsal.simulation import Device, Load, Server
+from serving.engine.engine import CODECS
 from zoo.contract import Window
 
 H100 = CARDS["h100"]
@@ -65,15 +66,52 @@ def test_merging_changes_no_time_on_any_card():
 
 def test_the_device_runs_behind_the_host_and_never_ahead_of_it():
     device = Device()
-    assert device.launch(Cost(host_s=1, device_s=5)) == 5
-    assert (device.host_s, device.device_s) == (1, 5)
-    assert device.launch(Cost(host_s=9, device_s=1)) == 10  # Python asks more slowly than the device computes
+    first = device.launch("lm", Cost(host_s=1, device_s=5))
+    assert device.host_s == 1 and not first.is_done
+    second = device.launch(
+        "lm", Cost(host_s=9, device_s=1)
+    )  # Python asks more slowly than the device computes
+    device.wait_for(first)
+    assert device.host_s == 10 and first.done_s == 5
+    device.wait_for(second)
+    assert device.host_s == second.done_s == 10
     device.wait(7)
     assert device.host_s == 10
 
 
+@pytest.mark.parametrize(
+    ("loads", "ends"),
+    [
+        ((0.2, 0.3), (4, 6)),  # both find room in each other's starts
+        ((1.0, 1.0), (8, 10)),  # bytes and arithmetic are shared, and nothing is lost or won by it
+        ((1.0, 0.5), (6, 8)),
+        ((0.0, 1.0), (4, 6)),
+    ],
+)
+def test_two_streams_hide_starts_and_share_what_is_busy(loads, ends):
+    device = Device()
+    works = [
+        device.launch(stream, Cost(0, seconds, load * seconds))
+        for stream, seconds, load in zip(("lm", "renders"), (4, 6), loads, strict=True)
+    ]
+    for work in works:
+        device.wait_for(work)
+    assert [work.done_s for work in works] == pytest.approx(ends)
+
+
+def test_a_launch_on_the_other_stream_slows_what_is_under_way():
+    device = Device()
+    step = device.launch("lm", Cost(0, 4, 4))
+    device.wait(2)
+    render = device.launch("renders", Cost(0, 1, 1))
+    device.wait_for(render)
+    assert (device.host_s, step.is_done) == (4, False)
+    device.wait_for(step)
+    assert device.host_s == 5
+
+
 def test_every_frame_is_delivered_once_and_time_is_at_least_the_steps():
-    heard = Server(counts(), H100, num_slots=4).serve(Load.closed(12, frames=20))
+    heard = Server(counts(), H100, num_slots=4).serve(Load.closed(12, frames=20, num_streams=4))
     assert not np.isnan(heard.first_s).any()
     assert heard.audio_s == pytest.approx(heard.load.frames.sum() * FRAME_S)
     assert heard.busy_s > heard.load.frames.max() * 1e-3
@@ -82,7 +120,9 @@ def test_every_frame_is_delivered_once_and_time_is_at_least_the_steps():
 
 def test_a_step_that_takes_twice_as_long_halves_the_audio():
     fast, slow = (
-        Server(counts(megabytes), H100, num_slots=4).serve(Load.closed(16, frames=100)).audio_s_per_s
+        Server(counts(megabytes), H100, num_slots=4)
+        .serve(Load.closed(16, frames=100, num_streams=4))
+        .audio_s_per_s
         for megabytes in (26_800, 53_600)
     )
     assert fast / slow == pytest.approx(2, rel=0.2)
@@ -94,21 +134,24 @@ def test_who_comes_too_fast_waits_and_a_device_too_slow_leaves_gaps():
     )
     assert calm.ttfa_ms(95) < 10 < crowd.ttfa_ms(50)
     # 0.2 s a frame of 0.1
-    late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(Load.closed(4, frames=40))
+    late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(
+        Load.closed(4, frames=40, num_streams=4)
+    )
     assert late.underruns > 0
 
 
 @pytest.mark.parametrize("path", sorted(COUNTS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_counts_that_are_kept_predict(path: Path):
-    known = Counts.read(path)
-    assert known.family == path.stem and known.family in zoo.families()
-    for card in CARDS.values():
-        one = Prediction(known, card)
+    known = [Counts.read(path, codec) for codec in CODECS]
+    assert known[0].family == path.stem and path.stem in zoo.families()
+    pairs = [tuple(map(Prediction, known, (card, card), CODECS)) for card in CARDS.values()]
+    for one, fast in pairs:
         assert 0 < one.step_ms(1) <= one.step_ms(16) <= one.step_ms(64)
-        assert one.audio_s_per_s() > 1
+        assert 1 < one.audio_s_per_s() <= fast.audio_s_per_s()
+        assert max(one.step_ms(64), one.render_ms()) <= one.frame_ms() <= one.step_ms(64) + one.render_ms()
         assert sum(ms for ms, _ in one.obstacles()) == pytest.approx(one.step_ms(64) + one.render_ms())
-        assert known.family in in_the_way(one)
-    rows = list(table([Prediction(known, card) for card in CARDS.values()]))
+        assert path.stem in in_the_way(one)
+    rows = list(table(pairs))
     assert Counter(row.count("|") for row in rows) == {rows[0].count("|"): len(rows)}
 
 

@@ -58,6 +58,7 @@ MODEL = protocol.ModelInfo(
         ),
     ],
     licence="research only",
+    piece_s=45.0,
 )
 SOUND_ONLY = protocol.OptionInfo("x_vector_only_mode", "bool", "take the sound alone", "true or false", False)
 CLONER = protocol.ModelInfo(
@@ -75,7 +76,22 @@ CLONER = protocol.ModelInfo(
 )
 READY = protocol.Status("ready", 1.0)
 NUMBERS = protocol.ModelStats(
-    slots=8, running=2, waiting=1, underruns=5, graph_misses=0, admitted=9, queue_s=1.5
+    slots=8,
+    running=2,
+    waiting=1,
+    underruns=5,
+    graph_misses=0,
+    admitted=9,
+    queue_s=1.5,
+    preparing=4,
+    refused=6,
+    left_early=3,
+    places=7,
+    paused=1,
+    held=2,
+    predicted_turn_s=0.02,
+    short_passes=4,
+    long_passes=6,
 )
 STATS = protocol.Stats(
     pages=100,
@@ -84,10 +100,14 @@ STATS = protocol.Stats(
     pages_evicted=3,
     compiles_after_warmup=2,
     models={"fake": NUMBERS},
+    pauses=4,
     turns=40,
     turn_s=0.5,
     resident_bytes=1 << 30,
+    reference_bytes=1 << 20,
 )
+for seconds in (0.003, 0.01, 0.011, 99.0):
+    STATS.turn_times.add(seconds)
 TONE_SAMPLES = 1920
 NO_AUDIO = "the model ended before its first frame"
 
@@ -104,7 +124,7 @@ def tone(index: int) -> bytes:
 
 
 class FakeEngine:
-    """`asked`, `messages` and `cancelled` record what came; `go` may be cleared to hold back what comes after
+    """`asked`, `messages`, `cancelled` and `heard` record what came; `go` may be cleared to hold back what comes after
     a request's first frame."""
 
     def __init__(
@@ -115,6 +135,7 @@ class FakeEngine:
         self.asked: dict[str, dict] = {}
         self.messages: dict[str, protocol.Speak] = {}
         self.cancelled: list[str] = []
+        self.heard: dict[str, int] = {}  # frames that clients took, by request
         self.go = asyncio.Event()
         self.go.set()
         self.is_awake = True
@@ -140,6 +161,8 @@ class FakeEngine:
                     task.add_done_callback(self.tasks.discard)
                 case protocol.Cancel(id):
                     self.cancelled.append(id)
+                case protocol.Heard(id, frames):
+                    self.heard[id] = self.heard.get(id, 0) + frames
         beating.cancel()
         self.writers.discard(writer)
         writer.close()

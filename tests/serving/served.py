@@ -17,8 +17,8 @@ KEY = "sk-demo"
 
 @contextmanager
 def serving(directory, *options, **sizes):
-    """The address of a server of demo checkpoints (name=size), once it is ready. It must end well when told
-    to."""
+    """The address of a server of demo checkpoints (name=size; none: the voice that comes with the package),
+    once it is ready. Nothing is compiled unless asked for. It must end well when told to."""
     models = [f"{name}={write_demo(directory / name, size)}" for name, size in sizes.items()]
     command = [
         sys.executable,
@@ -28,10 +28,10 @@ def serving(directory, *options, **sizes):
         *models,
         "--port",
         "0",
-        "--no-compile",
         "--device",
         "cpu",
     ]
+    command += [] if "--compile" in options else ["--no-compile"]
     command += ["--voices-dir", directory / "voices", *options]
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "ZOO_API_KEY": KEY}
@@ -42,9 +42,9 @@ def serving(directory, *options, **sizes):
         assert line, "".join(lines)
     with ThreadPoolExecutor(1) as pool:
         rest = pool.submit(process.stderr.read)  # or the pipe fills up
-        yield line.split()[-1]
-        process.send_signal(signal.SIGTERM)
         try:
+            yield line.split()[-1]
+            process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0, rest.result()
         finally:
             process.kill()

@@ -68,7 +68,7 @@ def test_help_is_there_at_once():
     assert min(took) < 2, took  # half a second on a machine that does nothing else
 
 
-@pytest.mark.parametrize("command", ["serve", "say", "inspect", "demo-checkpoint", "voices"])
+@pytest.mark.parametrize("command", ["serve", "say", "batch", "load", "inspect", "demo-checkpoint", "voices"])
 def test_every_command_has_help(zoo, command):
     done = zoo(command, "--help")
     assert done.returncode == 0 and "Usage: zoo " + command in done.stdout
@@ -77,7 +77,6 @@ def test_every_command_has_help(zoo, command):
 BAD = [
     ([], "Missing command"),
     (["sing"], "No such command 'sing'"),
-    (["serve"], "Missing argument"),
     (["serve", "/no/such"], "'/no/such' is not a directory; a model is a directory, or a repository"),
     (["serve", "name=/no/such"], "'/no/such' is not a directory"),
     (["serve", "=."], "MODEL or NAME=MODEL"),
@@ -102,7 +101,6 @@ BAD = [
         "cannot listen on no.such.host.invalid",
     ),
     (["serve", ".", "--sing"], "--sing"),
-    (["say", "Hello."], "--model"),
     (["say", "Hello.", "-m", "/no/such"], "'/no/such' is not a directory"),
     (
         ["say", "Hello.", "-m", ".", "-o", "out.wma"],
@@ -125,6 +123,20 @@ BAD = [
     (["say", "\0\u200b\ufeff", "-m", "."], "no text"),
     (["say", "Hello.", "-m", ".", "--temperature", "9"], "--temperature"),
     (["say", "Hello.", "-m", ".", "--seed", "-1"], "--seed"),
+    (["batch", "/no/such.jsonl", "/tmp/x", "-m", "."], "/no/such.jsonl cannot be read"),
+    (["batch", "README.md", "/tmp/x"], "--model"),
+    (["batch", "README.md", "/tmp/x", "-m", ".", "--format", "wma"], "'wav', 'mp3'"),
+    (["load", "http://x"], "either --rate (an open loop) or --streams (a closed one) is needed"),
+    (["load", "http://x", "--rate", "1", "--streams", "1"], "either --rate"),
+    (["load", "x:1", "--rate", "1"], "http://HOST:PORT is"),
+    (["load", "http://x", "--rate", "0"], "--rate"),
+    (["load", "http://x", "--rate", "1", "--format", "flac"], "possible are pcm, wav, mp3, opus, aac"),
+    (["load", "http://x", "--rate", "1", "--texts", "/no/such"], "neither short, long, mixed nor a file"),
+    (["load", "http://x", "--rate", "1", "-O", "seed"], "NAME=VALUE"),
+    (["load", "http://x", "--rate", "1", "--cancels", "0.6", "--slow-readers", "0.6"], "1 is all there is"),
+    (["load", "http://x", "--rate", "1", "--plot", "a.gif"], ".png, .svg, .pdf"),
+    (["load", "http://x", "--rate", "1", "--reference", "/no/such.wav"], "/no/such.wav cannot be read"),
+    (["load", "http://127.0.0.1:9", "--rate", "1"], "there is no server at http://127.0.0.1:9/v1"),
     (["inspect", "/no/such"], "'/no/such' is not a directory"),
     (["inspect", "tests"], "is not a model"),
     (["inspect", "tests", "--device", "gpu"], "device 'gpu' is not possible"),
@@ -235,6 +247,20 @@ def test_say_takes_options(zoo, checkpoint, tmp_path):
     usual = say()
     assert say("-O", "text_mode=full") == usual != say("-O", "text_mode=interleaved")
     assert say("-O", "depth_temperature=0", "-O", "depth_top_k=1") != usual
+
+
+def test_say_reads_numbers_and_splits_long_texts_as_it_is_told(zoo, checkpoint, tmp_path):
+    def say(text, *more):
+        out = tmp_path / "out.wav"
+        done = zoo(
+            "say", text, "-m", checkpoint, "-o", out, "--voice", "vivian", "--max-new-tokens", 6, *more
+        )
+        assert done.returncode == 0, done.stderr
+        return out.read_bytes()
+
+    # the number first: a few frames read no more than the text's beginning
+    assert say("3 of it.", "--normalize") == say("three of it.") != say("3 of it.")
+    assert say("It hums and hums. " * 60) != say("It hums and hums. " * 60, "--no-split-text")
 
 
 def test_say_writes_no_file_without_audio(zoo, checkpoint, tmp_path, monkeypatch):

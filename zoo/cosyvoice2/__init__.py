@@ -4,6 +4,7 @@ this file."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,8 +94,9 @@ def describe(directory: Path):
     from zoo.contract import KV, Spec
     from zoo.cosyvoice2.clone import REFERENCE_S
     from zoo.cosyvoice2.config import MELS, RATE_HZ, YAML, Config
-    from zoo.cosyvoice2.prompt import HINTS, options
+    from zoo.cosyvoice2.prompt import HINTS, PIECE_S, options
     from zoo.cosyvoice2.strategy import FRAME_SAMPLES, MAX_FRAMES, MEL_SAMPLES, TOKEN_FRAMES, WINDOW
+    from zoo.cosyvoice2.vocoder import Plan
     from zoo.cosyvoice2.voices import read_voices
 
     if not (directory / YAML).exists():
@@ -113,7 +115,7 @@ def describe(directory: Path):
         width=config.lm.hidden,
         max_frames=min(MAX_FRAMES, config.lm.max_positions),
         max_positions=config.lm.max_positions,
-        window=WINDOW,
+        window=replace(WINDOW, hold_samples=Plan.of(config.vocoder).lag),
         # of each mel frame: where the flow starts from, then the vocoder's source
         noise_shape=(TOKEN_FRAMES, MELS + MEL_SAMPLES * config.vocoder.harmonics),
         voices=voices,
@@ -123,6 +125,7 @@ def describe(directory: Path):
         hints={key: hint for key, hint in HINTS.items() if key != "voice" or not voices},
         name="CosyVoice 2",
         feeds=True,
+        piece_s=PIECE_S,
     )
     return config, spec
 

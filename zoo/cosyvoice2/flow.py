@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.cosyvoice2.config import MELS, NUM_UP_LAYERS, FlowConfig
-from zoo.cosyvoice2.estimator import PAIR, Estimator
+from zoo.cosyvoice2.estimator import PAIR, Conv, Estimator
 from zoo.cosyvoice2.flow_encoder import FlowEncoder
 from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MAX_FRAMES, TOKEN_FRAMES
 from zoo.cosyvoice2.stretch import Seen, Stretch
@@ -93,7 +93,10 @@ class Flow(nn.Module):
         self.estimator = Estimator(config)
 
     def prepare(self) -> None:
-        """Make what is in no checkpoint."""
+        """Make what is in no checkpoint, and lay out what is."""
+        for module in self.estimator.modules():
+            if isinstance(module, Conv):
+                module.prepare()
         noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID))
         self.register_buffer("noise", noise.to(self.output.weight.device), persistent=False)
         self.times = cosine_times()
@@ -136,7 +139,8 @@ class Flow(nn.Module):
         """given [B, Q, 3 MELS], x [B, Q, MELS] -> [B, Q, MELS]. Where frames are and how they move is kept in
         fp32."""
         seen, times = Seen(stretch, TOKEN_FRAMES), self.times
-        mask = seen.mask.repeat_interleave(PAIR, 0)[:, None]
+        mask = given.new_zeros(seen.mask.shape).masked_fill_(~seen.mask, -torch.inf)
+        mask = mask.repeat_interleave(PAIR, 0)[:, None]
         pairs = torch.stack((given, torch.zeros_like(given)), 1).flatten(0, 1)  # [2B, Q, 3 MELS]
         count = stretch.count.repeat_interleave(PAIR)
         for k in range(STEPS):

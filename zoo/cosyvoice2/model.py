@@ -4,8 +4,8 @@
     ──> 24 kHz samples
              │ row of the last code                          │ head, repetition-aware       │ flow: 10 steps,
              its past kept
-                                                             │ sampling                     │ vocoder: 20
-                                                             frames around, phase kept
+                                                             │ sampling                     │ vocoder: its
+                                                             stages' past and phase kept
 
 Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py (Qwen2LM) and cosyvoice/cli/model.py (CosyVoice2Model).
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from zoo.contract import Batch, Family, Prompt, Request, RequestError, Spec, State, View, frame_cap
 from zoo.cosyvoice2.clone import Cloner
@@ -47,7 +48,6 @@ from zoo.cosyvoice2.prompt import (
 )
 from zoo.cosyvoice2.sampling import repetition_aware
 from zoo.cosyvoice2.strategy import (
-    CONTEXT,
     FRAME_SAMPLES,
     GRID,
     LOOKAHEAD,
@@ -57,9 +57,10 @@ from zoo.cosyvoice2.strategy import (
     TOKEN_FRAMES,
 )
 from zoo.cosyvoice2.stretch import Stretch, may_follow_values
-from zoo.cosyvoice2.vocoder import PHASE_LAG, Place, Vocoder
+from zoo.cosyvoice2.vocoder import NO_LIMIT, Place, Vocoder
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
 from zoo.nn.attention import Paged, attend
+from zoo.nn.conv import CodecState
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
@@ -70,7 +71,6 @@ from zoo.request import check
 
 NEVER = 1 << 40  # a step that does not come
 NOISE_STEP = 1 << 31  # the vocoder draws at frame numbers from here on, the language model below
-TAIL = 2 * CONTEXT  # mel frames that the vocoder keeps
 
 
 class Block(nn.Module):
@@ -124,8 +124,9 @@ class CosyVoice2State(State):
     [S+1, MAX_RAS_WINDOW]. Of an interleaved text: whether it is one [S+1], and what is read behind the
     prompt, as keys [S+1, K] (see order.py). Of the prompt: its codes as the flow counts them [S+1], those in
     the cache [S+1], and the rest, with its mel [S+1, MAX_REST, ...]; the speaker [S+1, D]. Of the vocoder:
-    the last mel frames [S+1, TAIL, MELS], how many there were and how many were spoken [S+1], and the sines'
-    phase [S+1, H]. On the host, of each slot whose text is on its way: how far it has come, and its keys."""
+    what its layers remember [S+1, V], how many mel frames they were given [S+1], how many samples were
+    heard [S+1], and the sines' phase [S+1, H]. On the host, of each slot whose text is on its way: how far it
+    has come, and its keys."""
 
     temperature: Tensor
     top_k: Tensor
@@ -141,9 +142,9 @@ class CosyVoice2State(State):
     rest: Tensor
     rest_mel: Tensor
     speaker: Tensor
-    mel_tail: Tensor
+    vocoder: Tensor
     num_mel: Tensor
-    num_spoken: Tensor
+    num_heard: Tensor
     phase: Tensor
 
     def __init__(self, family: CosyVoice2, slots: int, max_frames: int):
@@ -164,9 +165,9 @@ class CosyVoice2State(State):
         self.add("rest", MAX_REST, dtype=torch.int64)
         self.add("rest_mel", TOKEN_FRAMES * MAX_REST, MELS)
         self.add("speaker", config.flow.speaker, default=1, dtype=mel_dtype)
-        self.add("mel_tail", TAIL, MELS, dtype=mel_dtype)
+        self.add("vocoder", family.vocoder.layout.size, dtype=mel_dtype)
         self.add("num_mel", dtype=torch.int64)
-        self.add("num_spoken", dtype=torch.int64)
+        self.add("num_heard", dtype=torch.int64)
         self.add("phase", config.vocoder.harmonics, dtype=torch.float64)
         self.flow = FlowCache(family.flow, slots + 1, family.past_tokens)
         self.texts: dict[int, tuple[Interleaved, int]] = {}
@@ -392,31 +393,30 @@ class CosyVoice2(Family[CosyVoice2State]):
         return mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
 
     def _samples(self, state: CosyVoice2State, view: View, mel: Tensor) -> tuple[Tensor, Tensor]:
-        """mel [B, 2 * view.frames, MELS] -> samples of all frames but the last CONTEXT, or of all where the
-        speech ends."""
-        slots, num_mel, spoken = view.slots, state.num_mel[view.slots], state.num_spoken[view.slots]
-        first = num_mel - TAIL  # the speech's frame that the window begins with
+        """mel [B, 2 * view.frames, MELS] -> samples of all frames but for the vocoder's lag, or of all where
+        the speech ends: then silent frames follow until they are out."""
+        slots, plan = view.slots, self.vocoder.plan
+        start, heard = state.num_mel[slots], state.num_heard[slots]
         num_new = TOKEN_FRAMES * view.count
-        limit = num_mel + num_new
-        ends = torch.maximum(torch.where(view.is_last, limit, limit - CONTEXT), spoken)
-        window = torch.cat((state.mel_tail[slots], mel.to(state.mel_tail.dtype)), 1)  # [B, W, MELS]
-        at = (num_new[:, None] + torch.arange(TAIL, device=slots.device))[..., None]
-        state.mel_tail[slots] = window.gather(1, at.expand(-1, -1, MELS))
-        if may_follow_values(num_new):  # less what lies before the speech, or is padding
-            skip = max(0, TAIL - PHASE_LAG - int(num_mel.max()))
-            window, first = window[:, skip : TAIL + int(num_new.max())], first + skip
+        limit = start + num_new
+        ends = torch.maximum(heard, MEL_SAMPLES * limit - torch.where(view.is_last, 0, plan.lag))
+        count = num_new + torch.where(view.is_last & (ends > heard), plan.flush, 0)
+        most, frames = mel.shape[1] * MEL_SAMPLES + plan.lag, mel.shape[1] + plan.flush
+        if may_follow_values(count):
+            frames = max(1, int(count.max()))
+        mel = F.pad(mel.to(state.vocoder.dtype), (0, 0, 0, plan.flush))[:, :frames]
 
-        index = spoken - PHASE_LAG - first
-        noise = self._noise(state, slots, first, window.shape[1])
-        samples, phases = self.vocoder(window, Place(first, limit), state.phase[slots], index, noise)
-        row = torch.arange(len(slots), device=slots.device)
-        state.phase[slots] = phases[row, ends - PHASE_LAG - first]
+        place = Place(start, torch.where(view.is_last, limit, NO_LIMIT), frames)
+        past = CodecState(self.vocoder.layout, state.vocoder[slots], frames, count)
+        noise = self._noise(state, slots, place.at(1, plan.f0_lag + 1, frames + 1))
+        samples, phases = self.vocoder(mel, place, past, state.phase[slots], noise)
+        state.vocoder[slots] = past.next()
+        state.phase[slots] = phases[torch.arange(len(slots), device=slots.device), count]
         state.num_mel[slots] = limit
-        state.num_spoken[slots] = ends
-        most = (TAIL - CONTEXT + mel.shape[1]) * MEL_SAMPLES
-        at = (spoken - first)[:, None] * MEL_SAMPLES + torch.arange(most, device=slots.device)
-        heard = samples.gather(1, at.clamp(max=samples.shape[1] - 1))
-        return heard.float(), (ends - spoken) * MEL_SAMPLES
+
+        state.num_heard[slots] = ends
+        at = (heard - MEL_SAMPLES * start + plan.lag)[:, None] + torch.arange(most, device=slots.device)
+        return samples.gather(1, at.clamp(max=samples.shape[1] - 1)).float(), ends - heard
 
     def _start(self, state: CosyVoice2State, noise: Tensor, stretch: Stretch) -> Tensor:
         """Where the flow starts from, of noise that was given [B, 2T, MELS]. The prompt's frames keep the
@@ -427,10 +427,10 @@ class CosyVoice2(Family[CosyVoice2State]):
         spoken = given[at.clamp(min=0, max=len(given) - 1)]
         return torch.where((at >= 0)[..., None], spoken, self.flow.noise_of(stretch))
 
-    def _noise(self, state: CosyVoice2State, slots: Tensor, first: Tensor, num: int) -> Tensor:
-        """Of the vocoder's source [B, W, MEL_SAMPLES, H]: the same for a frame of the speech in whatever
-        window it lies."""
-        frame = (first[:, None] + torch.arange(num, device=slots.device)).clamp(min=0)  # [B, W]
+    def _noise(self, state: CosyVoice2State, slots: Tensor, frame: Tensor) -> Tensor:
+        """Of the vocoder's source [B, W, MEL_SAMPLES, H], for the speech's frames [B, W]: the same in
+        whatever window one lies."""
+        frame = frame.clamp(min=0)
         shape = MEL_SAMPLES, self.config.vocoder.harmonics
         if state.noise is not None:
             given = state.noise[..., MELS:].flatten(0, 1)  # [2F, MEL_SAMPLES * H]

@@ -26,6 +26,7 @@ _SPLIT = Regex(
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MAX_TEXT_TOKENS = 4096
+PIECE_S = 20.0  # about the 80 characters of Chinese, or tokens of English, at which the reference cuts a text
 MIN_CODES_PER_TOKEN, MAX_CODES_PER_TOKEN = 2, 20  # of the text that is spoken
 
 # What the reference adds to the vocabulary, in this order, behind the words of vocab.json.

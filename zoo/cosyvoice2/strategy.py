@@ -5,7 +5,6 @@ from zoo.contract import Window
 
 GRID = 25  # tokens of a chunk: within one, everything sees everything
 LOOKAHEAD = 3  # tokens behind a chunk that its encoder reads
-CONTEXT = 20  # mel frames on both sides that a vocoder's frame reads
 FRAME_SAMPLES, MEL_SAMPLES, TOKEN_FRAMES = 960, 480, 2
 MAX_FRAMES = 15_000  # ten minutes
 SIZES = (GRID, 2 * GRID, 4 * GRID)
@@ -13,7 +12,6 @@ WINDOW = Window(
     sizes=SIZES,
     lookahead=LOOKAHEAD,
     grid=GRID,
-    hold_samples=CONTEXT * MEL_SAMPLES,
     lengths=(
         SIZES[-1],
         MAX_FRAMES,

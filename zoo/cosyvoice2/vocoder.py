@@ -5,10 +5,11 @@ arXiv 2309.09493).
          └─ conv ──────────────────── x8 ─────+──── x5 ───+──── x3 ───+─ conv ─ magnitude, phase ─ inverse
          STFT ─> samples
 
-A sample reads at most CONTEXT frames on both sides, so a window of frames with as many around it gives what
-the whole speech gives. Before
-the speech and behind it every layer reads zeros, hence the masks. A sine's phase is the sum of all
-frequencies before it, which is carried.
+Its convolutions look ahead, so samples come out `Plan.lag` behind the mel frames that go in. What a stage
+reads of the frames before a window is carried: the ends of its input, the source's phase. Only within a
+stage's residual blocks are up to `reach` positions on each side of a window computed again.
+
+Before the speech and behind it every layer reads zeros, hence the masks.
 Source: FunAudioLLM/CosyVoice, cosyvoice/hifigan/generator.py (HiFTGenerator, SineGen2) and f0_predictor.py.
 """
 
@@ -22,30 +23,153 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.cosyvoice2.config import MELS, RATE_HZ, VocoderConfig
-from zoo.cosyvoice2.strategy import CONTEXT, MEL_SAMPLES
+from zoo.cosyvoice2.strategy import MEL_SAMPLES
+from zoo.cosyvoice2.stretch import may_follow_values
+from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.snake import snake
 
 NUM_F0_CONVS, F0_KERNEL, KERNEL = 5, 3, 7
+HALF = MEL_SAMPLES // 2
 LAST_SLOPE = 0.01
 UNVOICED = 1 / 3  # of alpha: how loud the noise is where there is no voice
-PHASE_LAG = (
-    CONTEXT - 4
-)  # frames before a window's first new one at which the phase is carried: f0 there has all that it reads
 MAX_MAGNITUDE = 100.0
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Of an upsampling and its residual blocks. A lag is how many positions a signal is behind the newest
+    frame."""
+
+    rate: int  # positions a frame, once upsampled
+    stride: int  # STFT frames a position
+    lag_in: int  # of what comes in, at its own rate
+    up_context: int  # positions of that, before a window's own, that the upsampling reads
+    lag: int  # of what the residual blocks read
+    reach: int  # of the residual blocks, to either side
+    source_reach: int  # of the source's residual block
+
+    @property
+    def lag_out(self) -> int:
+        return self.lag + self.reach
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How far behind the newest mel frame each signal is, and what of it is carried from window to window."""
+
+    f0_lag: int  # frames
+    stem_lag: int  # frames
+    mel_context: int  # frames
+    stft_lag: int  # STFT frames
+    spectrum_context: int  # STFT frames
+    stages: tuple[StagePlan, ...]
+    lag: int  # of the samples, in samples
+
+    @property
+    def flush(self) -> int:
+        """Mel frames that have to follow the last one until its samples are out."""
+        return -(-self.lag // MEL_SAMPLES)
+
+    @classmethod
+    def of(cls, config: VocoderConfig) -> Plan:
+        f0_lag = NUM_F0_CONVS * (F0_KERNEL // 2)
+        source_lag = MEL_SAMPLES * f0_lag + HALF  # a sine runs from one frame's middle to the next one's
+        stft_lag = -(-(source_lag + config.fft // 2) // config.hop) - 1
+        per_frame = MEL_SAMPLES // config.hop  # STFT frames
+        stages: list[StagePlan] = []
+        rate, spectrum_context = 1, 0
+        for i, (up, kernel) in enumerate(zip(config.rates, config.kernels, strict=True)):
+            padding, is_last = (kernel - up) // 2, i == len(config.rates) - 1
+            rate *= up
+            stride, width = per_frame // rate, down_width(per_frame // rate)
+            source_reach = reach(config.source_kernels[i], config.resblock_dilations)
+            late = stft_lag + width - stride - stride // 2
+            lag = source_reach + max(0, -(-late // stride))  # as soon as the source is there
+            if stages:
+                lag_in = stages[-1].lag_out
+                lag = max(lag, up * lag_in + padding)
+            else:
+                lag_in = stem_lag = max(KERNEL // 2, (lag - padding) // up)
+                lag = max(lag, up * lag_in + padding)
+            first = lag + 2 * is_last  # the reflection reads two positions more
+            up_context = (first + kernel - 1 - padding) // up - lag_in
+            lag += is_last
+            stages.append(
+                StagePlan(
+                    rate=rate,
+                    stride=stride,
+                    lag_in=lag_in,
+                    up_context=up_context,
+                    lag=lag,
+                    reach=max(reach(size, config.resblock_dilations) for size in config.resblock_kernels),
+                    source_reach=source_reach,
+                )
+            )
+            before = stride * (lag + source_reach) + stride // 2 - stft_lag
+            spectrum_context = max(spectrum_context, before)
+        return cls(
+            f0_lag=f0_lag,
+            stem_lag=stem_lag,
+            mel_context=max(2 * f0_lag + 1, stem_lag + stages[0].up_context + KERNEL // 2),
+            stft_lag=stft_lag,
+            spectrum_context=spectrum_context,
+            stages=tuple(stages),
+            lag=config.hop * (stages[-1].lag_out + KERNEL // 2 + 2),
+        )
+
+
+def reach(kernel: int, dilations: tuple[int, ...]) -> int:
+    """Positions that a residual block reads on either side."""
+    return kernel // 2 * (sum(dilations) + len(dilations))
+
+
+def down_width(stride: int) -> int:
+    """The kernel of the convolution that brings the source's spectrum to a stage's rate."""
+    return 2 * stride if stride > 1 else 1
 
 
 @dataclass
 class Place:
-    """Where a window of frames lies in its speech."""
+    """Where a window of mel frames lies in its speech."""
 
-    first: Tensor  # [B], the speech's frame at the window's beginning; below 0 before the speech
-    limit: Tensor  # [B], frames of the speech that are known
+    first: Tensor  # [B], the speech's frame at the window's beginning
+    limit: Tensor  # [B], frames of the speech; NO_LIMIT where its end is not known
+    frames: int  # of the window
 
-    def mask(self, num: int, rate: int, extra: int = 0) -> Tensor:
-        """Which of the window's `num` positions are in the speech [B, 1, num]; `rate` positions a frame, and
-        `extra` at the end."""
-        at = self.first[:, None] * rate + torch.arange(num, device=self.first.device)
+    def at(self, rate: int, lag: int, num: int) -> Tensor:
+        """The positions of `num` ones that begin `lag` before the window [B, num]; `rate` of them a frame."""
+        return self.first[:, None] * rate - lag + torch.arange(num, device=self.first.device)
+
+    def mask(self, rate: int, lag: int, num: int, extra: int = 0) -> Tensor | None:
+        """Which of these are in the speech [B, 1, num], with `extra` at its end; None where all of them are,
+        and shapes may follow from values."""
+        if may_follow_values(self.first):
+            last = (self.first - self.limit).max().item() * rate - lag + num - extra
+            if last <= 0 and self.first.min().item() * rate >= lag:
+                return None
+        at = self.at(rate, lag, num)
         return ((at >= 0) & (at < self.limit[:, None] * rate + extra))[:, None]
+
+
+NO_LIMIT = 1 << 32
+
+
+def middle(x: Tensor, num: int) -> Tensor:
+    """The `num` positions in the middle of x [..., N]."""
+    edge = (x.shape[-1] - num) // 2
+    return x[..., edge : edge + num]
+
+
+def masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x [B, C, N] with zeros where the mask [B, 1, M], or its middle, says so."""
+    return x if mask is None else x * middle(mask, x.shape[-1])
+
+
+class Tail(Stateful):
+    """A signal's last positions before a window, then the window's own: x [B, C, N] -> [B, C, length + N]."""
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return state.extend(self, x)
 
 
 class Snake(nn.Module):
@@ -60,44 +184,41 @@ class Snake(nn.Module):
 
 
 class ResBlock(nn.Module):
+    """x [B, C, N] and whether each position is in the speech -> [B, C, N - 2 reach], what N is enough for."""
+
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]):
         super().__init__()
-
-        def conv(dilation: int) -> nn.Conv1d:
-            return nn.Conv1d(
-                channels, channels, kernel, dilation=dilation, padding=(kernel - 1) * dilation // 2
-            )
-
-        self.convs1 = nn.ModuleList(conv(dilation) for dilation in dilations)
-        self.convs2 = nn.ModuleList(conv(1) for _ in dilations)
+        self.convs1 = nn.ModuleList(
+            nn.Conv1d(channels, channels, kernel, dilation=dilation) for dilation in dilations
+        )
+        self.convs2 = nn.ModuleList(nn.Conv1d(channels, channels, kernel) for _ in dilations)
         self.snakes1 = nn.ModuleList(Snake(channels) for _ in dilations)
         self.snakes2 = nn.ModuleList(Snake(channels) for _ in dilations)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         for conv1, conv2, snake1, snake2 in zip(
             self.convs1, self.convs2, self.snakes1, self.snakes2, strict=True
         ):
-            y = conv1(snake1(x) * mask)
-            x = x + conv2(snake2(y) * mask)
+            y = conv1(masked(snake1(x), mask))
+            y = conv2(masked(snake2(y), mask))
+            x = y.add_(middle(x, y.shape[2]))
         return x
 
 
 class F0Predictor(nn.Module):
-    """mel [B, MELS, W] -> the voice's pitch in Hz [B, W], about 0 where there is none."""
+    """mel [B, MELS, W + 2 NUM_F0_CONVS] -> the voice's pitch in Hz [B, W], about 0 where there is none."""
 
     def __init__(self, channels: int):
         super().__init__()
-        convs = (
-            nn.Conv1d(channels if i else MELS, channels, F0_KERNEL, padding=F0_KERNEL // 2)
-            for i in range(NUM_F0_CONVS)
+        self.convs = nn.ModuleList(
+            nn.Conv1d(channels if i else MELS, channels, F0_KERNEL) for i in range(NUM_F0_CONVS)
         )
-        self.convs = nn.ModuleList(convs)
         self.out = nn.Linear(channels, 1)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         for conv in self.convs:
-            x = F.elu(conv(x * mask))
-        return self.out(x.mT)[..., 0].abs()
+            x = F.elu(conv(masked(x, mask)))
+        return masked(self.out(x.mT).abs().mT, mask)[:, 0]
 
 
 class Vocoder(nn.Module):
@@ -107,28 +228,32 @@ class Vocoder(nn.Module):
 
     def __init__(self, config: VocoderConfig):
         super().__init__()
-        self.config = config
+        self.config, self.plan = config, Plan.of(config)
         bins = config.fft + 2  # real and imaginary parts
         self.f0 = F0Predictor(config.f0_channels)
         self.mix = nn.Linear(config.harmonics, 1)
-        self.stem = nn.Conv1d(MELS, config.channels, KERNEL, padding=KERNEL // 2)
+        self.stem = nn.Conv1d(MELS, config.channels, KERNEL)
+        self.mel_tail = Tail(MELS, self.plan.mel_context)
+        self.source_tail = Tail(1, config.fft)
+        self.spectrum_tail = Tail(bins, self.plan.spectrum_context)
         self.ups, self.downs = nn.ModuleList(), nn.ModuleList()
         self.source_blocks, self.blocks = nn.ModuleList(), nn.ModuleList()
-        strides = [
-            math.prod(config.rates[i + 1 :]) for i in range(len(config.rates))
-        ]  # STFT frames a position
-        for i, (rate, kernel, stride) in enumerate(zip(config.rates, config.kernels, strides, strict=True)):
+        self.up_tails, self.block_tails = nn.ModuleList(), nn.ModuleList()
+        for i, (rate, kernel, plan) in enumerate(
+            zip(config.rates, config.kernels, self.plan.stages, strict=True)
+        ):
             channels = config.channels >> (i + 1)
-            self.ups.append(
-                nn.ConvTranspose1d(2 * channels, channels, kernel, rate, padding=(kernel - rate) // 2)
-            )
-            width = 2 * stride if stride > 1 else 1
-            self.downs.append(nn.Conv1d(bins, channels, width, stride, padding=stride // 2))
+            self.ups.append(nn.ConvTranspose1d(2 * channels, channels, kernel, rate))
+            self.downs.append(nn.Conv1d(bins, channels, down_width(plan.stride), plan.stride))
             self.source_blocks.append(ResBlock(channels, config.source_kernels[i], config.resblock_dilations))
             self.blocks.extend(
                 ResBlock(channels, size, config.resblock_dilations) for size in config.resblock_kernels
             )
-        self.tail = nn.Conv1d(channels, bins, KERNEL, padding=KERNEL // 2)
+            self.up_tails.append(Tail(2 * channels, plan.up_context if i else 0))
+            self.block_tails.append(Tail(channels, 2 * plan.reach))
+        self.tail = nn.Conv1d(channels, bins, KERNEL)
+        self.last_tail = Tail(channels, KERNEL - 1 + 3)
+        self.layout = StateLayout(self)
 
     def prepare(self) -> None:
         """The Fourier transforms of a frame, as matrices: they are tiny."""
@@ -146,98 +271,141 @@ class Vocoder(nn.Module):
         )
 
     def forward(
-        self, mel: Tensor, place: Place, phase: Tensor, phase_index: Tensor, noise: Tensor
+        self, mel: Tensor, place: Place, state: CodecState, phase: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """mel [B, W, MELS]; phase [B, H] fp64, in turns, at the window's frame phase_index [B]; noise [B, W,
-        MEL_SAMPLES, H]
-        -> samples [B, W * MEL_SAMPLES], and the phase at each frame from there on [B, W, H]."""
-        mask = place.mask(mel.shape[1], 1)
-        f0 = self.f0(mel.mT, mask) * mask[:, 0]  # [B, W]
-        sines, phases = self._sines(f0, place, phase, phase_index)
-        return self.filter(mel, self._source(f0, sines, noise), place), phases
+        """mel [B, W, MELS]; phase [B, H] fp64, in turns, in the middle of the frame f0_lag + 1 before the
+        window; noise [B, W + 1, MEL_SAMPLES, H] of the frames from there on -> samples [B, W * MEL_SAMPLES],
+        plan.lag behind the window, and the phase at all these frames' middles [B, W + 1, H]."""
+        mel = self.mel_tail(mel.mT, state)  # [B, MELS, mel_context + W]
+        f0 = self.pitch(mel, place)
+        source, phases = self.source(f0, place, phase, noise)
+        return self.filter(mel, source, place, state), phases
 
-    def _sines(self, f0: Tensor, place: Place, phase: Tensor, phase_index: Tensor) -> tuple[Tensor, Tensor]:
-        """-> [B, W, MEL_SAMPLES, H], and phases [B, W, H] in turns. The phase runs straight from one frame's
-        middle to the next one's, and
-        stands still before the first middle and behind the last. In fp64: it is a sum over the whole
-        speech."""
-        frame = torch.arange(f0.shape[1], device=f0.device)
-        harmonic = torch.arange(1, self.config.harmonics + 1, device=f0.device)
-        turns = f0.double()[..., None] * harmonic / RATE_HZ % 1  # [B, W, H], a sample
-        phases = phase[:, None] + (turns * (frame > phase_index[:, None])[..., None]).cumsum(1)
-        middle = (
-            torch.arange(MEL_SAMPLES, device=f0.device, dtype=torch.float64) + 0.5
-        ) / MEL_SAMPLES - 0.5  # frames from the middle
-        is_first = (place.first[:, None] + frame == 0)[..., None]
-        before, after = turns.masked_fill(is_first, 0), F.pad(turns, (0, 0, 0, 1))[:, 1:]
-        slope = torch.where(
-            middle[:, None] < 0, before[:, :, None], after[:, :, None]
-        )  # [B, W, MEL_SAMPLES, H]
-        angle = MEL_SAMPLES * (phases[:, :, None] + middle[:, None] * slope) % 1
-        return self.config.alpha * (2 * math.pi * angle).sin().to(f0.dtype), phases % 1
+    def pitch(self, mel: Tensor, place: Place) -> Tensor:
+        """mel [B, MELS, mel_context + W] -> of the frames from f0_lag + 1 before the window on, in Hz
+        [B, W + 1]"""
+        context = 2 * self.plan.f0_lag + 1
+        num = context + place.frames
+        return self.f0(mel[:, :, -num:], place.mask(1, context, num))
 
-    def _source(self, f0: Tensor, sines: Tensor, noise: Tensor) -> Tensor:
-        """-> [B, W * MEL_SAMPLES]"""
-        is_voiced = (f0 > self.config.voiced_hz)[:, :, None, None]
-        loudness = torch.where(is_voiced, self.config.sigma, self.config.alpha * UNVOICED)
-        waves = sines * is_voiced + loudness.to(sines.dtype) * noise.to(sines.dtype)
-        return self.mix(waves).tanh().flatten(1)
+    def source(self, f0: Tensor, place: Place, phase: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """f0 [B, W + 1] -> [B, W * MEL_SAMPLES] from the first frame's middle to the last one's, and phases
+        there [B, W + 1, H] in turns. The phase runs straight from middle to middle, and stands still before
+        the first one and behind the last. In fp64: it is a sum over the whole speech."""
+        config = self.config
+        harmonic = torch.arange(1, config.harmonics + 1, device=f0.device)
+        turns = f0[:, 1:, None].double() * harmonic / RATE_HZ % 1  # [B, W, H], a sample
+        phases = torch.cat((phase[:, None], phase[:, None] + turns.cumsum(1)), 1)
+        way = (torch.arange(MEL_SAMPLES, device=f0.device, dtype=torch.float64) + 0.5) / MEL_SAMPLES
+        is_before = place.at(1, self.plan.f0_lag, place.frames) == 0  # [B, W], the way to the first middle
+        way = torch.where(is_before[..., None], 1, way)[..., None]  # [B, W, MEL_SAMPLES, 1]
+        angle = MEL_SAMPLES * (phases[:, :-1, None] + way * turns[:, :, None]) % 1
+        sines = (2 * math.pi * angle).to(f0.dtype).sin().flatten(1, 2)  # [B, W * MEL_SAMPLES, H]
 
-    def filter(self, mel: Tensor, source: Tensor, place: Place) -> Tensor:
-        """mel [B, W, MELS], source [B, W * MEL_SAMPLES] -> samples [B, W * MEL_SAMPLES]."""
-        config, num, rate = self.config, mel.shape[1], 1
-        spectrum = self._spectrum(source, place)  # [B, bins, STFT frames]
-        x = self.stem(mel.mT * place.mask(num, 1))
-        for i, (up, down) in enumerate(zip(self.ups, self.downs, strict=True)):
-            x = up(F.leaky_relu(x, config.slope) * place.mask(x.shape[2], rate))
-            rate *= config.rates[i]
-            is_last = i == len(self.ups) - 1
-            if is_last:
-                x = self._with_reflection(x, place, rate)
-            mask = place.mask(x.shape[2], rate, extra=int(is_last))
-            x = x + self.source_blocks[i](down(spectrum), mask)
-            size = len(config.resblock_kernels)
-            x = (
-                torch.stack([block(x, mask) for block in self.blocks[size * i : size * (i + 1)]]).sum(0)
-                / size
-            )
-        magnitude, phase = self.tail(F.leaky_relu(x, LAST_SLOPE) * mask).chunk(2, 1)
+        is_voiced = (f0 > config.voiced_hz).to(f0.dtype).repeat_interleave(MEL_SAMPLES, 1)
+        is_voiced = is_voiced[:, HALF:-HALF, None]
+        loudness = config.alpha * UNVOICED + (config.sigma - config.alpha * UNVOICED) * is_voiced
+        noise = noise.flatten(1, 2)[:, HALF:-HALF].to(f0.dtype)
+        return self.mix(config.alpha * is_voiced * sines + loudness * noise).tanh()[..., 0], phases % 1
+
+    def filter(self, mel: Tensor, source: Tensor, place: Place, state: CodecState) -> Tensor:
+        """mel [B, MELS, mel_context + W], source [B, W * MEL_SAMPLES] -> samples [B, W * MEL_SAMPLES]."""
+        config, plan = self.config, self.plan
+        spectrum = self._spectrum(source, place, state)  # [B, bins, spectrum_context + W * STFT frames]
+        x = self._stem(mel, place)
+        for i, stage in enumerate(plan.stages):
+            x = self._up(i, F.leaky_relu(x, config.slope), place).add_(self._from_source(i, spectrum, place))
+            x = self.block_tails[i](x, state)  # [B, C, 2 reach + N]
+            mask = place.mask(stage.rate, stage.lag + 2 * stage.reach, x.shape[2], self._extra(i))
+            blocks = self.blocks[len(config.resblock_kernels) * i :]
+            parts = [
+                block(middle(x, place.frames * stage.rate + 2 * reach(size, config.resblock_dilations)), mask)
+                for block, size in zip(blocks, config.resblock_kernels, strict=False)
+            ]
+            x = parts[0]
+            for part in parts[1:]:
+                x = x.add_(part)
+            x = x.mul_(1 / len(parts))  # [B, C, N]
+            x = self.up_tails[i + 1](x, state) if i + 1 < len(plan.stages) else self.last_tail(x, state)
+        lag = plan.stages[-1].lag_out + self.last_tail.state_length
+        rate = plan.stages[-1].rate
+        mask = place.mask(rate, lag, x.shape[2], extra=1)
+        magnitude, phase = self.tail(masked(F.leaky_relu(x, LAST_SLOPE), mask)).chunk(2, 1)
+        mask = place.mask(rate, lag - KERNEL // 2, magnitude.shape[2], extra=1)
         return self._samples(magnitude.exp().clamp(max=MAX_MAGNITUDE), phase.sin(), mask)
 
-    def _with_reflection(self, x: Tensor, place: Place, rate: int) -> Tensor:
-        """x [B, C, N] -> [B, C, N + 1], a position later, and before the speech's first one stands its
-        second."""
-        at = place.first[:, None] * rate + torch.arange(x.shape[2] + 1, device=x.device)
-        return torch.where((at == 0)[:, None], F.pad(x[:, :, 1:], (0, 2)), F.pad(x, (1, 0)))
+    def _stem(self, mel: Tensor, place: Place) -> Tensor:
+        """-> [B, C, up_context + W], stem_lag behind the window."""
+        context = self.plan.stages[0].up_context + 2 * (KERNEL // 2)
+        lag = self.plan.stem_lag - KERNEL // 2 + context  # of the first frame that is read
+        num = context + place.frames
+        first = self.plan.mel_context - lag
+        return self.stem(masked(mel[:, :, first : first + num], place.mask(1, lag, num)))
 
-    def _spectrum(self, source: Tensor, place: Place) -> Tensor:
-        """Frames around every hop; the speech's ends are mirrored."""
+    def _extra(self, i: int) -> int:
+        """The positions of a stage that a speech has beyond a whole frame: one in the last, as many as STFT
+        frames."""
+        return int(i == len(self.ups) - 1)
+
+    def _up(self, i: int, x: Tensor, place: Place) -> Tensor:
+        """x [B, 2C, up_context + N] -> [B, C, N * stride] at the stage's lag."""
+        stage, kernel, stride = self.plan.stages[i], self.config.kernels[i], self.config.rates[i]
+        rate, lag = stage.rate // stride, stage.lag_in + stage.up_context
+        y = self.ups[i](masked(x, place.mask(rate, lag, x.shape[2])))
+        begins = stride * lag + (kernel - stride) // 2  # how far before the window y begins
+        num = place.frames * stage.rate
+        if not self._extra(i):
+            return y[:, :, begins - stage.lag :][:, :, :num].contiguous()
+        # before the speech's first position stands its second, and all are one position later
+        y = y[:, :, begins - stage.lag - 1 :][:, :, : num + 2]
+        is_first = place.at(stage.rate, stage.lag, num) == 0
+        return torch.where(is_first[:, None], y[:, :, 2:], y[:, :, :-2])
+
+    def _from_source(self, i: int, spectrum: Tensor, place: Place) -> Tensor:
+        """What the source gives to a stage [B, C, W * rate] at the stage's lag."""
+        plan, stage = self.plan, self.plan.stages[i]
+        lag, width = stage.lag + stage.source_reach, down_width(stage.stride)
+        first = plan.stft_lag + plan.spectrum_context - stage.stride * lag - stage.stride // 2
+        num = place.frames * stage.rate + 2 * stage.source_reach
+        stop = first + stage.stride * (num - 1) + width
+        x = self.downs[i](spectrum[:, :, first:stop])  # [B, C, num]
+        return self.source_blocks[i](x, place.mask(stage.rate, lag, num, self._extra(i)))
+
+    def _spectrum(self, source: Tensor, place: Place, state: CodecState) -> Tensor:
+        """Frames around every hop [B, bins, spectrum_context + W * STFT frames], stft_lag behind the window;
+        the speech's ends are mirrored."""
         config, edge = self.config, self.config.fft // 2
-        first, num = MEL_SAMPLES * place.first[:, None], source.shape[1]
-        at = first + torch.arange(-edge, num + edge, device=source.device)
-        last = MEL_SAMPLES * place.limit[:, None] - 1
-        at = torch.where(at > last, 2 * last - at, at.abs())
-        reached = source.gather(1, (at - first).clamp(0, num - 1)).unfold(
-            1, config.fft, config.hop
-        )  # [B, STFT frames, fft]
-        spectrum = ((reached * self.window) @ self.waves).mT
-        return spectrum * place.mask(spectrum.shape[2], MEL_SAMPLES // config.hop, extra=1)
+        source = self.source_tail(source[:, None], state)[:, 0]
+        held = self.plan.f0_lag * MEL_SAMPLES + HALF + config.fft  # samples before the window
+        lag = config.hop * self.plan.stft_lag + edge
+        rate = MEL_SAMPLES // config.hop
+        num = config.hop * (place.frames * rate - 1) + config.fft
+        is_inside = place.mask(MEL_SAMPLES, lag, num) is None
+        if is_inside:
+            reached = source[:, held - lag :][:, :num]
+        else:
+            at, last = place.at(MEL_SAMPLES, lag, num), MEL_SAMPLES * place.limit[:, None] - 1
+            at = torch.where(at > last, 2 * last - at, at.abs())
+            first = place.at(MEL_SAMPLES, held, 1)
+            reached = source.gather(1, (at - first).clamp(0, source.shape[1] - 1))
+        frames = reached.unfold(1, config.fft, config.hop)  # [B, STFT frames, fft]
+        spectrum = ((frames * self.window) @ self.waves).mT
+        mask = place.mask(rate, self.plan.stft_lag, spectrum.shape[2], extra=1)
+        return self.spectrum_tail(masked(spectrum, mask), state)
 
-    def _samples(self, magnitude: Tensor, phase: Tensor, mask: Tensor) -> Tensor:
+    def _samples(self, magnitude: Tensor, phase: Tensor, mask: Tensor | None) -> Tensor:
         """The inverse STFT: frames laid over one another, divided by what the windows add up to. [B, bins /
-        2, frames] twice -> [B, N]"""
+        2, 3 + M] twice -> [B, M * hop]"""
         bins = torch.cat((magnitude * phase.cos(), magnitude * phase.sin()), 1)
-        frames = (bins.mT @ self.synthesis) * (self.window * mask.mT)  # [B, frames, fft]
-        samples, weight = (
-            self._overlap(frames),
-            self._overlap((self.window.square() * mask.mT).expand_as(frames)),
-        )
-        limit = self.config.limit
-        return (samples / weight.clamp(min=1e-11)).clamp(-limit, limit)
+        frames = (bins.mT @ self.synthesis) * self.window  # [B, 3 + M, fft]
+        weight = self.window.square().expand_as(frames)
+        if mask is not None:
+            frames, weight = frames * mask.mT, weight * mask.mT
+        samples = self._overlap(frames) / self._overlap(weight).clamp(min=1e-11)
+        return samples.clamp(-self.config.limit, self.config.limit)
 
     def _overlap(self, frames: Tensor) -> Tensor:
-        """frames [B, M, 4 hop] -> their sum [B, (M - 1) hop], without the half frame at both ends."""
-        quarters = frames.unflatten(2, (4, -1)).unbind(2)  # 4 of [B, M, hop]
-        size = frames.shape[1] + 3
-        shifted = [F.pad(part, (0, 0, i, size - frames.shape[1] - i)) for i, part in enumerate(quarters)]
-        return torch.stack(shifted).sum(0)[:, 2:-2].flatten(1)
+        """frames [B, 3 + M, 4 hop] -> their sum [B, M * hop], from the fourth quarter of the first one on."""
+        num = frames.shape[1] - 3
+        quarters = frames.unflatten(2, (4, -1)).unbind(2)  # 4 of [B, 3 + M, hop]
+        return sum(part[:, 3 - i : 3 - i + num] for i, part in enumerate(quarters)).flatten(1)

@@ -114,7 +114,7 @@ def specify(config: Config, codec_config: CodecConfig) -> Spec:
     from zoo.contract import KV, Spec
     from zoo.fish_s2.clone import MAX_REFERENCES, REFERENCE_S
     from zoo.fish_s2.config import MAX_FRAMES, SAMPLE_RATE_HZ
-    from zoo.fish_s2.prompt import DEFAULT_VOICE, HINTS, OPTIONS
+    from zoo.fish_s2.prompt import DEFAULT_VOICE, HINTS, OPTIONS, PIECE_S, SPEAKER
     from zoo.fish_s2.s1 import LICENCE as S1_LICENCE
     from zoo.fish_s2.s1 import OPTIONS as S1_OPTIONS
     from zoo.fish_s2.s1 import S1_HINTS
@@ -140,6 +140,9 @@ def specify(config: Config, codec_config: CodecConfig) -> Spec:
         hints=S1_HINTS if config.is_s1 else HINTS,
         name="OpenAudio S1-mini" if config.is_s1 else "Fish Audio S2 Pro",
         licence=S1_LICENCE if config.is_s1 else LICENCE,
+        piece_s=PIECE_S,
+        keeps_voice=True,
+        unsplit=SPEAKER.pattern,  # a text of several speakers is spoken turn by turn
     )
 
 

@@ -56,9 +56,14 @@ class DualARBlock(nn.Module):
     def project_qkv(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., D], table [..., 2, dim / 2] of its positions -> turned queries [..., H, dim] and keys, and
         values, [..., Hkv, dim]."""
+        q, k, v = self.project_plain_qkv(x)
+        return rotate_pairs(self.q_norm(q), table), rotate_pairs(self.k_norm(k), table), v
+
+    def project_plain_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project_qkv`, before the norms of heads, and not turned."""
         parts = self.qkv(self.norm(x)).split(self.parts, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        return rotate_pairs(self.q_norm(q), table), rotate_pairs(self.k_norm(k), table), v
+        return q, k, v
 
     def project_output(self, x: Tensor, mixed: Tensor) -> Tensor:
         """x [..., D] and what its heads made of it [..., H * dim] -> the block's output [..., D]."""

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from zoo.fish_s2.block import DualARBlock
 from zoo.fish_s2.config import Config
+from zoo.nn.frame_attention import attend_and_grow
 from zoo.nn.norm import RMSNorm
 
 
@@ -55,6 +56,18 @@ class FastBlock(DualARBlock):
         mixed = rearrange(weights @ v, "b h (g l) d -> b l (h g d)", l=length)  # [B, L, H * dim]
         return self.project_output(x, mixed.to(x.dtype)), k, v
 
+    @torch.compiler.nested_compile_region
+    def on_gpu(
+        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same with one launch between its matrices: x [B, L, D] from position [1] on, cos and sin [K, dim], the
+        cache [B, 2, Hkv, K, dim] fp32 -> x, and the cache with these positions in it."""
+        q, k, v = self.project_plain_qkv(x)
+        mixed, cache = attend_and_grow(
+            q, k, v, cos, sin, self.head_dim**-0.5, position, cache, is_paired=True, is_rounded=True
+        )
+        return self.project_output(x, mixed.flatten(2)), cache
+
 
 class FastAR(nn.Module):
     rope: Tensor  # [K, 2, dim / 2]
@@ -71,19 +84,44 @@ class FastAR(nn.Module):
     def forward(self, hidden: Tensor, first: Tensor, pick: Callable[[Tensor, int], Tensor]) -> Tensor:
         """hidden [B, D], first [B] code 0 -> the frame's codes [B, K]. pick(logits [B, V] fp32, k) -> [B]
         chooses code k."""
+        stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
+        codes = [first]
+        x = torch.stack((hidden, self.embedding(first)), 1)  # [B, 2, D]
+        for k in range(1, self.codebooks):
+            here = slice(0, 2) if k == 1 else slice(k, k + 1)
+            x = stack(x, here)
+            code = pick(self.head(self.norm(x[:, -1])).float(), k)
+            codes.append(code)
+            x = self.embedding(code)[:, None]  # [B, 1, D]
+        return torch.stack(codes, 1)
+
+    def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
+        """All layers over an empty cache, for as many frames as hidden has rows: x [B, L, D] and its positions -> x."""
         c = self.config
         empty = torch.zeros(
             hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device
         )
         cache = [(empty, empty)] * c.layers
-        codes = [first]
-        x = torch.stack((hidden, self.embedding(first)), 1)  # [B, 2, D]
-        for k in range(1, self.codebooks):
-            here = slice(0, 2) if k == 1 else slice(k, k + 1)
+
+        def stack(x: Tensor, here: slice) -> Tensor:
             for i, layer in enumerate(self.layers):
                 x, *grown = layer(x, self.rope[here], self.seen[here], *cache[i])
                 cache[i] = tuple(grown)
-            code = pick(self.head(self.norm(x[:, -1])).float(), k)
-            codes.append(code)
-            x = self.embedding(code)[:, None]  # [B, 1, D]
-        return torch.stack(codes, 1)
+            return x
+
+        return stack
+
+    def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
+        """The same."""
+        c = self.config
+        cos, sin = self.rope.repeat_interleave(2, -1).transpose(0, 1).contiguous()  # [K, dim] each
+        shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
+        cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
+        positions = torch.arange(self.codebooks, device=hidden.device)
+
+        def stack(x: Tensor, here: slice) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x, cache[i] = layer.on_gpu(x, cos, sin, positions[here][:1], cache[i])  # type: ignore[operator]
+            return x
+
+        return stack

@@ -11,14 +11,14 @@ Source: facts of fish-speech 0.1.0, models/text2semantic/llama.py; see README.md
 from __future__ import annotations
 
 from collections.abc import Generator
-from math import sqrt
+from math import ceil, sqrt
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.contract import Batch, Family, Prompt, Request, Spec, State, View, frame_cap
+from zoo.contract import Batch, Family, Prompt, Request, Said, Spec, State, View, frame_cap
 from zoo.fish_s2.block import DualARBlock, rope_table
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import Config
@@ -31,9 +31,11 @@ from zoo.nn.keys import prefix_key
 from zoo.nn.norm import RMSNorm
 from zoo.nn.sampling import gumbel
 from zoo.request import check
+from zoo.text import most_s
 
 AnyWriter = TypeVar("AnyWriter", bound=Writer)
-DEFAULT_FRAMES = 1024  # where the request sets no cap: that of the original's server
+# Where the request sets no cap: that of the original's server, or less where the text is short, since the model may find no end
+DEFAULT_FRAMES = 1024
 
 
 class SlowBlock(DualARBlock):
@@ -130,14 +132,16 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
     # host, off the loop
 
     @torch.inference_mode()
-    def _pass(self, request: Request, values: dict[str, Any], read: Tensor, seed: int) -> Prompt:
-        """read [T, 1 + K]: the columns so far."""
+    def _pass(self, request: Request, values: dict[str, Any], text: str, read: Tensor, seed: int) -> Prompt:
+        """text: what is spoken. read [T, 1 + K]: the columns so far."""
         sampling = {name: values[name] for name in self.sampled}
+        expected = min(DEFAULT_FRAMES, ceil(most_s(text) * self.spec.frame_rate_hz))
         return Prompt(
             inputs=self.lm.read(read.to(self.device)),
             prefix_keys=column_keys(read, self.config),
-            max_frames=frame_cap(self.spec, request, len(read), DEFAULT_FRAMES),
+            max_frames=frame_cap(self.spec, request, len(read), expected),
             slot={"seed": seed, **sampling},
+            usage={"input_tokens": len(self.writer.tokenize(text)), "prompt_positions": len(read)},
         )
 
     # at the door
@@ -185,11 +189,19 @@ class FishS2(FishFamily[PromptWriter]):
             messages = self._latest(request, len(system), messages)
             read = torch.cat((system, *messages))
             seed = prefix_key(request.seed, i) if i else request.seed
-            prompt = self._pass(request, values, read, seed)
-            prompt.usage = {"input_tokens": len(self.writer.tokenize(text)), "prompt_positions": len(read)}
+            prompt = self._pass(request, values, text, read, seed)
             prompt.is_final = i == len(texts) - 1
             frames = yield prompt
             messages.append(self.writer.said(frames))
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        """After what was said first, as the original goes on with a text in turns; what was said between is
+        left out, so that no piece costs more than another."""
+        writer, values = self.writer, check(request, self.spec)
+        messages = writer.user(said.text), writer.said(said.frames), writer.user(request.text)
+        read = torch.cat((writer.system(()), *messages))
+        prompt = self._pass(request, values, request.text, read, request.seed)
+        return prompt
 
     def _latest(self, request: Request, num_before: int, messages: list[Tensor]) -> list[Tensor]:
         """The latest of the messages, a user's always first: as many as leave room for the frames behind

@@ -40,6 +40,7 @@ WITH_REFERENCE = f"{TASK} reference to the following:\n\nText:\n"
 SPEAKER = re.compile(r"<\|speaker:\d+\|>")
 _TURN = re.compile(rf"(?={SPEAKER.pattern})")
 MAX_TURNS = 5  # of a pass
+PIECE_S = 30.0  # without speaker tags; a pass holds 47 s by default, as in the original's server
 DEFAULT_VOICE = "default"  # a voice by chance; OpenAI's clients must name one
 # What the original's HTTP server gives to requests; the checkpoint names no defaults.
 TEMPERATURE, TOP_K, TOP_P, CHUNK_BYTES = 0.8, 30, 0.8, 200

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.contract import Batch, Prompt, Request
+from zoo.contract import Batch, Prompt, Request, Said
 from zoo.fish_s2 import tiktoken
 from zoo.fish_s2.clone import Cloner
 from zoo.fish_s2.config import S1, Config, StackConfig
@@ -39,9 +39,7 @@ from zoo.nn.tensor_files import TensorFile, open_file
 from zoo.request import Reference, RequestError, check, sampling_options
 
 LM_FILE, SPECIAL_FILE = "model.pth", "special_tokens.json"
-LICENCE = (
-    "CC-BY-NC-SA-4.0: non-commercial use alone, with attribution, and what is made of it under the same licence"
-)
+LICENCE = "CC-BY-NC-SA-4.0: non-commercial use alone, with attribution, and what is made of it under the same licence"
 NUM_RESIDUAL_CODES = 1024  # of the fast head's rows
 PENALTY_WINDOW = 16  # frames
 OPTIONS = sampling_options(temperature=0.8, top_k=0, top_p=0.8, repetition_penalty=1.1)
@@ -125,9 +123,11 @@ class LineWriter(Writer):
         special = self.tokenize.special
         self._speaker = [special[SPEAKER]] if SPEAKER in special else self.tokenize(SPEAKER)
 
-    def __call__(self, text: str, references: Sequence[Reference]) -> Tensor:
-        """Raises RequestError for what is no reference."""
+    def __call__(self, text: str, references: Sequence[Reference], before: Said | None = None) -> Tensor:
+        """before: what stands in for a reference. Raises RequestError for what is no reference."""
         said = [part for reference in references for part in self._line(reference)]
+        if before is not None:
+            said += self._said(before.text, before.frames)
         now = self._text(self._speaker, self.tokenize(text))
         return torch.cat((self._text([self.tokenize.special[INTERLEAVE]]), *said, now))
 
@@ -135,8 +135,12 @@ class LineWriter(Writer):
         if reference.speaker is not None:
             known = "OpenAudio S1-mini knows one, unnamed"
             raise RequestError("speaker", f"speaker is {reference.speaker!r}; {known}")
-        words = self._text(self._speaker, self.tokenize(reference.transcript or ""))
-        return words, self.frames(self.cloner(reference.clip)), self._text([self.config.end])
+        return self._said(reference.transcript or "", self.cloner(reference.clip))
+
+    def _said(self, text: str, codes: Tensor) -> tuple[Tensor, ...]:
+        """codes [F, K]"""
+        words = self._text(self._speaker, self.tokenize(text))
+        return words, self.frames(codes), self._text([self.config.end])
 
 
 # --- the model ---
@@ -158,12 +162,15 @@ class OpenAudioS1(FishFamily[LineWriter]):
     sampled = ("temperature", "top_k", "top_p", "repetition_penalty")
 
     def prompt(self, request: Request) -> Prompt:
+        return self._prompt(request)
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self._prompt(request, said)
+
+    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
-        read = self.writer(request.text, request.references)
-        prompt = self._pass(request, values, read, request.seed)
-        tokens = len(self.writer.tokenize(request.text))
-        prompt.usage = {"input_tokens": tokens, "prompt_positions": len(read)}
-        return prompt
+        read = self.writer(request.text, request.references, said)
+        return self._pass(request, values, request.text, read, request.seed)
 
     def state(self, slots: int, max_frames: int | None = None) -> FishState:
         return S1State(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))

@@ -75,7 +75,7 @@ def describe(directory: Path):
     from zoo.contract import KV, Spec
     from zoo.higgs_v3.clone import REFERENCE_S
     from zoo.higgs_v3.config import MAX_ROWS, SAMPLE_RATE_HZ, Config
-    from zoo.higgs_v3.prompt import HINTS, OPTIONS, VOICE
+    from zoo.higgs_v3.prompt import HINTS, LEAD, OPTIONS, PIECE_S, VOICE
     from zoo.higgs_v3.strategy import WINDOW
     from zoo.nn.json_files import read_json
 
@@ -98,6 +98,9 @@ def describe(directory: Path):
         options=OPTIONS,
         hints=HINTS,
         name="Higgs Audio V3",
+        piece_s=PIECE_S,
+        keeps_voice=True,
+        lead=LEAD,
     )
     return config, spec
 

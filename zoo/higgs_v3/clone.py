@@ -49,6 +49,9 @@ class Cloner:
     def _encode(self, clip: AudioClip) -> EncodedReference:
         samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, REFERENCE_S), device=self.device)[None]  # [1, N]
         samples = F.pad(samples, (0, max(0, MIN_SAMPLES - samples.shape[1])))
-        codes = self.codec.encode(samples)[0]  # [F, K]
+        return self.rows(self.codec.encode(samples)[0])
+
+    def rows(self, codes: Tensor) -> EncodedReference:
+        """codes [F, K], wherever they are."""
         rows = stagger(codes, self.config.begin, self.config.end)
-        return EncodedReference(rows, tuple(prefix_key(*row) for row in rows.tolist()))
+        return EncodedReference(rows.to(self.device), tuple(prefix_key(*row) for row in rows.tolist()))

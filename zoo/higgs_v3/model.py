@@ -12,7 +12,7 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from zoo.contract import Batch, Family, Prompt, Request, Spec, View, frame_cap
+from zoo.contract import Batch, Family, Prompt, Request, Said, Spec, View, frame_cap
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import Config, StackConfig
 from zoo.higgs_v3.delay import DelayState
@@ -106,10 +106,16 @@ class HiggsV3(Family[HiggsState]):
 
     # host, off the loop
 
-    @torch.inference_mode()
     def prompt(self, request: Request) -> Prompt:
+        return self._prompt(request)
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self._prompt(request, said)
+
+    @torch.inference_mode()
+    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
-        script = self.writer(request, values)
+        script = self.writer(request, values, said)
         ids = torch.tensor(script.ids, device=self.device)  # [T]
         inputs = self.backbone.text(ids.clamp(min=0))  # [T, D]
         if script.reference is not None:

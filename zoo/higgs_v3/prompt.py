@@ -22,6 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from zoo.contract import Said
 from zoo.higgs_v3.clone import Cloner, EncodedReference
 from zoo.higgs_v3.config import Config
 from zoo.higgs_v3.vocabulary import CONTROL_TAGS
@@ -31,6 +32,9 @@ from zoo.request import Option, Request, RequestError, sampling_options
 ROW = -1  # stands for a row of the reference
 STRUCTURE = ("<|tts|>", "<|ref_text|>", "<|ref_audio|>", "<|text|>", "<|audio|>")
 _TAG = re.compile("(" + "|".join(re.escape(tag) for tag in CONTROL_TAGS) + ")")
+# 300 to 500 characters are what its users give it at a time; a pass holds 80 s
+PIECE_S = 30.0
+LEAD = r"(?:\s*<\|(?:emotion|style|prosody):[^|<>]*\|>)+"  # what stands first holds for the whole text
 VOICE = "default"  # a voice by chance; OpenAI's clients must name one
 # What sglang-omni 0.1.9 gives to speech requests; the checkpoint names no defaults.
 TEMPERATURE, TOP_K, TOP_P = 0.8, 30, 0.8
@@ -96,8 +100,9 @@ class PromptWriter:
                 f"{directory / 'tokenizer.json'} has ids up to {most}, but the model has {config.text_vocab} text rows"
             )
 
-    def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
-        """values: of the model's options, as `zoo.request.check` gives them."""
+    def __call__(self, request: Request, values: Mapping[str, Any], said: Said | None = None) -> Script:
+        """values: of the model's options, as `zoo.request.check` gives them. said: what stands in for a
+        reference."""
         text = self._tokens("text", request.text)
         if not text:
             raise RequestError("text", "text is empty")
@@ -107,6 +112,9 @@ class PromptWriter:
             if not values["x_vector_only_mode"]:
                 transcript = self._tokens("transcript", given.transcript or "")
             reference = self.cloner(given.clip)
+        elif said is not None:
+            transcript = self._tokens("text", _TAG.sub("", said.text))
+            reference = self.cloner.rows(said.frames)
 
         special = self.tokenize.special
         ids, keys = [special["<|tts|>"]], []

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
+from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SOURCE = Path(__file__).with_suffix(".cpp")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 _library: CDLL | None = None
 _plain = ContextVar("plain", default=False)
+
+
+def key() -> str:
+    """Names what `build` builds."""
+    return blake2b(SOURCE.read_bytes(), digest_size=8).hexdigest()
 
 
 def build() -> None:
@@ -35,7 +42,7 @@ def build() -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
+        library = CppCodeCache.load(SOURCE.read_text())
     except InvalidCxxCompiler:
         raise ValueError(
             "compiling for a CPU needs a C++ compiler, and there is none: install g++, or serve with --no-compile"

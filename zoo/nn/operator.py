@@ -1,6 +1,7 @@
 """Operators of our own, `torch.ops.zoo.NAME`: a compiler calls them and does not look into them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,15 @@ def like_first(first: Tensor, *others: object) -> Tensor:
 
 
 def operator(
-    name: str, gives: Callable[..., Tensor] = like_first
-) -> Callable[[Callable[..., Tensor]], CustomOpDef]:
+    name: str, gives: Callable[..., Any] = like_first
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Makes a function that changes none of its arguments an operator.
 
-    gives: its arguments -> an empty tensor of its result's shape and dtype, which is all that a compiler
-    asks.
+    gives: its arguments -> an empty tensor of its result's shape and dtype, or several, which is all that a
+    compiler asks.
     """
 
-    def register(function: Callable[..., Tensor]) -> CustomOpDef:
+    def register(function: Callable[..., Any]) -> CustomOpDef:
         made = torch.library.custom_op(f"zoo::{name}", function, mutates_args=())
         made.register_fake(gives)
         return made

@@ -51,7 +51,12 @@ def _edge(x: tl.tensor, top_k: tl.tensor, top_p: tl.tensor):
 
 @triton.jit
 def _keep_likely(
-    logits: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, out: tl.tensor, width: tl.tensor, WIDTH: tl.constexpr
+    logits: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    WIDTH: tl.constexpr,
 ):
     b, i = tl.program_id(0), tl.arange(0, WIDTH)
     x = tl.load(logits + b * width + i, mask=i < width, other=float("-inf"))
@@ -70,15 +75,18 @@ def _draw(
     out: tl.tensor,
     width: tl.tensor,
     logits_stride: tl.tensor,
+    temperature_stride: tl.tensor,
+    top_k_stride: tl.tensor,
+    top_p_stride: tl.tensor,
     noise_stride: tl.tensor,
     WIDTH: tl.constexpr,
 ):
     b, i = tl.program_id(0), tl.arange(0, WIDTH)
     x = tl.load(logits + b * logits_stride + i, mask=i < width, other=float("-inf"))
-    heat = tl.load(temperature + b)
+    heat = tl.load(temperature + b * temperature_stride)
     scaled = tl.div_rn(x, tl.where(heat > 0, heat, 1.0))
-    k = tl.load(top_k + b)
-    edge = _edge(scaled, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b))
+    k = tl.load(top_k + b * top_k_stride)
+    edge = _edge(scaled, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b * top_p_stride))
     kept = tl.where(scaled < edge, float("-inf"), scaled)
     noisy = kept + tl.load(noise + b * noise_stride + i, mask=i < width, other=0.0)
     tl.store(out + b, tl.argmax(tl.where(heat > 0, noisy, x), 0).to(tl.int64))
@@ -132,8 +140,8 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
     """logits and noise [B, V] float32 -> [B] int64; `sampling.draw`."""
     assert logits.stride(1) == noise.stride(1) == 1, f"{logits.stride()}, {noise.stride()}"
     out, (num_rows, width) = torch.empty_like(logits[:, 0], dtype=torch.int64), logits.shape
-    settings = (setting.contiguous() for setting in (temperature, top_k, top_p))
-    strides = logits.stride(0), noise.stride(0)
+    settings = temperature, top_k, top_p  # columns of a table, maybe
+    strides = (rows.stride(0) for rows in (logits, *settings, noise))
     _draw[(num_rows,)](logits, *settings, noise, out, width, *strides, **_sizes(width))
     return out
 

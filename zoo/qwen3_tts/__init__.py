@@ -83,7 +83,7 @@ def describe(directory: Path):
     from zoo.qwen3_tts.codec import DecoderConfig
     from zoo.qwen3_tts.config import Config, Defaults
     from zoo.qwen3_tts.encoder import CODEC_FILE, EncoderConfig
-    from zoo.qwen3_tts.prompt import SIZES, hints, options
+    from zoo.qwen3_tts.prompt import PIECE_S, SIZES, hints, options
     from zoo.qwen3_tts.strategy import WINDOW
 
     config = Config.read(read_json(directory / "config.json"))
@@ -92,6 +92,7 @@ def describe(directory: Path):
     decoder, encoder = DecoderConfig.from_json(codec), EncoderConfig.from_json(codec)
     config.check_codes(decoder.codebooks, decoder.codebook_size, f"{CODEC_FILE}: decoder_config")
     config.check_codes(encoder.used, encoder.codebook_size, f"{CODEC_FILE}: encoder_config")
+    longest_s = defaults.max_new_tokens * decoder.frame_samples / decoder.rate_hz
     spec = Spec(
         family=NAME,
         variant=config.variant,
@@ -112,6 +113,8 @@ def describe(directory: Path):
         hints=hints(config),
         name=f"Qwen3-TTS {SIZES.get(config.size, config.size)} {config.variant}",
         feeds=True,
+        # a voice that is made from instructions is another one in the next pass, and nothing clones it
+        piece_s=None if config.variant == "voice_design" else min(PIECE_S, max(1.0, longest_s / 3)),
     )
     return config, defaults, (decoder, encoder), spec
 

@@ -30,8 +30,13 @@ class Qwen3Block(nn.Module):
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., D] -> normed queries [..., H, dim] and keys [..., Hkv, dim], and values [..., Hkv, dim]."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
+        q, k, v = self.project_plain_qkv(x)
         return self.q_norm(q), self.k_norm(k), v
+
+    def project_plain_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project_qkv`, before the norms of heads."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
+        return q, k, v
 
     def project_output(self, x: Tensor, mixed: Tensor) -> Tensor:
         """x [..., D] and what its heads made of it [..., H * dim] -> the block's output [..., D]."""

@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.nn.frame_attention import attend_and_grow
 from zoo.nn.linear import Tables
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
@@ -57,6 +58,17 @@ class DepthBlock(Qwen3Block):
         mixed = rearrange(weights @ v, "b h (g l) d -> b l (h g d)", l=length).to(x.dtype)  # [B, L, H * dim]
         return self.project_output(x, mixed), k, v
 
+    @torch.compiler.nested_compile_region
+    def on_gpu(
+        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same with one launch between its matrices: x [B, L, D] from position [1] on, cos and sin [K, dim], the
+        cache [B, 2, Hkv, K, dim] fp32 -> x, and the cache with these positions in it."""
+        q, k, v = self.project_plain_qkv(x)
+        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        mixed, cache = attend_and_grow(q, k, v, cos, sin, self.head_dim**-0.5, position, cache, norms=norms)
+        return self.project_output(x, mixed.flatten(2)), cache
+
 
 class CodePredictor(nn.Module):
     def __init__(self, config: Config):
@@ -81,27 +93,55 @@ class CodePredictor(nn.Module):
 
         pick(logits=, noise=) [B, V] fp32 -> [B] chooses each code; noise [B, K - 1, V].
         """
-        c = self.config
-        cos, sin = rope_table(
-            torch.arange(self.codebooks, device=hidden.device), c.head_dim, c.rope_theta, torch.float32
-        )
-        # [K, K]
-        seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()
-        empty = torch.zeros(
-            hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device
-        )
-        cache = [(empty, empty)] * c.layers
+        stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
         codes = [first]
         x = torch.stack((hidden, first_row), 1)  # [B, 2, D]
         for step in range(self.codebooks - 1):
             here = slice(0, 2) if step == 0 else slice(step + 1, step + 2)
             x = self.project(x)
-            for i, layer in enumerate(self.layers):
-                x, *grown = layer(x, cos[here], sin[here], seen[here], *cache[i])
-                cache[i] = tuple(grown)
+            x = stack(x, here)
             logits = self.heads[step](self.norm(x[:, -1])).float()  # [B, V]
             code = pick(logits=logits, noise=noise[:, step])
             codes.append(code)
             if step + 2 < self.codebooks:
                 x = F.embedding(code, self.embeddings.table(step))[:, None]  # [B, 1, D]
         return torch.stack(codes, 1)
+
+    def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """-> cos, sin [K, dim]"""
+        positions = torch.arange(self.codebooks, device=device)
+        return rope_table(positions, self.config.head_dim, self.config.rope_theta, torch.float32)
+
+    def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
+        """All layers over an empty cache, for as many frames as hidden has rows: x [B, L, D] and its positions -> x."""
+        c = self.config
+        cos, sin = self._rope(hidden.device)
+        # [K, K]
+        seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()
+        empty = torch.zeros(
+            hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device
+        )
+        cache = [(empty, empty)] * c.layers
+
+        def stack(x: Tensor, here: slice) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x, *grown = layer(x, cos[here], sin[here], seen[here], *cache[i])
+                cache[i] = tuple(grown)
+            return x
+
+        return stack
+
+    def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
+        """The same."""
+        c = self.config
+        cos, sin = self._rope(hidden.device)
+        shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
+        cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
+        positions = torch.arange(self.codebooks, device=hidden.device)
+
+        def stack(x: Tensor, here: slice) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x, cache[i] = layer.on_gpu(x, cos, sin, positions[here][:1], cache[i])  # type: ignore[operator]
+            return x
+
+        return stack

@@ -41,6 +41,7 @@ _SPLIT = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MAX_TEXT_TOKENS = 8192
+PIECE_S = 45.0  # a longer text drifts, speeds up or loses its end: as its users report from a minute on
 SIZES = {"0b6": "0.6B", "1b7": "1.7B"}
 
 

@@ -90,7 +90,7 @@ def describe(directory: Path, dtype=None):
     from zoo.voxcpm2.clone import reference_s
     from zoo.voxcpm2.config import Config
     from zoo.voxcpm2.model import MAX_PATCHES
-    from zoo.voxcpm2.prompt import HINTS, OPTIONS, VOICE
+    from zoo.voxcpm2.prompt import HINTS, OPTIONS, PIECE_S, VOICE
     from zoo.voxcpm2.strategy import WINDOW
 
     config = Config.read(read_json(directory / "config.json"))
@@ -115,6 +115,8 @@ def describe(directory: Path, dtype=None):
         options=OPTIONS,
         hints=HINTS,
         name=config.name,
+        piece_s=PIECE_S,
+        keeps_voice=True,
     )
     return config, spec
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from zoo.contract import Batch
 from zoo.nn.attention import Paged, attend
+from zoo.nn.frame_attention import attend_within
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rotate
@@ -76,6 +77,9 @@ class LocalBlock(Block):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [..., L, D], cos and sin [L, 1, dim]"""
         q, k, v = (part.flatten(0, -4) for part in self.project_qkv(x))  # [B, L, H or Hkv, dim]
+        if x.device.type == "cuda":
+            mixed = attend_within(q, k, v, cos[:, 0], sin[:, 0], self.head_dim**-0.5)
+            return self.project_output(x, mixed.flatten(2).unflatten(0, x.shape[:-2]))
         q, k = rope(q, cos, sin), rope(k, cos, sin)
         q = q.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, L, dim]
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, dim]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -69,7 +70,18 @@ class Cloner:
         missing = -len(samples) % (self.config.patch * self.config.vae.hop_samples)
         samples = np.pad(samples, (missing, 0) if continues else (0, missing))
         latents = self.vae.encoder(torch.tensor(samples, device=self.device)[None])  # [1, D, F]
-        heard = latents.to(self.dtype)
-        patches = heard[0].T.unflatten(0, (-1, self.config.patch)).contiguous()  # [R, P, D]
-        codec_state = self.vae.decoder.prime(heard.to(latents.dtype))[0] if continues else None
+        patches = latents[0].to(self.dtype).T.unflatten(0, (-1, self.config.patch)).contiguous()  # [R, P, D]
+        return self._heard(name, patches, continues)
+
+    @torch.inference_mode()
+    def spoken(self, frames: Tensor, continues: bool) -> EncodedReference:
+        """Of patches that the model made [R, P, D]."""
+        name = blake2b(frames.float().numpy().tobytes(), digest_size=16).digest() + bytes([continues])
+        return self._heard(name, frames.to(self.device, self.dtype), continues)
+
+    def _heard(self, name: bytes, patches: Tensor, continues: bool) -> EncodedReference:
+        codec_state = None
+        if continues:
+            latents = patches.flatten(0, 1).T[None].to(next(self.vae.parameters()).dtype)  # [1, D, F]
+            codec_state = self.vae.decoder.prime(latents)[0]
         return EncodedReference(name, patches, self.rows(patches), codec_state)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.contract import Batch, Family, Prompt, Request, Spec, State, View, frame_cap
+from zoo.contract import Batch, Family, Prompt, Request, Said, Spec, State, View, frame_cap
 from zoo.nn.keys import prefix_key
 from zoo.nn.sampling import normal
 from zoo.request import check
@@ -120,10 +120,16 @@ class VoxCPM2(Family[VoxState]):
 
     # host, off the loop
 
-    @torch.inference_mode()
     def prompt(self, request: Request) -> Prompt:
+        return self._prompt(request)
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        return self._prompt(request, said)
+
+    @torch.inference_mode()
+    def _prompt(self, request: Request, said: Said | None = None) -> Prompt:
         values = check(request, self.spec)
-        script = self.writer(request, values)
+        script = self.writer(request, values, said)
         ids = torch.tensor(script.ids, device=self.device)  # [T]
         is_audio = ids == AUDIO
         rows = self.net.embedding(ids.clamp(min=0))  # [T, H]

@@ -24,6 +24,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from zoo.contract import Said
 from zoo.nn.json_files import read_json
 from zoo.request import BLANK, Option, Reference, Request, RequestError
 from zoo.voxcpm2.clone import Cloner, EncodedReference
@@ -37,6 +38,7 @@ AUDIO_START, REFERENCE_START, REFERENCE_END = (
 )  # by number: the published files disagree about the last two's spelling
 AUDIO = -1  # in a script: the next patch of its reference
 VOICE = "default"  # a voice of its own choice; OpenAI's clients must name one
+PIECE_S = 60.0  # its makers advise less than two minutes a call, and its users hear a drift before
 MIN_STEPS = 2  # one step would return the noise
 GUIDANCE = 2.0
 HINTS = {
@@ -121,14 +123,21 @@ class PromptWriter:
             rows = f"the model has {config.vocab} text rows"
             raise ValueError(f"{directory / 'tokenizer.json'} has ids up to {max_id}, but {rows}")
 
-    def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
-        """values: of the model's options, as `zoo.request.check` gives them."""
+    def __call__(self, request: Request, values: Mapping[str, Any], voice: Said | None = None) -> Script:
+        """values: of the model's options, as `zoo.request.check` gives them. voice: what stands in for a
+        reference: its sound alone, where the model was made for that, as a description may be said again
+        then."""
         voices, continued = self._roles(request, values)
+        goes_on = voice is not None and self.config.is_first_generation
         said = self._description(request, bool(continued)) + _one_line(request.text)
         transcript = "".join(reference.transcript or "" for reference in continued)
+        if voice is not None and goes_on:
+            transcript = _one_line(voice.text) + " "
         text = [*self.tokenize(transcript + said), AUDIO_START]
         before = [self.cloner(reference.clip, continues=False) for reference in voices]
         after = [self.cloner(reference.clip, continues=True) for reference in continued]
+        if voice is not None:
+            (after if goes_on else before).append(self.cloner.spoken(voice.frames, goes_on))
         ids: list[int] = []
         for reference in before:
             ids += [REFERENCE_START, *[AUDIO] * len(reference.patches), REFERENCE_END]

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -30,31 +31,43 @@ INFO = protocol.ModelInfo("m", "toy", "v", 24000, 12.5, 60.0, ["a"], ["english"]
 
 
 class ScriptedEngine:
-    """The engine's thread-safe half. `speak` waits for `prompt_built`; the test delivers by hand."""
+    """The engine's thread-safe half. `prepare` waits for `prompt_built`; the test delivers by hand."""
 
     def __init__(self):
         self.deliver = {}
         self.requests, self.models, self.pinned = {}, {}, {}
-        self.cancelled = []
+        self.cancelled, self.frames_heard = [], {}
         self.prompt_built = threading.Event()
         self.prompt_built.set()
         self.references_built = threading.Event()
         self.references_built.set()
 
-    def speak(self, request_id, request, deliver, model, is_pinned):
+    def accept(self, request_id, deliver, model, is_pinned, text_bytes, reference_bytes, is_metered, is_flex):
+        if model == "full":
+            raise Full("256 requests are waiting already", retry_after_s=2.5)
+
+        def turn(event):
+            deliver(event)
+            self.after_turn()
+
+        return SimpleNamespace(id=request_id, deliver=turn, model=model, is_pinned=is_pinned)
+
+    def prepare(self, place, make):
+        request = make()
         self.prompt_built.wait(5)
         if request.references:
             self.references_built.wait(5)
         if request.text == "bad":
             raise RequestError("voice", "voice 'x' is not in this checkpoint; it has: a")
-        if request.text == "full":
-            raise Full("256 requests are waiting already", retry_after_s=2.5)
         if request.text == "broken":
             raise KeyError("a mistake of ours")
-        self.requests[request_id] = request
-        self.models[request_id] = model
-        self.pinned[request_id] = is_pinned
-        self.deliver[request_id] = deliver
+        self.requests[place.id] = request
+        self.models[place.id] = place.model
+        self.pinned[place.id] = place.is_pinned
+        self.deliver[place.id] = place.deliver
+
+    def heard(self, request_id, frames):
+        self.frames_heard[request_id] = self.frames_heard.get(request_id, 0) + frames
 
     def cancel(self, request_id):
         self.cancelled.append(request_id)
@@ -99,7 +112,7 @@ def bridge(tmp_path):
     yield bridge
     until(lambda: not bridge.clients)
     bridge.pool.shutdown()
-    bridge.reference_pool.shutdown()
+    bridge.slow_pool.shutdown()
     bridge.loop.call_soon_threadsafe(bridge.loop.stop)
 
 
@@ -178,21 +191,31 @@ def test_references_and_options(bridge, engine, peer):
     assert heard.samples.flags.writeable  # or torch warns
 
 
-def test_a_text_does_not_wait_for_recordings_and_they_are_bounded(bridge, engine, peer):
-    peer.next(), peer.next()
+def test_a_text_does_not_wait_for_recordings(bridge, engine, peer):
     engine.references_built.clear()
     clip = protocol.AudioClip(bytes(40), 16000)
-    for i in range(engine_process.MAX_REFERENCE_PROMPTS + 1):
+    for i in range(40):
         peer.send(protocol.Speak(f"r{i}", "m", {"text": "Hello."}, [protocol.Reference(clip)]))
-    full = peer.next()
-    assert (full.id, full.status, full.code, full.retry_after_s) == ("r16", 503, "engine_full", 1)
     peer.send(protocol.Speak("s", "m", {"text": "Hello."}))
     until(lambda: "s" in engine.deliver)
     assert list(engine.deliver) == ["s"]
     engine.references_built.set()
-    until(lambda: len(engine.deliver) == engine_process.MAX_REFERENCE_PROMPTS + 1)
-    peer.send(protocol.Speak("again", "m", {"text": "Hello."}, [protocol.Reference(clip)]))
-    until(lambda: "again" in engine.deliver)
+    until(lambda: len(engine.deliver) == 41)
+
+
+def test_nothing_is_kept_or_made_for_who_has_left_before_its_turn(bridge, engine, peer):
+    engine.references_built.clear()
+    clip = protocol.AudioClip(bytes(40), 16000)
+    for i in range(40):
+        peer.send(protocol.Speak(f"r{i}", "m", {"text": "Hello."}, [protocol.Reference(clip)]))
+    until(lambda: len(bridge.messages) == 40 - engine_process.PROMPT_THREADS)
+    for i in range(40):
+        peer.send(protocol.Cancel(f"r{i}"))
+    until(lambda: len(engine.cancelled) == 40)
+    assert not bridge.messages
+    engine.references_built.set()
+    bridge.slow_pool.shutdown()
+    assert sorted(engine.deliver) == ["r0", "r1"]
 
 
 def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypatch):
@@ -245,7 +268,7 @@ def test_refusals_and_failures(bridge, engine, peer):
     peer.next(), peer.next()
     peer.send(protocol.Speak("r", "m", {"text": "bad"}))
     assert peer.next() == protocol.Rejected("r", "voice 'x' is not in this checkpoint; it has: a", "voice")
-    peer.send(protocol.Speak("s", "m", {"text": "full"}))
+    peer.send(protocol.Speak("s", "full", {"text": "Hello."}))
     full = peer.next()
     assert (full.id, full.status, full.code, full.retry_after_s) == ("s", 503, "engine_full", 2.5)
     peer.send(protocol.Speak("t", "m", {"text": "broken"}))
@@ -294,6 +317,34 @@ def test_what_a_model_takes_is_described():
     assert protocol.to_http.decode(msgspec.msgpack.encode(protocol.Models([info]))) == protocol.Models([info])
 
 
+def test_all_events_of_a_turn_are_sent_at_once(bridge, engine, peer, monkeypatch):
+    woken = []
+    plain = bridge.loop.call_soon_threadsafe
+    for id in ("r", "s"):
+        peer.send(protocol.Speak(id, "m", {"text": "Hello."}))
+    until(lambda: len(engine.deliver) == 2)
+    monkeypatch.setattr(
+        bridge.loop, "call_soon_threadsafe", lambda f, *args: woken.append(f.__name__) or plain(f, *args)
+    )
+    client = next(iter(bridge.clients))
+    audio = [Audio(np.full(4, i / 8, np.float32), 1) for i in range(4)]
+    bridge.events += [(client, id, event) for event in audio for id in ("r", "s")]
+    bridge.events.append((client, "r", Finished("stop", 4, {})))
+    engine.after_turn()
+    engine.after_turn()  # a turn that gave nothing wakes nobody
+    peer.next(), peer.next()
+    messages = [peer.next() for _ in range(9)]
+    assert woken.count("_deliver_all") == 1
+    assert [message.id for message in messages] == ["r", "s"] * 4 + ["r"]
+    assert [message.pcm for message in messages[:8:2]] == [pcm16(event.samples) for event in audio]
+
+
+def test_what_clients_took_is_passed_on(bridge, engine, peer):
+    for frames in (3, 4):
+        peer.send(protocol.Heard("r", frames))
+    until(lambda: engine.frames_heard == {"r": 7})
+
+
 def test_a_cancelled_request_is_silent(bridge, engine, peer):
     peer.next(), peer.next()
     peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
@@ -306,14 +357,12 @@ def test_a_cancelled_request_is_silent(bridge, engine, peer):
     assert peer.next().id == "s"  # and nothing of r came before
 
 
-def test_a_cancel_while_the_prompt_is_built_is_not_lost(bridge, engine, peer):
+def test_a_cancel_while_the_prompt_is_built_goes_to_the_engine_at_once(bridge, engine, peer):
     engine.prompt_built.clear()
     peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
     peer.send(protocol.Cancel("r"))
-    until(lambda: engine.cancelled == ["r"])  # too early: the engine does not know r yet
+    until(lambda: engine.cancelled == ["r"])
     engine.prompt_built.set()
-    until(lambda: engine.cancelled == ["r", "r"])
-    assert "r" in engine.deliver
 
 
 def test_a_connection_that_goes_takes_its_own_requests_along(bridge, engine, peer):

@@ -133,7 +133,7 @@ def test_a_slot_has_the_pages_of_all_its_lanes_or_none():
     """11 positions and 38, and 30 frames: 3 pages and 5, of which the null prompt's 2 can be shared."""
     asked = long(max_frames=30)
     # 13 to be had: the other request lacks one, or has enough once it shares
-    small = engine(kv_bytes=(1 + 13) * PAGE_BYTES)
+    small = engine(kv_bytes=(1 + 13) * PAGE_BYTES, saved_bytes=0)
     everything = at_rest(small)
     first, second = Listener(), Listener()
     small.speak("first", asked, first)

@@ -1,4 +1,4 @@
-"""Answers of several passes, text that arrives while the model speaks, and turns of a conversation."""
+"""Answers of several passes, long text, text that arrives while the model speaks, and turns of a conversation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from toy_grid import HEAD, MAX_TRAILING, GridToy
 import zoo
 from serving.engine.engine import Engine, Failed, Finished
 from serving.engine.runner import PAGE_TOKENS
-from zoo.contract import Request, RequestError
+from zoo.contract import Request, RequestError, following
+from zoo.text import pieces_of
 
 TOY = family("toy_grid")
 TEXT = "Once there was a small house near the river."
@@ -267,3 +268,117 @@ def test_a_model_without_turns_refuses_conversations():
         with pytest.raises(RequestError, match="toy hum takes no") as refused:
             engine(family("toy")).speak("request", asked(**field), Listener())
         assert refused.value.param == next(iter(field))
+
+
+# long text
+
+
+LONG = " ".join(
+    (
+        TEXT,
+        "Good morning, everybody who is here today.",
+        "The quick brown fox jumps over the lazy dog.",
+        "And then?",
+    )
+)
+
+
+@pytest.fixture(
+    params=[
+        "toy",
+        "toy_guided",
+        "toy_echoing",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.families()),
+    ]
+)
+def speaker(request, monkeypatch) -> zoo.Family:
+    """A family that speaks LONG in pieces, of few frames each: random weights find no end."""
+    model = family(request.param)
+    if model.spec.piece_s is None:
+        pytest.skip("its texts stay whole")
+    monkeypatch.setattr(model, "spec", replace(model.spec, piece_s=4.0))
+    passes = model.passes
+
+    def short(request: Request):
+        answer = passes(request)
+        prompt = next(answer)
+        while prompt is not None:
+            prompt.max_frames = min(prompt.max_frames, 7)
+            prompt = following(answer, (yield prompt))
+
+    monkeypatch.setattr(model, "passes", short)
+    return model
+
+
+def spoken_in(model: zoo.Family, **fields) -> Request:
+    return Request(**{"text": LONG, "seed": 3, "voice": next(iter(model.spec.voices), None), **fields})
+
+
+@LAGS
+def test_a_long_text_is_one_answer_that_equals_the_plain_loop_s(speaker, report_lag):
+    requests = [spoken_in(speaker), spoken_in(speaker, text=TEXT, seed=4), spoken_in(speaker, seed=7)]
+    room = engine(speaker, report_lag=report_lag)
+    free = room.pages.free
+    for request, listener in zip(requests, serve(room, {0: requests[:1], 2: requests[1:]}), strict=True):
+        truth = zoo.generate(speaker, request)
+        assert listener.frames == listener.end.frames == len(truth.frames)
+        np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
+    [model] = room.models.values()
+    pieces = len(pieces_of(requests[0], speaker.spec))
+    assert pieces == 3 and model.num_admitted == 2 * pieces + 1
+    assert room.pages.free == free
+    texts = pieces_of(requests[0], speaker.spec)
+    prompts = [next(speaker.passes(replace(requests[0], text=text))) for text in texts]
+    words = sum(prompt.usage["input_tokens"] for prompt in prompts)
+    assert listener.end.usage["input_tokens"] == words
+
+
+def test_a_text_that_stays_whole_is_one_pass(speaker):
+    room = engine(speaker)
+    serve(room, {0: [spoken_in(speaker, split_text=False)]})
+    [model] = room.models.values()
+    assert model.num_admitted == 1
+
+
+def test_the_most_frames_end_an_answer_between_its_pieces():
+    room = engine(family("toy"))
+    request = Request(text=LONG * 3, seed=3, max_frames=20)
+    [listener] = serve(room, {0: [request]})
+    truth = zoo.generate(family("toy"), request)
+    assert listener.end == Finished("length", 20, listener.end.usage) and len(truth.frames) == 20
+    np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
+    [model] = room.models.values()
+    assert not model.running and not room.num_requests
+
+
+@pytest.mark.parametrize("turns", range(0, 40, 3))
+def test_a_cancel_anywhere_in_a_long_text_leaves_nothing_behind(turns):
+    room, listener = engine(family("toy_echoing")), Listener()
+    free = room.pages.free
+    room.speak("request", Request(text=LONG, seed=4), listener)
+    for _ in range(turns):
+        room.turn()
+    room.cancel("request")
+    run(room)
+    room.turn()
+    [model] = room.models.values()
+    assert room.pages.free == free and not model.waiting and not model.running and len(model.free_slots) == 2
+
+
+def test_speech_of_an_odd_length_is_counted(monkeypatch):
+    """A toy is at its end at once, or hums for as long as it may."""
+    toy, room = family("toy"), engine(family("toy"))
+    monkeypatch.setattr(toy, "passes", lambda request: iter_of(toy.prompt(request), *lengths[request.text]))
+    lengths = {"short": (60.0, 60), "long": (0.5, 60), "cut": (60.0, 1), "unknown": (0.0, 60)}
+
+    def iter_of(prompt, expected_s, max_frames):
+        prompt.expected_s, prompt.max_frames = expected_s, max_frames
+        yield prompt
+
+    monkeypatch.setattr(toy, "spec", replace(toy.spec, sample_rate_hz=4))  # a frame a second
+    listeners = serve(room, {0: [Request(text=text, seed=3, temperature=0.0) for text in lengths]})
+    heard = {text: listener.frames for text, listener in zip(lengths, listeners, strict=True)}
+    [stats] = room.stats()["models"].values()
+    assert stats["long_passes"] == (heard["long"] > 6) == 1 and stats["short_passes"] == (
+        heard["short"] < 14.5
+    )

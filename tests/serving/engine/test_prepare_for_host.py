@@ -1,8 +1,7 @@
-"""The place of a model's compiled code: its own for everything that the code depends on."""
+"""The place of a model's compiled code: its own for everything that the code depends on, and nothing else."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 
 import zoo
 from compile_cache import artifacts
-from serving.engine.prepare_for_host import prepare_for_host
+from serving.engine.prepare_for_host import cache_place, prepare_for_host
 from zoo.nn.packed import PackedLinear
 
 
@@ -22,22 +21,30 @@ def _environment(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
 
 
+class Linear(nn.Linear):
+    eps = 0.0
+
+
 def keep(model: nn.Module, facts: object = "facts", code=()):
-    return artifacts.use_cache_dir("model", model, facts, code)
+    return artifacts.place("model", artifacts.digest(model, facts, code))
 
 
 @pytest.mark.compile
-def test_fit_names_a_place_of_its_own_and_lays_out_the_matrices(tmp_path):
+def test_matrices_are_laid_out_and_kernels_kept(tmp_path):
     fitted = zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32")
     fitted.wide = nn.Linear(512, 512)
-    place = prepare_for_host(fitted)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(place) and place.is_dir()
-    assert place.parent.parent == tmp_path / "compiled" / f"torch-{torch.__version__}"
-    # a tiny model has one thread
-    assert place.parent.name == f"{torch.backends.cpu.get_cpu_capability().lower()}-1-threads"
+    prepare_for_host(fitted)
+    place = cache_place(fitted)
+    assert place.parents[2] == tmp_path / "compiled"
+    assert place.parent.name.endswith(torch.backends.cpu.get_cpu_capability().lower())
     assert isinstance(fitted.wide, PackedLinear)
-    assert place == prepare_for_host(fitted)
-    assert place != prepare_for_host(zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32"))
+    [kernels] = place.parent.glob("kernels-*")
+    libraries = {file: file.stat().st_mtime_ns for file in kernels.rglob("*.so")}
+    assert libraries
+    prepare_for_host(fitted)
+    assert {file: file.stat().st_mtime_ns for file in kernels.rglob("*.so")} == libraries
+    assert place == cache_place(fitted)
+    assert place != cache_place(zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32"))
 
 
 def test_the_place_changes_with_all_that_compiled_code_depends_on(tmp_path, monkeypatch):
@@ -45,25 +52,31 @@ def test_the_place_changes_with_all_that_compiled_code_depends_on(tmp_path, monk
     code.mkdir()
     (code / "model.py").write_text("x = 1\n")
     strategy = family("toy").strategy
+    other_eps = Linear(3, 4)
+    other_eps.eps = 1e-6
     places = [
-        keep(nn.Linear(3, 4), strategy, [code]),
-        keep(nn.Linear(3, 5), strategy, [code]),
-        keep(nn.Linear(3, 4, dtype=torch.bfloat16), strategy, [code]),
-        keep(nn.Linear(3, 4), replace(strategy, batches=(1, 2)), [code]),
+        keep(Linear(3, 4), strategy, [code]),
+        keep(Linear(3, 5), strategy, [code]),
+        keep(Linear(3, 4, dtype=torch.bfloat16), strategy, [code]),
+        keep(other_eps, strategy, [code]),
+        keep(Linear(3, 4), replace(strategy, batches=(1, 2)), [code]),
     ]
     (code / "model.py").write_text("x = 2\n")
-    places.append(keep(nn.Linear(3, 4), strategy, [code]))
+    places.append(keep(Linear(3, 4), strategy, [code]))
+    with torch._inductor.config.patch(max_autotune=True):
+        places.append(keep(Linear(3, 4), strategy, [code]))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    places.append(keep(nn.Linear(3, 4), strategy, [code]))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    places.append(keep(nn.Linear(3, 4), strategy, [code]))
+    places.append(keep(Linear(3, 4), strategy, [code]))
     monkeypatch.setattr(torch, "__version__", "9.9")
-    places.append(keep(nn.Linear(3, 4), strategy, [code]))
+    places.append(keep(Linear(3, 4), strategy, [code]))
     assert len(set(places)) == len(places)
-    assert keep(nn.Linear(3, 4), strategy, [code]) == places[-1]
+    assert keep(Linear(3, 4), strategy, [code]) == places[-1]
 
 
-def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot hold compiled code"):
-        artifacts.use_cache_dir("model", nn.Linear(1, 1), "facts", (), root=tmp_path / "file")
+def test_the_place_does_not_change_with_what_compiled_code_knows_nothing_of(tmp_path, monkeypatch):
+    code = tmp_path / "model.py"
+    code.write_text("x = 1\n")
+    place = keep(Linear(3, 4), "facts", [code])
+    code.write_text("# one\nx = 1\n")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert keep(Linear(3, 4), "facts", [code]) == place

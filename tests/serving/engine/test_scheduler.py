@@ -76,7 +76,7 @@ def playing(ahead_frames: int, sizes=SIZES) -> Scheduler:
 
 
 def test_prompts_are_chunked_first_come_first_served():
-    scheduler = Timed(4, replace(Policy.STREAMING, prefill_tokens=256), WINDOW, FRAME_S)
+    scheduler = Timed(4, replace(Policy.FIFO, prefill_tokens=256), WINDOW, FRAME_S)
     for slot, tokens in ((2, 600), (0, 50), (3, 100)):
         scheduler.open(slot, tokens)
     turns = []
@@ -98,7 +98,7 @@ def test_shared_positions_are_skipped():
 
 
 def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
-    scheduler = Timed(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S)
+    scheduler = Timed(3, replace(Policy.FIFO, prefill_tokens=10), WINDOW, FRAME_S)
     scheduler.open(1, prompt_tokens=15)
     scheduler.open(0, prompt_tokens=5)
     assert scheduler.decoding_slots().tolist() == []
@@ -113,7 +113,7 @@ def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
 
 
 def test_a_slot_decodes_once_all_its_lanes_are_filled():
-    scheduler = Timed(3, replace(Policy.STREAMING, prefill_tokens=10), WINDOW, FRAME_S, lanes=2)
+    scheduler = Timed(3, replace(Policy.FIFO, prefill_tokens=10), WINDOW, FRAME_S, lanes=2)
     scheduler.open(1, prompt_tokens=[6, 15])
     scheduler.open(0, prompt_tokens=[9, 40], skip=[0, 40])
     turns, decoding = [], []
@@ -433,7 +433,7 @@ def test_a_reused_slot_starts_anew():
 
 
 def test_a_slot_closed_while_it_waits_leaves_the_queue():
-    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler = Timed(2, Policy.FIFO, WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=1000)
     scheduler.open(1, prompt_tokens=5)
     for chunk in scheduler.next_chunks():
@@ -474,7 +474,7 @@ def test_a_prompt_that_shared_pages_hold_wholly_speaks_at_once():
 def test_policies_have_names():
     assert Policy.named("streaming") is Policy.STREAMING
     assert Policy.named("throughput") is Policy.THROUGHPUT
-    with pytest.raises(ValueError, match="policy 'fast' is unknown; there are: streaming, throughput"):
+    with pytest.raises(ValueError, match="policy 'fast' is unknown; there are: streaming, throughput, fifo"):
         Policy.named("fast")
 
 

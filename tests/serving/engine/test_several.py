@@ -1,9 +1,8 @@
 """Several models in one engine: on one arena of pages, each speaks as it does alone, and none can
-use_cache_dir another waiting for ever."""
+keep another waiting for ever."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -20,9 +19,9 @@ from toy import HUM, Toy
 
 import zoo
 from compile_cache.strategy import Whole
-from serving.engine.engine import Engine, Finished, Full, usual_kv_bytes
-from serving.engine.prepare_for_host import prepare_for_host, use_cache_dir
-from serving.engine.runner import PAGE_TOKENS, Arena, common_page_bytes, row_bytes, token_bytes
+from serving.engine.engine import MAX_PASSED, Engine, Finished, Full, usual_kv_bytes
+from serving.engine.prepare_for_host import cache_place, cached, prepare_for_host
+from serving.engine.runner import PAGE_TOKENS, Arena, Runner, common_page_bytes, row_bytes, token_bytes
 from zoo.contract import KV, Request
 
 # a row of 80 bytes beside the hum's 64, and 480 bytes a position beside 256
@@ -204,11 +203,15 @@ def holder(engine: Engine, listener: Listener) -> bool:
     return any(job.deliver is listener for model in engine.models.values() for job in model.running.values())
 
 
-def test_who_lacks_pages_is_not_overtaken_by_another_models_requests():
+def test_who_lacks_pages_is_passed_by_another_models_requests_a_bounded_number_of_times():
     """The one at the head of the line needs most of the arena; the other model could always use what there
     is, and asks for ever."""
     both = engine(
-        "hum", "buzz", max_slots=4, kv_bytes=8 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]])
+        "hum",
+        "buzz",
+        max_slots=4,
+        kv_bytes=8 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
+        saved_bytes=0,
     )
     # a page each
     small = [("hum", long(max_frames=12, text=text)) for text in ("aaaa", "bbbb", "cccc", "dddd")]
@@ -220,7 +223,8 @@ def test_who_lacks_pages_is_not_overtaken_by_another_models_requests():
     while not holder(both, large):
         both.turn()
         late += speak(both, small[:1])
-        assert not any(holder(both, listener) or listener.end for listener in late) or holder(both, large)
+        passed = sum(bool(holder(both, listener) or listener.end) for listener in late)
+        assert passed <= MAX_PASSED or holder(both, large)
         turns += 1
         assert turns < 100, "overtaken for ever"
     assert turns > 5 and all(listener.end for listener in early[:2])
@@ -254,14 +258,14 @@ def test_every_model_with_work_has_one_round_a_turn_and_no_other_has_any(monkeyp
     calls: Counter[str] = Counter()
     for name, model in three.models.items():
         monkeypatch.setattr(model.runner, "step", counted(model.runner.step, calls, name, "step"))
-        for question in ("next_chunks", "decoding_slots", "take_due_windows", "finished_slots"):
+        for question in ("next_chunks", "take_due_windows", "finished_slots"):
             monkeypatch.setattr(
                 model.scheduler, question, counted(getattr(model.scheduler, question), calls, name, question)
             )
     speak(three, [("hum", long()), ("hum", long(seed=1)), ("buzz", long())])
     for _ in range(10):
         three.turn()
-    assert len(calls) == 10 and set(calls.values()) == {10} and {name for name, _ in calls} == {"hum", "buzz"}
+    assert len(calls) == 8 and set(calls.values()) == {10} and {name for name, _ in calls} == {"hum", "buzz"}
 
 
 def counted(function, calls, *key):
@@ -352,23 +356,22 @@ def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     """And the largest says how many threads all have."""
     sized: list[zoo.Family] = []
     monkeypatch.setattr("compile_cache.threads.set_num_threads", sized.append)
+    monkeypatch.setattr("serving.engine.prepare_for_host.kernels.build", lambda: None)
+    monkeypatch.setattr(Runner, "take_step", lambda runner, entry, batch: entered.append(entry.directory))
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     small, large = Toy(), Toy(kv=BUZZ)
-    assert prepare_for_host(small, large) == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) and sized == [large]
-    seen: list[object] = []
-
-    def began(family: zoo.Family) -> None:
-        use_cache_dir(family)
-        seen.append(family.spec.kv)
-
-    def warming(fraction: float, stage: str) -> None:
-        seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-
-    Engine({"small": small, "large": large}, compile=False).warm(warming, began)
-    at = seen.index(BUZZ)
-    assert seen[0] == HUM and len(set(seen[1:at])) == len(set(seen[at + 1 :])) == 1
-    assert seen[1] == str(use_cache_dir(small)) != seen[-1] == str(use_cache_dir(large))
+    prepare_for_host(small, large)
+    assert sized == [large]
+    entered: list[Path] = []
+    backend = partial(torch.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr(
+        "serving.engine.runner.lower", lambda verb, how: backend(verb) if how == Whole() else verb
+    )
+    for _ in range(2):
+        Engine({"small": small, "large": large}).warm(lambda *_: None, cached)
+    places = [cache_place(small), cache_place(large)]
+    assert entered == [place.with_name(f".{place.name}.making") for place in places] + places
+    assert places[0] != places[1] and all(place.is_dir() for place in places)
 
 
 @pytest.mark.compile

@@ -88,7 +88,7 @@ def test_a_file_is_pinned_and_a_stream_is_not(server):
 
 def test_every_field_reaches_the_engine(server):
     fields = {"language": "english", "instructions": "Softly.", "temperature": 0.5, "top_k": 0, "top_p": 1.0}
-    fields |= {"repetition_penalty": 1.1, "seed": 2**63 - 1}
+    fields |= {"repetition_penalty": 1.1, "seed": 2**63 - 1, "split_text": False, "normalize": True}
     options = {"text_mode": "interleaved", "cfg_scale": 2.5, "solver_steps": 5}
     extra = {"model": "fake", "voice": {"id": "ryan"}, "max_new_tokens": 9}
     extra |= {"speed": 1, "stream_format": "audio", "response_format": "wav"}
@@ -347,7 +347,7 @@ def test_models_and_voices(server):
     assert model == models["data"][0] and model["object"] == "model"
     assert (model["sample_rate_hz"], model["voices"], model["max_text_chars"]) == (RATE_HZ, MODEL.voices, 100)
     assert (model["modes"], model["reference_s"]) == (["voice"], None)
-    assert (model["max_references"], model["licence"]) == (1, "research only")
+    assert (model["max_references"], model["licence"], model["piece_s"]) == (1, "research only", 45.0)
     assert model["options"] == json.loads(msgspec.json.encode(MODEL.options))
     assert model["options"][1] == {
         "name": "text_mode",

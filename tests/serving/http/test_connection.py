@@ -118,6 +118,16 @@ def test_a_reader_that_stops_is_left_and_counts_as_cancelled(server):
         assert len(rest(client)) < 500_000
 
 
+def test_the_engine_is_told_what_clients_took(server):
+    server.speak("frames 30")
+    until(lambda: list(server.engine.heard.values()) == [30])
+    body = server.body("frames 5000", response_format="pcm")
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    with server.http.stream("POST", "/v1/audio/speech", json=body):
+        until(lambda: len(server.engine.heard) == 2)
+        assert list(server.engine.heard.values())[1] < 5000
+
+
 def test_a_reader_that_leaves_counts_as_cancelled(server, monkeypatch):
     monkeypatch.setattr("serving.http.listener.WRITE_S", 60)
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)

@@ -1,6 +1,7 @@
 """What Prometheus is told."""
 
 import platform
+from types import SimpleNamespace
 
 import httpx
 import metrics
@@ -63,6 +64,40 @@ def test_times(server):
     assert samples["zoo_time_to_first_audio_seconds_bucket", "10.0", "fake"] == 1
 
 
+def test_what_a_listener_notices(server, monkeypatch):
+    """By a clock that stands still, no chunk is late; by one that runs a second each time it is read, all are."""
+    clock = SimpleNamespace(now_s=0.0, tick_s=0.0)
+
+    def perf_counter():
+        clock.now_s += clock.tick_s
+        return clock.now_s
+
+    monkeypatch.setattr("serving.http.speech.time", SimpleNamespace(perf_counter=perf_counter))
+
+    def told():
+        found = metrics.samples(server)
+        names = (
+            "zoo_stream_chunks_total",
+            "zoo_stream_chunks_late_total",
+            "zoo_stream_underrun_seconds_count",
+        )
+        viable = found["zoo_stream_underrun_seconds_bucket", "0.0", "fake"]
+        return [*(found[name, "fake"] for name in names), viable]
+
+    assert told() == [0, 0, 0, 0]
+    server.speak("frames 3")
+    assert told() == [2, 0, 1, 1]
+    clock.tick_s = 1.0
+    server.speak("frames 3", stream_format="sse")
+    assert told() == [4, 2, 2, 1]
+    assert metrics.samples(server)["zoo_stream_underrun_seconds_sum", "fake"] > 1
+    server.speak("frames 1")  # one chunk says nothing
+    server.speak("frames 3", stream=False)  # a file is not listened to while it is made
+    with pytest.raises(httpx.RemoteProtocolError):
+        server.speak("fail 3")  # its end is a failure, not a wait
+    assert told() == [6, 4, 2, 1]
+
+
 def test_what_the_engine_holds(server):
     until(lambda: ("zoo_pages",) in metrics.samples(server))
     samples = metrics.samples(server)
@@ -79,10 +114,27 @@ def test_what_the_engine_holds(server):
         ("zoo_graph_misses_total", "fake"): NUMBERS.graph_misses,
         ("zoo_requests_admitted_total", "fake"): NUMBERS.admitted,
         ("zoo_queue_seconds_total", "fake"): NUMBERS.queue_s,
+        ("zoo_requests_preparing", "fake"): NUMBERS.preparing,
+        ("zoo_requests_turned_away_total", "fake"): NUMBERS.refused,
+        ("zoo_requests_left_early_total", "fake"): NUMBERS.left_early,
+        ("zoo_requests_held", "fake"): NUMBERS.held,
+        ("zoo_requests_paused", "fake"): NUMBERS.paused,
+        ("zoo_pauses_total",): STATS.pauses,
+        ("zoo_places", "fake"): NUMBERS.places,
+        ("zoo_predicted_turn_seconds", "fake"): NUMBERS.predicted_turn_s,
+        ("zoo_reference_bytes",): STATS.reference_bytes,
+        ("zoo_short_passes_total", "fake"): NUMBERS.short_passes,
+        ("zoo_long_passes_total", "fake"): NUMBERS.long_passes,
         ("zoo_turns_total",): STATS.turns,
         ("zoo_turn_seconds_total",): STATS.turn_s,
         ("zoo_engine_resident_memory_bytes",): STATS.resident_bytes,
         ("zoo_engine_restarts_total",): 0,
+        ("zoo_turn_time_seconds_bucket", "0.01"): 2,
+        ("zoo_turn_time_seconds_bucket", "+Inf"): 4,
+        ("zoo_turn_time_seconds_count",): 4,
+        ("zoo_turn_time_seconds_sum",): STATS.turn_times.sum_s,
+        ("zoo_queue_time_seconds_count", "fake"): 0,
+        ("zoo_queue_time_seconds_bucket", "0.001", "fake"): 0,
         ("zoo_ready",): 1,
     }
     assert {name: samples[name] for name in expected} == expected

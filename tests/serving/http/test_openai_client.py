@@ -12,6 +12,8 @@ import soundfile
 from audio_files import decoded
 from served import connected, serving
 
+from zoo.text import split
+
 pytestmark = pytest.mark.slow
 
 FRAME_BYTES = 2 * 1920
@@ -59,6 +61,24 @@ def test_it_streams_speech(client):
         input="Hello from the zoo.", extra_body={**extra, "stream": False}, **fields
     )
     assert same(whole.content, streamed)  # the same seed, the same speech
+
+
+def test_a_long_text_begins_with_its_first_piece_and_numbers_become_words(client):
+    def pcm(text, **extra):
+        body = {"seed": 1, "max_new_tokens": 12, "stream": False, **extra}
+        fields = {"model": "demo", "voice": "vivian", "response_format": "pcm", "extra_body": body}
+        return client.audio.speech.create(input=text, **fields).content
+
+    sentence = "Once there was a small house near the river. "
+    pieces = split(sentence * 60, client.models.retrieve("demo").piece_s)
+    assert len(pieces) > 3
+    assert pcm(sentence * 60) == pcm(pieces[0]) != pcm(sentence * 60, split_text=False)
+    assert pcm("It is 3.", normalize=True) == pcm("It is three.") != pcm("It is 3.")
+    with pytest.raises(
+        openai.BadRequestError, match="normalize is possible in chinese, english, japanese"
+    ) as refused:
+        pcm("Drei.", normalize=True, language="german")
+    assert refused.value.param == "normalize"
 
 
 def test_audio_begins_before_it_ends(client):

@@ -8,19 +8,29 @@ from toy import Toy
 
 import zoo
 from compile_cache.strategy import Whole
+from serving.engine.engine_process import Options
+from serving.engine.runner import Runner
 from serving.tools.warm import warm
+from zoo.contract import KV
 
 
 @pytest.mark.compile
-def test_warm_says_what_it_made(monkeypatch, tmp_path):
+def test_warm_says_what_it_made_of_each(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "serving.engine.runner.lower",
         lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb,
     )
+    monkeypatch.setattr(Runner, "take_step", lambda *_: None)
     torch._dynamo.reset()
-    monkeypatch.setattr(zoo, "load", lambda model, device, dtype: Toy())
+    toys = {"toy": Toy(), "other": Toy(kv=KV(num_layers=3, num_heads=1, head_dim=20))}
+    monkeypatch.setattr(zoo, "find", lambda model: model)
+    monkeypatch.setattr(zoo, "load", lambda model, device, dtype: toys[model])
     steps: list[tuple[float, str]] = []
-    done = warm("toy", device="cpu", max_slots=2, progress=lambda *step: steps.append(step))
-    assert (done["graphs"], done["found"], done["compiled"]) == (1, 0, 0)  # it keeps no kernels
-    assert done["cache"].startswith(str(tmp_path / "cache")) and done["warm_s"] > 0
-    assert steps[0][0] == 0 and steps[-1] == (1.0, "warm")
+    options = Options(socket="", models={"a": "toy", "b": "other"}, device="cpu", max_slots=2)
+    one, two = warm(options, lambda *step: steps.append(step))
+    assert (one["model"], two["model"]) == ("a", "b")
+    for done in (one, two):
+        assert (done["graphs"], done["found"], done["compiled"]) == (1, 0, 0)  # it keeps no kernels
+        assert done["cache"].startswith(str(tmp_path / "cache")) and done["warm_s"] > 0
+    assert one["cache"] != two["cache"]
+    assert steps[0][0] == 0 and steps[-1] == (1.0, "b: warm")

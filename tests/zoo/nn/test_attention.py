@@ -94,7 +94,7 @@ class Cache:
             kv_lens=torch.tensor(kv_lens),
             cu_seqlens=torch.tensor(cu_seqlens),
             kv=self.kv,
-            page_tokens=self.page_tokens,
+            page=torch.arange(self.page_tokens),
             is_audio=torch.zeros(len(positions), dtype=torch.bool),
         )
         q, k, v = (torch.cat(parts[name]) for name in "qkv")

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from zoo.nn import sampling, triton_attention, triton_sampling  # noqa: E402
+from zoo.nn import sampling, triton_attention, triton_frame_attention, triton_sampling  # noqa: E402
 
 pytestmark = pytest.mark.rehearse
 CARDS = {"H100": 90, "RTX 4090": 89}
@@ -37,7 +37,7 @@ SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 
 
-@pytest.mark.parametrize("what", ["attention", "sampling"])
+@pytest.mark.parametrize("what", ["attention", "frame_attention", "sampling"])
 def test_the_interpreter_agrees(what):
     cases = Path(__file__).with_name(f"interpreted_{what}.py")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
@@ -98,6 +98,37 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
     assert stack == 0, f"joining: {stack} bytes a thread do not fit into registers"
 
 
+FRAMES = {  # heads as above, tokens of a pass, positions of the cache
+    "qwen3_tts, first": (PUBLISHED["qwen3_tts"], 2, 16),
+    "qwen3_tts": (PUBLISHED["qwen3_tts"], 1, 16),
+    "fish_s2": (PUBLISHED["fish_s2"], 1, 10),
+    "voxcpm2": (PUBLISHED["voxcpm2"], 11, 0),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frame", FRAMES)
+def test_attention_within_a_frame_builds_without_spills(frame, dtype, card, tmp_path):
+    shape, tokens, cached = FRAMES[frame]
+    values = dict.fromkeys(("q", "k", "v"), dtype) | dict.fromkeys(("cos", "sin"), torch.float32)
+    values |= {
+        "position": torch.int64,
+        "cache": torch.float32,
+        "q_norm": dtype,
+        "k_norm": dtype,
+        "out": dtype,
+    }
+    values |= {"grown": torch.float32, "token_stride": "i32", "scale": "fp32", "eps": "fp32"}
+    values |= triton_frame_attention.constants(*shape, tokens, cached)
+    values |= {"IS_NORMED": cached == 16, "IS_PAIRED": cached == 10, "IS_ROUNDED": cached != 16}
+    registers, stack, shared = build(triton_frame_attention._attend_frame, values, CARDS[card], tmp_path)
+    print(f"{card} {frame} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
+    assert stack == 0, f"{stack} bytes a thread do not fit into registers"
+    assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("width", WIDTHS)
@@ -109,7 +140,8 @@ def test_draws_build_without_spills(width, card, tmp_path):
         "top_p": torch.float32,
     }
     values |= {"noise": torch.float32, "out": torch.int64}
-    values |= dict.fromkeys(("width", "logits_stride", "noise_stride"), "i32")
+    strides = ("logits", "temperature", "top_k", "top_p", "noise")
+    values |= dict.fromkeys(("width", *(f"{name}_stride" for name in strides)), "i32")
     values |= triton_sampling._sizes(width)
     registers, stack, shared = build(triton_sampling._draw, values, CARDS[card], tmp_path)
     print(f"{card} draw of {width}: {registers} registers, {stack} B stack, {shared} B shared")

@@ -1,0 +1,98 @@
+"""What does a second of audio cost to render? CPU seconds, of the renderer and of each part of it, on one thread.
+
+    python benchmarks/render.py DIR [--streams 1 8] [--dtype bfloat16] [--profile]
+
+CPU time says something on a busy machine too, where wall time does not. The streams are of one length, and so all in
+one launch; the windows are those of a stream that begins, up to the largest but one. The first pass warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import zoo
+from serving.tools.requests import first_request
+from zoo.contract import Family, View
+from zoo.nn import kernels
+from zoo.nn.packed import pack
+
+
+def windows(family: Family[Any], offset: int) -> list[tuple[int, int]]:
+    """(start, count): the first one ends on the window's grid, then one of each size but the largest."""
+    cuts, start = [], 0
+    for count in (offset or family.spec.window.grid, *sorted(family.spec.window.sizes)[:-1]):
+        cuts.append((start, count))
+        start += count
+    return cuts
+
+
+def clocks(family: Family[Any], spent_s: dict[str, float]) -> None:
+    """Add up what each part of the family takes."""
+
+    def add(name: str, sign: int) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            spent_s[name] += sign * time.process_time()
+
+        return note
+
+    part: nn.Module
+    for name, part in family.named_children():
+        part.register_forward_pre_hook(add(name, -1))
+        part.register_forward_hook(add(name, 1))
+
+
+@torch.inference_mode()
+def render(family: Family[Any], streams: int, spent_s: dict[str, float]) -> None:
+    """Prints CPU seconds a second of audio, window by window."""
+    prompt = next(family.prompts(first_request(family, max_frames=4 * family.spec.window.sizes[-1])))
+    cuts = windows(family, prompt.grid_offset)
+    num_frames = sum(cuts[-1])
+    state = family.state(streams, num_frames)
+    for slot in range(streams):
+        family.admit(state, slot, prompt)
+    state.tape[:streams] = torch.arange(state.tape.shape[1])[:, None] * 733 % 997
+    state.ready[:streams] = num_frames
+    for start, count in cuts:
+        spent_s.clear()
+        slots, one = torch.arange(streams), torch.ones(streams, dtype=torch.int64)
+        frames, length = family.spec.window.bucket(count), family.spec.window.length_bucket(start + count)
+        began_s = time.process_time()
+        family.render(state, View(slots, start * one, count * one, one < 0, frames, length))
+        spent_s["render"] = time.process_time() - began_s
+        audio_s = streams * count / family.spec.frame_rate_hz
+        each = ", ".join(f"{name} {value / audio_s:.3f}" for name, value in spent_s.items())
+        print(f"{streams} streams, frames {start} to {start + count}: {each} CPU-s a second of audio", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--profile", action="store_true", help="then name the operators of one more pass")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    family = zoo.load(options.directory, device="cpu", dtype=options.dtype)
+    pack(family)
+    kernels.build()
+    spent_s: dict[str, float] = defaultdict(float)
+    clocks(family, spent_s)
+    for streams in (options.streams[0], *options.streams):
+        render(family, streams, spent_s)
+    if options.profile:
+        with torch.profiler.profile(record_shapes=True) as seen:
+            render(family, options.streams[0], spent_s)
+        print(seen.key_averages(group_by_input_shape=True).table(sort_by="self_cpu_time_total", row_limit=30))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""zoo batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from serving.cli.common import Device, DType, Model, app, progress_bar, recording
+from serving.cli.say import parsed_option
+from zoo.hub import resolved
+
+if TYPE_CHECKING:
+    from serving.engine.engine import Engine
+    from serving.protocol import AudioClip
+
+
+@app.command()
+def batch(
+    lines: Annotated[
+        Path,
+        Argument(
+            metavar="IN.jsonl", help='A JSON object on each line: {"text": ..., "id": ..., "voice": ...}.'
+        ),
+    ],
+    out: Annotated[Path, Argument(metavar="OUT_DIR", help="Where the speech and results.jsonl go.")],
+    model: Model,
+    form: Annotated[
+        Literal["wav", "mp3", "opus", "aac", "flac", "pcm"], Option("--format", help="Of every file.")
+    ] = "wav",
+    voice: Annotated[str | None, Option(help="Of lines that name none, as all that follows.")] = None,
+    reference: Annotated[Path | None, Option(help="A recording of the voice to speak in.")] = None,
+    reference_text: Annotated[str | None, Option(help="What the recording says, word for word.")] = None,
+    language: Annotated[str | None, Option(help="One of the model's languages.")] = None,
+    instructions: Annotated[str | None, Option(help="How to speak, in words.")] = None,
+    seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
+    temperature: Annotated[float | None, Option(min=0, max=2, help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, Option(min=0, help="0 is off.")] = None,
+    top_p: Annotated[float | None, Option(min=0, max=1)] = None,
+    repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
+    options: Annotated[
+        list[str],
+        Option(
+            "-O",
+            "--option",
+            metavar="NAME=VALUE",
+            help="An option of the model (zoo inspect); several times.",
+        ),
+    ] = [],  # noqa: B006
+    device: Device = None,
+    dtype: DType = None,
+    max_slots: Annotated[
+        int | None,
+        Option(min=1, max=1024, help="How many speak at once: 8 on a CPU, on a GPU as many as fit."),
+    ] = None,
+    deterministic: Annotated[
+        bool, Option("--deterministic", help="Equal lines give equal bytes, whatever else is spoken; slower.")
+    ] = False,
+    compile: Annotated[bool, Option(help="Compile the model, or run it eagerly.")] = True,
+) -> int:
+    """Speak every line of a file into a directory. What is there already is not made again; lines that cannot be used are
+    reported and left out, and then the exit status is 1.
+
+    A line's fields are text, id (the file's name; its line number otherwise), and the options below by their names with _ for -;
+    any other field is an option of the model. Paths in it start at its file's directory.
+    """
+    from serving.tools import batch as tool
+
+    given = {
+        "voice": voice,
+        "reference": None if reference is None else str(reference.resolve()),
+        "reference_text": reference_text,
+        "language": language,
+        "instructions": instructions,
+        "seed": seed,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+        "max_new_tokens": max_new_tokens,
+    }
+    items = tool.read_items(lines, {name: value for name, value in given.items() if value is not None})
+    directory, base = resolved(model), lines.absolute().parent
+    common = (directory, dtype, form, options)
+    digests = {item.id: item.digest(base, common) for item in items if item.error is None}
+    results, tally = tool.Results(out), tool.Tally()
+    with results.held():
+        done = results.finished({item.id for item in items}, digests, f".{form}")
+        for item in items:
+            if item.error is not None:
+                tally.failed += 1
+                result = {"id": item.id, "line": item.line, "error": item.error}
+                results.add(result)
+                tell(result)
+        wanted = [item for item in items if item.error is None and item.id not in done]
+        tally.found = len(done)
+        if wanted:
+            with progress_bar(str(out)) as advance:
+
+                def report(tally: tool.Tally, result: dict[str, Any]) -> None:
+                    if "error" in result:
+                        tell(result)
+                    past = tally.found + tally.made + tally.failed
+                    advance(past / len(items), f"{past} of {len(items)}, {tally.failed} failed")
+
+                engine = opened(directory, device, dtype, max_slots, deterministic, compile, advance)
+                [worker] = engine.models.values()
+                of_model = dict(parsed_option(option, worker.family.spec) for option in options)
+                clip = partial(recording_at, base)
+                tool.Batch(engine, results, digests, form, clip, of_model, tally, report).run(wanted)
+    speed = f", {tally.audio_s / tally.wall_s:.2f} audio-s/s" if tally.wall_s else ""
+    said = f"{tally.made} made ({tally.audio_s:.2f} s of audio{speed}), {tally.found} were there, {tally.failed} failed"
+    print(f"{out}: {said}" + (", interrupted" if tally.is_interrupted else ""))
+    return 130 if tally.is_interrupted else int(tally.failed > 0)
+
+
+def recording_at(base: Path, path: str) -> AudioClip:
+    """Raises ValueError."""
+    return recording(base / path)
+
+
+def opened(
+    directory: str,
+    device: str | None,
+    dtype: str | None,
+    max_slots: int | None,
+    is_deterministic: bool,
+    compile: bool,
+    advance: Callable[[float, str], None],
+) -> Engine:
+    """An engine that is warm. Raises ValueError."""
+    import zoo
+    from serving.engine.engine import Engine
+    from serving.engine.engine_process import Options, sizes
+    from serving.engine.prepare_for_host import cached, prepare_for_host
+
+    plan = Options("", {"batch": directory}, device=device, dtype=dtype, max_slots=max_slots)
+    slots, kv_bytes = sizes(plan)
+    family = zoo.load(directory, device=device, dtype=dtype)
+    if family.spec.licence:
+        print(f"zoo: the weights are under a licence: {family.spec.licence}", file=sys.stderr)
+    prepare_for_host(family, compile=compile)
+    engine = Engine(
+        family,
+        max_slots=slots,
+        kv_bytes=kv_bytes,
+        max_waiting=2 * slots,
+        policy="throughput",
+        compile=compile,
+        is_deterministic=is_deterministic,
+    )
+    engine.warm(lambda fraction, stage: advance(0.0, f"warming: {stage}"), cached)
+    return engine
+
+
+def tell(result: dict[str, Any]) -> None:
+    print(f"zoo: line {result['line']} ({result['id']}): {result['error']}", file=sys.stderr)

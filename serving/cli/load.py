@@ -1,0 +1,266 @@
+"""zoo load."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from serving.cli.common import app, progress_bar
+
+if TYPE_CHECKING:
+    from serving.tools.load.run import Plan
+
+PLOTS = (".png", ".svg", ".pdf")
+DURATION_S = 30.0
+COLUMNS = {
+    "TTFA\np50 ms": ("ttfa_p50_ms", "{:,.0f}"),
+    "\np90 ms": ("ttfa_p90_ms", "{:,.0f}"),
+    "\np99 ms": ("ttfa_p99_ms", "{:,.0f}"),
+    "viable\nchunks": ("chunk_viability", "{:.1%}"),
+    "\nstreams": ("stream_viability", "{:.1%}"),
+    "C50": ("c50", "{:.1%}"),
+    "RTF\np50": ("rtf_p50", "{:.2f}"),
+    "audio\ns/s": ("audio_s_per_s", "{:.1f}"),
+    "good\n/s": ("goodput_requests_per_s", "{:.2f}"),
+}
+
+
+@app.command()
+def load(
+    url: Annotated[str, Argument(help="A speech server with OpenAI's routes: http://HOST:PORT.")],
+    rates: Annotated[
+        list[float],
+        Option("--rate", min=0.001, help="Open loop: requests a second, Poisson; several make a ladder."),
+    ] = [],  # noqa: B006
+    streams: Annotated[
+        list[int], Option("--streams", min=1, help="Closed loop: listeners at once; several make a ladder.")
+    ] = [],  # noqa: B006
+    duration: Annotated[
+        float | None,
+        Option("--duration", min=0.1, help="Seconds of each step; 30 unless --requests is given."),
+    ] = None,
+    requests: Annotated[int | None, Option(min=1, help="Requests of each step that count.")] = None,
+    warmup: Annotated[
+        int | None,
+        Option(
+            min=0, help="Requests of each step that do not count: by default two seconds', or one a listener."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, Option("-m", "--model", help="Its id; needed where the server has several.")
+    ] = None,
+    texts: Annotated[
+        str, Option(help="short (about 4 s), long (30 s), mixed, or a file with a text on each line.")
+    ] = "short",
+    voices: Annotated[list[str], Option("--voice", help="One or several to choose from.")] = [],  # noqa: B006
+    reference: Annotated[
+        Path | None, Option(help="A recording of the voice to speak in, sent with each request.")
+    ] = None,
+    reference_text: Annotated[str | None, Option(help="What the recording says, word for word.")] = None,
+    formats: Annotated[
+        list[str],
+        Option(
+            "--format",
+            help="pcm, wav, mp3, opus or aac; several to choose from. pcm, or the first that there is.",
+        ),
+    ] = [],  # noqa: B006
+    sample_rate: Annotated[int, Option(min=0, help="Of pcm, where the server does not say it.")] = 0,
+    fields: Annotated[
+        list[str],
+        Option(
+            "-O",
+            "--option",
+            metavar="NAME=VALUE",
+            help="A further field of each request, as JSON; several times.",
+        ),
+    ] = [],  # noqa: B006
+    cancels: Annotated[float, Option(min=0, max=1, help="The share that leaves within 3 s.")] = 0.0,
+    slow_readers: Annotated[
+        float, Option(min=0, max=1, help="The share that reads at a quarter of the speed.")
+    ] = 0.0,
+    workers: Annotated[
+        int | None,
+        Option(min=1, max=64, help="Processes of the client; half the cores, 4 at most, unless it is given."),
+    ] = None,
+    seed: Annotated[
+        int, Option(min=0, help="Of arrivals, texts, voices and who leaves; sent with requests.")
+    ] = 0,
+    timeout_s: Annotated[float, Option(min=0.1, help="From a request to its end.")] = 60.0,
+    slo_ttfa_ms: Annotated[float, Option(min=0, help="Goodput: the latest first audio.")] = 500.0,
+    slo_underrun_ms: Annotated[
+        float, Option(min=0, help="Goodput: the longest pause; 0 is viability.")
+    ] = 0.0,
+    api_key: Annotated[
+        str | None, Option(envvar="ZOO_API_KEY", help="Sent as Authorization: Bearer KEY.")
+    ] = None,
+    plot: Annotated[Path | None, Option(help="A picture of the ladder: .png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+) -> int:
+    """Measure a running speech server under load, ours or another one's: first audio, viability, underruns, audio-s/s, goodput."""
+    check(rates, streams, formats, plot, cancels + slow_readers)
+
+    from serving.tools.load.client import Target
+    from serving.tools.load.learn import address, learn
+    from serving.tools.load.metrics import Slo
+    from serving.tools.load.plan import Texts, Work
+    from serving.tools.load.run import Plan, Rung, measure, usable_workers
+
+    work = Work(
+        [],
+        Texts.named(texts),
+        voices,
+        recording_fields(reference, reference_text) | dict(map(field, fields)),
+        cancel_share=cancels,
+        slow_share=slow_readers,
+        seed=seed,
+    )
+    plan = Plan(
+        Target(address(url), api_key, sample_rate, timeout_s),
+        work,
+        [Rung(rate=rate) for rate in rates] + [Rung(streams=count) for count in streams],
+        duration if duration is not None or requests is not None else DURATION_S,
+        requests,
+        warmup,
+        workers or usable_workers(),
+        Slo(slo_ttfa_ms / 1e3, slo_underrun_ms / 1e3),
+    )
+    log_line = partial(print, "zoo:", file=sys.stderr, flush=True)
+
+    async def all_of_it() -> tuple[list[dict[str, Any]], bool]:
+        await learn(plan.target, work, model, formats, log_line)
+        with progress_bar(url) as advance:
+            return await measure(plan, advance)
+
+    runs, is_cut = asyncio.run(all_of_it())
+    result = described(plan, texts) | {"interrupted": is_cut, "runs": runs}
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        show(result)
+    if plot is not None:
+        from serving.tools.load.plot import plot as draw
+
+        draw(result, plot)
+    return 130 if is_cut else 0 if any(run["completed"] for run in runs) else 1
+
+
+def check(
+    rates: list[float], streams: list[int], formats: list[str], plot: Path | None, shares: float
+) -> None:
+    """What can be said before anything is sent. Raises ValueError."""
+    if bool(rates) == bool(streams):
+        raise ValueError(
+            "either --rate (an open loop) or --streams (a closed one) is needed, each perhaps several times"
+        )
+    if shares > 1:
+        raise ValueError(f"--cancels and --slow-readers are {shares:g} together, and 1 is all there is")
+    if plot is not None and (plot.suffix not in PLOTS or not plot.absolute().parent.is_dir()):
+        raise ValueError(
+            f"--plot {plot} must be a file in a directory that exists, and end in one of: {', '.join(PLOTS)}"
+        )
+    needed = ["aiohttp"] + ["matplotlib"] * (plot is not None)
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{' and '.join(missing)} must be installed: pip install 'speechzoo[load]'")
+
+    from serving.tools.load.samples import FORMATS
+
+    for form in formats:
+        if form not in FORMATS:
+            raise ValueError(
+                f"--format {form}: possible are {', '.join(FORMATS)} (of flac the first samples cannot be timed)"
+            )
+
+
+def field(given: str) -> tuple[str, Any]:
+    """NAME=VALUE; what is no JSON is a string. Raises ValueError."""
+    name, equals, value = given.partition("=")
+    if not equals or not name:
+        raise ValueError(f"--option {given!r} must be NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def recording_fields(path: Path | None, text: str | None) -> dict[str, str]:
+    """The recording as it is on disk. Raises ValueError."""
+    if path is None:
+        return {}
+    try:
+        audio = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    kind = path.suffix.removeprefix(".").lower() or "wav"
+    return {"ref_audio": f"data:audio/{kind};base64,{audio}"} | ({} if text is None else {"ref_text": text})
+
+
+def described(plan: Plan, texts: str) -> dict[str, Any]:
+    """What was asked of whom."""
+    work, target = plan.work, plan.target
+    kept = {name: value for name, value in work.fields.items() if name not in ("model", "ref_audio")}
+    return {
+        "url": target.url,
+        "model": work.fields["model"],
+        "texts": texts,
+        "voices": work.voices,
+        "has_reference": "ref_audio" in work.fields,
+        "fields": kept,
+        "formats": work.formats,
+        "pcm_sample_rate_hz": target.sample_rate_hz or None,
+        "seed": work.seed,
+        "sends_seeds": work.has_seeds,
+        "cancel_share": work.cancel_share,
+        "slow_share": work.slow_share,
+        "workers": plan.num_workers,
+        "timeout_s": target.timeout_s,
+        "slo_ttfa_ms": 1e3 * plan.slo.ttfa_s,
+        "slo_underrun_ms": 1e3 * plan.slo.underrun_s,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """A table, and what is to be said of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    is_open = result["runs"][0]["arrivals"] == "poisson"
+    title = f"{result['model']} at {result['url']}: {result['texts']} texts, {', '.join(result['formats'])}"
+    table = Table(title=title, title_justify="left")
+    for column in ("requests\n/s" if is_open else "streams", "sent", "failed", *COLUMNS):
+        table.add_column(column, justify="right")
+    for run in result["runs"]:
+        table.add_row(
+            f"{run['rate_requests_per_s' if is_open else 'streams']:g}" + "*" * run["client_is_limit"],
+            str(run["requests"]),
+            str(run["failed"]),
+            *("" if run[name] is None else form.format(run[name]) for name, form in COLUMNS.values()),
+        )
+    Console().print(table)
+    for line in notes(result):
+        print(line)
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    slo = f"first audio within {result['slo_ttfa_ms']:g} ms, "
+    slo += f"no pause over {result['slo_underrun_ms']:g} ms" if result["slo_underrun_ms"] else "no chunk late"
+    lines = [f"Good: {slo}. Client: {result['workers']} processes, seed {result['seed']}."]
+    for run in result["runs"]:
+        at = f"{run['rate_requests_per_s'] or run['streams']:g}"
+        failures = {
+            **run["failures"],
+            **{f"{kind} (leavers, slow readers)": n for kind, n in run["disturber_failures"].items()},
+        }
+        lines += [f"At {at}: {num} times {kind}" for kind, num in failures.items()]
+        lines += [f"  {kind}: {detail}" for kind, detail in run["failure_examples"].items()]
+        lines += [f"* At {at} the client was at its limit: {why}" for why in run["client_limits"]]
+    if result["interrupted"]:
+        lines.append("Interrupted: the last line is of what there was by then.")
+    return lines

@@ -1,0 +1,27 @@
+"""Seconds counted by size, as Prometheus wants them: what the engine process measures and the HTTP process tells."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+
+import msgspec
+
+# A step is some milliseconds, a first audio that is late some hundred.
+BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Histogram(msgspec.Struct):
+    """counts: of those up to each of BOUNDS_S and above the one before, and of those above the last."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Each bound, and how many are up to it."""
+        return list(zip([*map(str, BOUNDS_S), "+Inf"], accumulate(self.counts), strict=True))

@@ -1,0 +1,234 @@
+/** The page: waits for the server, speaks, shows. */
+
+import { ApiError, key, listed, readiness, speech } from "./api.js";
+import { curl, python } from "./code.js";
+import { Form } from "./form.js";
+import { Take } from "./take.js";
+import { Wave } from "./wave.js";
+
+const POLL_MS = 1000;
+const IS_MAC = navigator.platform.startsWith("Mac");
+const $ = (id) => document.getElementById(id);
+const wave = new Wave($("wave"));
+const form = new Form(showCode);
+const page = { take: null, isReady: false, isSpeaking: false, needsKey: Boolean(key.get()) };
+page.contexts = new Map(); // of sound, by sample rate
+globalThis.playground = page; // for the curious, and the tests
+
+/** Until the server is ready and says what it has. */
+async function connect() {
+  page.isReady = false;
+  showButton();
+  while (true) {
+    const { state, progress, detail } = await readiness();
+    if (state === "ready") break;
+    $("waiting").hidden = false;
+    const doing = { loading: "Loading the model", warming: "Warming up" }[state] ?? "Waiting for the server";
+    setText("waiting-state", detail ? `${doing}: ${detail}` : doing);
+    $("waiting-progress").value = progress;
+    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+  }
+  $("waiting").hidden = true;
+  try {
+    form.fill(await listed("v1/models"), await listed("v1/audio/voices"));
+  } catch (error) {
+    if (error.status === 401) return askForKey(error);
+    if (error.isAway) return setTimeout(connect, POLL_MS);
+    throw error;
+  }
+  $("locked").hidden = true;
+  page.isReady = true;
+  showButton();
+}
+
+function askForKey({ message }) {
+  page.needsKey = true;
+  $("key-error").textContent = key.get() ? message : "";
+  $("locked").hidden = false;
+  $("key").focus();
+}
+
+async function speak() {
+  if (!page.isReady) return;
+  stop();
+  form.clearErrors();
+  setText("problem", "");
+  const body = form.body();
+  body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
+  const take = (page.take = new Take(body, form.version));
+  const answer = speech(body, take.aborter.signal);
+  const first = answer.next(); // asked before the sound is made ready, which takes a moment
+  const context = contextOf(form.model.sample_rate_hz); // in the same click: browsers allow sound after one
+  wave.clear();
+  page.isSpeaking = true;
+  showTake();
+  showCode();
+  announce("Asked for speech");
+  try {
+    for (let next = await first; !next.done && take === page.take; next = await answer.next()) {
+      handle(next.value, take, context);
+    }
+  } catch (error) {
+    if (take === page.take && error.name !== "AbortError") fail(error, take);
+  }
+}
+
+function handle(event, take, context) {
+  switch (event.type) {
+    case "start":
+      take.begin(context, event.sampleRate, heardAll);
+      follow();
+      break;
+    case "audio":
+      if (!take.length) announce("Speaking");
+      take.add(event.samples);
+      wave.add(event.samples, take.sampleRate);
+      break;
+    case "text":
+      take.text += event.text;
+      break;
+    case "done":
+      take.finish();
+      wave.fit();
+      break;
+  }
+  showTake();
+}
+
+function fail(error, take) {
+  take.stop();
+  ended();
+  if (!(error instanceof ApiError)) throw error;
+  if (error.status === 401) askForKey(error);
+  else if (!form.showError(error)) setText("problem", error.message);
+  if (error.isAway) connect();
+}
+
+/** Of speech that is heard, or still to come. */
+function stop() {
+  if (!page.isSpeaking) return;
+  page.take.stop();
+  ended();
+}
+
+/** No more is wanted, or there is no more. */
+function ended() {
+  const { take } = page;
+  page.isSpeaking = false;
+  wave.fit();
+  showTake();
+  if (take.length) announce(`${take.lengthS.toFixed(1)} seconds of speech`);
+}
+
+/** The last sound was heard. */
+function heardAll() {
+  ended();
+  wave.moveTo(page.take.lengthS);
+}
+
+function contextOf(sampleRate) {
+  const { contexts } = page;
+  if (!contexts.has(sampleRate)) contexts.set(sampleRate, new AudioContext({ sampleRate }));
+  const context = contexts.get(sampleRate);
+  context.resume();
+  return context;
+}
+
+/** The play head, for as long as it moves. */
+function follow() {
+  cancelAnimationFrame(page.frame);
+  if (!page.isSpeaking) return;
+  wave.moveTo(page.take.positionS);
+  page.frame = requestAnimationFrame(follow);
+}
+
+function showTake() {
+  const { take } = page;
+  setText("ttfa", take.ttfaMs === null ? "–" : `${take.ttfaMs.toFixed(0)} ms`);
+  setText("rtf", take.rtf === null ? "–" : take.rtf.toFixed(2));
+  setText("underruns", take.player ? take.player.underruns : "–");
+  setText("length", take.length ? `${take.lengthS.toFixed(1)} s` : "–");
+  setText("written", take.text);
+  setText("seed-used", take.body.seed);
+  $("after").hidden = !take.length || take.isComing;
+  $("wave").setAttribute("aria-label", take.length ? `Waveform of ${take.lengthS.toFixed(1)} seconds of speech` : "No audio yet");
+  showButton();
+}
+
+function showButton() {
+  $("speak").disabled = !page.isReady;
+  setText("speak", page.isSpeaking ? "Stop" : "Speak");
+  $("speak").classList.toggle("is-speaking", page.isSpeaking);
+  $("wave").setAttribute("aria-busy", String(page.isSpeaking));
+}
+
+/** Of what was done last, as long as the settings are the same; else of what they ask for. */
+function showCode() {
+  if (!form.model) return;
+  const body = page.take?.version === form.version ? page.take.body : form.body();
+  const write = document.querySelector("[name=language-of-code]:checked").value === "curl" ? curl : python;
+  setText("code", write(body, { reference: form.reference, needsKey: page.needsKey }));
+  setText("count", `${$("input").value.length} of ${form.model.max_text_chars} characters`);
+}
+
+/** Some browsers have a clipboard for https alone. */
+async function copy() {
+  const text = $("code").textContent;
+  if (navigator.clipboard) await navigator.clipboard.writeText(text);
+  else {
+    getSelection().selectAllChildren($("code"));
+    document.execCommand("copy");
+  }
+  setText("copy", "Copied");
+  announce("Copied");
+  setTimeout(() => setText("copy", "Copy"), 1500);
+}
+
+function download() {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(page.take.wav());
+  link.download = page.take.name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function setText(id, text) {
+  if ($(id).textContent !== String(text)) $(id).textContent = text;
+}
+
+/** For who does not see it. */
+const announce = (text) => setText("status", text);
+
+$("keys").textContent = `${IS_MAC ? "⌘" : "Ctrl"}+Enter speaks, Esc stops`;
+$("speak").addEventListener("click", () => (page.isSpeaking ? stop() : speak()));
+$("again").addEventListener("click", () => {
+  page.take.playAgain();
+  page.isSpeaking = true;
+  showTake();
+  follow();
+});
+$("download").addEventListener("click", download);
+$("keep-seed").addEventListener("click", () => {
+  $("seed").value = page.take.body.seed;
+  $("seed").closest("details").open = true;
+  showCode();
+  $("seed").focus();
+});
+$("copy").addEventListener("click", copy);
+$("form").addEventListener("submit", (event) => event.preventDefault());
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key.set($("key").value.trim());
+  connect();
+});
+document.querySelectorAll("[name=language-of-code]").forEach((radio) => radio.addEventListener("change", showCode));
+// the first sound of a page takes its time: it is made ready before it is needed, as soon as browsers allow it
+for (const gesture of ["pointerdown", "keydown"]) {
+  document.addEventListener(gesture, () => form.model && contextOf(form.model.sample_rate_hz), { once: true });
+}
+document.addEventListener("keydown", (event) => {
+  if (event.isComposing) return;
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) speak();
+  else if (event.key === "Escape") stop();
+});
+connect();

@@ -1,0 +1,355 @@
+"""`zoo batch`: every line of a file becomes a file of speech, at the throughput of the whole machine.
+
+    lines ─> items ─> engine, in this process ─> files, each behind its line in results.jsonl
+              feeder     its own thread: this     writers
+
+A file is there whole or not at all, and its line comes after it, so a run that is killed leaves nothing that looks finished. A
+finished item (its line and its file are there, and it asks for the same) is not made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from compile_cache import threads
+from serving.audio import pcm16
+from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
+from serving.engine.engine_process import reference_of
+from serving.http import encode
+from serving.protocol import AudioClip, Reference
+from zoo.contract import Request
+
+RESULTS = "results.jsonl"
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+WRITERS = 2
+MAX_RECORDINGS = 16  # that are kept for further lines
+
+
+class Fields(msgspec.Struct, omit_defaults=True):
+    """What a line may hold, under the names of `zoo say`'s options; any other name is an option of the model."""
+
+    text: str
+    id: str | int | None = None
+    voice: str | None = None
+    reference: str | None = None  # a path, from the directory of the file of lines
+    reference_text: str | None = None
+    language: str | None = None
+    instructions: str | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    split_text: bool | None = None
+    normalize: bool | None = None
+
+
+PLAIN = (
+    "text",
+    "voice",
+    "language",
+    "instructions",
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "split_text",
+    "normalize",
+)
+
+
+@dataclass
+class Item:
+    """A line of the file. fields: with the defaults of all lines; options: of the model; error: why it cannot be made."""
+
+    line: int
+    id: str
+    fields: Fields = field(default_factory=lambda: Fields(""))
+    options: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    def digest(self, base: Path, common: Sequence[object]) -> str:
+        """Equal for items that ask for the same. common: what all items share."""
+        clip = None if self.fields.reference is None else content(base / self.fields.reference)
+        asked = [msgspec.structs.asdict(self.fields) | {"id": None}, self.options, clip, *common]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@cache
+def content(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def read_items(path: Path, defaults: dict[str, Any]) -> list[Item]:
+    """The lines of a file; blank ones are none. Raises ValueError if it cannot be read."""
+    try:
+        lines = path.read_text("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    items = [read_item(number, line, defaults) for number, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise ValueError(f'there is no line in {path}; one such as {{"text": "Good morning."}} is needed')
+    seen: dict[str, int] = {}
+    for item in items:
+        if item.error is None and seen.setdefault(item.id, item.line) != item.line:
+            first = seen[item.id]
+            item.error = f"id {item.id!r} is that of line {first} too; every item needs one of its own"
+            item.id = f"{item.line:06}"
+    return items
+
+
+def read_item(number: int, line: str, defaults: dict[str, Any]) -> Item:
+    """A line that cannot be used is an item with an error."""
+    name = f"{number:06}"
+    try:
+        given = json.loads(line)
+    except json.JSONDecodeError as error:
+        return Item(number, name, error=f"it is no JSON: {error}")
+    try:
+        if not isinstance(given, dict):
+            raise ValueError(f"a JSON object is needed, and this is {line[:60]!r}")
+        given = defaults | {key: value for key, value in given.items() if value is not None}
+        if "text" not in given:
+            raise ValueError("there is no text")
+        fields = msgspec.convert(given, Fields, str_keys=True)
+    except ValueError as error:  # msgspec's too
+        return Item(number, name, error=str(error))
+    name = name if fields.id is None else str(fields.id)
+    if not NAME.fullmatch(name):
+        return Item(
+            number,
+            f"{number:06}",
+            error=f"id {name[:60]!r} is no name for a file: letters, digits, _, - and . are",
+        )
+    return Item(
+        number,
+        name,
+        fields,
+        {key: value for key, value in given.items() if key not in Fields.__struct_fields__},
+    )
+
+
+class Results:
+    """The directory of a batch, which one process has at a time."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.path = directory / RESULTS
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Raises ValueError if it cannot be written, or another one has it."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.directory, os.O_RDONLY)
+        except OSError as error:
+            raise ValueError(f"{self.directory} cannot be written: {error.strerror}") from None
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another zoo batch writes to {self.directory}") from None
+            yield
+        finally:
+            os.close(lock)
+
+    def finished(self, ids: set[str], digests: dict[str, str], suffix: str) -> set[str]:
+        """Those of the ids whose speech is there already. Lines of the others, and what a kill left of a line, are taken
+        out, so that in the end there is one line an item; those of other files of lines stay."""
+        kept: list[str] = []
+        done: set[str] = set()
+        text = self.path.read_text("utf-8") if self.path.exists() else ""
+        for line in text.split("\n"):  # splitlines would split at what may be in a JSON string too
+            try:
+                result = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if not isinstance(result, dict) or "id" not in result:
+                continue
+            id = result["id"]
+            is_same = id in digests and result.get("digest") == digests[id]
+            is_done = is_same and (self.directory / f"{id}{suffix}").exists()
+            if is_done:
+                done.add(id)
+            if is_done or id not in ids:
+                kept.append(line)
+        self.write(RESULTS, "".join(f"{line}\n" for line in kept).encode())
+        return done
+
+    def write(self, name: str, data: bytes) -> None:
+        """All of it or nothing."""
+        part = self.directory / f".{name}.part"
+        part.write_bytes(data)
+        part.replace(self.directory / name)
+
+    def add(self, result: dict[str, Any]) -> None:
+        with self._lock, self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result, ensure_ascii=False) + "\n")
+
+
+@dataclass
+class Tally:
+    """What came of a batch so far."""
+
+    found: int = 0
+    made: int = 0
+    failed: int = 0
+    audio_s: float = 0.0
+    wall_s: float = 0.0
+    is_interrupted: bool = False
+
+
+class Batch:
+    """Items through an engine, some more at once than it has slots. `report` is told after each of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        results: Results,
+        digests: dict[str, str],
+        form: str,
+        recording: Callable[[str], AudioClip],
+        options: dict[str, Any],
+        tally: Tally,
+        report: Callable[[Tally, dict[str, Any]], None],
+    ):
+        [worker] = engine.models.values()
+        self.engine, self.family, self.results, self.digests = engine, worker.family, results, digests
+        self.form, self.options, self.tally, self.report = form, options, tally, report
+        self.recording = lru_cache(maxsize=MAX_RECORDINGS)(recording)
+        self.room = 2 * worker.runner.num_slots
+        self.places = threading.Semaphore(self.room)
+        self.writers = ThreadPoolExecutor(WRITERS, "write")
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None  # of a writer
+
+    def run(self, items: Sequence[Item]) -> None:
+        """Until all are made, or a signal says to stop. The engine has this thread, which must be the main one."""
+        began_s = time.perf_counter()
+        with self.stopped_by_signals(), ThreadPoolExecutor(1, "feed", threads.use_one_thread) as pool:
+            feeding = pool.submit(self.feed, items)
+            self.engine.run()
+            feeding.result()
+        if self.error is not None:
+            raise self.error
+        self.tally.wall_s = time.perf_counter() - began_s
+
+    @contextmanager
+    def stopped_by_signals(self) -> Iterator[None]:
+        def stop(*_: object) -> None:
+            self.tally.is_interrupted = True
+            self.engine.stop()
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def feed(self, items: Sequence[Item]) -> None:
+        """On a thread of its own."""
+        try:
+            for item in items:
+                self.places.acquire()
+                try:
+                    self.speak(item)
+                except Full:  # it was stopped
+                    self.places.release()
+                    break
+                except ValueError as error:
+                    self.end(item, {"error": str(error)})
+            for _ in range(self.room):
+                self.places.acquire()
+        finally:
+            self.engine.stop()
+            self.writers.shutdown()
+
+    def speak(self, item: Item) -> None:
+        """Raises ValueError for what the model refuses, Full."""
+        chunks: list[np.ndarray] = []
+        texts: list[str] = []
+
+        def deliver(event: Event) -> None:  # on the engine's thread
+            match event:
+                case Audio(samples=samples):
+                    chunks.append(samples)
+                case Text(text=text):
+                    texts.append(text)
+                case Failed(code="engine_stopped"):
+                    self.places.release()
+                case Failed(message=message):
+                    self.end(item, {"error": message})
+                case Finished():
+                    writing = self.writers.submit(self.keep, item, event, chunks, "".join(texts))
+                    writing.add_done_callback(self.check)
+
+        self.engine.speak(item.id, self.request(item), deliver)
+
+    def check(self, writing: Future[None]) -> None:
+        """A writer's mistake ends the batch."""
+        if (error := writing.exception()) is not None:
+            self.error = error
+            self.engine.stop()
+            self.places.release()
+
+    def request(self, item: Item) -> Request:
+        """Raises ValueError."""
+        fields = item.fields
+        given: dict[str, Any] = {
+            name: value for name in PLAIN if (value := getattr(fields, name)) is not None
+        }
+        if fields.max_new_tokens is not None:
+            given["max_frames"] = fields.max_new_tokens
+        if fields.reference is not None:
+            reference = Reference(self.recording(fields.reference), fields.reference_text)
+            given["references"] = (reference_of(reference),)
+        return Request(**given, options=self.options | item.options)
+
+    def keep(self, item: Item, finished: Finished, chunks: list[np.ndarray], text: str) -> None:
+        """On a writer's thread."""
+        samples, rate_hz = np.concatenate(chunks), self.family.spec.sample_rate_hz
+        name = f"{item.id}.{self.form}"
+        try:
+            self.results.write(name, encode.file(self.form, pcm16(samples), rate_hz))
+        except OSError as error:
+            return self.end(item, {"error": f"{name} cannot be written: {error.strerror}"})
+        result = {
+            "file": name,
+            "audio_s": round(len(samples) / rate_hz, 6),
+            "frames": finished.frames,
+            "reason": finished.reason,
+            "sample_rate_hz": rate_hz,
+        }
+        self.end(item, result | ({"written_text": text} if text else {}) | {"digest": self.digests[item.id]})
+
+    def end(self, item: Item, result: dict[str, Any]) -> None:
+        """Its line, and room for the next."""
+        result = {"id": item.id, "line": item.line, **result}
+        self.results.add(result)
+        with self.lock:
+            self.tally.failed += "error" in result
+            self.tally.made += "error" not in result
+            self.tally.audio_s += result.get("audio_s", 0.0)
+            self.report(self.tally, result)
+        self.places.release()

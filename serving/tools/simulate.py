@@ -1,0 +1,295 @@
+"""The real engine on a virtual clock: its queue, admission, pages, scheduler and turns, with what launches cost in the place
+of launches.
+
+A day of load takes minutes, the same load gives the same answer, and GPUs that are not there can be asked too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compile_cache.strategy import Strategy
+from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
+from serving.engine.runner import Arena
+from serving.engine.scheduler import Chunk, Render
+from serving.engine.streams import Streams
+from zoo.contract import KV, Batch, Family, Prompt, Request, Spec, State, View, Window
+
+RATE_HZ = 1000  # of simulated samples: a frame of any length has whole ones
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds, of a device that works on one launch after the other, and of the host's own turn. step_s: of so many slots.
+    prefill_s: of so many positions. render_s: of so many rows of a window of so many frames."""
+
+    step_s: Callable[[int], float] = lambda slots: 0.01 + 0.001 * slots
+    prefill_s: Callable[[int], float] = lambda tokens: 0.002 + 0.00005 * tokens
+    render_s: Callable[[int, int], float] = lambda rows, frames: 0.001 + 0.0002 * rows * frames
+    turn_s: float = 0.0005
+    save_s: float = 0.0001  # of a page, to the host or back
+
+
+class Voice(Family[Any]):
+    """A family of nothing but its spec. Of a request, `text` takes a prompt position a byte, and the speech has
+    `max_frames` frames, or `frames_per_byte` a byte."""
+
+    def __init__(
+        self,
+        window: Window | None = None,
+        frame_s: float = 0.08,
+        frames_per_byte: float = 0.8,
+        max_frames: int = 4096,
+        guard: float = 4.0,
+    ):
+        """guard: times a speech's frames that a prompt allows, as a family that does not know must."""
+        super().__init__()
+        self.device, self.dtype, self.strategy = torch.device("cpu"), torch.float32, Strategy()
+        self.frames_per_byte, self.guard = frames_per_byte, guard
+        self.spec = Spec(
+            family="simulated",
+            variant="voice",
+            frame_shape=(1,),
+            frame_dtype=torch.int64,
+            frame_samples=round(frame_s * RATE_HZ),
+            sample_rate_hz=RATE_HZ,
+            kv=KV(1, 1, 2),
+            width=1,
+            max_frames=max_frames,
+            max_positions=3 * max_frames,
+            window=window or Window((1, 4, 25)),
+        )
+        self.lengths: dict[int, int] = {}  # frames of each prompt's speech, by its seed
+
+    def prompt(self, request: Request) -> Prompt:
+        size = len(request.text.encode())
+        frames = request.max_frames or max(1, round(size * self.frames_per_byte))
+        cap = min(self.spec.max_frames, max(frames, round(self.guard * frames)))
+        keys = tuple(request.seed * 100_003 + i for i in range(size))
+        slot = {"frames": frames}
+        return Prompt(torch.zeros(size, 1), keys, cap, slot, usage={"input_tokens": size})
+
+    def state(self, slots: int, max_frames: int | None = None) -> Any:
+        raise NotImplementedError("a simulated voice has no tensors")
+
+    def embed(self, state: State, slots: Tensor) -> Tensor:
+        raise NotImplementedError("a simulated voice computes nothing")
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        raise NotImplementedError("a simulated voice computes nothing")
+
+    def emit(self, state: State, slots: Tensor, h: Tensor) -> None:
+        raise NotImplementedError("a simulated voice computes nothing")
+
+    def render(self, state: State, view: View) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a simulated voice computes nothing")
+
+
+class Copy:
+    """As AsyncCopy, of values that are there when the device is done."""
+
+    def __init__(self, clock: Clock, done_s: float, *values: np.ndarray):
+        self.clock, self.done_s, self.values = clock, done_s, values
+
+    @property
+    def is_there(self) -> bool:
+        return self.done_s <= self.clock.now_s
+
+    def read(self) -> tuple[np.ndarray, ...]:
+        self.clock.now_s = max(self.clock.now_s, self.done_s)
+        return self.values
+
+
+class SimulatedRunner:
+    """As Runner. is_async: launches return at once, as on a GPU, and the device works on; else they return when it is
+    done, as on a CPU."""
+
+    graph_misses = 0
+
+    def __init__(self, clock: Clock, cost: Cost, is_async: bool, family: Voice, num_slots: int, arena: Arena):
+        self.clock, self.cost, self.is_async = clock, cost, is_async
+        self.family, self.num_slots, self.arena = family, num_slots, arena
+        self.streams: Streams = arena.streams
+        self.page_tokens = arena.page_tokens(family)
+        self.kv_lens = np.zeros(num_slots + 1, np.int64)
+        self.capacity = np.zeros(num_slots + 1, np.int64)  # positions that a slot's pages hold
+        self.made = np.zeros(num_slots, np.int64)
+        self.wanted = np.zeros(num_slots, np.int64)
+        self.device_s = 0.0
+
+    def sequences(self, slots: np.ndarray) -> np.ndarray:
+        return slots
+
+    def open(self, slot: int, prompt: Prompt, pages: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
+        self.made[slot], self.wanted[slot] = 0, min(prompt.slot["frames"], prompt.max_frames)
+        self.kv_lens[slot], self.capacity[slot] = skips[0], len(pages[0]) * self.page_tokens
+
+    def close(self, slot: int) -> None:
+        self.wanted[slot] = 0
+
+    def set_pages(self, slot: int, lane: int, pages: Sequence[int]) -> None:
+        self.capacity[slot] = len(pages) * self.page_tokens
+
+    def save(self, pages: Sequence[int]) -> Copy:
+        return Copy(self.clock, self._launch(self.cost.save_s * len(pages)))
+
+    def restore(self, pages: Sequence[int], saved: Copy) -> None:
+        self._launch(self.cost.save_s * len(pages))
+
+    def frames(self, slot: int, count: int) -> Tensor:
+        return torch.zeros(count, 1, dtype=torch.int64)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.kv_lens[chunk.slot] += chunk.stop - chunk.start
+        self._check_pages()
+        self._launch(self.cost.prefill_s(sum(chunk.stop - chunk.start for chunk in chunks)))
+
+    def step(self, slots: np.ndarray) -> Copy:
+        self.kv_lens[slots] += 1
+        self._check_pages()
+        done_s = self._launch(self.cost.step_s(len(slots)))
+        self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
+        done = self.made[slots] >= self.wanted[slots]
+        return Copy(self.clock, done_s, np.stack((self.made[slots], done, np.full(len(slots), -1)), 1))
+
+    def render(self, due: Render) -> Copy:
+        done_s = self._launch(self.cost.render_s(len(due.slots), due.frames))
+        each = self.family.spec.frame_samples
+        samples = np.zeros((len(due.slots), due.frames * each), np.float32)
+        return Copy(self.clock, done_s, samples, due.count * each)
+
+    def _launch(self, cost_s: float) -> float:
+        self.device_s = max(self.device_s, self.clock.now_s) + cost_s
+        if not self.is_async:
+            self.clock.now_s = self.device_s
+        return self.device_s
+
+    def _check_pages(self) -> None:
+        over = np.flatnonzero(self.kv_lens[:-1] > self.capacity[:-1])
+        assert not over.size, f"slots {over} write to positions {self.kv_lens[over]} of {self.capacity[over]}"
+
+
+@dataclass
+class Heard:
+    """What a listener had, in the clock's seconds. late_s: without audio, after the first."""
+
+    submitted_s: float
+    first_s: float | None = None
+    plays_until_s: float = 0.0
+    late_s: float = 0.0
+    audio_s: float = 0.0
+    end: Finished | Failed | Full | None = None
+    ended_s: float | None = None
+
+    def take(self, event: Event, now_s: float, rate_hz: int) -> None:
+        if isinstance(event, Audio):
+            given_s = len(event.samples) / rate_hz
+            if self.first_s is None:
+                self.first_s = self.plays_until_s = now_s
+            self.late_s += max(now_s - self.plays_until_s, 0.0)
+            self.plays_until_s = max(self.plays_until_s, now_s) + given_s
+            self.audio_s += given_s
+        elif isinstance(event, Finished | Failed):
+            self.end, self.ended_s = event, now_s
+
+    @property
+    def ttfa_s(self) -> float | None:
+        return None if self.first_s is None else self.first_s - self.submitted_s
+
+
+@dataclass
+class Simulation:
+    """An engine of one voice, and its listeners. `settings` are the engine's."""
+
+    voice: Voice
+    cost: Cost
+    is_async: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+
+        def make(family: Voice, num_slots: int, arena: Arena, *_: object) -> SimulatedRunner:
+            return SimulatedRunner(self.clock, self.cost, self.is_async, family, num_slots, arena)
+
+        self.engine = Engine(
+            self.voice,
+            clock=self.clock,
+            make_runner=make,
+            compile=False,
+            report_lag=int(self.is_async),
+            **self.settings,
+        )
+        [self.model] = self.engine.models.values()
+        self.heard: list[Heard] = []
+
+    def submit(self, request: Request, **how: Any) -> Heard:
+        """As of now; refused at once, or heard as `run` goes on."""
+        heard = Heard(self.clock.now_s)
+        self.heard.append(heard)
+        try:
+            self.engine.speak(f"request-{len(self.heard)}", request, partial(self.hear, heard), **how)
+        except Full as full:
+            heard.end, heard.ended_s = full, self.clock.now_s
+        return heard
+
+    def hear(self, heard: Heard, event: Event) -> None:
+        heard.take(event, self.clock.now_s, RATE_HZ)
+
+    def turn(self) -> bool:
+        self.clock.now_s += self.cost.turn_s
+        return self.engine.turn()
+
+    def run(
+        self, arrivals: Sequence[tuple[float, Request]], until_s: float = np.inf, **how: Any
+    ) -> list[Heard]:
+        """arrivals: by time. Until all have ended, or it is late. -> the arrivals' listeners."""
+        waiting, listeners = list(reversed(arrivals)), []
+        while self.clock.now_s < until_s:
+            while waiting and waiting[-1][0] <= self.clock.now_s:
+                listeners.append(self.submit(waiting.pop()[1], **how))
+            is_busy = self.turn()
+            if not is_busy and not self.engine.num_requests:
+                if not waiting:
+                    break
+                self.clock.now_s = max(self.clock.now_s, waiting[-1][0])
+        return listeners
+
+
+def poisson(
+    rate: float, duration_s: float, seed: int = 0, text_bytes: float = 60
+) -> list[tuple[float, Request]]:
+    """Arrivals with texts of random lengths."""
+    random = np.random.default_rng(seed)
+    at_s = np.cumsum(random.exponential(1 / rate, round(2 * rate * duration_s) + 10))
+    sizes = np.maximum(random.poisson(text_bytes, len(at_s)), 4)
+    return [
+        (float(at), Request(text="x" * int(size), seed=i))
+        for i, (at, size) in enumerate(zip(at_s[at_s < duration_s], sizes, strict=False))
+    ]
+
+
+def goodput(heard: Sequence[Heard], max_ttfa_s: float, duration_s: float, gap_s: float = 0.05) -> float:
+    """Requests a second that were heard in time and without a gap."""
+    good = [
+        one
+        for one in heard
+        if isinstance(one.end, Finished) and (one.ttfa_s or np.inf) <= max_ttfa_s and one.late_s <= gap_s
+    ]
+    return len(good) / duration_s

@@ -1,0 +1,189 @@
+"""Who is let in: what is learned of turns and lengths, what is predicted of it, and what comes of that under load. All on a
+virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.engine.admission import (
+    MARGIN,
+    MIN_TURNS,
+    Correction,
+    Costs,
+    Expected,
+    Lengths,
+    Outlook,
+    capacity,
+    first_audio_s,
+)
+from serving.engine.engine import Finished, Full
+from serving.tools.simulate import Cost, Simulation, Voice, goodput, poisson
+
+COST = Cost(
+    step_s=lambda slots: 0.015 + 0.004 * slots,
+    prefill_s=lambda tokens: 0.002 + 1e-4 * tokens,
+    render_s=lambda rows, frames: 0.001 + 0.0005 * rows * frames,
+    turn_s=0.001,
+)
+seconds = st.floats(1e-5, 0.05)
+
+
+def learned(
+    own: float, slot: float, token: float, frame: float, turns: int = 300, noise: float = 0.0
+) -> Costs:
+    chance, costs = np.random.default_rng(0), Costs()
+    for _ in range(turns):
+        load = chance.integers(0, 9), chance.integers(0, 2) * chance.integers(0, 257), chance.integers(0, 60)
+        took_s = own + slot * load[0] + token * load[1] + frame * load[2]
+        costs.record(*map(int, load), took_s * (1 + noise * chance.standard_normal()))
+    return costs
+
+
+@settings(max_examples=30, deadline=None)
+@given(seconds, seconds, seconds, seconds)
+def test_what_a_turn_takes_is_learned_from_turns(own, slot, token, frame):
+    costs = learned(own, slot, token / 100, frame / 10)
+    expected_s = own + 5 * slot + 1 * token + 3 * frame
+    assert costs.turn_s(5, 100, 30) == pytest.approx(expected_s, rel=0.02)
+    assert costs.prefill_s(100) == pytest.approx(token, rel=0.1, abs=0.02 * expected_s)
+
+
+def test_a_long_turn_now_and_then_is_no_rule():
+    costs = learned(0.01, 0.001, 1e-5, 1e-4, noise=0.1)
+    before_s = costs.turn_s(4)
+    costs.record(4, 0, 0, 30.0)
+    assert costs.turn_s(4) < 2 * before_s
+
+
+def test_what_did_not_change_for_long_is_not_forgotten():
+    """A thousand turns of four slots alone, and then a prompt."""
+    costs = learned(0.01, 0.001, 1e-4, 1e-4)
+    for _ in range(1000):
+        costs.record(4, 0, 4, 0.01 + 4 * 0.001 + 4e-4)
+    assert costs.prefill_s(100) == pytest.approx(0.01, rel=0.2)
+    assert costs.turn_s(8) == pytest.approx(0.018, rel=0.2)
+
+
+def test_turns_that_get_slower_are_seen():
+    costs = learned(0.01, 0.001, 1e-5, 1e-4)
+    for turn in range(400):
+        costs.record(turn % 9, 0, 4, 2 * (0.01 + 0.001 * (turn % 9) + 4e-4))
+    assert costs.turn_s(8, 0, 4) == pytest.approx(2 * 0.0184, rel=0.1)
+
+
+def test_lengths_follow_what_was_spoken():
+    lengths = Lengths(prior=1.0)
+    assert lengths.expected(100) == 100 and lengths.usual(100) == 200
+    for frames in (40, 50, 60) * 20:
+        lengths.record(100, frames)
+    assert lengths.expected(200) == pytest.approx(100, rel=0.1)
+    assert 60 <= lengths.usual(100) <= 80
+    assert lengths.expected(0) > 0  # a text may be empty, and its speech is not
+
+
+def test_as_many_may_speak_as_are_made_faster_than_they_are_heard():
+    costs = learned(0.01, 0.008, 1e-5, 0.0)
+    assert capacity(costs, 0.08, 64) == int((MARGIN * 0.08 - 0.01) / 0.008)
+    assert capacity(costs, 0.08, 4) == 4
+    assert capacity(costs, 0.08, 64, other_s=0.02) == int((MARGIN * 0.08 - 0.03) / 0.008)
+    assert capacity(costs, 0.0185, 64) == 1
+    assert capacity(costs, 0.01, 64) == 64  # too slow for one: then for all
+    assert capacity(Costs(), 0.08, 64) == 64  # nothing is known
+
+
+def test_first_audio_comes_after_prompts_and_who_speaks():
+    costs = learned(0.01, 0.005, 1e-4, 0.0)
+    free = Outlook(places=2, first_frames=3, left=(10.0,))
+    turn_s = 0.01 + 2 * 0.005
+    assert first_audio_s(costs, free, [], Expected(100, 50)) == pytest.approx(0.01 + 3 * turn_s, rel=0.05)
+    full = Outlook(places=2, first_frames=3, left=(10.0, 40.0))
+    line = [Expected(0, 100.0), Expected(0, 5.0)]
+    for waiting, begins in ((0, 10), (1, 40), (2, 45)):
+        predicted_s = first_audio_s(costs, full, line[:waiting], Expected(0, 50))
+        assert predicted_s == pytest.approx((begins + 3) * turn_s, rel=0.05)
+    # fewer places than speakers: two have to end before
+    assert first_audio_s(costs, Outlook(1, 3, (10.0, 40.0)), [], Expected(0, 50)) == pytest.approx(
+        43 * turn_s, rel=0.05
+    )
+    assert first_audio_s(costs, free, [], Expected(0, 50), ready_s=7.0) > 7.0
+
+
+@given(
+    st.lists(st.floats(1, 500), max_size=20),
+    st.lists(st.builds(Expected, st.floats(0, 500), st.floats(1, 500)), max_size=20),
+    st.integers(1, 20),
+    st.builds(Expected, st.floats(0, 500), st.floats(1, 500)),
+)
+def test_nobody_comes_earlier_for_a_longer_line(left, line, places, newcomer):
+    costs = learned(0.01, 0.001, 1e-5, 1e-4, turns=MIN_TURNS)
+    outlook = Outlook(places, 2, tuple(left))
+    predictions = [first_audio_s(costs, outlook, line[:n], newcomer) for n in range(len(line) + 1)]
+    assert all(earlier <= later + 1e-9 for earlier, later in itertools.pairwise(predictions))
+
+
+def test_predictions_are_corrected_by_how_they_turned_out():
+    correction = Correction()
+    for _ in range(200):
+        correction.record(correction.factor * 1.0, 1.5)
+    assert correction.factor == pytest.approx(1.5, rel=0.01)
+    for _ in range(200):
+        correction.record(1.0, 100.0)
+    assert correction.factor == pytest.approx(3.0)
+
+
+# load
+
+
+def served(rate: float, duration_s: float = 25.0, **more) -> Simulation:
+    simulation = Simulation(Voice(), COST, settings={"max_slots": 8, "max_ttfa_s": 1.0, **more})
+    simulation.run(poisson(rate, duration_s))
+    return simulation
+
+
+def capacity_hz() -> float:
+    """Requests a second that eight slots can speak: 48 frames each, of which a turn makes eight."""
+    turn_s = COST.turn_s + COST.step_s(8) + COST.render_s(8, 1) + COST.prefill_s(60) / 6
+    return 8 / (48 * turn_s)
+
+
+def test_goodput_does_not_fall_under_load_and_who_is_let_in_hears_no_gap():
+    good = {}
+    for times in (1, 2, 5):
+        simulation = served(times * capacity_hz())
+        accepted = [one for one in simulation.heard if not isinstance(one.end, Full)]
+        assert all(isinstance(one.end, Finished) for one in accepted)
+        good[times] = goodput(simulation.heard, 1.2, simulation.clock.now_s)
+        assert np.mean([one.late_s <= 0.05 for one in accepted]) >= 0.99
+        late = [one.ttfa_s for one in accepted if one.submitted_s > 5]  # something is known by then
+        assert np.percentile(late, 95) <= 1.2
+    assert good[1] > 0.7 * capacity_hz()
+    assert min(good[2], good[5]) >= 0.9 * max(good.values())
+
+
+def test_without_admission_by_time_nearly_nobody_is_heard_in_time():
+    """That the test above can fail."""
+    simulation = served(2 * capacity_hz(), max_ttfa_s=None)
+    assert goodput(simulation.heard, 1.2, simulation.clock.now_s) < 0.5 * capacity_hz()
+
+
+def test_who_is_refused_is_refused_at_once_and_told_when_to_come():
+    simulation = served(5 * capacity_hz(), 10.0)
+    refused = [one for one in simulation.heard if isinstance(one.end, Full)]
+    assert refused and all(one.ended_s == one.submitted_s for one in refused)
+    assert all(1 <= one.end.retry_after_s <= 60 for one in refused)
+    assert "first audio is to be expected in" in str(refused[-1].end)
+
+
+def test_only_so_many_speak_as_are_made_in_time():
+    """Turns of all eight would take longer than a frame lasts."""
+    slow = Cost(step_s=lambda slots: 0.01 + 0.015 * slots, turn_s=0.001)
+    simulation = Simulation(Voice(), slow, settings={"max_slots": 8, "max_ttfa_s": 30.0})
+    simulation.run(poisson(2.0, 60.0))
+    heard = [one for one in simulation.heard if one.submitted_s > 10 and isinstance(one.end, Finished)]
+    assert 2 <= simulation.model.forecaster.outlook.places <= 4
+    assert len(heard) > 20 and np.mean([one.late_s <= 0.05 for one in heard]) >= 0.99

@@ -1,0 +1,113 @@
+"""Requests that nobody waits for, beside those that somebody does, and the order of prompts. On a virtual clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from serving.engine.engine import Finished, Full
+from serving.engine.scheduler import AGEING, Policy, Scheduler
+from serving.tools.simulate import Cost, Heard, Simulation, Voice
+from zoo.contract import Request, Window
+
+SLOW = Cost(step_s=lambda slots: 0.01 + 0.006 * slots, turn_s=0.001)
+
+
+def room(**more) -> Simulation:
+    return Simulation(Voice(), SLOW, settings={"max_slots": 8, "max_waiting": 20, **more})
+
+
+def submit(simulation: Simulation, seed: int, is_flex: bool, frames: int = 100) -> Heard:
+    """Raises Full."""
+    heard = Heard(simulation.clock.now_s)
+    engine = simulation.engine
+    place = engine.accept(
+        f"{seed}", lambda event: simulation.hear(heard, event), text_bytes=20, is_flex=is_flex
+    )
+    engine.prepare(place, lambda: Request(text="x" * 20, seed=seed, max_frames=frames))
+    return heard
+
+
+def run(simulation: Simulation, seconds: float = 100.0) -> None:
+    until_s = simulation.clock.now_s + seconds
+    while simulation.clock.now_s < until_s and simulation.turn():
+        pass
+
+
+def test_a_batch_does_not_hurt_who_is_listened_to():
+    """With 20 flexible requests beside it, first audio comes as it does alone, and there is no gap."""
+    ttfa_s = {}
+    for num_flex in (0, 20):
+        simulation = room()
+        batch = [submit(simulation, 100 + i, True, 200) for i in range(num_flex)]
+        run(simulation, 3.0)
+        live = submit(simulation, 0, False)
+        run(simulation)
+        assert isinstance(live.end, Finished) and live.late_s == 0
+        assert all(isinstance(one.end, Finished) for one in batch)
+        ttfa_s[num_flex] = live.ttfa_s
+    assert ttfa_s[20] == pytest.approx(ttfa_s[0], abs=2 * SLOW.step_s(8))
+
+
+def test_a_quarter_of_the_slots_is_kept_from_flexible_requests():
+    simulation = room()
+    for i in range(20):
+        submit(simulation, 100 + i, True)
+    run(simulation, 1.0)
+    assert len(simulation.model.running) == 6
+    for i in range(2):
+        submit(simulation, i, False)
+    simulation.turn()
+    assert len(simulation.model.running) == 8
+
+
+def test_flexible_requests_are_taken_however_long_the_wait_up_to_a_bound_of_their_own():
+    simulation = room(max_ttfa_s=0.5)
+    run(simulation, 1.0)
+    batch = [submit(simulation, 100 + i, True) for i in range(20)]
+    with pytest.raises(Full, match="20 requests are waiting already"):
+        submit(simulation, 99, True)
+    assert submit(simulation, 0, False).end is None
+    run(simulation)
+    assert all(isinstance(one.end, Finished) for one in batch)
+
+
+def scheduler(policy: Policy, num_slots: int = 4) -> Scheduler:
+    return Scheduler(num_slots, policy, Window((1, 4, 25)), 0.08)
+
+
+def turns_until_filled(order: Scheduler, newcomers: int) -> list[int]:
+    """A long prompt in slot 0, and a short one in slot 1 every turn -> in which turns positions of the long one are
+    filled."""
+    order.open(0, 3000)
+    filled = []
+    for turn in range(newcomers):
+        if not order.is_open[1]:
+            order.open(1, 256)
+        for chunk in order.next_chunks():
+            order.record_prefill(chunk)
+            if chunk.slot == 0:
+                filled.append(turn)
+            elif chunk.is_last:
+                order.close(1)
+        if not order.waiting:
+            break
+    return filled
+
+
+def test_short_prompts_go_first_and_long_ones_are_not_passed_for_ever():
+    filled = turns_until_filled(scheduler(Policy.STREAMING), 400)
+    assert filled[0] > 10  # passed by the short ones
+    assert filled[0] <= 3000 / AGEING + 1  # and no longer than that
+    assert len(filled) >= 12 and filled[11] < 200
+
+
+def test_fifo_fills_prompts_and_windows_in_order():
+    order = scheduler(Policy.FIFO)
+    assert turns_until_filled(order, 20)[:5] == [0, 1, 2, 3, 4]
+    assert Policy.named("fifo") is Policy.FIFO
+    order = scheduler(Policy.FIFO)
+    order.open(2, 0)
+    for ready, expected in ((1, [1]), (4, []), (5, [4]), (7, []), (9, [4])):
+        order.report(np.array([2]), np.array([ready]), np.array([False]))
+        assert [int(render.count[0]) for render in order.take_due_windows(100.0)][:1] == expected

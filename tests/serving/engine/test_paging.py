@@ -1,0 +1,183 @@
+"""Pages by need: who gives up its pages and when, that it goes on bit for bit, and that nobody hears it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import NAMES, TOYS, Clock, alone, family, requests, serve
+
+from serving.engine.engine import MAX_PASSED, Engine, Finished
+from serving.engine.runner import PAGE_TOKENS, token_bytes
+from serving.tools.simulate import Cost, Heard, Simulation, Voice
+from zoo.contract import Request
+
+FAST = Cost(
+    step_s=lambda slots: 0.004 + 0.001 * slots,
+    prefill_s=lambda tokens: 0.001 + 2e-5 * tokens,
+    render_s=lambda rows, frames: 0.0005 + 1e-4 * rows * frames,
+    save_s=1e-5,
+)
+slow_for_families = pytest.mark.parametrize(
+    "name", [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+
+
+def simulation(pages: int, slots: int = 4, guard: float = 1.0, **more) -> Simulation:
+    """guard: times its frames that a speech may have, as far as its prompt says."""
+    voice = Voice(frames_per_byte=0.8, guard=guard)
+    kv_bytes = (1 + pages) * PAGE_TOKENS * token_bytes(voice)
+    return Simulation(voice, FAST, settings={"max_slots": slots, "kv_bytes": kv_bytes, **more})
+
+
+def text(size: int, seed: int = 0, **fields) -> Request:
+    return Request(text="x" * size, seed=seed, **fields)
+
+
+def at_rest(simulation: Simulation) -> None:
+    """Everybody has ended, and every page and slot is back."""
+    engine, model = simulation.engine, simulation.model
+    engine.turn()
+    assert not engine.num_requests and not model.line and not model.running
+    assert engine.pages.free == engine.pages.num_pages and not engine.paging._paused()
+    assert len(model.free_slots) == model.runner.num_slots
+
+
+def whole(heard: Heard, frames: int) -> None:
+    assert isinstance(heard.end, Finished) and heard.end.frames == frames
+    assert heard.audio_s == pytest.approx(frames * 0.08)
+
+
+def test_three_long_texts_do_not_fill_an_arena_that_has_room_for_their_speech():
+    """Each could come to need 27 of its pages, and speaks on twelve."""
+    for reserve in (True, False):
+        together = simulation(pages=60, guard=4.0, saved_bytes=0 if reserve else None)
+        together.model.forecaster.lengths.record(100, 80)
+        listeners = [together.submit(text(100, seed)) for seed in range(3)]
+        together.turn()
+        assert len(together.model.running) == (2 if reserve else 3)
+        together.run([])
+        for heard in listeners:
+            whole(heard, 80)
+
+
+def test_who_speaks_longer_than_usual_grows_and_nobody_hears_who_is_paused():
+    """Four speeches of which the arena holds three: they are far ahead of their listeners by the time that it is full."""
+    room = simulation(pages=4 * 20 + 3)
+    room.model.forecaster.lengths.record(40, 20)
+    listeners = [room.submit(text(40, seed, max_frames=400)) for seed in range(4)]
+    room.run([])
+    assert room.engine.paging.num_pauses > 0
+    for heard in listeners:
+        whole(heard, 400)
+        assert heard.late_s == 0
+    at_rest(room)
+
+
+def test_nothing_is_paused_where_all_is_reserved():
+    room = simulation(pages=200, saved_bytes=0)
+    listeners = [room.submit(text(40, seed, max_frames=100)) for seed in range(8)]
+    room.run([])
+    assert room.engine.paging.num_pauses == 0 and all(heard.end for heard in listeners)
+
+
+def test_no_more_is_promised_than_the_arena_and_the_host_hold():
+    """Each may come to need nine pages; 13, and as many on the host, are there for two."""
+    room = simulation(pages=13, saved_bytes=13 * PAGE_TOKENS * token_bytes(Voice()))
+    room.model.forecaster.lengths.record(40, 4)
+    for seed in range(4):
+        room.submit(text(40, seed, max_frames=100))
+    room.turn()
+    assert len(room.model.running) == 2 and room.engine.pages.free >= 4
+    room.run([])
+    at_rest(room)
+
+
+def test_small_requests_pass_one_that_lacks_pages_a_bounded_number_of_times():
+    room = simulation(pages=12, slots=2, saved_bytes=0)
+    room.submit(text(40, 0, max_frames=110))  # ten pages
+    large = room.submit(text(40, 1, max_frames=110))
+    small = [room.submit(text(4, 2 + i, max_frames=2)) for i in range(3 * MAX_PASSED)]
+    room.run([])
+    assert sum(one.first_s < large.first_s for one in small) == MAX_PASSED
+    at_rest(room)
+
+
+def test_a_cancel_of_a_paused_stream_leaves_nothing():
+    room = simulation(pages=4 * 20 + 3)
+    room.model.forecaster.lengths.record(40, 20)
+    for seed in range(4):
+        room.submit(text(40, seed, max_frames=400))
+    while not room.engine.paging.paused:
+        room.turn()
+    [job] = room.engine.paging.paused
+    room.engine.cancel(job.id)
+    room.run([])
+    assert sum(one.end.reason == "cancelled" for one in room.heard) == 1
+    at_rest(room)
+
+
+arrivals = st.lists(
+    st.tuples(st.floats(0, 5), st.integers(1, 120), st.integers(1, 200), st.booleans()),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(arrivals, st.integers(68, 120), st.integers(0, 200), st.integers(1, 6), st.booleans())
+def test_every_request_ends_whole_however_few_pages_there_are(asked, pages, saved, slots, is_async):
+    """And no position is written without a page of its own (the runner looks)."""
+    saved_bytes = saved * PAGE_TOKENS * token_bytes(Voice())
+    room = simulation(pages, slots, guard=4.0, saved_bytes=saved_bytes)
+    room.is_async = is_async
+    room.__post_init__()
+    expected, cancelled = [], set()
+    for i, (_, size, frames, leaves) in enumerate(sorted(asked)):
+        expected.append((text(size, i, max_frames=frames), frames))
+        cancelled |= {i} if leaves else set()
+    listeners = []
+    for i, ((at_s, *_), (request, _)) in enumerate(zip(sorted(asked), expected, strict=True)):
+        while room.clock.now_s < at_s and room.turn():
+            pass
+        room.clock.now_s = max(room.clock.now_s, at_s)
+        listeners.append(room.submit(request))
+        if i - 3 in cancelled:
+            room.engine.cancel(f"request-{i - 2}")
+    for _ in range(200_000):
+        if not room.turn() and not room.engine.num_requests:
+            break
+    for heard, (_, frames) in zip(listeners, expected, strict=True):
+        assert isinstance(heard.end, Finished)
+        if heard.end.reason != "cancelled":
+            whole(heard, frames)
+    at_rest(room)
+
+
+@slow_for_families
+@pytest.mark.parametrize("report_lag", [0, 1])
+def test_a_paused_stream_goes_on_bit_for_bit(name, report_lag, monkeypatch):
+    """Whoever speaks is paused every third turn, and comes back to other pages."""
+    engine = Engine(
+        family(name), max_slots=3, saved_bytes=1 << 30, compile=False, report_lag=report_lag, clock=Clock()
+    )
+    plain, turns = engine.paging.turn, itertools.count()
+
+    def pause_first() -> None:
+        if next(turns) % 3 == 2:
+            for job in engine.paging._speaking():
+                engine.paging._pause(job)
+        plain()
+
+    monkeypatch.setattr(engine.paging, "turn", pause_first)
+    asked = requests(name, 4, max_frames=20)
+    listeners = serve(engine, {0: asked[:2], 4: asked[2:]})
+    assert engine.paging.num_pauses >= 4
+    for listener, request in zip(listeners, asked, strict=True):
+        truth = alone(name, request)
+        assert listener.frames == len(truth.frames)
+        np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
+    assert engine.pages.free == engine.pages.num_pages

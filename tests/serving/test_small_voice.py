@@ -1,0 +1,58 @@
+"""The voice that comes with the package is heard to be right: what a server is told to say, a recogniser
+understands."""
+
+import io
+
+import pytest
+import soundfile
+from served import connected, serving
+from shell import ROOT
+
+import zoo
+from examples.train_a_voice import judge
+from examples.train_a_voice.features import FRAME, RATE_HZ
+
+TEXTS = [
+    "The old man told the children a story about the sea.",
+    "We had bread and cheese for breakfast this morning.",
+    "My brother wants to travel around the world next year.",
+    "She opened the window because the room was too hot.",
+    "I cannot remember where I put my keys.",
+]
+GREEDY = {"temperature": 0, "depth_temperature": 0, "seed": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--compile", "--dtype", "bfloat16"), marks=pytest.mark.compile)],
+    ids=["plain", "compiled"],
+)
+def test_a_server_of_no_model_speaks_words(tmp_path, options):
+    heard = []
+    with serving(tmp_path, *options) as url:
+        for text in TEXTS:
+            answer = connected(url).audio.speech.create(
+                model="small_voice", voice="slt", input=text, response_format="wav", extra_body=GREEDY
+            )
+            samples, rate_hz = soundfile.read(io.BytesIO(answer.content), dtype="float32")
+            assert rate_hz == RATE_HZ and len(samples) % FRAME == 0
+            assert 0.02 * len(text) < len(samples) / rate_hz < 0.15 * len(text)  # seconds a letter
+            heard.append(judge.transcribe(samples, rate_hz))
+    assert judge.word_error_rate(TEXTS, heard) < 0.6, heard
+
+
+def test_the_voice_is_small_and_whole():
+    facts = zoo.inspect(zoo.SMALL_VOICE)
+    assert facts["voices"] == ["slt"] and facts["languages"] == ["auto", "english"]
+    assert sum(path.stat().st_size for path in zoo.SMALL_VOICE.rglob("*.safetensors")) < 16e6
+
+
+def test_the_voice_is_package_data():
+    """Each file of it is matched by a pattern of pyproject.toml."""
+    import tomllib
+
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = zoo.SMALL_VOICE.parent
+    matched = {path for pattern in setup["package-data"]["zoo"] for path in package.glob(pattern)}
+    assert {path for path in zoo.SMALL_VOICE.rglob("*") if path.is_file()} <= matched

@@ -1,0 +1,321 @@
+"""`zoo batch`: files, lines, and what is left when it is ended."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import shell
+import soundfile
+from models import directory
+from shell import ROOT
+from toy import Toy
+
+from serving.engine.engine import Engine
+from serving.tools import batch
+from serving.tools.batch import Batch, Item, Results, Tally, read_items
+
+
+def lines(path, *items):
+    path.write_text(
+        "".join(f"{item if isinstance(item, str) else json.dumps(item)}\n" for item in items), "utf-8"
+    )
+    return path
+
+
+def results(out):
+    found = [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
+    return (
+        {result["id"]: result for result in found} if len({r["id"] for r in found}) == len(found) else found
+    )
+
+
+class Run:
+    """A batch of a toy, as the command makes it."""
+
+    def __init__(self, tmp_path, **defaults):
+        self.out, self.path = Results(tmp_path / "out"), tmp_path / "in.jsonl"
+        self.defaults = {"max_new_tokens": 4} | defaults
+        self.told: list[dict] = []
+
+    def __call__(self, *items, engine=None):
+        """-> the tally."""
+        read = read_items(lines(self.path, *items), self.defaults)
+        good = [item for item in read if item.error is None]
+        digests = {item.id: item.digest(self.path.parent, ["toy"]) for item in good}
+        engine = engine or Engine(Toy(), max_slots=2, policy="throughput", compile=False, max_waiting=4)
+        with self.out.held():
+            done = self.out.finished({item.id for item in read}, digests, ".wav")
+            tally = Tally(found=len(done))
+            self.batch = Batch(
+                engine,
+                self.out,
+                digests,
+                "wav",
+                pytest.fail,
+                {},
+                tally,
+                lambda tally, result: self.told.append(result),
+            )
+            self.batch.run([item for item in good if item.id not in done])
+        return tally
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+TEXTS = [
+    {"text": f"Good morning, {name}.", "id": name}
+    for name in ("ann", "ben", "cal", "dan", "eve", "fay", "gus")
+]
+
+
+def test_every_line_becomes_a_file(run):
+    tally = run(*TEXTS)
+    assert (tally.made, tally.failed, tally.found) == (7, 0, 0)
+    found = results(run.out.directory)
+    assert set(found) == {item["id"] for item in TEXTS} and len(run.told) == 7
+    for id, result in found.items():
+        samples, rate_hz = soundfile.read(run.out.directory / f"{id}.wav")
+        assert len(samples) == round(result["audio_s"] * rate_hz) == 4 * result["frames"] > 0
+    assert not list(run.out.directory.glob(".*"))  # nothing half written
+
+
+def test_what_is_finished_is_not_made_again(run):
+    run(*TEXTS[:3])
+    before = {path.name: path.stat().st_mtime_ns for path in run.out.directory.glob("*.wav")}
+    (run.out.directory / "ben.wav").unlink()
+    tally = run(TEXTS[0] | {"text": "Another text."}, *TEXTS[1:4])
+    assert (tally.found, tally.made) == (1, 3)  # another text, a lost file and a new line
+    assert (run.out.directory / "cal.wav").stat().st_mtime_ns == before["cal.wav"]
+    assert set(results(run.out.directory)) == {"ann", "ben", "cal", "dan"}
+    run.defaults["seed"] = 5
+    assert run(*TEXTS[:4]).made == 4  # all are asked for otherwise
+
+
+def test_lines_of_other_files_stay(run):
+    run(*TEXTS[:2])
+    run(*TEXTS[2:4])
+    assert set(results(run.out.directory)) == {"ann", "ben", "cal", "dan"}
+
+
+def test_half_a_line_that_a_kill_left_is_no_result(run):
+    run(*TEXTS[:2])
+    whole = (run.out.directory / "results.jsonl").read_text()
+    (run.out.directory / "results.jsonl").write_text(whole + '{"id": "cal", "line": 3, "fi')
+    tally = run(*TEXTS[:3])
+    assert (tally.found, tally.made) == (2, 1) and set(results(run.out.directory)) == {"ann", "ben", "cal"}
+
+
+def test_lines_that_cannot_be_used(tmp_path):
+    path = lines(
+        tmp_path / "in",
+        "{",
+        '["a"]',
+        {},
+        {"text": 3},
+        {"text": "a", "id": "../x"},
+        {"text": "a", "id": "b"},
+        "",
+        {"text": "a", "id": "b"},
+        {"text": "a", "seed": "x"},
+        {"text": "a", "voice": None, "id": 4, "cfg_scale": 2},
+    )
+    items = read_items(path, {"voice": "v"})
+    says = (
+        "no JSON",
+        "a JSON object",
+        "no text",
+        "Expected `str`",
+        "no name for a file",
+        None,
+        "that of line 6 too",
+    )
+    for item, said in zip(items, (*says, "Expected `int | null`", None), strict=True):
+        assert item.error is None if said is None else said in item.error
+    assert [item.line for item in items] == [1, 2, 3, 4, 5, 6, 8, 9, 10]
+    assert len({item.id for item in items}) == len(items)
+    assert items[-1].id == "4" and items[-1].options == {"cfg_scale": 2} and items[-1].fields.voice == "v"
+    for bad in (lines(tmp_path / "none"), tmp_path / "no such"):
+        with pytest.raises(ValueError, match=r"no line in|cannot be read"):
+            read_items(bad, {})
+
+
+def test_a_line_ends_at_its_end_alone(run):
+    """And not at what Unicode calls a separator."""
+    assert run('{"text": "a\u2028b\x85c", "id": "a", "voice": "no\u2028body"}', *TEXTS[:2]).failed == 1
+    assert set(results_by_line(run.out.directory)) == {"a", "ann", "ben"}
+    assert run('{"text": "a\u2028b\x85c", "id": "a"}', *TEXTS[:2]).found == 2
+
+
+def results_by_line(out):
+    return [json.loads(line)["id"] for line in (out / "results.jsonl").read_text("utf-8").split("\n")[:-1]]
+
+
+def test_what_the_model_refuses_is_left_out(run):
+    tally = run(
+        TEXTS[0], {"text": "a", "id": "bad", "voice": "nobody"}, {"text": " ", "id": "empty"}, TEXTS[1]
+    )
+    assert (tally.made, tally.failed) == (2, 2)
+    found = results(run.out.directory)
+    assert "no voice 'nobody'" in found["bad"]["error"] and found["bad"]["line"] == 2
+    assert "text is empty" in found["empty"]["error"]
+
+
+def test_what_a_model_does_not_say_is_a_failure(run, with_end):
+    engine = Engine(with_end(Toy(), 1e9), max_slots=2, policy="throughput", compile=False, max_waiting=4)
+    tally = run(*TEXTS[:2], engine=engine)
+    assert tally.failed == 2 and "no audio" in results(run.out.directory)["ann"]["error"]
+
+
+def test_one_at_a_time(run):
+    with run.out.held(), pytest.raises(ValueError, match="another zoo batch writes to"):
+        run(TEXTS[0])
+    assert run(TEXTS[0]).made == 1
+
+
+def test_a_signal_keeps_what_is_whole(run, with_end, monkeypatch):
+    """It comes when two are made; the next run makes the rest."""
+
+    def engine():
+        return Engine(with_end(Toy(), -1e9), max_slots=2, policy="throughput", compile=False, max_waiting=4)
+
+    keep, kept = Batch.keep, []
+
+    def kept_until_two(self, *args):
+        keep(self, *args)
+        kept.append(args[0].id)
+        if len(kept) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Batch, "keep", kept_until_two)
+    handler = signal.getsignal(signal.SIGINT)
+    run.defaults["max_new_tokens"] = 40
+    many = [{"text": f"Number {i} is this.", "id": str(i)} for i in range(40)]
+    tally = run(*many, engine=engine())
+    assert tally.is_interrupted and 2 <= tally.made < 40 and tally.failed == 0
+    assert signal.getsignal(signal.SIGINT) is handler and not run.batch.engine.num_requests
+    monkeypatch.setattr(Batch, "keep", keep)
+    again = run(*many, engine=engine())
+    assert (again.found, again.made, again.is_interrupted) == (tally.made, 40 - tally.made, False)
+    assert len(results(run.out.directory)) == 40
+
+
+def test_a_writers_mistake_ends_the_batch(run, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(batch, "pcm16", broken)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        run(*TEXTS)
+
+
+def test_a_disk_that_takes_nothing_is_said_of_each(run, monkeypatch):
+    write = Results.write
+
+    def full(self, name, data):
+        if name.endswith(".wav"):
+            raise OSError(28, "No space left on device")
+        write(self, name, data)
+
+    monkeypatch.setattr(Results, "write", full)
+    tally = run(*TEXTS[:3])
+    assert tally.failed == 3 and "No space left" in results(run.out.directory)["ben"]["error"]
+
+
+def test_items_are_the_same_if_they_ask_for_the_same(tmp_path):
+    (tmp_path / "a.wav").write_bytes(b"1")
+    (tmp_path / "b.wav").write_bytes(b"1")
+    (tmp_path / "c.wav").write_bytes(b"2")
+
+    def digest(common=(), **fields):
+        [item] = read_items(lines(tmp_path / "in", {"text": "a"} | fields), {})
+        return item.digest(tmp_path, common)
+
+    assert digest() == digest(id="x") != digest(seed=1) != digest(seed=2)
+    assert digest(reference="a.wav") != digest(reference="c.wav") and digest(["m"]) != digest(["n"])
+    assert Item(1, "x").digest(tmp_path, []) != digest()
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    """All of it on a demo checkpoint: options of all lines and of one, a bad line, and nothing to do the second time."""
+    out, model = tmp_path / "out", directory("qwen3_tts", "tiny")
+    path = lines(
+        tmp_path / "in.jsonl",
+        {"text": "Hello."},
+        {"text": "Hello.", "id": "b", "voice": "ryan", "seed": 3},
+        "{",
+    )
+    how = (
+        "batch",
+        path,
+        out,
+        "-m",
+        model,
+        "--no-compile",
+        "--device",
+        "cpu",
+        "--voice",
+        "vivian",
+        "--max-new-tokens",
+        4,
+    )
+    done = shell.zoo(*how, "--format", "flac", "-O", "text_mode=full")
+    assert done.returncode == 1 and "2 made" in done.stdout and "1 failed" in done.stdout, done
+    assert "line 3 (000003): it is no JSON" in done.stderr
+    found = results(out)
+    assert {found[id]["file"] for id in ("000001", "b")} == {"000001.flac", "b.flac"} and "error" in found[
+        "000003"
+    ]
+    assert soundfile.info(io.BytesIO((out / "b.flac").read_bytes())).samplerate == 24000
+    lines(path, {"text": "Hello."}, {"text": "Hello.", "id": "b", "voice": "ryan", "seed": 3})
+    done = shell.zoo(*how, "--format", "flac", "-O", "text_mode=full")
+    assert done.returncode == 0 and "0 made" in done.stdout and "2 were there" in done.stdout
+    assert shell.zoo("batch", tmp_path / "none", out, "-m", model).returncode == 2
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_killed_goes_on(tmp_path):
+    """Killed without warning after its first lines: every file that is there is whole, and the next run makes the others."""
+    out, model = tmp_path / "out", directory("qwen3_tts", "tiny")
+    path = lines(
+        tmp_path / "in.jsonl",
+        *({"text": f"This is number {i}.", "voice": "ryan", "id": f"n{i}"} for i in range(12)),
+    )
+    how = (
+        "batch",
+        path,
+        out,
+        "-m",
+        model,
+        "--no-compile",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "12",
+        "--max-slots",
+        "2",
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serving", *map(str, how)], cwd=ROOT, env=dict(os.environ)
+    )
+    end_s = time.monotonic() + 120
+    while not (out / "results.jsonl").exists() or (out / "results.jsonl").read_text().count("\n") < 2:
+        assert process.poll() is None and time.monotonic() < end_s
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    there = {file.stem for file in out.glob("*.wav")}
+    assert all(soundfile.info(str(out / f"{name}.wav")).frames == 12 * 1920 for name in there)
+    done = shell.zoo(*how)
+    assert done.returncode == 0 and " 0 were there" not in done.stdout, done
+    assert set(results(out)) == {f"n{i}" for i in range(12)} == {file.stem for file in out.glob("*.wav")}

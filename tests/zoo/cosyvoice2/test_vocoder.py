@@ -1,0 +1,70 @@
+"""HiFT in windows: what it carries from one to the next, and how far behind it is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import family
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.cosyvoice2.config import MELS
+from zoo.cosyvoice2.strategy import MEL_SAMPLES
+from zoo.cosyvoice2.vocoder import NO_LIMIT, Place, Vocoder
+from zoo.nn.conv import CodecState
+
+FRAMES = 90
+
+
+@pytest.fixture(scope="module")
+def vocoder() -> Vocoder:
+    return copy.deepcopy(family("cosyvoice2").vocoder).double()
+
+
+@pytest.fixture(scope="module")
+def mel() -> Tensor:
+    return torch.randn(FRAMES, MELS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@torch.inference_mode()
+def spoken(vocoder: Vocoder, mel: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """mel [F, MELS] in windows of these sizes, the last one over and over, then silence until all is out
+    -> samples [F * MEL_SAMPLES]"""
+    plan, harmonics, num = vocoder.plan, vocoder.config.harmonics, len(mel)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(num + 2 * plan.flush, MEL_SAMPLES, harmonics, generator=generator)
+    noise = F.pad(noise, (0, 0, 0, 0, plan.f0_lag + 1, 0))
+    given = F.pad(mel, (0, 0, 0, plan.flush))
+    rows, phase = torch.zeros(1, vocoder.layout.size).double(), torch.zeros(1, harmonics).double()
+    start, heard = 0, []
+    while start < len(given):
+        size = sizes[min(len(heard), len(sizes) - 1)]
+        frames = min(size, len(given) - start)
+        limit = num if start + frames > num else NO_LIMIT
+        place = Place(torch.tensor([start]), torch.tensor([limit]), frames)
+        state = CodecState(vocoder.layout, rows, frames, torch.tensor([frames]))
+        values = noise[None, start : start + frames + 1]
+        samples, phases = vocoder(given[None, start : start + frames], place, state, phase, values)
+        rows, phase = state.next(), phases[:, frames]
+        heard.append(samples[0])
+        start += frames
+    return torch.cat(heard)[plan.lag :][: num * MEL_SAMPLES]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (7,), (50, 3, 20), (5, 1, 1, 60)], ids=str)
+def test_windows_joined_are_the_whole(vocoder, mel, sizes):
+    whole = spoken(vocoder, mel, (1000,))
+    assert len(whole) == FRAMES * MEL_SAMPLES and whole.std() > 0.01
+    torch.testing.assert_close(spoken(vocoder, mel, sizes), whole, rtol=0, atol=1e-10)
+
+
+def test_no_sample_is_held_longer_than_it_must_be(vocoder, mel):
+    """The earliest sample that a mel frame changes is as far before it as the vocoder is behind, to a frame."""
+    at = 60
+    changed = mel.clone()
+    changed[at] += 3
+    differs = spoken(vocoder, changed, (1000,)) != spoken(vocoder, mel, (1000,))
+    reads_ahead = at * MEL_SAMPLES - int(differs.nonzero()[0]) + MEL_SAMPLES
+    assert vocoder.plan.lag - MEL_SAMPLES < reads_ahead <= vocoder.plan.lag + MEL_SAMPLES

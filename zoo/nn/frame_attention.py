@@ -1,0 +1,126 @@
+"""Attention among the few tokens of a frame, on a GPU: all that lies between a block's two matrices in one launch. A
+small stack that runs many times a frame, a code predictor or a solver, would spend most of its time on starting
+launches. On a CPU the families' own lines do this: there they are fused into their neighbours.
+
+q [B, L, H, dim], k and v [B, L, Hkv, dim] are as the matrix made them. Queries and keys are turned in fp32 by the rows
+of cos and sin [K, dim] that belong to their positions. All else is fp32 too.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from zoo.nn import kernels
+from zoo.nn.operator import operator
+from zoo.nn.rope import rotate
+
+MAX_TOKENS = 64  # of a frame, the earlier ones included: a kernel holds them in registers
+
+
+def attend_within(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    """Each of the L tokens sees all of them -> [B, L, H, dim]. What was turned is rounded to its dtype."""
+    return torch.ops.zoo.frame_attention.default(q, k, v, cos, sin, scale)
+
+
+def attend_and_grow(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    position: Tensor,
+    cache: Tensor,
+    *,
+    norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0),
+    is_paired: bool = False,
+    is_rounded: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Token l is at position[0] + l, and sees those before it, in the cache [B, 2, Hkv, K, dim] fp32, and itself
+    -> [B, L, H, dim], and the cache with these keys and values in it. What lies behind them in a cache is anything.
+
+    norms: weights [dim] of queries' and keys' norms, which come first and are `RMSNorm`'s, and their eps. is_paired:
+    value 2i turns with 2i + 1, and the table has each angle twice, else value i with i + dim/2. is_rounded: what was turned is
+    rounded to its dtype.
+    """
+    how = position, cache, *norms, is_paired, is_rounded
+    return torch.ops.zoo.grow_frame_attention.default(q, k, v, cos, sin, scale, *how)
+
+
+@operator("frame_attention")
+def frame_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    """`attend_within`"""
+    assert cos.shape[0] == q.shape[1] <= MAX_TOKENS, f"a table of {cos.shape[0]} for {q.shape[1]} tokens"
+    if kernels.use_gpu(q):
+        return kernels.on_gpu("triton_frame_attention", "frame_attention", q, k, v, cos, sin, scale)
+    cos, sin = cos[:, None].float(), sin[:, None].float()
+    queries, keys = (rotate(x.float(), cos, sin).to(x.dtype).float() for x in (q, k))
+    return _mixed(queries, keys.transpose(1, 2), v.float().transpose(1, 2), None, scale).to(q.dtype)
+
+
+def _empty_grown(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    position: Tensor,
+    cache: Tensor,
+    *how: object,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), torch.empty_like(cache)
+
+
+@operator("grow_frame_attention", gives=_empty_grown)
+def grow_frame_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    position: Tensor,
+    cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    is_paired: bool,
+    is_rounded: bool,
+) -> tuple[Tensor, Tensor]:
+    """`attend_and_grow`"""
+    assert cos.shape[0] == cache.shape[3] <= MAX_TOKENS, (
+        f"a table of {cos.shape[0]} for {cache.shape[3]} positions"
+    )
+    if kernels.use_gpu(q):
+        how = cos, sin, scale, position, cache, q_norm, k_norm, eps, is_paired, is_rounded
+        return kernels.on_gpu("triton_frame_attention", "grow_frame_attention", q, k, v, *how)
+    at = position + torch.arange(q.shape[1], device=q.device)  # [L]
+    turned = []
+    for x, weight in ((q, q_norm), (k, k_norm)):
+        if weight is not None:
+            wide = x.float()
+            x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        y = (rotate_pairs if is_paired else rotate)(x.float(), cos[at, None].float(), sin[at, None].float())
+        turned.append(y.to(x.dtype).float() if is_rounded else y)
+    new = torch.stack((turned[1].transpose(1, 2), v.float().transpose(1, 2)), 1)  # [B, 2, Hkv, L, dim]
+    cache = cache.index_copy(3, at, new)
+    seen = torch.arange(cache.shape[3], device=q.device) <= at[:, None]  # [L, K]
+    keys, values = cache.masked_fill(~seen.any(0)[:, None], 0).unbind(1)
+    return _mixed(turned[0], keys, values, seen, scale).to(q.dtype), cache
+
+
+def _mixed(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """queries [B, L, H, dim], keys and values [B, Hkv, K, dim] -> [B, L, H, dim]"""
+    queries = rearrange(queries, "b l (h g) d -> b h g l d", h=keys.shape[1])
+    scores = queries @ keys.mT[:, :, None] * scale  # [B, Hkv, G, L, K]
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    mixed = scores.softmax(-1) @ values[:, :, None]
+    return rearrange(mixed, "b h g l d -> b l (h g) d").contiguous()
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `zoo.nn.rope.rotate`, value 2i with value 2i + 1."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cos + torch.stack((-odd, even), -1).flatten(-2) * sin
