@@ -18,6 +18,7 @@ export class Player {
     this.length = 0; // samples that came
     this.leadS = FIRST_LEAD_S;
     this.isOver = false; // whether nothing more comes
+    this.isHeard = false; // whether all of it was played
     this.sources = new Set();
   }
 
@@ -71,6 +72,7 @@ export class Player {
 
   /** What is heard now, in seconds of the speech. */
   get positionS() {
+    if (this.isHeard) return this.length / this.sampleRate; // its last sample is played, whatever the output's delay
     const now = (this.context.currentTime - (this.context.outputLatency || 0)) * this.sampleRate;
     const i = this.runs.findLastIndex((run) => run.frame <= now);
     if (i < 0) return 0;
@@ -80,6 +82,8 @@ export class Player {
 
   #ended(source) {
     this.sources.delete(source);
-    if (this.isOver && !this.sources.size) this.onEnded();
+    if (!this.isOver || this.sources.size) return;
+    this.isHeard = true;
+    this.onEnded();
   }
 }
