@@ -14,8 +14,9 @@ A SIZE is one of the family's demo checkpoints, with random weights: time does n
 
 Each part is a process of its own, and all begin at once, since most of their time is compiling; only one at a time
 measures. What a part has found is in the result file at once, so a part that fails, or the end of the time, costs
-nothing else. The exit status is 1 where something failed. It needs torch 2.11 or newer, numpy, safetensors, einops and
-tokenizers, and no network, and runs on a CPU too, where a check compares the CPU with itself.
+nothing else. The exit status is 1 where something failed. It needs torch 2.11 or newer, numpy, safetensors, einops,
+tokenizers, structlog, soxr and sentencex, and no network, and runs on a CPU too, where a check compares the CPU with
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import fcntl
-import importlib.util
 import json
 import os
 import platform
@@ -33,7 +33,6 @@ import tempfile
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,21 +56,6 @@ TEXTS = (
 SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
 REPLAYS = 20
 Put = Callable[[str, Any], None]
-
-
-class Silent:
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-def stand_in() -> list[str]:
-    """Packages that a bare machine lacks and nothing here needs: the server's log, and the resampling of references
-    -> those that were missing."""
-    missing = [name for name in ("structlog", "soxr") if importlib.util.find_spec(name) is None]
-    for name in missing:
-        sys.modules[name] = types.ModuleType(name)
-        vars(sys.modules[name])["get_logger"] = Silent
-    return missing
 
 
 # kernels
@@ -330,8 +314,6 @@ def run_part(options: argparse.Namespace) -> None:
         print(json.dumps({name: value}), file=said, flush=True)
         print(f"{options.part}: {name}: {value}", file=sys.stderr, flush=True)
 
-    if missing := stand_in():
-        put("stood in for", missing)
     parts: dict[str, Callable[..., None]] = {
         "kernels": kernels,
         "checks": checks,
@@ -363,7 +345,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.part:
         return run_part(options)
-    stand_in()
     import zoo
 
     names = list(zoo.families()) if options.checks is None else options.checks

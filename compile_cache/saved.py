@@ -1,6 +1,6 @@
 """A compiled function in a file: another process loads it and need not trace it again.
 
-torch's own `aot_compile` (experimental; seen with 2.13) keeps what Dynamo and Inductor made of a function.
+torch's own `aot_compile` (experimental; seen with 2.11 and 2.13) keeps what Dynamo and Inductor made of a function.
 It is called without guards, whose number grows with the model: what a guard would ask is in the name of the entry
 that the file lies in (artifacts.py), and sizes that vary are unknown to the graph (`any_size`).
 """
@@ -29,8 +29,8 @@ def compiled(method: Callable[..., Any], examples: tuple[object, ...], file: Pat
     plain = method.__func__
     assert isinstance(plain, FunctionType), f"{plain} has no code of its own"
     options: dict[str, Any] = {"cpp.threads": 1, "guard_filter_fn": lambda guards: [False] * len(guards)}
-    lowered: Any = torch.compile(plain, fullgraph=True, dynamic=False, options=options)
-    with _dynamo.config.patch(enable_aot_compile=True):
+    with _dynamo.config.patch(enable_aot_compile=True):  # torch 2.11 wants it said, here already
+        lowered: Any = torch.compile(plain, fullgraph=True, dynamic=False, options=options)
         made = lowered.aot_compile(((method.__self__, *examples), {}))
     made.save_compiled_function(str(file))
     Counted.compiled += 1
