@@ -193,9 +193,9 @@ class Runner:
             num_sequences + WARM_SLOTS * len(self.lanes), dtype=torch.bool, device=self.device
         )
         numbers = num_sequences * (4 + self.max_pages) + num_slots + 1
-        self.step_inputs = LaunchInputs(self.device, numbers)
-        self.prefill_inputs = LaunchInputs(self.device, numbers + 2 * prefill_tokens)
-        self.render_inputs = LaunchInputs(self.device, 4 * num_slots)
+        self.step_inputs = LaunchInputs(self.device, numbers, 6)
+        self.prefill_inputs = LaunchInputs(self.device, numbers + 2 * prefill_tokens, 6)
+        self.render_inputs = LaunchInputs(self.device, 4 * num_slots, 4)
         lowerings = (strategy.step, strategy.prefill, strategy.render)
         if self.is_recorded:
             lowerings = (strategy.step, strategy.gpu_prefill, strategy.gpu_render)
