@@ -55,9 +55,9 @@ def counter(name: str, total: int) -> Callable[[int], None]:
 
 def speech(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     """Steps 1 and 2: sentences, and flite speaks them."""
-    dictionary = sentences.read_dictionary(judge.dictionary())
-    held_out = sentences.LINES["held_out"] + sentences.generate(NUM_GENERATED, dictionary, SEED + 6)
-    texts = sentences.generate(settings.num_sentences, dictionary, SEED, frozenset(held_out))
+    lexicon = judge.lexicon()
+    held_out = sentences.LINES["held_out"] + sentences.generate(NUM_GENERATED, lexicon, SEED + 6)
+    texts = sentences.generate(settings.num_sentences, lexicon, SEED, frozenset(held_out))
     for name, lines in (("held_out", held_out), ("train", texts)):
         Shelf(work / name).fill(lines, counter(f"speech of {name}", len(lines)))
 
