@@ -68,11 +68,17 @@ class Codebooks:
 
     def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
         """-> codes [T, levels + 1], int16"""
-        points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
-        codes = torch.cat([self._search(part) for part in points.split(2048)])  # [T, levels]
-        shape = nearest(torch.tensor(voicing), self.shapes)
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # what is nearest is a small difference of large numbers
+        points = torch.from_numpy(mel.reshape(len(mel), -1)).float().to(self.mel.device)
+        codes = torch.cat([self._search(part) for part in points.split(2048)]).cpu()  # [T, levels]
+        torch.set_float32_matmul_precision(precision)
+        shape = nearest(torch.tensor(voicing), self.shapes.cpu())
         tone = torch.from_numpy(cycles.astype(np.int64) - MIN_CYCLES) * SHAPES + shape
         return torch.cat((codes, tone[:, None]), 1).to(torch.int16).numpy()
+
+    def to(self, device: torch.device) -> Codebooks:
+        return Codebooks(self.mel.to(device), self.shapes.to(device))
 
     def refined(self, mel: np.ndarray, rounds: int = 3) -> Codebooks:
         """The tables that leave least over of these frames, mel [T, HOPS, BANDS], with the codes that they have: a least

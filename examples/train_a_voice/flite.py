@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import soundfile
 
 RATE_HZ = 16_000
 VOICE = "slt"
@@ -78,6 +77,8 @@ class Shelf:
 
 def speak(text: str) -> tuple[np.ndarray, Utterance]:
     """-> int16 samples [N] without most of the silence around them, and what they say."""
+    import soundfile  # a machine that only trains need not have it
+
     flite = shutil.which("flite")
     if flite is None:
         raise ValueError("the program flite is not installed; on Debian: apt-get install flite")

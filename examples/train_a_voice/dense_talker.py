@@ -1,0 +1,273 @@
+"""The talker's training on a device: dense batches of fixed shapes, read from a pool that may still grow.
+
+What it learns is what `talker.py` teaches. Beside noise on the codes that it reads, it reads its own draws: once it has
+learned something, a share of the frames of a batch are drawn from what it said of them a moment before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from examples.train_a_voice.codes import SIZE, Codebooks
+from examples.train_a_voice.pool import IGNORE, Board, Noise, Pool
+from examples.train_a_voice.sprint import Clock, GraphPool, Log, Losses, Step, optimiser_of, run, set_rate
+from examples.train_a_voice.talker import GUIDED, PHONES, WEIGHTS, Training, blocks, initialise
+from zoo.nn.rope import rope_table, rotate
+from zoo.qwen3_tts.block import Qwen3Block
+from zoo.qwen3_tts.config import Config
+from zoo.qwen3_tts.model import Talker
+
+
+@dataclass(frozen=True)
+class Plan:
+    peak: float = 2.5e-3
+    warmup: int = 300
+    weight_decay: float = 0.02
+    positions: int = 24_576  # of a batch
+    rooms: tuple[int, ...] = (64, 80, 96, 112, 136, 168, 216, 288)  # positions of an utterance, of each kind of batch
+    depth_share: float = 0.5
+    own_share: float = 0.25  # frames that are the talker's own draws
+    own_from: float = 0.3  # share of the run after which it reads them
+    own_temperature: float = 0.6
+    noise: Noise = Noise()
+    short_until: float = 0.03  # share of the run in which only the shorter half of the rooms is read
+    dtype: torch.dtype = torch.bfloat16
+    log_s: float = 5.0
+    check_s: float = 20.0  # between looks at what it was not taught
+
+
+class Dense(Training):
+    """The talker over boards."""
+
+    pool: Pool
+
+    def __init__(self, talker: Talker, config: Config, num_phones: int):
+        super().__init__(talker, config, num_phones)
+        self.block = run_dense
+
+    def forward(self, board: Board, num_depth: int, num_own: int, temperature: float) -> Losses:  # type: ignore[override]
+        codes = self.own(board, num_own, temperature) if num_own else board.codes
+        h, looks, named = self.hidden(board, codes)
+        rows = self.rows_of(board, num_depth)  # [N] flat positions that give a frame
+        given = self.given(board, rows)
+        logits = self.depth_logits(h.flatten(0, 1)[rows], given)
+        depth = torch.stack([F.cross_entropy(x.float(), given[:, g + 1]) for g, x in enumerate(logits)])
+        assert named is not None
+        target = board.looks_at.flatten()
+        return {
+            "first": F.cross_entropy(self.first_logits(h).flatten(0, 1), board.first.flatten(), ignore_index=IGNORE),
+            "depth": depth.mean(),
+            "look": torch.stack([F.cross_entropy(x, target, ignore_index=IGNORE) for x in looks]).mean(),
+            "phone": F.cross_entropy(named.flatten(0, 2), board.phones.flatten(), ignore_index=IGNORE),
+        }
+
+    def first_logits(self, h: Tensor) -> Tensor:
+        """h [..., D] -> [..., SIZE + 1], the end last, fp32"""
+        head = self.talker.codec_head.weight
+        eos = self.config.control.eos
+        return F.linear(h, torch.cat((head[:SIZE], head[eos : eos + 1]))).float()
+
+    def hidden(self, board: Board, codes: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """-> what the heads read [B, L, D], scores of the guided heads [B * L, L], phones [B, L, 2, P]"""
+        talker = self.talker
+        beside = F.embedding(board.codec.clamp(min=0), talker.codec_embedding.weight)
+        tables = torch.cat((talker.codec_embedding.weight[:SIZE], talker.depth.embeddings.weight))
+        offsets = SIZE * torch.arange(codes.shape[2], device=codes.device)
+        frames = F.embedding(codes + offsets, tables).sum(2)  # [B, L, D]
+        x = talker.text(board.text) + torch.where(
+            board.is_frame[..., None], frames, beside * (board.codec >= 0)[..., None]
+        )
+        length = x.shape[1]
+        position = torch.arange(length, device=x.device)
+        c = self.config.talker
+        cos, sin = rope_table(position, c.head_dim, c.rope_theta, torch.float32)
+        later = position > position[:, None]
+        looks, named = [], None
+        for i, layer in enumerate(blocks(talker)):
+            x, q, k = run_dense(layer, x, cos, sin)
+            if i in GUIDED:
+                scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
+                looks.append(scores.masked_fill(later, -1e9).flatten(0, 1))
+            if i == PHONES:
+                named = self.phones(x).float().unflatten(2, (2, -1))
+        return talker.norm(x), looks, named
+
+    def rows_of(self, board: Board, num: int) -> Tensor:
+        """-> flat positions that give a frame [num], each frame of the batch as likely as another"""
+        ends = board.lengths.cumsum(0)
+        drawn = (torch.rand(num, device=ends.device) * ends[-1]).long().minimum(ends[-1] - 1)
+        which = torch.searchsorted(ends, drawn, right=True)
+        frame = drawn - (ends - board.lengths)[which]
+        return which * board.text.shape[1] + board.prompts[which] - 1 + frame
+
+    def given(self, board: Board, rows: Tensor) -> Tensor:
+        """-> the true codes [N, K] of the frames that these positions give"""
+        length = board.text.shape[1]
+        which, position = rows // length, rows % length
+        return self.pool.codes[board.starts[which] + position - board.prompts[which] + 1].long()
+
+    @torch.no_grad()
+    def own(self, board: Board, num: int, temperature: float) -> Tensor:
+        """The board's codes [B, L, K], `num` of the frames drawn anew from what the talker says of them"""
+        h, _, _ = self.hidden(board, board.codes)
+        rows = self.rows_of(board, num)
+        h, given = h.flatten(0, 1)[rows], self.given(board, rows)
+
+        def draw(logits: Tensor) -> Tensor:
+            noise = -torch.empty_like(logits).exponential_().log()
+            return (logits / temperature + noise).argmax(-1)
+
+        drawn = [draw(self.first_logits(h)[:, :SIZE])]
+        drawn += [draw(x.float()) for x in self.depth_logits(h, given)]
+        # a position gives the frame that stands at the next one
+        flat = board.codes.flatten(0, 1)
+        at = (rows + 1).clamp(max=len(flat) - 1)  # of a full row's last frame, the next row's prompt: never read
+        return flat.index_copy(0, at, torch.stack(drawn, 1)).view_as(board.codes)
+
+
+def run_dense(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `talker.run_block`, with fused attention: x [B, L, D] -> x, and its first head's q and k [B, L, dim]"""
+    q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    groups = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    mixed = F.scaled_dot_product_attention(q.to(v.dtype), keys.to(v.dtype), values, is_causal=True)
+    return layer.project_output(x, mixed.transpose(1, 2).flatten(2)), q[:, 0], k[:, 0]
+
+
+class Rooms:
+    """Which utterances fit into which kind of batch, as the host draws them."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.seen = plan, 0
+        self.members: list[list[np.ndarray]] = [[] for _ in plan.rooms]
+        self.flat: list[np.ndarray] = [np.zeros(0, np.int64) for _ in plan.rooms]
+
+    def grow(self, pool: Pool) -> None:
+        fresh = np.arange(self.seen, pool.count)
+        room = np.searchsorted(self.plan.rooms, pool.lengths[fresh])
+        for i in range(len(self.plan.rooms)):
+            self.flat[i] = np.concatenate((self.flat[i], fresh[room == i]))
+        self.seen = pool.count
+
+    def size(self, room: int) -> int:
+        return max(4, self.plan.positions // self.plan.rooms[room])
+
+    def draw(self, rng: np.random.Generator, share: float) -> tuple[int, np.ndarray]:
+        """-> a kind of batch, and utterances of it. Each utterance is as likely as another."""
+        weight = np.array([len(x) * n for x, n in zip(self.flat, self.plan.rooms, strict=True)], float)
+        if share < self.plan.short_until:
+            weight[(len(weight) + 1) // 2 :] = 0
+        room = int(rng.choice(len(weight), p=weight / weight.sum()))
+        return room, rng.choice(self.flat[room], self.size(room))
+
+
+def train(
+    training: Dense,
+    codebooks: Codebooks,
+    pool: Pool,
+    unseen: Pool,
+    plan: Plan,
+    clock: Clock,
+    log: Log,
+    path: Any,
+    grow: Any,
+    *,
+    records: bool = True,
+    most_steps: int | None = None,
+) -> int:
+    """-> steps. unseen: utterances that are not learned from. grow: called now and then, adds to the pool what has come
+    meanwhile, and says how much."""
+    device = pool.device
+    initialise(training, codebooks)
+    training.to(device)
+    training.pool = pool
+    optimiser = optimiser_of(list(training.parameters()), device, plan.weight_decay)
+    set_rate(optimiser, 0.0)
+    rooms, rng = Rooms(plan), np.random.default_rng(0)
+    rooms.grow(pool)
+    which = [torch.zeros(rooms.size(i), dtype=torch.int64, device=device) for i in range(len(plan.rooms))]
+    steps: dict[tuple[int, bool], Step] = {}
+    is_recorded = records and device.type == "cuda"
+    checked_s = [0.0]
+
+    def compute(room: int, is_own: bool) -> tuple[Tensor, Losses]:
+        board = pool.board(which[room], plan.rooms[room], plan.noise)
+        num = round(0.36 * plan.positions)  # about as many frames
+        own = round(plan.own_share * num) if is_own else 0
+        # No cache: of a matrix that `own` read without a gradient it would keep a copy without one.
+        with torch.autocast(
+            device.type, plan.dtype, enabled=plan.dtype != torch.float32, cache_enabled=False
+        ):
+            losses = training(board, round(plan.depth_share * num), own, plan.own_temperature)
+        return torch.stack([WEIGHTS[name] * loss for name, loss in losses.items()]).sum(), losses
+
+    def next_step(step: int, share: float) -> Step:
+        room, chosen = rooms.draw(rng, share)
+        host = torch.from_numpy(chosen)
+        which[room].copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
+        key = room, share >= plan.own_from
+        if key not in steps:
+            steps[key] = Step(training, optimiser, lambda: compute(*key))
+        return steps[key]
+
+    def between(step: int, share: float) -> dict[str, Any]:
+        extra: dict[str, Any] = {}
+        if grow(pool):
+            rooms.grow(pool)
+        extra["utterances"] = pool.count
+        if clock.end_s - clock.began_s < 40 or share == 1 or (clock.share * 1e9 and _due(checked_s, plan.check_s)):
+            extra |= examine(training, unseen, plan)
+        return extra
+
+    return run(
+        training,
+        optimiser,
+        next_step,
+        clock,
+        log,
+        path,
+        peak=plan.peak,
+        warmup=plan.warmup,
+        graphs=GraphPool() if is_recorded else None,
+        log_s=plan.log_s,
+        between=between,
+        most_steps=most_steps,
+    )
+
+
+def _due(last: list[float], every: float) -> bool:
+    import time
+
+    if time.time() - last[0] < every:
+        return False
+    last[0] = time.time()
+    return True
+
+
+@torch.no_grad()
+def examine(training: Dense, unseen: Pool, plan: Plan) -> dict[str, float]:
+    """Losses of what was not learned, without noise"""
+    taught, training.pool = training.pool, unseen
+    rooms = Rooms(plan)
+    rooms.grow(unseen)
+    sums: dict[str, Tensor] = {}
+    total = 0
+    for room, members in enumerate(rooms.flat):
+        for chosen in np.array_split(members, max(1, -(-len(members) // rooms.size(room)))):
+            if not len(chosen):
+                continue
+            board = unseen.board(torch.from_numpy(chosen).to(unseen.device), plan.rooms[room], None)
+            with torch.autocast(unseen.device.type, plan.dtype, enabled=plan.dtype != torch.float32):
+                losses = training(board, 1024, 0, 1.0)
+            for name, loss in losses.items():
+                sums[name] = sums.get(name, torch.zeros((), device=unseen.device)) + loss * len(chosen)
+            total += len(chosen)
+    training.pool = taught
+    return {f"unseen_{name}": round(float(value) / total, 4) for name, value in sums.items()}
