@@ -1,7 +1,15 @@
 """The talker's training on a device: dense batches of fixed shapes, read from a pool that may still grow.
 
-What it learns is what `talker.py` teaches. Beside noise on the codes that it reads, it reads its own draws: once it has
-learned something, a share of the frames of a batch are drawn from what it said of them a moment before.
+What it learns is what `talker.py` teaches, but for two things.
+
+It reads its own draws. Once it has learned something, a share of the frames of a batch are drawn from what it said of
+them a moment before; and so are many of the codes that the code predictor reads. What a code has to add is what those
+before it left over, drawn ones too.
+
+It learns how far codes lie apart. Where a talker is not sure, the likeliest code of a fine level is one of hundreds that are
+about as likely, and most of them make things worse: the row is longer than what is left to say. So a code's target is
+not the true one alone but every code by how much it leaves over, exp(-far / softness). The likeliest code is then
+about the one that is nearest to what is to be expected, which may be the one that adds nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +25,17 @@ from torch.nn import functional as F
 from examples.train_a_voice.codes import SIZE, Codebooks
 from examples.train_a_voice.pool import IGNORE, Board, Noise, Pool
 from examples.train_a_voice.sprint import Clock, GraphPool, Log, Losses, Step, optimiser_of, run, set_rate
-from examples.train_a_voice.talker import GUIDED, PHONES, WEIGHTS, Training, blocks, initialise
+from examples.train_a_voice.talker import GUIDED, PHONES, Training, blocks, initialise
 from zoo.nn.rope import rope_table, rotate
 from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.config import Config
 from zoo.qwen3_tts.model import Talker
+
+
+# Of each level, as square distances. What the last levels have to add is some 2, what their rows are long some 20.
+SOFTNESS = (16.0, 8.0, 5.0, 3.0, 2.0, 2.0, 2.0, 2.0)
+SHARES = (2.0, 1.5, 1.2, 1.0, 1.0, 1.0, 1.0, 2.0)  # of each code's loss, from the second on; the last is pitch and voicing
+WEIGHTS = {"first": 0.5, "soft": 1.0, "depth": 1.0, "look": 0.3, "phone": 0.3}
 
 
 @dataclass(frozen=True)
@@ -46,26 +60,82 @@ class Dense(Training):
     """The talker over boards."""
 
     pool: Pool
+    mel: Tensor  # [levels, SIZE, HOPS * BANDS], the codebooks'
+    softness: Tensor  # [levels]
+    shares: Tensor  # [K - 1], of the loss
 
     def __init__(self, talker: Talker, config: Config, num_phones: int):
         super().__init__(talker, config, num_phones)
         self.block = run_dense
+        shares = torch.tensor(SHARES[: config.codebooks - 2] + SHARES[-1:])
+        self.register_buffer("shares", shares / shares.sum(), persistent=False)
+        self.register_buffer("mel", torch.zeros(0), persistent=False)
+        self.register_buffer("softness", torch.tensor(SOFTNESS[: config.codebooks - 1]), persistent=False)
 
     def forward(self, board: Board, num_depth: int, num_own: int, temperature: float) -> Losses:  # type: ignore[override]
+        """num_depth: frames whose codes are learned. num_own: frames that are read as the talker's own draws; where there
+        are any, half of the codes that the code predictor reads are, too."""
         codes = self.own(board, num_own, temperature) if num_own else board.codes
         h, looks, named = self.hidden(board, codes)
         rows = self.rows_of(board, num_depth)  # [N] flat positions that give a frame
-        given = self.given(board, rows)
-        logits = self.depth_logits(h.flatten(0, 1)[rows], given)
-        depth = torch.stack([F.cross_entropy(x.float(), given[:, g + 1]) for g, x in enumerate(logits)])
+        given, here = self.given(board, rows), h.flatten(0, 1)[rows]
+        read = self.mixed(here, given, temperature) if num_own else given
+        first, depth = self.code_losses(here, given, read)
         assert named is not None
         target = board.looks_at.flatten()
+        said = self.first_logits(h).flatten(0, 1)
         return {
-            "first": F.cross_entropy(self.first_logits(h).flatten(0, 1), board.first.flatten(), ignore_index=IGNORE),
-            "depth": depth.mean(),
+            "first": F.cross_entropy(said, board.first.flatten(), ignore_index=IGNORE),
+            "soft": first,
+            "depth": depth,
             "look": torch.stack([F.cross_entropy(x, target, ignore_index=IGNORE) for x in looks]).mean(),
             "phone": F.cross_entropy(named.flatten(0, 2), board.phones.flatten(), ignore_index=IGNORE),
         }
+
+    def code_losses(self, h: Tensor, given: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+        """h [N, D], the true codes and those that are read [N, K] -> losses of the first code and of the others, against
+        every code by how much it leaves over"""
+        levels = torch.arange(len(self.mel), device=h.device)
+        goal = self.mel[levels, given[:, :-1]].sum(1)  # [N, mel]
+        added = self.mel[levels, read[:, :-1]]  # [N, levels, mel]
+        rest = goal[:, None] - added.cumsum(1) + added  # what each level has to add
+        with torch.autocast(h.device.type, enabled=False):
+            near = 2 * torch.einsum("nkm,kcm->nkc", rest, self.mel) - self.mel.square().sum(2)
+            target = (near / self.softness[:, None]).softmax(-1)  # [N, levels, SIZE]
+        said = [self.first_logits(h)[:, :SIZE], *(x.float() for x in self.depth_logits(h, read))]
+        losses = [F.cross_entropy(x, target[:, k]) for k, x in enumerate(said[:-1])]
+        losses.append(F.cross_entropy(said[-1], given[:, -1]))
+        return losses[0], (torch.stack(losses[1:]) * self.shares).sum()
+
+    @torch.no_grad()
+    def far(self, board: Board, num: int) -> Tensor:
+        """How far the likeliest codes lie from the true ones, in nats of the log mel spectrogram (root mean square)"""
+        rows = self.rows_of(board, num)
+        h, given = self.hidden(board, board.codes)[0].flatten(0, 1)[rows], self.given(board, rows)
+        read = torch.zeros_like(given)
+        read[:, 0] = self.first_logits(h)[:, :SIZE].argmax(1)
+        for level in range(1, len(self.mel)):
+            read[:, level] = self.depth_logits(h, read)[level - 1].argmax(1)
+        levels = torch.arange(len(self.mel), device=h.device)
+        made, true = (self.mel[levels, codes[:, :-1]].sum(1) for codes in (read, given))
+        return (made - true).square().mean().sqrt()
+
+    @torch.no_grad()
+    def mixed(self, h: Tensor, given: Tensor, temperature: float) -> Tensor:
+        """The true codes [N, K], none to all of a frame's drawn anew"""
+        drawn = self.draw(h, given, temperature)
+        share = torch.rand(len(given), 1, device=h.device)
+        return torch.where(torch.rand(given.shape, device=h.device) < share, drawn, given)
+
+    def draw(self, h: Tensor, given: Tensor, temperature: float) -> Tensor:
+        """-> codes [N, K], each drawn as if those before it were true"""
+
+        def one(logits: Tensor) -> Tensor:
+            noise = -torch.empty_like(logits).exponential_().log()
+            return (logits / temperature + noise).argmax(-1)
+
+        drawn = [one(self.first_logits(h)[:, :SIZE])]
+        return torch.stack(drawn + [one(x.float()) for x in self.depth_logits(h, given)], 1)
 
     def first_logits(self, h: Tensor) -> Tensor:
         """h [..., D] -> [..., SIZE + 1], the end last, fp32"""
@@ -117,18 +187,11 @@ class Dense(Training):
         """The board's codes [B, L, K], `num` of the frames drawn anew from what the talker says of them"""
         h, _, _ = self.hidden(board, board.codes)
         rows = self.rows_of(board, num)
-        h, given = h.flatten(0, 1)[rows], self.given(board, rows)
-
-        def draw(logits: Tensor) -> Tensor:
-            noise = -torch.empty_like(logits).exponential_().log()
-            return (logits / temperature + noise).argmax(-1)
-
-        drawn = [draw(self.first_logits(h)[:, :SIZE])]
-        drawn += [draw(x.float()) for x in self.depth_logits(h, given)]
+        drawn = self.draw(h.flatten(0, 1)[rows], self.given(board, rows), temperature)
         # a position gives the frame that stands at the next one
         flat = board.codes.flatten(0, 1)
         at = (rows + 1).clamp(max=len(flat) - 1)  # of a full row's last frame, the next row's prompt: never read
-        return flat.index_copy(0, at, torch.stack(drawn, 1)).view_as(board.codes)
+        return flat.index_copy(0, at, drawn).view_as(board.codes)
 
 
 def run_dense(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,6 +249,7 @@ def train(
     meanwhile, and says how much."""
     device = pool.device
     initialise(training, codebooks)
+    training.mel = codebooks.mel.clone()
     training.to(device)
     training.pool = pool
     optimiser = optimiser_of(list(training.parameters()), device, plan.weight_decay)
@@ -266,6 +330,7 @@ def examine(training: Dense, unseen: Pool, plan: Plan) -> dict[str, float]:
             board = unseen.board(torch.from_numpy(chosen).to(unseen.device), plan.rooms[room], None)
             with torch.autocast(unseen.device.type, plan.dtype, enabled=plan.dtype != torch.float32):
                 losses = training(board, 1024, 0, 1.0)
+                losses |= {"far": training.far(board, 512)}
             for name, loss in losses.items():
                 sums[name] = sums.get(name, torch.zeros((), device=unseen.device)) + loss * len(chosen)
             total += len(chosen)

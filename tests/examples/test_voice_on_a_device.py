@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from examples.train_a_voice import checkpoint, codes, dense_decoder, dense_talker, sprint, talker
 from examples.train_a_voice.lines import Lines
@@ -21,6 +22,7 @@ from zoo.qwen3_tts.model import Talker
 
 pytestmark = pytest.mark.compile  # it trains: no part of the inner loop
 NUM_PHONES = 7
+SIZE = codes.SIZE
 CPU = torch.device("cpu")
 
 
@@ -58,7 +60,7 @@ def model(pool: Pool, texts: Path) -> dense_talker.Dense:
     torch.manual_seed(0)
     training = dense_talker.Dense(Talker(config), config, NUM_PHONES)
     talker.initialise(training, codebooks())
-    training.pool = pool
+    training.pool, training.mel = pool, codebooks().mel
     return training
 
 
@@ -99,9 +101,32 @@ def test_a_dense_batch_teaches_what_lists_of_frames_teach(pool: Pool, tmp_path: 
     assert (batch.looks_at.numpy() == board.looks_at.flatten()[rows].numpy()).all()
     assert (batch.phones.numpy() == board.phones.flatten(0, 1)[rows].numpy()).all()
     expected = listed(batch, 1.0)
-    assert dense.keys() == expected.keys()
-    for name, loss in expected.items():
-        torch.testing.assert_close(dense[name], loss, atol=2e-5, rtol=0)
+    for name in ("first", "look", "phone"):
+        torch.testing.assert_close(dense[name], expected[name], atol=2e-5, rtol=0)
+    # Where one code alone is near enough, the losses of codes are those of the true ones.
+    training.softness.fill_(1e-3)
+    training.mel = codebooks().mel * torch.tensor([9.0, 1e-2])[:, None, None]
+    training.shares.fill_(1 / len(training.shares))
+    hard = training(board, 0, 0, 1.0)
+    said = training.first_logits(training.hidden(board, board.codes)[0]).flatten(0, 1)[every, : codes.SIZE]
+    alone = F.cross_entropy(said, board.first.flatten()[every])
+    torch.testing.assert_close(hard["soft"], alone, atol=2e-5, rtol=0)
+    torch.testing.assert_close(hard["depth"], expected["depth"], atol=2e-5, rtol=0)
+
+
+def test_a_code_is_to_add_what_those_before_it_left_over(pool: Pool, tmp_path: Path) -> None:
+    """Of two levels: where a wrong first code is read, the second one's target is nearest to what is missing."""
+    training = model(pool, tmp_path)
+    training.softness.fill_(1e-3)
+    given = torch.tensor([[3, 7, 0]])
+    read = torch.tensor([[4, 7, 0]])
+    training.mel[1, 11] = training.mel[0, 3] + training.mel[1, 7] - training.mel[0, 4]
+    training.depth_logits = lambda h, codes: [torch.eye(SIZE)[11][None] * 99, torch.zeros(1, SIZE)]  # type: ignore[method-assign]
+    training.shares = torch.tensor([1.0, 0.0])
+    _, depth = training.code_losses(torch.zeros(1, 32), given, read)
+    assert depth < 1e-3
+    _, wrong = training.code_losses(torch.zeros(1, 32), given, given)
+    assert wrong > 10
 
 
 def test_noise_is_as_much_as_was_asked_for(pool: Pool) -> None:
