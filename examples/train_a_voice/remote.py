@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from examples.train_a_voice import checkpoint, dense_decoder, dense_talker, forge, library, lines, sentences
+from examples.train_a_voice import checkpoint, dense_decoder, dense_talker, forge, library, sentences
 from examples.train_a_voice.align import Aligner
 from examples.train_a_voice.codes import Codebooks
 from examples.train_a_voice.lines import Lines
@@ -39,6 +39,7 @@ NUM_MORE = 400_000  # of them, at most
 WAVES = 36  # parts whose samples the decoder learns
 FIRST_WAVES = 8  # parts that it waits for
 WAIT_S = 90.0  # for them; then it learns from the codes that were carried
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # of each process
 LATE_S = 25.0  # that a training may take to write what it has
 POOL_UTTERANCES, POOL_FRAMES = 400_000, 14_000_000
 
@@ -250,9 +251,11 @@ def run_all(folder: Path, scratch: Path, args: argparse.Namespace) -> int:
     command += ["--quick"] * args.quick + (["--device", args.device] if args.device else [])
 
     def start(role: str, *more: str) -> subprocess.Popen[bytes]:
-        log = open(args.out / f"{role}.txt", "ab")
-        program = [*command, "--role", role, *more]
-        return subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        program, env = [*command, "--role", role, *more], os.environ | ONE_THREAD
+        with open(args.out / f"{role}.txt", "ab") as log:
+            return subprocess.Popen(
+                program, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env
+            )
 
     programs = {role: start(role) for role in ("more", "decoder", "talker")}
     again: set[str] = set()

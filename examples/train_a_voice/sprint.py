@@ -44,6 +44,19 @@ class Clock:
         return min(1.0, (time.time() - self.began_s) / (self.end_s - self.began_s))
 
 
+class Every:
+    """Whether so many seconds are over since it was last so; at first they are."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.last_s = seconds, 0.0
+
+    def __call__(self) -> bool:
+        is_due = time.time() - self.last_s >= self.seconds
+        if is_due:
+            self.last_s = time.time()
+        return is_due
+
+
 def rate(peak: float, warmup: int, step: int, share: float) -> float:
     """Up over the first steps, then down along half a cosine, to a hundredth."""
     return peak * min(1.0, (step + 1) / warmup) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * share)))
