@@ -4,7 +4,7 @@ What it learns is what `talker.py` teaches, but for two things.
 
 It reads its own draws. Once it has learned something, a share of the frames of a batch are drawn from what it said of
 them a moment before; and so are many of the codes that the code predictor reads. What a code has to add is what those
-before it left over, drawn ones too.
+before it left over, drawn ones too. (Not of the first code: the others belong to it, and are not to make up for it.)
 
 It learns how far codes lie apart. Where a talker is not sure, the likeliest code of a fine level is one of hundreds that are
 about as likely, and most of them make things worse: the row is longer than what is left to say. So a code's target is
@@ -42,11 +42,11 @@ from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.config import Config
 from zoo.qwen3_tts.model import Talker
 
-# Of each level, as square distances. What the last levels have to add is some 2, what their rows are long some 20.
-SOFTNESS = (32.0, 12.0, 8.0, 5.0, 4.0, 4.0, 4.0, 4.0)
+# Of each level but the first, as square distances. What the last levels have to add is some 2, what their rows are long some 20.
+SOFTNESS = (12.0, 8.0, 5.0, 4.0, 4.0, 4.0, 4.0)
 FORWARD = 0.2  # of KL(q || p), beside KL(p || q)
 SHARES = (2.0, 1.5, 1.2, 1.0, 1.0, 1.0, 1.0, 2.0)  # of each code's loss, from the second on; the last is pitch and voicing
-WEIGHTS = {"first": 1.0, "soft": 0.1, "depth": 1.0, "look": 0.3, "phone": 0.3}
+WEIGHTS = {"first": 1.0, "depth": 1.0, "look": 0.3, "phone": 0.3}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Dense(Training):
 
     pool: Pool
     mel: Tensor  # [levels, SIZE, HOPS * BANDS], the codebooks'
-    softness: Tensor  # [levels]
+    softness: Tensor  # [levels - 1]
     shares: Tensor  # [K - 1], of the loss
 
     def __init__(self, talker: Talker, config: Config, num_phones: int):
@@ -81,7 +81,7 @@ class Dense(Training):
         shares = torch.tensor(SHARES[: config.codebooks - 2] + SHARES[-1:])
         self.register_buffer("shares", shares / shares.sum(), persistent=False)
         self.register_buffer("mel", torch.zeros(0), persistent=False)
-        self.register_buffer("softness", torch.tensor(SOFTNESS[: config.codebooks - 1]), persistent=False)
+        self.register_buffer("softness", torch.tensor(SOFTNESS[: config.codebooks - 2]), persistent=False)
 
     def forward(self, board: Board, num_depth: int, num_own: int, temperature: float) -> Losses:  # type: ignore[override]
         """num_depth: frames whose codes are learned. num_own: frames that are read as the talker's own draws; where there
@@ -91,40 +91,39 @@ class Dense(Training):
         rows = self.rows_of(board, num_depth)  # [N] flat positions that give a frame
         given, here = self.given(board, rows), h.flatten(0, 1)[rows]
         read = self.mixed(here, given, temperature) if num_own else given
-        first, depth = self.code_losses(here, given, read)
         assert named is not None
         target = board.looks_at.flatten()
         said = self.first_logits(h).flatten(0, 1)
         return {
             "first": F.cross_entropy(said, board.first.flatten(), ignore_index=IGNORE),
-            "soft": first,
-            "depth": depth,
+            "depth": self.depth_loss(here, given, read),
             "look": torch.stack([F.cross_entropy(x, target, ignore_index=IGNORE) for x in looks]).mean(),
             "phone": F.cross_entropy(named.flatten(0, 2), board.phones.flatten(), ignore_index=IGNORE),
         }
 
-    def code_losses(self, h: Tensor, given: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
-        """h [N, D], the true codes and those that are read [N, K] -> losses of the first code and of the others, against
-        every code by how much it leaves over"""
+    def depth_loss(self, h: Tensor, given: Tensor, read: Tensor) -> Tensor:
+        """h [N, D], the true codes and those that are read [N, K] -> how far what is said of the second code and of those
+        behind it is from what they leave over; of the last one, which is pitch and voicing, the cross entropy"""
         levels = torch.arange(len(self.mel), device=h.device)
         goal = self.mel[levels, given[:, :-1]].sum(1)  # [N, mel]
         added = self.mel[levels, read[:, :-1]]  # [N, levels, mel]
-        rest = goal[:, None] - added.cumsum(1) + added  # what each level has to add
+        rest = (goal[:, None] - added.cumsum(1) + added)[:, 1:]  # what each level has to add
         with torch.autocast(h.device.type, enabled=False):
-            near = 2 * torch.einsum("nkm,kcm->nkc", rest, self.mel) - self.mel.square().sum(2)
-            goals = (near / self.softness[:, None]).log_softmax(-1)  # [N, levels, SIZE]
-        said = [self.first_logits(h)[:, :SIZE], *(x.float() for x in self.depth_logits(h, read))]
+            near = 2 * torch.einsum("nkm,kcm->nkc", rest, self.mel[1:]) - self.mel[1:].square().sum(2)
+            goals = (near / self.softness[:, None]).log_softmax(-1)  # [N, levels - 1, SIZE]
+        said = [x.float() for x in self.depth_logits(h, read)]
         losses = [distance(x.log_softmax(-1), goals[:, k]) for k, x in enumerate(said[:-1])]
         losses.append(F.cross_entropy(said[-1], given[:, -1]))
-        return losses[0], (torch.stack(losses[1:]) * self.shares).sum()
+        return (torch.stack(losses) * self.shares).sum()
 
     @torch.no_grad()
     def far(self, board: Board, num: int) -> Tensor:
-        """How far the likeliest codes lie from the true ones, in nats of the log mel spectrogram (root mean square)"""
+        """How far the likeliest codes behind the true first one lie from the true ones, in nats of the log mel spectrogram
+        (root mean square); where none adds anything, it is 0.45"""
         rows = self.rows_of(board, num)
         h, given = self.hidden(board, board.codes)[0].flatten(0, 1)[rows], self.given(board, rows)
         read = torch.zeros_like(given)
-        read[:, 0] = self.first_logits(h)[:, :SIZE].argmax(1)
+        read[:, 0] = given[:, 0]
         for level in range(1, len(self.mel)):
             read[:, level] = self.depth_logits(h, read)[level - 1].argmax(1)
         levels = torch.arange(len(self.mel), device=h.device)
@@ -133,10 +132,12 @@ class Dense(Training):
 
     @torch.no_grad()
     def mixed(self, h: Tensor, given: Tensor, temperature: float) -> Tensor:
-        """The true codes [N, K], none to all of a frame's drawn anew"""
+        """The true codes [N, K], none to all of a frame's drawn anew, but for the first: what is behind it belongs to it"""
         drawn = self.draw(h, given, temperature)
         share = torch.rand(len(given), 1, device=h.device)
-        return torch.where(torch.rand(given.shape, device=h.device) < share, drawn, given)
+        is_drawn = torch.rand(given.shape, device=h.device) < share
+        is_drawn[:, 0] = False
+        return torch.where(is_drawn, drawn, given)
 
     def draw(self, h: Tensor, given: Tensor, temperature: float) -> Tensor:
         """-> codes [N, K], each drawn as if those before it were true"""

@@ -105,7 +105,7 @@ def test_a_dense_batch_teaches_what_lists_of_frames_teach(pool: Pool, tmp_path: 
 
 
 def test_a_code_is_to_add_what_those_before_it_left_over(pool: Pool, tmp_path: Path) -> None:
-    """Of two levels: where a wrong first code is read, the second one's target is nearest to what is missing."""
+    """Of two levels: where another first code is read, the second one's target is nearest to what is missing."""
     training = model(pool, tmp_path)
     training.softness.fill_(1e-3)
     given = torch.tensor([[3, 7, 0]])
@@ -113,9 +113,9 @@ def test_a_code_is_to_add_what_those_before_it_left_over(pool: Pool, tmp_path: P
     training.mel[1, 11] = training.mel[0, 3] + training.mel[1, 7] - training.mel[0, 4]
     training.depth_logits = lambda h, codes: [torch.eye(SIZE)[11][None] * 99, torch.zeros(1, SIZE)]  # type: ignore[method-assign]
     training.shares = torch.tensor([1.0, 0.0])
-    _, depth = training.code_losses(torch.zeros(1, 32), given, read)
+    depth = training.depth_loss(torch.zeros(1, 32), given, read)
     assert depth < 1e-3
-    _, wrong = training.code_losses(torch.zeros(1, 32), given, given)
+    wrong = training.depth_loss(torch.zeros(1, 32), given, given)
     assert wrong > 10
 
 
