@@ -27,6 +27,7 @@ class Plan:
     warmup: int = 150
     batch: int = 32
     frames: int = 18
+    coarse: float = 0.3  # pieces whose last levels add nothing, as where a talker is not sure of them
     room: int = 400_000  # frames
     dtype: torch.dtype = torch.bfloat16
     log_s: float = 5.0
@@ -49,8 +50,10 @@ def wave_of(part: Part, codebooks: Codebooks) -> np.ndarray:
 class Sounds:
     """Frames of codes and of samples, one after the other, with room for more."""
 
-    def __init__(self, plan: Plan, codebooks: int, device: torch.device):
-        self.codes = torch.zeros(plan.room, codebooks, dtype=torch.int16, device=device)
+    def __init__(self, plan: Plan, codebooks: Codebooks, device: torch.device):
+        self.codes = torch.zeros(plan.room, codebooks.count, dtype=torch.int16, device=device)
+        self.short = codebooks.mel.square().sum(2).argmin(1).to(device)  # [levels], the code that adds least
+        self.coarse = plan.coarse
         self.wave = torch.zeros(plan.room, FRAME, dtype=torch.int16, device=device)
         self.num = 0
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # the same
@@ -68,7 +71,13 @@ class Sounds:
         """-> codes [B, F, K] and samples [B, F * FRAME] of pieces that begin anywhere"""
         starts = (torch.rand(batch, device=self.codes.device) * (self.count - frames)).long()
         at = starts[:, None] + torch.arange(frames, device=starts.device)
-        return self.codes[at].long(), self.wave[at].flatten(1).float() / 32768
+        codes = self.codes[at].long()
+        levels = torch.arange(len(self.short), device=at.device)
+        draws = torch.rand(2, batch, 1, 1, device=at.device)
+        kept = (2 + draws[0] * (len(levels) - 2)).floor()  # of the levels, from two on
+        is_short = (draws[1] < self.coarse) & (levels >= kept)  # [B, 1, levels]
+        codes[..., :-1] = torch.where(is_short, self.short, codes[..., :-1])
+        return codes, self.wave[at].flatten(1).float() / 32768
 
 
 class Sine(Ripple):

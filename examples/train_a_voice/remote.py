@@ -201,7 +201,7 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
     plan = dense_decoder.Plan()
     if args.quick:
         plan = replace(plan, batch=2, log_s=1.0, room=5_000)
-    sounds, coming = dense_decoder.Sounds(plan, codebooks.count, device), Coming(scratch, folder, device)
+    sounds, coming = dense_decoder.Sounds(plan, codebooks, device), Coming(scratch, folder, device)
 
     def grow(sounds: dense_decoder.Sounds) -> bool:
         fresh = coming.sounds()

@@ -215,7 +215,7 @@ def test_every_parameter_has_a_gradient_beside_own_draws(pool: Pool, tmp_path: P
 def test_a_decoder_learns_what_grows(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     plan = dense_decoder.Plan(batch=2, frames=6, room=60, warmup=2, log_s=0.1, dtype=torch.float32)
-    sounds = dense_decoder.Sounds(plan, QUICK.codebooks, CPU)
+    sounds = dense_decoder.Sounds(plan, codebooks(), CPU)
 
     def some(num: int) -> tuple[np.ndarray, np.ndarray]:
         found = rng.integers(0, codes.SIZE, (num, QUICK.codebooks)).astype(np.int16)
@@ -232,6 +232,27 @@ def test_a_decoder_learns_what_grows(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == steps
     assert torch.load(path, weights_only=True)["module"].keys() == dict(decoder.named_parameters()).keys()
+
+
+def test_some_pieces_are_coarse() -> None:
+    """Of a third of the pieces all codes from some level on are the one that adds least; the first two and the last code
+    stay."""
+    torch.manual_seed(0)
+    books = codebooks(8)
+    books.mel[:, 100] *= 0.01
+    plan = dense_decoder.Plan(room=50, coarse=0.3)
+    sounds = dense_decoder.Sounds(plan, books, CPU)
+    sounds.add(np.full((50, 9), 7, np.int16), np.zeros(50 * 1920, "<i2"))
+    found, _ = sounds.crop(2_000, 3)
+    is_coarse = (found == 100).any(2).any(1)
+    assert abs(is_coarse.float().mean() - 0.3) < 0.03
+    assert (found[:, :, [0, 1, 8]] == 7).all()
+    assert ((found == 7) | (found == 100)).all()
+    for piece in found[is_coarse][:20]:
+        cut = int((piece[0, :8] == 7).sum())
+        assert 2 <= cut <= 7
+        assert (piece[:, :cut] == 7).all()
+        assert (piece[:, cut:8] == 100).all()
 
 
 def test_the_learning_rate_goes_up_and_down() -> None:
