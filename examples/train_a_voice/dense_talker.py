@@ -326,22 +326,21 @@ def train(
 
 @torch.no_grad()
 def examine(training: Dense, unseen: Pool, plan: Plan) -> dict[str, float]:
-    """Losses of what was not learned, without noise"""
+    """Losses of what was not learned, without noise: a batch of each kind"""
     taught, training.pool = training.pool, unseen
     rooms = Rooms(plan)
     rooms.grow(unseen)
     sums: dict[str, Tensor] = {}
     total = 0
     for room, members in enumerate(rooms.flat):
-        for chosen in np.array_split(members, max(1, -(-len(members) // rooms.size(room)))):
-            if not len(chosen):
-                continue
-            board = unseen.board(torch.from_numpy(chosen).to(unseen.device), plan.rooms[room], None)
-            with torch.autocast(unseen.device.type, plan.dtype, enabled=plan.dtype != torch.float32):
-                losses = training(board, 1024, 0, 1.0)
-                losses |= {"far": training.far(board, 512)}
-            for name, loss in losses.items():
-                sums[name] = sums.get(name, torch.zeros((), device=unseen.device)) + loss * len(chosen)
-            total += len(chosen)
+        chosen = members[: rooms.size(room)]
+        if not len(chosen):
+            continue
+        board = unseen.board(torch.from_numpy(chosen).to(unseen.device), plan.rooms[room], None)
+        with torch.autocast(unseen.device.type, plan.dtype, enabled=plan.dtype != torch.float32):
+            losses = training(board, 1024, 0, 1.0) | {"far": training.far(board, 512)}
+        for name, loss in losses.items():
+            sums[name] = sums.get(name, torch.zeros((), device=unseen.device)) + loss * len(chosen)
+        total += len(chosen)
     training.pool = taught
     return {f"unseen_{name}": round(float(value) / total, 4) for name, value in sums.items()}
