@@ -107,7 +107,7 @@ def train(
         for module in list(decoder.modules()):
             for name, child in module.named_children():
                 if isinstance(child, Ripple):
-                    setattr(module, name, Sine(child))  # type: ignore[arg-type]
+                    setattr(module, name, Sine(child))
     initialise(decoder, codebooks)
     decoder.to(device)
     optimiser = optimiser_of([p for p in decoder.parameters() if p.requires_grad], device, 0.0)
