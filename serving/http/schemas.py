@@ -4,6 +4,7 @@ error message both."""
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
@@ -305,6 +306,7 @@ class Model(msgspec.Struct):
     )  # about the seconds of speech beyond which a text is spoken in pieces; null: it never is
     response_formats: list[str]
     stream_formats: list[str]
+    aliases: list[str] = []  # other names that a request may call it by
     object: Literal["model"] = "model"
     owned_by: str = "speechzoo"
 
@@ -313,7 +315,9 @@ class Model(msgspec.Struct):
         return [option.name for option in self.options]
 
     @classmethod
-    def of(cls, info: protocol.ModelInfo, created: int, limits: Limits) -> Model:
+    def of(
+        cls, info: protocol.ModelInfo, created: int, limits: Limits, aliases: Sequence[str] = ()
+    ) -> Model:
         facts = msgspec.structs.asdict(info)
         if info.reference_s is not None:
             shortest_s, longest_s = info.reference_s
@@ -325,10 +329,26 @@ class Model(msgspec.Struct):
             max_text_chars=limits.text_chars,
             response_formats=formats,
             stream_formats=["audio", "sse"],
+            aliases=list(aliases),
         )
 
 
 class ModelList(msgspec.Struct):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Entry(msgspec.Struct):
+    """Of a list to choose from, as Open WebUI and others read it."""
+
+    id: str
+    name: str
+
+
+class Choices(msgspec.Struct):
+    """All names that a request may call a model by."""
+
+    models: list[Entry]
     data: list[Model]
     object: Literal["list"] = "list"
 
@@ -344,11 +364,15 @@ class VoiceObject(msgspec.Struct):
     duration_s: float | None = None  # of an uploaded voice's sample
     ref_text: str | None = None
     damaged: bool = False  # on the server's disk: upload it again, or remove it
+    aliases: list[str] = []  # other names that a request may call it by
     object: Literal["audio.voice"] = "audio.voice"
 
 
 class VoiceList(msgspec.Struct):
+    """voices: all names that a request may call a voice by."""
+
     data: list[VoiceObject]
+    voices: list[Entry]
     object: Literal["list"] = "list"
 
 
@@ -410,4 +434,4 @@ class AudioError(msgspec.Struct, tag_field="type", tag="error"):
     error: Error
 
 
-BODIES = (SpeechRequest, VoiceUpload, ModelList, VoiceList, VoiceDeleted, Ready, ErrorBody)
+BODIES = (SpeechRequest, VoiceUpload, ModelList, Choices, VoiceList, VoiceDeleted, Ready, ErrorBody)

@@ -8,7 +8,7 @@ import base64
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,10 +56,12 @@ class Speech:
         options: dict[str, Any],
         model: Model,
         given_id: str | None = None,
+        warnings: Sequence[str] = (),
     ):
         self.server, self.request, self.options, self.model = server, request, options, model
         self.id = new_id()  # the engine knows it by this one: clients may repeat theirs
         self.given_id = given_id
+        self.warnings = warnings
         self.fields = request.for_engine()
         self.is_sse = request.stream_format == "sse"
         try:
@@ -223,6 +225,8 @@ class Speech:
             "x-sample-rate": str(self.encoder.sample_rate_hz),
             "x-seed": str(self.fields["seed"]),
         }
+        if self.warnings:
+            headers["x-warning"] = "; ".join(self.warnings)
         if num_bytes is not None:
             headers["content-length"] = str(num_bytes)
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]

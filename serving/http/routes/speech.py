@@ -61,12 +61,12 @@ class ForgetfulRequest(Request[Any, Any, Any]):
 @post(PATH, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
 async def speak(data: SpeechRequest, request: ForgetfulRequest, server: Server) -> ASGIApp:
     """Speak a text."""
-    model = server.chosen_model(data.model)
+    model, warnings = server.chosen_model(data)
     request.state.model = model.id  # for the metrics, should it be refused
     options = options_of(await request.take_json(), model)
     check(data, model, server.limits)
     server.references.check(data, model)
-    return Speech(server, data, options, model, request.state.get("request_id"))
+    return Speech(server, data, options, model, request.state.get("request_id"), warnings)
 
 
 def is_default(name: str, value: object) -> bool:
