@@ -12,6 +12,7 @@ from litestar.datastructures import UploadFile
 from msgspec import Meta
 
 from serving import protocol
+from serving.stretch import MAX_SPEED, MIN_SPEED
 
 Words = Annotated[str, Meta(max_length=4096)]  # bounded: a text is tokenized before the model looks at it
 Name = Annotated[str, Meta(max_length=256)]
@@ -120,7 +121,10 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             "(opus is always 48000)"
         ),
     ] = None
-    speed: Annotated[Annotated[float, Meta(ge=1, le=1)], Meta(description="1, and no other speed yet")] = 1.0
+    speed: Annotated[
+        Annotated[float, Meta(ge=MIN_SPEED, le=MAX_SPEED)],
+        Meta(description="how fast, at the same pitch: a number from 0.25 to 4; 1 (default) is as the model speaks"),
+    ] = 1.0
     stream_format: Annotated[
         Literal["audio", "sse"],
         Meta(

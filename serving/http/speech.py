@@ -65,7 +65,9 @@ class Speech:
         self.fields = request.for_engine()
         self.is_sse = request.stream_format == "sse"
         try:
-            self.encoder = encode.Encoder(request.response_format, model.sample_rate_hz, request.sample_rate)
+            self.encoder = encode.Encoder(
+                request.response_format, model.sample_rate_hz, request.sample_rate, request.speed
+            )
         except ValueError as error:
             raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
         self.began = time.perf_counter()
@@ -127,7 +129,7 @@ class Speech:
             self.ttfa_s = time.perf_counter() - self.began
             self.server.metrics.began(self.model.id, self.ttfa_s)
         self.num_bytes += len(pcm)
-        self.playback.hear(time.perf_counter() - self.held_s, len(pcm) // 2)
+        self.playback.hear(time.perf_counter() - self.held_s, round(len(pcm) / 2 / self.request.speed))
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.feed, pcm))
         else:
@@ -191,7 +193,11 @@ class Speech:
 
     def file(self) -> bytes:
         return encode.file(
-            self.request.response_format, bytes(self.pcm), self.model.sample_rate_hz, self.request.sample_rate
+            self.request.response_format,
+            bytes(self.pcm),
+            self.model.sample_rate_hz,
+            self.request.sample_rate,
+            self.request.speed,
         )
 
     async def send_audio(self, send: Send, audio: bytes) -> None:

@@ -255,6 +255,18 @@ def test_say_takes_options(zoo, checkpoint, tmp_path):
     assert say("-O", "depth_temperature=0", "-O", "depth_top_k=1") != usual
 
 
+def test_say_speaks_as_fast_as_it_is_told(zoo, checkpoint, tmp_path):
+    def say(*more):
+        out = tmp_path / "out.wav"
+        fields = ["-m", checkpoint, "-o", out, "--voice", "vivian", "--max-new-tokens", 6, *more]
+        assert zoo("say", "Hello.", *fields).returncode == 0
+        return out.read_bytes()
+
+    assert say("--speed", 1) == say()
+    assert len(say("--speed", 2)) - 44 == (len(say()) - 44) // 2
+    assert "--speed" in refused(zoo("say", "Hello.", "-m", checkpoint, "--speed", 5))
+
+
 def test_say_reads_numbers_and_splits_long_texts_as_it_is_told(zoo, checkpoint, tmp_path):
     def say(text, *more):
         out = tmp_path / "out.wav"
