@@ -33,6 +33,7 @@ from serving.http.errors import answer_error
 from serving.http.listener import Listener
 from serving.http.names import Names
 from serving.http.routes import playground as page
+from serving.http.routes.batch import speak_batch
 from serving.http.routes.models import list_choices, list_models, one_model
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
@@ -79,7 +80,10 @@ def create_app(
     """Every route. `api_key` guards what is under /v1; voices_dir: where uploaded voices are kept."""
     server = Server(engine, api_key, limits, voices_dir, names)
     speech = Router(
-        "/", route_handlers=[speak], request_max_body_size=limits.speech_body_bytes, middleware=[LargeBodies]
+        "/",
+        route_handlers=[speak, speak_batch],
+        request_max_body_size=limits.speech_body_bytes,
+        middleware=[LargeBodies],
     )
     uploads = Router(
         "/",

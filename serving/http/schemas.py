@@ -17,6 +17,7 @@ from serving.stretch import MAX_SPEED, MIN_SPEED
 Words = Annotated[str, Meta(max_length=4096)]  # bounded: a text is tokenized before the model looks at it
 Name = Annotated[str, Meta(max_length=256)]
 MAX_OPTION_CHARS = 1000
+MAX_BATCH = 32  # requests
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -238,6 +239,22 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return {name: value for name, value in given.items() if value is not None}
 
 
+class SpeechBatch(SpeechRequest, kw_only=True):
+    """POST /v1/audio/speech/batch: several requests in one. What stands beside `items` holds for each that does not say
+    otherwise; every answer is a whole file."""
+
+    input: Annotated[
+        str, Meta(description="the text of items that have none of their own; usually left out")
+    ] = ""
+    items: Annotated[
+        Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_BATCH)],
+        Meta(
+            description=f"a list of 1 to {MAX_BATCH} requests: of each what POST /v1/audio/speech takes, options of the model "
+            "among it; stream and stream_format say nothing here"
+        ),
+    ]
+
+
 SAME_NAME = (
     *("language", "instructions", "split_text", "normalize"),
     *("temperature", "top_k", "top_p", "repetition_penalty"),
@@ -284,7 +301,11 @@ def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:
 
 
 # by route
-FIELDS = {"/v1/audio/speech": fields_of(SpeechRequest), "/v1/audio/voices": fields_of(VoiceUpload)}
+FIELDS = {
+    "/v1/audio/speech": fields_of(SpeechRequest),
+    "/v1/audio/speech/batch": fields_of(SpeechBatch),
+    "/v1/audio/voices": fields_of(VoiceUpload),
+}
 
 
 class Model(msgspec.Struct):
@@ -422,6 +443,27 @@ class Usage(msgspec.Struct):
         return cls(text, made, text + made)
 
 
+class BatchResult(msgspec.Struct, kw_only=True):
+    """Of one item: a file, or what is wrong; the fields of the other are null."""
+
+    index: int  # of the item
+    error: Error | None = None
+    audio: str | None = None  # base64
+    response_format: str | None = None
+    sample_rate: int | None = None  # that the file decodes to
+    seed: int | None = None
+    finish_reason: str | None = None  # "stop" (the model ended) or "length" (a cap)
+    usage: Usage | None = None
+    warning: str | None = None
+
+
+class BatchResults(msgspec.Struct):
+    """In the order of the items."""
+
+    data: list[BatchResult]
+    object: Literal["audio.speech.batch"] = "audio.speech.batch"
+
+
 class AudioDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
     audio: str  # base64
 
@@ -438,4 +480,4 @@ class AudioError(msgspec.Struct, tag_field="type", tag="error"):
     error: Error
 
 
-BODIES = (SpeechRequest, VoiceUpload, ModelList, Choices, VoiceList, VoiceDeleted, Ready, ErrorBody)
+BODIES = (SpeechRequest, SpeechBatch, BatchResults, VoiceUpload, ModelList, Choices, VoiceList, VoiceDeleted, Ready, ErrorBody)

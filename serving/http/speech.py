@@ -76,6 +76,7 @@ class Speech:
         self.held_s = 0.0  # that the client kept us waiting: it has more than it reads
         self.num_bytes = 0  # of PCM, as the engine made it
         self.pcm = bytearray()  # of a request that does not stream
+        self.finished: protocol.Finished | None = None
         self.is_started = False
         self.has_left = False
         self.is_ended = False
@@ -136,6 +137,7 @@ class Speech:
             self.pcm += pcm
 
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
+        self.finished = finished
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.finish))
             last = event(AudioDone(Usage.of(finished))) if self.is_sse else b""

@@ -18,6 +18,7 @@ CHECKS = [
 ]
 ROUTES = [
     ("POST", "/v1/audio/speech"),
+    ("POST", "/v1/audio/speech/batch"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model_id}"),
     ("GET", "/v1/audio/models"),
