@@ -329,6 +329,8 @@ class Model(msgspec.Struct):
     piece_s: (
         float | None
     )  # about the seconds of speech beyond which a text is spoken in pieces; null: it never is
+    feeds: bool  # whether it takes text while it speaks, token by token (WS /v1/audio/speech/stream)
+    keeps_voice: bool  # whether its voice comes by chance where none is given, and can be cloned
     response_formats: list[str]
     stream_formats: list[str]
     aliases: list[str] = []  # other names that a request may call it by
