@@ -35,6 +35,7 @@ from serving.http.names import Names
 from serving.http.routes import playground as page
 from serving.http.routes.batch import speak_batch
 from serving.http.routes.models import list_choices, list_models, one_model
+from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
 from serving.http.routes.voices import add_voice, list_voices, remove_voice, voices_options
@@ -103,6 +104,7 @@ def create_app(
     return Litestar(
         [
             Router("/", route_handlers=guarded, guards=[check_key], security=openapi.SECURITY),
+            speak_in_session,
             health,
             ready,
             metrics,

@@ -33,6 +33,9 @@ class Limits(msgspec.Struct, frozen=True):
     reference_urls: bool = False  # whether ref_audio may be a URL, which this server then fetches
     voices: int = 1000
     num_reading: int = 16  # requests whose body, or whose recording, is being read
+    sessions: int = 256  # WebSockets
+    text_idle_s: float = 30.0  # for which an utterance that speaks may wait for its text
+    session_idle_s: float = 600.0  # for which a WebSocket may say nothing, and hear nothing
 
     @property
     def speech_body_bytes(self) -> int:

@@ -48,6 +48,7 @@ class Server:
         self.engine, self.api_key, self.limits, self.names = engine, api_key, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
         self.bodies = Door(limits.num_reading, "large bodies are being read")
+        self.sessions = Door(limits.sessions, "sessions are open")
         self.references = References(self.voices, limits)
         self.metrics = Metrics(engine)
         self.created = int(time.time())
@@ -105,8 +106,12 @@ class Server:
 
 def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """A guard. Raises the refusal."""
-    api_key = connection.app.state.server.api_key
-    given = connection.headers.get("authorization", "").encode()
-    if api_key is not None and not secrets.compare_digest(given, f"Bearer {api_key}".encode()):
+    check_api_key(connection.app.state.server, connection.headers.get("authorization", ""))
+
+
+def check_api_key(server: Server, given: str) -> None:
+    """given: an Authorization header. Raises the refusal."""
+    api_key = server.api_key
+    if api_key is not None and not secrets.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
         message = "the Authorization header must be: Bearer, a space, and the API key of this server"
         raise refusal(401, message, code="invalid_api_key")

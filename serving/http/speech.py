@@ -102,12 +102,16 @@ class Speech:
 
     async def answer(self, send: Send) -> None:
         with self.server.engine.speak(await self.message()) as inbox:
+            self.begin()
             while not self.has_left:
                 message = await inbox.get()
                 if not await self.take(message, send):
                     break
                 if isinstance(message, protocol.Audio):  # sent, as far as the client takes it
                     self.server.engine.heard(self.id, message.frames)
+
+    def begin(self) -> None:
+        """The engine was asked."""
 
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
         """A message of the engine's -> whether others follow. Raises the refusal, as long as nothing was
@@ -175,6 +179,9 @@ class Speech:
         """The request as the engine takes it. Its recordings are kept nowhere else."""
         references = await self.server.references.find(self.request, self.model)
         self.request.forget_audio()
+        return self.speak_message(references)
+
+    def speak_message(self, references: list[protocol.Reference]) -> protocol.Speak:
         options, fields, voice = dict(self.options), dict(self.fields), self.request.voice_name
         if voice is not None and not references:
             fields["voice"] = voice
