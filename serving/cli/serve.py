@@ -148,6 +148,17 @@ def serve(
         int,
         Option(min=1, help="How many large bodies and recordings are read at once; others get 503."),
     ] = 16,
+    max_sessions: Annotated[
+        int, Option(min=0, help="How many WebSockets (text in while it speaks) may be open; others get 503.")
+    ] = 256,
+    max_text_idle: Annotated[
+        float,
+        Option(min=0.1, help="Seconds for which a WebSocket that speaks may bring no text; then it is closed."),
+    ] = 30,
+    max_session_idle: Annotated[
+        float,
+        Option(min=0.1, help="Seconds for which a WebSocket may say and hear nothing; then it is closed."),
+    ] = 600,
     cors_origins: Annotated[
         list[str],
         Option(
@@ -202,6 +213,9 @@ def serve(
         "reference_urls": allow_url_references,
         "voices": max_voices,
         "num_reading": max_reading,
+        "sessions": max_sessions,
+        "text_idle_s": max_text_idle,
+        "session_idle_s": max_session_idle,
     }
     http = {
         "limits": limits,
