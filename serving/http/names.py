@@ -5,7 +5,8 @@ a client written for OpenAI's speech API finds a voice here without being told o
     an alias          what it stands for
     OpenAI's name     on a server of one model, unless it is strict: that model, its first voice; and a warning
 
-A warning is a line for the header `x-warning`: what was asked for is not here, and what is taken in its place.
+Who asks for a model by OpenAI's name hears pcm at OpenAI's rate, unless it asks for another one. A warning is a line for the
+header `x-warning`: what was asked for is not here, and what is taken in its place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from serving.http.schemas import Model
 
 # developers.openai.com/api/docs/guides/text-to-speech, and dated ones as gpt-4o-mini-tts-2025-12-15
 OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
+OPENAI_PCM_HZ = 24000  # which its clients take for granted, since pcm does not say
 OPENAI_VOICES = frozenset(
     (
         *("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),

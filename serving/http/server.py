@@ -15,7 +15,7 @@ from serving.engine_client import Away, EngineClient
 from serving.http.door import Door
 from serving.http.errors import cut, refusal
 from serving.http.metrics import Metrics
-from serving.http.names import Names
+from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
 from serving.http.references import References, is_own
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voices import Voices, default_directory
@@ -51,6 +51,7 @@ class Server:
         self.sessions = Door(limits.sessions, "sessions are open")
         self.references = References(self.voices, limits)
         self.metrics = Metrics(engine)
+        self.metrics.sessions.set_function(lambda: self.sessions.num_inside)
         self.created = int(time.time())
 
     @property
@@ -83,6 +84,8 @@ class Server:
             id, warning = self.names.model(request.model, models)
             model = self._model(id)
             warnings.append(warning)
+            if request.model != id and is_openai_model(request.model):
+                warnings.append(use_openais_rate(request, model))
         elif len(models) > 1:
             message = f"model is missing, and this server has several: {', '.join(models)}"
             raise refusal(400, message, "model", "missing_field")
@@ -102,6 +105,16 @@ class Server:
             voice, warning = None, f"voice {asked!a} is not here; the recording speaks in its place"
         request.voice = voice
         return warning
+
+
+def use_openais_rate(request: SpeechRequest, model: Model) -> str | None:
+    """-> a warning, where that is another one than the model's."""
+    if request.response_format != "pcm" or request.sample_rate is not None:
+        return None
+    if model.sample_rate_hz == OPENAI_PCM_HZ:
+        return None
+    request.sample_rate = OPENAI_PCM_HZ
+    return f"pcm is at {OPENAI_PCM_HZ} Hz, as OpenAI's; sample_rate asks for another rate"
 
 
 def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:

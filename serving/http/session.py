@@ -6,7 +6,7 @@
 An utterance is the text up to an input.done. Utterances are spoken one after the other; input.cancel, a client that leaves, and a
 new utterance where `barge_in` is "cancel", end what speaks at once, and the engine frees its slot at its next turn. Each
 utterance ends in one audio.done or one error. A message that is wrong is answered by an error and is otherwise as if it had
-not come. Close codes: 1003 binary messages, 1008 too many wrong ones, 4408 silence; 1007 and 1009 no UTF-8 and too
+not come. Close codes: 1012 the server stops, 1003 binary messages, 1008 too many wrong ones, 4408 silence; 1007 and 1009 no UTF-8 and too
 large (uvicorn's).
 """
 

@@ -93,6 +93,8 @@ BAD = [
     (["serve", "a=.", "--alias", "a=a"], "--alias 'a' is the id of a model already"),
     (["serve", "a=.", "b=tests", "--alias", "c=a", "--alias", "c=b"], "'c' is given twice: for 'a' and for 'b'"),
     (["serve", "a=.", "--alias-voice", "alloy"], "--alias-voice 'alloy' is not of the form NAME=VOICE"),
+    (["serve", ".", "--max-sessions", "-1"], "--max-sessions"),
+    (["serve", ".", "--max-text-idle", "0"], "--max-text-idle"),
     (["serve", ".", "--max-slots", "0"], "--max-slots"),
     (["serve", ".", "--kv-memory", "4GB"], "4GiB, 512MiB"),
     (["serve", ".", "--kv-memory", "0"], "4GiB, 512MiB"),

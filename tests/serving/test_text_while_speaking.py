@@ -7,6 +7,7 @@ import urllib.request
 import numpy as np
 import pytest
 from served import KEY, connected, serving
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,8 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chance(tmp_path_factory):
     """The small voice, which takes no text while it speaks."""
-    with serving(tmp_path_factory.mktemp("served")) as url:
+    options = ("--alias", "fast=small_voice", "--alias-voice", "anna=slt", "--max-sessions", "1")
+    with serving(tmp_path_factory.mktemp("served"), *options) as url:
         yield url
 
 
@@ -141,6 +143,22 @@ def test_a_model_that_has_not_learned_it_speaks_by_sentences(chance):
         for text in ("She opened the window.", "I had bread and cheese for breakfast.")
     ]
     assert done["reason"] == "stop" and same(samples, np.concatenate(alone))
+
+
+def test_what_the_command_says_of_names_and_sessions_holds(chance):
+    client = connected(chance)
+    [model] = client.models.list().data
+    assert (model.id, model.aliases) == ("small_voice", ["fast"])
+    extra = {"seed": 1, "max_new_tokens": 3, "stream": False}
+    heard_by_name = [
+        client.audio.speech.create(model=name, voice=voice, input="Hello.", extra_body=extra)
+        for name, voice in (("small_voice", "slt"), ("fast", "anna"), ("tts-1", "alloy"))
+    ]
+    assert len({answer.content for answer in heard_by_name}) == 1
+    warnings = [answer.response.headers.get("x-warning", "") for answer in heard_by_name]
+    assert warnings[:2] == ["", ""] and "'slt' speaks in its place" in warnings[2]
+    with session(chance), pytest.raises(InvalidStatus, match="503"), session(chance):
+        pass
 
 
 def running(url):

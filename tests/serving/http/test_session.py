@@ -496,6 +496,18 @@ def test_silence_ends_it_but_a_long_speech_does_not(tmp_path):
         assert closed(client)[0] == 4408 and 0.3 < time.monotonic() - began_s < 2
 
 
+def test_a_server_that_stops_says_so(tmp_path):
+    with Server(tmp_path) as server:
+        with session(server) as client:
+            client.configure()
+            client.say("hold 1 of it all.")
+            client.event("audio.start"), client.audio()
+            server.uvicorn.should_exit = True
+            assert closed(client)[0] == 1012
+        server.thread.join(5)
+        assert not server.thread.is_alive()
+
+
 def test_it_outlives_the_time_that_a_request_has(tmp_path, monkeypatch):
     monkeypatch.setattr(listener, "HEAD_S", 0.2)
     monkeypatch.setattr(listener, "BODY_S", 0.2)
@@ -542,6 +554,7 @@ def test_only_so_many_are_open(tmp_path):
         with session(server) as client:
             client.configure()
             assert denied(server) == (503, "server_busy")
+            assert "zoo_sessions 1.0" in server.http.get("/metrics").text
         until(lambda: server.app.state.server.sessions.num_inside == 0)
         with session(server) as client:
             client.configure()
