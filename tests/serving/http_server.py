@@ -23,8 +23,9 @@ class Server:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         client = EngineClient(self.path)
+        stall_s = options.pop("stall_s", None)
         self.app = create_app(client, **options)
-        self.uvicorn = Listener(self.app, client, 1, options.get("cors_origins", ()))
+        self.uvicorn = Listener(self.app, client, 1, options.get("cors_origins", ()), stall_s=stall_s)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(
             target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])]
