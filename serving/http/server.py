@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
@@ -18,6 +18,9 @@ from serving.http.metrics import Metrics
 from serving.http.references import References
 from serving.http.schemas import ErrorBody, Limits, Model
 from serving.http.voices import Voices, default_directory
+
+if TYPE_CHECKING:  # it comes with an extra
+    from serving.http.tracing import Tracing
 
 WRONG = ResponseSpec(
     ErrorBody,
@@ -37,13 +40,19 @@ class Server:
     """One per app: routes have it as `server`, the rest of Litestar as `app.state.server`."""
 
     def __init__(
-        self, engine: EngineClient, api_key: str | None, limits: Limits, voices_dir: str | Path | None
+        self,
+        engine: EngineClient,
+        api_key: str | None,
+        limits: Limits,
+        voices_dir: str | Path | None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.engine, self.api_key, self.limits = engine, api_key, limits
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
         self.bodies = Door(limits.num_reading, "large bodies are being read")
         self.references = References(self.voices, limits)
         self.metrics = Metrics(engine)
+        self.tracing = tracing
         self.created = int(time.time())
 
     @property

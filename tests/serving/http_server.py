@@ -24,7 +24,9 @@ class Server:
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         client = EngineClient(self.path)
         self.app = create_app(client, **options)
-        self.uvicorn = Listener(self.app, client, 1, options.get("cors_origins", ()))
+        tracing = options.get("tracing")
+        app = tracing.around(self.app) if tracing else self.app
+        self.uvicorn = Listener(app, client, 1, options.get("cors_origins", ()))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(
             target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])]
