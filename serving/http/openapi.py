@@ -41,6 +41,7 @@ CONFIG = OpenAPIConfig(
     title="speechzoo",
     version="1",
     path="/schema",
+    use_handler_docstrings=True,
     render_plugins=[ServedJson(), ServedYaml()],
     components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer")}),
 )
