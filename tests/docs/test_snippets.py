@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import httpx
 import pytest
 import soundfile
 from docs_snippets import ADDRESS, pages, snippets
@@ -27,11 +28,16 @@ def address(tmp_path_factory):
     started, open_ones = {}, []
 
     def address_of(name):
+        """No page finds the voices that another one uploaded."""
         if name not in started:
             models = {"clone": {"base": "tiny-base"}, "small": {}}[name]
             server = serving(tmp_path_factory.mktemp(name), key=None, **models)
             started[name] = server.__enter__()
             open_ones.append(server)
+        else:
+            for voice in httpx.get(started[name] + "/v1/audio/voices").json()["data"]:
+                if voice["type"] == "audio_sample":
+                    httpx.delete(f"{started[name]}/v1/audio/voices/{voice['id']}").raise_for_status()
         return started[name]
 
     yield address_of
@@ -67,7 +73,7 @@ def place(tmp_path):
 @pytest.mark.parametrize("path", run_pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_readers_are_told_to_run_runs(path, place, address, compiled):
     """All snippets of a page, one after the other in one directory, as a reader goes through it."""
-    here = place / "here"
+    here, servers = place / "here", {}
     variables = {
         **os.environ,
         "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
@@ -77,7 +83,11 @@ def test_what_readers_are_told_to_run_runs(path, place, address, compiled):
     for one in snippets(path):
         if one.skipped is not None:
             continue
-        code = one.code.replace(ADDRESS, address(one.server)) if ADDRESS in one.code else one.code
+        code = one.code
+        if ADDRESS in code:
+            if one.server not in servers:
+                servers[one.server] = address(one.server)
+            code = code.replace(ADDRESS, servers[one.server])
         command = ["bash", "-euo", "pipefail", "-c"] if one.language == "sh" else [sys.executable, "-c"]
         done = subprocess.run(
             [*command, code], cwd=here, env=variables, capture_output=True, text=True, timeout=240
