@@ -41,7 +41,8 @@ def log_line(line: str) -> None:
     text = f"zoo: {line}\n"
     if os.environ.get(logs.VARIABLE) == "json":
         at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        fields = {"process": "supervisor", "event": line, "level": "info", "timestamp": at}
+        event = line.partition("\n")[0]  # what to try is for people
+        fields = {"process": "supervisor", "event": event, "level": "info", "timestamp": at}
         text = json.dumps(fields) + "\n"
     sys.stderr.write(text)  # in one piece: three processes share it
     sys.stderr.flush()

@@ -13,7 +13,7 @@ from serving import logs, supervisor
 logs.configure("http")
 structlog.get_logger().info("speech", frames=3)
 logging.getLogger("library").warning("careful")
-supervisor.log_line("ready on http://127.0.0.1:1")
+supervisor.log_line("ready on http://127.0.0.1:1\\n\\n    curl\\n")
 """
 
 
@@ -39,13 +39,14 @@ def test_json_is_json_on_every_line():
 
 
 def test_text_is_for_people():
-    speech, library, supervisor = lines("text")
+    speech, library, supervisor, *tried = lines("text")
     assert "speech" in speech and "frames=3" in speech and "\x1b" not in speech
     assert "careful" in library and supervisor == "zoo: ready on http://127.0.0.1:1"
+    assert tried == ["", "    curl", ""]
 
 
 @pytest.mark.parametrize("form", [None, ""])
 def test_where_nobody_said_how_a_pipe_gets_json(form):
-    speech, _, supervisor = lines(form)
+    speech, _, supervisor, *_ = lines(form)
     assert json.loads(speech)["frames"] == 3
     assert supervisor == "zoo: ready on http://127.0.0.1:1"
