@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import av
 import httpx
 import numpy as np
+import sentencex
 import soundfile
 
 from examples.speaking import checked, connect, run
@@ -51,16 +52,22 @@ def spoken(body: str) -> str:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Of paragraphs, none longer than a request may be."""
+    """None longer than a request may be, cut between paragraphs, else sentences. Joined they are the text."""
     piece = ""
-    for paragraph in re.split(r"\n\s*\n", text):
-        for part in re.findall(rf"[\s\S]{{1,{PIECE_CHARS}}}(?=\s|$)", paragraph):
-            if piece and len(piece) + len(part) > PIECE_CHARS:
-                yield piece
-                piece = ""
-            piece += part.strip() + "\n\n"
+    for part in parts(text):
+        if piece and len(piece) + len(part) > PIECE_CHARS:
+            yield piece
+            piece = ""
+        piece += part
     if piece:
         yield piece
+
+
+def parts(text: str) -> Iterator[str]:
+    for paragraph in re.findall(r"[\s\S]+?(?:\n\s*\n|\Z)", text):
+        for sentence in [paragraph] if len(paragraph) <= PIECE_CHARS else sentencex.segment("en", paragraph):
+            for at in range(0, len(sentence), PIECE_CHARS):  # one that has no end is cut anywhere
+                yield sentence[at : at + PIECE_CHARS]
 
 
 async def speak_chapter(client: httpx.AsyncClient, text: str, file: Path, fields: dict[str, Any]) -> None:

@@ -136,9 +136,19 @@ def test_a_book_is_read_without_its_layout():
         ("The sea", "The old man told a story."),
         ("The door", "She opened the door."),
     ]
-    long = "\n\n".join(["word " * 500] * 9)
-    parts = list(audiobook.pieces(long))
-    assert max(map(len, parts)) <= audiobook.PIECE_CHARS + 2 and "".join(parts).split() == long.split()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\n\n".join(["word " * 500] * 9), "A sentence. " * 2000, "字" * 13_000, "这是一句话。" * 3000, "short"],
+    ids=["paragraphs", "sentences", "no end", "chinese", "short"],
+)
+def test_a_chapter_is_cut_and_loses_nothing(text):
+    found = list(audiobook.pieces(text))
+    assert "".join(found) == text and max(map(len, found)) <= audiobook.PIECE_CHARS
+    assert len(found) <= len(text) // audiobook.PIECE_CHARS + 2
+    if "。" in text:
+        assert all(piece.endswith("。") for piece in found)
 
 
 def test_a_language_model_is_heard_while_it_writes(tmp_path, url, services, monkeypatch, capsys):
