@@ -24,8 +24,13 @@ def dashboard():
     return json.loads((OPS / "grafana" / "dashboard.json").read_text())
 
 
+def alerts():
+    [group] = yaml.safe_load((OPS / "alerts.yml").read_text())["groups"]
+    return group["rules"]
+
+
 def queries():
-    """Every query of the dashboard, with its title."""
+    """Every query of the dashboard and of the alerts, with its title."""
     page = dashboard()
     asked = [(panel["title"], target["expr"]) for panel in page["panels"] for target in panel.get("targets", [])]
     asked += [(note["name"], note["expr"]) for note in page["annotations"]["list"]]
@@ -34,7 +39,7 @@ def queries():
         for one in page["templating"]["list"]
         if one["type"] == "query"
     ]
-    return asked
+    return asked + [(rule["alert"], rule["expr"]) for rule in alerts()]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +75,13 @@ def test_every_query_asks_for_what_there_is(exposed):
                     assert values <= possible, f"{title}: {name} has no {label} {values - possible}"
         for group in re.findall(r"by \(([^)]*)\)", query):
             labels = {label for name, _ in selectors for label in exposed[name]}
-            assert set(group.split(", ")) <= labels, f"{title}: {query}"
+            assert set(group.split(", ")) <= labels | {"instance"}, f"{title}: {query}"
 
 
 def test_every_metric_of_ours_is_on_the_dashboard(exposed):
-    asked = {name for _, query in queries() for name, _ in SELECTOR.findall(query)}
+    alerting = {rule["alert"] for rule in alerts()}
+    shown_queries = [query for title, query in queries() if title not in alerting]
+    asked = {name for query in shown_queries for name, _ in SELECTOR.findall(query)}
     asked = {re.sub("_(bucket|count|sum)$", "", name) for name in asked}
     ours = {name for name in exposed if name.startswith("zoo_") and not name.endswith("_created")}
     shown = {re.sub("_(bucket|count|sum)$", "", name) for name in ours}
@@ -117,7 +124,8 @@ def test_prometheus_reads_every_query(promtool, tmp_path):
         rules.append({"record": f"query:{number}", "expr": query})
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     assert f"{len(rules)} rules found" in run(promtool, "check", "rules", tmp_path / "rules.yml")
-    run(promtool, "check", "config", "--syntax-only", OPS / "prometheus.yml")
+    run(promtool, "check", "config", OPS / "prometheus.yml")
+    assert f"{len(alerts())} rules found" in run(promtool, "check", "rules", OPS / "alerts.yml")
 
 
 @pytest.mark.parametrize("hadolint", [tool("hadolint")])
@@ -157,7 +165,7 @@ def test_compose_mounts_what_there_is():
         for volume in service.get("volumes", [])
         if volume.startswith(".")
     ]
-    assert len(mounted) == 4 and all((OPS / path).is_file() for path in mounted)
+    assert len(mounted) == 5 and all((OPS / path).is_file() for path in mounted)
     assert yaml.safe_load((OPS / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"] == [
         {"targets": ["zoo:8000"]}
     ]
