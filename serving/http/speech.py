@@ -81,11 +81,6 @@ class Speech:
         self.is_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tracing = self.server.tracing
-        with tracing.speech(self) if tracing is not None else nullcontext():
-            await self.serve(receive, send)
-
-    async def serve(self, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self.answer(send))
         left = asyncio.create_task(self.until_left(receive))
         try:
@@ -105,6 +100,11 @@ class Speech:
         self.has_left = True
 
     async def answer(self, send: Send) -> None:
+        tracing = self.server.tracing
+        with tracing.speech(self) if tracing is not None else nullcontext():
+            await self.ask(send)
+
+    async def ask(self, send: Send) -> None:
         with self.server.engine.speak(await self.message()) as inbox:
             while not self.has_left:
                 message = await inbox.get()

@@ -14,6 +14,7 @@ old names.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import threading
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from serving.http.speech import Speech
 
 TRACED = "/v1/"  # whoever watches /health, /ready and /metrics asks every few seconds
+FINISH = "gen_ai.response.finish_reasons"
 CLOSE_S = 2.0
 GOOD = ("stop", "length", "cancelled")  # outcomes that are nobody's fault
 
@@ -91,6 +93,9 @@ class Tracing:
         ) as span:
             try:
                 yield
+            except asyncio.CancelledError:
+                span.set_attributes({FINISH: ["cancelled"]})
+                raise
             except HTTPException as refused:
                 fail(span, error_of(refused).code or str(refused.status_code), refused.status_code >= 500)
                 raise
@@ -156,7 +161,7 @@ def made(speech: Speech) -> dict[str, Any]:
     known = {
         "gen_ai.response.id": speech.id,
         "gen_ai.response.model": speech.model.id,
-        "gen_ai.response.finish_reasons": [speech.outcome] if speech.outcome else None,
+        FINISH: [speech.outcome] if speech.outcome else None,
         "gen_ai.response.time_to_first_chunk": speech.ttfa_s,
         "gen_ai.usage.input_tokens": speech.usage.input_tokens if speech.usage else None,
         "gen_ai.usage.output_tokens": speech.usage.output_tokens if speech.usage else None,

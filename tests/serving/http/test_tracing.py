@@ -53,7 +53,7 @@ def server(tmp_path, spans):
 def pair(spans):
     """The two spans of the one speech request: of the server, and of the model."""
     until(lambda: len(spans.get_finished_spans()) == 2)
-    model, server = spans.get_finished_spans()
+    server, model = sorted(spans.get_finished_spans(), key=lambda span: span.kind is not SpanKind.SERVER)
     assert model.parent.span_id == server.context.span_id
     return server, model
 
