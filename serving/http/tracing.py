@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from serving.http.speech import Speech
 
 TRACED = "/v1/"  # whoever watches /health, /ready and /metrics asks every few seconds
+STATUS = ("http.response.start", "websocket.http.response.start", "websocket.accept")  # which tell of one
+SWITCHED = 101  # to the WebSocket
 FINISH = "gen_ai.response.finish_reasons"
 CLOSE_S = 2.0
 GOOD = ("stop", "length", "cancelled")  # outcomes that are nobody's fault
@@ -65,10 +67,10 @@ class Tracing:
         ending.join(CLOSE_S)
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The app, with a server span for each request under /v1."""
+        """The app, with a server span for each request under /v1; of a WebSocket, for as long as it is open."""
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or not scope["path"].startswith(TRACED):
+            if scope["type"] not in ("http", "websocket") or not scope["path"].startswith(TRACED):
                 return await app(scope, receive, send)
             asked = attributes_of(cast(HTTPScope, scope))
             with self.tracer.start_as_current_span(
@@ -76,8 +78,9 @@ class Tracing:
             ) as span:
 
                 async def answering(message: Message) -> None:
-                    if message["type"] == "http.response.start":
-                        take_answer(span, scope, message["status"])
+                    if message["type"] in STATUS:
+                        status = cast(dict[str, Any], message).get("status", SWITCHED)
+                        take_answer(span, asked["http.request.method"], scope, status)
                     await send(message)
 
                 await app(scope, receive, answering)
@@ -114,7 +117,7 @@ def attributes_of(scope: HTTPScope) -> dict[str, Any]:
     headers = headers_of(scope)
     host, _, port = headers.get("host", "").rpartition(":")
     known = {
-        "http.request.method": scope["method"],
+        "http.request.method": scope.get("method", "GET"),  # a WebSocket begins with one
         "url.path": scope["path"],
         "url.scheme": scope["scheme"],
         "network.protocol.version": scope["http_version"],
@@ -126,11 +129,10 @@ def attributes_of(scope: HTTPScope) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value}
 
 
-def take_answer(span: Span, scope: Scope, status: int) -> None:
+def take_answer(span: Span, method: str, scope: Scope, status: int) -> None:
     """The route is known by now: names of spans hold no ids."""
-    known = cast(dict[str, Any], scope)
-    if route := known.get("path_template"):
-        span.update_name(f"{known['method']} {route}")
+    if route := cast(dict[str, Any], scope).get("path_template"):
+        span.update_name(f"{method} {route}")
         span.set_attribute("http.route", route)
     span.set_attribute("http.response.status_code", status)
     if status >= 500:
