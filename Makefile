@@ -1,5 +1,6 @@
 # make serve    a speech server on port 8000, with the small voice; MODEL=DIR serves yours, FAMILY=NAME a demo checkpoint, which makes noise
 # make test     every test          make lint    ruff and mypy          make fixtures    remake what the parity tests compare with
+# make docs     the documentation, in site/
 # make voice    trains the small voice anew, in voice/; takes hours
 # make rehearse lowers and builds every family for GPUs that are not there, and counts their launches; takes ten minutes or so
 # Needs Python 3.11 or newer: `make PYTHON=python3.12 serve`.
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: serve test lint fixtures rehearse voice
+.PHONY: serve test lint docs fixtures rehearse voice
 
 serve: $(VENV)/.installed $(MODEL)
 	$(BIN)/zoo serve $(MODEL) --port $(PORT)
@@ -23,6 +24,9 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	$(BIN)/sphinx-build -W --keep-going docs site
 
 rehearse: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,rehearse]'

@@ -1,12 +1,21 @@
-"""Log lines on stderr: for people on a terminal, one JSON object a line elsewhere."""
+"""Log lines on stderr: for people on a terminal, one JSON object a line elsewhere, unless ZOO_LOG says which
+(`zoo serve --log`)."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import structlog
 from structlog.typing import Processor
+
+VARIABLE = "ZOO_LOG"  # json or text, for this process and those that it starts
+
+
+def form() -> str:
+    """json or text."""
+    return os.environ.get(VARIABLE) or ("text" if sys.stderr.isatty() else "json")
 
 
 def configure(process: str) -> None:
@@ -23,8 +32,9 @@ def configure(process: str) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     last: list[Processor]
-    if sys.stderr.isatty():
-        last = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    if form() == "text":
+        plain = structlog.dev.plain_traceback
+        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(processors=[*shared, *last], logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -20,9 +20,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
-from serving import protocol
+from serving import logs, protocol
 
 REFUSED = 2  # the exit status of a child that says itself what is wrong
 HUNG_S = 30  # an engine that was ready and is silent for so long does not come back
@@ -36,7 +37,14 @@ KILL_AFTER_S = 5  # and then for the processes themselves
 
 
 def log_line(line: str) -> None:
-    sys.stderr.write(f"zoo: {line}\n")  # in one piece: three processes share it
+    """For people; as JSON where that was asked for by name (`--log json`): whoever reads it reads all lines so."""
+    text = f"zoo: {line}\n"
+    if os.environ.get(logs.VARIABLE) == "json":
+        at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        event = line.partition("\n")[0]  # what to try is for people
+        fields = {"process": "supervisor", "event": event, "level": "info", "timestamp": at}
+        text = json.dumps(fields) + "\n"
+    sys.stderr.write(text)  # in one piece: three processes share it
     sys.stderr.flush()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -170,6 +171,23 @@ def serve(
         Option("--allowed-host", metavar="NAME", help="A name that this server is asked by; several times."),
     ] = [],  # noqa: B006
     playground: Annotated[bool, Option(help="A page at / to try the models at.")] = True,
+    private_metrics: Annotated[
+        bool, Option("--private-metrics", help="Ask for the API key at /metrics too.")
+    ] = False,
+    log: Annotated[
+        Literal["json", "text"] | None,
+        Option(
+            envvar="ZOO_LOG",
+            help="Log lines as JSON objects or as text; else text on a terminal and JSON elsewhere.",
+        ),
+    ] = None,
+    otel: Annotated[
+        bool,
+        Option(
+            "--otel",
+            help="Send a trace of each request to OTEL_EXPORTER_OTLP_ENDPOINT (http://localhost:4318); the extra `otel`.",
+        ),
+    ] = False,
     grace_s: Annotated[
         int, Option(min=0, help="How long open answers may go on when the server is stopped.")
     ] = 5,
@@ -197,6 +215,12 @@ def serve(
         "warm": warm,
         "compile": compile,
     }
+    if log is not None:
+        os.environ["ZOO_LOG"] = log  # of this process and both that it starts
+    if private_metrics and api_key is None:
+        raise ValueError("--private-metrics asks for the API key, and there is none: --api-key gives one")
+    if otel and find_spec("opentelemetry.sdk") is None:
+        raise ValueError("--otel needs OpenTelemetry: pip install 'speechzoo[otel]'")
     env = dict(os.environ)
     if api_key is None and "ZOO_API_KEY" in os.environ:
         raise ValueError("ZOO_API_KEY is empty, which would let everybody in: set it to a key, or unset it")
@@ -229,6 +253,8 @@ def serve(
         "cors_origins": cors_origins,
         "hosts": [*hosts, *LOOPBACK] if host in LOOPBACK else hosts,
         "playground": playground,
+        "private_metrics": private_metrics,
+        "otel": otel,
     }
     return supervisor.serve(host, port, engine, http, env, grace_s)
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -42,6 +43,9 @@ from serving.http.routes.voices import add_voice, list_voices, remove_voice, voi
 from serving.http.schemas import Limits
 from serving.http.server import Server, check_key
 
+if TYPE_CHECKING:  # it comes with an extra
+    from serving.http.tracing import Tracing
+
 log = structlog.get_logger()
 
 EXPOSED = ["x-request-id", "x-sample-rate", "x-seed", "x-warning", "retry-after"]  # to pages of other sites
@@ -64,6 +68,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     hosts: list[str] = []  # by which it may be asked; none: any
     stall_s: float = 60.0  # for which a client that reads may take nothing
     playground: bool = True  # whether there is a page to try the models at
+    private_metrics: bool = False  # whether the API key guards /metrics too
+    otel: bool = False  # whether a trace of each request is sent on
     grace_s: int = 5  # how long a shutdown waits for open streams
     parent_fd: int | None = None
 
@@ -77,9 +83,12 @@ def create_app(
     cors_origins: Sequence[str] = (),
     playground: bool = True,
     names: Names = NO_ALIASES,
+    private_metrics: bool = False,
+    tracing: Tracing | None = None,
 ) -> Litestar:
-    """Every route. `api_key` guards what is under /v1; voices_dir: where uploaded voices are kept."""
-    server = Server(engine, api_key, limits, voices_dir, names)
+    """Every route. `api_key` guards what is under /v1, and with private_metrics /metrics; voices_dir: where
+    uploaded voices are kept; tracing: where traces go."""
+    server = Server(engine, api_key, limits, voices_dir, names, tracing)
     speech = Router(
         "/",
         route_handlers=[speak, speak_batch],
@@ -100,6 +109,7 @@ def create_app(
         one_model,
         list_voices,
         remove_voice,
+        *([metrics] if private_metrics else []),
     ]
     return Litestar(
         [
@@ -107,7 +117,7 @@ def create_app(
             speak_in_session,
             health,
             ready,
-            metrics,
+            *([] if private_metrics else [metrics]),
             *([page.start, page.part] if playground else [page.start_without_page]),
         ],
         dependencies={"server": Provide(lambda: server, sync_to_thread=False)},
@@ -134,6 +144,8 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
     with suppress(asyncio.CancelledError):
         await connection
     await server.references.close()
+    if server.tracing is not None:
+        await asyncio.to_thread(server.tracing.close)
 
 
 def main() -> None:
@@ -143,6 +155,11 @@ def main() -> None:
         exit_with_parent(options.parent_fd)
     api_key = os.environ.get("ZOO_API_KEY") or None
     engine = EngineClient(options.socket)
+    tracing = None
+    if options.otel:
+        from serving.http.tracing import Tracing, exporter
+
+        tracing = Tracing(exporter())
     app = create_app(
         engine,
         api_key=api_key,
@@ -151,8 +168,10 @@ def main() -> None:
         cors_origins=options.cors_origins,
         playground=options.playground,
         names=options.names,
+        private_metrics=options.private_metrics,
+        tracing=tracing,
     )
-    Listener(app, engine, options.grace_s, options.cors_origins, options.hosts, options.stall_s).run(
+    Listener(tracing.around(app) if tracing else app, engine, options.grace_s, options.cors_origins, options.hosts, options.stall_s).run(
         sockets=[socket.socket(fileno=options.fd)]
     )
 

@@ -120,6 +120,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         error = refusal(500, "an error in this server; its log says more")
     body = error_of(error)
     facts = {"id": request.state.get("request_id"), "path": cut(path), "status": error.status_code}
+    if path == SPEECH:
+        facts |= {"model": request.state.get("model"), "reason": outcome_of(error)}
     log.info("refused", **facts, error=body.message, param=body.param, code=body.code)
     if path == SPEECH:
         request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))

@@ -13,9 +13,11 @@ from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
 from litestar.openapi.spec import Components, SecurityRequirement, SecurityScheme
 
 from serving import protocol
-from serving.http.schemas import BODIES
+from serving.http.errors import SPEECH
+from serving.http.schemas import BODIES, AudioDelta, AudioDone, AudioError, TextDelta
 from serving.http.server import Server
 
+EVENTS = (AudioDelta, TextDelta, AudioDone, AudioError)
 JSON_TYPE = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
 
 
@@ -41,6 +43,7 @@ CONFIG = OpenAPIConfig(
     title="speechzoo",
     version="1",
     path="/schema",
+    use_handler_docstrings=True,
     render_plugins=[ServedJson(), ServedYaml()],
     components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer")}),
 )
@@ -70,14 +73,23 @@ def with_options(schema: bytes, models: Iterable[protocol.ModelInfo]) -> dict[st
         if name not in body["required"]:
             allow_null(field)
     body["additionalProperties"] = False
+    spoken = page["paths"][SPEECH]["post"]["responses"]["200"]["content"]
+    spoken["text/event-stream"] = {"schema": schema_of_events()}
     return page
 
 
 def schemas_of_bodies() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(
-        BODIES, schema_hook=schema_of_upload, ref_template="#/components/schemas/{name}"
+        (*BODIES, *EVENTS), schema_hook=schema_of_upload, ref_template="#/components/schemas/{name}"
     )
     return msgspec.json.decode(msgspec.json.encode(schemas))  # YAML knows no tuples
+
+
+def schema_of_events() -> dict[str, Any]:
+    """Of each server-sent event, as OpenAPI 3.2 sees one: an object whose data is JSON."""
+    references = [{"$ref": f"#/components/schemas/{one.__name__}"} for one in EVENTS]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"oneOf": references}}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def schema_of_upload(_: type) -> dict[str, Any]:

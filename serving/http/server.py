@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
@@ -19,6 +19,9 @@ from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
 from serving.http.references import References, is_own
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voices import Voices, default_directory
+
+if TYPE_CHECKING:  # it comes with an extra
+    from serving.http.tracing import Tracing
 
 WRONG = ResponseSpec(
     ErrorBody,
@@ -44,6 +47,7 @@ class Server:
         limits: Limits,
         voices_dir: str | Path | None,
         names: Names,
+        tracing: Tracing | None = None,
     ) -> None:
         self.engine, self.api_key, self.limits, self.names = engine, api_key, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
@@ -52,6 +56,7 @@ class Server:
         self.references = References(self.voices, limits)
         self.metrics = Metrics(engine)
         self.metrics.sessions.set_function(lambda: self.sessions.num_inside)
+        self.tracing = tracing
         self.created = int(time.time())
 
     @property

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from litestar.types import Receive, Scope, Send
 
 from serving import protocol
 from serving.http import encode
-from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, new_id, refusal
+from serving.http.errors import AWAY_RETRY_S, LEFT, cut, error_of, new_id, refusal
 from serving.http.schemas import (
     SOUND_ONLY,
     AudioDelta,
@@ -75,6 +76,9 @@ class Speech:
         self.playback = Playback(model.sample_rate_hz)
         self.held_s = 0.0  # that the client kept us waiting: it has more than it reads
         self.num_bytes = 0  # of PCM, as the engine made it
+        self.num_frames = 0
+        self.usage: Usage | None = None
+        self.outcome: str | None = None
         self.pcm = bytearray()  # of a request that does not stream
         self.finished: protocol.Finished | None = None
         self.is_started = False
@@ -101,6 +105,11 @@ class Speech:
         self.has_left = True
 
     async def answer(self, send: Send) -> None:
+        tracing = self.server.tracing
+        with tracing.speech(self) if tracing is not None else nullcontext():
+            await self.ask(send)
+
+    async def ask(self, send: Send) -> None:
         with self.server.engine.speak(await self.message()) as inbox:
             self.begin()
             while not self.has_left:
@@ -117,8 +126,10 @@ class Speech:
         """A message of the engine's -> whether others follow. Raises the refusal, as long as nothing was
         sent."""
         match message:
-            case protocol.Audio(pcm=pcm) if pcm:  # a renderer may hold back all it has
-                await self.take_audio(pcm, send)
+            case protocol.Audio(pcm=pcm, frames=frames):
+                self.num_frames += frames
+                if pcm:  # a renderer may hold back all it has
+                    await self.take_audio(pcm, send)
             case protocol.Text(text=text) if self.is_sse:  # the other formats hold audio alone
                 await self.send_event(send, TextDelta(text))
             case protocol.Finished():
@@ -142,9 +153,10 @@ class Speech:
 
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
         self.finished = finished
+        self.num_frames, self.usage = finished.frames, Usage.of(finished)
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.finish))
-            last = event(AudioDone(Usage.of(finished))) if self.is_sse else b""
+            last = event(AudioDone(self.usage)) if self.is_sse else b""
         else:
             last = await asyncio.get_running_loop().run_in_executor(ENCODING, self.file)
             await self.start(send, num_bytes=len(last))
@@ -247,13 +259,27 @@ class Speech:
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": encoded})
 
+    @property
+    def audio_s(self) -> float:
+        """Made until now."""
+        return self.num_bytes / 2 / self.model.sample_rate_hz
+
+    @property
+    def voice(self) -> str | None:
+        """Its name, or where it comes from."""
+        if self.request.voice_name is not None:
+            return cut(self.request.voice_name)
+        if self.request.ref_audio is not None or self.request.references:
+            return "(recording)"
+        return "(description)" if "design" in self.model.modes and self.request.instructions else None
+
     def ended(self, outcome: str, status: int, **more: Any) -> None:
         """The request's one line, and its place in the metrics: the first end is the one."""
         if self.is_ended:
             return
-        self.is_ended = True
+        self.is_ended, self.outcome = True, outcome
         took_s = time.perf_counter() - self.began
-        audio_s = self.num_bytes / 2 / self.model.sample_rate_hz
+        audio_s = self.audio_s
         self.server.metrics.ended(self.model.id, outcome, took_s, audio_s)
         if self.request.stream:
             self.server.metrics.streamed(self.model.id, self.playback, outcome)
@@ -263,8 +289,13 @@ class Speech:
             "given_id": self.given_id,
             "status": status,
             "reason": outcome,
+            "voice": self.voice,
+            "format": self.request.response_format,
+            "chars": len(self.request.input),
+            "frames": self.num_frames,
             "ttfa_ms": ttfa_ms,
             "audio_s": round(audio_s, 3),
+            "took_s": round(took_s, 3),
             "rtf": rtf,
             **more,
         }

@@ -38,7 +38,7 @@ class Target:
         self.reader.start()
         until(lambda: "ready on" in self.said or self.process.poll() is not None, START_S)
         assert self.process.poll() is None, self.said
-        match = re.search(r"ready on (\S+)", self.said)
+        match = re.search(r"ready on (http[^\s\"]+)", self.said)
         assert match is not None, self.said
         self.url = match[1]
         self.http = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(max_connections=None))

@@ -16,9 +16,10 @@ KEY = "sk-demo"
 
 
 @contextmanager
-def serving(directory, *options, **sizes):
+def serving(directory, *options, key=KEY, **sizes):
     """The address of a server of demo checkpoints (name=size; none: the voice that comes with the package),
-    once it is ready. Nothing is compiled unless asked for. It must end well when told to."""
+    once it is ready. Nothing is compiled unless asked for. It must end well when told to. key: that it asks for;
+    None: it asks for none."""
     models = [f"{name}={write_demo(directory / name, size)}" for name, size in sizes.items()]
     command = [
         sys.executable,
@@ -33,9 +34,8 @@ def serving(directory, *options, **sizes):
     ]
     command += [] if "--compile" in options else ["--no-compile"]
     command += ["--voices-dir", directory / "voices", *options]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "ZOO_API_KEY": KEY}
-    )
+    env = {**os.environ, "ZOO_API_KEY": key} if key else None
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)
     lines = []
     while "ready on" not in (line := process.stderr.readline()):
         lines.append(line)

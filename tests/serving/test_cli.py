@@ -109,6 +109,8 @@ BAD = [
         "cannot listen on no.such.host.invalid",
     ),
     (["serve", ".", "--sing"], "--sing"),
+    (["serve", ".", "--private-metrics"], "--private-metrics asks for the API key, and there is none"),
+    (["serve", ".", "--log", "xml"], "'json', 'text'"),
     (["say", "Hello.", "-m", "/no/such"], "'/no/such' is not a directory"),
     (
         ["say", "Hello.", "-m", ".", "-o", "out.wma"],

@@ -161,3 +161,10 @@ def test_what_runs_and_for_how_long(server):
     assert samples["process_resident_memory_bytes",] > 1 << 20
     server.speak("frames 1")
     assert ("zoo_time_to_first_audio_seconds_bucket", "120.0", "fake") in metrics.samples(server)
+
+
+def test_the_key_guards_the_metrics_where_that_was_asked_for(tmp_path):
+    with Server(tmp_path, api_key="sk-test", private_metrics=True) as server:
+        assert server.http.get("/metrics").status_code == 401
+        assert server.http.get("/metrics", headers={"authorization": "Bearer sk-test"}).status_code == 200
+        assert server.http.get("/health").status_code == 200

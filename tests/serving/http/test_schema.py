@@ -1,6 +1,8 @@
 """The OpenAPI page as it is: whatever it allows or forbids, no request breaks the server, and answers are as
 the page says."""
 
+import json
+
 import pytest
 import schemathesis
 from fake_engine import CLONER, MODEL
@@ -61,3 +63,20 @@ def test_every_route_does_what_its_page_says(schema, method, path, mode):
         case.call_and_validate(checks=CHECKS, timeout=10)
 
     tried()
+
+
+def test_events_are_on_the_page_as_they_come(tmp_path):
+    with Server(tmp_path) as server:
+        page = server.http.get("/schema/openapi.json").json()
+        answer = server.speak("write 1", stream_format="sse")
+    content = page["paths"]["/v1/audio/speech"]["post"]["responses"]["200"]["content"]
+    assert set(content) == {"audio/*", "text/event-stream"}
+    data = content["text/event-stream"]["schema"]["properties"]["data"]
+    known = {}
+    for one in data["contentSchema"]["oneOf"]:
+        schema = page["components"]["schemas"][one["$ref"].rpartition("/")[2]]
+        known[schema["properties"]["type"]["enum"][0]] = schema
+    events = [json.loads(line[5:]) for line in answer.text.splitlines() if line.startswith("data:")]
+    assert {event["type"] for event in events} == {*known} - {"error"}
+    for event in events:
+        assert set(event) == set(known[event["type"]]["required"]) | {"type"}

@@ -95,6 +95,7 @@ def test_requests_are_counted_by_model(tmp_path):
 def test_the_engine_tells_of_each_model(tmp_path):
     numbers = {"fake": NUMBERS, "other": msgspec.structs.replace(NUMBERS, running=7, underruns=0)}
     with Server(tmp_path, models=MODELS) as server:
+        server.engine.is_awake = False  # or it says the usual in between
         server.call(server.engine.tell, msgspec.structs.replace(STATS, models=numbers))
         until(lambda: ("zoo_requests_running", "other") in read(server))
         samples = read(server)

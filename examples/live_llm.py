@@ -1,0 +1,72 @@
+"""A language model is heard while it writes: text deltas in, audio out, sentence by sentence.
+
+    zoo serve
+    python -m examples.live_llm "Tell me of the sea." --chat http://127.0.0.1:11434/v1 --llm llama3.2 --voice slt
+    any-program-that-writes | python -m examples.live_llm - --voice slt --out told.wav
+
+The first sentence is spoken when the second one begins, and the next two are made while one is heard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from examples.speaking import connect, listener, run, sample_rate_hz, sentences, speak
+
+
+async def written(chat: str, llm: str, prompt: str) -> AsyncIterator[str]:
+    """What an OpenAI-compatible chat server writes, delta by delta."""
+    async with openai.AsyncOpenAI(base_url=chat, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+        asked: Any = [{"role": "user", "content": prompt}]
+        async with await client.chat.completions.create(model=llm, messages=asked, stream=True) as deltas:
+            async for delta in deltas:
+                if delta.choices and delta.choices[0].delta.content:
+                    yield delta.choices[0].delta.content
+
+
+async def read() -> AsyncIterator[str]:
+    """What comes on stdin, as it comes."""
+    while text := await asyncio.to_thread(os.read, sys.stdin.fileno(), 4096):
+        yield text.decode(errors="replace")
+
+
+async def shown(deltas: AsyncIterator[str]) -> AsyncIterator[str]:
+    async for delta in deltas:
+        print(delta, end="", flush=True)
+        yield delta
+
+
+async def tell(deltas: AsyncIterator[str], server: str, key: str | None, out: Path | None, fields: dict[str, Any]) -> None:
+    async with connect(server, key) as client:
+        rate_hz = await sample_rate_hz(client, fields.get("model"))
+        async with listener(out, rate_hz) as hear:
+            await speak(client, sentences(deltas), hear, **fields)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompt", help="what to ask; - speaks what comes on stdin")
+    parser.add_argument("--chat", help="an OpenAI-compatible server that writes", default="http://127.0.0.1:11434/v1")
+    parser.add_argument("--llm", help="its model", default="llama3.2")
+    parser.add_argument("--server", default="http://127.0.0.1:8000", help="that speaks")
+    parser.add_argument("--key")
+    parser.add_argument("--model")
+    parser.add_argument("--voice")
+    parser.add_argument("--seed", type=int, default=1, help="the same for all sentences: one voice")
+    parser.add_argument("--out", type=Path, help="a WAV file; without it ffplay plays")
+    given = parser.parse_args()
+    fields = {name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None}
+    deltas = read() if given.prompt == "-" else written(given.chat, given.llm, given.prompt)
+    run(tell(shown(deltas), given.server, given.key, given.out, fields))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What the OpenAPI page allows and forbids, route by route."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi import checks
+
+from tests.attack.target import Target
+
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+WEIGHTS = {"POST": 6}  # bodies have most to get wrong; of the others 1
+FOREIGN = ("ref_audio", "ref_text", "references", "task_type", "language", "instructions", "x_vector_only_mode", "normalize")
+MAX_FRAMES = 4  # where a request does not say how much to speak
+
+
+def fuzz(target: Target, examples: int, start: int) -> Counter[str]:
+    """-> requests by route and status. Raises the first failure, shrunk."""
+    page = schemathesis.openapi.from_url(target.url + "/schema/openapi.json")
+    operations = [one.ok() for one in page.get_all_operations()]
+    tries = [(one, mode) for one in operations for mode in GenerationMode if has_wrongs(one, mode)]
+    weights = [WEIGHTS.get(one.method.upper(), 1) for one, _ in tries]
+    counts: Counter[str] = Counter()
+    for number, (operation, mode) in enumerate(tries):
+        num = max(1, -(-examples * weights[number] // sum(weights)))
+        try_operation(operation, mode, num, start + number, counts)
+    return counts
+
+
+def has_wrongs(operation: Any, mode: GenerationMode) -> bool:
+    """A path takes any text: only bodies can be wrong."""
+    return mode is GenerationMode.POSITIVE or bool(operation.body)
+
+
+def mend(body: dict[str, Any]) -> None:
+    """A speech request that the page allows names a model and a voice by chance: so that the engine hears of some, these
+    are what is served, and what only other models take goes."""
+    for name in FOREIGN:
+        body.pop(name, None)
+    body |= {"model": "tiny", "voice": "vivian", "input": body["input"][:100].strip() or "Hello."}
+    body["max_new_tokens"] = min(body["max_new_tokens"] or MAX_FRAMES, 50)
+
+
+def try_operation(operation: Any, mode: GenerationMode, num: int, start: int, counts: Counter[str]) -> None:
+    @seed(start)
+    @settings(
+        max_examples=num,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), is_mended=st.booleans())
+    def tried(case: Any, is_mended: bool) -> None:
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and "input" in case.body:
+            case.body.setdefault("max_new_tokens", MAX_FRAMES)
+            if is_mended:
+                mend(case.body)
+        answer = case.call_and_validate(checks=CHECKS, timeout=60)
+        counts[f"{operation.method.upper()} {operation.path} {mode.value}: {answer.status_code}"] += 1
+
+    tried()

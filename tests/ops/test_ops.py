@@ -1,0 +1,182 @@
+"""What is in ops/: files for tools that are not part of this project, checked against what the server really has, and
+by those tools where they are installed."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import metrics
+import pytest
+import yaml
+from http_server import Server, until
+from shell import ROOT
+
+from serving.http.metrics import OUTCOMES
+
+OPS = ROOT / "ops"
+SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^}]*\})")
+VARIABLES = {"$__rate_interval": "1m", "$job": ".*", "$model": ".*"}
+
+
+def dashboard():
+    return json.loads((OPS / "grafana" / "dashboard.json").read_text())
+
+
+def alerts():
+    [group] = yaml.safe_load((OPS / "alerts.yml").read_text())["groups"]
+    return group["rules"]
+
+
+def queries():
+    """Every query of the dashboard and of the alerts, with its title."""
+    page = dashboard()
+    asked = [(panel["title"], target["expr"]) for panel in page["panels"] for target in panel.get("targets", [])]
+    asked += [(note["name"], note["expr"]) for note in page["annotations"]["list"]]
+    asked += [
+        (one["label"], re.sub(r"label_values\((\w+), (\w+)\)", r'\1{\2=""}', one["query"]))
+        for one in page["templating"]["list"]
+        if one["type"] == "query"
+    ]
+    return asked + [(rule["alert"], rule["expr"]) for rule in alerts()]
+
+
+@pytest.fixture(scope="module")
+def exposed(tmp_path_factory):
+    """What /metrics has: name -> labels -> values, after a request."""
+    with Server(tmp_path_factory.mktemp("s")) as server:
+        server.speak("frames 3")
+        until(lambda: ("zoo_pages",) in metrics.samples(server))
+        text = server.http.get("/metrics").text
+    found: dict[str, dict[str, set[str]]] = {}
+    for family in metrics.text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = found.setdefault(sample.name, {})
+            for name, value in sample.labels.items():
+                labels.setdefault(name, set()).add(value)
+    return found
+
+
+def test_every_query_asks_for_what_there_is(exposed):
+    """Metrics by name, labels by name, and the values that are named."""
+    assert len(queries()) > 40
+    for title, query in queries():
+        selectors = SELECTOR.findall(query)
+        named = set(re.findall(r"\b(?:zoo|process)_\w+", query))
+        assert named and named == {name for name, _ in selectors}, f"{title}: {query}"
+        for name, within in selectors:
+            assert name in exposed, f"{title}: /metrics has no {name}"
+            for label, operator, value in re.findall(r'(\w+)(=~|=)"([^"]*)"', within):
+                assert label == "job" or label in exposed[name], f"{title}: {name} has no label {label}"
+                if label not in ("job", "model"):
+                    values = set(value.split("|")) if operator == "=~" else {value}
+                    possible = {*OUTCOMES} if label == "outcome" else exposed[name][label]
+                    assert values <= possible, f"{title}: {name} has no {label} {values - possible}"
+        for group in re.findall(r"by \(([^)]*)\)", query):
+            labels = {label for name, _ in selectors for label in exposed[name]}
+            assert set(group.split(", ")) <= labels | {"instance"}, f"{title}: {query}"
+
+
+def test_every_metric_of_ours_is_on_the_dashboard(exposed):
+    alerting = {rule["alert"] for rule in alerts()}
+    shown_queries = [query for title, query in queries() if title not in alerting]
+    asked = {name for query in shown_queries for name, _ in SELECTOR.findall(query)}
+    asked = {re.sub("_(bucket|count|sum)$", "", name) for name in asked}
+    ours = {name for name in exposed if name.startswith("zoo_") and not name.endswith("_created")}
+    shown = {re.sub("_(bucket|count|sum)$", "", name) for name in ours}
+    assert shown - asked == {"zoo_build_info"}
+
+
+def test_panels_lie_beside_each_other():
+    taken, ids = set(), []
+    for panel in dashboard()["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        taken |= cells
+        ids.append(panel["id"])
+        assert all(target["datasource"]["uid"] == "${source}" for target in panel.get("targets", []))
+    assert len(ids) == len(set(ids)) > 15
+
+
+def tool(name):
+    path = shutil.which(name)
+    return pytest.param(path, marks=[] if path else pytest.mark.skip(f"{name} is not installed"), id=name)
+
+
+def run(*command):
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("promtool", [tool("promtool")])
+def test_prometheus_reads_every_query(promtool, tmp_path):
+    rules = []
+    for number, (_, query) in enumerate(queries()):
+        for name, value in VARIABLES.items():
+            query = query.replace(name, value)
+        rules.append({"record": f"query:{number}", "expr": query})
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert f"{len(rules)} rules found" in run(promtool, "check", "rules", tmp_path / "rules.yml")
+    run(promtool, "check", "config", OPS / "prometheus.yml")
+    assert f"{len(alerts())} rules found" in run(promtool, "check", "rules", OPS / "alerts.yml")
+
+
+@pytest.mark.parametrize("hadolint", [tool("hadolint")])
+def test_the_dockerfile_is_tidy(hadolint):
+    run(hadolint, OPS / "Dockerfile")
+
+
+@pytest.mark.parametrize("compose", [tool("docker-compose")])
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]])
+def test_compose_reads_its_files(compose, files):
+    run(compose, *(part for file in files for part in ("-f", OPS / file)), "config", "-q")
+
+
+@pytest.mark.parametrize("analyze", [tool("systemd-analyze")])
+def test_systemd_reads_the_unit(analyze, tmp_path):
+    unit = (OPS / "zoo.service").read_text()
+    assert "ExecStart=/opt/speechzoo/bin/zoo serve" in unit
+    (tmp_path / "zoo.service").write_text(unit.replace("/opt/speechzoo/bin/zoo", sys.executable))
+    assert not run(analyze, "verify", tmp_path / "zoo.service").strip()
+
+
+def test_what_the_image_copies_is_there_and_not_left_out():
+    """COPY of files, against the tree and .dockerignore; both targets end alike."""
+    text = (OPS / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()}
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == kept and all((ROOT / name).exists() for name in copied)
+    cpu, cuda = re.findall(r"^FROM torch-\w+ AS \w+\n(.*?)(?=^FROM|\Z)", text, re.M | re.S)
+    assert re.sub("^#.*\n", "", cpu, flags=re.M).strip() == cuda.strip()
+
+
+def test_compose_mounts_what_there_is():
+    services = yaml.safe_load((OPS / "compose.yaml").read_text())["services"]
+    mounted = [
+        volume.split(":")[0]
+        for service in services.values()
+        for volume in service.get("volumes", [])
+        if volume.startswith(".")
+    ]
+    assert len(mounted) == 5 and all((OPS / path).is_file() for path in mounted)
+    assert yaml.safe_load((OPS / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"] == [
+        {"targets": ["zoo:8000"]}
+    ]
+
+
+def test_options_of_the_files_are_options_of_the_command():
+    from shell import zoo
+
+    known = set(re.findall(r"--[a-z][\w-]+", zoo("serve", "--help").stdout))
+    named = set()
+    for name in ("Dockerfile", "zoo.service"):
+        for line in re.findall(r"^(?:ENTRYPOINT|ExecStart).*", (OPS / name).read_text(), re.M):
+            named |= set(re.findall(r"--[a-z][\w-]+", line))
+    assert named == {"--host", "--port"} and named <= known
