@@ -54,6 +54,7 @@ class Speak(Message):
     references: list[Reference] = []
     is_pinned: bool = False  # equal requests give equal bytes
     is_flex: bool = False  # served while nobody else is in need
+    speed: float = 1.0  # at which the listener plays what comes of it
 
 
 class Feed(Message):

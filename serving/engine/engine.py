@@ -210,12 +210,14 @@ class Engine:
         reference_bytes: int = 0,
         is_metered: bool = False,
         is_flex: bool = False,
+        speed: float = 1.0,
     ) -> Place:
         """A place in the line of a model, which need not be named where there is but one; `prepare` is to follow, or
         `cancel`. `deliver` is called on the engine's thread.
         is_pinned: its windows follow from frame numbers alone, so equal requests give equal bytes. text_bytes: of the
         text, in UTF-8; reference_bytes: of its recordings. is_metered: its listener says what it takes (`heard`).
-        is_flex: it is served while nobody else waits for first audio or is at risk, whenever that is.
+        is_flex: it is served while nobody else waits for first audio or is at risk, whenever that is. speed: at which its
+        listener plays; deadlines are nearer where that is fast.
         Raises RequestError, Full."""
         worker = self._worker(model)
         with self._wake:
@@ -235,6 +237,7 @@ class Engine:
                 predicted_s,
                 is_metered,
                 is_flex,
+                speed,
             )
             worker.line[request_id] = place
             self._reference_bytes += reference_bytes

@@ -209,7 +209,15 @@ class Bridge:
         try:
             text_bytes = len(str(message.request.get("text", "")).encode())
             place = engine.accept(
-                id, deliver, message.model, message.is_pinned, text_bytes, num_bytes, True, message.is_flex
+                id,
+                deliver,
+                message.model,
+                message.is_pinned,
+                text_bytes,
+                num_bytes,
+                is_metered=True,
+                is_flex=message.is_flex,
+                speed=message.speed,
             )
         except (Full, ValueError) as error:
             return self._refuse(client, id, error)

@@ -72,6 +72,7 @@ class Place:
     predicted_s: float | None  # from then to its first audio, as far as it was known
     is_metered: bool = False  # whether its listener says what it takes
     is_flex: bool = False  # whether it is served while nobody else is in need
+    speed: float = 1.0  # at which its listener plays
     is_preparing: bool = False  # whether its prompt is begun
     is_made: bool = False  # whether that is there
     has_left: bool = False
@@ -95,6 +96,7 @@ class Job:
     # delivered by earlier passes and not taken; None: its listener does not say
     unread_frames: int | None = None
     is_flex: bool = False
+    speed: float = 1.0
     is_heard: bool = False  # whether audio of it was delivered
     arrival: int = -1  # its place in the order in which all models' requests came
     queued_s: float = 0.0  # when it, or its pass, began to wait for a slot
@@ -141,6 +143,7 @@ class Job:
             place.accepted_s,
             place.predicted_s,
             is_flex=place.is_flex,
+            speed=place.speed,
             unread_frames=0 if place.is_metered else None,
         )
 

@@ -166,6 +166,7 @@ class ModelWorker:
             expected_frames=self._expected_frames(job),
             unread_frames=job.unread_frames,
             is_flex=job.is_flex,
+            speed=job.speed,
         )
         self.runner.streams.lm.wait_for(job.is_made)
         self.runner.open(job.slot, job.prompt, job.pages, skips)

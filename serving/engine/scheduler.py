@@ -122,6 +122,7 @@ class Scheduler:
         assert window.lookahead >= 0, f"a lookahead of {window.lookahead} frames"
         self.policy, self.chunk_tokens, self.max_unread_s = policy, chunk_tokens, max_unread_s
         self.frame_s = frame_s
+        self.heard_frame_s = np.full(num_slots, frame_s)  # as long as each listener hears a frame
         self.window = window
         self.sizes = np.array(sizes)
         # slots whose prompt is not wholly prefilled, in order of arrival, and the turn of that
@@ -172,12 +173,14 @@ class Scheduler:
         expected_frames: float = 0.0,
         unread_frames: int | None = None,
         is_flex: bool = False,
+        speed: float = 1.0,
     ) -> None:
         """A request moves in. prompt_tokens: positions to fill before its first step; skip: those that shared
         pages already hold. Either is a number for each lane, or one for all. steps: that its text allows so
         far, None: all of the text is there. plays_until_s: of a listener who has heard an earlier pass. expected_frames:
         that its speech will have, as far as anybody knows. unread_frames: of earlier passes, that its listener has not
-        taken; None: it does not say. is_flex: it is served while nobody else waits for first audio or is at risk."""
+        taken; None: it does not say. is_flex: it is served while nobody else waits for first audio or is at risk. speed: at
+        which its listener plays."""
         assert not self.is_open[slot], f"slot {slot} is opened, but it is in use"
         skipped, tokens = np.asarray(skip), np.asarray(prompt_tokens)
         assert ((skipped >= 0) & (skipped <= tokens)).all(), f"{skip} of {prompt_tokens} positions skipped"
@@ -197,7 +200,7 @@ class Scheduler:
         self.expected_frames[slot] = expected_frames
         self.is_metered[slot], self.num_unread[slot] = unread_frames is not None, unread_frames or 0
         self.is_held[slot], self.held_s[slot] = False, np.inf
-        self.is_flex[slot] = is_flex
+        self.is_flex[slot], self.heard_frame_s[slot] = is_flex, self.frame_s / speed
         self.is_flex_time &= is_flex or self.policy.at_risk_s is None
         if not self.is_decoding[slot]:
             self.waiting[slot] = self.turn
@@ -222,9 +225,9 @@ class Scheduler:
 
     def ahead_s(self, now: float) -> np.ndarray:
         """The audio that each listener has not played yet, made or on the tape. [S]"""
-        heard_s = np.maximum(self.plays_until_s - now, self.num_unread * self.frame_s)
+        heard_s = np.maximum(self.plays_until_s - now, self.num_unread * self.heard_frame_s)
         heard_s = np.where(self.is_flex, np.inf, heard_s)  # nobody waits for it
-        return heard_s + (self.num_ready - self.num_delivered) * self.frame_s
+        return heard_s + (self.num_ready - self.num_delivered) * self.heard_frame_s
 
     @property
     def frames_left(self) -> np.ndarray:
@@ -324,7 +327,7 @@ class Scheduler:
         """A listener took so many of the frames that were delivered. One that was held back goes on when half of what it
         may leave is left, and has that to play."""
         self.num_unread[slot] = max(self.num_unread[slot] - frames, 0)
-        left_s = self.num_unread[slot] * self.frame_s
+        left_s = self.num_unread[slot] * self.heard_frame_s[slot]
         if self.is_held[slot] and left_s <= self.max_unread_s / 2:
             self.is_held[slot], self.held_s[slot] = False, np.inf
             self.plays_until_s[slot] = max(self.plays_until_s[slot], now + left_s)
@@ -344,8 +347,8 @@ class Scheduler:
         pending = self._renderable() - self.num_rendered  # [S], below 0 where even less is known
         # [S], as good as heard: the next window need not be hurried because of them
         in_flight = self.num_rendered - self.num_delivered
-        unread_s = self.num_unread * self.frame_s
-        left_s = np.maximum(self.plays_until_s - now, unread_s) + in_flight * self.frame_s  # [S]
+        unread_s = self.num_unread * self.heard_frame_s
+        left_s = np.maximum(self.plays_until_s - now, unread_s) + in_flight * self.heard_frame_s  # [S]
         self.is_flex_time = self._is_flex_time(left_s)
         is_dry = self._is_dry(pending, left_s)
         is_flush = self._needs_flush()
@@ -487,10 +490,11 @@ class Scheduler:
         is_late = np.isfinite(until_s) & (until_s < now) & (self.num_unread[slots] == 0)
         self.num_underruns[slots] += is_late
         self.late_in_a_row[slots] = np.where(is_late, self.late_in_a_row[slots] + 1, 0)
-        self.plays_until_s[slots] = np.maximum(until_s, now) + given_s
+        heard_s = given_s * self.heard_frame_s[slots] / self.frame_s
+        self.plays_until_s[slots] = np.maximum(until_s, now) + heard_s
         self.num_delivered[slots] += count
         self.num_unread[slots] += np.where(self.is_metered[slots], count, 0)
-        is_full = self.num_unread[slots] * self.frame_s >= self.max_unread_s
+        is_full = self.num_unread[slots] * self.heard_frame_s[slots] >= self.max_unread_s
         self.held_s[slots] = np.where(is_full & ~self.is_held[slots], now, self.held_s[slots])
         self.is_held[slots] |= is_full
         self.is_over[slots] |= is_last

@@ -81,6 +81,7 @@ class Speech:
         self.outcome: str | None = None
         self.pcm = bytearray()  # of a request that does not stream
         self.finished: protocol.Finished | None = None
+        self.is_judged = True  # whether its listener waits for nothing but us
         self.is_started = False
         self.has_left = False
         self.is_ended = False
@@ -204,7 +205,8 @@ class Speech:
         # a file is the same whoever else speaks; a stream may be early instead
         is_pinned = not self.request.stream
         is_flex = self.request.service_tier == "flex"
-        return protocol.Speak(self.id, self.model.id, fields, references, is_pinned, is_flex)
+        speed = self.request.speed
+        return protocol.Speak(self.id, self.model.id, fields, references, is_pinned, is_flex, speed)
 
     async def encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
         """A codec's milliseconds are no time for the event loop to stand still."""
@@ -281,7 +283,7 @@ class Speech:
         took_s = time.perf_counter() - self.began
         audio_s = self.audio_s
         self.server.metrics.ended(self.model.id, outcome, took_s, audio_s)
-        if self.request.stream:
+        if self.request.stream and self.is_judged:
             self.server.metrics.streamed(self.model.id, self.playback, outcome)
         rtf = round(took_s / audio_s, 4) if audio_s else None
         ttfa_ms = round(1000 * self.ttfa_s, 1) if self.ttfa_s is not None else None

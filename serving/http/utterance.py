@@ -80,11 +80,13 @@ class Segment(Speech):
         if is_open and "text_mode" in settings.model.option_names:
             options.setdefault("text_mode", "interleaved")
         super().__init__(server, request, options, settings.model)
-        self.references, self.is_open = references, is_open
+        self.references, self.is_open, self.is_judged = references, is_open, not is_open
+        self.listening_speed = settings.request.speed  # the encoder of the utterance makes it so
         self.asked = asyncio.Event()
 
     async def message(self) -> protocol.Speak:
         message = self.speak_message(self.references)
+        message.speed = self.listening_speed
         if self.is_open:
             message.request["is_open"] = True
         return message

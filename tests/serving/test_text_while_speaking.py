@@ -1,6 +1,7 @@
 """The whole of `zoo serve` on demo checkpoints, and text that arrives while they speak."""
 
 import json
+import random
 import time
 import urllib.request
 
@@ -131,6 +132,28 @@ def test_a_client_that_leaves_frees_the_one_slot(server):
     until_idle(server)
 
 
+def test_whenever_it_is_cancelled_nothing_is_left(server):
+    """Pages, slots and requests are where they were, and it speaks as before."""
+    draw = random.Random(2)
+    for _ in range(4):
+        with session(server) as socket:
+            granularity = draw.choice(["token", "sentence"])
+            configure(socket, split_granularity=granularity, barge_in=draw.choice(["queue", "cancel"]), **FIELDS)
+            for _ in range(6):
+                words = TEXT[: draw.randrange(3, len(TEXT))]
+                socket.send(json.dumps({"type": "input.text", "text": words}))
+                time.sleep(draw.random() * 0.15)
+                socket.send(json.dumps({"type": draw.choice(["input.done", "input.cancel"])}))
+                time.sleep(draw.random() * 0.15)
+    until_idle(server)
+    until(lambda: metric(server, "zoo_requests_waiting{") == metric(server, "zoo_sessions ") == 0)
+    until(lambda: metric(server, "zoo_pages_free ") == metric(server, "zoo_pages "))
+    with session(server) as socket:
+        configure(socket, **FIELDS)
+        say(socket, TEXT)
+        assert same(heard(socket)[0], one_shot(server, TEXT, text_mode="interleaved"))
+
+
 def test_a_model_that_has_not_learned_it_speaks_by_sentences(chance):
     assert not connected(chance).models.list().data[0].feeds
     fields = {"voice": "slt", "seed": 1, "temperature": 0, "depth_temperature": 0}
@@ -161,14 +184,22 @@ def test_what_the_command_says_of_names_and_sessions_holds(chance):
         pass
 
 
-def running(url):
+def metric(url, name):
     with urllib.request.urlopen(url + "/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    return float(next(line for line in lines if line.startswith("zoo_requests_running{")).split()[-1])
+    return float(next(line for line in lines if line.startswith(name)).split()[-1])
+
+
+def running(url):
+    return metric(url, "zoo_requests_running{")
+
+
+def until(fact):
+    end = time.monotonic() + 5
+    while not fact():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.1)
 
 
 def until_idle(url):
-    end = time.monotonic() + 5
-    while running(url):
-        assert time.monotonic() < end, "a slot is taken"
-        time.sleep(0.1)
+    until(lambda: running(url) == 0)

@@ -42,7 +42,8 @@ class ScriptedEngine:
         self.references_built = threading.Event()
         self.references_built.set()
 
-    def accept(self, request_id, deliver, model, is_pinned, text_bytes, reference_bytes, is_metered, is_flex):
+    def accept(self, request_id, deliver, model, is_pinned, text_bytes, reference_bytes, **more):
+        self.accepted = more
         if model == "full":
             raise Full("256 requests are waiting already", retry_after_s=2.5)
 
@@ -169,6 +170,15 @@ def test_a_request_and_its_audio(bridge, engine, peer):
     assert peer.next() == protocol.Text("r", "größer")
     assert peer.next() == protocol.Finished("r", "length", 1, {"output_frames": 1})
     assert engine.cancelled == []
+
+
+def test_the_engine_is_told_how_fast_it_is_heard(bridge, engine, peer):
+    peer.next(), peer.next()
+    for id, message in (("a", {}), ("b", {"speed": 2.0, "is_flex": True})):
+        peer.send(protocol.Speak(id, "m", {"text": "Hello."}, **message))
+        until(lambda id=id: id in engine.deliver)
+        expected = {"is_metered": True, "is_flex": False, "speed": 1.0, **message}
+        assert engine.accepted == expected
 
 
 def test_references_and_options(bridge, engine, peer):

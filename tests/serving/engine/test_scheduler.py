@@ -793,6 +793,26 @@ def test_pinned_windows_do_not_depend_on_the_clock(policy):
     assert sum(count for _, count, _ in cuts) == 83 and all(windows(seed) == cuts for seed in range(1, 8))
 
 
+@pytest.mark.parametrize(("speed", "heard_frames"), [(1.0, 25.0), (2.0, 12.5), (0.5, 50.0)])
+def test_a_fast_listener_has_played_it_sooner(speed, heard_frames):
+    """And a slow one later, so that others go first; a slot's next tenant has a speed of its own."""
+    scheduler = speaking(slots=())
+    scheduler.open(0, prompt_tokens=0, unread_frames=0, speed=speed)
+    report(scheduler, {0: 25})
+    for launch in iter(lambda: due(scheduler, 0.0), []):
+        deliver(scheduler, {0: launch[0][0][0][1]}, 0.0)
+    assert scheduler.plays_until_s[0] == pytest.approx(heard_frames * FRAME_S)
+    assert scheduler.ahead_s(0.0)[0] == pytest.approx(heard_frames * FRAME_S)
+    assert scheduler.ahead_s(100.0)[0] == pytest.approx(heard_frames * FRAME_S)  # it was not taken
+    scheduler.read(0, 25, 100.0)
+    assert scheduler.ahead_s(100.0)[0] <= 0
+    scheduler.close(0)
+    scheduler.open(0, prompt_tokens=0)
+    report(scheduler, {0: 1})
+    deliver(scheduler, {0: due(scheduler, 0.0)[0][0][0][1]}, 0.0)
+    assert scheduler.plays_until_s[0] == pytest.approx(FRAME_S)
+
+
 # text that arrives while the model speaks
 
 

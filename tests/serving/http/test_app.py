@@ -154,6 +154,7 @@ def test_audio_arrives_before_the_end(server):
 def test_speech_is_as_fast_as_asked_for_and_its_rate_is_the_same(server, speed, fields):
     answer = server.speak("frames 30", speed=speed, response_format="pcm", **fields)
     assert len(answer.content) == 2 * round(3000 / speed)
+    assert server.engine.messages[answer.headers["x-request-id"]].speed == speed  # deadlines follow from it
     assert answer.headers["x-sample-rate"] == str(RATE_HZ)
 
 
