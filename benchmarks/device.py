@@ -1,22 +1,22 @@
 """All that a machine with a GPU is needed for, in one call of at most ten minutes: checks, then figures.
 
-    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE ...] [--limit-s 590]
-    python benchmarks/device.py --out RESULT.json --models qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full cosyvoice2=full
+    python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS] ...] [--limit-s 590]
+    python benchmarks/device.py --out RESULT.json --models qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full cosyvoice2=full:12
 
-A SIZE is one of the family's demo checkpoints, with random weights: time does not depend on the values. Without
---models, every family's smallest.
+A SIZE is one of the family's demo checkpoints, with random weights: time does not depend on the values. SLOTS: of
+the server; as many as --streams has. Without --models, every family's smallest.
 
     kernels   the GPU's kernels beside the plain operators on the same device, at every family's published shapes
     checks    of a tiny checkpoint: the device's greedy fp32 codes equal the CPU's, or its latents are near them with the
               same noise; what is compiled and recorded says what the plain loop says, alone and in company; bf16 speaks
-    figures   of each model: how long each recorded launch takes, then listeners: --streams in a closed loop, and
-              --rates a second with random arrivals
+    figures   of each model: how long each recorded launch takes, and what in it takes longest; then listeners:
+              --streams in a closed loop, and requests a second with random arrivals: --rates, else predict.py's
 
 Each part is a process of its own, and all begin at once, since most of their time is compiling; only one at a time
-measures. What a part has found is in the result file at once, so a part that fails, or the end of the time, costs
-nothing else. The exit status is 1 where something failed. It needs torch 2.11 or newer, numpy, safetensors, einops,
-tokenizers, structlog, soxr and sentencex, and no network, and runs on a CPU too, where a check compares the CPU with
-itself.
+measures, while it holds the lock on the file DEVICE_LOCK, which others may hold before. What a part has found is in
+the result file at once, so a part that fails, or the end of the time, costs nothing else. The exit status is 1 where
+something failed. It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, structlog, soxr and sentencex,
+and no network, and runs on a CPU too, where a check compares the CPU with itself.
 """
 
 from __future__ import annotations
@@ -213,19 +213,23 @@ def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarr
 
 def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
     import zoo
+    from benchmarks.predict import RATES
     from serving.engine.engine import Engine
     from serving.engine.memory_plan import plan
     from serving.engine.prepare_for_host import cached, prepare_for_host
     from serving.tools.bench import TEXT, drive
     from serving.tools.requests import first_request
 
+    size, _, slots = size.partition(":")
+    most = int(slots or max(options.streams))
+    began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         path = zoo.families()[name].write_demo(Path(directory) / size, size)
+        put("written_s", round(time.perf_counter() - began_s, 1))
         family = zoo.load(path, device=DEVICE)
     put("dtype", str(family.dtype))
     request = first_request(family, text=TEXT, max_frames=options.frames)
     prepare_for_host(family, compile=not options.no_compile)
-    most = max(options.streams)
     began_s = time.perf_counter()
     engine = Engine(family, max_slots=most, compile=not options.no_compile, codec=options.codec)
     [model] = engine.models.values()
@@ -237,9 +241,13 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         for graphs in (model.runner.step_graphs, model.runner.render_graphs):
             for key, (graph, _) in graphs.recorded.items():
                 put(" ".join(map(str, key)) + ", ms", replay_ms(graph))
-        for rate in options.rates:
+            if graphs.recorded:  # the first one is the largest
+                key, (graph, _) = next(iter(graphs.recorded.items()))
+                put("longest in " + " ".join(map(str, key)), longest(graph))
+        for rate in RATES.get(name, ()) if options.rates is None else options.rates:
             put(f"{rate:g} requests a second", arrivals(engine, request, rate, options.seconds))
-        drive(engine, tuple(options.streams), 1, request, lambda run: put(f"{run['streams']} streams", run))
+        streams = sorted({min(count, most) for count in options.streams})
+        drive(engine, tuple(streams), 1, request, lambda run: put(f"{run['streams']} streams", run))
         put("graph_misses", model.runner.graph_misses)
         put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
 
@@ -262,6 +270,19 @@ def replay_ms(graph: Any) -> float:
     events[1].record()
     torch.cuda.synchronize()
     return round(events[0].elapsed_time(events[1]) / REPLAYS, 3)
+
+
+def longest(graph: Any) -> dict[str, list[float]]:
+    """Of one replay, by kernel: launches, and us of them all."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        graph.replay()
+        torch.cuda.synchronize()
+    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    return {kernel.key[:90]: [kernel.count, round(kernel.device_time_total)] for kernel in kernels[:25]}
 
 
 def arrivals(engine: Any, request: Any, rate: float, seconds: float) -> dict[str, Any]:
@@ -332,10 +353,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--models", nargs="*", metavar="FAMILY=SIZE", help="of the figures")
+    parser.add_argument("--models", nargs="*", metavar="FAMILY=SIZE[:SLOTS]", help="of the figures")
     parser.add_argument("--checks", nargs="*", metavar="FAMILY", help="families to check; every one")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--rates", type=float, nargs="*", default=[1, 40], help="requests a second")
+    parser.add_argument("--rates", type=float, nargs="*", help="requests a second, of every model")
     parser.add_argument("--seconds", type=float, default=10, help="of arrivals at each rate")
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--codec", default="float32")
@@ -372,7 +393,7 @@ def run_all(parts: list[str], result: dict[str, Any], options: argparse.Namespac
                 options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as directory:
-        lock = {"DEVICE_LOCK": str(Path(directory) / "lock")}
+        lock = {"DEVICE_LOCK": os.environ.get("DEVICE_LOCK") or str(Path(directory) / "lock")}
         processes, followers = [], []
         for part in parts:
             command = [sys.executable, __file__, *sys.argv[1:], "--part", part]

@@ -150,10 +150,14 @@ def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
     """For the step and for each shape of a render a graph for one slot, where that is recorded, and one for more; and
     a graph for prefills."""
     window = runner.family.spec.window
-    sizes = len({size > 1 for size in runner.buckets})
-    shapes = sizes, 1, sizes * len(window.sizes) * len(window.lengths or (0,))
+    renders = sum(num_graphs(runner.render_buckets(frames)) for frames in window.sizes)
+    shapes = num_graphs(runner.buckets), 1, renders * len(window.lengths or (0,))
     known = zip(PARTS, shapes, runner.lowerings, strict=True)
     return sum(n for part, n, how in known if how == Whole() and part in parts)
+
+
+def num_graphs(sizes: Sequence[int]) -> int:
+    return len({size > 1 for size in sizes})
 
 
 @contextmanager

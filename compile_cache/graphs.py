@@ -12,7 +12,7 @@ Launch = Callable[[], tuple[Tensor, ...]]
 
 class Graphs:
     """Recorded launches by key, and where each leaves its results. They share one memory pool, so record the
-    largest first, and replay one after the other, on one stream."""
+    largest first, and record and replay on one stream, one after the other."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -21,15 +21,18 @@ class Graphs:
         self.misses = 0
 
     def record(self, key: Hashable, launch: Launch) -> None:
-        """Run `launch` until it is warm, then record it. It must read and write tensors that stay where they
-        are."""
+        """Run `launch` until it is warm, then record it, on the current stream. It must read and write tensors that stay
+        where they are."""
         for _ in range(2):
             launch()
         if self.device.type != "cuda":
             return
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # On a stream of its own: matrix products keep a workspace for each stream that they are recorded on, and torch's
+        # usual one would give launches that run side by side the same.
+        stream = torch.cuda.current_stream(self.device)
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
             results = launch()
         self.recorded[key] = graph, results
 

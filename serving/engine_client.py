@@ -81,6 +81,11 @@ class EngineClient:
             if self._inboxes.pop(id, None) is not None and self._writer is not None:
                 self._writer.write(protocol.pack(protocol.Cancel(id)))
 
+    def feed(self, id: str, text: str, is_last: bool = False) -> None:
+        """More text for a request that is open."""
+        if id in self._inboxes and self._writer is not None:
+            self._writer.write(protocol.pack(protocol.Feed(id, text, is_last)))
+
     def heard(self, id: str, frames: int) -> None:
         """The client of a request took so many frames of its audio."""
         if id in self._inboxes and self._writer is not None:

@@ -1,7 +1,7 @@
 """What the HTTP process and the engine process say to each other: msgpack structs, each behind its length,
 over a Unix socket.
 
-    HTTP -> engine   Speak, Cancel, and Heard of what was passed on
+    HTTP -> engine   Speak, Feed of more text for it, Cancel, and Heard of what was passed on
     engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio and Text
                      as they come, then Finished or Failed
 
@@ -56,6 +56,14 @@ class Speak(Message):
     is_flex: bool = False  # served while nobody else is in need
 
 
+class Feed(Message):
+    """More text for a request that `is_open`, in whatever portions; is_last: no more follows."""
+
+    id: str
+    text: str
+    is_last: bool = False
+
+
 class Cancel(Message):
     id: str
 
@@ -103,6 +111,8 @@ class ModelInfo(msgspec.Struct):
     options: list[OptionInfo] = []
     licence: str = ""  # of the weights, where it limits their use
     piece_s: float | None = None  # seconds of speech from which on a text is spoken in pieces, where it is
+    feeds: bool = False  # whether it takes text while it speaks
+    keeps_voice: bool = False  # whether its voice comes by chance where none is given, and can be cloned
 
 
 class Models(Message):
@@ -187,7 +197,7 @@ class Failed(Message):
     code: str = "engine_failed"
 
 
-ToEngine = Speak | Cancel | Heard
+ToEngine = Speak | Feed | Cancel | Heard
 ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Finished | Failed
 Outcome = Rejected | Audio | Text | Finished | Failed  # what a Speak is answered by
 

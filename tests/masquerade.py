@@ -101,9 +101,12 @@ class Graph:
 class Capture(TorchDispatchMode):
     """Stands for torch.cuda.graph. Operators of this project are recorded whole, as kernels are."""
 
-    def __init__(self, graph: Graph, pool: object = None):
+    def __init__(self, graph: Graph, pool: object = None, stream: object = None):
         super().__init__()
         self.graph, self.made = graph, dict[int, Tensor]()
+        # workspaces belong to streams, memory to pools: what shares one of them may not run beside the other
+        assert stream is not None, "recorded on torch's own stream, where others are recorded too"
+        assert STREAMS.setdefault(pool, stream) is stream and POOLS.setdefault(stream, pool) == pool
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -125,6 +128,10 @@ class Capture(TorchDispatchMode):
             places = [t if new else None for t, new in zip(outs, fresh, strict=True)]
             self.graph.calls.append((func, kept, spec, places))
         return out
+
+
+POOLS: dict[object, object] = {}  # while masked
+STREAMS: dict[object, object] = {}
 
 
 class Event:
@@ -162,6 +169,7 @@ class LateCopy:
 
 class LateStream(streams.Stream):
     chance = random.Random(0)
+    current: LateStream | None = None  # that of the last `here`, as what is recorded asks for it
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -176,6 +184,7 @@ class LateStream(streams.Stream):
         """What is launched within comes behind what is in the queue."""
         while self.queue:
             self.do_next()
+        LateStream.current = self
         return nullcontext()
 
     def borrow(self, tensor: Tensor) -> None: ...
@@ -196,7 +205,8 @@ def masquerade() -> Iterator[None]:
     answers = {
         "is_available": lambda: True,
         "synchronize": lambda device=None: None,
-        "graph_pool_handle": lambda: (0, 0),
+        "graph_pool_handle": object,
+        "current_stream": lambda device=None: LateStream.current,
         "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
         "CUDAGraph": Graph,
         "graph": Capture,
@@ -204,6 +214,8 @@ def masquerade() -> Iterator[None]:
         "Stream": CudaStream,
         "stream": lambda stream: nullcontext(),
     }
+    POOLS.clear()
+    STREAMS.clear()
     with ExitStack() as stack:
         for name, value in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))

@@ -144,6 +144,7 @@ class Spec:
     hints: Mapping[str, str] = field(default_factory=dict)
     name: str = ""  # for messages; the variant where it is empty
     feeds: bool = False  # whether text may arrive while the model speaks
+    tags: tuple[str, ...] = ()  # what is one token in a text that is fed, and begins with "[" or "<"
     listens: bool = False  # whether a request may hold turns of a conversation
     # whether the KV cache of what was generated serves the conversation's next turn
     shares_turns: bool = False
@@ -461,6 +462,11 @@ class Family(nn.Module, ABC, Generic[S]):
         """More text for a slot whose prompt was open -> how many more steps it allows. `is_last`: no text
         follows, so the slot is bounded no more. Raises RequestError for more than the slot holds, and then
         nothing was taken. For families whose spec says `feeds`."""
+        raise AssertionError(f"{self.spec.family} takes no text while it speaks")
+
+    def tokenize(self, text: str) -> list[int]:
+        """A text that is fed, as `feed` takes it; what zoo.open_text cuts has the tokens of the whole. For families
+        whose spec says `feeds`."""
         raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
     # device: fixed shapes, in place by slot, nothing read back

@@ -28,7 +28,8 @@ class Rehearsed(Runner):
     def __init__(self, family: Family[Any], slots: Sequence[int], context: int, log: Log, codec: str):
         kv_bytes = usual_kv_bytes(family, max(slots))
         super().__init__(family, max(slots), Arena([family], kv_bytes), codec=codec)
-        self.context, self.log, self.buckets = context, log, sorted(slots)
+        self.context, self.log = context, log
+        self.buckets = self.render_batches = sorted(slots)
 
     def launch_step(self, batch: Batch) -> tuple[Tensor]:
         with self.log.of("recorded"):

@@ -22,6 +22,7 @@ from examples.train_a_voice import (
     corpus,
     decoder,
     features,
+    gather,
     judge,
     sentences,
     talker,
@@ -40,6 +41,7 @@ from zoo.request import Request, check
 
 SEED = 1
 NUM_GENERATED = 40  # held-out sentences beside those written by hand
+SETS = ("held_out", "development")  # sentences written by hand that nothing is taught
 UNQUANTISED, QUANTISED = 0.03, 0.07  # word errors that the gates allow above flite's own
 
 
@@ -55,16 +57,18 @@ def counter(name: str, total: int) -> Callable[[int], None]:
 
 def speech(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     """Steps 1 and 2: sentences, and flite speaks them."""
-    dictionary = sentences.read_dictionary(judge.dictionary())
-    held_out = sentences.LINES["held_out"] + sentences.generate(NUM_GENERATED, dictionary, SEED + 6)
-    texts = sentences.generate(settings.num_sentences, dictionary, SEED, frozenset(held_out))
-    for name, lines in (("held_out", held_out), ("train", texts)):
+    lexicon = judge.lexicon()
+    held_out = sentences.LINES["held_out"] + sentences.generate(NUM_GENERATED, lexicon, SEED + 6)
+    development = sentences.LINES["development"]
+    texts = sentences.generate(settings.num_sentences, lexicon, SEED, frozenset(held_out + development))
+    for name, lines in (("held_out", held_out), ("development", development), ("train", texts)):
         Shelf(work / name).fill(lines, counter(f"speech of {name}", len(lines)))
 
 
 def codes(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     """Steps 3 and 4: features, codebooks, codes, and the samples that the decoder learns."""
-    for name in ("held_out", "train"):
+    names = [name for name in (*SETS, "train") if (work / name).exists()]
+    for name in names:
         if not (work / name / "edges.npy").exists():
             shelf = Shelf(work / name)
             corpus.make_features(shelf, work / name, counter(f"features of {name}", len(shelf.utterances)))
@@ -76,10 +80,12 @@ def codes(work: Path, settings: Settings, args: argparse.Namespace) -> None:
         )
         fitted.save(work / "codebooks.pt")
     codebooks = Codebooks.load(work / "codebooks.pt")
-    for name in ("held_out", "train"):
+    for name in names:
         frames = corpus.Frames.load(work / name)
         if not (work / name / "codes.npy").exists():
             corpus.make_codes(frames, codebooks, work / name / "codes.npy")
+        if name != "train":
+            continue
         found = np.load(work / name / "codes.npy")
         num = min(settings.num_decoder_sentences, len(frames.edges) - 1)
         progress = counter(f"targets of {name}", num)
@@ -88,8 +94,8 @@ def codes(work: Path, settings: Settings, args: argparse.Namespace) -> None:
 
 def gate(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     """Before anything is trained: are the features, and then the codes, enough to be understood?"""
-    shelf, frames = Shelf(work / "held_out"), corpus.Frames.load(work / "held_out")
-    codebooks, found = Codebooks.load(work / "codebooks.pt"), np.load(work / "held_out" / "codes.npy")
+    shelf, frames = Shelf(work / args.set), corpus.Frames.load(work / args.set)
+    codebooks, found = Codebooks.load(work / "codebooks.pt"), np.load(work / args.set / "codes.npy")
     heard: dict[str, list[str]] = {"flite": [], "unquantised": [], "quantised": []}
     for utterance, at in list(zip(shelf.utterances, spans(frames), strict=True))[: args.count]:
         mel, cycles, voicing = codebooks.decode(found[at])
@@ -200,20 +206,24 @@ def fitted(values: list[np.ndarray], lines: list[np.ndarray]) -> list[np.ndarray
 
 def export(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     """Step 7: a checkpoint of the annealed runs; where there is none, of the running averages of the endless
-    ones."""
+    ones. With --trained, of what `remote` trained."""
     out = args.out or work / "voice"
     checkpoint.write_texts(out, settings)
     talkers = {
         name.removeprefix("talker."): p
-        for name, p in trained(work, "talker").items()
+        for name, p in trained(work, "talker", args.trained).items()
         if name.startswith("talker.")
     }
     checkpoint.write_talker(out, Talker(describe(out)[0]), talkers)
-    checkpoint.write_decoder(out, trained(work, "decoder"))
+    checkpoint.write_decoder(out, trained(work, "decoder", args.trained))
     print(f"{out}: {sum(path.stat().st_size for path in out.rglob('*.safetensors')) / 1e6:.1f} MB of tensors")
 
 
-def trained(work: Path, name: str) -> dict[str, torch.Tensor]:
+def trained(work: Path, name: str, elsewhere: Path | None) -> dict[str, torch.Tensor]:
+    if elsewhere is not None:
+        state = torch.load(elsewhere / f"{name}.pt", weights_only=True)
+        print(f"{elsewhere / name}.pt: step {state['step']}")
+        return state["module"]
     annealed, endless = work / f"job_{name}_annealed" / "job.pt", work / f"job_{name}" / "job.pt"
     path = annealed if annealed.exists() else endless
     state = torch.load(path, weights_only=True)
@@ -228,17 +238,17 @@ def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     import zoo
 
     if args.url is not None:
-        heard_there(args.url, sentences.LINES["held_out"][: args.count])
+        heard_there(args.url, sentences.LINES[args.set][: args.count], args.seed)
         return
     family = zoo.load(args.out or work / "voice", device="cpu", dtype=torch.float32)
     assert isinstance(family, Qwen3TTS)
-    shelf, frames = Shelf(work / "held_out"), corpus.Frames.load(work / "held_out")
-    codebooks, found = Codebooks.load(work / "codebooks.pt"), np.load(work / "held_out" / "codes.npy")
+    shelf, frames = Shelf(work / args.set), corpus.Frames.load(work / args.set)
+    codebooks, found = Codebooks.load(work / "codebooks.pt"), np.load(work / args.set / "codes.npy")
     heard: dict[str, list[str]] = {"copy synthesis": [], "speech": [], "speech, channel vocoder": []}
     for i, at in enumerate(spans(frames)[: args.count]):
         text = shelf.utterances[i].text
         copied = decode(family.codec.decoder, torch.from_numpy(found[at].astype(np.int64)))
-        spoken = zoo.generate(family, Request(text=text, seed=i, max_frames=2 * (at.stop - at.start)))
+        spoken = zoo.generate(family, Request(text=text, seed=args.seed + i, max_frames=2 * (at.stop - at.start)))
         vocoded = vocoder.speak(*codebooks.decode(spoken.frames.numpy()))
         lengths = f"{len(spoken.frames)} frames, flite {at.stop - at.start}"
         for name, samples in zip(heard, (copied, spoken.samples.numpy(), vocoded), strict=True):
@@ -249,14 +259,14 @@ def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     print("word error rates:", ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
 
 
-def heard_there(url: str, texts: list[str]) -> None:
+def heard_there(url: str, texts: list[str], seed: int) -> None:
     import httpx
     import soundfile
 
     lines = []
     with httpx.Client(base_url=url, timeout=120) as client:
         for i, text in enumerate(texts):
-            body = {"input": text, "voice": checkpoint.VOICE, "response_format": "wav", "seed": i}
+            body = {"input": text, "voice": checkpoint.VOICE, "response_format": "wav", "seed": seed + i}
             answer = client.post("/v1/audio/speech", json=body)
             if answer.status_code != 200:
                 raise SystemExit(f"{url} answers {answer.status_code}: {answer.text[:300]}")
@@ -290,6 +300,12 @@ def both(work: Path, settings: Settings, args: argparse.Namespace) -> None:
             raise SystemExit("training ended with an error; what was trained is kept, and goes on from there")
 
 
+def pack(work: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """For `remote`: everything that it trains from, in one folder."""
+    work.mkdir(parents=True, exist_ok=True)
+    gather.gather(work, settings, args.out or work / "pack", counter)
+
+
 STEPS = {
     "speech": speech,
     "codes": codes,
@@ -304,7 +320,7 @@ ALL = STEPS | {"decoder": both, "talker": lambda work, settings, args: None}
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.train_a_voice", description=__doc__)
-    parser.add_argument("step", choices=[*STEPS, "all"], help="in this order; all of them take hours")
+    parser.add_argument("step", choices=[*STEPS, "all", "pack"], help="in this order; all of them take hours")
     parser.add_argument("directory", type=Path, help="where everything lies: some 3 GB")
     parser.add_argument(
         "--quick", action="store_true", help="a tiny voice of a few sentences, to see that it runs"
@@ -319,12 +335,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--count", type=int, default=len(sentences.LINES["held_out"]), help="sentences that are judged"
     )
-    parser.add_argument("--out", type=Path, help="the checkpoint's directory")
+    parser.add_argument("--set", choices=SETS, default="held_out", help="which sentences those are")
+    parser.add_argument("--seed", type=int, default=0, help="score: of the first sentence's draws")
+    parser.add_argument("--trained", type=Path, help="export: what `remote` left, talker.pt and decoder.pt")
+    parser.add_argument("--out", type=Path, help="the checkpoint's directory; pack: the folder's")
     parser.add_argument("--url", help="score: a server that speaks with the voice, http://127.0.0.1:8000")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    for step in (ALL if args.step == "all" else {args.step: STEPS[args.step]}).values():
+    for step in (ALL if args.step == "all" else {args.step: (STEPS | {"pack": pack})[args.step]}).values():
         step(args.directory, QUICK if args.quick else FULL, args)
 
 

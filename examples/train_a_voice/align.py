@@ -8,6 +8,7 @@ frame.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +29,16 @@ class Aligner:
         self.counts = np.tile([0.3, 0.6, 0.09, 0.01], (256, 1))  # P(number of phones | byte)
         for _ in range(ROUNDS):
             self._learn(utterances[:NUM_TAUGHT])
+
+    def save(self, path: Path) -> None:
+        np.savez(path, phones=np.array(list(self.phones)), makes=self.makes, counts=self.counts)
+
+    @classmethod
+    def load(cls, path: Path) -> Aligner:
+        kept, aligner = np.load(path), cls.__new__(cls)
+        aligner.phones = {str(phone): i for i, phone in enumerate(kept["phones"])}
+        aligner.makes, aligner.counts = kept["makes"], kept["counts"]
+        return aligner
 
     def _learn(self, utterances: Sequence[Utterance]) -> None:
         makes, counts = np.full_like(self.makes, 0.05), np.full_like(self.counts, 0.05)

@@ -31,6 +31,7 @@ SAMPLING = {
     "subtalker_temperature": 0.1,
     "subtalker_top_k": 5,
     "max_new_tokens": MAX_FRAMES,
+    "interleaved_text": False,  # training hears texts that are there as a whole
 }
 
 

@@ -22,6 +22,7 @@ SIZE = 512  # of every codebook
 SHAPES = SIZE // NUM_CYCLES
 ROUNDS = 12
 BEAM = 8
+RIDGE = 3.0  # how many frames' worth a row's old value is in a fit
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = ROUNDS) -> Tensor:
@@ -67,11 +68,40 @@ class Codebooks:
 
     def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
         """-> codes [T, levels + 1], int16"""
-        points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
-        codes = torch.cat([self._search(part) for part in points.split(2048)])  # [T, levels]
-        shape = nearest(torch.tensor(voicing), self.shapes)
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # what is nearest is a small difference of large numbers
+        points = torch.from_numpy(mel.reshape(len(mel), -1)).float().to(self.mel.device)
+        codes = torch.cat([self._search(part) for part in points.split(2048)]).cpu()  # [T, levels]
+        torch.set_float32_matmul_precision(precision)
+        shape = nearest(torch.tensor(voicing), self.shapes.cpu())
         tone = torch.from_numpy(cycles.astype(np.int64) - MIN_CYCLES) * SHAPES + shape
         return torch.cat((codes, tone[:, None]), 1).to(torch.int16).numpy()
+
+    def to(self, device: torch.device) -> Codebooks:
+        return Codebooks(self.mel.to(device), self.shapes.to(device))
+
+    def refined(self, mel: np.ndarray, rounds: int = 3) -> Codebooks:
+        """The tables that leave least over of these frames, mel [T, HOPS, BANDS], with the codes that they have: a least
+        squares fit of all rows of all levels at once; then the codes anew, and so on."""
+        points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
+        books = self
+        for _ in range(rounds):
+            codes = torch.cat([books._search(part) for part in points.split(2048)])  # [T, levels]
+            books = Codebooks(books._fitted(points, codes), self.shapes)
+        return books
+
+    def _fitted(self, points: Tensor, codes: Tensor) -> Tensor:
+        levels = len(self.mel)
+        rows = codes + SIZE * torch.arange(levels)  # [T, levels], of all tables one after the other
+        rest = (points - self.mel.flatten(0, 1)[rows].sum(1)).double()
+        pairs = (rows[:, :, None] * levels * SIZE + rows[:, None]).flatten()
+        together = torch.bincount(pairs, minlength=(levels * SIZE) ** 2).double().view(levels * SIZE, -1)
+        together.diagonal().add_(RIDGE)
+        sums = torch.zeros(levels * SIZE, points.shape[1], dtype=torch.float64)
+        for level in range(levels):
+            sums.index_add_(0, rows[:, level], rest)
+        change = torch.cholesky_solve(sums, torch.linalg.cholesky(together))
+        return self.mel + change.float().view_as(self.mel)
 
     def _search(self, points: Tensor) -> Tensor:
         """[N, D] -> codes [N, levels]. The first code is the nearest centre; of the others the BEAM best

@@ -162,6 +162,10 @@ class Scale:
         spread = bands.T / bands.sum(1).clamp(min=1e-6)
         return cls(size, hop, torch.hann_window(size), bands, spread)
 
+    def to(self, device: torch.device) -> Scale:
+        tensors = (x.to(device) for x in (self.window, self.bands, self.spread))
+        return Scale(self.size, self.hop, *tensors)
+
     def spectrum(self, x: Tensor) -> Tensor:
         """[B, N] -> complex [B, frames, bins up to TOP_HZ]"""
         parts = x.unfold(1, self.size, self.hop) * self.window

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import soundfile
 
 RATE_HZ = 16_000
 VOICE = "slt"
@@ -78,6 +77,8 @@ class Shelf:
 
 def speak(text: str) -> tuple[np.ndarray, Utterance]:
     """-> int16 samples [N] without most of the silence around them, and what they say."""
+    import soundfile  # a machine that only trains need not have it
+
     flite = shutil.which("flite")
     if flite is None:
         raise ValueError("the program flite is not installed; on Debian: apt-get install flite")
@@ -87,8 +88,14 @@ def speak(text: str) -> tuple[np.ndarray, Utterance]:
         spoken = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         samples, rate_hz = soundfile.read(path, dtype="int16")
     assert rate_hz == RATE_HZ, f"flite's voice {VOICE} speaks at {rate_hz} Hz; {RATE_HZ} is expected"
-    phones = [item.rsplit(":", 1)[0] for item in spoken]
     ends_s = np.array([float(item.rsplit(":", 1)[1]) for item in spoken])
+    return trim(text, samples, [item.rsplit(":", 1)[0] for item in spoken], ends_s)
+
+
+def trim(
+    text: str, samples: np.ndarray, phones: list[str], ends_s: np.ndarray
+) -> tuple[np.ndarray, Utterance]:
+    """Most of the silence around what is said goes."""
     first_s = max(0.0, ends_s[0] - LEAD_S) if phones[0] == PAUSE else 0.0
     last_s = ends_s[-2] + TAIL_S if phones[-1] == PAUSE else ends_s[-1]
     samples = samples[round(first_s * RATE_HZ) : round(last_s * RATE_HZ)]

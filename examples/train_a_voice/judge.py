@@ -3,6 +3,7 @@ It needs no network and no GPU, and it is strict: of flite itself it misses one 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +13,11 @@ from typing import Any
 import numpy as np
 import soxr
 
+from examples.train_a_voice.sentences import NUM_COMMON, Lexicon, read_dictionary
+
 RATE_HZ = 16_000
+LOG_BASE = math.log(1.0001)  # of pocketsphinx's logarithms
+UNKNOWN = -100.0  # nats: a word that its language model lacks has some -50,000
 
 
 def _pocketsphinx() -> Any:
@@ -31,6 +36,16 @@ def _decoder() -> Any:
 def dictionary() -> Path:
     """The words that it knows, in CMUdict's format."""
     return Path(_pocketsphinx().get_model_path()) / "en-us" / "cmudict-en-us.dict"
+
+
+def lexicon() -> Lexicon:
+    """The words that it knows, and how common its language model thinks that they are."""
+    words = read_dictionary(dictionary())
+    model = _decoder().get_lm(_decoder().current_search())
+    nats = {word: model.prob([word]) * LOG_BASE for word in [*read_dictionary(dictionary(), least=1)]}
+    common = sorted((word for word, nat in nats.items() if nat > UNKNOWN), key=lambda word: (-nats[word], word))
+    common = common[:NUM_COMMON]
+    return Lexicon(words, common, [nats[word] for word in common])
 
 
 def transcribe(samples: np.ndarray, rate_hz: int) -> str:

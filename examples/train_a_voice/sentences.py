@@ -1,15 +1,21 @@
-"""Sentences to be spoken: templates over everyday words (66 %), the same words in any order (16 %), words of
-a dictionary (16 %) and fixed phrases (2 %). The same seed gives the same sentences.
+"""Sentences to be spoken: templates over everyday words (36 %), the same with common English words among them
+(20 %), everyday words in any order (8 %), common ones in any order, the commonest most (22 %), words of a dictionary
+(12 %) and fixed phrases (2 %). The same seed gives the same sentences.
 
-Templates teach how words sound where people use them; the salad keeps the talker from learning word order by
-heart; the dictionary teaches how letters sound.
+Templates teach how words sound where people use them; the salads keep the talker from learning word order by
+heart; common words and the dictionary teach how letters sound.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import re
 import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 _FILE = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
@@ -45,7 +51,45 @@ HOLES = {
     "thing": WORDS["things"],
     "tech": WORDS["computing"],
 }
-SHARES = ((0.66, "template"), (0.16, "salad"), (0.16, "dictionary"), (0.02, "phrase"))
+SHARES = (
+    (0.36, "template"),
+    (0.20, "mixed"),
+    (0.08, "salad"),
+    (0.22, "common"),
+    (0.12, "dictionary"),
+    (0.02, "phrase"),
+)
+MIXED = 0.35  # of the words that a mixed template asks for are any common ones
+NUM_COMMON, FLATTENED = 30_000, 0.6  # how many are common, and the power of a word's share of English that is its share here
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Words to draw from beside those of words.toml."""
+
+    dictionary: Sequence[str]
+    common: Sequence[str]  # the commonest first
+    nats: Sequence[float]  # log of each one's share of English
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        return list(itertools.accumulate(math.exp(FLATTENED * nat) for nat in self.nats))
+
+    def draw(self, rng: random.Random) -> str:
+        """A common word, or one of the dictionary's where none are known to be common."""
+        if not self.common:
+            return rng.choice(self.dictionary)
+        return rng.choices(self.common, cum_weights=self._shares)[0]
+
+    def save(self, path: Path) -> None:
+        lines = [f"{word} {nat:.2f}" for word, nat in zip(self.common, self.nats, strict=True)]
+        path.write_text("\n".join([" ".join(self.dictionary), *lines]) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Lexicon:
+        first, *lines = path.read_text(encoding="utf-8").splitlines()
+        pairs = [line.split() for line in lines]
+        return cls(first.split(), [word for word, _ in pairs], [float(nat) for _, nat in pairs])
 
 
 def noun_phrase(rng: random.Random) -> str:
@@ -56,15 +100,19 @@ def noun_phrase(rng: random.Random) -> str:
     return " ".join([determiner, *middle, noun])
 
 
-def template(rng: random.Random) -> str:
+def template(rng: random.Random, lexicon: Lexicon, mixed: float = 0.0) -> str:
+    """mixed: the share of the words asked for that are any common ones"""
+
     def fill(hole: re.Match[str]) -> str:
+        if mixed and rng.random() < mixed:
+            return f"{rng.choice(DETERMINERS)} {lexicon.draw(rng)}" if hole[1] == "np" else lexicon.draw(rng)
         return noun_phrase(rng) if hole[1] == "np" else rng.choice(HOLES[hole[1]])
 
     return re.sub(r"\{(\w+)\}", fill, rng.choice(LINES["templates"]))
 
 
-def salad(rng: random.Random, words: list[str], most: int) -> str:
-    chosen = [rng.choice(words) for _ in range(rng.randint(2, most))]
+def salad(rng: random.Random, draw: Callable[[], str], most: int) -> str:
+    chosen = [draw() for _ in range(rng.randint(2, most))]
     if len(chosen) > 4 and rng.random() < 0.3:
         chosen[2] += ","
     return " ".join(chosen)
@@ -78,37 +126,37 @@ def punctuate(text: str, rng: random.Random) -> str:
     return text[0].upper() + text[1:] + end
 
 
-def sentence(rng: random.Random, dictionary: list[str]) -> str:
+def sentence(rng: random.Random, lexicon: Lexicon) -> str:
     kind = rng.choices([kind for _, kind in SHARES], [share for share, _ in SHARES])[0]
     if kind == "phrase":
         return rng.choice(LINES["phrases"])
-    if kind == "template":
-        text = template(rng)
+    if kind in ("template", "mixed"):
+        text = template(rng, lexicon, MIXED if kind == "mixed" else 0.0)
     elif kind == "salad":
-        text = salad(rng, EVERYDAY, 9)
+        text = salad(rng, lambda: rng.choice(EVERYDAY), 9)
+    elif kind == "common":
+        text = salad(rng, lambda: lexicon.draw(rng), 10)
     else:
-        text = salad(rng, dictionary, 5)
+        text = salad(rng, lambda: rng.choice(lexicon.dictionary), 5)
     return punctuate(re.sub(r"\bi\b", "I", text), rng)
 
 
-def read_dictionary(path: Path) -> list[str]:
-    """The words of a pronouncing dictionary (CMUdict's format): plain ones of three to eleven letters."""
+def read_dictionary(path: Path, least: int = 3) -> list[str]:
+    """The words of a pronouncing dictionary (CMUdict's format): plain ones of `least` to eleven letters."""
     heads = (line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    return sorted({head for head in heads if re.fullmatch(r"[a-z]{3,11}", head)})
+    return sorted({head for head in heads if re.fullmatch(rf"[a-z]{{{least},11}}", head)})
 
 
-def generate(
-    count: int, dictionary: list[str], seed: int, apart_from: frozenset[str] = frozenset()
-) -> list[str]:
+def generate(count: int, lexicon: Lexicon, seed: int, apart_from: frozenset[str] = frozenset()) -> list[str]:
     """`count` texts, none of `apart_from`. Only the fixed phrases come more than once. One text in eight is
     two sentences."""
     rng = random.Random(seed)
     made: list[str] = []
     seen = set(apart_from)
     while len(made) < count:
-        text = sentence(rng, dictionary)
+        text = sentence(rng, lexicon)
         if text not in LINES["phrases"] and text[-1] in ".!?" and rng.random() < 0.125:
-            text = f"{text} {sentence(rng, dictionary)}"
+            text = f"{text} {sentence(rng, lexicon)}"
         if text in LINES["phrases"] or text not in seen:
             seen.add(text)
             made.append(text)

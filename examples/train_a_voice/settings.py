@@ -58,7 +58,7 @@ FULL = Settings(
     # The published rates are 8, 5, 4, 3; these have fewer samples where there are more channels: they train
     # faster
     decoder=_decoder(256, 192, 128, 256, [4, 4, 5, 6]),
-    talker=_stack(192, 512, 5, 4, 48),
+    talker=_stack(192, 448, 6, 4, 48),
     depth=_stack(128, 320, 2, 4, 32),
     decoder_steps=7_500,
     talker_steps=18_000,

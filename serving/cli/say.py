@@ -62,6 +62,9 @@ def say(
     top_p: Annotated[float | None, Option(min=0, max=1)] = None,
     repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
     max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
+    speed: Annotated[
+        float, Option(min=0.25, max=4, help="How fast, at the same pitch; 1 is as the model speaks.")
+    ] = 1.0,
     split_text: Annotated[
         bool,
         Option(help="Speak a text that is too long for one pass in pieces, cut at sentences and clauses."),
@@ -125,8 +128,9 @@ def say(
     took_s = time.perf_counter() - began
     if not len(speech.samples):
         fail(NO_AUDIO, 1)
-    out.write_bytes(encode.file(form, pcm16(speech.samples.numpy()), speech.sample_rate_hz))
-    audio_s = len(speech.samples) / speech.sample_rate_hz
+    pcm = pcm16(speech.samples.numpy())
+    out.write_bytes(encode.file(form, pcm, speech.sample_rate_hz, speed=speed))
+    audio_s = len(speech.samples) / speech.sample_rate_hz / speed
     frames = f"{len(speech.frames)} frames, {audio_s:.2f} s of audio"
     print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")
     if speech.text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -108,6 +109,30 @@ def serve(
     api_key: Annotated[
         str | None, Option(envvar="ZOO_API_KEY", help="Ask clients for this key (Authorization: Bearer KEY).")
     ] = None,
+    aliases: Annotated[
+        list[str],
+        Option(
+            "--alias",
+            metavar="NAME=MODEL",
+            help="Another name for clients to ask for a served model by; several times.",
+        ),
+    ] = [],  # noqa: B006
+    voice_aliases: Annotated[
+        list[str],
+        Option(
+            "--alias-voice",
+            metavar="NAME=VOICE",
+            help="Another name for a voice, a model's or an uploaded one; several times.",
+        ),
+    ] = [],  # noqa: B006
+    strict: Annotated[
+        bool,
+        Option(
+            "--strict",
+            help="Refuse OpenAI's names (tts-1, alloy, ...), which stand otherwise for the one model of a server, and its "
+            "first voice, with a warning in the header x-warning.",
+        ),
+    ] = False,
     max_text: Annotated[int, Option(min=1, help="The longest input, in characters.")] = 8000,
     voices_dir: VoicesDir = None,
     max_voices: Annotated[int, Option(min=0, help="How many voices may be uploaded.")] = 1000,
@@ -124,6 +149,17 @@ def serve(
         int,
         Option(min=1, help="How many large bodies and recordings are read at once; others get 503."),
     ] = 16,
+    max_sessions: Annotated[
+        int, Option(min=0, help="How many WebSockets (text in while it speaks) may be open; others get 503.")
+    ] = 256,
+    max_text_idle: Annotated[
+        float,
+        Option(min=0.1, help="Seconds for which a WebSocket that speaks may bring no text; then it is closed."),
+    ] = 30,
+    max_session_idle: Annotated[
+        float,
+        Option(min=0.1, help="Seconds for which a WebSocket may say and hear nothing; then it is closed."),
+    ] = 600,
     cors_origins: Annotated[
         list[str],
         Option(
@@ -159,8 +195,9 @@ def serve(
     """Serve models over HTTP, as OpenAI's speech API."""
     from serving import supervisor
 
+    served = named_directories(models or [str(SMALL_VOICE)])
     engine = {
-        "models": named_directories(models or [str(SMALL_VOICE)]),
+        "models": served,
         "device": device,
         "dtype": dtype,
         "max_slots": max_slots,
@@ -200,9 +237,17 @@ def serve(
         "reference_urls": allow_url_references,
         "voices": max_voices,
         "num_reading": max_reading,
+        "sessions": max_sessions,
+        "text_idle_s": max_text_idle,
+        "session_idle_s": max_session_idle,
     }
     http = {
         "limits": limits,
+        "names": {
+            "models": model_aliases(aliases, served),
+            "voices": aliases_of("--alias-voice", "NAME=VOICE", voice_aliases),
+            "is_strict": strict,
+        },
         "voices_dir": None if voices_dir is None else str(voices_dir.resolve()),
         "stall_s": max_stall,
         "cors_origins": cors_origins,
@@ -212,3 +257,28 @@ def serve(
         "otel": otel,
     }
     return supervisor.serve(host, port, engine, http, env, grace_s)
+
+
+def aliases_of(flag: str, form: str, given: list[str]) -> dict[str, str]:
+    """What each alias stands for. Raises ValueError."""
+    aliases: dict[str, str] = {}
+    for pair in given:
+        name, equals, target = pair.partition("=")
+        if not (name and equals and target):
+            raise ValueError(f"{flag} {pair!r} is not of the form {form}")
+        if aliases.setdefault(name, target) != target:
+            raise ValueError(f"{flag} {name!r} is given twice: for {aliases[name]!r} and for {target!r}")
+    return aliases
+
+
+def model_aliases(given: list[str], served: Iterable[str]) -> dict[str, str]:
+    """Raises ValueError."""
+    aliases, ids = aliases_of("--alias", "NAME=MODEL", given), list(served)
+    for name, id in aliases.items():
+        if name in ids:
+            raise ValueError(f"--alias {name!r} is the id of a model already")
+        if id not in ids:
+            raise ValueError(
+                f"--alias {name}={id}: model {id!r} is not served; there is: {', '.join(ids)}"
+            )
+    return aliases

@@ -267,6 +267,10 @@ class Engine:
                     self._inbox.append(job)
                     self._wake.notify()
 
+    def family(self, model: str | None) -> Family[Any]:
+        """Raises RequestError."""
+        return self._worker(model).family
+
     def feed(self, request_id: str, tokens: Sequence[int], is_last: bool = False) -> None:
         """More text, as the model's tokens, for a request that is open. Unknown and ended requests are no
         error."""

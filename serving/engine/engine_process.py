@@ -40,6 +40,7 @@ from serving.engine.memory_plan import SPARE_PART, fit
 from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.exit_with_parent import exit_with_parent
 from zoo.contract import Family, Spec
+from zoo.open_text import OpenText
 from zoo.request import AudioClip, Option, Reference, Request, RequestError
 
 REFUSED = 2
@@ -104,6 +105,17 @@ class Client:
         self.held = None
 
 
+class Fed:
+    """A request whose text arrives while it speaks."""
+
+    def __init__(self, client: Client, message: protocol.Speak, family: Family):
+        self.client, self.message, self.family = client, message, family
+        self.text = OpenText(family.spec.tags)
+        self.is_begun = False  # whether the engine was asked
+        self.is_prepared = False  # whether it has the request
+        self.waiting: list[tuple[str, bool]] = []  # what came before it had
+
+
 class Bridge:
     """Between connections and an engine. What begins with _ runs on the event loop's thread; the rest may be
     called from any."""
@@ -120,6 +132,7 @@ class Bridge:
         self.slow_pool = ThreadPoolExecutor(PROMPT_THREADS, "slow-prompt", threads.use_one_thread)
         self.events: list[tuple[Client, str, Event]] = []  # of this turn: the engine's thread alone has them
         self.messages: dict[str, protocol.Speak] = {}  # of those whose prompts are not begun
+        self.fed: dict[str, Fed] = {}  # of those whose text is on its way
 
     def listen(self, path: str) -> None:
         """Raises OSError."""
@@ -161,8 +174,12 @@ class Bridge:
         try:
             async for message in protocol.read(reader, protocol.to_engine):
                 match message:
+                    case protocol.Speak() if message.request.get("is_open"):
+                        self._open(client, message)
                     case protocol.Speak():
                         self._speak(client, message)
+                    case protocol.Feed(id, text, is_last):
+                        self._feed(id, text, is_last)
                     case protocol.Cancel(id):
                         self._cancel(client, id)
                     case protocol.Heard(id, frames):
@@ -205,6 +222,43 @@ class Bridge:
             lambda future: self.loop.call_soon_threadsafe(self._prepared, client, id, future)
         )
 
+    def _open(self, client: Client, message: protocol.Speak) -> None:
+        """It is spoken from when some of its text is settled."""
+        if self.engine is None:
+            return self._speak(client, message)
+        try:
+            family = self.engine.family(message.model)
+        except RequestError as error:
+            return self._refuse(client, message.id, error)
+        if not family.spec.feeds:
+            return self._speak(client, message)  # which is refused
+        client.open.add(message.id)
+        self.fed[message.id] = Fed(client, message, family)
+        self._feed(message.id, message.request.get("text", ""), is_last=False)
+
+    def _feed(self, id: str, text: str, is_last: bool) -> None:
+        """Unknown and ended requests are no error."""
+        fed = self.fed.get(id)
+        if fed is None:
+            return
+        settled = fed.text.more(text) + (fed.text.rest() if is_last else "")
+        if not fed.is_begun and (settled or is_last):
+            fed.is_begun = True
+            fed.message.request["text"] = settled
+            self._speak(fed.client, fed.message)
+            settled = ""
+        if settled or is_last:
+            fed.waiting.append((settled, is_last))
+        if fed.is_prepared:
+            self._pass_on(id, fed)
+
+    def _pass_on(self, id: str, fed: Fed) -> None:
+        """The engine has the request, so it knows whose the text is."""
+        assert self.engine is not None, f"{id} is prepared, and there is no engine"
+        waiting, fed.waiting = fed.waiting, []
+        for text, is_last in waiting:
+            self.engine.feed(id, fed.family.tokenize(text), is_last)
+
     def flush(self) -> None:
         """On the engine's thread, after each turn: the event loop is woken once for all that it gave."""
         if self.events:
@@ -232,8 +286,13 @@ class Bridge:
         if error is not None and id in client.open:
             client.open.discard(id)
             self._refuse(client, id, error)
+        elif (fed := self.fed.get(id)) is not None:
+            fed.is_prepared = True
+            self._pass_on(id, fed)
 
     def _refuse(self, client: Client, id: str, error: BaseException) -> None:
+        if self.fed.pop(id, None) is not None:
+            client.open.discard(id)
         match error:
             case Full(retry_after_s=retry_after_s):
                 client.send(
@@ -252,6 +311,7 @@ class Bridge:
     def _cancel(self, client: Client, id: str) -> None:
         client.open.discard(id)
         self.messages.pop(id, None)
+        self.fed.pop(id, None)
         if self.engine is not None:
             self.engine.cancel(id)
 
@@ -269,9 +329,11 @@ class Bridge:
                 client.send(protocol.Text(id, event.text))
             case Finished():
                 client.open.discard(id)
+                self.fed.pop(id, None)
                 client.send(protocol.Finished(id, event.reason, event.frames, event.usage))
             case Failed():
                 client.open.discard(id)
+                self.fed.pop(id, None)
                 client.send(protocol.Failed(id, event.message, STATUS.get(event.code, 500), event.code))
 
 
@@ -316,6 +378,8 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         options=[option_info(option) for option in spec.options],
         licence=spec.licence,
         piece_s=spec.piece_s,
+        feeds=spec.feeds,
+        keeps_voice=spec.keeps_voice,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from serving.engine.runner import INT, PAGE_TOKENS, token_bytes
+from serving.engine.runner import INT, PAGE_TOKENS, recorded_rows, token_bytes
 from zoo.contract import Batch, Family, State, View
 
 SPARE_PART = 0.1  # of a GPU's memory, for what is not counted: the context, libraries, fragments
@@ -131,7 +131,7 @@ def launch_bytes(family: Family[Any], slots: int) -> int:
     state = family.state(slots)
     window = family.spec.window
     length = window.lengths[-1] if window.lengths else 0
-    rows = meta(np.zeros(slots, INT))
+    rows = meta(np.zeros(recorded_rows(family, window.sizes[-1], slots), INT))
     view = View(rows, rows, rows, rows.bool(), window.sizes[-1], length)
     inputs = torch.empty(PREFILL_TOKENS, family.spec.width, dtype=family.dtype, device="meta")
     return peak_bytes(lambda: family.hidden(inputs, prefill_batch(family))) + peak_bytes(

@@ -33,6 +33,8 @@ from zoo.nn.rows import to_device
 PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
 # of a render on a CPU: in larger launches a decoder's layers do not find each other's outputs in the cache
 CACHED_SAMPLES = 150_000
+# of a render on a GPU: a larger one takes no less time for each, and all the more memory (benchmarks/LOG.md)
+RECORDED_SAMPLES = 600_000
 INT = np.int64
 WARM_SLOTS = 2  # of a launch that stands for all sizes while graphs are built
 PREFILL_TOKENS = (16, 64, 256, 1024)  # of recorded launches; a shorter one is padded up to one
@@ -46,6 +48,11 @@ def row_bytes(family: Family[Any]) -> int:
 def token_bytes(family: Family[Any]) -> int:
     """All that one position keeps."""
     return family.spec.kv.token_bytes(family.dtype)
+
+
+def recorded_rows(family: Family[Any], frames: int, slots: int) -> int:
+    """Windows of `frames` frames that a GPU renders in one launch, at most."""
+    return max(1, min(slots, RECORDED_SAMPLES // (frames * family.spec.frame_samples)))
 
 
 def common_page_bytes(families: Sequence[Family[Any]]) -> int:
@@ -179,7 +186,8 @@ class Runner:
         self.prompts: dict[int, tuple[Lane, ...]] = {}
 
         strategy = family.strategy
-        self.buckets = [n for n in strategy.batches if n < num_slots] + [num_slots]
+        self.buckets = up_to(num_slots, strategy.batches)
+        self.render_batches = strategy.render_batches
         self.prefill_tokens = [n for n in PREFILL_TOKENS if n < prefill_tokens] + [prefill_tokens]
         # What runs side by side shares no memory.
         self.step_graphs, self.render_graphs = Graphs(self.device), Graphs(self.device)
@@ -193,9 +201,9 @@ class Runner:
             num_sequences + WARM_SLOTS * len(self.lanes), dtype=torch.bool, device=self.device
         )
         numbers = num_sequences * (4 + self.max_pages) + num_slots + 1
-        self.step_inputs = LaunchInputs(self.device, numbers)
-        self.prefill_inputs = LaunchInputs(self.device, numbers + 2 * prefill_tokens)
-        self.render_inputs = LaunchInputs(self.device, 4 * num_slots)
+        self.step_inputs = LaunchInputs(self.device, numbers, 6)
+        self.prefill_inputs = LaunchInputs(self.device, numbers + 2 * prefill_tokens, 6)
+        self.render_inputs = LaunchInputs(self.device, 4 * num_slots, 4)
         lowerings = (strategy.step, strategy.prefill, strategy.render)
         if self.is_recorded:
             lowerings = (strategy.step, strategy.gpu_prefill, strategy.gpu_render)
@@ -353,7 +361,8 @@ class Runner:
         rows = self._render_rows(due)
         parts = [slice(first, first + rows) for first in range(0, len(due.slots), rows)]
         staged = [
-            self.stage_render(due.slots[at], due.start[at], due.count[at], due.is_last[at]) for at in parts
+            self.stage_render(due.slots[at], due.start[at], due.count[at], due.is_last[at], due.frames)
+            for at in parts
         ]
 
         def work() -> tuple[Tensor, Tensor]:
@@ -391,8 +400,8 @@ class Runner:
         no company may change a bit."""
         if due.is_pinned:
             return 1
-        if self.device.type != "cpu":
-            return len(due.slots)
+        if self.is_recorded:
+            return recorded_rows(self.family, due.frames, self.num_slots)
         return max(1, CACHED_SAMPLES // (due.frames * self.family.spec.frame_samples))
 
     def bucket(self, count: int) -> int:
@@ -401,6 +410,11 @@ class Runner:
         if self.is_deterministic:
             return self.num_slots
         return next(n for n in self.buckets if n >= count) if self.is_recorded else count
+
+    def render_buckets(self, frames: int) -> list[int]:
+        """Sizes of recorded renders of windows of `frames` frames."""
+        most = recorded_rows(self.family, frames, self.num_slots)
+        return [most] if self.is_deterministic else up_to(most, self.render_batches)
 
     # what launches read
 
@@ -432,12 +446,12 @@ class Runner:
         return self.prefill_inputs.stage({"slots": np.zeros(1, INT)} | places), num_tokens
 
     def stage_render(
-        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray
+        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray, frames: int
     ) -> Callable[[], dict[str, Tensor]]:
-        """All [B]; padded where launches are recorded."""
+        """All [B]; padded where launches are recorded. frames: of the window."""
         fields = {"slots": slots, "start": start, "count": count, "is_last": is_last}
         if self.is_recorded:
-            size = self.bucket(len(slots))
+            size = next(n for n in self.render_buckets(frames) if n >= len(slots))
             for name, value in fields.items():
                 fields[name] = padded(value, size, self.state.spare if name == "slots" else 0)
         return self.render_inputs.stage(fields)
@@ -467,6 +481,10 @@ class Runner:
             return self.max_pages
         pages = int(-(-self.kv_lens[sequences].max() // self.page_tokens))
         return min(1 << (pages - 1).bit_length(), self.max_pages)
+
+
+def up_to(most: int, sizes: Sequence[int]) -> list[int]:
+    return [n for n in sizes if n < most] + [most]
 
 
 def padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:

@@ -97,12 +97,14 @@ class LaunchInputs:
     """The numbers of a launch. On a GPU they arrive in one copy, at a place that never moves, so a recorded launch reads the
     new ones.
 
-    capacity: values of the largest launch, on a GPU.
+    capacity: values of the largest launch, on a GPU. num_fields: of a launch, at most.
     """
 
-    def __init__(self, device: torch.device, capacity: int):
+    def __init__(self, device: torch.device, capacity: int, num_fields: int):
         self.device = device
-        self.place = torch.zeros(capacity if device.type == "cuda" else 0, dtype=torch.int64, device=device)
+        room = (capacity + num_fields * (ALIGNED - 1)) if device.type == "cuda" else 0
+        self.place = torch.zeros(room, dtype=torch.int64, device=device)
+        self.parts: dict[tuple[tuple[int, ...], ...], dict[str, Tensor]] = {}  # by shapes, which are few
 
     def stage(self, fields: dict[str, np.ndarray]) -> Callable[[], dict[str, Tensor]]:
         """Taken from the host now -> the work that gives them on the device, of equal shapes at equal
@@ -111,20 +113,34 @@ class LaunchInputs:
             arrays = {name: np.ascontiguousarray(value) for name, value in fields.items()}
             # made within the work: in inference mode a tensor is of another kind, which a graph is compiled for
             return lambda: {name: torch.from_numpy(array) for name, array in arrays.items()}
-        sizes = [value.size for value in fields.values()]
+        sizes = [-(-value.size // ALIGNED) * ALIGNED for value in fields.values()]
         total = sum(sizes)
         assert total <= len(self.place), f"a launch of {total} numbers, where {len(self.place)} fit"
         packed = torch.empty(total, dtype=torch.int64, pin_memory=True)
-        np.concatenate([value.reshape(-1) for value in fields.values()], out=packed.numpy(), casting="unsafe")
+        for part, value in zip(packed.split(sizes), fields.values(), strict=True):
+            part.numpy()[: value.size] = value.reshape(-1)
 
         def arrive() -> dict[str, Tensor]:
             self.place[:total].copy_(packed, non_blocking=True)
-            parts = zip(fields.items(), self.place[:total].split(sizes), strict=True)
-            return {name: as_type(part, value).view(value.shape) for (name, value), part in parts}
+            key = tuple(value.shape for value in fields.values())
+            if key not in self.parts:
+                self.parts[key] = parts(self.place, fields, sizes)
+            return self.parts[key]
 
         return arrive
 
 
-def as_type(numbers: Tensor, like: np.ndarray) -> Tensor:
-    """int64 numbers, as truth values where the array has such: of each the lowest byte, in the same memory."""
-    return numbers.view(torch.bool)[::8] if like.dtype == bool else numbers
+ALIGNED = 2  # int64 numbers: compiled code copies what does not begin at a multiple of 16 bytes
+
+
+def parts(place: Tensor, fields: dict[str, np.ndarray], sizes: Sequence[int]) -> dict[str, Tensor]:
+    """Pieces of int64 numbers in the shapes of `fields`, as truth values where a field has such: of each number the
+    lowest byte.
+
+    Each has a storage of its own, over the same memory: a nested region takes no two inputs of one storage.
+    """
+    found = {}
+    for (name, value), part in zip(fields.items(), place[: sum(sizes)].split(sizes), strict=True):
+        numbers = torch.from_dlpack(part)[: value.size]
+        found[name] = (numbers.view(torch.bool)[::8] if value.dtype == bool else numbers).view(value.shape)
+    return found

@@ -74,9 +74,10 @@ def warm_prefill(runner: Runner) -> None:
 
 
 def warm_render(runner: Runner, frames: int, length: int) -> None:
-    for size in sorted(runner.buckets, reverse=True) if runner.is_recorded else [WARM_SLOTS]:
+    sizes = sorted(runner.render_buckets(frames), reverse=True) if runner.is_recorded else [WARM_SLOTS]
+    for size in sizes:
         nothing = np.zeros(size, INT)
-        arrive = runner.stage_render(spare_slots(runner, size), nothing, nothing, nothing.astype(bool))
+        arrive = runner.stage_render(spare_slots(runner, size), nothing, nothing, nothing.astype(bool), frames)
         view = View(**arrive(), frames=frames, length=length)
         if runner.lowerings[2] == Whole():
             any_size((view.slots, view.start, view.count, view.is_last), 0, "batch")

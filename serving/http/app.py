@@ -32,8 +32,11 @@ from serving.http import openapi
 from serving.http.door import LargeBodies
 from serving.http.errors import answer_error
 from serving.http.listener import Listener
+from serving.http.names import Names
 from serving.http.routes import playground as page
-from serving.http.routes.models import list_models, one_model
+from serving.http.routes.batch import speak_batch
+from serving.http.routes.models import list_choices, list_models, one_model
+from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
 from serving.http.routes.voices import add_voice, list_voices, remove_voice, voices_options
@@ -45,9 +48,10 @@ if TYPE_CHECKING:  # it comes with an extra
 
 log = structlog.get_logger()
 
-EXPOSED = ["x-request-id", "x-sample-rate", "x-seed", "retry-after"]  # to pages of other sites
+EXPOSED = ["x-request-id", "x-sample-rate", "x-seed", "x-warning", "retry-after"]  # to pages of other sites
 MAX_BODY_BYTES = 1 << 20  # of what is neither speech nor an upload
 DEFAULT = Limits()
+NO_ALIASES = Names()
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,6 +62,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     # a bound socket, which outlives this process: clients wait in it while the process is started again
     fd: int
     limits: Limits = DEFAULT
+    names: Names = NO_ALIASES
     voices_dir: str | None = None
     cors_origins: list[str] = []  # of pages that may use this server
     hosts: list[str] = []  # by which it may be asked; none: any
@@ -77,14 +82,18 @@ def create_app(
     voices_dir: str | Path | None = None,
     cors_origins: Sequence[str] = (),
     playground: bool = True,
+    names: Names = NO_ALIASES,
     private_metrics: bool = False,
     tracing: Tracing | None = None,
 ) -> Litestar:
     """Every route. `api_key` guards what is under /v1, and with private_metrics /metrics; voices_dir: where
     uploaded voices are kept; tracing: where traces go."""
-    server = Server(engine, api_key, limits, voices_dir, tracing)
+    server = Server(engine, api_key, limits, voices_dir, names, tracing)
     speech = Router(
-        "/", route_handlers=[speak], request_max_body_size=limits.speech_body_bytes, middleware=[LargeBodies]
+        "/",
+        route_handlers=[speak, speak_batch],
+        request_max_body_size=limits.speech_body_bytes,
+        middleware=[LargeBodies],
     )
     uploads = Router(
         "/",
@@ -96,6 +105,7 @@ def create_app(
         speech,
         uploads,
         list_models,
+        list_choices,
         one_model,
         list_voices,
         remove_voice,
@@ -104,6 +114,7 @@ def create_app(
     return Litestar(
         [
             Router("/", route_handlers=guarded, guards=[check_key], security=openapi.SECURITY),
+            speak_in_session,
             health,
             ready,
             *([] if private_metrics else [metrics]),
@@ -156,6 +167,7 @@ def main() -> None:
         voices_dir=options.voices_dir,
         cors_origins=options.cors_origins,
         playground=options.playground,
+        names=options.names,
         private_metrics=options.private_metrics,
         tracing=tracing,
     )

@@ -1,7 +1,7 @@
 """Samples as a file that is sent while it is made: six formats, chunk by chunk, at the model's own rate or at
 one that was asked for.
 
-    int16 chunk ─ resample ─ encode ─ bytes        (each step only where there is something to do)
+    int16 chunk ─ stretch ─ resample ─ encode ─ bytes        (each step only where there is something to do)
 
 WAV and FLAC headers leave the length open, and MP3 goes without its header of lengths, since nobody knows
 them yet. MP3 and AAC begin with their encoder's delay and end on a whole frame, so they last up to 2,304
@@ -21,6 +21,7 @@ import numpy as np
 import soxr
 
 from serving.audio import pcm16, wav_header
+from serving.stretch import Stretch, stretched
 
 # mono speech, no less than good; low sample rates take 4 bits a sample, the most that their MP3 and AAC allow
 MAX_BIT_RATE = 96_000
@@ -87,11 +88,12 @@ class Encoder:
     for a rate the format has not.
     """
 
-    def __init__(self, name: str, model_hz: int, asked_hz: int | None = None):
+    def __init__(self, name: str, model_hz: int, asked_hz: int | None = None, speed: float = 1.0):
         self._form = FORMATS[name]
         self._rate_hz = self._form.codec_hz(model_hz, asked_hz)
         self.sample_rate_hz = self._form.decoded_hz or self._rate_hz
-        self.is_light = not self._form.codec  # microseconds, so not worth a thread
+        self._stretch = None if speed == 1 else Stretch(model_hz, speed)
+        self.is_light = not (self._form.codec or self._stretch)  # microseconds, so not worth a thread
         self._resampler = (
             None
             if self._rate_hz == model_hz
@@ -102,10 +104,13 @@ class Encoder:
         self._head = wav_header(self._rate_hz) if name == "wav" else b""
 
     def feed(self, pcm: bytes) -> bytes:
+        if self._stretch is not None:
+            pcm = self._stretch.feed(pcm)
         return self._encode(self._resample(pcm))
 
     def finish(self) -> bytes:
-        rest = self._encode(self._resample(b"", last=True))
+        last = b"" if self._stretch is None else self._stretch.finish()
+        rest = self._encode(self._resample(last, last=True))
         return rest + self._codec.finish() if self._codec else rest
 
     def _resample(self, pcm: bytes, last: bool = False) -> bytes:
@@ -122,10 +127,11 @@ class Encoder:
         return head + pcm
 
 
-def file(name: str, pcm: bytes, model_hz: int, asked_hz: int | None = None) -> bytes:
+def file(name: str, pcm: bytes, model_hz: int, asked_hz: int | None = None, speed: float = 1.0) -> bytes:
     """Speech that is over as a whole file, which knows its length. Raises ValueError for a rate the format
     has not."""
     form = FORMATS[name]
+    pcm = stretched(pcm, model_hz, speed)
     rate_hz = form.codec_hz(model_hz, asked_hz)
     if rate_hz != model_hz:
         pcm = pcm16(

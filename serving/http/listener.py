@@ -7,21 +7,24 @@ import asyncio
 import re
 import socket
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import uvicorn
 from litestar.enums import HttpMethod
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from serving.engine_client import EngineClient
 from serving.http.errors import new_id
+from serving.http.events import MAX_MESSAGE_BYTES
 from serving.http.schemas import Error, ErrorBody
 
 MAX_HEAD_BYTES = 64 << 10  # of a request, beside its body
 HEAD_S = 10.0  # for the first line and the headers
 BODY_S = 60.0
+PING_S = 20.0
 WRITE_S = 60.0  # for which a client that reads may take nothing, where nobody says
 LAST_WORDS_S = 2  # from the end of the grace to the end of the process
 STOPPING = "this server is stopping"
@@ -47,7 +50,11 @@ class Listener(uvicorn.Server):
             access_log=False,
             lifespan="on",
             http=type("Connection", (Connection,), {"stall_s": stall_s}),
-            ws="none",
+            ws=type("Socket", (Socket,), {"stall_s": stall_s}),
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_per_message_deflate=False,  # a small message could unpack to a large one
+            ws_ping_interval=PING_S,
+            ws_ping_timeout=stall_s or WRITE_S,  # a slow reader has a ping behind all it has not read
             timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
         )
         super().__init__(config)
@@ -143,6 +150,34 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and (self.is_reading_body or not self.cycle.response_complete)
 
 
+class Socket(WebSocketsSansIOProtocol):
+    """uvicorn's, which waits for a client that does not read, and answers its pings meanwhile. stall_s: as
+    Connection's."""
+
+    stall_s: float | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.sending: asyncio.TimerHandle | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.sending is not None:
+            self.sending.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.transport.pause_reading()  # or answers to its pings would pile up
+        self.sending = self.loop.call_later(self.stall_s or WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self.sending is not None:
+            self.sending.cancel()
+        if not self.read_paused:
+            self.transport.resume_reading()
+        super().resume_writing()
+
+
 class Guard:
     """Around the app, what is the same for every request: whether a page of another site sent it; an id;
     HEAD as GET without its body, which uvicorn leaves out; and an answer that a shutdown cancels before it
@@ -153,6 +188,8 @@ class Guard:
         self.app, self.origins, self.hosts = app, origins, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            return await self.guard_socket(scope, receive, send)
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         given = given_id(scope)
@@ -182,6 +219,13 @@ class Guard:
             if not is_started:
                 await answer(begin, 503, STOPPING, "stopping")
 
+    async def guard_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A page of another site may open one, and hear what comes."""
+        if (wrong := self.foreign(dict(scope["headers"]))) is not None:
+            return await deny(send, 403, wrong, "foreign")
+        scope["state"]["request_id"] = given_id(scope)
+        await self.app(scope, receive, send)
+
     def foreign(self, headers: Mapping[bytes, bytes]) -> str | None:
         """Why a browser may have been led to ask, in a line. By a page of another site, which may not read the answer, but may ask; or by
         one whose name was made to mean this machine (DNS rebinding)."""
@@ -209,7 +253,7 @@ def whole_allow(methods: bytes) -> bytes:
     return b", ".join(sorted(names))
 
 
-async def answer(send: Send, status: int, message: str, code: str) -> None:
+async def answer(send: Send, status: int, message: str, code: str | None) -> None:
     """An error, from where there is no Litestar."""
     body = error_body(status, message, code)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -219,6 +263,15 @@ async def answer(send: Send, status: int, message: str, code: str) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def error_body(status: int, message: str, code: str) -> bytes:
+async def deny(send: Send, status: int, message: str, code: str | None) -> None:
+    """A WebSocket that is not opened, and why, as an answer to its request."""
+
+    async def instead(part: Message) -> None:
+        await send(cast(Message, {**part, "type": f"websocket.{part['type']}"}))
+
+    await answer(instead, status, message, code)
+
+
+def error_body(status: int, message: str, code: str | None) -> bytes:
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return msgspec.json.encode(ErrorBody(Error(message, kind, None, code)))

@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -133,6 +133,7 @@ class Metrics:
             ["model"],
             registry=self.registry,
         )
+        self.sessions = Gauge("zoo_sessions", "WebSockets that are open.", registry=self.registry)
         self.audio_s = Counter("zoo_audio_seconds", "Audio made.", ["model"], registry=self.registry)
 
     def began(self, model: str, ttfa_s: float) -> None:

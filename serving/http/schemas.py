@@ -4,6 +4,7 @@ error message both."""
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
@@ -11,10 +12,12 @@ from litestar.datastructures import UploadFile
 from msgspec import Meta
 
 from serving import protocol
+from serving.stretch import MAX_SPEED, MIN_SPEED
 
 Words = Annotated[str, Meta(max_length=4096)]  # bounded: a text is tokenized before the model looks at it
 Name = Annotated[str, Meta(max_length=256)]
 MAX_OPTION_CHARS = 1000
+MAX_BATCH = 32  # requests
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -30,6 +33,9 @@ class Limits(msgspec.Struct, frozen=True):
     reference_urls: bool = False  # whether ref_audio may be a URL, which this server then fetches
     voices: int = 1000
     num_reading: int = 16  # requests whose body, or whose recording, is being read
+    sessions: int = 256  # WebSockets
+    text_idle_s: float = 30.0  # for which an utterance that speaks may wait for its text
+    session_idle_s: float = 600.0  # for which a WebSocket may say nothing, and hear nothing
 
     @property
     def speech_body_bytes(self) -> int:
@@ -119,7 +125,10 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             "(opus is always 48000)"
         ),
     ] = None
-    speed: Annotated[Annotated[float, Meta(ge=1, le=1)], Meta(description="1, and no other speed yet")] = 1.0
+    speed: Annotated[
+        Annotated[float, Meta(ge=MIN_SPEED, le=MAX_SPEED)],
+        Meta(description="how fast, at the same pitch: a number from 0.25 to 4; 1 (default) is as the model speaks"),
+    ] = 1.0
     stream_format: Annotated[
         Literal["audio", "sse"],
         Meta(
@@ -233,6 +242,22 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return {name: value for name, value in given.items() if value is not None}
 
 
+class SpeechBatch(SpeechRequest, kw_only=True):
+    """POST /v1/audio/speech/batch: several requests in one. What stands beside `items` holds for each that does not say
+    otherwise; every answer is a whole file."""
+
+    input: Annotated[
+        str, Meta(description="the text of items that have none of their own; usually left out")
+    ] = ""
+    items: Annotated[
+        Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_BATCH)],
+        Meta(
+            description=f"a list of 1 to {MAX_BATCH} requests: of each what POST /v1/audio/speech takes, options of the model "
+            "among it; stream and stream_format say nothing here"
+        ),
+    ]
+
+
 SAME_NAME = (
     *("language", "instructions", "split_text", "normalize"),
     *("temperature", "top_k", "top_p", "repetition_penalty"),
@@ -279,7 +304,11 @@ def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:
 
 
 # by route
-FIELDS = {"/v1/audio/speech": fields_of(SpeechRequest), "/v1/audio/voices": fields_of(VoiceUpload)}
+FIELDS = {
+    "/v1/audio/speech": fields_of(SpeechRequest),
+    "/v1/audio/speech/batch": fields_of(SpeechBatch),
+    "/v1/audio/voices": fields_of(VoiceUpload),
+}
 
 
 class Model(msgspec.Struct):
@@ -303,8 +332,11 @@ class Model(msgspec.Struct):
     piece_s: (
         float | None
     )  # about the seconds of speech beyond which a text is spoken in pieces; null: it never is
+    feeds: bool  # whether it takes text while it speaks, token by token (WS /v1/audio/speech/stream)
+    keeps_voice: bool  # whether its voice comes by chance where none is given, and can be cloned
     response_formats: list[str]
     stream_formats: list[str]
+    aliases: list[str] = []  # other names that a request may call it by
     object: Literal["model"] = "model"
     owned_by: str = "speechzoo"
 
@@ -313,7 +345,9 @@ class Model(msgspec.Struct):
         return [option.name for option in self.options]
 
     @classmethod
-    def of(cls, info: protocol.ModelInfo, created: int, limits: Limits) -> Model:
+    def of(
+        cls, info: protocol.ModelInfo, created: int, limits: Limits, aliases: Sequence[str] = ()
+    ) -> Model:
         facts = msgspec.structs.asdict(info)
         if info.reference_s is not None:
             shortest_s, longest_s = info.reference_s
@@ -325,10 +359,26 @@ class Model(msgspec.Struct):
             max_text_chars=limits.text_chars,
             response_formats=formats,
             stream_formats=["audio", "sse"],
+            aliases=list(aliases),
         )
 
 
 class ModelList(msgspec.Struct):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Entry(msgspec.Struct):
+    """Of a list to choose from, as Open WebUI and others read it."""
+
+    id: str
+    name: str
+
+
+class Choices(msgspec.Struct):
+    """All names that a request may call a model by."""
+
+    models: list[Entry]
     data: list[Model]
     object: Literal["list"] = "list"
 
@@ -344,11 +394,15 @@ class VoiceObject(msgspec.Struct):
     duration_s: float | None = None  # of an uploaded voice's sample
     ref_text: str | None = None
     damaged: bool = False  # on the server's disk: upload it again, or remove it
+    aliases: list[str] = []  # other names that a request may call it by
     object: Literal["audio.voice"] = "audio.voice"
 
 
 class VoiceList(msgspec.Struct):
+    """voices: all names that a request may call a voice by."""
+
     data: list[VoiceObject]
+    voices: list[Entry]
     object: Literal["list"] = "list"
 
 
@@ -394,6 +448,27 @@ class Usage(msgspec.Struct):
         return cls(text, made, text + made)
 
 
+class BatchResult(msgspec.Struct, kw_only=True):
+    """Of one item: a file, or what is wrong; the fields of the other are null."""
+
+    index: int  # of the item
+    error: Error | None = None
+    audio: str | None = None  # base64
+    response_format: str | None = None
+    sample_rate: int | None = None  # that the file decodes to
+    seed: int | None = None
+    finish_reason: str | None = None  # "stop" (the model ended) or "length" (a cap)
+    usage: Usage | None = None
+    warning: str | None = None
+
+
+class BatchResults(msgspec.Struct):
+    """In the order of the items."""
+
+    data: list[BatchResult]
+    object: Literal["audio.speech.batch"] = "audio.speech.batch"
+
+
 class AudioDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
     audio: str  # base64
 
@@ -410,4 +485,4 @@ class AudioError(msgspec.Struct, tag_field="type", tag="error"):
     error: Error
 
 
-BODIES = (SpeechRequest, VoiceUpload, ModelList, VoiceList, VoiceDeleted, Ready, ErrorBody)
+BODIES = (SpeechRequest, SpeechBatch, BatchResults, VoiceUpload, ModelList, Choices, VoiceList, VoiceDeleted, Ready, ErrorBody)

@@ -15,8 +15,9 @@ from serving.engine_client import Away, EngineClient
 from serving.http.door import Door
 from serving.http.errors import cut, refusal
 from serving.http.metrics import Metrics
-from serving.http.references import References
-from serving.http.schemas import ErrorBody, Limits, Model
+from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
+from serving.http.references import References, is_own
+from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voices import Voices, default_directory
 
 if TYPE_CHECKING:  # it comes with an extra
@@ -45,13 +46,16 @@ class Server:
         api_key: str | None,
         limits: Limits,
         voices_dir: str | Path | None,
+        names: Names,
         tracing: Tracing | None = None,
     ) -> None:
-        self.engine, self.api_key, self.limits = engine, api_key, limits
+        self.engine, self.api_key, self.limits, self.names = engine, api_key, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
         self.bodies = Door(limits.num_reading, "large bodies are being read")
+        self.sessions = Door(limits.sessions, "sessions are open")
         self.references = References(self.voices, limits)
         self.metrics = Metrics(engine)
+        self.metrics.sessions.set_function(lambda: self.sessions.num_inside)
         self.tracing = tracing
         self.created = int(time.time())
 
@@ -60,33 +64,72 @@ class Server:
         """Raises Away."""
         if self.engine.status.state != "ready":
             raise Away(self.engine.status)
-        return [Model.of(info, self.created, self.limits) for info in self.engine.models]
+        return [
+            Model.of(info, self.created, self.limits, self.names.aliases_of(info.id))
+            for info in self.engine.models
+        ]
 
-    def model(self, id: str) -> Model:
-        """Raises Away, and the refusal."""
+    def model(self, asked: str) -> Model:
+        """By its id or an alias. Raises Away, and the refusal."""
+        return self._model(self.names.models.get(asked, asked))
+
+    def _model(self, id: str) -> Model:
         models = {model.id: model for model in self.models}
         if id not in models:
             message = f"model {cut(id)!r} is not served here; there is: {', '.join(models)}"
             raise refusal(404, message, "model", "model_not_found")
         return models[id]
 
-    def chosen_model(self, id: str | None) -> Model:
-        """Of a request, which need not name its model where there is but one. Raises Away, and the
-        refusal."""
-        if id is not None:
-            return self.model(id)
-        first, *others = self.models
-        if others:
-            possible = ", ".join(model.id for model in (first, *others))
-            message = f"model is missing, and this server has several: {possible}"
+    def chosen_model(self, request: SpeechRequest) -> tuple[Model, list[str]]:
+        """Of a request, which need not name its model where there is but one; from then on its voice is one that is
+        here, as far as its name says. -> warnings too. Raises Away, and the refusal."""
+        models = {model.id: model for model in self.models}
+        warnings: list[str | None] = []
+        if request.model is not None:
+            id, warning = self.names.model(request.model, models)
+            model = self._model(id)
+            warnings.append(warning)
+            if request.model != id and is_openai_model(request.model):
+                warnings.append(use_openais_rate(request, model))
+        elif len(models) > 1:
+            message = f"model is missing, and this server has several: {', '.join(models)}"
             raise refusal(400, message, "model", "missing_field")
-        return first
+        else:
+            [model] = models.values()
+        if request.voice_name is not None:
+            warnings.append(self._choose_voice(request, request.voice_name, model, len(models)))
+        return model, [warning for warning in warnings if warning is not None]
+
+    def _choose_voice(
+        self, request: SpeechRequest, asked: str, model: Model, num_served: int
+    ) -> str | None:
+        """A recording that came with the request goes before a voice that is not here. -> a warning."""
+        is_known = is_own(model.voices, asked) or self.voices.has(asked)
+        voice, warning = self.names.voice(asked, model, is_known, num_served)
+        if warning is not None and (request.ref_audio is not None or request.references):
+            voice, warning = None, f"voice {asked!a} is not here; the recording speaks in its place"
+        request.voice = voice
+        return warning
+
+
+def use_openais_rate(request: SpeechRequest, model: Model) -> str | None:
+    """-> a warning, where that is another one than the model's."""
+    if request.response_format != "pcm" or request.sample_rate is not None:
+        return None
+    if model.sample_rate_hz == OPENAI_PCM_HZ:
+        return None
+    request.sample_rate = OPENAI_PCM_HZ
+    return f"pcm is at {OPENAI_PCM_HZ} Hz, as OpenAI's; sample_rate asks for another rate"
 
 
 def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """A guard. Raises the refusal."""
-    api_key = connection.app.state.server.api_key
-    given = connection.headers.get("authorization", "").encode()
-    if api_key is not None and not secrets.compare_digest(given, f"Bearer {api_key}".encode()):
+    check_api_key(connection.app.state.server, connection.headers.get("authorization", ""))
+
+
+def check_api_key(server: Server, given: str) -> None:
+    """given: an Authorization header. Raises the refusal."""
+    api_key = server.api_key
+    if api_key is not None and not secrets.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
         message = "the Authorization header must be: Bearer, a space, and the API key of this server"
         raise refusal(401, message, code="invalid_api_key")

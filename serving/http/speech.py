@@ -8,7 +8,7 @@ import base64
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -57,14 +57,18 @@ class Speech:
         options: dict[str, Any],
         model: Model,
         given_id: str | None = None,
+        warnings: Sequence[str] = (),
     ):
         self.server, self.request, self.options, self.model = server, request, options, model
         self.id = new_id()  # the engine knows it by this one: clients may repeat theirs
         self.given_id = given_id
+        self.warnings = warnings
         self.fields = request.for_engine()
         self.is_sse = request.stream_format == "sse"
         try:
-            self.encoder = encode.Encoder(request.response_format, model.sample_rate_hz, request.sample_rate)
+            self.encoder = encode.Encoder(
+                request.response_format, model.sample_rate_hz, request.sample_rate, request.speed
+            )
         except ValueError as error:
             raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
         self.began = time.perf_counter()
@@ -76,6 +80,7 @@ class Speech:
         self.usage: Usage | None = None
         self.outcome: str | None = None
         self.pcm = bytearray()  # of a request that does not stream
+        self.finished: protocol.Finished | None = None
         self.is_started = False
         self.has_left = False
         self.is_ended = False
@@ -106,12 +111,16 @@ class Speech:
 
     async def ask(self, send: Send) -> None:
         with self.server.engine.speak(await self.message()) as inbox:
+            self.begin()
             while not self.has_left:
                 message = await inbox.get()
                 if not await self.take(message, send):
                     break
                 if isinstance(message, protocol.Audio):  # sent, as far as the client takes it
                     self.server.engine.heard(self.id, message.frames)
+
+    def begin(self) -> None:
+        """The engine was asked."""
 
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
         """A message of the engine's -> whether others follow. Raises the refusal, as long as nothing was
@@ -136,13 +145,14 @@ class Speech:
             self.ttfa_s = time.perf_counter() - self.began
             self.server.metrics.began(self.model.id, self.ttfa_s)
         self.num_bytes += len(pcm)
-        self.playback.hear(time.perf_counter() - self.held_s, len(pcm) // 2)
+        self.playback.hear(time.perf_counter() - self.held_s, round(len(pcm) / 2 / self.request.speed))
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.feed, pcm))
         else:
             self.pcm += pcm
 
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
+        self.finished = finished
         self.num_frames, self.usage = finished.frames, Usage.of(finished)
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.finish))
@@ -181,6 +191,9 @@ class Speech:
         """The request as the engine takes it. Its recordings are kept nowhere else."""
         references = await self.server.references.find(self.request, self.model)
         self.request.forget_audio()
+        return self.speak_message(references)
+
+    def speak_message(self, references: list[protocol.Reference]) -> protocol.Speak:
         options, fields, voice = dict(self.options), dict(self.fields), self.request.voice_name
         if voice is not None and not references:
             fields["voice"] = voice
@@ -201,7 +214,11 @@ class Speech:
 
     def file(self) -> bytes:
         return encode.file(
-            self.request.response_format, bytes(self.pcm), self.model.sample_rate_hz, self.request.sample_rate
+            self.request.response_format,
+            bytes(self.pcm),
+            self.model.sample_rate_hz,
+            self.request.sample_rate,
+            self.request.speed,
         )
 
     async def send_audio(self, send: Send, audio: bytes) -> None:
@@ -235,6 +252,8 @@ class Speech:
             "x-sample-rate": str(self.encoder.sample_rate_hz),
             "x-seed": str(self.fields["seed"]),
         }
+        if self.warnings:
+            headers["x-warning"] = "; ".join(self.warnings)
         if num_bytes is not None:
             headers["content-length"] = str(num_bytes)
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -6,8 +6,10 @@
 (blank)        an answer about an empty text                     "mute"         a word, and then no audio
 "fail 2"       2 frames, then broken                            "fail 0"       broken before any audio
 "write 2"      2 frames, and a word after each, then "stop"
-"tone 25"      25 frames of 80 ms, 20 ms apart, then "stop"
+"tone 25"      25 frames of 80 ms, 20 ms apart, then "stop"           "flood 40"     40 frames of a MiB, then nothing
 "die"          the whole process goes away (as the connection does when an engine crashes)
+
+Where its text is still to come, each word of it is a frame, and the end of the text is the end.
 
 Run as a program (fake_engine.py SOCKET PARENT_FD [refuse|crash]) it is an engine process for the supervisor:
 "die" kills it, "refuse" is a model that cannot be loaded, and "crash" ends while it loads.
@@ -20,6 +22,7 @@ import os
 import signal
 import sys
 
+import msgspec
 import numpy as np
 
 from serving import protocol
@@ -60,6 +63,7 @@ MODEL = protocol.ModelInfo(
     licence="research only",
     piece_s=45.0,
 )
+FEEDER = msgspec.structs.replace(MODEL, id="feeder", feeds=True, piece_s=None)
 SOUND_ONLY = protocol.OptionInfo("x_vector_only_mode", "bool", "take the sound alone", "true or false", False)
 CLONER = protocol.ModelInfo(
     "cloner",
@@ -136,6 +140,7 @@ class FakeEngine:
         self.messages: dict[str, protocol.Speak] = {}
         self.cancelled: list[str] = []
         self.heard: dict[str, int] = {}  # frames that clients took, by request
+        self.fed: dict[str, list[str]] = {}  # text that came for a request
         self.go = asyncio.Event()
         self.go.set()
         self.is_awake = True
@@ -156,9 +161,14 @@ class FakeEngine:
                 case protocol.Speak(id, request=request):
                     self.asked[id] = request
                     self.messages[id] = message
+                    if request.get("is_open") and not request["text"].startswith("reject"):
+                        self.feed(writer, id, request["text"], is_last=False)
+                        continue
                     task = asyncio.create_task(self.speak(writer, id, request["text"].split()))
                     self.tasks.add(task)
                     task.add_done_callback(self.tasks.discard)
+                case protocol.Feed(id, text, is_last):
+                    self.feed(writer, id, text, is_last)
                 case protocol.Cancel(id):
                     self.cancelled.append(id)
                 case protocol.Heard(id, frames):
@@ -173,6 +183,16 @@ class FakeEngine:
                 writer.write(protocol.pack(STATS))
             await asyncio.sleep(0.2)
 
+    def feed(self, writer: asyncio.StreamWriter, id: str, text: str, is_last: bool) -> None:
+        texts = self.fed.setdefault(id, [])
+        before = len("".join(texts).split())
+        texts.append(text)
+        count = len("".join(texts).split())
+        for index in range(before, count):
+            writer.write(protocol.pack(protocol.Audio(id, frame(index), 1)))
+        if is_last:
+            writer.write(protocol.pack(protocol.Finished(id, "stop", count, {"input_tokens": count})))
+
     async def speak(self, writer: asyncio.StreamWriter, id: str, words: list[str]) -> None:
         def send(message: protocol.Message) -> None:
             writer.write(protocol.pack(message))
@@ -181,7 +201,7 @@ class FakeEngine:
             return send(protocol.Rejected(id, "text is empty", "text"))
         if words[0] == "reject":
             return send(protocol.Rejected(id, f"{words[1]} is not possible", words[1]))
-        what, count = words[0], int(words[1]) if len(words) > 1 else 0
+        what, count = words[0], int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
         match what:
             case "full":
                 return send(protocol.Rejected(id, "256 requests wait already", None, "engine_full", 503, 7.0))
@@ -207,7 +227,7 @@ class FakeEngine:
                     await asyncio.sleep(0.02)
                 return send(protocol.Finished(id, "stop", count, {"input_tokens": 2}))
         for index in range(count):
-            send(protocol.Audio(id, frame(index), 1))
+            send(protocol.Audio(id, bytes(1 << 20) if what == "flood" else frame(index), 1))
             await self.go.wait()
         match what:
             case "fail":

@@ -23,10 +23,11 @@ class Server:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         client = EngineClient(self.path)
+        stall_s = options.pop("stall_s", None)
         self.app = create_app(client, **options)
         tracing = options.get("tracing")
         app = tracing.around(self.app) if tracing else self.app
-        self.uvicorn = Listener(app, client, 1, options.get("cors_origins", ()))
+        self.uvicorn = Listener(app, client, 1, options.get("cors_origins", ()), stall_s=stall_s)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(
             target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])]

@@ -87,6 +87,14 @@ BAD = [
     (["serve", ".", "--port", "http"], "--port"),
     (["serve", ".", "--policy", "fast"], "'streaming', 'throughput'"),
     (["serve", ".", "--dtype", "int4"], "'float32', 'bfloat16'"),
+    (["serve", "a=.", "--alias", "tts-1"], "--alias 'tts-1' is not of the form NAME=MODEL"),
+    (["serve", "a=.", "--alias", "=a"], "not of the form NAME=MODEL"),
+    (["serve", "a=.", "--alias", "tts-1=b"], "model 'b' is not served; there is: a"),
+    (["serve", "a=.", "--alias", "a=a"], "--alias 'a' is the id of a model already"),
+    (["serve", "a=.", "b=tests", "--alias", "c=a", "--alias", "c=b"], "'c' is given twice: for 'a' and for 'b'"),
+    (["serve", "a=.", "--alias-voice", "alloy"], "--alias-voice 'alloy' is not of the form NAME=VOICE"),
+    (["serve", ".", "--max-sessions", "-1"], "--max-sessions"),
+    (["serve", ".", "--max-text-idle", "0"], "--max-text-idle"),
     (["serve", ".", "--max-slots", "0"], "--max-slots"),
     (["serve", ".", "--kv-memory", "4GB"], "4GiB, 512MiB"),
     (["serve", ".", "--kv-memory", "0"], "4GiB, 512MiB"),
@@ -249,6 +257,18 @@ def test_say_takes_options(zoo, checkpoint, tmp_path):
     usual = say()
     assert say("-O", "text_mode=full") == usual != say("-O", "text_mode=interleaved")
     assert say("-O", "depth_temperature=0", "-O", "depth_top_k=1") != usual
+
+
+def test_say_speaks_as_fast_as_it_is_told(zoo, checkpoint, tmp_path):
+    def say(*more):
+        out = tmp_path / "out.wav"
+        fields = ["-m", checkpoint, "-o", out, "--voice", "vivian", "--max-new-tokens", 6, *more]
+        assert zoo("say", "Hello.", *fields).returncode == 0
+        return out.read_bytes()
+
+    assert say("--speed", 1) == say()
+    assert len(say("--speed", 2)) - 44 == (len(say()) - 44) // 2
+    assert "--speed" in refused(zoo("say", "Hello.", "-m", checkpoint, "--speed", 5))
 
 
 def test_say_reads_numbers_and_splits_long_texts_as_it_is_told(zoo, checkpoint, tmp_path):

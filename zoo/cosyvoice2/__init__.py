@@ -94,7 +94,7 @@ def describe(directory: Path):
     from zoo.contract import KV, Spec
     from zoo.cosyvoice2.clone import REFERENCE_S
     from zoo.cosyvoice2.config import MELS, RATE_HZ, YAML, Config
-    from zoo.cosyvoice2.prompt import HINTS, PIECE_S, options
+    from zoo.cosyvoice2.prompt import HINTS, PIECE_S, TAGS, options
     from zoo.cosyvoice2.strategy import FRAME_SAMPLES, MAX_FRAMES, MEL_SAMPLES, TOKEN_FRAMES, WINDOW
     from zoo.cosyvoice2.vocoder import Plan
     from zoo.cosyvoice2.voices import read_voices
@@ -125,6 +125,7 @@ def describe(directory: Path):
         hints={key: hint for key, hint in HINTS.items() if key != "voice" or not voices},
         name="CosyVoice 2",
         feeds=True,
+        tags=TAGS,
         piece_s=PIECE_S,
     )
     return config, spec

@@ -288,6 +288,9 @@ class CosyVoice2(Family[CosyVoice2State]):
         if cache is not None:
             state.flow.put(slot, cache)
 
+    def tokenize(self, text: str) -> list[int]:
+        return self.writer.tokenize(text)
+
     def feed(self, state: CosyVoice2State, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         if wrong := [token for token in tokens if not 0 <= token < self.config.lm.text_vocab]:
             possible = f"ids from 0 to {self.config.lm.text_vocab - 1} are possible"

@@ -114,7 +114,8 @@ class FastAR(nn.Module):
     def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
         """The same."""
         c = self.config
-        cos, sin = self.rope.repeat_interleave(2, -1).transpose(0, 1).contiguous()  # [K, dim] each
+        # [K, dim] each, and not halves of one: torch 2.11 takes no two inputs of one storage into a region
+        cos, sin = (self.rope[:, i].repeat_interleave(2, -1) for i in range(2))
         shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
         cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
         positions = torch.arange(self.codebooks, device=hidden.device)

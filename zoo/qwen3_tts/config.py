@@ -268,6 +268,9 @@ def _dialects(block: ConfigBlock, languages: dict[str, int]) -> dict[str, str]:
     return dialects
 
 
+FEEDS = "interleaved_text"  # of our own checkpoints: false where they were trained on whole texts alone
+
+
 @dataclass(frozen=True)
 class Defaults:
     """generation_config.json: what a request gets that does not say."""
@@ -280,6 +283,7 @@ class Defaults:
     depth_top_k: int
     depth_top_p: float
     max_new_tokens: int
+    feeds: bool  # whether it has learned to speak while text arrives, as all published ones have
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Defaults:
@@ -295,4 +299,5 @@ class Defaults:
             depth_top_k=root.integer("subtalker_top_k", *TOP_K),
             depth_top_p=root.number("subtalker_top_p", *TOP_P),
             max_new_tokens=root.integer("max_new_tokens", *NEW_TOKENS),
+            feeds=root.flag(FEEDS) if FEEDS in config else True,
         )

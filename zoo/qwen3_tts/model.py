@@ -184,6 +184,9 @@ class Qwen3TTS(Family[Qwen3State]):
         super().admit(state, slot, prompt)
         state.num_text[slot] = prompt.slot["text_count"]
 
+    def tokenize(self, text: str) -> list[int]:
+        return self.writer.tokenize(text)
+
     def feed(self, state: Qwen3State, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         """A frame reads a token, and after the last one the end of the text."""
         if wrong := [token for token in tokens if not 0 <= token < self.config.text_vocab]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from litestar import get
 
-from serving.http.schemas import Model, ModelList
+from serving.http.schemas import Choices, Entry, Model, ModelList
 from serving.http.server import REFUSALS, UNKNOWN, WRONG, Server
 
 
@@ -12,6 +12,14 @@ from serving.http.server import REFUSALS, UNKNOWN, WRONG, Server
 async def list_models(server: Server) -> ModelList:
     """The served models, and what each can do."""
     return ModelList(server.models)
+
+
+@get("/v1/audio/models", responses=REFUSALS)
+async def list_choices(server: Server) -> Choices:
+    """The same for clients that ask for models of speech alone; aliases are models of their own here."""
+    models = server.models
+    names = [name for model in models for name in (model.id, *model.aliases)]
+    return Choices([Entry(name, name) for name in names], models)
 
 
 @get("/v1/models/{model_id:path}", responses={400: WRONG, 404: UNKNOWN, **REFUSALS})

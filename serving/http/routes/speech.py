@@ -16,7 +16,6 @@ from serving.http.schemas import (
     MAX_OPTION_CHARS,
     TASK_MODE,
     ErrorBody,
-    Limits,
     Model,
     SpeechRequest,
 )
@@ -61,12 +60,11 @@ class ForgetfulRequest(Request[Any, Any, Any]):
 @post(PATH, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
 async def speak(data: SpeechRequest, request: ForgetfulRequest, server: Server) -> ASGIApp:
     """Speak a text."""
-    model = server.chosen_model(data.model)
+    model, warnings = server.chosen_model(data)
     request.state.model = model.id  # for the metrics, should it be refused
     options = options_of(await request.take_json(), model)
-    check(data, model, server.limits)
-    server.references.check(data, model)
-    return Speech(server, data, options, model, request.state.get("request_id"))
+    check(data, model, server)
+    return Speech(server, data, options, model, request.state.get("request_id"), warnings)
 
 
 def is_default(name: str, value: object) -> bool:
@@ -106,10 +104,11 @@ def unknown_field(name: str, model: Model, options: Iterable[str]) -> HTTPExcept
     return refusal(400, message, name, "unknown_field")
 
 
-def check(data: SpeechRequest, model: Model, limits: Limits) -> None:
-    """What can be said at once about a request, its voice aside. Raises the refusal."""
-    if len(data.input) > limits.text_chars:
-        message = f"input has {len(data.input)} characters; this server takes up to {limits.text_chars}"
+def check(data: SpeechRequest, model: Model, server: Server) -> None:
+    """What can be said at once about a request. Raises the refusal."""
+    text_chars = server.limits.text_chars
+    if len(data.input) > text_chars:
+        message = f"input has {len(data.input)} characters; this server takes up to {text_chars}"
         raise refusal(400, message, "input")
     if data.stream_format == "sse" and not data.stream:
         message = (
@@ -120,3 +119,4 @@ def check(data: SpeechRequest, model: Model, limits: Limits) -> None:
         possible = ", ".join(task for task, mode in TASK_MODE.items() if mode in model.modes)
         message = f"model {model.id!r} is not for task_type {data.task_type!r}; it is for: {possible}"
         raise refusal(400, message, "task_type")
+    server.references.check(data, model)

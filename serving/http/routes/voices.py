@@ -14,7 +14,7 @@ from litestar.params import Body
 from serving import protocol
 from serving.http.errors import refusal
 from serving.http.references import is_own, possible_voices
-from serving.http.schemas import ErrorBody, Model, VoiceDeleted, VoiceList, VoiceObject, VoiceUpload
+from serving.http.schemas import Entry, ErrorBody, Model, VoiceDeleted, VoiceList, VoiceObject, VoiceUpload
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.voices import StoredVoice, Taken, TooMany, clean_name
 
@@ -32,7 +32,11 @@ async def list_voices(server: Server) -> VoiceList:
     ]
     whole, damaged = await asyncio.to_thread(server.voices.survey)
     broken = [VoiceObject(name, name, 0, "audio_sample", [], damaged=True) for name in damaged]
-    return VoiceList([*presets, *(described(voice, models) for voice in whole), *broken])
+    voices = [*presets, *(described(voice, models) for voice in whole), *broken]
+    for voice in voices:
+        voice.aliases = [alias for alias, name in server.names.voices.items() if name == voice.id]
+    names = [name for voice in voices if not voice.damaged for name in (voice.id, *voice.aliases)]
+    return VoiceList(voices, [Entry(name, name) for name in dict.fromkeys(names)])
 
 
 @post(

@@ -453,3 +453,101 @@ def test_a_full_disk_is_one_line(error, capsys, monkeypatch):
 def test_what_is_no_full_disk_goes_on():
     with pytest.raises(KeyError), engine_process.one_line_if_full():
         raise KeyError("else")
+
+
+# text that arrives while a request speaks
+
+
+class FeedingEngine(ScriptedEngine):
+    """`fed` is what came for each request; `go` may be cleared to hold prompts back."""
+
+    def __init__(self):
+        super().__init__()
+        self.fed, self.go = {}, threading.Event()
+        self.go.set()
+
+    def family(self, model):
+        return FED
+
+    def prepare(self, place, request):
+        self.go.wait(5)
+        super().prepare(place, request)
+
+    def feed(self, id, tokens, is_last):
+        self.fed.setdefault(id, []).append((bytes(tokens).decode(), is_last))
+
+
+class Bytes:
+    spec = SimpleNamespace(feeds=True, tags=())
+
+    def tokenize(self, text):
+        return list(text.encode())
+
+
+FED = Bytes()
+
+
+@pytest.fixture
+def feeding(bridge, peer):
+    engine = FeedingEngine()
+    bridge.open(engine, [INFO])
+    return engine
+
+
+def test_an_open_request_begins_when_a_word_is_there(bridge, feeding, peer):
+    peer.send(protocol.Speak("r", "m", {"text": "Hel", "is_open": True}))
+    peer.send(protocol.Feed("r", "lo"))
+    peer.send(protocol.Feed("other", "lo"))
+    peer.send(protocol.Feed("r", " wor"))
+    until(lambda: "r" in feeding.requests)
+    assert feeding.requests["r"] == Request(text="Hello", is_open=True)
+    peer.send(protocol.Feed("r", "ld. "))
+    peer.send(protocol.Feed("r", "", True))
+    until(lambda: feeding.fed.get("r", [])[-1:] == [(".", True)])
+    assert feeding.fed == {"r": [(" world", False), (".", True)]}
+
+
+def test_text_waits_for_the_prompt(bridge, feeding, peer):
+    """The engine knows a request from when its prompt is made."""
+    feeding.go.clear()
+    peer.send(protocol.Speak("r", "m", {"text": "a b", "is_open": True}))
+    peer.send(protocol.Feed("r", " c d", True))
+    until(lambda: bridge.fed and bridge.fed["r"].waiting)
+    assert not feeding.fed
+    feeding.go.set()
+    until(lambda: feeding.fed)
+    assert feeding.fed == {"r": [(" b c d", True)]}
+
+
+def test_a_text_that_ends_before_it_began_is_spoken_as_it_is(bridge, feeding, peer):
+    peer.send(protocol.Speak("r", "m", {"text": " Hi", "is_open": True}))
+    peer.send(protocol.Feed("r", "", True))
+    until(lambda: feeding.fed)
+    assert feeding.requests["r"].text == "Hi" and feeding.fed == {"r": [("", True)]}
+
+
+@pytest.mark.parametrize("how", ["cancel", "end", "left"])
+def test_what_is_known_of_an_open_request_goes_with_it(bridge, feeding, peer, how):
+    other = Peer(bridge.path)
+    other.send(protocol.Speak("r", "m", {"text": "Hello there", "is_open": True}))
+    until(lambda: "r" in feeding.deliver)
+    assert set(bridge.fed) == {"r"}
+    if how == "cancel":
+        other.send(protocol.Cancel("r"))
+    elif how == "end":
+        feeding.deliver["r"](Finished("length", 1, {}))
+    else:
+        other.close()
+    until(lambda: not bridge.fed)
+    if how != "left":
+        other.send(protocol.Feed("r", "too late", True))
+        other.close()
+    until(lambda: len(bridge.clients) == 1)
+    assert not feeding.fed
+
+
+def test_a_model_that_takes_no_such_text_refuses_it(bridge, feeding, peer, monkeypatch):
+    monkeypatch.setattr(Bytes, "spec", SimpleNamespace(feeds=False, tags=()))
+    peer.send(protocol.Speak("r", "m", {"text": "Hello", "is_open": True}))
+    until(lambda: "r" in feeding.requests)
+    assert feeding.requests["r"].is_open and not bridge.fed

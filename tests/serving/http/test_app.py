@@ -149,6 +149,19 @@ def test_audio_arrives_before_the_end(server):
         assert b"".join(chunks) == frame(1)
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": False}])
+@pytest.mark.parametrize("speed", [0.25, 0.8, 2, 4])
+def test_speech_is_as_fast_as_asked_for_and_its_rate_is_the_same(server, speed, fields):
+    answer = server.speak("frames 30", speed=speed, response_format="pcm", **fields)
+    assert len(answer.content) == 2 * round(3000 / speed)
+    assert answer.headers["x-sample-rate"] == str(RATE_HZ)
+
+
+def test_at_speed_1_samples_are_as_they_were_made(server):
+    answer = server.speak("frames 3", speed=1, response_format="pcm")
+    assert answer.content == b"".join(map(frame, range(3)))
+
+
 def test_eight_streams_at_once(server):
     server.call(server.engine.go.clear)  # none can end before all have begun
     begun = threading.Barrier(8)
@@ -205,13 +218,15 @@ BAD_FIELDS = [
         "sample_rate",
         "always decoded to 48000 Hz, not 24000",
     ),
-    ({"input": "x", "speed": 1.5}, "speed", "takes 1"),
+    ({"input": "x", "speed": 0.24}, "speed", "takes how fast.* from 0.25 to 4"),
+    ({"input": "x", "speed": 4.1}, "speed", "from 0.25 to 4"),
+    ({"input": "x", "speed": "fast"}, "speed", "from 0.25 to 4"),
     ({"input": "x", "stream_format": "ndjson"}, "stream_format", "takes audio .* or sse"),
     ({"input": "x", "stream_format": "sse", "stream": False}, "stream", "leave stream or stream_format out"),
     ({"input": "x", "task_type": "Base"}, "task_type", "not for task_type 'Base'; it is for: CustomVoice"),
     ({"input": "x", "task_type": "clone"}, "task_type", "VoiceDesign"),
     ({"input": "x", "initial_codec_chunk_frames": 1}, "initial_codec_chunk_frames", "no field"),
-    ({"input": "x", "voice": "alloy"}, "voice", "no voice 'alloy': there is vivian, ryan$"),
+    ({"input": "x", "voice": "carl"}, "voice", "no voice 'carl': there is vivian, ryan$"),
     ({"input": "x", "stream": "maybe"}, "stream", "true .* false"),
     (
         {"input": "x", "text_mode": ["full"]},
@@ -301,9 +316,9 @@ def test_routes_that_are_not_there(server):
 
 
 def test_an_unknown_model_is_a_404_that_names_the_served_one(server):
-    fault = error(server.speak("frames 1", model="tts-1"), 404)
+    fault = error(server.speak("frames 1", model="tts-2"), 404)
     assert (fault["param"], fault["code"]) == ("model", "model_not_found") and "fake" in fault["message"]
-    assert error(server.http.get("/v1/models/tts-1"), 404)["code"] == "model_not_found"
+    assert error(server.http.get("/v1/models/tts-2"), 404)["code"] == "model_not_found"
 
 
 def test_what_the_engine_refuses_is_the_clients_error(server):
@@ -374,6 +389,8 @@ def test_the_schema_describes_what_is_served(server):
         "/v1/audio/speech",
         "/v1/models",
         "/v1/models/{model_id}",
+        "/v1/audio/models",
+        "/v1/audio/speech/batch",
         "/v1/audio/voices",
         "/v1/audio/voices/{voice_id}",
     }

@@ -44,6 +44,22 @@ def snr_db(heard, truth):
     return 10 * np.log10((truth @ truth) / ((heard - truth) @ (heard - truth)))
 
 
+@pytest.mark.parametrize("speed", [0.25, 1.3, 4.0])
+@pytest.mark.parametrize("name", encode.FORMATS)
+def test_a_faster_stream_is_valid_and_as_long_as_it_should_be(name, speed):
+    pcm = pcm16(speech())
+    encoder = encode.Encoder(name, RATE_HZ, None, speed)
+    chunks = [encoder.feed(pcm[at : at + 2 * FRAME]) for at in range(0, len(pcm), 2 * FRAME)]
+    assert sum(map(len, chunks[:15])) > 0 and not encoder.is_light
+    chunks.append(encoder.finish())
+    rate_hz = encoder.sample_rate_hz
+    more = len(decoded(name, b"".join(chunks), rate_hz)) - round(2.4 * rate_hz / speed)
+    most = 2304 if name in DELAYED else 2  # resampled, a sample is two
+    assert -2 <= more <= most
+    whole = decoded(name, encode.file(name, pcm, RATE_HZ, None, speed), rate_hz)
+    assert -2 <= len(whole) - round(2.4 * rate_hz / speed) <= most
+
+
 @pytest.mark.parametrize("name", encode.FORMATS)
 def test_a_stream_is_valid_and_is_what_was_said(name):
     truth = speech()

@@ -158,16 +158,16 @@ def test_models(client):
 
 def test_errors_are_openais(server, client):
     with pytest.raises(openai.BadRequestError) as refused:
-        client.audio.speech.create(input="Hello.", model="demo", voice="alloy")
+        client.audio.speech.create(input="Hello.", model="demo", voice="somebody")
     assert refused.value.param == "voice" and "vivian" in refused.value.message
     with pytest.raises(openai.BadRequestError) as refused:
-        client.audio.speech.create(input="Hello.", model="demo", voice="vivian", speed=1.5)
+        client.audio.speech.create(input="Hello.", model="demo", voice="vivian", speed=4.5)
     assert refused.value.param == "speed"
     with pytest.raises(openai.BadRequestError) as refused:
         client.audio.speech.create(input="Hello.", model="demo", voice="vivian", extra_body={"sede": 1})
     assert refused.value.param == "sede"
     with pytest.raises(openai.NotFoundError) as refused:
-        client.audio.speech.create(input="Hello.", model="tts-1", voice="vivian")
+        client.audio.speech.create(input="Hello.", model="tts-2", voice="vivian")
     assert refused.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=server + "/v1", api_key="wrong", max_retries=0).models.list()

@@ -20,8 +20,10 @@ CHECKS = [
 ]
 ROUTES = [
     ("POST", "/v1/audio/speech"),
+    ("POST", "/v1/audio/speech/batch"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model_id}"),
+    ("GET", "/v1/audio/models"),
     ("GET", "/v1/audio/voices"),
     ("POST", "/v1/audio/voices"),
     ("DELETE", "/v1/audio/voices/{voice_id}"),

@@ -300,6 +300,7 @@ def test_upload_list_speak_delete(server):
         "duration_s": 2.0,
         "ref_text": "What I say.",
         "damaged": False,
+        "aliases": [],
         "object": "audio.voice",
     }
     voices = server.http.get("/v1/audio/voices").json()["data"]

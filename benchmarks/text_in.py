@@ -1,0 +1,112 @@
+"""How soon a server speaks words that arrive one by one, as a language model writes them.
+
+    python benchmarks/text_in.py                                   serves the small voice, and asks it
+    python benchmarks/text_in.py --url http://127.0.0.1:8000       asks a server that runs (its first model and voice)
+
+A word every 10 and every 50 ms over WS /v1/audio/speech/stream, and all at once for comparison. Times count from the first word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from websockets.sync.client import ClientConnection, connect
+
+TEXT = (
+    "The old man told the children a story about the sea. We had bread and cheese for breakfast this morning. "
+    "She opened the window because the room was too hot."
+)
+PAUSES_MS = (0, 10, 50)
+
+
+@contextmanager
+def served(url: str | None, models: list[str]) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    command = [sys.executable, "-m", "serving", "serve", *models, "--port", "0", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if "ready on" in line:
+                yield line.split()[-1]
+                break
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def speak(socket: ClientConnection, pause_s: float) -> dict[str, Any]:
+    """-> milliseconds since the first word: of the last word, of the first and of the last audio."""
+    began_s = time.perf_counter()
+    words = TEXT.split(" ")
+    for i, word in enumerate(words):
+        late_s = began_s + i * pause_s - time.perf_counter()
+        time.sleep(max(late_s, 0))
+        socket.send(json.dumps({"type": "input.text", "text": word + " "}))
+    socket.send(json.dumps({"type": "input.done"}))
+    last_word_s = time.perf_counter() - began_s
+    last_s = None
+    while True:
+        message = socket.recv(timeout=120)
+        if isinstance(message, bytes):
+            last_s = time.perf_counter() - began_s
+            continue
+        event = json.loads(message)
+        if event["type"] == "error":
+            raise SystemExit(event["error"]["message"])
+        if event["type"] == "audio.done":
+            break
+    assert last_s is not None, "an utterance without audio"
+    return {
+        "last_word_ms": round(1000 * last_word_s),
+        "first_audio_ms": round(event["timings"]["first_audio_ms"]),  # the server's clock: the client writes meanwhile
+        "last_audio_ms": round(1000 * last_s),
+        "audio_s": event["audio_s"],
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("models", nargs="*", help="to serve; none: the small voice")
+    options.add_argument("--url", help="of a server that runs")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--config", default="{}", help="fields of session.config, as JSON")
+    options.add_argument("--json", action="store_true", help="one object instead of a table")
+    given = options.parse_args()
+    config = {"seed": 1, **json.loads(given.config)}
+    runs = []
+    with served(given.url, given.models) as url:
+        address = url.replace("http", "ws", 1) + "/v1/audio/speech/stream"
+        with connect(address, max_queue=None) as socket:
+            socket.send(json.dumps({"type": "session.config", **config}))
+            configured = json.loads(socket.recv(timeout=10))
+            if configured["type"] == "error":
+                raise SystemExit(configured["error"]["message"])
+            speak(socket, 0)  # of which nothing is counted
+            for pause_ms in PAUSES_MS:
+                rounds = [speak(socket, pause_ms / 1000) for _ in range(given.rounds)]
+                run = {name: median(one[name] for one in rounds) for name in rounds[0]}
+                runs.append({"word_every_ms": pause_ms, **run})
+    result = {"model": configured["model"], "split_granularity": configured["split_granularity"], "runs": runs}
+    if given.json:
+        return print(json.dumps(result))
+    print(f"{result['model']}, {result['split_granularity']} by {result['split_granularity']}, {len(TEXT.split())} words")
+    for run in runs:
+        print(
+            f"a word every {run['word_every_ms']:>3} ms: last word {run['last_word_ms']:>5} ms, first audio {run['first_audio_ms']:>5} ms, "
+            f"last audio {run['last_audio_ms']:>6} ms of {run['audio_s']:.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""POST /v1/audio/speech/batch."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from typing import Any
+
+import msgspec
+from litestar import post
+from litestar.exceptions import HTTPException
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.engine_client import Away
+from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, outcome_of, refusal
+from serving.http.routes.speech import ForgetfulRequest, check, is_default, options_of
+from serving.http.schemas import (
+    FIELDS,
+    BatchResult,
+    BatchResults,
+    SpeechBatch,
+    SpeechRequest,
+    Usage,
+)
+from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
+from serving.http.speech import Speech
+
+RESPONSES = {
+    200: ResponseSpec(BatchResults, description="a file, or what is wrong, of each item"),
+    400: WRONG,
+    413: TOO_LARGE,
+    **REFUSALS,
+}
+SPEECH = "/v1/audio/speech"
+WHOLE = {"stream": False, "stream_format": "audio"}
+
+
+@post("/v1/audio/speech/batch", status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
+async def speak_batch(data: SpeechBatch, request: ForgetfulRequest, server: Server) -> ASGIApp:
+    """Speak several texts at once; what is wrong with one is no matter of the others."""
+    _ = server.models  # raises Away
+    body = await request.take_json()
+    shared = {name: value for name, value in body.items() if name != "items"}
+    items = [shared | {k: v for k, v in item.items() if not is_default(k, v)} for item in data.items]
+    return Batch(server, items)
+
+
+class Batch:
+    """An ASGI application for one batch. A client that leaves cancels all of it."""
+
+    def __init__(self, server: Server, items: list[dict[str, Any]]):
+        self.server, self.items = server, items
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def until_left() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        answers = asyncio.gather(*(self.result(i, item) for i, item in enumerate(self.items)))
+        left = asyncio.create_task(until_left())
+        try:
+            await asyncio.wait((answers, left), return_when=asyncio.FIRST_COMPLETED)
+        finally:  # reached by a shutdown too
+            left.cancel()
+            if not answers.done():
+                answers.cancel()
+        if answers.done():
+            body = msgspec.json.encode(BatchResults(answers.result()))
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def result(self, index: int, item: dict[str, Any]) -> BatchResult:
+        model_id = ""
+        try:
+            request = request_of(item)
+            model, warnings = self.server.chosen_model(request)
+            model_id = model.id
+            options = options_of(item, model)
+            check(request, model, self.server)
+            return await spoken(index, Speech(self.server, request, options, model, None, warnings))
+        except Away as error:
+            away = refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)
+            return self.failed(index, model_id, away)
+        except HTTPException as error:
+            return self.failed(index, model_id, error)
+
+    def failed(self, index: int, model_id: str, error: HTTPException) -> BatchResult:
+        self.server.metrics.ended(model_id, outcome_of(error))
+        return BatchResult(index=index, error=error_of(error))
+
+
+async def spoken(index: int, speech: Speech) -> BatchResult:
+    """Raises the refusal, Away."""
+    file = bytearray()
+
+    async def take(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            file.extend(message["body"])
+
+    try:
+        await speech.answer(take)
+    except asyncio.CancelledError:
+        speech.ended("cancelled", LEFT)
+        raise
+    assert speech.finished is not None, "an answer that neither ended nor failed"
+    return BatchResult(
+        index=index,
+        audio=base64.b64encode(file).decode(),
+        response_format=speech.request.response_format,
+        sample_rate=speech.encoder.sample_rate_hz,
+        seed=speech.fields["seed"],
+        finish_reason=speech.finished.reason,
+        usage=Usage.of(speech.finished),
+        warning="; ".join(speech.warnings) or None,
+    )
+
+
+def request_of(fields: dict[str, Any]) -> SpeechRequest:
+    """Raises the refusal, in the words of a request that comes alone."""
+    shared = {name: value for name, value in fields.items() if name in FIELDS[SPEECH]}
+    try:
+        return msgspec.convert(shared | WHOLE, SpeechRequest)
+    except msgspec.ValidationError as error:
+        raise wrong_field(str(error)) from None
+
+
+def wrong_field(message: str) -> HTTPException:
+    """msgspec's complaint about a speech request, as a refusal that names the field and what it takes."""
+    fields = FIELDS[SPEECH]
+    if missing := re.search("missing required field `(.*)`", message):
+        return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
+    what, _, where = message.partition(" - at `$.")
+    field = re.split(r"[.\[`]", where)[0]
+    if field not in fields:
+        return refusal(400, f"the request must be an object with the field input: {message.lower()}")
+    return refusal(400, f"{field}: {what.lower()}; {field} takes {fields[field]}", field)

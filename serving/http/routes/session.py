@@ -1,0 +1,57 @@
+"""WS /v1/audio/speech/stream."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from litestar import asgi
+from litestar.connection import ASGIConnection
+from litestar.exceptions import HTTPException
+from litestar.types import Receive, Scope, Send, WebSocketScope
+
+from serving.http.errors import error_of, refusal
+from serving.http.listener import deny
+from serving.http.server import Server, check_api_key
+from serving.http.session import Session
+
+PATH = "/v1/audio/speech/stream"
+SUBPROTOCOL = "speechzoo"
+KEY = "openai-insecure-api-key."  # a page's WebSocket has no headers but this, as OpenAI's own
+
+
+@asgi(PATH, copy_scope=False)
+async def speak_in_session(scope: Scope, receive: Receive, send: Send) -> None:
+    """Text in while speech goes out, over a WebSocket."""
+    if scope["type"] != "websocket":
+        raise refusal(426, f"{PATH} is a WebSocket", code="upgrade_required")
+    server: Server = scope["litestar_app"].state.server
+    try:
+        check_api_key(server, given_key(scope))
+        server.sessions.enter()
+    except HTTPException as error:
+        return await deny(send, error.status_code, error.detail, error_of(error).code)
+    try:
+        await receive()  # websocket.connect
+        await send({"type": "websocket.accept", "subprotocol": chosen(offered(scope)), "headers": []})
+        await Session(server, receive, send).run()
+    finally:
+        server.sessions.leave()
+
+
+def given_key(scope: Scope) -> str:
+    """The Authorization header, or what stands for it."""
+    header = ASGIConnection(scope).headers.get("authorization")
+    keys = [name.removeprefix(KEY) for name in offered(scope) if name.startswith(KEY)]
+    if header is None and keys:
+        return f"Bearer {keys[0]}"
+    return header or ""
+
+
+def offered(scope: Scope) -> list[str]:
+    return cast(WebSocketScope, scope)["subprotocols"]
+
+
+def chosen(subprotocols: list[str]) -> str | None:
+    """Of those that a client offers, which wants to hear one of them; the key is none."""
+    possible = [name for name in subprotocols if not name.startswith(KEY)]
+    return SUBPROTOCOL if SUBPROTOCOL in possible else next(iter(possible), None)

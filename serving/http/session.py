@@ -1,0 +1,309 @@
+"""A session over a WebSocket: text in while speech goes out.
+
+    client  session.config   input.text input.text input.done   input.text ...   input.cancel
+    server  session.configured       audio.start ~~~~~~~~ audio.done     audio.start ~~~ audio.done
+
+An utterance is the text up to an input.done. Utterances are spoken one after the other; input.cancel, a client that leaves, and a
+new utterance where `barge_in` is "cancel", end what speaks at once, and the engine frees its slot at its next turn. Each
+utterance ends in one audio.done or one error. A message that is wrong is answered by an error and is otherwise as if it had
+not come. Close codes: 1012 the server stops, 1003 binary messages, 1008 too many wrong ones, 4408 silence; 1007 and 1009 no UTF-8 and too
+large (uvicorn's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import structlog
+from litestar.exceptions import HTTPException
+from litestar.types import Receive, Send
+
+from serving.engine_client import Away
+from serving.http import encode
+from serving.http.errors import AWAY_RETRY_S, cut, error_of, refusal
+from serving.http.events import (
+    AudioDone,
+    Config,
+    ConfigFields,
+    Configured,
+    Failure,
+    InputCancel,
+    InputDone,
+    InputText,
+    ServerEvent,
+    any_object,
+    client_event,
+)
+from serving.http.routes.batch import request_of
+from serving.http.routes.speech import check, is_default, options_of
+from serving.http.schemas import Model, SpeechRequest, fields_of
+from serving.http.server import Server
+from serving.http.utterance import Idle, Settings, Utterance
+
+UNSUPPORTED, POLICY, SILENT = 1003, 1008, 4408
+MAX_QUEUED = 16  # utterances
+MAX_WRONG = 100  # messages
+OWN = fields_of(ConfigFields)
+NO_TOKENS = "model {!r} takes no text token by token, or not with this; take auto or sentence"
+EVENTS = "session.config, input.text, input.done and input.cancel"
+
+log = structlog.get_logger()
+
+
+class Closed(Exception):
+    """The session is to be closed, with a code and a reason."""
+
+    def __init__(self, code: int, reason: str):
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+class Left(Exception):
+    """The client did."""
+
+
+class Session:
+    """`run` until it ends; the socket is accepted already."""
+
+    def __init__(self, server: Server, receive: Receive, send: Send):
+        self.server, self.receive, self.send = server, receive, send
+        self.settings: Settings | None = None
+        self.open: Utterance | None = None  # that takes text
+        self.queue: deque[Utterance] = deque()  # those that are not over, the first of which speaks
+        self.turn = asyncio.Event()  # the queue has changed
+        self.speaking: asyncio.Task[AudioDone | Failure] | None = None
+        self.num_utterances = self.num_wrong = 0
+        self.active_s = time.monotonic()  # the last message, or the end of the last utterance
+
+    async def run(self) -> None:
+        listening = asyncio.create_task(self._listen())
+        talking = asyncio.create_task(self._talk())
+        try:
+            await asyncio.wait((listening, talking), return_when=asyncio.FIRST_COMPLETED)
+            for task in (listening, talking):
+                if task.done():
+                    task.result()
+        except Closed as closed:
+            await self._close(closed)
+        except (Left, OSError):
+            pass
+        finally:
+            await ended(listening, talking, self.speaking)
+
+    async def _close(self, closed: Closed) -> None:
+        await self.send({"type": "websocket.close", "code": closed.code, "reason": closed.reason})
+
+    # in
+
+    async def _listen(self) -> None:
+        while True:
+            text = await self._next()
+            try:
+                await self._take(text)
+                self.num_wrong = 0
+            except HTTPException as error:
+                await self._wrong(error)
+            except Away as error:
+                await self._tell(Failure(error_of(away(error))))
+
+    async def _next(self) -> str:
+        """Raises Left, Closed."""
+        self.active_s, idle_s = time.monotonic(), self.server.limits.session_idle_s
+        while True:
+            until_s = (time.monotonic() if self.queue else self.active_s) + idle_s
+            try:
+                message = await asyncio.wait_for(self.receive(), until_s - time.monotonic())
+            except TimeoutError:
+                if not self.queue and time.monotonic() >= self.active_s + idle_s:
+                    raise Closed(SILENT, f"nothing came for {idle_s:g} s") from None
+                continue
+            match message:
+                case {"type": "websocket.disconnect"}:
+                    raise Left
+                case {"type": "websocket.receive", "text": str(text)}:
+                    return text
+                case {"type": "websocket.receive"}:
+                    raise Closed(UNSUPPORTED, "messages are JSON, as text")
+
+    async def _wrong(self, error: HTTPException) -> None:
+        self.num_wrong += 1
+        await self._tell(Failure(error_of(error)))
+        if self.num_wrong >= MAX_WRONG:
+            raise Closed(POLICY, f"{self.num_wrong} messages were wrong")
+
+    async def _take(self, text: str) -> None:
+        """Raises the refusal, Away."""
+        match decoded(text):
+            case Config():
+                self.settings = await self._configure(any_object.decode(text))
+                await self._tell(self._configured(self.settings))
+            case InputText(said):
+                await self._say(said)
+            case InputDone():
+                self._end()
+            case InputCancel():
+                await self._cancel()
+
+    async def _configure(self, message: dict[str, Any]) -> Settings:
+        """Raises the refusal, Away."""
+        own = self._own_fields(message)
+        fields = {
+            name: value
+            for name, value in message.items()
+            if name not in OWN and name != "type" and not is_default(name, value)
+        }
+        if "input" in fields:
+            raise refusal(400, "input comes as input.text", "input")
+        request = request_of({"response_format": "pcm", **fields, "input": ""})
+        model, warnings = self.server.chosen_model(request)
+        options = options_of(fields, model)
+        check(request, model, self.server)
+        can_feed = model.feeds and options.get("text_mode") != "full" and not request.normalize
+        if own.split_granularity == "token" and not can_feed:
+            raise refusal(400, NO_TOKENS.format(model.id), "split_granularity")
+        references = await self.server.references.find(request, model)
+        request.forget_audio()
+        return Settings(
+            request=request,
+            model=model,
+            options=options,
+            references=references,
+            is_base64=own.audio == "base64",
+            is_fed=can_feed and own.split_granularity != "sentence",
+            may_fall_back=own.split_granularity == "auto",
+            is_cancelling=own.barge_in == "cancel",
+            sample_rate_hz=decoded_hz(request, model),
+            warnings=warnings,
+        )
+
+    def _own_fields(self, message: dict[str, Any]) -> ConfigFields:
+        given = {name: message[name] for name in OWN if message.get(name) is not None}
+        try:
+            return msgspec.convert(given, ConfigFields)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).partition(" - at `$.")
+            field = where.rstrip("`")
+            raise refusal(400, f"{field}: {what.lower()}; {field} takes {OWN[field]}", field) from None
+
+    def _configured(self, settings: Settings) -> Configured:
+        return Configured(
+            settings.model.id,
+            settings.sample_rate_hz,
+            settings.request.response_format,
+            "token" if settings.is_fed else "sentence",
+            settings.warnings,
+        )
+
+    async def _say(self, text: str) -> None:
+        """Raises the refusal, Away."""
+        if self.open is None and not text:
+            return
+        if self.settings is None:
+            self.settings = await self._configure({})
+        if self.open is None:
+            await self._begin(self.settings)
+        assert self.open is not None, "an utterance has begun, and is not open"
+        self.open.say(text)
+
+    async def _begin(self, settings: Settings) -> None:
+        if settings.is_cancelling:
+            await self._cancel()
+        if len(self.queue) >= MAX_QUEUED:
+            message = f"{len(self.queue)} utterances wait already; cancel them, or let them end"
+            raise refusal(400, message, code="too_many_utterances")
+        self.num_utterances += 1
+        seed = settings.request.seed
+        seed = secrets.randbits(63) if seed is None else seed
+        self.open = Utterance(
+            self.num_utterances, self.server, settings, seed, self._tell, self._send_bytes
+        )
+        self.queue.append(self.open)
+        self.turn.set()
+
+    def _end(self) -> None:
+        """Raises the refusal."""
+        if self.open is None:
+            raise refusal(400, "no utterance is open: input.text begins one")
+        self.open.end()
+        self.open = None
+
+    async def _cancel(self) -> None:
+        """All there is; what was spoken is told."""
+        gone, self.open = list(self.queue), None
+        self.queue.clear()
+        await ended(self.speaking)
+        for utterance in gone:
+            await self._tell(utterance.done("cancelled"))
+
+    # out
+
+    async def _talk(self) -> None:
+        """Raises Closed."""
+        while True:
+            while not self.queue:
+                self.turn.clear()
+                await self.turn.wait()
+            utterance = self.queue[0]
+            speaking = self.speaking = asyncio.create_task(self._speak(utterance))
+            await asyncio.wait((speaking,))
+            self.speaking, utterance.is_over, self.active_s = None, True, time.monotonic()
+            if self.queue and self.queue[0] is utterance:  # or it was cancelled, which has been told
+                self.queue.popleft()
+                await self._tell(speaking.result())
+
+    async def _speak(self, utterance: Utterance) -> AudioDone | Failure:
+        """Raises Closed."""
+        try:
+            return await utterance.speak()
+        except HTTPException as error:
+            return Failure(error_of(error), utterance.number)
+        except Away as error:
+            return Failure(error_of(away(error)), utterance.number)
+        except Idle:
+            idle = f"no text came for {self.server.limits.text_idle_s:g} s, and no input.done"
+            await self._tell(Failure(error_of(refusal(408, idle, code="idle")), utterance.number))
+            raise Closed(SILENT, idle) from None
+
+    async def _tell(self, event: ServerEvent) -> None:
+        await self.send({"type": "websocket.send", "bytes": None, "text": msgspec.json.encode(event).decode()})
+
+    async def _send_bytes(self, data: bytes) -> None:
+        await self.send({"type": "websocket.send", "bytes": data, "text": None})
+
+
+async def ended(*tasks: asyncio.Task[Any] | None) -> None:
+    """Each of them, whether it was at its end or not."""
+    there = [task for task in tasks if task is not None]
+    for task in there:
+        task.cancel()
+    await asyncio.gather(*there, return_exceptions=True)
+
+
+def decoded(text: str) -> Config | InputText | InputDone | InputCancel:
+    """Raises the refusal."""
+    try:
+        return client_event.decode(text)
+    except msgspec.ValidationError as error:
+        message = f"a message is an object whose type is one of {EVENTS}: {str(error).lower()}"
+        raise refusal(400, cut(message, 300), code="invalid_event") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise refusal(400, f"the message is not valid JSON: {error}", code="invalid_json") from None
+
+
+def decoded_hz(request: SpeechRequest, model: Model) -> int:
+    """Of the answers. Raises the refusal of a rate that the format has not."""
+    form = encode.FORMATS[request.response_format]
+    try:
+        rate_hz = form.codec_hz(model.sample_rate_hz, request.sample_rate)
+    except ValueError as error:
+        raise refusal(400, f"sample_rate: {error}", "sample_rate") from None
+    return form.decoded_hz or rate_hz
+
+
+def away(error: Away) -> HTTPException:
+    return refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)

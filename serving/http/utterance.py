@@ -1,0 +1,327 @@
+"""One utterance of a session: text on its way in, audio on its way out.
+
+    token by token    text ─ Feed ─ one request that stays open ─ audio
+    by sentences      text ─ Sentences ─ a request of each, one after the other, in one voice and seed ─ audio
+
+Either is one stream of one encoder. A fed request ends at the first end of a sentence behind `piece_s` seconds of speech, and
+another one goes on: models drift on longer ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import numpy as np
+from litestar.exceptions import HTTPException
+from litestar.types import Message, Send
+
+from serving import protocol
+from serving.http import encode
+from serving.http.errors import LEFT, outcome_of, refusal
+from serving.http.events import AudioChunk, AudioDone, AudioStart, ServerEvent, Timings
+from serving.http.schemas import Model, SpeechRequest, Usage
+from serving.http.sentences import Sentences
+from serving.http.server import Server
+from serving.http.speech import ENCODING, Speech
+
+SENTENCE_END = re.compile(r"[.!?\u2026][\"'\u201d\u2019)\]]*\s|[\u3002\uff01\uff1f]")
+LETTER_S, WIDE_S = 1 / 12, 1 / 4  # about how long a character takes to say
+REFUSED = 400
+
+
+class Idle(Exception):
+    """No text came for so long."""
+
+
+class Settings(msgspec.Struct):
+    """What session.config says of utterances. request: with an empty input; references: found already."""
+
+    request: SpeechRequest
+    model: Model
+    options: dict[str, bool | int | float | str]
+    references: list[protocol.Reference]
+    is_base64: bool
+    is_fed: bool  # token by token
+    may_fall_back: bool  # to sentences, where the model takes no such text with this request
+    is_cancelling: bool  # a new utterance cancels others
+    sample_rate_hz: int  # that audio decodes to
+    warnings: list[str]
+
+
+class Segment(Speech):
+    """A request of an utterance. `asked`: called when the engine has it. What goes wrong is raised."""
+
+    def __init__(
+        self,
+        server: Server,
+        settings: Settings,
+        text: str,
+        seed: int,
+        max_frames: int | None,
+        references: list[protocol.Reference],
+        is_open: bool,
+    ):
+        request = msgspec.structs.replace(
+            settings.request,
+            input=text,
+            seed=seed,
+            max_new_tokens=max_frames,
+            response_format="pcm",
+            sample_rate=None,
+            speed=1.0,
+            stream=True,
+        )
+        options = dict(settings.options)
+        if is_open and "text_mode" in settings.model.option_names:
+            options.setdefault("text_mode", "interleaved")
+        super().__init__(server, request, options, settings.model)
+        self.references, self.is_open = references, is_open
+        self.asked = asyncio.Event()
+
+    async def message(self) -> protocol.Speak:
+        message = self.speak_message(self.references)
+        if self.is_open:
+            message.request["is_open"] = True
+        return message
+
+    def begin(self) -> None:
+        self.asked.set()
+
+    async def fail(self, failed: protocol.Failed, send: Send) -> None:
+        self.is_started = False  # nobody takes a header for a whole answer here
+        await super().fail(failed, send)
+
+    async def speak(self, send: Send) -> protocol.Finished:
+        """Raises the refusal, Away."""
+        try:
+            await self.answer(send)
+        except asyncio.CancelledError:
+            self.ended("cancelled", LEFT)
+            raise
+        except HTTPException as error:
+            self.server.metrics.ended(self.model.id, outcome_of(error))
+            raise
+        assert self.finished is not None, "an answer that neither ended nor failed"
+        return self.finished
+
+
+class Utterance:
+    """`say` adds text, `end` ends it; `speak` runs beside them until all is spoken."""
+
+    def __init__(
+        self,
+        number: int,
+        server: Server,
+        settings: Settings,
+        seed: int,
+        send_event: Callable[[ServerEvent], Awaitable[None]],
+        send_bytes: Callable[[bytes], Awaitable[None]],
+    ):
+        self.number, self.server, self.settings, self.seed = number, server, settings, seed
+        self.send_event, self.send_bytes = send_event, send_bytes
+        request, model = settings.request, settings.model
+        self.encoder = encode.Encoder(
+            request.response_format, model.sample_rate_hz, request.sample_rate, request.speed
+        )
+        self.began_s = time.perf_counter()
+        self.ended_s: float | None = None  # its text
+        self.heard_s: float | None = None
+        self.text, self.num_taken = "", 0  # all of it, and the characters that are on their way
+        self.came = asyncio.Event()
+        self.is_over = False
+        self.frames = self.num_samples = self.input_tokens = self.text_tokens = 0
+        self.was_cut = False  # by a cap
+        self.kept: list[protocol.Reference] = settings.references
+        self.pcm = bytearray()  # of the segment that speaks, where its voice is to be kept
+
+    # text
+
+    def say(self, text: str) -> None:
+        """Raises the refusal."""
+        most, count = self.server.limits.text_chars, len(self.text) + len(text)
+        if self.is_over:  # and its text still comes
+            return
+        if count > most:
+            message = f"the utterance has {count} characters; this server takes up to {most}"
+            raise refusal(400, message, "text")
+        self.text += text
+        self.came.set()
+
+    def end(self) -> None:
+        self.ended_s = time.perf_counter()
+        self.came.set()
+
+    async def more(self) -> str | None:
+        """What came since; None at the end. Raises Idle."""
+        while self.num_taken == len(self.text):
+            if self.ended_s is not None:
+                return None
+            self.came.clear()
+            try:
+                await asyncio.wait_for(self.came.wait(), self.server.limits.text_idle_s)
+            except TimeoutError:
+                raise Idle from None
+        text, self.num_taken = self.text[self.num_taken :], len(self.text)
+        return text
+
+    # speech
+
+    async def speak(self) -> AudioDone:
+        """Raises the refusal, Away, Idle."""
+        if self.settings.is_fed:
+            try:
+                await self._speak_fed()
+            except HTTPException as error:
+                is_early = self.heard_s is None and error.status_code == REFUSED
+                if not (self.settings.may_fall_back and is_early):
+                    raise
+                self.settings.is_fed = False  # from now on
+                self.num_taken = 0
+                await self._speak_sentences()
+        else:
+            await self._speak_sentences()
+        await self._send_audio(await self._encode(self.encoder.finish))
+        return self.done()
+
+    def done(self, reason: str | None = None) -> AudioDone:
+        now_s, made = time.perf_counter(), self.frames + self.text_tokens
+        audio_s = self.num_samples / self.settings.model.sample_rate_hz / self.settings.request.speed
+        timings = Timings(
+            self._since_ms(self.ended_s), self._since_ms(self.heard_s), round(1000 * (now_s - self.began_s), 1)
+        )
+        usage = Usage(self.input_tokens, made, self.input_tokens + made)
+        reason = reason or ("length" if self.was_cut else "stop")
+        return AudioDone(self.number, reason, round(audio_s, 4), usage, timings)
+
+    def _since_ms(self, then_s: float | None) -> float | None:
+        return None if then_s is None else round(1000 * (then_s - self.began_s), 1)
+
+    async def _speak_sentences(self) -> None:
+        sentences, has_spoken, text = Sentences(), False, await self.more()
+        while self.frames_left != 0:
+            for sentence in sentences.rest() if text is None else sentences.more(text):
+                if self.frames_left != 0:
+                    await self._speak_segment(self._segment(sentence, is_open=False))
+                    has_spoken = True
+            if text is None:
+                break
+            text = await self.more()
+        if not has_spoken:
+            raise refusal(400, "the utterance has no text", "text")
+
+    async def _speak_fed(self) -> None:
+        text, has_spoken = await self._first(), False
+        while text is not None and not self.was_cut:
+            segment = self._segment(text, is_open=True)
+            speaking = asyncio.create_task(self._speak_segment(segment))
+            feeding = asyncio.create_task(self._feed(segment))
+            try:
+                await asyncio.wait((speaking, feeding), return_when=asyncio.FIRST_COMPLETED)
+                if feeding.done() and not speaking.done():
+                    feeding.result()
+                await speaking
+            finally:
+                for task in (speaking, feeding):
+                    task.cancel()
+                await asyncio.gather(speaking, feeding, return_exceptions=True)
+            has_spoken, text = True, None if self.was_cut else await self._first()
+        if not has_spoken:
+            raise refusal(400, "the utterance has no text", "text")
+
+    async def _first(self) -> str | None:
+        """Text with something in it."""
+        first = ""
+        while not first.strip():
+            text = await self.more()
+            if text is None:
+                return None
+            first += text
+        return first
+
+    async def _feed(self, segment: Segment) -> None:
+        """What comes, to the end of the text or of a sentence that is late enough. Raises Idle."""
+        await segment.asked.wait()
+        engine, left_s = self.server.engine, (self.settings.model.piece_s or np.inf)
+        left_s -= said_s(segment.request.input)
+        tail = ""  # of what came before, with which a sentence may end
+        while (text := await self.more()) is not None:
+            end = SENTENCE_END.search(tail + text) if left_s <= 0 else None
+            if end is not None and (cut := end.end() - len(tail)) > 0:
+                self.num_taken -= len(text) - cut
+                return engine.feed(segment.id, text[:cut], is_last=True)
+            left_s, tail = left_s - said_s(text), (tail + text)[-2:]
+            engine.feed(segment.id, text)
+        engine.feed(segment.id, "", is_last=True)
+
+    def _segment(self, text: str, is_open: bool) -> Segment:
+        return Segment(self.server, self.settings, text, self.seed, self.frames_left, self.kept, is_open)
+
+    @property
+    def frames_left(self) -> int | None:
+        most = self.settings.request.max_new_tokens
+        return None if most is None else max(most - self.frames, 0)
+
+    async def _speak_segment(self, segment: Segment) -> None:
+        self.pcm.clear()
+        finished = await segment.speak(self._take)
+        self.frames += finished.frames
+        self.input_tokens += finished.usage.get("input_tokens", 0)
+        self.text_tokens += finished.usage.get("text_tokens", 0)
+        self.was_cut |= finished.reason == "length"
+        self._keep_voice(segment)
+
+    def _keep_voice(self, segment: Segment) -> None:
+        """A voice that came by chance is the next sentence's recording."""
+        model, pcm = self.settings.model, bytes(self.pcm)
+        if not self._is_keeping or model.reference_s is None:
+            return
+        samples = np.frombuffer(pcm, "<i2").astype("<f4") / encode.FULL_SCALE
+        if len(samples) >= model.reference_s[0] * model.sample_rate_hz:
+            clip = protocol.AudioClip(samples.tobytes(), model.sample_rate_hz)
+            self.kept = [protocol.Reference(clip, segment.request.input)]
+
+    @property
+    def _is_keeping(self) -> bool:
+        return self.settings.model.keeps_voice and not self.kept
+
+    # audio
+
+    async def _take(self, message: Message) -> None:
+        """PCM of a segment."""
+        if message["type"] != "http.response.body" or not message["body"]:
+            return
+        pcm: bytes = message["body"]
+        model = self.settings.model
+        if self._is_keeping and model.reference_s is not None:
+            room = 2 * int(model.reference_s[1] * model.sample_rate_hz) - len(self.pcm)
+            self.pcm += pcm[: max(room, 0)]
+        self.num_samples += len(pcm) // 2
+        await self._send_audio(await self._encode(self.encoder.feed, pcm))
+
+    async def _encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
+        if self.encoder.is_light:
+            return step(*args)
+        return await asyncio.get_running_loop().run_in_executor(ENCODING, step, *args)
+
+    async def _send_audio(self, audio: bytes) -> None:
+        if not audio:
+            return
+        if self.heard_s is None:
+            self.heard_s = time.perf_counter()
+            request = self.settings.request
+            rate_hz = self.encoder.sample_rate_hz
+            await self.send_event(AudioStart(self.number, rate_hz, request.response_format, self.seed))
+        if self.settings.is_base64:
+            await self.send_event(AudioChunk(self.number, base64.b64encode(audio).decode()))
+        else:
+            await self.send_bytes(audio)
+
+
+def said_s(text: str) -> float:
+    """About how long it takes to say."""
+    return sum(WIDE_S if "\u2e80" <= character <= "\uffef" else LETTER_S for character in text)

@@ -1,0 +1,102 @@
+"""Speech that is spoken faster or slower, at the pitch it had: FFmpeg's atempo (WSOLA: pieces of the sound are laid over each
+other where they fit best), through PyAV, chunk by chunk. What comes out does not depend on how the speech was cut.
+
+One atempo goes from half to twice the tempo: slower it cannot, and faster it would leave pieces out. Beyond, two follow each
+other.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import av
+import numpy as np
+from av.filter import Graph
+
+MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's
+MIN_TEMPO, MAX_TEMPO = 0.5, 2.0  # of one filter
+TAIL_S = 0.25  # more than two filters keep back
+BLOCK_S = 0.01  # atempo is fed so much at a time: of other blocks it makes other samples
+
+
+def tempos(speed: float) -> tuple[float, ...]:
+    """What filters one after the other make of it. Raises ValueError."""
+    if not MIN_SPEED <= speed <= MAX_SPEED:  # NaN is in no range
+        raise ValueError(f"speed is {speed:g}; from {MIN_SPEED:g} to {MAX_SPEED:g} is possible")
+    return (speed,) if MIN_TEMPO <= speed <= MAX_TEMPO else (speed**0.5, speed**0.5)
+
+
+class Stretch:
+    """One stream. `feed` int16 little-endian mono -> what of it is ready by now, perhaps nothing; `finish` -> the rest. N
+    samples become N / speed, to the sample. Not for speed 1. Raises ValueError for a speed that is not possible."""
+
+    def __init__(self, sample_rate_hz: int, speed: float):
+        self._rate_hz, self._speed = sample_rate_hz, speed
+        self._num_taken = self._num_pushed = self._num_given = 0  # samples
+        self._block_bytes = 2 * round(BLOCK_S * sample_rate_hz)
+        self._held, self._ready = bytearray(), bytearray()
+        self._graph = Graph()
+        source = self._graph.add_abuffer(
+            format="s16", sample_rate=sample_rate_hz, layout="mono", time_base=Fraction(1, sample_rate_hz)
+        )
+        filters = [self._graph.add("atempo", f"{tempo:.8f}") for tempo in tempos(speed)]
+        self._graph.link_nodes(source, *filters, self._graph.add("abuffersink"))
+        self._graph.configure()
+
+    def feed(self, pcm: bytes) -> bytes:
+        self._num_taken += len(pcm) // 2
+        self._take(pcm)
+        return self._give()
+
+    def finish(self) -> bytes:
+        """atempo keeps back some of an end: silence behind it takes its place."""
+        if not self._num_taken:
+            return b""
+        self._take(bytes(2 * round(TAIL_S * self._rate_hz)))
+        self._graph.push(None)
+        self._pull()
+        rest = self._give()
+        return rest + bytes(2 * (self._num_due - self._num_given))
+
+    @property
+    def _num_due(self) -> int:
+        """Of what was taken so far."""
+        return round(self._num_taken / self._speed)
+
+    def _give(self) -> bytes:
+        count = min(len(self._ready) // 2, self._num_due - self._num_given)
+        self._num_given += count
+        given = bytes(self._ready[: 2 * count])
+        del self._ready[: 2 * count]
+        return given
+
+    def _take(self, pcm: bytes) -> None:
+        self._held += pcm
+        size = self._block_bytes
+        for at in range(0, len(self._held) - size + 1, size):
+            self._push(np.frombuffer(bytes(self._held[at : at + size]), "<i2"))
+        del self._held[: len(self._held) // size * size]
+
+    def _push(self, samples: np.ndarray) -> None:
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate, frame.time_base = self._rate_hz, Fraction(1, self._rate_hz)
+        frame.pts, self._num_pushed = self._num_pushed, self._num_pushed + samples.size
+        self._graph.push(frame)
+        self._pull()
+
+    def _pull(self) -> None:
+        while True:
+            try:
+                frame = self._graph.pull()
+            except (av.error.BlockingIOError, av.error.EOFError):
+                return
+            assert isinstance(frame, av.AudioFrame), f"atempo gives a {type(frame).__name__}"
+            self._ready += frame.to_ndarray().astype("<i2", copy=False).tobytes()
+
+
+def stretched(pcm: bytes, sample_rate_hz: int, speed: float) -> bytes:
+    """A whole speech. Raises ValueError for a speed that is not possible."""
+    if speed == 1:
+        return pcm
+    stretch = Stretch(sample_rate_hz, speed)
+    return stretch.feed(pcm) + stretch.finish()

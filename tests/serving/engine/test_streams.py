@@ -1,0 +1,53 @@
+"""What launches read: many numbers in one copy."""
+
+import numpy as np
+import pytest
+import torch
+
+from serving.engine.streams import ALIGNED, parts
+
+
+def packed(fields):
+    sizes = [-(-value.size // ALIGNED) * ALIGNED for value in fields.values()]
+    place = torch.full((sum(sizes) + 4,), -1, dtype=torch.int64)
+    for part, value in zip(place.split([*sizes, 4]), fields.values(), strict=False):
+        part[: value.size] = torch.from_numpy(value.reshape(-1).astype(np.int64))
+    return place, sizes
+
+
+FIELDS = {
+    "slots": np.array([3, 1, 2]),
+    "page_table": np.arange(15).reshape(3, 5),
+    "is_last": np.array([True, False, True]),
+    "kv_lens": np.array([7]),
+}
+
+
+def test_parts_are_views_of_the_place_in_the_fields_shapes():
+    place, sizes = packed(FIELDS)
+    found = parts(place, FIELDS, sizes)
+    for name, value in FIELDS.items():
+        assert found[name].dtype == (torch.bool if value.dtype == bool else torch.int64)
+        assert np.array_equal(found[name].numpy(), value)
+        assert found[name].data_ptr() % 16 == place.data_ptr() % 16
+    place.zero_()
+    assert not any(part.any() for part in found.values())
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_nested_region_takes_parts(mode):
+    """It refuses two inputs that share a storage, on any device."""
+
+    @torch.compiler.nested_compile_region
+    def layer(x, lens, edges):
+        return x + lens.sum() * edges[-1]
+
+    def step(x, lens, edges):
+        return layer(layer(x, lens, edges), lens, edges)
+
+    place, sizes = packed(FIELDS)
+    with mode():
+        found = parts(place, FIELDS, sizes)
+        arguments = torch.zeros(2), found["kv_lens"], found["slots"]
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*arguments), step(*arguments))

@@ -1,0 +1,122 @@
+"""The names that clients written for OpenAI ask for, and those that `zoo serve --alias` gives."""
+
+import base64
+
+import msgspec
+import pytest
+from fake_engine import CLONER, MODEL
+from http_server import Server, error
+from uploads import recording, upload
+
+from serving.http.names import Names
+
+ALIASES = Names({"fast": "fake", "copy": "cloner"}, {"Anna": "ryan", "vivian": "ryan"})
+CHANCE = msgspec.structs.replace(CLONER, modes=["voice", "clone"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("s")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("s"), models=[MODEL, CLONER], names=ALIASES) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("s"), names=Names(is_strict=True)) as server:
+        yield server
+
+
+def reached(server, **fields):
+    """-> model and voice as the engine has them, and the warning."""
+    answer = server.speak("frames 1", **fields)
+    assert answer.status_code == 200, answer.text
+    message = server.engine.messages[answer.headers["x-request-id"]]
+    return message.model, message.request.get("voice"), answer.headers.get("x-warning")
+
+
+@pytest.mark.parametrize("model", ["tts-1", "tts-1-hd", "gpt-4o-mini-tts", "gpt-4o-mini-tts-2025-12-15"])
+def test_openais_models_are_the_one_model_with_a_warning(server, model):
+    instead = f"model '{model}' is not here; 'fake' speaks in its place"
+    assert reached(server, model=model) == ("fake", None, instead)
+
+
+@pytest.mark.parametrize("voice", ["alloy", "Verse", {"id": "shimmer"}])
+def test_openais_voices_are_the_models_first_with_a_warning(server, voice):
+    name = voice["id"] if isinstance(voice, dict) else voice
+    instead = f"voice '{name}' is not here; 'vivian' speaks in its place"
+    assert reached(server, voice=voice) == ("fake", "vivian", instead)
+    both = reached(server, voice=voice, model="tts-1", stream_format="sse")
+    assert both[:2] == ("fake", "vivian") and both[2].count(" in its place") == 2
+
+
+def test_names_that_are_here_are_taken_without_a_word(server):
+    assert reached(server, model="fake", voice="Ryan") == ("fake", "Ryan", None)
+    assert reached(server) == ("fake", None, None)
+
+
+def test_names_of_nobodys_are_refused(server):
+    assert error(server.speak("frames 1", model="tts-2"), 404)["code"] == "model_not_found"
+    assert error(server.speak("frames 1", voice="carl"), 400)["param"] == "voice"
+
+
+def test_a_strict_server_refuses_openais_names(strict):
+    assert error(strict.speak("frames 1", model="tts-1"), 404)["code"] == "model_not_found"
+    assert "there is vivian, ryan" in error(strict.speak("frames 1", voice="alloy"), 400)["message"]
+
+
+def test_of_several_models_openais_names_say_nothing(several):
+    assert error(several.speak("frames 1", model="tts-1"), 404)["code"] == "model_not_found"
+    assert error(several.speak("frames 1", voice="alloy"), 400)["param"] == "voice"
+
+
+def test_an_alias_is_a_name_like_any_other(several):
+    assert reached(several, model="fast", voice="Anna") == ("fake", "ryan", None)
+    assert several.http.get("/v1/models/fast").json()["id"] == "fake"
+
+
+def test_a_name_that_is_here_goes_before_its_alias(several):
+    assert reached(several, voice="vivian") == ("fake", "vivian", None)
+
+
+def test_the_lists_say_the_aliases(several):
+    models = several.http.get("/v1/models").json()["data"]
+    assert [(model["id"], model["aliases"]) for model in models] == [("fake", ["fast"]), ("cloner", ["copy"])]
+    choices = several.http.get("/v1/audio/models").json()
+    assert choices["models"] == [{"id": name, "name": name} for name in ("fake", "fast", "cloner", "copy")]
+    assert choices["data"] == models
+    voices = several.http.get("/v1/audio/voices").json()
+    assert [entry["id"] for entry in voices["voices"]] == ["vivian", "ryan", "Anna", "vivian"][:3]
+    assert {voice["id"]: voice["aliases"] for voice in voices["data"]} == {
+        "vivian": [],
+        "ryan": ["Anna", "vivian"],
+    }
+
+
+def test_a_model_without_voices_of_its_own_is_left_to_choose(tmp_path):
+    """OpenAI's client cannot leave the voice out; with a recording it is the recording's."""
+    with Server(tmp_path, models=[CHANCE]) as server:
+        assert reached(server, voice="alloy") == ("cloner", None, "voice 'alloy' is not here; it is left out")
+        recorded = {"ref_audio": base64.b64encode(recording()).decode(), "ref_text": "Hm."}
+        instead = "voice 'alloy' is not here; the recording speaks in its place"
+        assert reached(server, voice="alloy", **recorded) == ("cloner", None, instead)
+        upload(server, "alloy").raise_for_status()
+        assert reached(server, voice="alloy")[2] is None  # an uploaded one is here
+
+
+def test_a_warning_is_a_header_whatever_a_model_is_called(tmp_path):
+    odd = msgspec.structs.replace(MODEL, id="größe\n", voices=["Zoë"])
+    with Server(tmp_path, models=[odd]) as server:
+        warning = reached(server, model="tts-1", voice="alloy")[2]
+    assert "'gr\\xf6\\xdfe\\n' speaks" in warning and "'Zo\\xeb' speaks" in warning
+
+
+def test_a_model_that_is_called_as_openais_is_itself(tmp_path):
+    named = msgspec.structs.replace(MODEL, id="tts-1", voices=["alloy", "ryan"])
+    with Server(tmp_path, models=[named]) as server:
+        assert reached(server, model="tts-1", voice="alloy") == ("tts-1", "alloy", None)

@@ -1,0 +1,653 @@
+"""Sessions over a real WebSocket, against an engine process without a model (fake_engine.py)."""
+
+import base64
+import io
+import json
+import random
+import time
+import wave
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+from audio_files import decoded
+from fake_engine import CLONER, FEEDER, MODEL, RATE_HZ, frame
+from http_server import Server, until
+from uploads import recording
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from serving.http import listener
+from serving.http.events import MAX_MESSAGE_BYTES
+from serving.http.schemas import Limits
+from serving.http.sentences import MAX_CHARS, Sentences
+from serving.http.session import MAX_QUEUED, MAX_WRONG
+
+PATH = "/v1/audio/speech/stream"
+CHANCE = msgspec.structs.replace(
+    CLONER, id="chance", modes=["voice", "clone"], keeps_voice=True, reference_s=(0.01, 30.0)
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    limits = Limits(text_chars=2000)
+    with Server(tmp_path_factory.mktemp("s"), models=[MODEL, FEEDER, CHANCE], limits=limits) as server:
+        yield server
+
+
+class Client:
+    def __init__(self, socket):
+        self.socket = socket
+
+    def send(self, type, **fields):
+        self.socket.send(json.dumps({"type": type, **fields}))
+
+    def configure(self, **fields):
+        self.send("session.config", **{"model": "fake", "voice": "vivian", **fields})
+        return self.event("session.configured")
+
+    def say(self, *texts, done=True):
+        for text in texts:
+            self.send("input.text", text=text)
+        if done:
+            self.send("input.done")
+
+    def receive(self):
+        return self.socket.recv(timeout=5)
+
+    def event(self, type):
+        event = json.loads(self.receive())
+        assert event["type"] == type, event
+        return event
+
+    def error(self, utterance=None):
+        event = self.event("error")
+        assert event["utterance"] == utterance and set(event["error"]) == {"message", "type", "param", "code"}
+        return event["error"]
+
+    def audio(self):
+        chunk = self.receive()
+        assert isinstance(chunk, bytes), chunk
+        return chunk
+
+    def heard(self):
+        """An utterance to its end -> audio.start, audio, audio.done."""
+        start, chunks = self.event("audio.start"), []
+        while isinstance(message := self.receive(), bytes):
+            chunks.append(message)
+        done = json.loads(message)
+        assert done["type"] == "audio.done" and done["utterance"] == start["utterance"], done
+        return start, b"".join(chunks), done
+
+
+@contextmanager
+def session(server, headers=None, **options):
+    url = server.url.replace("http", "ws") + PATH
+    with connect(url, additional_headers=headers or {}, compression=None, **options) as socket:
+        yield Client(socket)
+
+
+def frames(count):
+    return b"".join(map(frame, range(count)))
+
+
+def last_asked(server, count=1):
+    return list(server.engine.asked.values())[-count:]
+
+
+# speech
+
+
+def test_sentences_are_spoken_as_they_come_in_one_stream_and_one_seed(server):
+    with session(server) as client:
+        configured = client.configure()
+        assert (configured["split_granularity"], configured["sample_rate"]) == ("sentence", RATE_HZ)
+        client.say("frames 3 of ", "the first.", done=False)
+        client.say(" frames", " 2 of the second. fra", done=False)
+        start = client.event("audio.start")
+        assert b"".join(client.audio() for _ in range(5)) == frames(3) + frames(2)  # and there is no end yet
+        client.say("mes 1")
+        assert client.audio() == frame(0)
+        done = client.event("audio.done")
+    assert (done["reason"], done["audio_s"], done["usage"]["output_tokens"]) == ("stop", 0.025, 6)
+    asked = last_asked(server, 3)
+    assert [one["text"] for one in asked] == ["frames 3 of the first.", "frames 2 of the second.", "frames 1"]
+    assert all(one["seed"] == start["seed"] and one["voice"] == "vivian" for one in asked)
+
+
+def test_text_goes_token_by_token_into_one_request_where_the_model_can(server):
+    with session(server) as client:
+        assert client.configure(model="feeder", seed=9)["split_granularity"] == "token"
+        client.say("Hello", done=False)
+        assert client.event("audio.start")["seed"] == 9 and client.audio() == frame(0)  # at the first word
+        client.say(" you", " there", done=False)
+        assert client.audio() + client.audio() == frame(1) + frame(2)
+        client.send("input.done")
+        done = client.event("audio.done")
+    assert (done["reason"], done["usage"]["output_tokens"]) == ("stop", 3)
+    id = list(server.engine.asked)[-1]
+    assert server.engine.asked[id] == {
+        "text": "Hello",
+        "seed": 9,
+        "voice": "vivian",
+        "is_open": True,
+        "options": {"text_mode": "interleaved"},
+    }
+    assert "".join(server.engine.fed[id]) == "Hello you there"
+    until(lambda: server.engine.heard[id] == 3)
+
+
+def test_what_the_model_refuses_token_by_token_goes_by_sentences(server):
+    with session(server) as client:
+        client.configure(model="feeder")
+        client.say("reject instructions fra")
+        assert client.error(1)["message"] == "instructions is not possible"  # by sentences too
+        client.say("frames 2 of this.")
+        assert client.heard()[1] == frames(2)  # from then on
+        client.configure(model="feeder", split_granularity="token")
+        client.say("reject voice")
+        assert client.error(3)["param"] == "voice"
+        assert client.configure(model="feeder", text_mode="full")["split_granularity"] == "sentence"
+        client.send("session.config", model="fake", split_granularity="token")
+        assert client.error()["param"] == "split_granularity"
+
+
+def test_a_long_text_is_several_fed_requests_cut_at_sentences(tmp_path):
+    """Each of which the model speaks well."""
+    short = msgspec.structs.replace(FEEDER, piece_s=1.0)
+    with Server(tmp_path, models=[short]) as server, session(server) as client:
+        client.configure(model="feeder")
+        text = "One two three four five. Six seven eight nine. Ten eleven twelve thirteen. "
+        client.say(*(text[at : at + 4] for at in range(0, len(text), 4)), done=False)
+        client.send("input.done")
+        pcm = client.heard()[1]
+    asked = ["".join(texts).strip() for texts in server.engine.fed.values()]
+    assert asked == ["One two three four five.", "Six seven eight nine.", "Ten eleven twelve thirteen."]
+    assert pcm == frames(5) + frames(4) + frames(4)
+
+
+def test_a_voice_by_chance_is_the_first_sentences_from_then_on(server):
+    with session(server) as client:
+        client.configure(model="chance", voice=None)
+        client.say("frames 30 to begin. frames 1 to go on. frames 1 to end.")
+        client.heard()
+    messages = list(server.engine.messages.values())[-3:]
+    assert [len(message.references) for message in messages] == [0, 1, 1]
+    [reference] = messages[1].references
+    assert reference == messages[2].references[0] and reference.transcript == "frames 30 to begin."
+    kept = np.frombuffer(reference.clip.samples, "<f4")
+    np.testing.assert_allclose(kept, np.frombuffer(frames(30), "<i2") / 32767, atol=1e-6)
+
+
+def test_a_recording_is_the_voice_of_all_sentences(server):
+    with session(server) as client:
+        audio = base64.b64encode(recording()).decode()
+        client.configure(model="chance", voice=None, ref_audio=audio, ref_text="Hm.")
+        client.say("frames 2 to begin. frames 1 to end.")
+        client.heard()
+    messages = list(server.engine.messages.values())[-2:]
+    assert [message.references[0].transcript for message in messages] == ["Hm.", "Hm."]
+
+
+@pytest.mark.parametrize("name", ["mp3", "opus", "aac", "flac", "wav", "pcm"])
+def test_every_format_is_one_file_at_its_true_rate(server, name):
+    with session(server) as client:
+        configured = client.configure(response_format=name)
+        client.say("tone 10 to begin with. tone 5 to end.")
+        start, data, done = client.heard()
+    rate_hz = start["sample_rate"]
+    assert (
+        configured["sample_rate"] == rate_hz == (48000 if name == "opus" else RATE_HZ)
+        and start["response_format"] == name
+    )
+    if name == "wav":
+        with wave.open(io.BytesIO(data)) as file:
+            assert file.getframerate() == RATE_HZ
+    heard_s = len(decoded(name, data, rate_hz)) / rate_hz
+    assert 0 <= heard_s - 15 * 0.08 < 0.11 and done["audio_s"] == 15 * 0.08
+
+
+def test_speed_rate_and_base64(server):
+    with session(server) as client:
+        client.configure(speed=2, sample_rate=16000, audio="base64")
+        client.say("tone 10 of it all.")
+        assert client.event("audio.start")["sample_rate"] == 16000
+        pcm = b""
+        while (event := json.loads(client.receive()))["type"] == "audio.chunk":
+            pcm += base64.b64decode(event["audio"])
+    assert abs(len(pcm) / 2 / 16000 - 0.4) < 0.001 and event["audio_s"] == 0.4
+
+
+def test_a_cap_holds_for_the_whole_utterance(server):
+    with session(server) as client:
+        client.configure(max_new_tokens=5)
+        client.say("frames 3 of the first. frames 2 of the second. frames 1 of the third.")
+        assert client.heard()[1] == frames(3) + frames(2)
+    assert [asked["max_frames"] for asked in last_asked(server, 2)] == [5, 2]
+
+
+def test_without_a_config_it_is_the_one_model_and_its_voice(tmp_path):
+    with Server(tmp_path) as server, session(server) as client:
+        client.say("frames 2 of this.")
+        assert client.heard()[1] == frames(2)
+        configured = client.configure(model="tts-1", voice="alloy")
+        assert configured["model"] == "fake" and len(configured["warnings"]) == 2
+
+
+def test_timings_begin_with_the_first_text(server):
+    with session(server) as client:
+        client.configure()
+        time.sleep(0.3)
+        client.say("frames 1 of ", done=False)
+        time.sleep(0.1)
+        client.say("this.")
+        timings = client.heard()[2]["timings"]
+    assert 90 < timings["last_text_ms"] <= timings["first_audio_ms"] <= timings["total_ms"] < 290
+
+
+# cancel, barge-in, leaving
+
+
+def is_cancelled(server, text):
+    return any(server.engine.asked[id]["text"] == text for id in server.engine.cancelled)
+
+
+@pytest.mark.parametrize("text", ["hold 2 of cancelled.", "queued for ever and ever."])
+def test_cancel_frees_at_once_and_the_session_goes_on(server, text):
+    with session(server) as client:
+        client.configure()
+        client.say(text)
+        until(lambda: last_asked(server)[0]["text"] == text)
+        if "hold" in text:
+            client.event("audio.start"), client.audio(), client.audio()
+        client.send("input.cancel")
+        until(lambda: is_cancelled(server, text), 1)
+        done = client.event("audio.done")
+        assert (done["reason"], done["utterance"]) == ("cancelled", 1)
+        client.say("frames 1 of more.")
+        assert client.heard()[1] == frame(0)
+
+
+def test_cancel_frees_a_request_whose_text_still_comes(server):
+    with session(server) as client:
+        client.configure(model="feeder")
+        client.say("Waiting", " for", done=False)
+        client.event("audio.start"), client.audio(), client.audio()
+        client.send("input.cancel")
+        until(lambda: is_cancelled(server, "Waiting"), 1)
+        assert client.event("audio.done")["reason"] == "cancelled"
+        client.say("Next", " one")
+        start, pcm, _ = client.heard()
+        assert (start["utterance"], pcm) == (2, frames(2))
+
+
+def test_cancel_with_nothing_to_cancel_is_nothing(server):
+    with session(server) as client:
+        client.send("input.cancel")
+        client.configure()
+        client.say("frames 1 of more.")
+        assert client.heard()[1] == frame(0)
+
+
+def test_utterances_wait_for_each_other(server):
+    with session(server) as client:
+        client.configure()
+        for count in (3, 1, 2):
+            client.say(f"frames {count} of this one.")
+        heard = [client.heard() for _ in range(3)]
+    assert [pcm for _, pcm, _ in heard] == [frames(3), frames(1), frames(2)]
+    assert [start["utterance"] for start, _, _ in heard] == [1, 2, 3]
+
+
+def test_a_new_utterance_cancels_those_before_where_it_is_to(server):
+    with session(server) as client:
+        client.configure(barge_in="cancel")
+        client.say("hold 1 of the barged in.")
+        client.event("audio.start"), client.audio()
+        client.say("frames 2 of the next.")
+        assert client.event("audio.done")["reason"] == "cancelled"
+        assert client.heard()[1] == frames(2)
+    assert is_cancelled(server, "hold 1 of the barged in.")
+
+
+def test_more_utterances_than_wait_are_refused(server):
+    with session(server) as client:
+        client.configure()
+        for _ in range(MAX_QUEUED):
+            client.say("hold 1 of the crowd.")
+        client.say("frames 1 too many.", done=False)
+        client.event("audio.start"), client.audio()
+        assert client.error()["code"] == "too_many_utterances"
+        client.send("input.cancel")
+        assert [client.event("audio.done")["utterance"] for _ in range(MAX_QUEUED)] == [*range(1, MAX_QUEUED + 1)]
+
+
+@pytest.mark.parametrize("model", ["fake", "feeder"])
+def test_a_client_that_leaves_cancels_all(server, model):
+    text = f"hold 1 of one that leaves {model}."
+    with session(server) as client:
+        client.configure(model=model)
+        client.say(text, done=model == "fake")
+        client.event("audio.start")
+        before = len(server.engine.cancelled)
+    until(lambda: len(server.engine.cancelled) == before + 1, 1)
+    until(lambda: server.app.state.server.sessions.num_inside == 0)
+
+
+# what is wrong
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "says"),
+    [
+        ("", "invalid_json", "not valid JSON"),
+        ("{", "invalid_json", "not valid JSON"),
+        ('{"x":' * 5000, "invalid_json", "not valid JSON"),
+        ("[]", "invalid_event", "session.config, input.text"),
+        ("{}", "invalid_event", "session.config, input.text"),
+        ('{"type": "input.speech"}', "invalid_event", "session.config, input.text"),
+        ('{"type": "input.text"}', "invalid_event", "missing required field"),
+        ('{"type": "input.text", "text": 5}', "invalid_event", "expected `str`"),
+        ('{"type": "input.done"}', None, "no utterance is open"),
+    ],
+)
+def test_a_wrong_message_is_an_error_and_nothing_else(server, message, code, says):
+    with session(server) as client:
+        client.socket.send(message)
+        fault = client.error()
+        assert fault["code"] == code and says in fault["message"]
+        client.configure()
+        client.say("frames 1 of more.")
+        assert client.heard()[1] == frame(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"voice": "carl"}, "voice", "there is vivian, ryan"),
+        ({"model": "nobody"}, "model", "there is: fake, feeder, chance"),
+        ({"speed": 9}, "speed", "from 0.25 to 4"),
+        ({"temperature": "hot"}, "temperature", "0 .greedy. to 2"),
+        ({"sede": 1}, "sede", "no field 'sede'"),
+        ({"cfg_scale": []}, "cfg_scale", "a number from 0 to 100"),
+        ({"audio": "pigeon"}, "audio", "binary .default."),
+        ({"barge_in": 1}, "barge_in", "queue .default. or cancel"),
+        ({"split_granularity": "word"}, "split_granularity", "token by token"),
+        ({"input": "frames 1"}, "input", "input comes as input.text"),
+        ({"sample_rate": 9000}, None, ""),
+        ({"response_format": "opus", "sample_rate": 24000}, "sample_rate", "always decoded to 48000 Hz"),
+        ({"model": "chance", "voice": None, "ref_audio": "!"}, "ref_audio", "neither a data URL nor base64"),
+    ],
+)
+def test_a_wrong_config_is_refused_and_the_one_before_holds(server, fields, param, says):
+    with session(server) as client:
+        client.configure(seed=77)
+        if param is None:
+            assert client.configure(**fields)["sample_rate"] == 9000  # pcm has any rate
+            return
+        client.send("session.config", **{"model": "fake", **fields})
+        fault = client.error()
+        assert fault["param"] == param
+        with pytest.raises(ValueError, match=says):
+            raise ValueError(fault["message"])
+        client.say("frames 1 of more.")
+        assert client.heard()[0]["seed"] == 77
+
+
+@pytest.mark.parametrize("model", ["fake", "feeder"])
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+def test_an_utterance_without_text_is_an_error(server, model, text):
+    with session(server) as client:
+        client.configure(model=model)
+        client.say(text)
+        if text:
+            assert "no text" in client.error(1)["message"]
+        else:
+            assert "no utterance is open" in client.error()["message"]
+
+
+def test_too_much_text_is_refused_and_what_came_before_is_spoken(server):
+    with session(server) as client:
+        client.configure()
+        client.say("frames 1 of it all. ", "x" * 2000)
+        assert "takes up to 2000" in client.error()["message"]
+        assert client.heard()[1] == frame(0)
+
+
+def test_an_utterance_that_fails_ends_in_its_error_and_the_next_one_speaks(server):
+    with session(server) as client:
+        client.configure()
+        client.say("fail 2 of this one. frames", done=False)
+        client.event("audio.start"), client.audio(), client.audio()
+        assert client.error(1)["message"] == "the codec broke"
+        client.say(" 1 that nobody", " hears")  # it still came
+        client.say("frames 1 of more.")
+        start, pcm, _ = client.heard()
+        assert (start["utterance"], pcm) == (2, frame(0))
+        for text, code in (("silent as it may be.", "no_audio"), ("full as it may be.", "engine_full")):
+            client.say(text)
+            assert client.error(start["utterance"] + 1 + (code == "engine_full"))["code"] == code
+
+
+def test_an_engine_that_dies_is_an_error_and_the_session_lives(tmp_path):
+    with Server(tmp_path) as server, session(server) as client:
+        client.configure()
+        client.say("die as you must.")
+        assert client.error(1)["code"] == "engine_stopped"
+        client.say("frames 1 of nothing.")
+        assert client.error(2)["code"] == "engine_not_ready"
+        server.start_engine()
+        client.say("frames 1 of more.")
+        assert client.heard()[1] == frame(0)
+
+
+# how it ends
+
+
+def closed(client):
+    """-> the code and the reason of the server's close, whatever came before."""
+    with pytest.raises(ConnectionClosed) as ended:
+        while True:
+            client.receive()
+    return ended.value.rcvd.code, ended.value.rcvd.reason
+
+
+def test_a_binary_message_ends_it(server):
+    with session(server) as client:
+        client.socket.send(b"\x00")
+        assert closed(client) == (1003, "messages are JSON, as text")
+
+
+def test_too_many_wrong_messages_end_it(server):
+    with session(server) as client:
+        for _ in range(MAX_WRONG):
+            client.socket.send("{")
+        assert closed(client)[0] == 1008
+
+
+def test_a_message_that_is_too_large_ends_it(server):
+    with session(server) as client:
+        client.socket.send(" " * (MAX_MESSAGE_BYTES + 1))
+        assert closed(client)[0] == 1009
+
+
+@pytest.mark.parametrize("model", ["fake", "feeder"])
+def test_a_text_that_does_not_go_on_ends_it_and_frees_its_slot(tmp_path, model):
+    limits = Limits(text_idle_s=0.3)
+    with Server(tmp_path, models=[MODEL, FEEDER], limits=limits) as server, session(server) as client:
+        client.configure(model=model)
+        client.say("frames", " 1 of it", done=False)
+        began_s = time.monotonic()
+        if model == "feeder":
+            client.event("audio.start"), [client.audio() for _ in range(4)]
+        assert client.error(1)["code"] == "idle"
+        assert closed(client)[0] == 4408 and 0.2 < time.monotonic() - began_s < 2
+        assert (len(server.engine.cancelled) == 1) == (model == "feeder")
+
+
+def test_silence_ends_it_but_a_long_speech_does_not(tmp_path):
+    with Server(tmp_path, limits=Limits(session_idle_s=0.4)) as server, session(server) as client:
+        client.configure()
+        client.say("tone 40 of it all.")  # 0.8 s
+        client.heard()
+        began_s = time.monotonic()
+        assert closed(client)[0] == 4408 and 0.3 < time.monotonic() - began_s < 2
+
+
+def test_a_server_that_stops_says_so(tmp_path):
+    with Server(tmp_path) as server:
+        with session(server) as client:
+            client.configure()
+            client.say("hold 1 of it all.")
+            client.event("audio.start"), client.audio()
+            server.uvicorn.should_exit = True
+            assert closed(client)[0] == 1012
+        server.thread.join(5)
+        assert not server.thread.is_alive()
+
+
+def test_it_outlives_the_time_that_a_request_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(listener, "HEAD_S", 0.2)
+    monkeypatch.setattr(listener, "BODY_S", 0.2)
+    with Server(tmp_path) as server, session(server) as client:
+        time.sleep(0.6)
+        client.configure()
+        client.say("frames 1 of more.")
+        assert client.heard()[1] == frame(0)
+
+
+# who may open one
+
+
+def denied(server, headers=None, **options):
+    with pytest.raises(InvalidStatus) as refused, session(server, headers, **options):
+        pass
+    answer = refused.value.response
+    return answer.status_code, json.loads(answer.body)["error"]["code"]
+
+
+def test_the_key_is_asked_for(tmp_path):
+    with Server(tmp_path, api_key="sk-a") as server:
+        assert denied(server) == (401, "invalid_api_key")
+        assert denied(server, {"authorization": "Bearer sk-b"}) == (401, "invalid_api_key")
+        assert denied(server, subprotocols=["openai-insecure-api-key.sk-b"]) == (401, "invalid_api_key")
+        for how in (
+            {"headers": {"authorization": "Bearer sk-a"}},
+            {"subprotocols": ["speechzoo", "openai-insecure-api-key.sk-a"]},
+        ):
+            with session(server, **how) as client:
+                client.configure()
+
+
+def test_pages_of_other_sites_open_none(tmp_path):
+    with Server(tmp_path, cors_origins=["https://good.example"]) as server:
+        assert denied(server, origin="https://evil.example") == (403, "foreign")
+        for origin in (server.url, "https://good.example"):
+            with session(server, origin=origin) as client:
+                client.configure()
+
+
+def test_only_so_many_are_open(tmp_path):
+    with Server(tmp_path, limits=Limits(sessions=1)) as server:
+        with session(server) as client:
+            client.configure()
+            assert denied(server) == (503, "server_busy")
+            assert "zoo_sessions 1.0" in server.http.get("/metrics").text
+        until(lambda: server.app.state.server.sessions.num_inside == 0)
+        with session(server) as client:
+            client.configure()
+
+
+def test_asked_for_as_a_page_it_says_what_it_is(server):
+    answer = server.http.get(PATH)
+    assert answer.status_code == 426 and answer.json()["error"]["code"] == "upgrade_required"
+
+
+# bounds
+
+
+def test_a_slow_reader_holds_back_what_it_has_not_read_and_is_left(tmp_path):
+    with Server(tmp_path, stall_s=1.0) as server, session(server, max_queue=1, close_timeout=0.1) as client:
+        client.configure()
+        client.say("flood 60 of it all.")
+        until(lambda: server.engine.heard)
+        [id] = server.engine.heard
+        until(lambda: id in server.engine.cancelled, 10)  # it took nothing for a second
+        assert server.engine.heard[id] < 50  # what fits into the buffers of two sockets
+        with session(server) as other:
+            other.configure()
+            other.say("frames 1 of more.")
+            assert other.heard()[1] == frame(0)
+
+
+@pytest.mark.slow
+def test_whatever_is_sent_the_server_lives_and_nothing_is_left(server):
+    draw = random.Random(1)
+    texts = ["frames 1 of it. ", "hold 1 of it. ", "fail 1 of it. ", "x", "", " ", "reject voice. ", "\u0000", "a" * 500]
+    values = [None, 1, -1, 1e300, "", "vivian", "fake", "feeder", True, [], {}, "mp3", "x" * 300]
+    names = ["model", "voice", "seed", "speed", "response_format", "audio", "barge_in", "temperature", "type", "input"]
+
+    def message():
+        kind = draw.choice(["session.config", "input.text", "input.text", "input.done", "input.cancel", "?"])
+        fields = {draw.choice(names): draw.choice(values) for _ in range(draw.randrange(3))}
+        if draw.random() < 0.9:
+            fields["type"] = kind
+        if kind == "input.text" and draw.random() < 0.9:
+            fields["text"] = draw.choice(texts)
+        body = json.dumps(fields)
+        return body if draw.random() < 0.9 else body[: draw.randrange(len(body) + 1)]
+
+    for _ in range(30):
+        with session(server, max_queue=None, close_timeout=1) as client:
+            try:
+                client.send("session.config", model=draw.choice(["fake", "feeder"]))
+                for _ in range(draw.randrange(60)):
+                    client.socket.send(message())
+                    if draw.random() < 0.2:
+                        client.socket.recv(timeout=0.02)
+            except (ConnectionClosed, TimeoutError):
+                pass
+    until(lambda: server.app.state.server.sessions.num_inside == 0)
+    assert server.http.get("/health").status_code == 200
+    with session(server) as client:
+        client.configure()
+        client.say("frames 1 of more.")
+        assert client.heard()[1] == frame(0)
+    client_inboxes = server.app.state.server.engine._inboxes
+    until(lambda: not client_inboxes)
+
+
+# sentences
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("Good morning, all. How are you?", ["Good morning, all.", "How are you?"]),
+        ("Yes. No. I do not know that.", ["Yes. No. I do not know that."]),
+        ("Dr. Smith has 3.5 apples. Fine then!", ["Dr. Smith has 3.5 apples.", "Fine then!"]),
+        ("\u4f60\u597d\u4e16\u754c\u4f60\u597d\u4e16\u754c\u4f60\u597d\u4e16\u754c\u3002\u518d\u89c1", None),
+        ("A text without an end", ["A text without an end"]),
+        ("First of all.\n\nSecond of all.", ["First of all.", "Second of all."]),
+        ("... --- ...", []),
+    ],
+)
+def test_sentences_follow_from_the_text_alone(text, cut):
+    def spoken(size):
+        sentences = Sentences()
+        ready = [one for at in range(0, len(text), size) for one in sentences.more(text[at : at + size])]
+        return ready + sentences.rest()
+
+    whole = spoken(len(text) or 1)
+    assert all(spoken(size) == whole for size in (1, 2, 3, 7))
+    assert cut is None or whole == cut
+
+
+def test_a_text_without_an_end_is_cut_at_a_clause():
+    sentences = Sentences()
+    text = "a few words more, and " * 100
+    ready = [one for at in range(0, len(text), 5) for one in sentences.more(text[at : at + 5])]
+    assert len(ready) > 3 and all(len(one) <= MAX_CHARS and one.endswith(",") for one in ready)
+    assert " ".join(ready + sentences.rest()) == text.strip()

@@ -1,0 +1,174 @@
+"""The whole of `zoo serve` on demo checkpoints, and text that arrives while they speak."""
+
+import json
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+from served import KEY, connected, serving
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+pytestmark = pytest.mark.slow
+
+TEXT = "Good morning, everybody who is here today. It's 7:45, and my phone rings again."
+FIELDS = {"voice": "ryan", "seed": 3, "max_new_tokens": 40, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("served"), "--max-slots", "1", demo="tiny") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def chance(tmp_path_factory):
+    """The small voice, which takes no text while it speaks."""
+    options = ("--alias", "fast=small_voice", "--alias-voice", "anna=slt", "--max-sessions", "1")
+    with serving(tmp_path_factory.mktemp("served"), *options) as url:
+        yield url
+
+
+def say(socket, text, pause_s=0.0, size=3):
+    for at in range(0, len(text), size):
+        socket.send(json.dumps({"type": "input.text", "text": text[at : at + size]}))
+        time.sleep(pause_s)
+    socket.send(json.dumps({"type": "input.done"}))
+
+
+def heard(socket):
+    """-> samples of an utterance, and its last event."""
+    pcm = bytearray()
+    while True:
+        message = socket.recv(timeout=60)
+        if isinstance(message, bytes):
+            pcm += message
+        elif (event := json.loads(message))["type"] in ("audio.done", "error"):
+            return np.frombuffer(pcm, "<i2").astype(int), event
+
+
+def session(url):
+    headers = {"authorization": f"Bearer {KEY}"}
+    return connect(url.replace("http", "ws") + "/v1/audio/speech/stream", additional_headers=headers)
+
+
+def configure(socket, **fields):
+    socket.send(json.dumps({"type": "session.config", **fields}))
+    event = json.loads(socket.recv(timeout=10))
+    assert event["type"] == "session.configured", event
+    return event
+
+
+def one_shot(url, text, **fields):
+    fields = {**FIELDS, **fields}
+    voice = fields.pop("voice")
+    answer = connected(url).audio.speech.create(
+        model=connected(url).models.list().data[0].id,
+        voice=voice,
+        input=text,
+        response_format="pcm",
+        extra_body=fields,
+    )
+    return np.frombuffer(answer.content, "<i2").astype(int)
+
+
+def same(one, other):
+    """But for the last bits: which frames share a window depends on the clock."""
+    return len(one) == len(other) > 0 and np.abs(one - other).max() <= 2
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.02])
+def test_token_by_token_is_as_the_whole_text_at_once(server, pause_s):
+    with session(server) as socket:
+        assert configure(socket, **FIELDS)["split_granularity"] == "token"
+        say(socket, TEXT, pause_s)
+        samples, done = heard(socket)
+    assert same(samples, one_shot(server, TEXT, text_mode="interleaved"))
+    assert done["usage"]["output_tokens"] == len(samples) // 1920 == 40 and done["reason"] == "length"
+
+
+def test_sentence_by_sentence_is_as_each_sentence_alone(server):
+    fields = {**FIELDS, "max_new_tokens": 200}
+    with session(server) as socket:
+        assert configure(socket, split_granularity="sentence", **fields)["split_granularity"] == "sentence"
+        say(socket, TEXT)
+        samples, done = heard(socket)
+    first, second = TEXT[:43].strip(), TEXT[43:]
+    alone = [one_shot(server, first, max_new_tokens=200)]
+    left = 200 - len(alone[0]) // 1920
+    alone += [one_shot(server, second, max_new_tokens=left)] if left else []
+    assert same(samples, np.concatenate(alone)), done
+
+
+def test_a_cancel_frees_the_one_slot_for_who_waits(server):
+    """While it waits for text, and speaks nothing."""
+    with session(server) as socket:
+        configure(socket, **FIELDS)
+        socket.send(json.dumps({"type": "input.text", "text": "Good morning, every"}))
+        while not isinstance(socket.recv(timeout=60), bytes):
+            pass
+        time.sleep(0.3)
+        assert running(server) == 1
+        socket.send(json.dumps({"type": "input.cancel"}))
+        began_s = time.monotonic()
+        _, done = heard(socket)
+        assert done["reason"] == "cancelled"
+        assert len(one_shot(server, "Hello.", max_new_tokens=2))
+        assert time.monotonic() - began_s < 5
+        say(socket, TEXT)
+        samples, _ = heard(socket)
+    assert same(samples, one_shot(server, TEXT, text_mode="interleaved"))
+    until_idle(server)
+
+
+def test_a_client_that_leaves_frees_the_one_slot(server):
+    with session(server) as socket:
+        configure(socket, **FIELDS)
+        socket.send(json.dumps({"type": "input.text", "text": "Good morning, every"}))
+        while not isinstance(socket.recv(timeout=60), bytes):
+            pass
+    until_idle(server)
+
+
+def test_a_model_that_has_not_learned_it_speaks_by_sentences(chance):
+    assert not connected(chance).models.list().data[0].feeds
+    fields = {"voice": "slt", "seed": 1, "temperature": 0, "depth_temperature": 0}
+    with session(chance) as socket:
+        assert configure(socket, **fields)["split_granularity"] == "sentence"
+        say(socket, "She opened the window. I had bread and cheese for breakfast.", 0.005)
+        samples, done = heard(socket)
+    alone = [
+        one_shot(chance, text, max_new_tokens=None, **fields)
+        for text in ("She opened the window.", "I had bread and cheese for breakfast.")
+    ]
+    assert done["reason"] == "stop" and same(samples, np.concatenate(alone))
+
+
+def test_what_the_command_says_of_names_and_sessions_holds(chance):
+    client = connected(chance)
+    [model] = client.models.list().data
+    assert (model.id, model.aliases) == ("small_voice", ["fast"])
+    extra = {"seed": 1, "max_new_tokens": 3, "stream": False}
+    heard_by_name = [
+        client.audio.speech.create(model=name, voice=voice, input="Hello.", extra_body=extra)
+        for name, voice in (("small_voice", "slt"), ("fast", "anna"), ("tts-1", "alloy"))
+    ]
+    assert len({answer.content for answer in heard_by_name}) == 1
+    warnings = [answer.response.headers.get("x-warning", "") for answer in heard_by_name]
+    assert warnings[:2] == ["", ""] and "'slt' speaks in its place" in warnings[2]
+    with session(chance), pytest.raises(InvalidStatus, match="503"), session(chance):
+        pass
+
+
+def running(url):
+    with urllib.request.urlopen(url + "/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith("zoo_requests_running{")).split()[-1])
+
+
+def until_idle(url):
+    end = time.monotonic() + 5
+    while running(url):
+        assert time.monotonic() < end, "a slot is taken"
+        time.sleep(0.1)
