@@ -11,7 +11,7 @@ from pathlib import Path
 from shell import ROOT
 
 FENCE = re.compile(r"(?:<!-- snippet: (.*?) -->\n)?^```(sh|python)\n(.*?)^```$", re.M | re.S)
-ADDRESS = "http://127.0.0.1:8000"  # of the server in every snippet
+ADDRESS = "127.0.0.1:8000"  # of the server in every snippet, by http or ws
 
 
 @dataclass

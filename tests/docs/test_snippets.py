@@ -86,7 +86,7 @@ def test_what_readers_are_told_to_run_runs(path, place, address, compiled):
         code = one.code
         if ADDRESS in code:
             if one.server not in servers:
-                servers[one.server] = address(one.server)
+                servers[one.server] = address(one.server).removeprefix("http://")
             code = code.replace(ADDRESS, servers[one.server])
         command = ["bash", "-euo", "pipefail", "-c"] if one.language == "sh" else [sys.executable, "-c"]
         done = subprocess.run(
