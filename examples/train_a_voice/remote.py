@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.end = args.end or time.time() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = QUICK_REMOTE if args.quick else FULL
+    settings = replace(QUICK if args.quick else FULL, mel_levels=len(books(args.folder).mel))
     torch.manual_seed(0)
     if args.role == "all":
         memory = Path("/dev/shm")
@@ -306,8 +306,6 @@ def main(argv: list[str] | None = None) -> int:
         ROLES[args.role](args.folder, args.scratch, settings, args)
     return 0
 
-
-QUICK_REMOTE = replace(QUICK, mel_levels=FULL.mel_levels)  # the folder's codes have so many levels
 
 if __name__ == "__main__":
     sys.exit(main())
