@@ -320,13 +320,16 @@ def test_flite_speaks_and_says_where_its_phones_end(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not (library.SYSTEM / library.OBJECTS[-1]).exists(), reason="flite is not installed")
 def test_flite_s_library_speaks_as_its_program() -> None:
+    """To the sample, but for the noise in it, which is another in every speech of a process."""
     flite = library.Flite()
     for text in ("Hello world.", "One, two, and three. Why did the baker smile?"):
         samples, utterance = flite.speak(text)
         expected, told = speak(text)
-        np.testing.assert_array_equal(samples, expected)
-        assert utterance.phones == told.phones
-        np.testing.assert_allclose(utterance.ends_s, told.ends_s, atol=1e-3)
+        assert utterance == told
+        mel, expected_mel = (
+            features.log_mel(features.pad_to_frames(x.astype(np.float32) / 32768)) for x in (samples, expected)
+        )
+        assert np.abs(mel - expected_mel).mean() < np.abs(np.diff(expected_mel, axis=0)).mean() / 2
 
 
 def test_a_directory_without_flite_is_refused(tmp_path: Path) -> None:

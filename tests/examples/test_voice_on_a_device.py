@@ -264,7 +264,7 @@ def test_more_speech_or_none_a_voice_comes_out(tmp_path: Path, monkeypatch: pyte
     """All of `remote`, from a folder without flite: nothing comes meanwhile, and the rest does not mind."""
     monkeypatch.setattr(remote.library, "OBJECTS", ())
     utterances = [
-        Utterance(text, 0, 48_000, ("pau", "m", "a", "pau"), (0.1, 0.5, 0.9, 1.0)) for text in ("mama", "ma ma", "am")
+        Utterance(text, 0, 48_000, ("pau", *"mabcde"), (0.1, 0.5, 0.9, 1.0, 1.1, 1.2, 1.3)) for text in ("mama", "am")
     ]
     aligner = Aligner(utterances)
     (tmp_path / "lexicon.txt").write_text("mama\nma -1.0\n")
