@@ -161,15 +161,12 @@ class Coming:
 # --- the trainings ------------------------------------------------------------------------------------------
 
 
-# Of a run that goes on from another one's end: less noise, and more of its own draws.
-AGAIN = {
-    "peak": 1e-3,
-    "own_share": 0.4,
-    "own_from": 0.0,
-    "own_temperature": 0.4,
-    "noise": Noise(0.03, 0.06, 0.015),
-    "short_until": 0.0,
-}
+def going_on(plan: dense_talker.Plan) -> dense_talker.Plan:
+    """Of a run that goes on from another one's end: less noise, and more of its own draws."""
+    noise = Noise(0.03, 0.06, 0.015)
+    return replace(
+        plan, peak=1e-3, own_share=0.4, own_from=0.0, own_temperature=0.4, noise=noise, short_until=0.0
+    )
 
 
 def begin(module: torch.nn.Module, path: Path | None) -> Callable[[], None]:
@@ -192,7 +189,7 @@ def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse
     if args.quick:
         plan, room = replace(plan, positions=512, log_s=1.0, check_s=2.0, warmup=10), (70_000, 3_000_000)
     if args.begin is not None:
-        plan = replace(plan, **AGAIN)
+        plan = going_on(plan)
     given = Lines.load(folder / "lines.npz")
     pool = Pool(scratch / "texts_talker", codebooks, device, *room)
     pool.add(given, 0)
