@@ -132,5 +132,5 @@ def draw_speech(text: str, speeches: dict[str, np.ndarray], picture: Path) -> No
         voiced.set(ylabel="Hz (line)", ylim=(80, 320))
     rows[-1].set_xlabel("seconds")
     figure.suptitle(text, fontsize=10)
-    figure.savefig(picture, dpi=70)
+    figure.savefig(picture, dpi=56)
     pyplot.close(figure)

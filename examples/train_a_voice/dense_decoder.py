@@ -98,6 +98,7 @@ def train(
     grow: Callable[[Sounds], bool],
     *,
     records: bool = True,
+    begin: Callable[[], None] = lambda: None,
     most_steps: int | None = None,
 ) -> int:
     """-> steps. grow: called now and then, adds what has come meanwhile"""
@@ -109,6 +110,7 @@ def train(
                 if isinstance(child, Ripple):
                     setattr(module, name, Sine(child))
     initialise(decoder, codebooks)
+    begin()
     decoder.to(device)
     optimiser = optimiser_of([p for p in decoder.parameters() if p.requires_grad], device, 0.0)
     set_rate(optimiser, 0.0)

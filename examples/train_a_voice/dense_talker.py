@@ -15,6 +15,7 @@ leaves least over of what is to be expected, which may be the one that adds noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,12 +262,14 @@ def train(
     grow: Any,
     *,
     records: bool = True,
+    begin: Callable[[], None] = lambda: None,
     most_steps: int | None = None,
 ) -> int:
     """-> steps. unseen: utterances that are not learned from. grow: called now and then, adds to the pool what has come
     meanwhile, and says how much."""
     device = pool.device
     initialise(training, codebooks)
+    begin()
     training.mel = codebooks.mel.clone()
     training.to(device)
     training.pool = pool

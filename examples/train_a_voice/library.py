@@ -77,7 +77,7 @@ class Flite:
             item = flite.relation_head(flite.utt_relation(spoken, b"Segment"))
             while item:
                 phones.append(flite.item_feat_string(item, b"name").decode())
-                ends_s.append(flite.item_feat_float(item, b"end"))
+                ends_s.append(round(flite.item_feat_float(item, b"end"), 3))  # as the program prints them
                 item = flite.item_next(item)
         finally:
             flite.delete_utterance(spoken)

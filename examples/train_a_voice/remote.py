@@ -27,7 +27,7 @@ from examples.train_a_voice import checkpoint, dense_decoder, dense_talker, forg
 from examples.train_a_voice.align import Aligner
 from examples.train_a_voice.codes import Codebooks
 from examples.train_a_voice.lines import Lines
-from examples.train_a_voice.pool import Pool
+from examples.train_a_voice.pool import Noise, Pool
 from examples.train_a_voice.settings import FULL, QUICK, Settings, codec_config
 from examples.train_a_voice.sprint import Clock, Log, pick_device
 from zoo.qwen3_tts import describe
@@ -103,7 +103,7 @@ def make_more(folder: Path, scratch: Path, args: argparse.Namespace) -> None:
     lexicon = sentences.Lexicon.load(raw)
     apart = frozenset(sentences.LINES["held_out"] + sentences.LINES["development"])
     number = 40 if args.quick else NUM_MORE
-    texts = sentences.generate(number, lexicon, SEED, apart)
+    texts = sentences.generate(number, lexicon, args.seed, apart)
     size = 20 if args.quick else forge.PART
     pieces = [texts[i : i + size] for i in range(0, len(texts), size)]
     began_s, done = time.time(), 0
@@ -161,6 +161,26 @@ class Coming:
 # --- the trainings ------------------------------------------------------------------------------------------
 
 
+def going_on(plan: dense_talker.Plan) -> dense_talker.Plan:
+    """Of a run that goes on from another one's end: less noise, and more of its own draws."""
+    noise = Noise(0.03, 0.06, 0.015)
+    return replace(
+        plan, peak=1e-3, own_share=0.4, own_from=0.0, own_temperature=0.4, noise=noise, short_until=0.0
+    )
+
+
+def begin(module: torch.nn.Module, path: Path | None) -> Callable[[], None]:
+    """-> what is called once the module is initialised: it begins as `path` has it"""
+
+    def load() -> None:
+        if path is not None:
+            missing, extra = module.load_state_dict(torch.load(path, weights_only=True)["module"], strict=False)
+            missing = [name for name in missing if name in dict(module.named_parameters())]
+            assert not missing and not extra, f"{path} is of another voice: {missing} are missing, {extra} not known"
+
+    return load
+
+
 def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse.Namespace) -> None:
     device, codebooks = pick_device(args.device), books(folder)
     checkpoint.write_texts(scratch / "texts_talker", settings)
@@ -168,6 +188,8 @@ def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse
     plan, room = dense_talker.Plan(), (POOL_UTTERANCES, POOL_FRAMES)
     if args.quick:
         plan, room = replace(plan, positions=512, log_s=1.0, check_s=2.0, warmup=10), (70_000, 3_000_000)
+    if args.begin is not None:
+        plan = going_on(plan)
     given = Lines.load(folder / "lines.npz")
     pool = Pool(scratch / "texts_talker", codebooks, device, *room)
     pool.add(given, 0)
@@ -193,12 +215,13 @@ def train_talker(folder: Path, scratch: Path, settings: Settings, args: argparse
         args.out / "talker.pt",
         grow,
         records=not args.no_graphs,
+        begin=begin(training, args.begin and args.begin / "talker.pt"),
     )
 
 
 def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argparse.Namespace) -> None:
     device, codebooks = pick_device(args.device), books(folder)
-    plan = dense_decoder.Plan()
+    plan = dense_decoder.Plan() if args.begin is None else dense_decoder.Plan(peak=7e-4)
     if args.quick:
         plan = replace(plan, batch=2, log_s=1.0, room=5_000)
     sounds, coming = dense_decoder.Sounds(plan, codebooks, device), Coming(scratch, folder, device)
@@ -227,6 +250,7 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
         args.out / "decoder.pt",
         grow,
         records=not args.no_graphs,
+        begin=begin(model, args.begin and args.begin / "decoder.pt"),
     )
 
 
@@ -249,6 +273,7 @@ def run_all(folder: Path, scratch: Path, args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "examples.train_a_voice.remote", str(folder), str(args.out)]
     command += ["--end", str(args.end), "--scratch", str(scratch), "--processes", str(args.processes)]
     command += ["--quick"] * args.quick + (["--device", args.device] if args.device else [])
+    command += ["--seed", str(args.seed)] + (["--begin", str(args.begin)] if args.begin else [])
 
     def start(role: str, *more: str) -> subprocess.Popen[bytes]:
         program, env = [*command, "--role", role, *more], os.environ | ONE_THREAD
@@ -284,6 +309,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=7.0, help="how long it takes in all")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 3), help="that make speech")
     parser.add_argument("--device", help="cuda, if it is there, or cpu")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the sentences that are made there")
+    parser.add_argument("--begin", type=Path, help="go on from the talker.pt and decoder.pt of this directory")
     parser.add_argument("--no-graphs", action="store_true", help="neither compile nor record the steps")
     parser.add_argument("--quick", action="store_true", help="a tiny voice, to see that it runs")
     parser.add_argument("--role", choices=["all", "more", *ROLES], default="all", help=argparse.SUPPRESS)
@@ -292,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.end = args.end or time.time() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = QUICK_REMOTE if args.quick else FULL
+    settings = replace(QUICK if args.quick else FULL, mel_levels=len(books(args.folder).mel))
     torch.manual_seed(0)
     if args.role == "all":
         memory = Path("/dev/shm")
@@ -306,8 +333,6 @@ def main(argv: list[str] | None = None) -> int:
         ROLES[args.role](args.folder, args.scratch, settings, args)
     return 0
 
-
-QUICK_REMOTE = replace(QUICK, mel_levels=FULL.mel_levels)  # the folder's codes have so many levels
 
 if __name__ == "__main__":
     sys.exit(main())

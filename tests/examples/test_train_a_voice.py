@@ -14,7 +14,17 @@ import pytest
 import torch
 
 import zoo
-from examples.train_a_voice import checkpoint, codes, corpus, decoder, features, judge, talker, vocoder
+from examples.train_a_voice import (
+    checkpoint,
+    codes,
+    corpus,
+    decoder,
+    features,
+    judge,
+    library,
+    talker,
+    vocoder,
+)
 from examples.train_a_voice import sentences as generator
 from examples.train_a_voice.__main__ import STEPS, main, utterances
 from examples.train_a_voice.align import Aligner
@@ -244,14 +254,23 @@ def test_what_the_talker_learns_from_stands_where_it_is_said(work: Path) -> None
         assert len(data.spoken[u]) == len(data.phones[u]) == len(data.codes[u])
 
 
-def test_sentences_follow_from_the_seed() -> None:
-    dictionary = ["flannel", "gazebo", "turnip"]
-    some = generator.generate(300, dictionary, 4)
-    assert some == generator.generate(300, dictionary, 4) != generator.generate(300, dictionary, 5)
+def test_sentences_follow_from_the_seed(tmp_path: Path) -> None:
+    rare = generator.Lexicon(["flannel", "gazebo", "turnip"], [], [])
+    lexicon = generator.Lexicon(rare.dictionary, ["alpha", "beta"], [-1.0, -9.0])
+    some = generator.generate(300, lexicon, 4)
+    assert some == generator.generate(300, lexicon, 4) != generator.generate(300, lexicon, 5)
+    assert some != generator.generate(300, rare, 4)
     assert all(text.isascii() and "{" not in text for text in some)
-    assert not set(some[:100]) & set(generator.generate(300, dictionary, 4, frozenset(some[:100]))) - set(
-        generator.LINES["phrases"]
-    )
+    phrases = set(generator.LINES["phrases"])
+    assert not set(some[:100]) & set(generator.generate(300, lexicon, 4, frozenset(some[:100]))) - phrases
+    said = " ".join(some).lower()
+    assert said.count("alpha") > 20 * said.count("beta") > 0
+    lexicon.save(tmp_path / "lexicon.txt")
+    assert generator.generate(300, generator.Lexicon.load(tmp_path / "lexicon.txt"), 4) == some
+
+
+def test_what_is_chosen_by_ear_is_not_what_is_judged() -> None:
+    assert not set(generator.LINES["held_out"]) & set(generator.LINES["development"])
 
 
 @pytest.mark.parametrize(
@@ -297,6 +316,25 @@ def test_flite_speaks_and_says_where_its_phones_end(tmp_path: Path) -> None:
         "d",
     ]
     assert utterance.ends_s[0] == pytest.approx(0.06, abs=1e-3)
+
+
+@pytest.mark.skipif(not (library.SYSTEM / library.OBJECTS[-1]).exists(), reason="flite is not installed")
+def test_flite_s_library_speaks_as_its_program() -> None:
+    """To the sample, but for the noise in it, which is another in every speech of a process."""
+    flite = library.Flite()
+    for text in ("Hello world.", "One, two, and three. Why did the baker smile?"):
+        samples, utterance = flite.speak(text)
+        expected, told = speak(text)
+        assert utterance == told
+        mel, expected_mel = (
+            features.log_mel(features.pad_to_frames(x.astype(np.float32) / 32768)) for x in (samples, expected)
+        )
+        assert np.abs(mel - expected_mel).mean() < np.abs(np.diff(expected_mel, axis=0)).mean() / 2
+
+
+def test_a_directory_without_flite_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="flite's libraries are not in"):
+        library.Flite(tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("flite") is None, reason="flite is not installed")

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from examples.train_a_voice import checkpoint, codes, dense_decoder, dense_talker, sprint, talker
+import zoo
+from examples.train_a_voice import checkpoint, codes, dense_decoder, dense_talker, remote, sprint, talker
+from examples.train_a_voice.__main__ import main
+from examples.train_a_voice.align import Aligner
+from examples.train_a_voice.flite import Utterance
 from examples.train_a_voice.lines import Lines
 from examples.train_a_voice.pool import IGNORE, NEAR, Noise, Pool, neighbours
 from examples.train_a_voice.settings import QUICK, codec_config
@@ -18,6 +22,7 @@ from tests.examples.test_train_a_voice import Faithful
 from zoo.qwen3_tts import describe
 from zoo.qwen3_tts.codec import Decoder, DecoderConfig
 from zoo.qwen3_tts.model import Talker
+from zoo.request import Request
 
 pytestmark = pytest.mark.compile  # it trains: no part of the inner loop
 NUM_PHONES = 7
@@ -253,6 +258,29 @@ def test_some_pieces_are_coarse() -> None:
         assert 2 <= cut <= 7
         assert (piece[:, :cut] == 7).all()
         assert (piece[:, cut:8] == 100).all()
+
+
+def test_more_speech_or_none_a_voice_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of `remote`, from a folder without flite: nothing comes meanwhile, and the rest does not mind."""
+    monkeypatch.setattr(remote.library, "OBJECTS", ())
+    utterances = [
+        Utterance(text, 0, 48_000, ("pau", *"mabcde"), (0.1, 0.5, 0.9, 1.0, 1.1, 1.2, 1.3)) for text in ("mama", "am")
+    ]
+    aligner = Aligner(utterances)
+    (tmp_path / "lexicon.txt").write_text("mama\nma -1.0\n")
+    remote.pack(tmp_path / "in", [some_lines(40)], some_lines(5, 1), codebooks(), aligner, tmp_path / "lexicon.txt")
+    out = tmp_path / "out"
+    options = ["--minutes", "0.8", "--quick", "--processes", "1", "--device", "cpu"]
+    assert remote.main([str(tmp_path / "in"), str(out), *options]) == 0
+    assert "the decoder learns what the carried codes say" in (out / "decoder.txt").read_text()
+    assert "flite's libraries are not in" in (out / "more.txt").read_text()
+    for name in ("talker", "decoder"):
+        lines = [json.loads(line) for line in (out / f"{name}_log.jsonl").read_text().splitlines()]
+        assert lines[-1]["step"] == torch.load(out / f"{name}.pt", weights_only=True)["step"] > 0
+    voice = tmp_path / "voice"
+    main(["export", str(tmp_path), "--quick", "--trained", str(out), "--out", str(voice)])
+    family = zoo.load(voice, device="cpu", dtype=torch.float32)
+    assert len(zoo.generate(family, Request(text="mama", max_frames=3)).frames) <= 3
 
 
 def test_the_learning_rate_goes_up_and_down() -> None:
