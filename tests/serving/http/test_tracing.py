@@ -2,6 +2,7 @@
 
 import gzip
 import http.server
+import json
 import threading
 import time
 
@@ -22,6 +23,7 @@ from opentelemetry.semconv.attributes import (
     user_agent_attributes,
 )
 from opentelemetry.trace import SpanKind, StatusCode
+from websockets.sync.client import connect
 
 from serving.http.tracing import Tracing, exporter
 
@@ -190,3 +192,29 @@ def test_a_collector_that_is_away_holds_nothing_up(tmp_path, monkeypatch):
         assert server.speak("frames 1").status_code == 200
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 4
+
+
+def test_a_session_is_a_span_with_its_utterances_in_it(server, spans):
+    with connect(server.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+        for message in ({"type": "input.text", "text": "frames 3"}, {"type": "input.done"}):
+            socket.send(json.dumps(message))
+        until_done(socket)
+    until(lambda: len(spans.get_finished_spans()) == 2)
+    model, session = spans.get_finished_spans()
+    assert session.name == "GET /v1/audio/speech/stream" and session.attributes["http.response.status_code"] == 101
+    assert model.parent.span_id == session.context.span_id and model.attributes["zoo.frames"] == 3
+
+
+def until_done(socket):
+    while not (isinstance(message := socket.recv(timeout=5), str) and '"audio.done"' in message):
+        pass
+
+
+def test_every_item_of_a_batch_is_a_span(server, spans):
+    items = [{"input": "frames 2"}, {"input": "silent"}]
+    server.http.post("/v1/audio/speech/batch", json={"items": items, "response_format": "wav"})
+    until(lambda: len(spans.get_finished_spans()) == 3)
+    *models, batch = spans.get_finished_spans()
+    assert batch.name == "POST /v1/audio/speech/batch"
+    assert {model.parent.span_id for model in models} == {batch.context.span_id}
+    assert sorted(model.attributes.get("error.type", "") for model in models) == ["", "no_audio"]
