@@ -74,10 +74,31 @@ def remove_voice(
     except OSError as error:
         raise ValueError(f"voices cannot be removed from {there.directory}: {error.strerror}") from None
     if not removed:
-        raise ValueError(
-            f"there is no voice {name!r} in {there.directory}; there is: {', '.join(there.names()) or 'none'}"
-        )
+        raise no_voice(name, there)
     return 0
+
+
+@voices.command("rename")
+def rename_voice(
+    name: Annotated[str, Argument(help="The voice's name.")],
+    new_name: Annotated[str, Argument(help="Its new one.")],
+    voices_dir: VoicesDir = None,
+) -> int:
+    """Give a voice another name."""
+    there = store(voices_dir)
+    try:
+        voice = there.rename(name, new_name)
+    except OSError as error:
+        raise ValueError(f"voices cannot be kept in {there.directory}: {error.strerror}") from None
+    if voice is None:
+        raise no_voice(name, there)
+    print(f"{voice.name}: {voice.duration_s:.2f} s")
+    return 0
+
+
+def no_voice(name: str, there: Voices) -> ValueError:
+    kept = ", ".join(there.names()) or "none"
+    return ValueError(f"there is no voice {name!r} in {there.directory}; there is: {kept}")
 
 
 def store(directory: Path | None) -> Voices:

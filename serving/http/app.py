@@ -39,7 +39,14 @@ from serving.http.routes.models import list_choices, list_models, one_model
 from serving.http.routes.session import speak_in_session
 from serving.http.routes.speech import speak
 from serving.http.routes.status import health, metrics, ready
-from serving.http.routes.voices import add_voice, list_voices, remove_voice, voices_options
+from serving.http.routes.voices import (
+    add_voice,
+    list_voices,
+    preview_voice,
+    remove_voice,
+    rename_voice,
+    voices_options,
+)
 from serving.http.schemas import Limits
 from serving.http.server import Server, check_key
 
@@ -108,6 +115,8 @@ def create_app(
         list_choices,
         one_model,
         list_voices,
+        preview_voice,
+        rename_voice,
         remove_voice,
         *([metrics] if private_metrics else []),
     ]

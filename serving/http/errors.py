@@ -75,7 +75,7 @@ def cut(text: str | None, max_chars: int = MAX_ECHO_CHARS) -> str | None:
 
 def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
     """The one place where errors become answers."""
-    path = request.url.path.rstrip("/")
+    path = request.scope.get("path_template") or request.url.path.rstrip("/")
     match error:
         case InternalServerException(detail="client disconnected prematurely"):
             error = refusal(LEFT, "the client left before its request was there")

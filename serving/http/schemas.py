@@ -268,6 +268,12 @@ TASK_MODE = {"CustomVoice": "voice", "VoiceDesign": "design", "Base": "clone"}
 SOUND_ONLY = "x_vector_only_mode"  # an option of models that can do without what a reference says
 
 
+class VoiceName(msgspec.Struct, forbid_unknown_fields=True):
+    """PATCH /v1/audio/voices/{voice_id}."""
+
+    name: Annotated[Name, Meta(description="the voice's new name, of the same form as an upload's")]
+
+
 class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/audio/voices, a multipart form."""
 
@@ -308,6 +314,7 @@ FIELDS = {
     "/v1/audio/speech": fields_of(SpeechRequest),
     "/v1/audio/speech/batch": fields_of(SpeechBatch),
     "/v1/audio/voices": fields_of(VoiceUpload),
+    "/v1/audio/voices/{voice_id}": fields_of(VoiceName),
 }
 
 

@@ -182,20 +182,36 @@ class Voices:
             name, int(time.time()), round(sample.duration_s, 3), (ref_text or "").strip() or None, consent
         )
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._write(voice, wav.getvalue())
+        return voice
+
+    def rename(self, name: str, new_name: str) -> StoredVoice | None:
+        """-> the voice under its new name; None where there is none of the old one. For a moment it has both. Raises
+        ValueError for a name that is none, Taken, Damaged, OSError."""
+        name, new_name = clean_name(name), clean_name(new_name)
+        found = self._open(name, lambda place: (self._look(place), read_at(place, "sample.wav")))
+        if found is None or name == new_name:
+            return found and found[0]
+        voice = msgspec.structs.replace(found[0], name=new_name)
+        self._write(voice, found[1])
+        self.remove(name)
+        return voice
+
+    def _write(self, voice: StoredVoice, wav: bytes) -> None:
+        """Raises Taken, OSError."""
         with self._hidden_place(".new-") as new:
-            (new / "sample.wav").write_bytes(wav.getvalue())
+            (new / "sample.wav").write_bytes(wav)
             (new / "voice.json").write_bytes(msgspec.json.encode(voice))
-            if name in self.survey()[1]:  # what is damaged makes room
-                self.remove(name)
+            if voice.name in self.survey()[1]:  # what is damaged makes room
+                self.remove(voice.name)
             try:
-                new.rename(self.directory / name)
+                new.rename(self.directory / voice.name)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     raise Taken(
-                        f"there is a voice {name!r} already: remove it first, or take another name"
+                        f"there is a voice {voice.name!r} already: remove it first, or take another name"
                     ) from None
                 raise
-        return voice
 
     def remove(self, name: str) -> bool:
         """-> whether there was such a voice. Requests that speak in it have its sample already. Raises

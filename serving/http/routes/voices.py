@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from litestar import Response, delete, get, post, route
+import numpy as np
+from litestar import Response, delete, get, patch, post, route
 from litestar.enums import RequestEncodingType
 from litestar.exceptions import HTTPException
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 
 from serving import protocol
+from serving.audio import pcm16
+from serving.http import encode
 from serving.http.errors import refusal
 from serving.http.references import is_own, possible_voices
-from serving.http.schemas import Entry, ErrorBody, Model, VoiceDeleted, VoiceList, VoiceObject, VoiceUpload
+from serving.http.schemas import (
+    Entry,
+    ErrorBody,
+    Model,
+    VoiceDeleted,
+    VoiceList,
+    VoiceName,
+    VoiceObject,
+    VoiceUpload,
+)
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
-from serving.http.voices import StoredVoice, Taken, TooMany, clean_name
+from serving.http.voices import Damaged, StoredVoice, Taken, TooMany, clean_name
 
 NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
 TAKEN = ResponseSpec(ErrorBody, description="there is a voice of that name")
@@ -72,12 +84,64 @@ async def voices_options() -> Response[None]:
 @delete("/v1/audio/voices/{voice_id:str}", status_code=200, responses={400: WRONG, 404: UNKNOWN, **REFUSALS})
 async def remove_voice(voice_id: str, server: Server) -> VoiceDeleted:
     """Forget an uploaded voice. Requests that speak in it go on."""
-    if any(is_own(model.voices, voice_id) for model in server.engine.models):
-        raise refusal(400, f"{voice_id!r} is a voice of the model, and stays", "voice")
-    if not server.voices.has(voice_id) or not await asyncio.to_thread(server.voices.remove, voice_id):
-        message = f"there is no uploaded voice {voice_id!r}; GET /v1/audio/voices lists them"
-        raise refusal(404, message, "voice", "voice_not_found")
+    check_is_uploaded(voice_id, server)
+    if not await asyncio.to_thread(server.voices.remove, voice_id):
+        raise no_voice(voice_id)
     return VoiceDeleted(clean_name(voice_id))
+
+
+@patch(
+    "/v1/audio/voices/{voice_id:str}",
+    responses={400: WRONG, 404: UNKNOWN, 409: TAKEN, 507: NO_ROOM, **REFUSALS},
+)
+async def rename_voice(voice_id: str, data: VoiceName, server: Server) -> VoiceObject:
+    """Give an uploaded voice another name. Requests that speak in it go on."""
+    models = server.models
+    check_is_uploaded(voice_id, server)
+    check_name(data.name, models)
+    try:
+        voice = await asyncio.to_thread(server.voices.rename, voice_id, data.name)
+    except Taken as error:
+        raise refusal(409, str(error), "name", "voice_exists") from None
+    except Damaged as error:
+        raise refusal(400, str(error), "voice", "voice_damaged") from None
+    if voice is None:
+        raise no_voice(voice_id)
+    return described(voice, models)
+
+
+@get(
+    "/v1/audio/voices/{voice_id:str}/preview",
+    responses={400: WRONG, 404: UNKNOWN, **REFUSALS},
+    media_type="audio/wav",
+)
+async def preview_voice(voice_id: str, server: Server) -> Response[bytes]:
+    """What was uploaded of a voice, as a WAV file of 16 bits."""
+    _ = server.models  # raises Away
+    check_is_uploaded(voice_id, server)
+    try:
+        found = await asyncio.to_thread(server.voices.load, voice_id)
+    except Damaged as error:
+        raise refusal(400, str(error), "voice", "voice_damaged") from None
+    if found is None:
+        raise no_voice(voice_id)
+    clip = found[1]
+    pcm = pcm16(np.frombuffer(clip.samples, "<f4"))
+    wav = await asyncio.to_thread(encode.file, "wav", pcm, clip.sample_rate_hz)
+    return Response(wav, media_type="audio/wav")
+
+
+def check_is_uploaded(voice_id: str, server: Server) -> None:
+    """Raises the refusal."""
+    if any(is_own(model.voices, voice_id) for model in server.engine.models):
+        raise refusal(400, f"{voice_id!r} is a voice of the model, and stays as it is", "voice")
+    if not server.voices.has(voice_id):
+        raise no_voice(voice_id)
+
+
+def no_voice(voice_id: str) -> HTTPException:
+    message = f"there is no uploaded voice {voice_id!r}; GET /v1/audio/voices lists them"
+    return refusal(404, message, "voice", "voice_not_found")
 
 
 def preset(name: str, models: list[Model], created: int) -> VoiceObject:

@@ -27,6 +27,8 @@ ROUTES = [
     ("GET", "/v1/audio/voices"),
     ("POST", "/v1/audio/voices"),
     ("DELETE", "/v1/audio/voices/{voice_id}"),
+    ("PATCH", "/v1/audio/voices/{voice_id}"),
+    ("GET", "/v1/audio/voices/{voice_id}/preview"),
     ("GET", "/health"),
     ("GET", "/ready"),
     ("GET", "/metrics"),

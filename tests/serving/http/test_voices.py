@@ -1,6 +1,7 @@
 """Uploaded voices: the store on disk, the routes, and the command."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+import soundfile
 from fake_engine import CLONER, MODEL, frame
 from http_server import Server, error
 from shell import ROOT, zoo
@@ -493,6 +495,68 @@ def test_a_model_that_takes_no_references_takes_no_uploads(tmp_path):
         )
 
 
+# its other name, and its sound
+
+
+def test_a_voice_gets_another_name(store):
+    kept = store.add("anna", CLIP, "What I say.")
+    store.add("bert", CLIP)
+    renamed = msgspec.structs.replace(kept, name="clara")
+    assert store.rename("Anna", "Clara") == renamed and store.load("clara") == (renamed, CLIP)
+    assert store.names() == ["bert", "clara"] and store.rename("anna", "dora") is None
+    assert store.rename("clara", "CLARA") == renamed
+    with pytest.raises(Taken, match="'bert' already"):
+        store.rename("clara", "bert")
+    with pytest.raises(ValueError, match="no name for a voice"):
+        store.rename("clara", "../x")
+    assert store.names() == ["bert", "clara"] == sorted(os.listdir(store.directory))
+
+
+def test_a_full_store_renames(store):
+    for name in "abcde":
+        store.add(name, CLIP)
+    assert store.rename("a", "f") is not None and store.names() == ["b", "c", "d", "e", "f"]
+
+
+def renamed(server, voice, name):
+    return server.http.patch(f"/v1/audio/voices/{voice}", json={"name": name})
+
+
+def test_rename_over_http(server):
+    before = upload(server, "anna", ref_text="What I say.").json()
+    assert renamed(server, "Anna", "Clara").json() == before | {"id": "clara", "name": "clara"}
+    assert [voice["id"] for voice in uploaded(server)] == ["clara"]
+    assert server.speak("frames 1", voice="clara").status_code == 200
+    assert error(renamed(server, "anna", "dora"), 404)["code"] == "voice_not_found"
+    assert error(renamed(server, "clara", "vivian"), 409)["code"] == "voice_exists"
+    assert error(renamed(server, "clara", "a/b"), 400)["param"] == "name"
+    assert "stays" in error(renamed(server, "vivian", "x"), 400)["message"]
+    upload(server, "bert")
+    assert error(renamed(server, "clara", "bert"), 409)["param"] == "name"
+    assert error(server.http.patch("/v1/audio/voices/clara", json={}), 400)["param"] == "name"
+
+
+def test_a_voice_is_heard(server):
+    upload(server, "anna")
+    answer = server.http.get("/v1/audio/voices/Anna/preview")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "audio/wav"
+    samples, rate_hz = soundfile.read(io.BytesIO(answer.content), dtype="float32")
+    assert rate_hz == RATE_HZ and np.abs(samples - NOISE).max() <= 1 / 2**15
+    path = "/v1/audio/voices/{}/preview"
+    assert error(server.http.get(path.format("bert")), 404)["code"] == "voice_not_found"
+    assert "of the model" in error(server.http.get(path.format("vivian")), 400)["message"]
+
+
+@pytest.mark.parametrize("how", ["renamed", "heard"])
+def test_a_damaged_voice_is_neither_renamed_nor_heard(server, how):
+    upload(server, "anna")
+    (server.voices_dir / "anna" / "sample.wav").write_bytes(b"x")
+    path = "/v1/audio/voices/anna"
+    answer = renamed(server, "anna", "b") if how == "renamed" else server.http.get(f"{path}/preview")
+    assert error(answer, 400)["code"] == "voice_damaged"
+    assert server.http.delete(path).status_code == 200
+
+
 # from the shell
 
 
@@ -505,12 +569,14 @@ def test_the_command_and_the_server_share_a_store(server, tmp_path):
     assert zoo("voices", "list", *there).stdout == "anna: 2.00 s, What I say.\n"
     [voice] = json.loads(zoo("voices", "list", "--json", *there).stdout)["voices"]
     assert msgspec.convert(voice, StoredVoice).name == "anna"
-    assert zoo("voices", "remove", "anna", *there).returncode == 0 and uploaded(server) == []
+    assert zoo("voices", "rename", "anna", "Bert", *there).stdout == "bert: 2.00 s\n"
+    assert zoo("voices", "remove", "bert", *there).returncode == 0 and uploaded(server) == []
 
 
 BAD_COMMANDS = [
     (["remove", "anna"], "no voice 'anna'"),
     (["remove", "../x"], "no name for a voice"),
+    (["rename", "anna", "bert"], "no voice 'anna'"),
     (["add", "anna", "/no/such.wav"], "cannot be read: No such file"),
     (["add", "anna", __file__], "not audio that is known"),
     (["add", "anna"], "Missing argument 'sample'"),
