@@ -301,9 +301,12 @@ def both(work: Path, settings: Settings, args: argparse.Namespace) -> None:
 
 
 def pack(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """For `remote`: everything that it trains from, in one folder."""
+    """For `remote`: everything that it trains from, in one folder. Beside it, what is judged."""
     work.mkdir(parents=True, exist_ok=True)
     gather.gather(work, settings, args.out or work / "pack", counter)
+    for name in SETS:
+        Shelf(work / name).fill(sentences.LINES[name], counter(f"speech of {name}", len(sentences.LINES[name])))
+    codes(work, settings, args)
 
 
 STEPS = {
@@ -335,6 +338,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--count", type=int, default=len(sentences.LINES["held_out"]), help="sentences that are judged"
     )
+    parser.add_argument("--sentences", type=int, help="speech, pack: so many are spoken")
     parser.add_argument("--set", choices=SETS, default="held_out", help="which sentences those are")
     parser.add_argument("--seed", type=int, default=0, help="score: of the first sentence's draws")
     parser.add_argument("--trained", type=Path, help="export: what `remote` left, talker.pt and decoder.pt")
@@ -343,8 +347,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
+    settings = QUICK if args.quick else FULL
+    if args.sentences is not None:
+        settings = replace(settings, num_sentences=args.sentences)
     for step in (ALL if args.step == "all" else {args.step: (STEPS | {"pack": pack})[args.step]}).values():
-        step(args.directory, QUICK if args.quick else FULL, args)
+        step(args.directory, settings, args)
 
 
 if __name__ == "__main__":

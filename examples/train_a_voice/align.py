@@ -22,8 +22,9 @@ FRAME_S = FRAME / RATE_HZ
 
 
 class Aligner:
-    def __init__(self, utterances: Sequence[Utterance]):
-        names = sorted({phone for u in utterances for phone in u.phones} | {PAUSE})
+    def __init__(self, utterances: Sequence[Utterance], phones: Sequence[str] = ()):
+        """phones: beside those of the utterances, which need not have them all"""
+        names = sorted({phone for u in utterances for phone in u.phones} | {PAUSE, *phones})
         self.phones = {phone: i for i, phone in enumerate(names)}
         self.makes = np.full((256, len(names)), 1 / len(names))  # P(phone | byte)
         self.counts = np.tile([0.3, 0.6, 0.09, 0.01], (256, 1))  # P(number of phones | byte)

@@ -23,6 +23,8 @@ RATE_HZ = 16_000
 VOICE = "slt"
 LEAD_S, TAIL_S = 0.06, 0.12  # silence that is kept; flite's own is about 0.2 on either side
 PAUSE = "pau"
+_PHONES = "aa ae ah ao aw ax ay b ch d dh eh er ey f g hh ih iy jh k l m n ng ow oy p pau r s sh t th uh uw v w y z zh"
+PHONES = tuple(_PHONES.split())
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from examples.train_a_voice import forge, judge, lines, remote, sentences
 from examples.train_a_voice.align import Aligner
 from examples.train_a_voice.codes import Codebooks
+from examples.train_a_voice.flite import PHONES
 from examples.train_a_voice.lines import Lines
 from examples.train_a_voice.settings import Settings
 
@@ -51,7 +52,7 @@ def fit(work: Path, settings: Settings, paths: list[Path]) -> None:
     some = [forge.Part.load(path) for path in paths[: -(-settings.num_code_sentences // forge.PART)]]
     mel = np.concatenate([part.mel for part in some]).astype(np.float32)
     voicing = np.concatenate([part.voicing for part in some]).astype(np.float32)
-    Aligner([utterance for part in some for utterance in part.utterances()]).save(work / "aligner.npz")
+    Aligner([utterance for part in some for utterance in part.utterances()], PHONES).save(work / "aligner.npz")
     Codebooks.fit(mel, voicing, settings.mel_levels, seed=0).refined(mel).save(work / "codebooks.pt")
 
 

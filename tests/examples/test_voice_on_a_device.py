@@ -11,7 +11,16 @@ import pytest
 import torch
 
 import zoo
-from examples.train_a_voice import checkpoint, codes, dense_decoder, dense_talker, remote, sprint, talker
+from examples.train_a_voice import (
+    checkpoint,
+    codes,
+    dense_decoder,
+    dense_talker,
+    library,
+    remote,
+    sprint,
+    talker,
+)
 from examples.train_a_voice.__main__ import main
 from examples.train_a_voice.align import Aligner
 from examples.train_a_voice.flite import Utterance
@@ -281,6 +290,20 @@ def test_more_speech_or_none_a_voice_comes_out(tmp_path: Path, monkeypatch: pyte
     main(["export", str(tmp_path), "--quick", "--trained", str(out), "--out", str(voice)])
     family = zoo.load(voice, device="cpu", dtype=torch.float32)
     assert len(zoo.generate(family, Request(text="mama", max_frames=3)).frames) <= 3
+
+
+@pytest.mark.skipif(not (library.SYSTEM / library.OBJECTS[-1]).exists(), reason="flite is not installed")
+def test_a_folder_is_packed_from_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("pocketsphinx")
+    main(["pack", str(tmp_path), "--quick", "--sentences", "12"])
+    found = Lines.load(tmp_path / "pack" / "lines.npz")
+    assert len(found.texts) == 12
+    assert found.codes.shape == (found.edges[-1], QUICK.codebooks)
+    assert (tmp_path / "pack" / "flite.tar.xz").stat().st_size > 1e6
+    assert np.load(tmp_path / "held_out" / "codes.npy").shape[1] == QUICK.codebooks
+    texts = set(found.texts)
+    main(["pack", str(tmp_path), "--quick", "--sentences", "12"])  # goes on: nothing is made again
+    assert set(Lines.load(tmp_path / "pack" / "lines.npz").texts) == texts
 
 
 def test_the_learning_rate_goes_up_and_down() -> None:

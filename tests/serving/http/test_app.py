@@ -394,6 +394,7 @@ def test_the_schema_describes_what_is_served(server):
         "/v1/audio/speech/batch",
         "/v1/audio/voices",
         "/v1/audio/voices/{voice_id}",
+        "/v1/audio/voices/{voice_id}/preview",
     }
     assert paths | {"/health", "/ready", "/metrics"} == set(schema["paths"])
     fields = schema["components"]["schemas"]["SpeechRequest"]["properties"]
