@@ -1,10 +1,10 @@
 """`zoo load` from end to end, with our server in front of a fake engine."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import shell
@@ -121,7 +121,9 @@ def test_an_interrupt_gives_what_there_is(server, tmp_path):
         "--json",
     ]
     command += ["--duration", "600", "--warmup", "0", "--workers", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    # what a shell starts in the background ignores the signal, and so would its children
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
         until(lambda: len(server.engine.asked) > 6, 60)
         process.send_signal(signal.SIGINT)
