@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 MEMORY = 0.99  # of an estimate, from one turn to the next: a hundred turns
-MAX_DOUBT = 1e6  # of an estimate whose part of the load has not changed for long
+PULL = 0.01  # of a turn: how much an estimate stays where it is, of whose part of the load nothing is known any more
 MIN_TURNS = 8  # before which nothing is predicted
 SCALE = np.array((1.0, 8.0, 256.0, 32.0))  # of a turn: itself, slots, prompt positions, frames rendered
 OUTLIER = 4.0  # times what was expected: a turn that took longer counts as one that took so long
@@ -29,12 +29,15 @@ CORRECTION, MAX_CORRECTION = 0.1, math.log(3)  # of a prediction, by one that tu
 
 
 class Costs:
-    """Seconds of a turn, as a sum over what is launched in it: recursive least squares that forget."""
+    """Seconds of a turn, as a sum over what is launched in it, none of which takes less than no time: least squares
+    over the turns of late. What always comes together (of late there were eight slots in every turn) shares its
+    time, somehow, and the sum is right."""
 
     def __init__(self) -> None:
         self.num_turns = 0
         self._each = np.zeros(len(SCALE))  # seconds per SCALE
-        self._doubt = np.eye(len(SCALE)) * 1e3
+        self._products = np.zeros((len(SCALE), len(SCALE)))
+        self._seconds = np.zeros(len(SCALE))
 
     @property
     def is_known(self) -> bool:
@@ -46,23 +49,35 @@ class Costs:
         expected_s = float(self._each @ load)
         if self.is_known and expected_s > 0:
             took_s = min(took_s, OUTLIER * expected_s)
-        towards = self._doubt @ load
-        gain = towards / (MEMORY + load @ towards)
-        self._each += gain * (took_s - expected_s)
-        doubt = self._doubt - np.outer(gain, towards)
-        self._doubt = doubt / MEMORY if doubt.trace() < MAX_DOUBT else doubt
+        self._products = MEMORY * self._products + np.outer(load, load)
+        self._seconds = MEMORY * self._seconds + took_s * load
+        pull = PULL * np.eye(len(SCALE))
+        self._each = solved(self._products + pull, self._seconds + PULL * self._each)
         self.num_turns += 1
 
     def turn_s(self, slots: float = 0, tokens: float = 0, frames: float = 0) -> float:
-        return float(np.maximum(self._each, 0) @ (np.array((1, slots, tokens, frames)) / SCALE))
+        return float(self._each @ (np.array((1, slots, tokens, frames)) / SCALE))
 
     def steady_s(self, slots: np.ndarray | float) -> np.ndarray:
         """Of a turn in which so many speak: each takes a step, and a frame of each is rendered. [...]"""
-        own, slot, _, frame = np.maximum(self._each, 0) / SCALE
+        own, slot, _, frame = self._each / SCALE
         return own + (slot + frame) * np.asarray(slots)
 
     def prefill_s(self, tokens: float) -> float:
-        return float(max(self._each[2], 0) * tokens / SCALE[2])
+        return float(self._each[2] * tokens / SCALE[2])
+
+
+def solved(products: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """products @ x = sums, products [N, N] positive definite -> x [N]; what would be negative is left out, and counts
+    as nothing."""
+    found, kept = np.zeros_like(sums), np.ones(len(sums), bool)
+    while kept.any():
+        found[:] = 0
+        found[kept] = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
+        if found.min() >= 0:
+            break
+        kept &= found > 0
+    return found
 
 
 class Lengths:

@@ -69,6 +69,22 @@ def test_what_did_not_change_for_long_is_not_forgotten():
     assert costs.turn_s(8) == pytest.approx(0.018, rel=0.2)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_of_one_kind_for_long_leave_estimates_where_they_were(seed):
+    """All slots taken, for thousands of turns, and times that stray: what was learned once became a hundred times too much,
+    and everybody was refused."""
+    chance, costs = np.random.default_rng(seed), Costs()
+    for turn in range(4000):
+        slots = 8 if turn // 1000 % 2 == 0 else int(chance.integers(6, 9))
+        frames = 32 if turn % 4 == 0 else int(chance.integers(0, 3))
+        tokens = 60 if chance.random() < 0.15 else 0
+        took_s = 0.004 + 0.003 * slots + 1e-4 * tokens + 0.002 * frames
+        costs.record(slots, tokens, frames, took_s * float(chance.lognormal(0, 0.35)))
+        if turn > 200:
+            assert costs.steady_s(8) == pytest.approx(0.044, rel=0.35)
+    assert 0 <= costs.prefill_s(100) < 0.1
+
+
 def test_turns_that_get_slower_are_seen():
     costs = learned(0.01, 0.001, 1e-5, 1e-4)
     for turn in range(400):
