@@ -77,7 +77,6 @@ class Speech:
         self.held_s = 0.0  # that the client kept us waiting: it has more than it reads
         self.num_bytes = 0  # of PCM, as the engine made it
         self.num_frames = 0
-        self.usage: Usage | None = None
         self.outcome: str | None = None
         self.pcm = bytearray()  # of a request that does not stream
         self.finished: protocol.Finished | None = None
@@ -104,6 +103,10 @@ class Speech:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.has_left = True
+
+    @property
+    def usage(self) -> Usage | None:
+        return None if self.finished is None else Usage.of(self.finished)
 
     async def answer(self, send: Send) -> None:
         tracing = self.server.tracing
@@ -154,10 +157,10 @@ class Speech:
 
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
         self.finished = finished
-        self.num_frames, self.usage = finished.frames, Usage.of(finished)
+        self.num_frames = finished.frames
         if self.request.stream:
             await self.send_audio(send, await self.encode(self.encoder.finish))
-            last = event(AudioDone(self.usage)) if self.is_sse else b""
+            last = event(AudioDone(Usage.of(finished))) if self.is_sse else b""
         else:
             last = await asyncio.get_running_loop().run_in_executor(ENCODING, self.file)
             await self.start(send, num_bytes=len(last))
