@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import directory, family
 from torch import nn
+from torch._inductor.codecache import CppCodeCache
 
 import zoo
 from compile_cache import artifacts
@@ -17,6 +18,8 @@ from zoo.nn.packed import PackedLinear
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch, tmp_path):
+    # what this process built before is built anew, here
+    monkeypatch.setattr(CppCodeCache, "cache", {})
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
 
