@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.cosyvoice2.config import MELS, FlowConfig
-from zoo.cosyvoice2.stretch import Seen
+from zoo.cosyvoice2.stretch import Seen, may_follow_values
+from zoo.nn import kernels
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 
@@ -111,15 +112,18 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
         """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen; cache [S, capacity + 1, PAIR, 2 * inner]."""
         y = self.attention_norm(x)
-        new = (
-            torch.cat((self.k(y), self.v(y)), -1).unflatten(0, (-1, PAIR)).transpose(1, 2)
-        )  # [B, Q, PAIR, 2 inner]
+        x = x + self.out(self._attend(self.q(y), self.k(y), self.v(y), seen, mask, cache))
+        return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
+        """q, k, v [2B, Q, inner] -> [2B, Q, inner]"""
+        if may_follow_values(q) and kernels.know(q, k, v, cache):
+            return kernels.attend_stretch(q, k, v, cache, seen.slots, seen.index, seen.mask, self.heads)
+        new = torch.cat((k, v), -1).unflatten(0, (-1, PAIR)).transpose(1, 2)  # [B, Q, PAIR, 2 inner]
         kv = seen.exchange(cache, new).unflatten(-1, (2, self.heads, -1))  # [B, K, PAIR, 2, H, dim]
         k, v = kv.permute(3, 0, 2, 4, 1, 5).flatten(1, 2)  # 2 of [2B, H, K, dim]
-        q = self.q(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        y = attend(q, k, v, mask)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
+        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return attend(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
 class Stage(nn.Module):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,6 +47,13 @@ def cosine_times() -> list[float]:
     return (1 - torch.cos(torch.linspace(0, 1, STEPS + 1, device="cpu") * 0.5 * math.pi)).tolist()
 
 
+def zeros(like: Tensor, *shape: int) -> Tensor:
+    """As like.new_zeros. On a CPU no memory is taken before it is written to, where torch would write the zeros."""
+    if like.device.type != "cpu":
+        return like.new_zeros(*shape)
+    return torch.from_numpy(np.zeros(math.prod(shape) * like.itemsize, np.uint8)).view(like.dtype).view(shape)
+
+
 class FlowCache:
     """What streams have left behind: a row each. `capacity` counts tokens."""
 
@@ -53,10 +61,10 @@ class FlowCache:
         config, like = flow.config, flow.output.weight
         self.capacity = capacity
         tokens, frames = capacity + 1, TOKEN_FRAMES * capacity + 1  # the last one is where padding is written
-        self.encoder = [like.new_zeros(rows, tokens, 2 * config.width) for _ in range(config.layers)]
-        self.encoder += [like.new_zeros(rows, frames, 2 * config.width) for _ in range(NUM_UP_LAYERS)]
+        self.encoder = [zeros(like, rows, tokens, 2 * config.width) for _ in range(config.layers)]
+        self.encoder += [zeros(like, rows, frames, 2 * config.width) for _ in range(NUM_UP_LAYERS)]
         num_layers, inner = (config.num_mid + 2) * config.num_blocks, config.estimator_heads * config.head_dim
-        self.estimator = [like.new_zeros(num_layers, rows, frames, PAIR, 2 * inner) for _ in range(STEPS)]
+        self.estimator = [zeros(like, num_layers, rows, frames, PAIR, 2 * inner) for _ in range(STEPS)]
         self.encoder_past = like.new_zeros(rows, flow.encoder.layout.size)
         self.estimator_past = like.new_zeros(STEPS, rows, PAIR, flow.estimator.layout.size)
 

@@ -8,7 +8,11 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <type_traits>
 #include <vector>
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -157,6 +161,197 @@ int64_t count_likely(const float* logits, int64_t V, int64_t top_k, float top_p,
     return count;
 }
 
+// Products in registers: ROWS rows of the left matrix by WIDTH columns of the right one. A matrix is made of units of 32 bits: a float, or where the
+// CPU multiplies pairs of bfloat16, two of those that follow each other along what is summed.
+#if defined(__AVX512F__)
+using Vector = __m512;
+constexpr int ROWS = 6, VECTORS = 4;
+inline Vector spread(float x) { return _mm512_set1_ps(x); }
+inline Vector multiply_add(Vector sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+#elif defined(__FMA__)
+using Vector = __m256;
+constexpr int ROWS = 6, VECTORS = 2;
+inline Vector spread(float x) { return _mm256_set1_ps(x); }
+inline Vector multiply_add(Vector sum, Vector a, Vector b) { return _mm256_fmadd_ps(a, b, sum); }
+#else
+typedef float Vector __attribute__((vector_size(16)));
+constexpr int ROWS = 4, VECTORS = 4;
+inline Vector spread(float x) { return Vector{x, x, x, x}; }
+inline Vector multiply_add(Vector sum, Vector a, Vector b) { return sum + a * b; }
+#endif
+constexpr int LANES = sizeof(Vector) / sizeof(float), WIDTH = VECTORS * LANES;
+typedef float Loose __attribute__((vector_size(sizeof(Vector)), aligned(4), may_alias));  // anywhere in memory
+typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
+typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+inline Vector load(const float* from) { return Vector(*reinterpret_cast<const Loose*>(from)); }
+inline void store(float* to, Vector x) { *reinterpret_cast<Loose*>(to) = Loose(x); }
+
+struct Floats {
+    static constexpr int PER_UNIT = 1;
+    static Vector add(Vector sum, Vector a, Vector b) { return multiply_add(sum, a, b); }
+    static void put(float* to, int64_t i, Vector x) { store(to + i, x); }  // numbers i .. i + LANES of a row
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+    static constexpr int PER_UNIT = 2;
+    static Vector add(Vector sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, __m512bh(a), __m512bh(b)); }
+    static void put(float* to, int64_t i, Vector x) { _mm256_storeu_si256((__m256i*)(to + i / 2), __m256i(_mm512_cvtneps_pbh(x))); }
+};
+template <typename T>
+using Units = std::conditional_t<std::is_same_v<T, float>, Floats, Pairs>;
+#else
+template <typename T>
+using Units = Floats;
+#endif
+
+// n numbers side by side as units, with zeros behind them.
+template <typename U, typename T>
+inline void to_units(const T* row, int64_t n, float* units) {
+    if constexpr (U::PER_UNIT == 1) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) units[i] = wide(row[i]);
+    } else {
+        if (n % 2) units[n / 2] = 0;
+        __builtin_memcpy(units, row, n * sizeof(T));
+    }
+}
+
+// n numbers of two rows, one above the other, as units; of the first row alone where a unit is one number.
+template <typename U, typename T>
+inline void to_units(const T* first, const T* second, int64_t n, float* units) {
+    if constexpr (U::PER_UNIT == 1) return to_units<U>(first, n, units);
+    else {
+        uint32_t* pairs = reinterpret_cast<uint32_t*>(units);
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) pairs[i] = uint32_t(first[i].bits) | uint32_t(second[i].bits) << 16;
+    }
+}
+
+// a, ROWS rows of `stride_a` units; b, n rows of `stride_b` -> ROWS rows of WIDTH in c, `stride_c` apart. Unrolled, or GCC keeps the sums in memory.
+template <typename U>
+inline void product(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t n, float* c, int64_t stride_c) {
+    Vector sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) sum[r][j] = spread(0);
+    for (int64_t i = 0; i < n; i++) {
+        Vector columns[VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) columns[j] = load(b + i * stride_b + j * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            const Vector x = spread(a[r * stride_a + i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < VECTORS; j++) sum[r][j] = U::add(sum[r][j], x, columns[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
+}
+
+// As `exponential`.
+inline Vector exponentials(Vector x) {
+    const Vector rounder = spread(12582912.0f), least = spread(-87.0f);
+    const Integers is_small = x < least;
+    x = is_small ? least : x;
+    const Vector k = (x * 1.44269504f + rounder) - rounder;
+    const Vector r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
+    Vector series = spread(1 / 720.0f);
+    for (float term : {1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 0.5f, 1.0f, 1.0f}) series = multiply_add(spread(term), series, r);
+    const Vector power = Vector((__builtin_convertvector(k, Integers) + 127) << 23);
+    return is_small ? spread(0) : series * power;
+}
+
+// x [n], scores, and 1 where one counts, 0 elsewhere; n a multiple of LANES -> their shares, not yet divided by the sum that is returned.
+template <typename U>
+inline float shares_of(float* x, const int8_t* counts, int64_t n, float scale, float* shares) {
+    const Vector never = spread(-std::numeric_limits<float>::infinity());
+    Vector most = never, sum = spread(0);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Integers is_seen = __builtin_convertvector(*reinterpret_cast<const Bytes*>(counts + i), Integers) != 0;
+        const Vector score = is_seen ? load(x + i) * scale : never;
+        most = score > most ? score : most;
+        store(x + i, score);
+    }
+    float lanes[LANES], peak = -std::numeric_limits<float>::infinity(), total = 0;
+    store(lanes, most);
+    for (float lane : lanes) peak = std::max(peak, lane);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Vector share = exponentials(load(x + i) - peak);
+        sum = sum + share;
+        U::put(shares, i, share);
+    }
+    store(lanes, sum);
+    for (float lane : lanes) total += lane;
+    return total;
+}
+
+inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Q queries for each of B * L lanes, over the first `held` positions of their slots in the cache and their own, which then take their places there.
+// q, k, v and out [B * L, Q, H * D]; cache [slots, positions, L, 2 * H * D], keys and values; slots [B]; index [B, Q]; mask [B, Q, held + Q].
+template <typename T>
+void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t* slots, const int64_t* index, const bool* mask, T* out, int64_t B,
+                    int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D, float scale, int threads) {
+    using U = Units<T>;
+    const int64_t K = held + Q, wide_k = rounded_up(K, WIDTH), wide_d = rounded_up(D, WIDTH), units_d = (D + U::PER_UNIT - 1) / U::PER_UNIT;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> keys(units_d * wide_k), values(wide_k / U::PER_UNIT * wide_d), query(ROWS * units_d), score(ROWS * wide_k);
+        std::vector<float> share(ROWS * wide_k / U::PER_UNIT), sum(ROWS * wide_d), row(units_d);
+        std::vector<int8_t> counts(wide_k + 1);
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < B * L * H; item++) {
+            const int64_t b = item / (L * H), lane = item / H % L, h = item % H;
+            const auto kept = [&](int64_t i) { return cache + ((slots[b] * positions + i) * L + lane) * 2 * H * D + h * D; };
+            const auto own = [&](const T* x, int64_t i) { return x + ((b * L + lane) * Q + i) * H * D + h * D; };
+            const auto key = [&](int64_t i) { return i < held ? kept(i) : own(k, i - held); };
+            const auto value = [&](int64_t i) { return i < held ? kept(i) + H * D : own(v, i - held); };
+            for (int64_t i = 0; i < K; i++) {
+                to_units<U>(key(i), D, row.data());
+                for (int64_t d = 0; d < units_d; d++) keys[d * wide_k + i] = row[d];
+            }
+            for (int64_t i = 0; i < K; i += U::PER_UNIT)  // the second of an odd last one meets a share of 0
+                to_units<U>(value(i), value(std::min(i + U::PER_UNIT, K) - 1), D, &values[i / U::PER_UNIT * wide_d]);
+            for (int64_t start = 0; start < Q; start += ROWS) {
+                const auto at = [&](int64_t r) { return std::min(start + r, Q - 1); };
+                const auto sees = [&](int64_t r) { return mask + (b * Q + at(r)) * K; };
+                int64_t seen = 0;  // keys up to the last one that any of these rows sees
+                for (int64_t r = 0; r < ROWS; r++) {
+                    to_units<U>(own(q, at(r)), D, &query[r * units_d]);
+                    int64_t last = K;
+                    while (last > seen && !sees(r)[last - 1]) last--;
+                    seen = last;
+                }
+                for (int64_t i = 0; i < seen; i += WIDTH) product<U>(query.data(), units_d, &keys[i], wide_k, units_d, &score[i], wide_k);
+                float total[ROWS];
+                for (int64_t r = 0; r < ROWS; r++) {
+                    __builtin_memcpy(counts.data(), sees(r), seen);
+                    __builtin_memset(&counts[seen], 0, rounded_up(seen, LANES) - seen);
+                    total[r] = shares_of<U>(&score[r * wide_k], counts.data(), rounded_up(seen, LANES), scale, &share[r * wide_k / U::PER_UNIT]);
+                }
+                for (int64_t d = 0; d < wide_d; d += WIDTH)
+                    product<U>(share.data(), wide_k / U::PER_UNIT, &values[d], wide_d, (seen + U::PER_UNIT - 1) / U::PER_UNIT, &sum[d], wide_d);
+                for (int64_t r = 0; r < std::min<int64_t>(ROWS, Q - start); r++) {
+                    T* to = out + (own(q, start + r) - q);
+#pragma omp simd
+                    for (int64_t d = 0; d < D; d++) narrow(sum[r * wide_d + d] / total[r], to[d]);
+                }
+            }
+            for (int64_t i = 0; i < Q; i++) {  // no other item reads or writes this part of a row
+                T* to = kept(index[b * Q + i]);
+                std::copy(own(k, i), own(k, i) + D, to);
+                std::copy(own(v, i), own(v, i) + D, to + H * D);
+            }
+        }
+    }
+}
+
 // sin^2(y). Of pi in three parts a multiple k is taken away without loss, and for what is left, at most pi / 2, the series is enough.
 inline float sine_squared(float y) {
     constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer
@@ -180,6 +375,19 @@ void attend_float32(const float* q, const float* kv, const int64_t* pages, const
 void attend_bfloat16(const bfloat16* q, const bfloat16* kv, const int64_t* pages, const int64_t* lengths, bfloat16* out, int64_t B,
                      int64_t Hkv, int64_t G, int64_t D, int64_t P, int64_t page, float scale, int threads) {
     attend(q, kv, pages, lengths, out, B, Hkv, G, D, P, page, scale, threads);
+}
+
+// As above.
+void attend_stretch_float32(const float* q, const float* k, const float* v, float* cache, const int64_t* slots, const int64_t* index,
+                            const bool* mask, float* out, int64_t B, int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D,
+                            float scale, int threads) {
+    attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, scale, threads);
+}
+
+void attend_stretch_bfloat16(const bfloat16* q, const bfloat16* k, const bfloat16* v, bfloat16* cache, const int64_t* slots,
+                             const int64_t* index, const bool* mask, bfloat16* out, int64_t B, int64_t L, int64_t Q, int64_t held,
+                             int64_t positions, int64_t H, int64_t D, float scale, int threads) {
+    attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, scale, threads);
 }
 
 // x and out [B, C, N], frequency and gain [C].

@@ -49,6 +49,7 @@ def build() -> None:
         ) from None
     for name in NAMES.values():
         getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
+        getattr(library, f"attend_stretch_{name}").argtypes = [c_void_p] * 8 + [c_int64] * 7 + [c_float, c_int]
     library.snake.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
     for name in ("keep_likely", "keep_likely_before_temperature"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 2 + [c_int]
@@ -108,6 +109,24 @@ def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: in
     pointers = (tensor.data_ptr() for tensor in (q, kv, rows, lengths, out))
     sizes = batch, kv_heads, heads // kv_heads, width, rows.shape[1], page_tokens
     getattr(_library, f"attend_{NAMES[q.dtype]}")(*pointers, *sizes, scale, torch.get_num_threads())
+    return out
+
+
+def attend_stretch(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, index: Tensor, mask: Tensor, heads: int
+) -> Tensor:
+    """q, k, v [B * L, Q, H * D] over the first positions of cache [S, P, L, 2 * H * D] and themselves, of which mask
+    [B, Q, held + Q] says who sees whom; slots [B], index [B, Q] where the new ones are then put -> [B * L, Q, H * D];
+    `cosyvoice2.estimator`."""
+    assert _library is not None and cache.is_contiguous() and mask.dtype == torch.bool
+    q, k, v, slots, index, mask = (tensor.contiguous() for tensor in (q, k, v, slots, index, mask))
+    out, (batch, num, keys), dim = torch.empty_like(q), mask.shape, q.shape[2] // heads
+    lanes, positions = cache.shape[2], cache.shape[1]
+    assert q.shape == k.shape == v.shape == (batch * lanes, num, heads * dim) and cache.shape[3] == 2 * q.shape[2]
+    pointers = (tensor.data_ptr() for tensor in (q, k, v, cache, slots, index, mask, out))
+    sizes = batch, lanes, num, keys - num, positions, heads, dim
+    function = getattr(_library, f"attend_stretch_{NAMES[q.dtype]}")
+    function(*pointers, *sizes, dim**-0.5, torch.get_num_threads())
     return out
 
 

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zoo.cosyvoice2.estimator import KERNEL, Conv, attend, mish, pointwise
+from zoo.cosyvoice2.estimator import KERNEL, PAIR, Conv, TransformerBlock, mish, pointwise
+from zoo.cosyvoice2.stretch import Seen, Stretch
+from zoo.nn import kernels
 from zoo.nn.conv import CodecState, StateLayout
 
 
@@ -15,17 +17,39 @@ def test_mish(dtype):
     torch.testing.assert_close(mish(x), F.mish(x.double()).to(dtype))
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_attention_with_a_mask_of_each_row(dtype, atol):
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 50, 3, 16, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 3, 70, 16, generator=generator, dtype=torch.float64)
-    is_seen = torch.rand(2, 1, 50, 70, generator=generator) < 0.5
-    is_seen[..., 0] = True
-    q, k, v = (part.to(dtype) for part in (q.transpose(1, 2), k, v))  # queries are not contiguous, as in a block
-    mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
-    truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=is_seen)
-    torch.testing.assert_close(attend(q, k, v, mask).double(), truth, rtol=0, atol=atol)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(1, 6), (2, 16), (3, 80)])
+@torch.inference_mode()
+def test_the_kernel_of_attention_is_torchs(heads, dim, dtype, atol, threads, monkeypatch):
+    kernels.build()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(dim)
+    block, grid, capacity = TransformerBlock(8, heads, dim), 5, 20
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    # nothing held, a part of the ring, a ring that is full: its places are read, and then taken by the new ones
+    starts, counts = torch.tensor([0, 10, 35]), torch.tensor([7, 10, 4])
+    slots, kept = torch.tensor([2, 0, 3]), torch.tensor([5, 0, 10])
+    seen = Seen(Stretch(slots, starts, counts, kept, 10, capacity, grid), 2)
+    mask = torch.zeros(seen.mask.shape, dtype=dtype).masked_fill_(~seen.mask, -torch.inf)
+    mask = mask.repeat_interleave(PAIR, 0)[:, None]
+    q, k, v = (random(len(slots) * PAIR, 20, heads * dim) for _ in range(3))
+    cache = random(4, 2 * capacity + 1, PAIR, 2 * heads * dim)
+    ours, theirs, exact = cache.clone(), cache.clone(), cache.double()
+    found = block._attend(q, k, v, seen, mask, ours)
+    with kernels.plain():
+        block._attend(q, k, v, seen, mask, theirs)
+        truth = block._attend(q.double(), k.double(), v.double(), seen, mask.double(), exact)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), truth, rtol=0, atol=atol)
+    unused = 2 * capacity  # where padding is written, in any order
+    assert torch.equal(ours[:, :unused], theirs[:, :unused])
+    alone = Seen(Stretch(slots[2:], starts[2:], counts[2:], kept[2:], 10, capacity, grid), 2)
+    again = block._attend(q[4:], k[4:], v[4:], alone, mask[4:], cache.clone())
+    assert torch.equal(again, found[4:])  # a row does not know of the others
 
 
 @torch.inference_mode()
