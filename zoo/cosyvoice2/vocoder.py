@@ -172,6 +172,22 @@ class Tail(Stateful):
         return state.extend(self, x)
 
 
+class Conv(nn.Conv1d):
+    """x [B, C, N] -> [B, Cout, M]. On a CPU as an image of one line with its channels last, which is a quarter faster
+    there, and what comes out lies so: the channels of a position side by side."""
+
+    def prepare(self) -> None:
+        """Lay the weight out as `forward` reads it; its shape stays."""
+        self.weight.data = self.weight.data.mT.contiguous().mT
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return super().forward(x)
+        [stride], [dilation] = self.stride, self.dilation
+        image, weight = x[:, :, None], self.weight[:, :, None]
+        return F.conv2d(image, weight, self.bias, (1, stride), dilation=(1, dilation))[:, :, 0]
+
+
 class Snake(nn.Module):
     """x + sin(a x)^2 / a, one a per channel."""
 
@@ -189,9 +205,9 @@ class ResBlock(nn.Module):
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]):
         super().__init__()
         self.convs1 = nn.ModuleList(
-            nn.Conv1d(channels, channels, kernel, dilation=dilation) for dilation in dilations
+            Conv(channels, channels, kernel, dilation=dilation) for dilation in dilations
         )
-        self.convs2 = nn.ModuleList(nn.Conv1d(channels, channels, kernel) for _ in dilations)
+        self.convs2 = nn.ModuleList(Conv(channels, channels, kernel) for _ in dilations)
         self.snakes1 = nn.ModuleList(Snake(channels) for _ in dilations)
         self.snakes2 = nn.ModuleList(Snake(channels) for _ in dilations)
 
@@ -211,7 +227,7 @@ class F0Predictor(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
         self.convs = nn.ModuleList(
-            nn.Conv1d(channels if i else MELS, channels, F0_KERNEL) for i in range(NUM_F0_CONVS)
+            Conv(channels if i else MELS, channels, F0_KERNEL) for i in range(NUM_F0_CONVS)
         )
         self.out = nn.Linear(channels, 1)
 
@@ -232,7 +248,7 @@ class Vocoder(nn.Module):
         bins = config.fft + 2  # real and imaginary parts
         self.f0 = F0Predictor(config.f0_channels)
         self.mix = nn.Linear(config.harmonics, 1)
-        self.stem = nn.Conv1d(MELS, config.channels, KERNEL)
+        self.stem = Conv(MELS, config.channels, KERNEL)
         self.mel_tail = Tail(MELS, self.plan.mel_context)
         self.source_tail = Tail(1, config.fft)
         self.spectrum_tail = Tail(bins, self.plan.spectrum_context)
@@ -244,19 +260,22 @@ class Vocoder(nn.Module):
         ):
             channels = config.channels >> (i + 1)
             self.ups.append(nn.ConvTranspose1d(2 * channels, channels, kernel, rate))
-            self.downs.append(nn.Conv1d(bins, channels, down_width(plan.stride), plan.stride))
+            self.downs.append(Conv(bins, channels, down_width(plan.stride), plan.stride))
             self.source_blocks.append(ResBlock(channels, config.source_kernels[i], config.resblock_dilations))
             self.blocks.extend(
                 ResBlock(channels, size, config.resblock_dilations) for size in config.resblock_kernels
             )
             self.up_tails.append(Tail(2 * channels, plan.up_context if i else 0))
             self.block_tails.append(Tail(channels, 2 * plan.reach))
-        self.tail = nn.Conv1d(channels, bins, KERNEL)
+        self.tail = Conv(channels, bins, KERNEL)
         self.last_tail = Tail(channels, KERNEL - 1 + 3)
         self.layout = StateLayout(self)
 
     def prepare(self) -> None:
-        """The Fourier transforms of a frame, as matrices: they are tiny."""
+        """The Fourier transforms of a frame, as matrices: they are tiny. And weights as convolutions read them."""
+        for module in self.modules():
+            if isinstance(module, Conv):
+                module.prepare()
         fft, device = self.config.fft, self.mix.weight.device
         turns = torch.outer(torch.arange(fft), torch.arange(fft // 2 + 1)).double() * (2 * math.pi / fft)
         waves = torch.cat((turns.cos(), -turns.sin()), 1)
@@ -316,6 +335,8 @@ class Vocoder(nn.Module):
         for i, stage in enumerate(plan.stages):
             x = self._up(i, F.leaky_relu(x, config.slope), place).add_(self._from_source(i, spectrum, place))
             x = self.block_tails[i](x, state)  # [B, C, 2 reach + N]
+            if x.device.type == "cpu":
+                x = x.mT.contiguous().mT  # as its convolutions read it, and all that follows
             mask = place.mask(stage.rate, stage.lag + 2 * stage.reach, x.shape[2], self._extra(i))
             blocks = self.blocks[len(config.resblock_kernels) * i :]
             parts = [

@@ -390,6 +390,17 @@ void attend_stretch_bfloat16(const bfloat16* q, const bfloat16* k, const bfloat1
     attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, scale, threads);
 }
 
+// x and out [B, N, C], frequency and gain [C].
+void snake_of_rows(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
+    for (int64_t row = 0; row < B * N; row++) {
+        const float* from = x + row * C;
+        float* to = out + row * C;
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++) to[c] = from[c] + gain[c] * sine_squared(frequency[c] * from[c]);
+    }
+}
+
 // x and out [B, C, N], frequency and gain [C].
 void snake(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)

@@ -50,7 +50,8 @@ def build() -> None:
     for name in NAMES.values():
         getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
         getattr(library, f"attend_stretch_{name}").argtypes = [c_void_p] * 8 + [c_int64] * 7 + [c_float, c_int]
-    library.snake.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
+    for name in ("snake", "snake_of_rows"):
+        getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
     for name in ("keep_likely", "keep_likely_before_temperature"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 2 + [c_int]
     _library = library
@@ -154,12 +155,14 @@ def _keep(name: str, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """x [B, C, N], frequency and gain of C values each, all float32 -> [B, C, N]; `snake.snake`."""
     assert _library is not None and x.dtype == frequency.dtype == gain.dtype == torch.float32
-    x, frequency, gain = x.contiguous(), frequency.contiguous(), gain.contiguous()
+    is_rows = x.shape[1] > 1 and x.stride(1) == 1  # channels side by side, and so they stay
+    x = x.mT.contiguous().mT if is_rows else x.contiguous()
+    frequency, gain = frequency.contiguous(), gain.contiguous()
     assert frequency.numel() == gain.numel() == x.shape[1], (
         f"{frequency.numel()} frequencies for {x.shape[1]} channels"
     )
     out = torch.empty_like(x)
-    _library.snake(
-        *(tensor.data_ptr() for tensor in (x, frequency, gain, out)), *x.shape, torch.get_num_threads()
-    )
+    pointers = (tensor.data_ptr() for tensor in (x, frequency, gain, out))
+    function = _library.snake_of_rows if is_rows else _library.snake
+    function(*pointers, *x.shape, torch.get_num_threads())
     return out

@@ -110,6 +110,11 @@ def test_snake_is_torchs(threads, monkeypatch):
     theirs = (plain(lambda: snake(x, frequency, gain)) - exact).abs().max()
     assert ours < 1.5 * theirs, f"{ours:.2g} from the truth, torch's {theirs:.2g}"
     assert torch.equal(snake(x[:1], frequency, gain), snake(x, frequency, gain)[:1])
+    rows = x.mT.contiguous().mT  # channels side by side
+    found = snake(rows, frequency, gain)
+    torch.testing.assert_close(found, snake(x, frequency, gain), rtol=0, atol=1e-6)
+    assert found.stride() == rows.stride()
+    assert torch.equal(snake(rows[..., 7:4007], frequency, gain), found[..., 7:4007])
     # not contiguous
     assert torch.equal(snake(x[..., 7:4007], frequency, gain), snake(x, frequency, gain)[..., 7:4007])
 
