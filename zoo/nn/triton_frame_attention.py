@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 32  # queries of a program: more do not fit into its registers
-WARP_VALUES = 16 * 128  # of keys, and as many of values: 128 registers of a thread
+# queries of a program: more do not fit into its registers, of several warps or of one
+MAX_ROWS, MAX_WARP_ROWS = 32, 16
+WARP_VALUES = 16 * 128  # of keys, and as many of values, that a warp holds
 
 
 @triton.jit
@@ -86,12 +87,17 @@ def _attend_frame(
     n = tl.arange(0, KEYS)[:, None]
     place = (b * TOKENS + n) * token_stride + head * DIM
     key = _turned(k, place, n < TOKENS, n, k, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale  # [ROWS, KEYS]
+    # what was turned is rounded already, so that tensor cores multiply it as it is
+    kind = q.dtype.element_ty
+    scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision="ieee") * scale  # [ROWS, KEYS]
     scores = tl.where(tl.arange(0, KEYS)[None, :] < TOKENS, scores, float("-inf"))
     weights = tl.exp(scores - tl.max(scores, 1)[:, None])
     weights = weights / tl.sum(weights, 1)[:, None]
-    value = tl.load(v + place + d, mask=(n < TOKENS) & (d < DIM), other=0.0).to(tl.float32)
-    mixed = tl.dot(weights, value, input_precision="ieee")
+    value = tl.load(v + place + d, mask=(n < TOKENS) & (d < DIM), other=0.0)
+    coarse = weights.to(kind)
+    mixed = tl.dot(coarse, value, input_precision="ieee")
+    if kind != tl.float32:  # the rest of the weights: sixteen bits of them count
+        mixed += tl.dot((weights - coarse.to(tl.float32)).to(kind), value, input_precision="ieee")
     place = ((b * TOKENS + token) * KV_HEADS + head) * GROUP + member
     tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=is_row & (d < DIM))
 
@@ -162,19 +168,23 @@ def _attend_and_grow(
             tl.store(out + place + d, mixed.to(out.dtype.element_ty), mask=is_value)
 
 
-def constants(heads: int, kv_heads: int, dim: int, tokens: int) -> dict[str, int]:
-    """What `_attend_frame` is compiled for."""
-    group = triton.next_power_of_2(heads // kv_heads)
+def constants(heads: int, kv_heads: int, dim: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """What `_attend_frame` is compiled for. fp32 is multiplied without tensor cores, which takes many warps."""
+    group, keys = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(tokens))
+    padded_dim = max(16, triton.next_power_of_2(dim))
+    num_warps, max_rows = max(1, keys * padded_dim // WARP_VALUES), MAX_WARP_ROWS
+    if dtype == torch.float32:
+        num_warps, max_rows = 8 if dim > 64 else 4, MAX_ROWS
     return {
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
         "PADDED_GROUP": group,
         "DIM": dim,
-        "PADDED_DIM": max(16, triton.next_power_of_2(dim)),
+        "PADDED_DIM": padded_dim,
         "TOKENS": tokens,
-        "ROWS": min(max(16, group * triton.next_power_of_2(tokens)), MAX_ROWS),
-        "KEYS": max(16, triton.next_power_of_2(tokens)),
-        "num_warps": 8 if dim > 64 else 4,
+        "ROWS": min(max(16, group * triton.next_power_of_2(tokens)), max_rows),
+        "KEYS": keys,
+        "num_warps": num_warps,
     }
 
 
@@ -197,7 +207,7 @@ def growing_constants(heads: int, kv_heads: int, dim: int, tokens: int, cached: 
 def frame_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     """As `zoo.nn.frame_attention.frame_attention`, whose arguments it takes. q, k and v may be parts of one tensor."""
     batch, tokens, heads, dim = q.shape
-    sizes, out = constants(heads, k.shape[2], dim, tokens), q.new_empty(q.shape)
+    sizes, out = constants(heads, k.shape[2], dim, tokens, q.dtype), q.new_empty(q.shape)
     num_tiles = triton.cdiv(tokens * sizes["PADDED_GROUP"], sizes["ROWS"])
     grid = batch, k.shape[2], num_tiles
     _attend_frame[grid](q, k, v, cos, sin, out, _stride(q, k, v, cos, sin), scale, **sizes)

@@ -113,7 +113,8 @@ FRAMES = {  # heads as above, tokens of a pass, positions of the cache
 def test_attention_within_a_frame_builds_without_spills(frame, dtype, card, tmp_path):
     shape, tokens, cached = FRAMES[frame]
     values = dict.fromkeys(("q", "k", "v"), dtype) | dict.fromkeys(("cos", "sin"), torch.float32)
-    kernel, sizes = triton_frame_attention._attend_frame, triton_frame_attention.constants(*shape, tokens)
+    kernel = triton_frame_attention._attend_frame
+    sizes = triton_frame_attention.constants(*shape, tokens, dtype)
     if cached:
         kernel = triton_frame_attention._attend_and_grow
         sizes = triton_frame_attention.growing_constants(*shape, tokens, cached)
