@@ -30,7 +30,7 @@ docs: $(VENV)/.installed
 
 rehearse: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,rehearse]'
-	$(BIN)/python -m pytest -m rehearse
+	$(BIN)/python -m pytest -m rehearse -n auto --maxprocesses 4 --dist loadgroup
 
 voice: $(VENV)/.installed
 	$(BIN)/python -m examples.train_a_voice all voice

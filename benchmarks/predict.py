@@ -3,8 +3,8 @@
     python benchmarks/predict.py [--cards h100 h200 4090] [--counts DIR]
 
 Counts of launches, bytes and FLOPs at the published sizes (`benchmarks/rehearse.py FAMILY --size full
---json`; those in `benchmarks/counts` are dated in LOG.md) become times by a roofline: a kernel takes the
-longest of its start, its bytes and its arithmetic, one after the other (`rehearsal/cards.py` has the
+--json`; those in `benchmarks/counts` are dated in LOG.md) become times by a roofline: a kernel takes its
+start and then the longer of its bytes and its arithmetic, one after the other (`rehearsal/cards.py` has the
 constants). Steps and renders are on two streams: one's starts are hidden behind the other's work, and bytes and
 arithmetic are shared (`rehearsal/simulation.py`). The project's scheduler then serves requests on a virtual clock
 at these costs. All of it twice: with a codec in fp32, and in TF32 (`--codec tf32` of `zoo serve`). Not in it: HTTP,
@@ -64,6 +64,13 @@ class Prediction:
         )
         return max(self.step_ms(STREAMS), self.render_ms(), busy_ms)
 
+    def read_ratio(self) -> float:
+        """What a step of STREAMS moves, beside what it must: what one slot's step moves without its keys and values,
+        which is weights, and the keys and values of all."""
+        one, many = self.counts.at("step", 1), self.counts.at("step", STREAMS)
+        least = one.num_bytes() - one.num_bytes("paged_attention") + many.num_bytes("paged_attention")
+        return many.num_bytes() / least
+
     def audio_s_per_s(self) -> float:
         return STREAMS * self.counts.frame_s / self.frame_ms() * 1e3
 
@@ -75,28 +82,25 @@ class Prediction:
         """What a frame's milliseconds go to, each with its words."""
         step, render = self.counts.at("step", STREAMS), self._largest()
 
-        def starts(row: Row) -> bool:
-            us = self.card.launch_us(row.bytes, row.flops, row.arithmetic, GRAPH_LAUNCH_US)
-            return us == GRAPH_LAUNCH_US and row.within != "paged_attention"
-
         def attends(row: Row) -> bool:
             return row.within == "paged_attention"
+
+        def starts_ms(part: Part) -> float:
+            return part.num_launches * GRAPH_LAUNCH_US / 1e3
 
         def is_wide(row: Row) -> bool:
             return row.flops > 0 and row.arithmetic in ("fp32", "tf32")
 
-        num = sum(row.num for row in step.rows if starts(row))
-        yield step.device_ms(self.card, starts), f"the starts of {num} small launches in a step"
-        yield step.device_ms(self.card, attends), "attention over pages"
-        yield (
-            step.device_ms(self.card, lambda row: not starts(row) and not attends(row)),
-            "the step's other bytes",
-        )
-        yield render.device_ms(self.card, is_wide) / render.frames, "products of fp32 while rendering"
-        yield (
-            render.device_ms(self.card, lambda row: not is_wide(row)) / render.frames,
-            "the renderer's bytes",
-        )
+        def others(row: Row) -> bool:
+            return not is_wide(row)
+
+        attention_ms = step.busy_ms(self.card, attends)
+        yield starts_ms(step), f"the starts of {step.num_launches:,} launches in a step"
+        yield attention_ms, "keys and values"
+        yield step.busy_ms(self.card) - attention_ms, "the step's other bytes"
+        yield starts_ms(render) / render.frames, f"the starts of {render.num_launches:,} launches in a render"
+        yield render.busy_ms(self.card, is_wide) / render.frames, "products of fp32 while rendering"
+        yield render.busy_ms(self.card, others) / render.frames, "the renderer's bytes"
         waits_ms = max(render.host_ms() - render.device_ms(self.card), 0) / render.frames
         yield waits_ms, "Python asking for the renderer's launches"
 
@@ -104,17 +108,18 @@ class Prediction:
 def table(pairs: list[tuple[Prediction, Prediction]]) -> Iterator[str]:
     """pairs: with the codec in fp32, and in TF32."""
     yield (
-        "| | card | launches a step at 1 / 64 | step at 1 / 16 / 64, ms | prefill, ms | render a frame of 64, fp32 / TF32, ms "
-        "| audio-s/s at 64, fp32 / TF32 | aim |"
+        "| | card | launches a step at 1 / 64 | GB a step at 64, of weights and live KV | step at 1 / 16 / 64, ms | prefill, ms "
+        "| render a frame of 64, fp32 / TF32, ms | audio-s/s at 64, fp32 / TF32 | aim |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for one, fast in pairs:
         counts = one.counts
         launches = " / ".join(f"{counts.at('step', slots).num_launches:,}" for slots in (1, STREAMS))
+        moved = f"{counts.at('step', STREAMS).num_bytes() / 1e9:.1f}, {one.read_ratio():.2f}"
         steps = " / ".join(f"{one.step_ms(slots):.1f}" for slots in (1, 16, STREAMS))
         aim = AIMS.get(counts.family, "") if one.card is CARDS[AIM_CARD] else ""
         cells = (
-            f"{counts.family} {counts.size}", one.card.name, launches, steps, f"{one.prefill_ms():.1f}",
+            f"{counts.family} {counts.size}", one.card.name, launches, moved, steps, f"{one.prefill_ms():.1f}",
             f"{one.render_ms():.2f} / {fast.render_ms():.2f}", f"{one.audio_s_per_s():.0f} / {fast.audio_s_per_s():.0f}", str(aim),
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"

@@ -170,7 +170,7 @@ def _lowered(result: Rehearsal) -> Iterator[None]:
 
 
 def _part(log: Log, name: str, slots: int, frames: int = 0, length: int = 0) -> Part:
-    return Part(name, slots, frames, length, Counter(log.launches), Counter(log.waits), Counter(log.copies))
+    return Part(name, slots, frames, length, *log.counted())
 
 
 def report(result: Rehearsal) -> Iterator[str]:

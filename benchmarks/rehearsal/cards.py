@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Of a kernel inside a replayed CUDA graph, with the gap before the next one. NVIDIA's developer blog,
-# "Constant Time Launch for Straight-Line CUDA Graphs" (2024): 2.5 us and about 1 ns a node to launch a graph;
-# what is left between small kernels is their own start and end on the device, some 1.5 to 2.5 us on an H100.
-GRAPH_LAUNCH_US = 2.0
+# Of a kernel inside a replayed CUDA graph: its start and end on the device and the gap before the next one, in
+# which no bytes move. Small kernels of a replayed step took 1.2 to 1.9 us on an H200, with 0.65 us between them; a
+# step less its bytes and less our own kernels is 1.9 to 2.8 us a launch (benchmarks/LOG.md, 2026-11-22).
+GRAPH_LAUNCH_US = 2.5
 # Of an operator that Python asks for: PyTorch's dispatcher, allocator and the driver, one thread.
 EAGER_LAUNCH_US = 6.0
 # What good kernels reach of a card's tables: streaming copies 85 to 93 % of bandwidth, cuBLAS 60 to 75 % of
-# dense bf16 at large sizes and far less at small ones.
+# dense bf16 at large sizes and far less at small ones. Fp32 convolutions on an H200 reached 51 % of theirs, and
+# matrices of a step read 83 % of bandwidth behind their start; TF32 was not measured.
 BANDWIDTH_REACHED, ARITHMETIC_REACHED = 0.8, 0.5
 
 
@@ -42,9 +43,9 @@ class Card:
     def capability(self) -> int:
         return 10 * self.major + self.minor
 
-    def launch_us(self, num_bytes: int, flops: int, arithmetic: str, least_us: float) -> float:
-        """The longest of what one kernel needs: to start, to move its bytes, to compute."""
-        return max(least_us, self.busy_us(num_bytes, flops, arithmetic))
+    def launch_us(self, num_bytes: int, flops: int, arithmetic: str, start_us: float) -> float:
+        """One kernel starts, and then takes the longer of what its bytes and its arithmetic need."""
+        return start_us + self.busy_us(num_bytes, flops, arithmetic)
 
     def busy_us(self, num_bytes: int, flops: int, arithmetic: str) -> float:
         """The same without its start: what it keeps from others."""

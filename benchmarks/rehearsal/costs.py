@@ -45,14 +45,15 @@ class Part:
     length: int
     rows: tuple[Row, ...]
 
-    def device_ms(self, card: Card, which: Callable[[Row], bool] = lambda row: True) -> float:
-        rows = filter(which, self.rows)
+    def device_ms(self, card: Card) -> float:
+        rows = self.rows
         return (
             sum(r.num * card.launch_us(r.bytes, r.flops, r.arithmetic, GRAPH_LAUNCH_US) for r in rows) / 1e3
         )
 
-    def busy_ms(self, card: Card) -> float:
-        return sum(r.num * card.busy_us(r.bytes, r.flops, r.arithmetic) for r in self.rows) / 1e3
+    def busy_ms(self, card: Card, which: Callable[[Row], bool] = lambda row: True) -> float:
+        rows = filter(which, self.rows)
+        return sum(r.num * card.busy_us(r.bytes, r.flops, r.arithmetic) for r in rows) / 1e3
 
     def host_ms(self) -> float:
         """A graph is asked for once."""
@@ -61,6 +62,10 @@ class Part:
     @property
     def num_launches(self) -> int:
         return sum(row.num for row in self.rows)
+
+    def num_bytes(self, within: str | None = None) -> int:
+        """Of all launches, or of those that are a part of an operator of ours."""
+        return sum(row.num * row.bytes for row in self.rows if within in (None, row.within))
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Counts:
         return Cost(*(float(np.interp(slots, sizes, column)) / 1e3 for column in zip(*times_ms, strict=True)))
 
 
-# A launch of so little takes GRAPH_LAUNCH_US on every card.
+# A launch of so little takes hardly more than GRAPH_LAUNCH_US on any card.
 SMALL_BYTES, SMALL_FLOPS = 1 << 20, 10_000_000
 
 

@@ -72,6 +72,15 @@ class Log:
         for counter in (self.launches, self.waits, self.copies):
             counter.clear()
 
+    def counted(self) -> list[Counter[Any]]:
+        """Copies of the counters, which do not go on."""
+        return [Counter(counter) for counter in (self.launches, self.waits, self.copies)]
+
+    def repeat(self, counted: list[Counter[Any]]) -> None:
+        """What happened once happens again."""
+        for counter, more in zip((self.launches, self.waits, self.copies), counted, strict=True):
+            counter.update(more)
+
     def add(self, name: str, num_bytes: int, flops: int = 0, arithmetic: str = "fp32") -> None:
         self.launches[Launch(name, self.kind, self.within, num_bytes, flops, arithmetic)] += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from itertools import product
@@ -30,6 +31,8 @@ class Rehearsed(Runner):
         super().__init__(family, max(slots), Arena([family], kv_bytes), codec=codec)
         self.context, self.log = context, log
         self.buckets = self.render_batches = sorted(slots)
+        # of the count that is under way, by shape: what was logged, and what came out
+        self.renders: dict[tuple[int, int, int], tuple[list[Counter[Any]], tuple[Tensor, ...]]] = {}
 
     def launch_step(self, batch: Batch) -> tuple[Tensor]:
         with self.log.of("recorded"):
@@ -40,8 +43,18 @@ class Rehearsed(Runner):
             return super().launch_prefill(_own_tensor(inputs), _own(batch))
 
     def launch_render(self, view: View) -> tuple[Tensor, ...]:
+        """Many slots are rendered by several launches of one shape: as on a device, where a recorded one is replayed,
+        the second is what the first one was."""
+        shape = len(view.slots), view.frames, view.length
+        if shape in self.renders:
+            counted, out = self.renders[shape]
+            self.log.repeat(counted)
+            return out
+        before = self.log.counted()
         with self.log.of("recorded"), tf32(self.codec == "tf32"):
-            return super().launch_render(_own(view))
+            out = super().launch_render(_own(view))
+        self.renders[shape] = [now - past for now, past in zip(self.log.counted(), before, strict=True)], out
+        return out
 
     def lower(self, parts: Collection[str]) -> None:
         """What the warm-up compiles, as it does."""
@@ -84,6 +97,7 @@ class Rehearsed(Runner):
         self.log.live_kv_bytes = 2 * num_slots * self.family.spec.lanes * self.context * row_bytes
         self.kv_lens[:] = context
         self.log.clear()
+        self.renders.clear()
         with Recorder(self.log):
             launch()
 

@@ -13,7 +13,9 @@ from benchmarks.rehearsal.cards import Card
 from benchmarks.rehearsal.costs import Cost, Counts
 from serving.engine.scheduler import Policy, Render, Scheduler
 
-TURN_S = 0.5e-3  # of the host's own work a turn, measured on a CPU (benchmarks/LOG.md: 0.5 to 0.6 ms)
+# Of the host's own work a turn, by who speaks: Qwen3-TTS on an H200's host, the slowest that was measured there
+# (benchmarks/results/2026-11-22-h200-qwen3_tts.json: host, step and render); Higgs took half.
+TURN_STREAMS, TURN_MS = (1, 16, 64), (2.0, 3.5, 5.0)
 PROMPT_TOKENS = 100
 
 
@@ -181,7 +183,8 @@ class Server:
             self.scheduler.open(slot, PROMPT_TOKENS)
 
     def _launch(self) -> bool:
-        self.device.wait(self.device.host_s + TURN_S)
+        turn_ms = float(np.interp(self.num_open, TURN_STREAMS, TURN_MS))
+        self.device.wait(self.device.host_s + turn_ms / 1e3)
         chunks = self.scheduler.next_chunks()
         if chunks:
             self.device.launch("lm", self.cost("prefill", len(chunks)))

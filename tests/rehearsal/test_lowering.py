@@ -7,6 +7,7 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,13 @@ def rehearsed(name: str, card: str) -> Rehearsal:
         return rehearse(name, "tiny", card, SLOTS, Path(directory))
 
 
-@pytest.fixture(params=[(name, card) for name in zoo.families() for card in CARDS], ids="-".join)
+def once(name: str, card: str) -> Any:
+    """All that is asked of a rehearsal is asked in the process that made it."""
+    one = f"{name}-{card}"
+    return pytest.param((name, card), id=one, marks=pytest.mark.xdist_group(one))
+
+
+@pytest.fixture(params=[once(name, card) for name in zoo.families() for card in CARDS])
 def result(request: pytest.FixtureRequest) -> Rehearsal:
     return rehearsed(*request.param)
 

@@ -21,8 +21,8 @@ FRAME_S = 0.1
 
 
 def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
-    """A step of so many megabytes, 1 ms at 2,680 on an H100; prefill is a kernel that Python asks for, and a
-    render is two."""
+    """A step of so many megabytes, 1 ms and its start at 2,680 on an H100; prefill is a kernel that Python asks for,
+    and a render is two."""
     window = window or Window(sizes=(1, 4))
     step = [Part(slots, 0, 0, (Row(1, "extern", "", step_mb * 1_000_000, 0, "bf16"),)) for slots in (1, 64)]
     render = [
@@ -38,17 +38,17 @@ def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
     ("row", "us"),
     [
         ((0, 0, "bf16"), 2.0),  # its start
-        ((26_800_000, 0, "bf16"), 10.0),  # 0.8 of 3,350 GB/s
-        ((0, 494_700_000 * 10, "bf16"), 10.0),  # half of 989.4 TFLOP/s
-        ((0, 33_450_000 * 10, "fp32"), 10.0),  # half of 66.9
-        ((26_800_000, 33_450_000 * 20, "fp32"), 20.0),  # the longer of both
+        ((26_800_000, 0, "bf16"), 12.0),  # 0.8 of 3,350 GB/s
+        ((0, 494_700_000 * 10, "bf16"), 12.0),  # half of 989.4 TFLOP/s
+        ((0, 33_450_000 * 10, "fp32"), 12.0),  # half of 66.9
+        ((26_800_000, 33_450_000 * 20, "fp32"), 22.0),  # the longer of both
     ],
 )
-def test_a_launch_takes_the_longest_of_its_start_its_bytes_and_its_arithmetic(row, us):
+def test_a_launch_takes_its_start_and_the_longer_of_its_bytes_and_its_arithmetic(row, us):
     assert H100.launch_us(*row, 2.0) == pytest.approx(us)
 
 
-def test_merging_changes_no_time_on_any_card():
+def test_merging_changes_hardly_any_time_on_any_card():
     random = np.random.default_rng(0)
     rows = [
         (int(n), "extern", within, int(num_bytes), int(flops), arithmetic)
@@ -60,7 +60,7 @@ def test_merging_changes_no_time_on_any_card():
     assert len(small) < len(rows) - 900
     for card in CARDS.values():
         before, after = (Part(1, 0, 0, tuple(Row(*row) for row in some)) for some in (rows, small))
-        assert after.device_ms(card) == pytest.approx(before.device_ms(card))
+        assert after.device_ms(card) == pytest.approx(before.device_ms(card), rel=0.01)
         assert (after.num_launches, after.host_ms()) == (before.num_launches, before.host_ms())
 
 
@@ -132,7 +132,7 @@ def test_who_comes_too_fast_waits_and_a_device_too_slow_leaves_gaps():
     calm, crowd = (
         Server(counts(), H100, num_slots=2).serve(Load.poisson(rate, 1, frames=10)) for rate in (10, 400)
     )
-    assert calm.ttfa_ms(95) < 10 < crowd.ttfa_ms(50)
+    assert calm.ttfa_ms(95) < 20 < crowd.ttfa_ms(50)
     # 0.2 s a frame of 0.1
     late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(
         Load.closed(4, frames=40, num_streams=4)
@@ -149,6 +149,8 @@ def test_the_counts_that_are_kept_predict(path: Path):
         assert 0 < one.step_ms(1) <= one.step_ms(16) <= one.step_ms(64)
         assert 1 < one.audio_s_per_s() <= fast.audio_s_per_s()
         assert max(one.step_ms(64), one.render_ms()) <= one.frame_ms() <= one.step_ms(64) + one.render_ms()
+        assert one.counts.at("step", 64).num_bytes() >= one.counts.at("step", 1).num_bytes()
+        assert one.read_ratio() >= 1
         assert sum(ms for ms, _ in one.obstacles()) == pytest.approx(one.step_ms(64) + one.render_ms())
         assert path.stem in in_the_way(one)
     rows = list(table(pairs))

@@ -73,3 +73,11 @@ def test_who_asks_for_a_value_waits() -> None:
     with pytest.raises(DataDependentOutputException), Recorder(log):
         torch.zeros(8, device="cuda").sum().item()
     assert log.waits["aten._local_scalar_dense.default"] == 1
+
+
+def test_what_is_repeated_counts_again() -> None:
+    x = torch.zeros(8, device="cuda")
+    log = recorded(lambda: x + 1)
+    once = log.counted()
+    log.repeat(once)
+    assert list(once[0].values()) == [1] and list(log.launches.values()) == [2]

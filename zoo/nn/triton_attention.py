@@ -78,14 +78,19 @@ def _attend(
     token, member = begin + row // PADDED_GROUP, row % PADDED_GROUP
     place = (token * KV_HEADS + head) * GROUP + member  # of a query head among all
     is_row = (token < stop) & (member < GROUP)
-    whole = is_row[:, None] & (d < DIM)[None, :]
-    query = tl.load(q + place[:, None] * DIM + d[None, :], mask=whole, other=0.0)
-
     span = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK, MIN_SPLIT)
     if SPLITS == 1:
         span = length
     first = split * span
     last = tl.minimum(first + span, length - stop + tl.minimum(begin + TOKENS, stop))
+    # Most splits of short sequences have no positions: they leave before anything is loaded, since all programs of a
+    # launch do not fit on a device at once.
+    if (SPLITS > 1) & (first >= last):
+        tl.store(log_sums + place * SPLITS + split, float("-inf"), mask=is_row)
+        return
+
+    whole = is_row[:, None] & (d < DIM)[None, :]
+    query = tl.load(q + place[:, None] * DIM + d[None, :], mask=whole, other=0.0)
     limit = tl.minimum(length - stop + token + 1, last)  # positions that a row sees
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

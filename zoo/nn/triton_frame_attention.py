@@ -1,17 +1,18 @@
-"""`zoo.nn.frame_attention` on a GPU, in Triton. One program has some queries of a key head in one frame, and all keys
-that they can see: a tile each. New keys are made in the program that reads them, so that nobody waits for who writes them.
+"""`zoo.nn.frame_attention` on a GPU, in Triton. One program has queries of a key head in one frame, and all keys that
+they can see. New keys are made in the program that reads them, so that nobody waits for who writes them. Where all tokens
+come at once there are enough of them for a product of matrices; where a cache grows by a token or two, rows are summed.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 32  # queries of a program: more do not fit into its registers
+# queries of a program: more do not fit into its registers, of several warps or of one
+MAX_ROWS, MAX_WARP_ROWS = 32, 16
+WARP_VALUES = 16 * 128  # of keys, and as many of values, that a warp holds
 
 
 @triton.jit
@@ -30,31 +31,79 @@ def _turned(
     IS_PAIRED: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ):
-    """Rows of x that begin at `place` [R], of positions `at` [R] -> normed and turned [R, PADDED_DIM] fp32."""
+    """Rows of x that begin at `place` [R, 1], of positions `at` [R, 1] -> normed and turned [R, PADDED_DIM] fp32. Or one
+    row, of numbers and not tensors -> [PADDED_DIM]."""
     d = tl.arange(0, PADDED_DIM)
     # whom a value turns with, and which way
     other = d ^ 1 if IS_PAIRED else (d + DIM // 2) % DIM
     sign = tl.where(other > d, -1.0, 1.0)
-    whole = is_row[:, None] & (d < DIM)[None, :]
-    a = tl.load(x + place[:, None] + d[None, :], mask=whole, other=0.0)
-    b = tl.load(x + place[:, None] + other[None, :], mask=whole, other=0.0)
+    whole = is_row & (d < DIM)
+    a = tl.load(x + place + d, mask=whole, other=0.0)
+    b = tl.load(x + place + other, mask=whole, other=0.0)
     kind = a.dtype
     if IS_NORMED:
         wide = a.to(tl.float32)
-        size = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
+        size = tl.rsqrt(tl.sum(wide * wide, -1, keep_dims=True) / DIM + eps)
         # rounded before the weight and after it, as RMSNorm does
-        weight = tl.load(norm + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
-        other_weight = tl.load(norm + other, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
+        weight = tl.load(norm + d, mask=d < DIM, other=0.0).to(tl.float32)
+        other_weight = tl.load(norm + other, mask=d < DIM, other=0.0).to(tl.float32)
         a = ((wide * size).to(kind).to(tl.float32) * weight).to(kind)
         b = ((b.to(tl.float32) * size).to(kind).to(tl.float32) * other_weight).to(kind)
-    turn = tl.load(cos + at[:, None] * DIM + d[None, :], mask=whole, other=0.0).to(tl.float32)
-    lift = tl.load(sin + at[:, None] * DIM + d[None, :], mask=whole, other=0.0).to(tl.float32)
-    y = a.to(tl.float32) * turn + b.to(tl.float32) * sign[None, :] * lift
+    turn = tl.load(cos + at * DIM + d, mask=whole, other=0.0).to(tl.float32)
+    lift = tl.load(sin + at * DIM + d, mask=whole, other=0.0).to(tl.float32)
+    y = a.to(tl.float32) * turn + b.to(tl.float32) * sign * lift
     return y.to(kind).to(tl.float32) if IS_ROUNDED else y
 
 
 @triton.jit
 def _attend_frame(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    token_stride: tl.tensor,
+    scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One frame, one key head, ROWS of its queries: each sees all tokens."""
+    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, PADDED_DIM)[None, :]
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
+    token, member = row // PADDED_GROUP, row % PADDED_GROUP
+    is_row = (token < TOKENS) & (member < GROUP)
+    place = (b * TOKENS + token) * token_stride + (head * GROUP + member) * DIM
+    query = _turned(
+        q, place, is_row, token, q, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True
+    )
+    n = tl.arange(0, KEYS)[:, None]
+    place = (b * TOKENS + n) * token_stride + head * DIM
+    key = _turned(k, place, n < TOKENS, n, k, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True)
+    # what was turned is rounded already, so that tensor cores multiply it as it is
+    kind = q.dtype.element_ty
+    scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision="ieee") * scale  # [ROWS, KEYS]
+    scores = tl.where(tl.arange(0, KEYS)[None, :] < TOKENS, scores, float("-inf"))
+    weights = tl.exp(scores - tl.max(scores, 1)[:, None])
+    weights = weights / tl.sum(weights, 1)[:, None]
+    value = tl.load(v + place + d, mask=(n < TOKENS) & (d < DIM), other=0.0)
+    coarse = weights.to(kind)
+    mixed = tl.dot(coarse, value, input_precision="ieee")
+    if kind != tl.float32:  # the rest of the weights: sixteen bits of them count
+        mixed += tl.dot((weights - coarse.to(tl.float32)).to(kind), value, input_precision="ieee")
+    place = ((b * TOKENS + token) * KV_HEADS + head) * GROUP + member
+    tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=is_row & (d < DIM))
+
+
+@triton.jit
+def _attend_and_grow(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -71,95 +120,98 @@ def _attend_frame(
     eps: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
     CACHED: tl.constexpr,
     KEYS: tl.constexpr,
     IS_NORMED: tl.constexpr,
     IS_PAIRED: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ):
-    """One frame, one key head, ROWS of its queries. CACHED: positions of the cache, or 0 where there is none."""
+    """One frame, one key head, all of its queries, one after the other: they are few. A row of a head lies across a
+    warp, so that its sums need no shared memory and no barrier, and a product of matrices would be mostly padding."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = 0
-    if CACHED > 0:
-        first = tl.load(position).to(tl.int32)
-    d = tl.arange(0, PADDED_DIM)
-
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    token, member = row // PADDED_GROUP, row % PADDED_GROUP
-    is_row = (token < TOKENS) & (member < GROUP)
-    place = (b * TOKENS + token) * token_stride + (head * GROUP + member) * DIM
-    query = _turned(
-        q,
-        place,
-        is_row,
-        first + token,
-        q_norm,
-        cos,
-        sin,
-        eps,
-        DIM,
-        PADDED_DIM,
-        IS_NORMED,
-        IS_PAIRED,
-        IS_ROUNDED,
-    )
-
-    n = tl.arange(0, KEYS)
-    is_new = (n >= first) & (n < first + TOKENS)
-    place = (b * TOKENS + n - first) * token_stride + head * DIM
-    key = _turned(
-        k, place, is_new, n, k_norm, cos, sin, eps, DIM, PADDED_DIM, IS_NORMED, IS_PAIRED, IS_ROUNDED
-    )
-    whole = is_new[:, None] & (d < DIM)[None, :]
-    is_old = (n < first)[:, None] & (d < DIM)[None, :]
+    first = tl.load(position).to(tl.int32)
+    n, d = tl.arange(0, KEYS), tl.arange(0, PADDED_DIM)
+    is_value = d < DIM
+    is_old = (n < first)[:, None] & is_value[None, :]
     at = ((b * 2 * KV_HEADS + head) * CACHED + n[:, None]) * DIM + d[None, :]  # of a key in the cache
     further = KV_HEADS * CACHED * DIM  # from a key to its value
-    if CACHED > 0:
-        key += tl.load(cache + at, mask=is_old, other=0.0)
-        tl.store(grown + at, key, mask=whole | is_old)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale  # [ROWS, KEYS]
-    last = first + (token if CACHED > 0 else TOKENS - 1 + 0 * token)  # that a row sees
-    scores = tl.where(n[None, :] <= last[:, None], scores, float("-inf"))
-    weights = tl.exp(scores - tl.max(scores, 1)[:, None])
-    weights = weights / tl.sum(weights, 1)[:, None]
+    key = tl.load(cache + at, mask=is_old, other=0.0)  # [KEYS, PADDED_DIM]
+    value = tl.load(cache + at + further, mask=is_old, other=0.0)
+    for token in tl.static_range(TOKENS):
+        place = (b * TOKENS + token) * token_stride + head * DIM
+        new_key = _turned(
+            k, place, True, first + token, k_norm, cos, sin, eps,
+            DIM, PADDED_DIM, IS_NORMED, IS_PAIRED, IS_ROUNDED,
+        )  # fmt: skip
+        new_value = tl.load(v + place + d, mask=is_value, other=0.0).to(tl.float32)
+        is_new = (n == first + token)[:, None]
+        key = tl.where(is_new, new_key[None, :], key)
+        value = tl.where(is_new, new_value[None, :], value)
+    is_grown = (n < first + TOKENS)[:, None] & is_value[None, :]
+    tl.store(grown + at, key, mask=is_grown)
+    tl.store(grown + at + further, value, mask=is_grown)
+    for token in tl.static_range(TOKENS):
+        for member in tl.static_range(GROUP):
+            place = (b * TOKENS + token) * token_stride + (head * GROUP + member) * DIM
+            query = _turned(
+                q, place, True, first + token, q_norm, cos, sin, eps,
+                DIM, PADDED_DIM, IS_NORMED, IS_PAIRED, IS_ROUNDED,
+            )  # fmt: skip
+            scores = tl.sum(key * query[None, :], 1) * scale  # [KEYS]
+            scores = tl.where(n <= first + token, scores, float("-inf"))
+            weights = tl.exp(scores - tl.max(scores, 0))
+            mixed = tl.sum(value * weights[:, None], 0) / tl.sum(weights, 0)  # [PADDED_DIM]
+            place = (((b * TOKENS + token) * KV_HEADS + head) * GROUP + member) * DIM
+            tl.store(out + place + d, mixed.to(out.dtype.element_ty), mask=is_value)
 
-    value = tl.load(v + place[:, None] + d[None, :], mask=whole, other=0.0).to(tl.float32)
-    if CACHED > 0:
-        value += tl.load(cache + at + further, mask=is_old, other=0.0)
-        tl.store(grown + at + further, value, mask=whole | is_old)
-    mixed = tl.dot(weights, value, input_precision="ieee")
-    place = ((b * TOKENS + token) * KV_HEADS + head) * GROUP + member
-    whole = is_row[:, None] & (d < DIM)[None, :]
-    tl.store(out + place[:, None] * DIM + d[None, :], mixed.to(out.dtype.element_ty), mask=whole)
 
-
-def constants(heads: int, kv_heads: int, dim: int, tokens: int, cached: int) -> dict[str, int]:
-    """What `_attend_frame` is compiled for, beside what is done to queries and keys. cached: positions of the cache,
-    or 0."""
-    group = triton.next_power_of_2(heads // kv_heads)
-    rows = min(max(16, group * triton.next_power_of_2(tokens)), MAX_ROWS)
+def constants(heads: int, kv_heads: int, dim: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """What `_attend_frame` is compiled for. fp32 is multiplied without tensor cores, which takes many warps."""
+    group, keys = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(tokens))
+    padded_dim = max(16, triton.next_power_of_2(dim))
+    num_warps, max_rows = max(1, keys * padded_dim // WARP_VALUES), MAX_WARP_ROWS
+    if dtype == torch.float32:
+        num_warps, max_rows = 8 if dim > 64 else 4, MAX_ROWS
     return {
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
         "PADDED_GROUP": group,
         "DIM": dim,
-        "PADDED_DIM": max(16, triton.next_power_of_2(dim)),
+        "PADDED_DIM": padded_dim,
         "TOKENS": tokens,
-        "ROWS": rows,
+        "ROWS": min(max(16, group * triton.next_power_of_2(tokens)), max_rows),
+        "KEYS": keys,
+        "num_warps": num_warps,
+    }
+
+
+def growing_constants(heads: int, kv_heads: int, dim: int, tokens: int, cached: int) -> dict[str, int]:
+    """What `_attend_and_grow` is compiled for, beside what is done to queries and keys. cached: positions of the
+    cache."""
+    keys, padded_dim = triton.next_power_of_2(cached), triton.next_power_of_2(dim)
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "DIM": dim,
+        "PADDED_DIM": padded_dim,
+        "TOKENS": tokens,
         "CACHED": cached,
-        "KEYS": max(16, triton.next_power_of_2(cached or tokens)),
-        "num_warps": 8 if dim > 64 else 4,
+        "KEYS": keys,
+        "num_warps": max(1, keys * padded_dim // WARP_VALUES),
     }
 
 
 def frame_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     """As `zoo.nn.frame_attention.frame_attention`, whose arguments it takes. q, k and v may be parts of one tensor."""
-    return _launch(q, k, v, cos, sin, scale, None, None, None, None, 0.0, False, True)[0]
+    batch, tokens, heads, dim = q.shape
+    sizes, out = constants(heads, k.shape[2], dim, tokens, q.dtype), q.new_empty(q.shape)
+    num_tiles = triton.cdiv(tokens * sizes["PADDED_GROUP"], sizes["ROWS"])
+    grid = batch, k.shape[2], num_tiles
+    _attend_frame[grid](q, k, v, cos, sin, out, _stride(q, k, v, cos, sin), scale, **sizes)
+    return out
 
 
 def grow_frame_attention(
@@ -171,28 +223,41 @@ def grow_frame_attention(
     scale: float,
     position: Tensor,
     cache: Tensor,
-    *how: Any,
-) -> tuple[Tensor, Tensor]:
-    """As `zoo.nn.frame_attention.grow_frame_attention`, whose arguments it takes."""
-    return _launch(q, k, v, cos, sin, scale, position, cache, *how)
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    position: Tensor | None,
-    cache: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
     is_paired: bool,
     is_rounded: bool,
 ) -> tuple[Tensor, Tensor]:
+    """As `zoo.nn.frame_attention.grow_frame_attention`, whose arguments it takes."""
     batch, tokens, heads, dim = q.shape
+    out, grown = q.new_empty(q.shape), torch.empty_like(cache)
+    _attend_and_grow[batch, k.shape[2]](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        position,
+        cache,
+        q if q_norm is None else q_norm,  # one that is not read
+        k if k_norm is None else k_norm,
+        out,
+        grown,
+        _stride(q, k, v, cos, sin),
+        scale,
+        eps,
+        **growing_constants(heads, k.shape[2], dim, tokens, cache.shape[3]),
+        IS_NORMED=q_norm is not None,
+        IS_PAIRED=is_paired,
+        IS_ROUNDED=is_rounded,
+    )
+    return out, grown
+
+
+def _stride(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> int:
+    """From a token to the next, in all three."""
+    tokens, dim = q.shape[1], q.shape[3]
     stride = q.stride(1 if tokens > 1 else 0)
     for x in (q, k, v):
         expected = (tokens * stride, stride, dim, 1)
@@ -200,32 +265,4 @@ def _launch(
             f"tokens lie {x.stride()} apart, expected {expected}"
         )
     assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
-    out = q.new_empty(q.shape)
-    grown = out if cache is None else torch.empty_like(cache)
-
-    def pointer(tensor: Tensor | None) -> Tensor:
-        return q if tensor is None else tensor  # one that is not read
-
-    sizes = constants(heads, k.shape[2], dim, tokens, 0 if cache is None else cache.shape[3])
-    num_tiles = triton.cdiv(tokens * sizes["PADDED_GROUP"], sizes["ROWS"])
-    _attend_frame[batch, k.shape[2], num_tiles](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        pointer(position),
-        pointer(cache),
-        pointer(q_norm),
-        pointer(k_norm),
-        out,
-        grown,
-        stride,
-        scale,
-        eps,
-        **sizes,
-        IS_NORMED=q_norm is not None,
-        IS_PAIRED=is_paired,
-        IS_ROUNDED=is_rounded,
-    )
-    return out, grown
+    return stride

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
+from bf16_products import multiply_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import interpreter
 
 from zoo.nn import kernels, triton_attention
 from zoo.nn.attention import _one_sequence, _query_by_query
@@ -23,23 +22,10 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 EXAMPLES = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
 
-def wide(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
-    """The numbers of a bf16, which the interpreter keeps as bits."""
-    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _multiply_numbers():
-    """The interpreter would multiply the bits."""
-    multiply = interpreter.InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, *rest):
-        if a.dtype == tl.bfloat16:
-            a, b = wide(a), wide(b)
-        return multiply(self, a, b, *rest)
-
+def _small_splits():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        multiply_numbers(patch)
         # sequences of some dozens of positions have all splits
         patch.setattr(triton_attention, "MIN_SPLIT", 16)
         patch.setattr(triton_attention, "ONE_PASS", 32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bf16_products import multiply_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,6 +22,13 @@ SHAPES = [
     (2, 2, 64),
     (16, 2, 32),
 ]  # query heads, key heads, size of a head
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _numbers():
+    with pytest.MonkeyPatch.context() as patch:
+        multiply_numbers(patch)
+        yield
 
 
 def projected(

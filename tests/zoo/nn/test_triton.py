@@ -113,17 +113,16 @@ FRAMES = {  # heads as above, tokens of a pass, positions of the cache
 def test_attention_within_a_frame_builds_without_spills(frame, dtype, card, tmp_path):
     shape, tokens, cached = FRAMES[frame]
     values = dict.fromkeys(("q", "k", "v"), dtype) | dict.fromkeys(("cos", "sin"), torch.float32)
-    values |= {
-        "position": torch.int64,
-        "cache": torch.float32,
-        "q_norm": dtype,
-        "k_norm": dtype,
-        "out": dtype,
-    }
-    values |= {"grown": torch.float32, "token_stride": "i32", "scale": "fp32", "eps": "fp32"}
-    values |= triton_frame_attention.constants(*shape, tokens, cached)
-    values |= {"IS_NORMED": cached == 16, "IS_PAIRED": cached == 10, "IS_ROUNDED": cached != 16}
-    registers, stack, shared = build(triton_frame_attention._attend_frame, values, CARDS[card], tmp_path)
+    kernel = triton_frame_attention._attend_frame
+    sizes = triton_frame_attention.constants(*shape, tokens, dtype)
+    if cached:
+        kernel = triton_frame_attention._attend_and_grow
+        sizes = triton_frame_attention.growing_constants(*shape, tokens, cached)
+        sizes |= {"IS_NORMED": cached == 16, "IS_PAIRED": cached == 10, "IS_ROUNDED": cached != 16}
+        values |= {"position": torch.int64, "cache": torch.float32, "q_norm": dtype, "k_norm": dtype}
+    values |= {"out": dtype} | ({"grown": torch.float32} if cached else {})
+    values |= {"token_stride": "i32", "scale": "fp32"} | ({"eps": "fp32"} if cached else {})
+    registers, stack, shared = build(kernel, values | sizes, CARDS[card], tmp_path)
     print(f"{card} {frame} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
     assert stack == 0, f"{stack} bytes a thread do not fit into registers"
     assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
