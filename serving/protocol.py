@@ -45,6 +45,7 @@ class Reference(msgspec.Struct):
     clip: AudioClip
     transcript: str | None = None
     speaker: str | None = None
+    kept_in: str | None = None  # the directory of an uploaded voice, where what encoders make of it is kept
 
 
 class Speak(Message):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,10 +82,12 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class AudioClip:
-    """Recorded audio: samples float32, [N] mono or [C, N], as loud as they are (1 is full scale)."""
+    """Recorded audio: samples float32, [N] mono or [C, N], as loud as they are (1 is full scale). kept_in: a directory
+    in which what encoders make of it may be kept (zoo/encoded_files.py); None: nowhere but in memory."""
 
     samples: np.ndarray
     sample_rate_hz: int
+    kept_in: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -353,9 +354,9 @@ def request_of(message: protocol.Speak) -> Request:
 def reference_of(reference: protocol.Reference) -> Reference:
     # a copy can be written to, as tensors ask for
     samples = np.frombuffer(reference.clip.samples, "<f4").copy()
-    return Reference(
-        AudioClip(samples, reference.clip.sample_rate_hz), reference.transcript, reference.speaker
-    )
+    kept_in = None if reference.kept_in is None else Path(reference.kept_in)
+    clip = AudioClip(samples, reference.clip.sample_rate_hz, kept_in)
+    return Reference(clip, reference.transcript, reference.speaker)
 
 
 def option_info(option: Option) -> protocol.OptionInfo:

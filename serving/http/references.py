@@ -129,7 +129,7 @@ class References:
             raise refusal(
                 400, f"{voice!r} cannot be used with model {model.id!r}: {error}", "voice"
             ) from None
-        return Reference(clip, stored.ref_text)
+        return Reference(clip, stored.ref_text, kept_in=str(self.voices.directory_of(stored)))
 
     async def _clip(self, audio: str, model: Model) -> AudioClip:
         """Raises ValueError."""
