@@ -45,6 +45,7 @@ class Reference(msgspec.Struct):
     clip: AudioClip
     transcript: str | None = None
     speaker: str | None = None
+    name: str | None = None  # by which the request's voice mixes it with others
     kept_in: str | None = None  # the directory of an uploaded voice, where what encoders make of it is kept
 
 
@@ -115,6 +116,7 @@ class ModelInfo(msgspec.Struct):
     piece_s: float | None = None  # seconds of speech from which on a text is spoken in pieces, where it is
     feeds: bool = False  # whether it takes text while it speaks
     keeps_voice: bool = False  # whether its voice comes by chance where none is given, and can be cloned
+    mixes: bool = False  # whether voices may be mixed
 
 
 class Models(Message):

@@ -157,6 +157,7 @@ class Spec:
     lead: str = (
         ""  # a pattern: what stands at a text's start and holds for all of it, so before each of its pieces
     )
+    mixes: bool = False  # whether voices may be mixed, by their speaker vectors: `zoo.request.shares`
     unsplit: str = ""  # a pattern: a text that holds it stays whole
 
     @property

@@ -49,7 +49,10 @@ def say(
     out: Annotated[
         Path, Option("-o", "--out", help="The file to write: .wav, .mp3, .opus, .aac, .flac or .pcm.")
     ] = Path("out.wav"),
-    voice: Annotated[str | None, Option(help="One of the model's voices (zoo inspect).")] = None,
+    voice: Annotated[
+        str | None,
+        Option(help="One of the model's voices (zoo inspect), or a mix of some, as vivian(2)+ryan(1)."),
+    ] = None,
     reference: Annotated[
         Path | None, Option(help="A recording of the voice to speak in, for models that take one.")
     ] = None,

@@ -356,7 +356,7 @@ def reference_of(reference: protocol.Reference) -> Reference:
     samples = np.frombuffer(reference.clip.samples, "<f4").copy()
     kept_in = None if reference.kept_in is None else Path(reference.kept_in)
     clip = AudioClip(samples, reference.clip.sample_rate_hz, kept_in)
-    return Reference(clip, reference.transcript, reference.speaker)
+    return Reference(clip, reference.transcript, reference.speaker, reference.name)
 
 
 def option_info(option: Option) -> protocol.OptionInfo:
@@ -389,6 +389,7 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         piece_s=spec.piece_s,
         feeds=spec.feeds,
         keeps_voice=spec.keeps_voice,
+        mixes=spec.mixes,
     )
 
 

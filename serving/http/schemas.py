@@ -81,7 +81,7 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Name | Voice | None,
         Meta(
             description="the name of a voice, the model's or an uploaded one (GET /v1/audio/voices), "
-            'or {"id": name}'
+            'or {"id": name}; or a mix of several by weight, as anna(2)+bert(1), of models whose `mixes` is true'
         ),
     ] = None
     instructions: Annotated[
@@ -341,6 +341,7 @@ class Model(msgspec.Struct):
     )  # about the seconds of speech beyond which a text is spoken in pieces; null: it never is
     feeds: bool  # whether it takes text while it speaks, token by token (WS /v1/audio/speech/stream)
     keeps_voice: bool  # whether its voice comes by chance where none is given, and can be cloned
+    mixes: bool  # whether a voice may be a mix of voices, as anna(2)+bert(1)
     response_formats: list[str]
     stream_formats: list[str]
     aliases: list[str] = []  # other names that a request may call it by
