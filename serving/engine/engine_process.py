@@ -36,7 +36,7 @@ import zoo
 from compile_cache import threads
 from serving import logs, protocol
 from serving.audio import pcm16
-from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Place, Text
+from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Place, Spoken, Text
 from serving.engine.memory_plan import SPARE_PART, fit
 from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.exit_with_parent import exit_with_parent
@@ -219,6 +219,7 @@ class Bridge:
                 is_metered=True,
                 is_flex=message.is_flex,
                 speed=message.speed,
+                is_timed=message.is_timed,
             )
         except (Full, ValueError) as error:
             return self._refuse(client, id, error)
@@ -336,6 +337,8 @@ class Bridge:
                 client.send(protocol.Audio(id, pcm16(event.samples), event.frames))
             case Text():
                 client.send(protocol.Text(id, event.text))
+            case Spoken(text, start, stop):
+                client.send(protocol.Spoken(id, text, start, stop))
             case Finished():
                 client.open.discard(id)
                 self.fed.pop(id, None)

@@ -136,6 +136,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             "where the model writes text, then speech.audio.done"
         ),
     ] = "audio"
+    timestamp_granularities: Annotated[
+        list[Literal["segment"]] | None,
+        Meta(
+            description='["segment"], with stream_format sse: speech.audio.segment events say which seconds of the answer a piece of its '
+            "text took; no model here tells where its words lie"
+        ),
+    ] = None
     stream: Annotated[
         bool,
         Meta(
@@ -483,6 +490,14 @@ class AudioDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="speech.text.delta"):
     delta: str  # whole characters, to be joined to those before
+
+
+class AudioSegment(msgspec.Struct, tag_field="type", tag="speech.audio.segment"):
+    """Behind the audio that it is of."""
+
+    text: str  # a piece of the input that was spoken in one pass, normalised where that was asked for
+    start_s: float
+    end_s: float
 
 
 class AudioDone(msgspec.Struct, tag_field="type", tag="speech.audio.done"):
