@@ -96,15 +96,18 @@ class EncodedFile(Generic[T]):
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError) as error:
-            return self._refused(str(error))
+            self._warn(str(error))
+            return None
         for name, expected in self.facts.items():
             if metadata.get(name) != expected:
-                return self._refused(f"its {name} is {metadata.get(name)!r}, and {expected!r} is needed")
+                self._warn(f"its {name} is {metadata.get(name)!r}, and {expected!r} is needed")
+                return None
         if metadata.get("blake2b") != digest(self.facts, tensors):
-            return self._refused("its bytes are not those that were written")
+            self._warn("its bytes are not those that were written")
+            return None
         return self.restore(tensors)
 
-    def _refused(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         log.warning("%s is of no use (%s): the recording is encoded again", self.path, why)
 
     def write(self, value: T) -> None:

@@ -161,7 +161,8 @@ class Qwen3TTS(Family[Qwen3State]):
 
     def _mixed(self, mix: Sequence[Share]) -> EncodedReference:
         """The sum of speaker vectors by weight: the checkpoint's rows, and what the speaker encoder makes of references."""
-        vectors, names = [], []
+        vectors: list[Tensor] = []
+        names: list[tuple[float, str | bytes]] = []
         for share in mix:
             if share.reference is None:
                 row = torch.tensor(self.config.voices[share.name], device=self.device)
