@@ -20,7 +20,6 @@ from http_server import Server, error
 from shell import ROOT, zoo
 from uploads import NOISE, RATE_HZ, recording, upload
 
-from serving.http.names import Names
 from serving.http.schemas import Limits
 from serving.http.voices import Damaged, StoredVoice, Taken, TooMany, Voices, default_directory
 from serving.protocol import AudioClip, Reference
@@ -637,54 +636,6 @@ def test_a_damaged_voice_is_neither_renamed_nor_heard(server, how):
     answer = renamed(server, "anna", "b") if how == "renamed" else server.http.get(f"{path}/preview")
     assert error(answer, 400)["code"] == "voice_damaged"
     assert server.http.delete(path).status_code == 200
-
-
-# mixed
-
-
-MIXER = msgspec.structs.replace(CLONER, id="mixer", mixes=True)
-
-
-@pytest.fixture(scope="module")
-def mixing(tmp_path_factory):
-    names = Names(voices={"nova": "bert"})
-    with Server(tmp_path_factory.mktemp("m"), models=[MIXER, CLONER, MODEL], names=names) as server:
-        upload(server, "anna")
-        upload(server, "bert", ref_text="What I say.")
-        yield server
-
-
-def test_a_mix_takes_its_voices_along_by_name(mixing):
-    answer = mixing.speak("frames 1", model="mixer", voice="Anna(2)+nova(1)")
-    assert answer.status_code == 200, answer.text
-    message = mixing.engine.messages[answer.headers["x-request-id"]]
-    assert message.request["voice"] == "Anna(2)+bert(1)" and "options" not in message.request
-    found = [(reference.name, reference.transcript, reference.clip) for reference in message.references]
-    assert found == [("anna", None, CLIP), ("bert", "What I say.", CLIP)]
-
-
-def test_a_voice_that_is_mixed_with_itself_goes_along_once(mixing):
-    answer = mixing.speak("frames 1", model="mixer", voice="anna+ANNA(2)")
-    message = mixing.engine.messages[answer.headers["x-request-id"]]
-    assert [reference.name for reference in message.references] == ["anna"]
-
-
-MIXES = [
-    ("mixer", "anna+clara", "there is no voice 'clara': there is anna, bert"),
-    ("cloner", "anna+bert", "model 'cloner' mixes no voices, and 'anna+bert' is a mix"),
-    ("fake", "vivian+ryan", "model 'fake' mixes no voices, and 'vivian+ryan' is a mix: there is vivian, ryan"),
-]
-
-
-@pytest.mark.parametrize(("model", "voice", "says"), MIXES)
-def test_what_cannot_be_mixed(mixing, model, voice, says):
-    fault = error(mixing.speak("frames 1", model=model, voice=voice), 400)
-    assert fault["param"] == "voice" and says in fault["message"]
-
-
-def test_models_tell_whether_they_mix(mixing):
-    models = mixing.http.get("/v1/models").json()["data"]
-    assert {model["id"]: model["mixes"] for model in models} == {"mixer": True, "cloner": False, "fake": False}
 
 
 # from the shell
