@@ -13,6 +13,7 @@ from serving.cli import say as say
 from serving.cli import batch as batch
 from serving.cli import tools as tools
 from serving.cli import load as load
+from serving.cli import wyoming as wyoming
 from serving.cli import voices as voices
 from serving.cli import cache as cache
 

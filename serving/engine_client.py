@@ -101,7 +101,7 @@ class EngineClient:
                 self.models = models
             case protocol.Stats():
                 self.stats = message
-            case protocol.Audio(id) | protocol.Text(id):
+            case protocol.Audio(id) | protocol.Text(id) | protocol.Spoken(id):
                 if (inbox := self._inboxes.get(id)) is not None:  # none: cancelled while this was on its way
                     inbox.put_nowait(message)
             case protocol.Rejected(id) | protocol.Finished(id) | protocol.Failed(id):

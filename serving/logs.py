@@ -18,6 +18,11 @@ def form() -> str:
     return os.environ.get(VARIABLE) or ("text" if sys.stderr.isatty() else "json")
 
 
+def has_colors() -> bool:
+    """Of a terminal, or of a supervisor that passes lines on to one."""
+    return sys.stderr.isatty() or "FORCE_COLOR" in os.environ
+
+
 def configure(process: str) -> None:
     """Once per process. Libraries that log through `logging` come out in the same form, from WARNING up."""
 
@@ -34,7 +39,7 @@ def configure(process: str) -> None:
     last: list[Processor]
     if form() == "text":
         plain = structlog.dev.plain_traceback
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+        last = [structlog.dev.ConsoleRenderer(colors=has_colors(), exception_formatter=plain)]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(processors=[*shared, *last], logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -2,8 +2,8 @@
 over a Unix socket.
 
     HTTP -> engine   Speak, Feed of more text for it, Cancel, and Heard of what was passed on
-    engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio and Text
-                     as they come, then Finished or Failed
+    engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio, Text and
+                     Spoken as they come, then Finished or Failed
 
 A Cancel is answered by silence: whoever sent it listens no more.
 """
@@ -45,6 +45,8 @@ class Reference(msgspec.Struct):
     clip: AudioClip
     transcript: str | None = None
     speaker: str | None = None
+    name: str | None = None  # by which the request's voice mixes it with others
+    kept_in: str | None = None  # the directory of an uploaded voice, where what encoders make of it is kept
 
 
 class Speak(Message):
@@ -55,6 +57,7 @@ class Speak(Message):
     is_pinned: bool = False  # equal requests give equal bytes
     is_flex: bool = False  # served while nobody else is in need
     speed: float = 1.0  # at which the listener plays what comes of it
+    is_timed: bool = False  # whether Spoken comes of it
 
 
 class Feed(Message):
@@ -114,6 +117,7 @@ class ModelInfo(msgspec.Struct):
     piece_s: float | None = None  # seconds of speech from which on a text is spoken in pieces, where it is
     feeds: bool = False  # whether it takes text while it speaks
     keeps_voice: bool = False  # whether its voice comes by chance where none is given, and can be cloned
+    mixes: bool = False  # whether voices may be mixed
 
 
 class Models(Message):
@@ -137,6 +141,8 @@ class ModelStats(msgspec.Struct):
     left_early: int = 0  # counted: those who left before their prompt was made
     short_passes: int = 0  # counted: speech much too short for its text
     long_passes: int = 0  # counted: and much too long
+    audio_s: float = 0.0  # counted: that was delivered
+    first_audio_s: float | None = None  # from when the last one that was first heard was accepted
     queue_times: Histogram = msgspec.field(default_factory=Histogram)
 
 
@@ -182,6 +188,15 @@ class Text(Message):
     text: str
 
 
+class Spoken(Message):
+    """A piece of the text, all of whose Audio came before this: the answer's samples start .. stop."""
+
+    id: str
+    text: str
+    start: int
+    stop: int
+
+
 class Finished(Message):
     id: str
     reason: str  # "stop" (the model ended), "length" (a cap) or "cancelled"
@@ -199,8 +214,8 @@ class Failed(Message):
 
 
 ToEngine = Speak | Feed | Cancel | Heard
-ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Finished | Failed
-Outcome = Rejected | Audio | Text | Finished | Failed  # what a Speak is answered by
+ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Spoken | Finished | Failed
+Outcome = Rejected | Audio | Text | Spoken | Finished | Failed  # what a Speak is answered by
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

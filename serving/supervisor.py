@@ -19,11 +19,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from serving import logs, protocol
+from serving.status_line import StatusLine
 
 REFUSED = 2  # the exit status of a child that says itself what is wrong
 HUNG_S = 30  # an engine that was ready and is silent for so long does not come back
@@ -33,6 +34,7 @@ FIRST_BACKOFF_S = 0.5
 GRACE_S = 5  # for open answers, when the server is stopped
 SEND_BUFFER_BYTES = 256 << 10  # seconds of audio, and all that a client that stops reading can hold
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MAX_LINE_BYTES = 64 << 10  # of a child's, which are passed on in one piece
 KILL_AFTER_S = 5  # and then for the processes themselves
 
 
@@ -97,6 +99,7 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.is_stopping = False
         self.silent_s: int | None = None  # of one that says something every second while it is well
+        self.is_relayed = False  # whether its lines come through us, so that they do not break ours
 
     async def supervise(self) -> int:
         """Until it ends for good; returns the exit status for the whole server."""
@@ -108,8 +111,11 @@ class Child:
                 pass_fds=self.fds,
                 env=self.env,
                 stdin=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE if self.is_relayed else None,
                 start_new_session=True,  # a Ctrl-C is ours to handle
             )
+            if self.process.stderr is not None:
+                await relay(self.process.stderr)
             status = await self.process.wait()
             if self.is_stopping:
                 break
@@ -147,6 +153,19 @@ class Child:
                 self.process.kill()
 
 
+async def relay(reader: asyncio.StreamReader) -> None:
+    """What a child says, line by line, until it ends."""
+    unfinished = b""
+    while data := await reader.read(MAX_LINE_BYTES):
+        whole, newline, unfinished = (unfinished + data).rpartition(b"\n")
+        if len(unfinished) > MAX_LINE_BYTES:
+            whole, newline, unfinished = unfinished, b"\n", b""
+        sys.stderr.write((whole + newline).decode(errors="replace"))
+        sys.stderr.flush()
+    if unfinished:
+        sys.stderr.write(unfinished.decode(errors="replace") + "\n")
+
+
 def serve(
     host: str,
     port: int,
@@ -154,9 +173,11 @@ def serve(
     http: dict[str, Any],
     env: dict[str, str],
     grace_s: int = GRACE_S,
+    status_line: StatusLine | None = None,
 ) -> int:
     """Until a signal ends it -> the exit status. `engine` and `http`: fields of engine_process.Options and of
-    app.Options; grace_s: for open answers, when the server is stopped. Raises ValueError."""
+    app.Options; grace_s: for open answers, when the server is stopped; status_line: below the log's lines, which then
+    all go through it. Raises ValueError."""
     with bind(host, port) as listener, socket_directory() as directory:
         parent_fd, write_end = os.pipe()
         path = f"{directory}/engine.sock"
@@ -166,7 +187,10 @@ def serve(
         engine_command = [*python, "serving.engine.engine_process", json.dumps(engine)]
         http_command = [*python, "serving.http.app", json.dumps(http)]
         try:
-            return asyncio.run(run(engine_command, http_command, listener, path, parent_fd, env, grace_s))
+            with nullcontext() if status_line is None else status_line.open():
+                return asyncio.run(
+                    run(engine_command, http_command, listener, path, parent_fd, env, grace_s, status_line)
+                )
         finally:
             os.close(write_end)
             os.close(parent_fd)
@@ -180,10 +204,12 @@ async def run(
     parent_fd: int,
     env: dict[str, str],
     grace_s: int = GRACE_S,
+    status_line: StatusLine | None = None,
 ) -> int:
     """Runs both commands until a signal, or until one ends for good. Returns the exit status."""
     engine = Child("engine", engine_command, [parent_fd], env, is_proven=False)
     http = Child("HTTP process", http_command, [parent_fd, listener.fileno()], env, is_proven=True)
+    engine.is_relayed = http.is_relayed = status_line is not None
     signalled = asyncio.Event()
 
     def stop() -> None:
@@ -197,7 +223,7 @@ async def run(
             asyncio.get_running_loop().add_signal_handler(number, stop)
     endings = [asyncio.create_task(child.supervise()) for child in (engine, http)]
     watching = [
-        asyncio.create_task(watch(path, engine, url(listener))),
+        asyncio.create_task(watch(path, engine, url(listener), status_line)),
         asyncio.create_task(kill_if_hung(engine)),
     ]
     waiting = asyncio.create_task(signalled.wait())
@@ -212,7 +238,7 @@ async def run(
     return next((task.result() for task in (*endings, *watching) if task in done), 0)
 
 
-async def watch(path: str, engine: Child, url: str) -> int:
+async def watch(path: str, engine: Child, url: str, status_line: StatusLine | None = None) -> int:
     """Tells how far the engine is, and when it is ready what to try. Ends only by being cancelled."""
     models: list[protocol.ModelInfo] = []
     greeted = False
@@ -227,6 +253,8 @@ async def watch(path: str, engine: Child, url: str) -> int:
             if engine.silent_s is not None:
                 engine.silent_s = 0
             match message:
+                case protocol.Stats() if status_line is not None:
+                    status_line.show(message, time.monotonic())
                 case protocol.Models():
                     models = message.models
                 case protocol.Status(state, progress, detail):
@@ -240,6 +268,8 @@ async def watch(path: str, engine: Child, url: str) -> int:
                         log_line(line)
                     shown = line
         engine.silent_s = None
+        if status_line is not None:
+            status_line.hide()
         writer.close()
 
 

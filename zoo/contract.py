@@ -157,6 +157,7 @@ class Spec:
     lead: str = (
         ""  # a pattern: what stands at a text's start and holds for all of it, so before each of its pieces
     )
+    mixes: bool = False  # whether voices may be mixed, by their speaker vectors: `zoo.request.shares`
     unsplit: str = ""  # a pattern: a text that holds it stays whole
 
     @property
@@ -241,6 +242,7 @@ class Prompt:
     conversation: str | None = None  # as the request names it
     is_final: bool = True  # whether it is certain that no other pass follows in the same answer
     expected_s: float = 0.0  # about how long its speech is; 0: not known
+    text: str = ""  # all that it says, where that is known
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -514,7 +516,7 @@ class Family(nn.Module, ABC, Generic[S]):
             passes = self.prompts(replace(request, text=pieces[0]))
             first = next(passes)
             if first.is_final and not request.is_open:
-                first.expected_s = expected_s(pieces[0])
+                first.expected_s, first.text = expected_s(pieces[0]), pieces[0]
             whole: Prompt | None = first
             while whole is not None:
                 whole = following(passes, (yield whole))
@@ -525,7 +527,8 @@ class Family(nn.Module, ABC, Generic[S]):
             seed = prefix_key(request.seed, i) if i else request.seed
             asked = replace(request, text=piece, seed=seed, max_frames=None)
             prompt = self.prompt(asked) if said is None else self.later_prompt(asked, said)
-            prompt.is_final, prompt.expected_s = i == len(pieces) - 1, expected_s(piece)
+            prompt.is_final = i == len(pieces) - 1
+            prompt.expected_s, prompt.text = expected_s(piece), piece
             if left is not None:
                 prompt.max_frames = min(prompt.max_frames, left)
             frames = yield prompt

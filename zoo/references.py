@@ -26,6 +26,14 @@ class Sized(Protocol):
 T = TypeVar("T", bound=Sized)
 
 
+class Copy(Protocol[T]):
+    """Of one encoded reference, on disk (zoo/encoded_files.py)."""
+
+    def read(self) -> T | None: ...
+
+    def write(self, value: T) -> None: ...
+
+
 class References(Generic[T]):
     """Encoded references, the least recently used given up first. May be asked from several threads.
 
@@ -44,9 +52,9 @@ class References(Generic[T]):
         """A copy of a family begins with an empty store."""
         return References(self.max_bytes)
 
-    def get(self, key: bytes, encode: Callable[[], T]) -> T:
-        """What is held under the key, or else what `encode` makes, which is then held. What `encode` raises
-        goes on to the caller."""
+    def get(self, key: bytes, encode: Callable[[], T], file: Copy[T] | None = None) -> T:
+        """What is held under the key, or else what the file has, or else what `encode` makes, which is then held and
+        written to the file. What `encode` raises goes on to the caller."""
         found = self._find(key)
         if found is not None:
             return found
@@ -54,9 +62,18 @@ class References(Generic[T]):
         with self._encoding:
             found = self._find(key)
             if found is None:
-                found = encode()
+                found = file.read() if file is not None else None
+                if found is None:
+                    found = self._made(encode, file)
                 self._hold(key, found)
             return found
+
+    def _made(self, encode: Callable[[], T], file: Copy[T] | None) -> T:
+        made = encode()
+        self.num_encoded += 1
+        if file is not None:
+            file.write(made)
+        return made
 
     def _find(self, key: bytes) -> T | None:
         with self._lock:
@@ -66,7 +83,6 @@ class References(Generic[T]):
 
     def _hold(self, key: bytes, value: T) -> None:
         with self._lock:
-            self.num_encoded += 1
             self._held[key] = value
             self._held_bytes += value.num_bytes
             while self._held_bytes > self.max_bytes:

@@ -5,9 +5,11 @@ Knows no torch, so every surface can read the same list: HTTP, the shell, `zoo i
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,20 +83,32 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class AudioClip:
-    """Recorded audio: samples float32, [N] mono or [C, N], as loud as they are (1 is full scale)."""
+    """Recorded audio: samples float32, [N] mono or [C, N], as loud as they are (1 is full scale). kept_in: a directory
+    in which what encoders make of it may be kept (zoo/encoded_files.py); None: nowhere but in memory."""
 
     samples: np.ndarray
     sample_rate_hz: int
+    kept_in: Path | None = None
 
 
 @dataclass(frozen=True)
 class Reference:
     """A voice to speak in, what the clip says word for word, and who speaks it where a text names several
-    speakers."""
+    speakers. name: by which `Request.voice` mixes it with others."""
 
     clip: AudioClip
     transcript: str | None = None
     speaker: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """A voice in a mix: one of the model's, or a reference. The weights of a mix add up to 1."""
+
+    name: str
+    weight: float
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,7 @@ class Turn:
 class Request:
     """What a user asks for. `None` means the checkpoint's own default; temperature 0 is greedy.
 
+    `voice` is one of the model's, or a mix such as "vivian(2)+ryan(1)" of those and of references by their names (`shares`).
     `references` are voices to speak in. `options` holds what only some models take (`Spec.options` lists it).
     `turns` is what the user said in a conversation, for models that listen; `conversation` names one, so that
     its next turn finds this one in the KV cache. `is_open`: more text is fed while the model speaks
@@ -150,6 +165,7 @@ class Request:
 
 INT64 = 2**63 - 1
 # fields of Request that are options of most models
+SOUND_ONLY = "x_vector_only_mode"  # the option of models that can leave a reference's transcript unread
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
@@ -183,10 +199,13 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     name = spec.name or f"{spec.family} {spec.variant}"
     if not request.text.strip(BLANK):
         raise RequestError("text", "text is empty")
-    _check_voice(request, spec, name)
+    is_mixed = bool(shares(request, spec))
+    if not is_mixed:
+        _check_voice(request, spec, name)
     _check_language(request, spec, name)
     _check_instructions(request, spec, name)
-    _check_references(request, spec, name)
+    if not is_mixed:
+        _check_references(request, spec, name)
     if request.turns and not spec.listens:
         raise RequestError("turns", f"{name} takes no turns: it hears no conversation")
     if request.conversation is not None and not spec.shares_turns:
@@ -194,6 +213,59 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     if request.is_open and not spec.feeds:
         raise RequestError("is_open", f"{name} takes no text while it speaks: give all of it at once")
     return _options(request, spec, name)
+
+
+MAX_SHARES = 8
+MAX_WEIGHT = 1000.0
+_SHARE = re.compile(r"\s*([^+()\s][^+()]*?)\s*(?:\(\s*(\d+\.?\d*|\.\d+)\s*\))?\s*")
+
+
+def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
+    """Of the voices that a request mixes, as in "vivian(2)+ryan(1)"; () where it mixes none. Raises RequestError for what is no
+    mix, or none that the model can make.
+
+    Source of the form: remsky/Kokoro-FastAPI, whose clients know it.
+    """
+    voice = request.voice
+    voices = {name.lower(): name for name in spec.voices}
+    if voice is None or "+" not in voice or voice.lower() in voices:
+        return ()
+    name = spec.name or f"{spec.family} {spec.variant}"
+    if not spec.mixes:
+        needed = "it has no speaker vectors to add up, so a request names one voice at most"
+        raise RequestError("voice", f"{name} mixes no voices, and {voice!r} is a mix: {needed}")
+    found = [_SHARE.fullmatch(part) for part in voice.split("+")]
+    weights = [float(match[2] or 1) if match is not None else 0.0 for match in found]
+    if not 2 <= len(found) <= MAX_SHARES or not all(0 < weight <= MAX_WEIGHT for weight in weights):
+        form = f"2 to {MAX_SHARES} voices, each with a weight above 0, up to {MAX_WEIGHT:g}, in brackets, or without one for 1"
+        raise RequestError("voice", f"{voice!r} is no mix of voices; one is like anna(2)+bert(1): {form}")
+    names = [match[1].lower() for match in found if match is not None]
+    given = {(reference.name or "").lower(): reference for reference in request.references}
+    for part in names:
+        if part not in voices and part not in given:
+            possible = _listed([*spec.voices, *filter(None, given)]) or "none"
+            raise RequestError("voice", f"{name} has no voice {part!r} to mix; it has: {possible}")
+    for part, reference in given.items():
+        if part not in names:
+            raise RequestError("references", "a mix of voices and another reference are both given; leave one out")
+        _check_is_sound_alone(part, reference, request, spec)
+    total = sum(weights)
+    return tuple(
+        Share(part, weight / total, given.get(part)) for part, weight in zip(names, weights, strict=True)
+    )
+
+
+def _check_is_sound_alone(part: str, reference: Reference, request: Request, spec: Spec) -> None:
+    """A clone with its words reads its recording, of which nothing can be mixed."""
+    if not (reference.transcript or "").strip(BLANK) or request.options.get(SOUND_ONLY) is True:
+        return
+    has_option = any(option.name == SOUND_ONLY for option in spec.options)
+    instead = f", or set {SOUND_ONLY}" if has_option else ""
+    raise RequestError(
+        "voice",
+        f"voice {part!r} is a clone of a recording with its words, and only the sound of a voice can be mixed: take one without "
+        f"a transcript{instead}",
+    )
 
 
 # White space, and what is no sign at all: NUL, zero-width characters, byte order marks

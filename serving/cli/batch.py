@@ -10,8 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from serving.cli.common import Device, DType, Model, app, progress_bar, recording
+from serving.cli.common import (
+    Device,
+    DType,
+    Instructions,
+    Language,
+    MaxNewTokens,
+    ModelOptions,
+    ReferenceFile,
+    ReferenceText,
+    RepetitionPenalty,
+    Seed,
+    SpeechModel,
+    Speed,
+    Temperature,
+    TopK,
+    TopP,
+    Voice,
+    app,
+    progress_bar,
+    recording,
+)
 from serving.cli.say import parsed_option
+from zoo import SMALL_VOICE
 from zoo.hub import resolved
 
 if TYPE_CHECKING:
@@ -28,30 +49,23 @@ def batch(
         ),
     ],
     out: Annotated[Path, Argument(metavar="OUT_DIR", help="Where the speech and results.jsonl go.")],
-    model: Model,
+    model: SpeechModel = str(SMALL_VOICE),
     form: Annotated[
         Literal["wav", "mp3", "opus", "aac", "flac", "pcm"], Option("--format", help="Of every file.")
     ] = "wav",
-    voice: Annotated[str | None, Option(help="Of lines that name none, as all that follows.")] = None,
-    reference: Annotated[Path | None, Option(help="A recording of the voice to speak in.")] = None,
-    reference_text: Annotated[str | None, Option(help="What the recording says, word for word.")] = None,
-    language: Annotated[str | None, Option(help="One of the model's languages.")] = None,
-    instructions: Annotated[str | None, Option(help="How to speak, in words.")] = None,
-    seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
-    temperature: Annotated[float | None, Option(min=0, max=2, help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, Option(min=0, help="0 is off.")] = None,
-    top_p: Annotated[float | None, Option(min=0, max=1)] = None,
-    repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
-    max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
-    options: Annotated[
-        list[str],
-        Option(
-            "-O",
-            "--option",
-            metavar="NAME=VALUE",
-            help="An option of the model (zoo inspect); several times.",
-        ),
-    ] = [],  # noqa: B006
+    voice: Voice = None,
+    reference: ReferenceFile = None,
+    reference_text: ReferenceText = None,
+    language: Language = None,
+    instructions: Instructions = None,
+    seed: Seed = 0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    max_new_tokens: MaxNewTokens = None,
+    speed: Speed = 1.0,
+    options: ModelOptions = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
     max_slots: Annotated[
@@ -83,6 +97,7 @@ def batch(
         "top_p": top_p,
         "repetition_penalty": repetition_penalty,
         "max_new_tokens": max_new_tokens,
+        "speed": None if speed == 1 else speed,
     }
     items = tool.read_items(lines, {name: value for name, value in given.items() if value is not None})
     directory, base = resolved(model), lines.absolute().parent

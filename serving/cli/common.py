@@ -25,7 +25,6 @@ MAX_REFERENCE_S = 60.0
 MAX_BYTES = 1 << 50
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
-Model = Annotated[str, Option("-m", "--model", help="A directory, or ORG/NAME on the Hugging Face Hub.")]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one.")]
 Codec = Annotated[
     Literal["float32", "tf32"],
@@ -41,6 +40,45 @@ VoicesDir = Annotated[
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
     Option(help="bfloat16 on a GPU and float32 on a CPU, when left out."),
+]
+
+# What `zoo say` and `zoo batch` ask of a speech
+SpeechModel = Annotated[
+    str,
+    Option(
+        "-m",
+        "--model",
+        help="A directory, or ORG/NAME on the Hugging Face Hub; the small voice of this package when left out.",
+        show_default=False,
+    ),
+]
+Voice = Annotated[
+    str | None,
+    Option(help="One of the model's voices (zoo inspect), or a mix of some, as vivian(2)+ryan(1)."),
+]
+ReferenceFile = Annotated[
+    Path | None, Option(help="A recording of the voice to speak in, for models that take one.")
+]
+ReferenceText = Annotated[str | None, Option(help="What the recording says, word for word.")]
+Language = Annotated[str | None, Option(help="One of the model's languages.")]
+Instructions = Annotated[str | None, Option(help="How to speak, in words.")]
+Seed = Annotated[int, Option(min=0, max=2**63 - 1)]
+Temperature = Annotated[float | None, Option(min=0, max=2, help="0 is greedy.")]
+TopK = Annotated[int | None, Option(min=0, help="0 is off.")]
+TopP = Annotated[float | None, Option(min=0, max=1)]
+RepetitionPenalty = Annotated[float | None, Option(min=0.5, max=2)]
+MaxNewTokens = Annotated[int | None, Option(min=1, help="The most frames to speak.")]
+Speed = Annotated[
+    float, Option(min=0.25, max=4, help="How fast, at the same pitch; 1 is as the model speaks.")
+]
+ModelOptions = Annotated[
+    list[str],
+    Option(
+        "-O",
+        "--option",
+        metavar="NAME=VALUE",
+        help="An option of the model (zoo inspect); may be given several times.",
+    ),
 ]
 
 

@@ -10,7 +10,27 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from serving.cli.common import Device, DType, app, fail, recording
+from serving.cli.common import (
+    Device,
+    DType,
+    Instructions,
+    Language,
+    MaxNewTokens,
+    ModelOptions,
+    ReferenceFile,
+    ReferenceText,
+    RepetitionPenalty,
+    Seed,
+    SpeechModel,
+    Speed,
+    Temperature,
+    TopK,
+    TopP,
+    Voice,
+    app,
+    fail,
+    recording,
+)
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
 
@@ -37,34 +57,22 @@ FLAG = {
 @app.command()
 def say(
     text: Annotated[str, Argument(help="What to say; - reads it from stdin.")],
-    model: Annotated[
-        str,
-        Option(
-            "-m",
-            "--model",
-            help="A directory, or ORG/NAME on the Hugging Face Hub; the small voice of this package when left out.",
-            show_default=False,
-        ),
-    ] = str(SMALL_VOICE),
+    model: SpeechModel = str(SMALL_VOICE),
     out: Annotated[
         Path, Option("-o", "--out", help="The file to write: .wav, .mp3, .opus, .aac, .flac or .pcm.")
     ] = Path("out.wav"),
-    voice: Annotated[str | None, Option(help="One of the model's voices (zoo inspect).")] = None,
-    reference: Annotated[
-        Path | None, Option(help="A recording of the voice to speak in, for models that take one.")
-    ] = None,
-    reference_text: Annotated[str | None, Option(help="What the recording says, word for word.")] = None,
-    language: Annotated[str | None, Option(help="One of the model's languages.")] = None,
-    instructions: Annotated[str | None, Option(help="How to speak, in words.")] = None,
-    seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
-    temperature: Annotated[float | None, Option(min=0, max=2, help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, Option(min=0, help="0 is off.")] = None,
-    top_p: Annotated[float | None, Option(min=0, max=1)] = None,
-    repetition_penalty: Annotated[float | None, Option(min=0.5, max=2)] = None,
-    max_new_tokens: Annotated[int | None, Option(min=1, help="The most frames to speak.")] = None,
-    speed: Annotated[
-        float, Option(min=0.25, max=4, help="How fast, at the same pitch; 1 is as the model speaks.")
-    ] = 1.0,
+    voice: Voice = None,
+    reference: ReferenceFile = None,
+    reference_text: ReferenceText = None,
+    language: Language = None,
+    instructions: Instructions = None,
+    seed: Seed = 0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    max_new_tokens: MaxNewTokens = None,
+    speed: Speed = 1.0,
     split_text: Annotated[
         bool,
         Option(help="Speak a text that is too long for one pass in pieces, cut at sentences and clauses."),
@@ -76,15 +84,7 @@ def say(
             help="Put numbers, dates and amounts into words first: Chinese, English or Japanese.",
         ),
     ] = False,
-    options: Annotated[
-        list[str],
-        Option(
-            "-O",
-            "--option",
-            metavar="NAME=VALUE",
-            help="An option of the model (zoo inspect); may be given several times.",
-        ),
-    ] = [],  # noqa: B006
+    options: ModelOptions = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
 ) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -181,6 +182,10 @@ def serve(
             help="Log lines as JSON objects or as text; else text on a terminal and JSON elsewhere.",
         ),
     ] = None,
+    status_line: Annotated[
+        bool,
+        Option(help="On a terminal, a line below the log that says who speaks and waits, how much, and how soon."),
+    ] = True,
     otel: Annotated[
         bool,
         Option(
@@ -193,7 +198,10 @@ def serve(
     ] = 5,
 ) -> int:
     """Serve models over HTTP, as OpenAI's speech API."""
+    from rich.console import Console
+
     from serving import supervisor
+    from serving.status_line import StatusLine
 
     served = named_directories(models or [str(SMALL_VOICE)])
     engine = {
@@ -256,7 +264,11 @@ def serve(
         "private_metrics": private_metrics,
         "otel": otel,
     }
-    return supervisor.serve(host, port, engine, http, env, grace_s)
+    line = None
+    if status_line and sys.stderr.isatty() and log != "json" and os.environ.get("TERM") != "dumb":
+        line = StatusLine(Console(file=sys.stderr))
+        env = {"ZOO_LOG": "text", "FORCE_COLOR": "1", **env}  # the children's lines come through us, to the terminal
+    return supervisor.serve(host, port, engine, http, env, grace_s, line)
 
 
 def aliases_of(flag: str, form: str, given: list[str]) -> dict[str, str]:

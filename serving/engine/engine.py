@@ -37,7 +37,7 @@ from compile_cache import threads
 from compile_cache.artifacts import Entry
 from compile_cache.counts import counts
 from serving.engine import warmup
-from serving.engine.job import Audio, Event, Failed, Finished, Job, Place, Text
+from serving.engine.job import Audio, Event, Failed, Finished, Job, Place, Spoken, Text
 from serving.engine.memory_plan import usual_kv_bytes
 from serving.engine.model_worker import ModelWorker
 from serving.engine.pages import Pages
@@ -46,7 +46,7 @@ from serving.engine.runner import Arena, Runner
 from serving.histogram import Histogram
 from zoo.contract import Family, Prompt, Request, RequestError, following
 
-__all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Place", "Text"]
+__all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "Place", "Spoken", "Text"]
 
 
 STOPPED = "the engine stopped while it worked on this request"
@@ -211,13 +211,14 @@ class Engine:
         is_metered: bool = False,
         is_flex: bool = False,
         speed: float = 1.0,
+        is_timed: bool = False,
     ) -> Place:
         """A place in the line of a model, which need not be named where there is but one; `prepare` is to follow, or
         `cancel`. `deliver` is called on the engine's thread.
         is_pinned: its windows follow from frame numbers alone, so equal requests give equal bytes. text_bytes: of the
         text, in UTF-8; reference_bytes: of its recordings. is_metered: its listener says what it takes (`heard`).
         is_flex: it is served while nobody else waits for first audio or is at risk, whenever that is. speed: at which its
-        listener plays; deadlines are nearer where that is fast.
+        listener plays; deadlines are nearer where that is fast. is_timed: it is told which samples each piece of the text took.
         Raises RequestError, Full."""
         worker = self._worker(model)
         with self._wake:
@@ -238,6 +239,7 @@ class Engine:
                 is_metered,
                 is_flex,
                 speed,
+                is_timed,
             )
             worker.line[request_id] = place
             self._reference_bytes += reference_bytes
@@ -415,6 +417,7 @@ class Engine:
         """The listener has all of it: the answer ends, or its next pass is made ready beside the loop, and
         until then its slot is kept."""
         job.model.record_pass(job)
+        job.tell_spoken()
         if job.model.family.spec.shares_turns:
             job.model.publish_turn(job)
         if job.prompt.is_final:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ import zoo
 from compile_cache import threads
 from serving import logs, protocol
 from serving.audio import pcm16
-from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Place, Text
+from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Place, Spoken, Text
 from serving.engine.memory_plan import SPARE_PART, fit
 from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.exit_with_parent import exit_with_parent
@@ -218,6 +219,7 @@ class Bridge:
                 is_metered=True,
                 is_flex=message.is_flex,
                 speed=message.speed,
+                is_timed=message.is_timed,
             )
         except (Full, ValueError) as error:
             return self._refuse(client, id, error)
@@ -335,6 +337,8 @@ class Bridge:
                 client.send(protocol.Audio(id, pcm16(event.samples), event.frames))
             case Text():
                 client.send(protocol.Text(id, event.text))
+            case Spoken(text, start, stop):
+                client.send(protocol.Spoken(id, text, start, stop))
             case Finished():
                 client.open.discard(id)
                 self.fed.pop(id, None)
@@ -353,9 +357,9 @@ def request_of(message: protocol.Speak) -> Request:
 def reference_of(reference: protocol.Reference) -> Reference:
     # a copy can be written to, as tensors ask for
     samples = np.frombuffer(reference.clip.samples, "<f4").copy()
-    return Reference(
-        AudioClip(samples, reference.clip.sample_rate_hz), reference.transcript, reference.speaker
-    )
+    kept_in = None if reference.kept_in is None else Path(reference.kept_in)
+    clip = AudioClip(samples, reference.clip.sample_rate_hz, kept_in)
+    return Reference(clip, reference.transcript, reference.speaker, reference.name)
 
 
 def option_info(option: Option) -> protocol.OptionInfo:
@@ -388,6 +392,7 @@ def describe(name: str, spec: Spec) -> protocol.ModelInfo:
         piece_s=spec.piece_s,
         feeds=spec.feeds,
         keeps_voice=spec.keeps_voice,
+        mixes=spec.mixes,
     )
 
 

@@ -38,6 +38,15 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Spoken:
+    """A piece of the text, all of whose audio was delivered: the answer's samples start .. stop."""
+
+    text: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """reason: "stop" (the model ended), "length" (a pass reached its cap) or "cancelled"; usage: the prompt's, and
     `text_tokens` that the model wrote, if any. No event follows."""
@@ -55,7 +64,7 @@ class Failed:
     code: str = "engine_failed"
 
 
-Event = Audio | Text | Finished | Failed
+Event = Audio | Text | Spoken | Finished | Failed
 
 
 @dataclass(eq=False)
@@ -73,6 +82,7 @@ class Place:
     is_metered: bool = False  # whether its listener says what it takes
     is_flex: bool = False  # whether it is served while nobody else is in need
     speed: float = 1.0  # at which its listener plays
+    is_timed: bool = False  # whether its listener is told which samples a piece of its text took
     is_preparing: bool = False  # whether its prompt is begun
     is_made: bool = False  # whether that is there
     has_left: bool = False
@@ -97,6 +107,7 @@ class Job:
     unread_frames: int | None = None
     is_flex: bool = False
     speed: float = 1.0
+    is_timed: bool = False
     is_heard: bool = False  # whether audio of it was delivered
     arrival: int = -1  # its place in the order in which all models' requests came
     queued_s: float = 0.0  # when it, or its pass, began to wait for a slot
@@ -109,6 +120,8 @@ class Job:
     is_composing: bool = False  # this pass is over, and the next one's prompt is being made
     text_tokens: int = 0
     past_frames: int = 0  # of the passes before this one
+    num_samples: int = 0  # that were delivered
+    num_told: int = 0  # of them, those of passes that are over
     was_cut: bool = False  # whether a pass so far ended at its cap
     past_usage: dict[str, int] = field(default_factory=dict)  # likewise
     plays_until_s: float = -np.inf  # of a listener who has heard an earlier pass
@@ -144,6 +157,7 @@ class Job:
             place.predicted_s,
             is_flex=place.is_flex,
             speed=place.speed,
+            is_timed=place.is_timed,
             unread_frames=0 if place.is_metered else None,
         )
 
@@ -174,6 +188,12 @@ class Job:
             name: sum(count.get(name, 0) for count in counts)
             for name in dict.fromkeys(k for c in counts for k in c)
         }
+
+    def tell_spoken(self) -> None:
+        """This pass is over, and all of its audio was delivered."""
+        if self.is_timed and self.prompt.text and self.num_samples > self.num_told:
+            self.deliver(Spoken(self.prompt.text, self.num_told, self.num_samples))
+        self.num_told = self.num_samples
 
     def next_pass(self, prompt: Prompt) -> None:
         """This pass is spoken, and its slot was given back."""

@@ -79,6 +79,8 @@ class ModelWorker:
         self.waiting: deque[Job] = deque()  # those of them whose prompts are made
         self.num_admitted, self.queue_s = 0, 0.0  # what those waited who got in
         self.num_refused, self.num_left_early = 0, 0  # for want of room; before their prompt was made
+        self.audio_s = 0.0  # that was delivered
+        self.first_audio_s: float | None = None  # of the last that was first heard
         self.num_short, self.num_long = 0, 0  # passes whose speech is no speech of their text
         self.queue_times = Histogram()
         self.running: dict[int, Job] = {}  # by slot
@@ -382,6 +384,7 @@ class ModelWorker:
 
     def _record_first_audio(self, job: Job) -> None:
         job.is_heard = True
+        self.first_audio_s = self.clock() - job.accepted_s
         if job.predicted_s is not None:
             self.forecaster.correction.record(job.predicted_s, self.clock() - job.accepted_s)
 
@@ -410,6 +413,8 @@ class ModelWorker:
             "left_early": self.num_left_early,
             "short_passes": self.num_short,
             "long_passes": self.num_long,
+            "audio_s": self.audio_s,
+            "first_audio_s": self.first_audio_s,
             "queue_times": self.queue_times,
         }
 
@@ -449,9 +454,11 @@ class ModelWorker:
             ):
                 job = self.running[slot]
                 job.deliver(Audio(samples[row, :num].copy(), frames))
+                job.num_samples += num
                 if num and not job.is_heard:
                     self._record_first_audio(job)
             given_s = num_samples / self.family.spec.sample_rate_hz
+            self.audio_s += float(given_s.sum())
             self.scheduler.record_delivery(
                 slots, counts, given_s, render.is_last[same], render.handed_s, self.clock()
             )

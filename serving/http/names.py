@@ -65,5 +65,22 @@ class Names(msgspec.Struct, frozen=True):
         return [alias for alias, model in self.models.items() if model == id]
 
 
+def is_mix(voice: str) -> bool:
+    """Whether it has the form of several voices, as `anna(2)+bert(1)`: no name of an upload has it. The engine reads it."""
+    return "+" in voice
+
+
+def names_in(mix: str) -> list[str]:
+    return [part.partition("(")[0].strip() for part in mix.split("+")]
+
+
+def with_own_names(mix: str, aliases: Mapping[str, str]) -> str:
+    """A mix of aliases -> of what they stand for."""
+    parts = []
+    for part, name in zip(mix.split("+"), names_in(mix), strict=True):
+        parts.append(part.replace(name, aliases.get(name, name), 1) if name else part)
+    return "+".join(parts)
+
+
 def is_openai_model(name: str) -> bool:
     return name in OPENAI_MODELS or any(name.startswith(f"{model}-20") for model in OPENAI_MODELS)

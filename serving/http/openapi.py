@@ -14,10 +14,10 @@ from litestar.openapi.spec import Components, SecurityRequirement, SecuritySchem
 
 from serving import protocol
 from serving.http.errors import SPEECH
-from serving.http.schemas import BODIES, AudioDelta, AudioDone, AudioError, TextDelta
+from serving.http.schemas import BODIES, AudioDelta, AudioDone, AudioError, AudioSegment, TextDelta
 from serving.http.server import Server
 
-EVENTS = (AudioDelta, TextDelta, AudioDone, AudioError)
+EVENTS = (AudioDelta, TextDelta, AudioSegment, AudioDone, AudioError)
 JSON_TYPE = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
 
 

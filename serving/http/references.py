@@ -19,6 +19,7 @@ from litestar.exceptions import HTTPException
 from serving.http.decode import decode
 from serving.http.door import Door, read_beside
 from serving.http.errors import refusal
+from serving.http.names import is_mix, names_in
 from serving.http.schemas import Limits, Model, SpeechRequest
 from serving.http.voices import Damaged, Voices
 from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference
@@ -27,6 +28,7 @@ FETCH_S = 10.0
 MAX_REDIRECTS = 3
 PIECE_CHARS = 1 << 18  # of base64, decoded at a time: half a millisecond for which no other thread runs
 MAX_NAMES = 20  # in a message
+MAX_MIXED = 9  # one more than the engine mixes, which refuses them
 UNICAST = ipaddress.ip_network("2000::/3")
 
 
@@ -82,6 +84,8 @@ class References:
     def _check_voice(self, voice: str, model: Model) -> None:
         if is_own(model.voices, voice):
             return
+        if is_mix(voice):
+            return self._check_mix(voice, model)
         if not self.voices.has(voice):
             raise self._no_voice(voice, model)
         if model.reference_s is None:
@@ -89,6 +93,13 @@ class References:
                 f"{voice!r} is an uploaded voice, and model {model.id!r} takes none: {possible_voices(model)}"
             )
             raise refusal(400, message, "voice")
+
+    def _check_mix(self, mix: str, model: Model) -> None:
+        if not model.mixes:
+            message = f"model {model.id!r} mixes no voices, and {mix[:80]!r} is a mix: {possible_voices(model)}"
+            raise refusal(400, message, "voice")
+        for name in filter(None, names_in(mix)):  # the engine refuses what has no name
+            self._check_voice(name, model)
 
     def _no_voice(self, voice: str, model: Model) -> HTTPException:
         uploaded = self.voices.names() if model.reference_s is not None else []
@@ -98,7 +109,7 @@ class References:
         """After `check`. None at all: the voice is the model's own affair. Raises the refusal."""
         voice = request.voice_name
         if voice is not None:
-            return [] if is_own(model.voices, voice) else [await self._uploaded(voice, model)]
+            return await self._voice(voice, model)
         found: list[Reference] = []
         for i, given in enumerate(request.given_references):
             name = request.reference_field if len(request.given_references) == 1 else f"references[{i}]"
@@ -112,6 +123,23 @@ class References:
             except ValueError as error:
                 raise refusal(400, f"{name} cannot be used: {error}", request.reference_field) from None
             found.append(Reference(clip, given.text, given.speaker))
+        return found
+
+    async def _voice(self, voice: str, model: Model) -> list[Reference]:
+        """The uploaded voices that a name, or a mix, speaks of."""
+        if is_own(model.voices, voice):
+            return []
+        if not is_mix(voice):
+            return [await self._uploaded(voice, model)]
+        names = dict.fromkeys(name.lower() for name in names_in(voice) if name and not is_own(model.voices, name))
+        found = []
+        for name in list(names)[:MAX_MIXED]:
+            reference = await self._uploaded(name, model)
+            reference.name = name
+            found.append(reference)
+            if sum(len(reference.clip.samples) for reference in found) > MAX_CLIP_BYTES:
+                message = f"the recordings of {voice!r} hold more than {MAX_CLIP_BYTES >> 20} MiB of float32 samples: mix fewer"
+                raise refusal(400, message, "voice")
         return found
 
     async def _uploaded(self, voice: str, model: Model) -> Reference:
@@ -129,7 +157,7 @@ class References:
             raise refusal(
                 400, f"{voice!r} cannot be used with model {model.id!r}: {error}", "voice"
             ) from None
-        return Reference(clip, stored.ref_text)
+        return Reference(clip, stored.ref_text, kept_in=str(self.voices.directory_of(stored)))
 
     async def _clip(self, audio: str, model: Model) -> AudioClip:
         """Raises ValueError."""

@@ -81,7 +81,7 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         Name | Voice | None,
         Meta(
             description="the name of a voice, the model's or an uploaded one (GET /v1/audio/voices), "
-            'or {"id": name}'
+            'or {"id": name}; or a mix of several by weight, as anna(2)+bert(1), of models whose `mixes` is true'
         ),
     ] = None
     instructions: Annotated[
@@ -136,6 +136,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             "where the model writes text, then speech.audio.done"
         ),
     ] = "audio"
+    timestamp_granularities: Annotated[
+        list[Literal["segment"]] | None,
+        Meta(
+            description='["segment"], with stream_format sse: speech.audio.segment events say which seconds of the answer a piece of its '
+            "text took; no model here tells where its words lie"
+        ),
+    ] = None
     stream: Annotated[
         bool,
         Meta(
@@ -341,6 +348,7 @@ class Model(msgspec.Struct):
     )  # about the seconds of speech beyond which a text is spoken in pieces; null: it never is
     feeds: bool  # whether it takes text while it speaks, token by token (WS /v1/audio/speech/stream)
     keeps_voice: bool  # whether its voice comes by chance where none is given, and can be cloned
+    mixes: bool  # whether a voice may be a mix of voices, as anna(2)+bert(1)
     response_formats: list[str]
     stream_formats: list[str]
     aliases: list[str] = []  # other names that a request may call it by
@@ -482,6 +490,14 @@ class AudioDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="speech.text.delta"):
     delta: str  # whole characters, to be joined to those before
+
+
+class AudioSegment(msgspec.Struct, tag_field="type", tag="speech.audio.segment"):
+    """Behind the audio that it is of."""
+
+    text: str  # a piece of the input that was spoken in one pass, normalised where that was asked for
+    start_s: float
+    end_s: float
 
 
 class AudioDone(msgspec.Struct, tag_field="type", tag="speech.audio.done"):

@@ -15,7 +15,7 @@ from serving.engine_client import Away, EngineClient
 from serving.http.door import Door
 from serving.http.errors import cut, refusal
 from serving.http.metrics import Metrics
-from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
+from serving.http.names import OPENAI_PCM_HZ, Names, is_mix, is_openai_model, with_own_names
 from serving.http.references import References, is_own
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voices import Voices, default_directory
@@ -108,6 +108,8 @@ class Server:
         voice, warning = self.names.voice(asked, model, is_known, num_served)
         if warning is not None and (request.ref_audio is not None or request.references):
             voice, warning = None, f"voice {asked!a} is not here; the recording speaks in its place"
+        if not is_known and asked not in self.names.voices and is_mix(asked):
+            voice = with_own_names(asked, self.names.voices)
         request.voice = voice
         return warning
 

@@ -26,6 +26,7 @@ from serving.http.schemas import (
     AudioDelta,
     AudioDone,
     AudioError,
+    AudioSegment,
     Model,
     SpeechRequest,
     TextDelta,
@@ -136,13 +137,17 @@ class Speech:
                     await self.take_audio(pcm, send)
             case protocol.Text(text=text) if self.is_sse:  # the other formats hold audio alone
                 await self.send_event(send, TextDelta(text))
+            case protocol.Spoken(text=text, start=start, stop=stop) if self.request.timestamp_granularities:
+                rate_hz = self.model.sample_rate_hz * self.request.speed
+                segment = AudioSegment(text, round(start / rate_hz, 6), round(stop / rate_hz, 6))
+                await self.send_event(send, segment)
             case protocol.Finished():
                 await self.finish(message, send)
             case protocol.Rejected():
                 raise self.refused(message)
             case protocol.Failed():
                 await self.fail(message, send)
-        return isinstance(message, protocol.Audio | protocol.Text)
+        return isinstance(message, protocol.Audio | protocol.Text | protocol.Spoken)
 
     async def take_audio(self, pcm: bytes, send: Send) -> None:
         if self.ttfa_s is None:
@@ -199,7 +204,7 @@ class Speech:
 
     def speak_message(self, references: list[protocol.Reference]) -> protocol.Speak:
         options, fields, voice = dict(self.options), dict(self.fields), self.request.voice_name
-        if voice is not None and not references:
+        if voice is not None and (not references or references[0].name is not None):  # its own voice, or a mix
             fields["voice"] = voice
         elif voice is not None and references[0].transcript is None and SOUND_ONLY in self.model.option_names:
             options.setdefault(SOUND_ONLY, True)
@@ -209,7 +214,8 @@ class Speech:
         is_pinned = not self.request.stream
         is_flex = self.request.service_tier == "flex"
         speed = self.request.speed
-        return protocol.Speak(self.id, self.model.id, fields, references, is_pinned, is_flex, speed)
+        is_timed = bool(self.request.timestamp_granularities)
+        return protocol.Speak(self.id, self.model.id, fields, references, is_pinned, is_flex, speed, is_timed)
 
     async def encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
         """A codec's milliseconds are no time for the event loop to stand still."""

@@ -1,6 +1,11 @@
 """Uploaded voices, on disk: a directory for each, which holds its sample and what is known of it.
 
-    VOICES/anna/voice.json, sample.wav       float32 and mono, as the upload was decoded
+    VOICES/anna/voice.safetensors            what was uploaded
+    VOICES/anna/FAMILY-*.safetensors         what a model's encoder made of it (zoo/encoded_files.py)
+
+voice.safetensors has one tensor, `samples` [N] F32: mono, as the upload was decoded. Its metadata, all of it text: `format`
+(FORMAT), `version`, `name`, `created_at` (seconds since 1970), `sample_rate_hz`, `ref_text` and `consent` where they were given, and
+`blake2b`, 32 digits: of all the others, as lines NAME=VALUE in the order of their names, then of the samples' bytes.
 
 A voice appears and disappears by one rename, so whoever reads it, in whichever process, finds all of it or
 nothing. Before and after it is in a hidden directory, which stays behind if its maker is killed: `tidy`.
@@ -21,26 +26,30 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
-import soundfile
+import safetensors.numpy
 import structlog
 
 from serving.protocol import AudioClip
 
 MAX_NAME_CHARS = 50
 HIDDEN = (".new-", ".old-")
+VOICE_FILE = "voice.safetensors"
+FORMAT, VERSION = "speechzoo.voice", "1"
+MAX_HEADER_BYTES = 1 << 20  # ref_text and consent have 4096 characters at most
 SILENT = 1e-3  # a peak of -60 dB of full scale
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
 
-class StoredVoice(msgspec.Struct, forbid_unknown_fields=True):
-    """voice.json"""
+class StoredVoice(msgspec.Struct):
+    """What is known of a voice beside its samples."""
 
     name: str
     created_at: int  # seconds since 1970
@@ -135,7 +144,7 @@ class Voices:
             return None
         try:
             return read(place)
-        except (FileNotFoundError, msgspec.DecodeError, soundfile.LibsndfileError, Damaged) as error:
+        except (FileNotFoundError, Damaged) as error:
             if not is_at(place, self.directory / name):  # removed a moment ago
                 return None
             log.error("voice", name=name, error=f"{self.directory / name} is damaged: {error}")
@@ -146,20 +155,16 @@ class Voices:
             os.close(place)
 
     def _read(self, place: int) -> tuple[StoredVoice, AudioClip]:
-        voice = msgspec.json.decode(read_at(place, "voice.json"), type=StoredVoice)
-        samples, rate_hz = soundfile.read(io.BytesIO(read_at(place, "sample.wav")), dtype="float32")
-        check_whole(voice, len(samples), rate_hz)
-        return voice, AudioClip(samples.astype("<f4").tobytes(), rate_hz)
+        return unpacked(read_at(place, VOICE_FILE))
 
     def _look(self, place: int) -> StoredVoice:
-        """As `_read`, by the sample's header alone."""
-        voice = msgspec.json.decode(read_at(place, "voice.json"), type=StoredVoice)
-        with (
-            open(os.open("sample.wav", os.O_RDONLY, dir_fd=place), "rb") as file,
-            soundfile.SoundFile(file) as sample,
-        ):
-            check_whole(voice, sample.frames, sample.samplerate)
-        return voice
+        """As `_read`, by the file's header and its size alone."""
+        with open(os.open(VOICE_FILE, os.O_RDONLY, dir_fd=place), "rb") as file:
+            return header_of(file, os.fstat(file.fileno()).st_size).voice
+
+    def directory_of(self, voice: StoredVoice) -> Path:
+        """Where the engine keeps what it made of it."""
+        return (self.directory / voice.name).absolute()
 
     def add(
         self, name: str, sample: AudioClip, ref_text: str | None = None, consent: str | None = None
@@ -176,32 +181,31 @@ class Voices:
             raise TooMany(
                 f"there are {self.max_voices} voices already, and no more are possible: remove one first"
             )
-        wav = io.BytesIO()
-        soundfile.write(wav, samples, sample.sample_rate_hz, subtype="FLOAT", format="WAV")
         voice = StoredVoice(
             name, int(time.time()), round(sample.duration_s, 3), (ref_text or "").strip() or None, consent
         )
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._write(voice, wav.getvalue())
+        self._write(voice, {VOICE_FILE: packed(voice, sample)})
         return voice
 
     def rename(self, name: str, new_name: str) -> StoredVoice | None:
         """-> the voice under its new name; None where there is none of the old one. For a moment it has both. Raises
         ValueError for a name that is none, Taken, Damaged, OSError."""
         name, new_name = clean_name(name), clean_name(new_name)
-        found = self._open(name, lambda place: (self._look(place), read_at(place, "sample.wav")))
+        found = self._open(name, lambda place: (*self._read(place), encoded_at(place)))
         if found is None or name == new_name:
             return found and found[0]
-        voice = msgspec.structs.replace(found[0], name=new_name)
-        self._write(voice, found[1])
+        voice, sample, encoded = found
+        voice = msgspec.structs.replace(voice, name=new_name)
+        self._write(voice, encoded | {VOICE_FILE: packed(voice, sample)})
         self.remove(name)
         return voice
 
-    def _write(self, voice: StoredVoice, wav: bytes) -> None:
+    def _write(self, voice: StoredVoice, files: dict[str, bytes]) -> None:
         """Raises Taken, OSError."""
         with self._hidden_place(".new-") as new:
-            (new / "sample.wav").write_bytes(wav)
-            (new / "voice.json").write_bytes(msgspec.json.encode(voice))
+            for name, content in files.items():
+                (new / name).write_bytes(content)
             if voice.name in self.survey()[1]:  # what is damaged makes room
                 self.remove(voice.name)
             try:
@@ -256,12 +260,99 @@ class Voices:
             os.close(place)
 
 
-def check_whole(voice: StoredVoice, num_samples: int, rate_hz: int) -> None:
+# voice.safetensors
+
+
+class Tensor(msgspec.Struct):
+    """An entry of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int]
+    data_offsets: tuple[int, int]
+
+
+class Header(msgspec.Struct):
+    """size_bytes: of the header, with the eight bytes that tell it."""
+
+    samples: Tensor
+    metadata: dict[str, str] = msgspec.field(name="__metadata__")
+    size_bytes: int = 0
+
+    @property
+    def voice(self) -> StoredVoice:
+        """Raises KeyError, ValueError."""
+        facts = self.metadata
+        duration_s = round(self.samples.shape[0] / self.sample_rate_hz, 3)
+        created_at = int(facts["created_at"])
+        return StoredVoice(facts["name"], created_at, duration_s, facts.get("ref_text"), facts.get("consent"))
+
+    @property
+    def sample_rate_hz(self) -> int:
+        rate_hz = int(self.metadata["sample_rate_hz"])
+        if rate_hz <= 0:
+            raise ValueError(f"its sample rate is {rate_hz} Hz")
+        return rate_hz
+
+
+def packed(voice: StoredVoice, sample: AudioClip) -> bytes:
+    """voice.safetensors"""
+    facts = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": voice.name,
+        "created_at": str(voice.created_at),
+        "sample_rate_hz": str(sample.sample_rate_hz),
+        "ref_text": voice.ref_text,
+        "consent": voice.consent,
+    }
+    metadata = {name: value for name, value in facts.items() if value is not None}
+    metadata["blake2b"] = digest(metadata, sample.samples)
+    samples = np.frombuffer(sample.samples, "<f4")
+    return safetensors.numpy.save({"samples": samples}, metadata)
+
+
+def unpacked(content: bytes) -> tuple[StoredVoice, AudioClip]:
     """Raises Damaged."""
-    if round(num_samples / rate_hz, 3) != voice.duration_s:
-        raise Damaged(
-            f"the sample lasts {num_samples / rate_hz:.3f} s, and {voice.duration_s} s were written"
-        )
+    header = header_of(io.BytesIO(content), len(content))
+    samples = content[header.size_bytes :]
+    if header.metadata.get("blake2b") != digest(header.metadata, samples):
+        raise Damaged(f"{VOICE_FILE} is not what was written")
+    return header.voice, AudioClip(samples, header.sample_rate_hz)
+
+
+def header_of(file: BinaryIO, size_bytes: int) -> Header:
+    """Of a whole file of so many bytes. Raises Damaged."""
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes")
+        header = msgspec.json.decode(file.read(length), type=Header)
+        header.size_bytes = 8 + length
+        _ = header.voice
+    except (KeyError, ValueError) as error:  # msgspec's are ValueErrors
+        raise Damaged(f"{VOICE_FILE} has no header of a voice: {error}") from None
+    form, version = header.metadata.get("format"), header.metadata.get("version")
+    if (form, version) != (FORMAT, VERSION):
+        raise Damaged(f"{VOICE_FILE} is {form} {version}, and {FORMAT} {VERSION} is needed")
+    num_bytes = 4 * header.samples.shape[0]
+    if header.samples.dtype != "F32" or header.samples.data_offsets != (0, num_bytes):
+        raise Damaged(f"{VOICE_FILE} has other samples than [N] F32")
+    if num_bytes == 0 or size_bytes != header.size_bytes + num_bytes:
+        raise Damaged(f"{VOICE_FILE} has {size_bytes} bytes, and {header.size_bytes + num_bytes} were written")
+    return header
+
+
+def digest(metadata: dict[str, str], samples: bytes) -> str:
+    lines = [f"{name}={value}\n" for name, value in sorted(metadata.items()) if name != "blake2b"]
+    found = blake2b("".join(lines).encode(), digest_size=16)
+    found.update(samples)
+    return found.hexdigest()
+
+
+def encoded_at(directory: int) -> dict[str, bytes]:
+    """The files beside a voice's own, by name: they say nothing of its name."""
+    names = [name for name in os.listdir(directory) if name.endswith(".safetensors") and name[0] != "."]
+    return {name: read_at(directory, name) for name in names if name != VOICE_FILE}
 
 
 def is_at(place: int, path: Path) -> bool:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, 
 from serving.engine.engine_process import reference_of
 from serving.http import encode
 from serving.protocol import AudioClip, Reference
+from serving.stretch import MAX_SPEED, MIN_SPEED
 from zoo.contract import Request
 
 RESULTS = "results.jsonl"
@@ -58,6 +59,7 @@ class Fields(msgspec.Struct, omit_defaults=True):
     top_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+    speed: Annotated[float, msgspec.Meta(ge=MIN_SPEED, le=MAX_SPEED)] | None = None
     split_text: bool | None = None
     normalize: bool | None = None
 
@@ -329,14 +331,14 @@ class Batch:
     def keep(self, item: Item, finished: Finished, chunks: list[np.ndarray], text: str) -> None:
         """On a writer's thread."""
         samples, rate_hz = np.concatenate(chunks), self.family.spec.sample_rate_hz
-        name = f"{item.id}.{self.form}"
+        name, speed = f"{item.id}.{self.form}", item.fields.speed or 1.0
         try:
-            self.results.write(name, encode.file(self.form, pcm16(samples), rate_hz))
+            self.results.write(name, encode.file(self.form, pcm16(samples), rate_hz, speed=speed))
         except OSError as error:
             return self.end(item, {"error": f"{name} cannot be written: {error.strerror}"})
         result = {
             "file": name,
-            "audio_s": round(len(samples) / rate_hz, 6),
+            "audio_s": round(len(samples) / rate_hz / speed, 6),
             "frames": finished.frames,
             "reason": finished.reason,
             "sample_rate_hz": rate_hz,

@@ -5,7 +5,7 @@
 "reject PARAM" an answer about that field                        "full"         no room: come again in 7 s
 (blank)        an answer about an empty text                     "mute"         a word, and then no audio
 "fail 2"       2 frames, then broken                            "fail 0"       broken before any audio
-"write 2"      2 frames, and a word after each, then "stop"
+"write 2"      2 frames, and a word after each, then "stop"      "pieces 2"     2 pieces of a frame and a word each, then "stop"
 "tone 25"      25 frames of 80 ms, 20 ms apart, then "stop"           "flood 40"     40 frames of a MiB, then nothing
 "die"          the whole process goes away (as the connection does when an engine crashes)
 
@@ -221,6 +221,12 @@ class FakeEngine:
                 return send(
                     protocol.Finished(id, "stop", count, {"input_tokens": 2, "text_tokens": 3 * count})
                 )
+            case "pieces":
+                for index in range(count):
+                    send(protocol.Audio(id, frame(index), 1))
+                    send(protocol.Text(id, "."))
+                    send(protocol.Spoken(id, f"piece {index}", 100 * index, 100 * (index + 1)))
+                return send(protocol.Finished(id, "stop", count, {"input_tokens": 2}))
             case "tone":
                 for index in range(count):
                     send(protocol.Audio(id, tone(index), 1))

@@ -16,11 +16,11 @@ KEY = "sk-demo"
 
 
 @contextmanager
-def serving(directory, *options, key=KEY, **sizes):
-    """The address of a server of demo checkpoints (name=size; none: the voice that comes with the package),
+def serving(directory, *options, key=KEY, models=(), **sizes):
+    """The address of a server of demo checkpoints (name=size; or of `models`; none: the voice that comes with the package),
     once it is ready. Nothing is compiled unless asked for. It must end well when told to. key: that it asks for;
     None: it asks for none."""
-    models = [f"{name}={write_demo(directory / name, size)}" for name, size in sizes.items()]
+    models = [*models, *(f"{name}={write_demo(directory / name, size)}" for name, size in sizes.items())]
     command = [
         sys.executable,
         "-m",

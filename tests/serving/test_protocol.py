@@ -44,6 +44,7 @@ TO_HTTP = [
     protocol.Rejected("a", "no", "voice", "c", 503, 1.5),
     protocol.Audio("a", bytes(range(256)) * 300, 25),
     protocol.Text("a", "größer 天"),
+    protocol.Spoken("a", "größer 天", 0, 1 << 40),
     protocol.Finished("a", "length", 7, {"output_frames": 7}),
     protocol.Failed("a", "broke"),
     protocol.Failed("a", "mute", 422, "no_audio"),

@@ -125,6 +125,7 @@ def describe(directory: Path):
         hints={key: hint for key, hint in HINTS.items() if key != "voice" or not voices},
         name="CosyVoice 2",
         feeds=True,
+        mixes=True,
         tags=TAGS,
         piece_s=PIECE_S,
     )

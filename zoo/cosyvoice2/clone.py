@@ -18,19 +18,24 @@ from zoo.cosyvoice2.s3_tokenizer import RATE_HZ as SPEECH_HZ
 from zoo.cosyvoice2.s3_tokenizer import S3Tokenizer, WhisperMel
 from zoo.cosyvoice2.strategy import MEL_SAMPLES, TOKEN_FRAMES
 from zoo.cosyvoice2.voices import Voice
+from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.nn.mel import LogMel
 from zoo.nn.resample import Resample
 from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
+FAMILY = "cosyvoice2"
 REFERENCE_S = (0.2, 30.0)  # the reference takes 30 s at most
 FFT, TOP_HZ = 1920, 8000.0
 
 
 class EncodedVoice(Voice):
+    def tensors(self) -> dict[str, Tensor]:
+        return {"speaker": self.speaker, "codes": self.codes, "mel": self.mel}
+
     @property
     def num_bytes(self) -> int:
-        return self.codes.nbytes + self.mel.nbytes + self.speaker.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 class Cloner:
@@ -42,11 +47,17 @@ class Cloner:
         self.fbank = Fbank(device)
         self.mel = LogMel(RATE_HZ, FFT, MEL_SAMPLES, MELS, device, TOP_HZ)
         self.voices: References[EncodedVoice] = References()
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker))
 
     def __call__(self, clip: AudioClip) -> Voice:
         """Raises RequestError for audio that is no reference."""
         name = content(clip)
-        return self.voices.get(name, lambda: self._encode(name, clip))
+        file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
+        return self.voices.get(name, lambda: self._encode(name, clip), file)
+
+    def _restored(self, name: bytes, tensors: dict[str, Tensor]) -> EncodedVoice:
+        there = {key: tensor.to(self.device) for key, tensor in tensors.items()}
+        return EncodedVoice(name, there["codes"], there["mel"], there["speaker"])
 
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip) -> EncodedVoice:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
 from zoo.nn.sampling import gumbel, normal
 from zoo.references import References
-from zoo.request import check
+from zoo.request import Share, check, shares
 
 NEVER = 1 << 40  # a step that does not come
 NOISE_STEP = 1 << 31  # the vocoder draws at frame numbers from here on, the language model below
@@ -248,7 +249,9 @@ class CosyVoice2(Family[CosyVoice2State]):
         )
 
     def _voice(self, request: Request) -> Voice:
-        """A reference's, with its transcript, or one of the directory's."""
+        """A reference's, with its transcript, one of the directory's, or a mix of the sound of some."""
+        if mix := shares(request, self.spec):
+            return self._mixed(mix)
         if request.references:
             [reference] = request.references
             transcript = tuple(self.writer.tokens("transcript", reference.transcript or ""))
@@ -258,6 +261,17 @@ class CosyVoice2(Family[CosyVoice2State]):
                 "references", f"a reference is needed: {self.spec.name} brings no voice of its own"
             )
         return self.voices[request.voice.lower()] if request.voice else next(iter(self.voices.values()))
+
+    def _mixed(self, mix: Sequence[Share]) -> Voice:
+        """The sum of speaker vectors by weight, without a prompt to go on from."""
+        found = [
+            (share.weight, self.voices[share.name] if share.reference is None else self.cloner(share.reference.clip))
+            for share in mix
+        ]
+        name = blake2b(repr([(weight, voice.name) for weight, voice in found]).encode(), digest_size=16).digest()
+        speaker = torch.stack([weight * voice.speaker for weight, voice in found]).sum(0)
+        first = found[0][1]
+        return Voice(name, first.codes[:0], first.mel[:0], speaker)
 
     def _slot(self, request: Request, values: dict[str, Any], flow: FlowPrompt) -> dict[str, Any]:
         del values["text_mode"]

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import SAMPLE_RATE_HZ
 from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
+FAMILY = "fish_s2"
 REFERENCE_S = (0.1, 60.0)  # the model card advises 10 to 30 s
 MAX_REFERENCES = 8
 
@@ -23,6 +25,9 @@ MAX_REFERENCES = 8
 @dataclass(frozen=True)
 class EncodedReference:
     codes: Tensor  # [F, K] on the CPU
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"codes": self.codes}
 
     @property
     def num_bytes(self) -> int:
@@ -35,10 +40,13 @@ class Cloner:
     def __init__(self, codec: Codec, device: torch.device):
         self.codec, self.device = codec, device
         self.references: References[EncodedReference] = References()
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (), codec))
 
     def __call__(self, clip: AudioClip) -> Tensor:
         """Raises ValueError (`param` "references") for audio that is no reference."""
-        return self.references.get(content(clip), lambda: self._encode(clip)).codes
+        name = content(clip)
+        file = self.files.of(clip, name, lambda tensors: EncodedReference(tensors["codes"]))
+        return self.references.get(name, lambda: self._encode(clip), file).codes
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> EncodedReference:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import SAMPLE_RATE_HZ, Config
 from zoo.higgs_v3.delay import stagger
@@ -19,6 +20,7 @@ from zoo.nn.keys import prefix_key
 from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
+FAMILY = "higgs_v3"
 # the longest: sglang-omni 0.1.9, models/higgs_tts/stages.py; with less than the shortest there is no voice
 REFERENCE_S = (0.1, 100.0)
 MIN_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are filled up with zeros at their end: likewise
@@ -28,6 +30,9 @@ MIN_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are filled up with zeros at their 
 class EncodedReference:
     rows: Tensor  # [F + K - 1, K]
     keys: tuple[int, ...]  # one per row, negative: text ids are not
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"rows": self.rows}
 
     @property
     def num_bytes(self) -> int:
@@ -40,10 +45,13 @@ class Cloner:
     def __init__(self, config: Config, codec: Codec, device: torch.device):
         self.config, self.codec, self.device = config, codec, device
         self.references: References[EncodedReference] = References()
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, config, codec))
 
     def __call__(self, clip: AudioClip) -> EncodedReference:
         """Raises ValueError (`param` "references") for audio that is no reference."""
-        return self.references.get(content(clip), lambda: self._encode(clip))
+        name = content(clip)
+        file = self.files.of(clip, name, lambda tensors: self._keyed(tensors["rows"]))
+        return self.references.get(name, lambda: self._encode(clip), file)
 
     @torch.inference_mode()
     def _encode(self, clip: AudioClip) -> EncodedReference:
@@ -53,5 +61,7 @@ class Cloner:
 
     def rows(self, codes: Tensor) -> EncodedReference:
         """codes [F, K], wherever they are."""
-        rows = stagger(codes, self.config.begin, self.config.end)
+        return self._keyed(stagger(codes, self.config.begin, self.config.end))
+
+    def _keyed(self, rows: Tensor) -> EncodedReference:
         return EncodedReference(rows.to(self.device), tuple(prefix_key(*row) for row in rows.tolist()))

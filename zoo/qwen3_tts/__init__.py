@@ -113,6 +113,7 @@ def describe(directory: Path):
         hints=hints(config),
         name=f"Qwen3-TTS {SIZES.get(config.size, config.size)} {config.variant}",
         feeds=defaults.feeds,
+        mixes=config.variant != "voice_design",
         # a voice that is made from instructions is another one in the next pass, and nothing clones it
         piece_s=None if config.variant == "voice_design" else min(PIECE_S, max(1.0, longest_s / 3)),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.nn.mel import LogMel
 from zoo.qwen3_tts.codec import Codec
 from zoo.qwen3_tts.config import SAMPLE_RATE_HZ, SpeakerConfig
@@ -20,6 +21,7 @@ from zoo.qwen3_tts.speaker import SpeakerEncoder
 from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
+FAMILY = "qwen3_tts"
 FFT, HOP = 1024, 256  # samples of a mel frame, and between two
 LONGEST_S = 60.0  # the talker reads 12.5 positions a second; the model was made for a few seconds
 
@@ -38,11 +40,13 @@ class EncodedReference:
     codes: Tensor  # [F, K]; F is 0 for the sound of the voice alone
     codec_state: Tensor | None  # [values], the codec decoder's after these codes
 
+    def tensors(self) -> dict[str, Tensor]:
+        state = {} if self.codec_state is None else {"codec_state": self.codec_state}
+        return {"speaker": self.speaker, "codes": self.codes, **state}
+
     @property
     def num_bytes(self) -> int:
-        return sum(
-            tensor.nbytes for tensor in (self.speaker, self.codes, self.codec_state) if tensor is not None
-        )
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 class Cloner:
@@ -53,11 +57,18 @@ class Cloner:
         self.mel = LogMel(SAMPLE_RATE_HZ, FFT, HOP, speaker.config.mels, device)
         self.reference_s = reference_s(speaker.config)
         self.references: References[EncodedReference] = References()
+        modules = (speaker, codec) if codec.encoder is not None else (speaker,)
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, speaker.config, *modules))
 
     def __call__(self, clip: AudioClip, x_vector_only: bool) -> EncodedReference:
         """Raises ValueError (`param` "references") for audio that is no reference."""
         name = content(clip, x_vector_only)
-        return self.references.get(name, lambda: self._encode(name, clip, x_vector_only))
+        file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
+        return self.references.get(name, lambda: self._encode(name, clip, x_vector_only), file)
+
+    def _restored(self, name: bytes, tensors: dict[str, Tensor]) -> EncodedReference:
+        there = {key: tensor.to(self.device) for key, tensor in tensors.items()}
+        return EncodedReference(name, there["speaker"], there["codes"], there.get("codec_state"))
 
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip, x_vector_only: bool) -> EncodedReference:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from zoo.qwen3_tts.depth import CodePredictor
 from zoo.qwen3_tts.prompt import FRAME, MAX_TEXT_TOKENS, NOTHING, SPEAKER, PromptWriter, Script
 from zoo.qwen3_tts.speaker import SpeakerEncoder
 from zoo.qwen3_tts.strategy import STRATEGY
-from zoo.request import check
+from zoo.request import Share, check, shares
 
 MIN_NEW_TOKENS = 2  # the end is banned before: without it some requests come out empty (vllm-omni #4962)
 # the guard against a voice that never ends, where the request sets no cap
@@ -139,10 +140,11 @@ class Qwen3TTS(Family[Qwen3State]):
     @torch.inference_mode()
     def prompt(self, request: Request) -> Prompt:
         values = check(request, self.spec)
-        script = self.writer(request, values)
+        mix = shares(request, self.spec)
+        script = self.writer(request, values, is_mixed=bool(mix))
         text, codec = torch.tensor(script.pairs, device=self.device).unbind(1)  # [T] each
         rows = self.talker.codec_embedding(codec.clamp(min=0)).masked_fill((codec < 0)[:, None], 0)
-        reference = script.reference
+        reference = self._mixed(mix) if mix else script.reference
         if reference is not None:
             rows[codec == SPEAKER] = reference.speaker.to(self.dtype)
             rows[codec <= FRAME] = self.talker.frames(reference.codes)
@@ -156,6 +158,24 @@ class Qwen3TTS(Family[Qwen3State]):
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.pairs)},
             num_fed_steps=1 + len(script.trailing) if request.is_open else None,
         )
+
+    def _mixed(self, mix: Sequence[Share]) -> EncodedReference:
+        """The sum of speaker vectors by weight: the checkpoint's rows, and what the speaker encoder makes of references."""
+        vectors: list[Tensor] = []
+        names: list[tuple[float, str | bytes]] = []
+        for share in mix:
+            if share.reference is None:
+                row = torch.tensor(self.config.voices[share.name], device=self.device)
+                vectors.append(share.weight * self.talker.codec_embedding(row).float())
+                names.append((share.weight, share.name))
+            else:
+                assert self.writer.cloner is not None, "a reference was let through to a model that clones nothing"
+                encoded = self.writer.cloner(share.reference.clip, x_vector_only=True)
+                vectors.append(share.weight * encoded.speaker)
+                names.append((share.weight, encoded.name))
+        name = blake2b(repr(names).encode(), digest_size=16).digest()
+        none = torch.empty(0, self.config.codebooks, dtype=torch.int64, device=self.device)
+        return EncodedReference(name, torch.stack(vectors).sum(0), none, None)
 
     def _slot(self, request: Request, values: dict[str, Any], script: Script) -> dict[str, Any]:
         """Rows of the state. Greedy first codes make the depth codes greedy too, unless the request says

@@ -138,8 +138,8 @@ class PromptWriter:
         self.newline = self.tokenize("\n")
         self.user = self.tokenize("user")
 
-    def __call__(self, request: Request, values: Mapping[str, Any]) -> Script:
-        """values: of the model's options, as `zoo.request.check` gives them."""
+    def __call__(self, request: Request, values: Mapping[str, Any], is_mixed: bool = False) -> Script:
+        """values: of the model's options, as `zoo.request.check` gives them. is_mixed: the speaker is a mix of voices."""
         c, control = self.config, self.config.control
         is_full = values["text_mode"] == "full"
         if request.is_open and is_full:
@@ -150,10 +150,10 @@ class PromptWriter:
         if not text:
             raise RequestError("text", "text is empty")
         instruction = self._instruction(request)
-        transcript = self._transcript(request, values, len(text))
-        voice = self._voice(request)
+        transcript = [] if is_mixed else self._transcript(request, values, len(text))
+        voice = None if is_mixed else self._voice(request)
         language = self._language(request, voice)
-        reference = self._reference(request, values)
+        reference = None if is_mixed else self._reference(request, values)
 
         pairs = [(token, NOTHING) for token in (*instruction, c.im_start, c.assistant, *self.newline)]
         if language is None:
@@ -162,7 +162,7 @@ class PromptWriter:
             codec = [control.think, control.think_bos, language, control.think_eos]
         if voice is not None:
             codec.append(c.voices[voice])
-        elif reference is not None:
+        elif reference is not None or is_mixed:
             codec.append(SPEAKER)
         pairs += [(c.tts_pad, index) for index in codec]
         pairs.append((c.tts_bos, control.pad))

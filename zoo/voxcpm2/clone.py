@@ -13,13 +13,15 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.references import References, content, mono
 from zoo.request import AudioClip
 from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.vae import Vae
 
+FAMILY = "voxcpm2"
 LONGEST_S = 60.0  # 375 positions; the model was made for a few seconds
 
 
@@ -35,16 +37,18 @@ class EncodedReference:
     rows: Tensor  # [R, H], the model's dtype
     codec_state: Tensor | None  # [values], the decoder's after these patches; where speech goes on from them
 
+    def tensors(self) -> dict[str, Tensor]:
+        state = {} if self.codec_state is None else {"codec_state": self.codec_state}
+        return {"patches": self.patches, "rows": self.rows, **state}
+
     @property
     def num_bytes(self) -> int:
-        return sum(
-            tensor.nbytes for tensor in (self.patches, self.rows, self.codec_state) if tensor is not None
-        )
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 class Cloner:
     """AudioClip -> EncodedReference. May be called from several threads. rows: patches [R, P, D] -> what the
-    language model reads of them [R, H]."""
+    language model reads of them [R, H]; heard_by: the modules that compute them."""
 
     def __init__(
         self,
@@ -53,16 +57,23 @@ class Cloner:
         rows: Callable[[Tensor], Tensor],
         device: torch.device,
         dtype: torch.dtype,
+        *heard_by: nn.Module,
     ):
         self.config, self.vae, self.rows, self.device, self.dtype = config, vae, rows, device, dtype
         self.reference_s = reference_s(config)
         self.references: References[EncodedReference] = References()
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (config, dtype), vae, *heard_by))
 
     def __call__(self, clip: AudioClip, continues: bool) -> EncodedReference:
         """continues: speech goes on from the clip, so it is padded before, not after. Raises ValueError
         (`param` "references") for audio that is no reference."""
         name = content(clip, continues)
-        return self.references.get(name, lambda: self._encode(name, clip, continues))
+        file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
+        return self.references.get(name, lambda: self._encode(name, clip, continues), file)
+
+    def _restored(self, name: bytes, tensors: dict[str, Tensor]) -> EncodedReference:
+        there = {key: tensor.to(self.device) for key, tensor in tensors.items()}
+        return EncodedReference(name, there["patches"], there["rows"], there.get("codec_state"))
 
     @torch.inference_mode()
     def _encode(self, name: bytes, clip: AudioClip, continues: bool) -> EncodedReference:

@@ -115,6 +115,9 @@ def check(data: SpeechRequest, model: Model, server: Server) -> None:
             "stream false is an answer in one piece, which events are not: leave stream or stream_format out"
         )
         raise refusal(400, message, "stream")
+    if data.timestamp_granularities and data.stream_format != "sse":
+        message = "timestamps are events of stream_format sse: ask for it, or leave timestamp_granularities out"
+        raise refusal(400, message, "timestamp_granularities")
     if data.task_type is not None and TASK_MODE[data.task_type] not in model.modes:
         possible = ", ".join(task for task, mode in TASK_MODE.items() if mode in model.modes)
         message = f"model {model.id!r} is not for task_type {data.task_type!r}; it is for: {possible}"

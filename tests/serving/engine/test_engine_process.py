@@ -174,10 +174,10 @@ def test_a_request_and_its_audio(bridge, engine, peer):
 
 def test_the_engine_is_told_how_fast_it_is_heard(bridge, engine, peer):
     peer.next(), peer.next()
-    for id, message in (("a", {}), ("b", {"speed": 2.0, "is_flex": True})):
+    for id, message in (("a", {}), ("b", {"speed": 2.0, "is_flex": True, "is_timed": True})):
         peer.send(protocol.Speak(id, "m", {"text": "Hello."}, **message))
         until(lambda id=id: id in engine.deliver)
-        expected = {"is_metered": True, "is_flex": False, "speed": 1.0, **message}
+        expected = {"is_metered": True, "is_flex": False, "speed": 1.0, "is_timed": False, **message}
         assert engine.accepted == expected
 
 

@@ -12,9 +12,10 @@ from models import Clock, Listener, alone, family, serve
 from toy_grid import HEAD, MAX_TRAILING, GridToy
 
 import zoo
-from serving.engine.engine import Engine, Failed, Finished
+from serving.engine.engine import Audio, Engine, Failed, Finished, Spoken
 from serving.engine.runner import PAGE_TOKENS
 from zoo.contract import Request, RequestError, following
+from zoo.loop import speak_pass
 from zoo.text import pieces_of
 
 TOY = family("toy_grid")
@@ -331,6 +332,36 @@ def test_a_long_text_is_one_answer_that_equals_the_plain_loop_s(speaker, report_
     prompts = [next(speaker.passes(replace(requests[0], text=text))) for text in texts]
     words = sum(prompt.usage["input_tokens"] for prompt in prompts)
     assert listener.end.usage["input_tokens"] == words
+
+
+@LAGS
+def test_who_asks_is_told_which_samples_each_piece_took(speaker, report_lag):
+    room, events, others = engine(speaker, report_lag=report_lag), [], []
+    request = spoken_in(speaker)
+    place = room.accept("timed", events.append, is_timed=True)
+    room.prepare(place, lambda: request)
+    room.speak("untimed", spoken_in(speaker, seed=5), others.append)
+    while room.num_requests:
+        room.turn()
+    spoken = [event for event in events if isinstance(event, Spoken)]
+    assert [event.text for event in spoken] == pieces_of(request, speaker.spec) and len(spoken) == 3
+    num_samples = 0
+    for event in events:
+        if isinstance(event, Audio):
+            num_samples += len(event.samples)
+        elif isinstance(event, Spoken):
+            assert event.stop == num_samples  # it follows its audio
+    assert [event.start for event in spoken] == [0, *(event.stop for event in spoken[:-1])]
+    assert spoken[-1].stop == num_samples and isinstance(events[-1], Finished)
+    lengths = []
+    passes = speaker.passes(request)
+    prompt = next(passes)
+    while prompt is not None:
+        speech = speak_pass(speaker, prompt, None)
+        lengths.append(len(speech.samples))
+        prompt = following(passes, speech.frames)
+    assert [event.stop - event.start for event in spoken] == lengths
+    assert not any(isinstance(event, Spoken) for event in others)
 
 
 def test_a_text_that_stays_whole_is_one_pass(speaker):

@@ -120,6 +120,37 @@ def test_what_is_left_out_is_the_models_default_but_the_seed_is_drawn(server):
     assert asked[0]["seed"] != asked[1]["seed"]
 
 
+@pytest.mark.parametrize(("speed", "second_s"), [(1, 200 / RATE_HZ), (2, 100 / RATE_HZ)])
+def test_who_asks_hears_when_each_piece_is_spoken(server, speed, second_s):
+    asked = {"stream_format": "sse", "response_format": "pcm", "speed": speed}
+    answer = server.speak("pieces 2", timestamp_granularities=["segment"], **asked)
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    segments = [event for event in events if event["type"] == "speech.audio.segment"]
+    assert segments == [
+        {"type": "speech.audio.segment", "text": "piece 0", "start_s": 0, "end_s": round(second_s / 2, 6)},
+        {"type": "speech.audio.segment", "text": "piece 1", "start_s": round(second_s / 2, 6), "end_s": round(second_s, 6)},
+    ]
+    assert events[-1]["type"] == "speech.audio.done"
+    for unasked in (None, []):
+        answer = server.speak("pieces 2", timestamp_granularities=unasked, **asked)
+        assert "speech.audio.segment" not in answer.text and "speech.audio.done" in answer.text
+    id = answer.headers["x-request-id"]
+    assert not server.engine.messages[id].is_timed
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"timestamp_granularities": ["segment"]}, "events of stream_format sse"),
+        ({"timestamp_granularities": ["word"], "stream_format": "sse"}, "no model here tells where its words lie"),
+        ({"timestamp_granularities": "segment", "stream_format": "sse"}, '["segment"]'),
+    ],
+)
+def test_times_that_nobody_knows_are_refused(server, fields, says):
+    fault = error(server.speak("pieces 1", **fields), 400)
+    assert fault["param"].startswith("timestamp_granularities") and says in fault["message"]
+
+
 def test_what_the_model_writes_is_among_the_events(server):
     answer = server.speak("write 2", stream_format="sse", response_format="pcm")
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]

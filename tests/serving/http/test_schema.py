@@ -70,7 +70,7 @@ def test_every_route_does_what_its_page_says(schema, method, path, mode):
 def test_events_are_on_the_page_as_they_come(tmp_path):
     with Server(tmp_path) as server:
         page = server.http.get("/schema/openapi.json").json()
-        answer = server.speak("write 1", stream_format="sse")
+        answer = server.speak("pieces 1", stream_format="sse", timestamp_granularities=["segment"])
     content = page["paths"]["/v1/audio/speech"]["post"]["responses"]["200"]["content"]
     assert set(content) == {"audio/*", "text/event-stream"}
     data = content["text/event-stream"]["schema"]["properties"]["data"]

@@ -1,6 +1,7 @@
 """Uploaded voices: the store on disk, the routes, and the command."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+import safetensors
 import soundfile
 from fake_engine import CLONER, MODEL, frame
 from http_server import Server, error
@@ -187,23 +189,39 @@ def test_a_server_tidies_when_it_starts(tmp_path):
         assert os.listdir(tmp_path / "voices") == []
 
 
+def change(path, old, new):
+    content = path.read_bytes()
+    assert content.count(old) == 1 and len(old) == len(new)
+    path.write_bytes(content.replace(old, new))
+
+
 def damage(store, how):
-    place = store.directory / "bert"
+    path = store.directory / "bert" / "voice.safetensors"
     match how:
-        case "json":
-            (place / "voice.json").write_text("{")
-        case "no json":
-            (place / "voice.json").unlink()
-        case "no sample":
-            (place / "sample.wav").unlink()
+        case "none":
+            path.unlink()
         case "empty":
-            (place / "sample.wav").write_bytes(b"")
+            path.write_bytes(b"")
         case "half":
-            sample = place / "sample.wav"
-            sample.write_bytes(sample.read_bytes()[: len(CLIP.samples) // 2])
+            path.write_bytes(path.read_bytes()[: len(CLIP.samples) // 2])
+        case "longer":
+            path.write_bytes(path.read_bytes() + bytes(4))
+        case "header":
+            path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+        case "another version":
+            change(path, b'"version":"1"', b'"version":"2"')
+        case "no rate":
+            change(path, b'"16000"', b'"    0"')
+        case "another tensor":
+            change(path, b'"samples"', b'"speaker"')
+        case "other values":
+            change(path, b'"F32"', b'"I32"')
 
 
-@pytest.mark.parametrize("how", ["json", "no json", "no sample", "empty", "half"])
+HOW = ["none", "empty", "half", "longer", "header", "another version", "no rate", "another tensor", "other values"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_a_damaged_voice_is_named_hides_no_other_and_makes_room(store, capsys, how):
     store.add("anna", CLIP)
     store.add("bert", CLIP)
@@ -216,6 +234,65 @@ def test_a_damaged_voice_is_named_hides_no_other_and_makes_room(store, capsys, h
     assert store.load("bert")[1] == CLIP and store.survey()[1] == []
     damage(store, how)
     assert store.remove("bert")
+
+
+@pytest.mark.parametrize("what", ["a text", "a sample"])
+def test_a_changed_voice_does_not_speak(store, what):
+    """What its header does not tell: it is found when it is read."""
+    store.add("bert", CLIP, "What I say.")
+    path = store.directory / "bert" / "voice.safetensors"
+    if what == "a text":
+        change(path, b"What I say.", b"What I sai.")
+    else:
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(Damaged, match="damaged"):
+        store.load("bert")
+
+
+def test_what_is_kept_is_a_safetensors_file_as_documented(store):
+    voice = store.add("anna", CLIP, "What I say.\nIn two lines.", "she signed")
+    assert os.listdir(store.directory / "anna") == ["voice.safetensors"]
+    with safetensors.safe_open(store.directory / "anna" / "voice.safetensors", "np") as file:
+        assert list(file.keys()) == ["samples"]
+        samples, metadata = file.get_tensor("samples"), file.metadata()
+    assert samples.dtype == np.float32 and samples.tobytes() == CLIP.samples
+    checksum = metadata.pop("blake2b")
+    assert metadata == {
+        "format": "speechzoo.voice",
+        "version": "1",
+        "name": "anna",
+        "created_at": str(voice.created_at),
+        "sample_rate_hz": str(RATE_HZ),
+        "ref_text": "What I say.\nIn two lines.",
+        "consent": "she signed",
+    }
+    lines = "".join(f"{name}={metadata[name]}\n" for name in sorted(metadata))
+    assert checksum == hashlib.blake2b(lines.encode() + samples.tobytes(), digest_size=16).hexdigest()
+
+
+def test_a_file_that_another_program_wrote_is_a_voice(store):
+    """Another version of safetensors orders and pads its header in its own way."""
+    kept = store.add("anna", CLIP, "What I say.")
+    path = store.directory / "anna" / "voice.safetensors"
+    with safetensors.safe_open(path, "np") as file:
+        samples, metadata = file.get_tensor("samples"), file.metadata()
+    entry = {"shape": [len(samples)], "data_offsets": [0, samples.nbytes], "dtype": "F32"}
+    header = json.dumps({"samples": entry, "__metadata__": metadata}, indent=2).encode() + b"   "
+    path.write_bytes(len(header).to_bytes(8, "little") + header + samples.tobytes())
+    assert store.load("anna") == (kept, CLIP) and store.list() == [kept]
+
+
+def test_what_encoders_made_goes_with_its_voice(store):
+    store.add("anna", CLIP)
+    encoded = store.directory / "anna" / "family-0011-22.safetensors"
+    encoded.write_bytes(b"codes")
+    store.rename("anna", "bert")
+    assert (store.directory / "bert" / encoded.name).read_bytes() == b"codes" and not encoded.exists()
+    assert store.load("bert")[1] == CLIP
+    store.remove("bert")
+    assert os.listdir(store.directory) == []
 
 
 def test_a_damaged_voice_over_http(tmp_path):
@@ -315,7 +392,9 @@ def test_upload_list_speak_delete(server):
         answer = server.speak("frames 1", voice=named)
         id = answer.headers["x-request-id"]
         assert answer.content[44:] == frame(0)
-        assert server.engine.messages[id].references == [Reference(CLIP, "What I say.")]
+        assert server.engine.messages[id].references == [
+            Reference(CLIP, "What I say.", kept_in=str(server.voices_dir / "anna"))
+        ]
         assert server.engine.asked[id] | {"seed": 0} == {"text": "frames 1", "seed": 0}
     gone = server.http.delete("/v1/audio/voices/Anna")
     assert gone.json() == {"id": "anna", "deleted": True, "object": "audio.voice.deleted"}
@@ -346,7 +425,7 @@ def test_a_model_without_the_option_gets_a_voice_without_a_text_as_it_is(tmp_pat
         upload(server)
         answer = server.speak("frames 1", voice="anna")
         message = server.engine.messages[answer.headers["x-request-id"]]
-    assert message.references == [Reference(CLIP)] and "options" not in message.request
+    assert message.references == [Reference(CLIP, kept_in=str(server.voices_dir / "anna"))] and "options" not in message.request
 
 
 def test_a_voice_that_one_of_the_models_cannot_take(tmp_path):
@@ -372,7 +451,9 @@ def test_voices_survive_a_restart(tmp_path):
     with Server(tmp_path / "second", models=[CLONER], voices_dir=tmp_path / "voices") as second:
         assert [voice["id"] for voice in uploaded(second)] == ["anna"]
         answer = second.speak("frames 1", voice="anna")
-        assert second.engine.messages[answer.headers["x-request-id"]].references == [Reference(CLIP)]
+        assert second.engine.messages[answer.headers["x-request-id"]].references == [
+            Reference(CLIP, kept_in=str(tmp_path / "voices" / "anna"))
+        ]
 
 
 def test_a_voice_that_is_deleted_while_it_is_spoken_with(server):
@@ -550,7 +631,7 @@ def test_a_voice_is_heard(server):
 @pytest.mark.parametrize("how", ["renamed", "heard"])
 def test_a_damaged_voice_is_neither_renamed_nor_heard(server, how):
     upload(server, "anna")
-    (server.voices_dir / "anna" / "sample.wav").write_bytes(b"x")
+    (server.voices_dir / "anna" / "voice.safetensors").write_bytes(b"x")
     path = "/v1/audio/voices/anna"
     answer = renamed(server, "anna", "b") if how == "renamed" else server.http.get(f"{path}/preview")
     assert error(answer, 400)["code"] == "voice_damaged"

@@ -284,6 +284,26 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_small_voice_speaks_a_batch_at_the_speeds_that_are_asked_for(tmp_path):
+    """Without a model; twice as fast is half as long, and a speed that is none is a line's error."""
+    path = lines(
+        tmp_path / "in.jsonl",
+        {"text": "Hello.", "id": "fast"},
+        {"text": "Hello.", "id": "plain", "speed": 1},
+        {"text": "Hello.", "id": "wrong", "speed": 9},
+    )
+    how = ("--no-compile", "--device", "cpu", "--max-new-tokens", 25, "--seed", 1, "--speed", 2)
+    done = shell.zoo("batch", path, tmp_path / "out", *how)
+    assert done.returncode == 1 and "2 made" in done.stdout, done
+    found = results(tmp_path / "out")
+    assert found["fast"]["audio_s"] == pytest.approx(found["plain"]["audio_s"] / 2)
+    for id in ("fast", "plain"):
+        heard_s = soundfile.info(tmp_path / "out" / f"{id}.wav").duration
+        assert heard_s == pytest.approx(found[id]["audio_s"], abs=0.06)
+    assert "speed" in found["000003"]["error"]
+
+
+@pytest.mark.slow
 def test_a_batch_that_is_killed_goes_on(tmp_path):
     """Killed without warning after its first lines: every file that is there is whole, and the next run makes the others."""
     out, model = tmp_path / "out", directory("qwen3_tts", "tiny")

@@ -1,0 +1,281 @@
+"""Home Assistant's Wyoming protocol in front of a speech server of ours: the extra `wyoming`.
+
+    client   describe   synthesize        synthesize-start  synthesize-chunk ...  synthesize-stop
+    bridge   info       audio-start audio-chunk ... audio-stop       the same, while text comes, and then synthesize-stopped
+    server              a session over WS /v1/audio/speech/stream for each connection; an utterance for each synthesis
+
+Words that come as chunks are spoken as the server's session speaks them. A client that leaves takes its session along, which frees
+its slot. What goes wrong is an `error` and the end of the connection, since clients wait for audio until one or the other.
+Source: rhasspy/wyoming, README.md; home-assistant/core, homeassistant/components/wyoming/tts.py, which sends the whole text as
+`synthesize` too before a `synthesize-stop`, for programs that do not stream: it is no second synthesis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+import structlog
+import websockets.asyncio.client
+from websockets.exceptions import InvalidHandshake, WebSocketException
+from wyoming.audio import AudioChunk, AudioStart, AudioStop
+from wyoming.error import Error
+from wyoming.event import Event, Eventable
+from wyoming.info import Attribution, Describe, Info, SelectProgram, TtsProgram, TtsVoice
+from wyoming.ping import Ping, Pong
+from wyoming.server import AsyncEventHandler, AsyncServer
+from wyoming.tts import (
+    Synthesize,
+    SynthesizeChunk,
+    SynthesizeStart,
+    SynthesizeStop,
+    SynthesizeStopped,
+    SynthesizeTextFormat,
+    SynthesizeVoice,
+)
+
+ASK_S = 10.0  # for what the server says at once
+WIDTH = 2  # bytes of a sample
+ATTRIBUTION = Attribution("speechzoo", "https://pypi.org/project/speechzoo/")
+ANY_VOICE = "default"  # the name of the voice of a model that has none of its own
+# Our names, and BCP 47's, by which Home Assistant asks; dialects are of their language
+LANGUAGES = {
+    "chinese": "zh",
+    "english": "en",
+    "french": "fr",
+    "german": "de",
+    "italian": "it",
+    "japanese": "ja",
+    "korean": "ko",
+    "portuguese": "pt",
+    "russian": "ru",
+    "spanish": "es",
+}
+
+log = structlog.get_logger()
+
+
+class Refused(Exception):
+    """A synthesis that cannot be: what came, and what is possible."""
+
+
+class Upstream:
+    """The speech server. languages: BCP 47, of models that do not tell theirs."""
+
+    def __init__(self, url: str, api_key: str | None, languages: Sequence[str]):
+        self.url, self.languages = url.rstrip("/"), list(languages)
+        self.headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+    async def programs(self) -> list[TtsProgram]:
+        """One for each model. Raises Refused."""
+        try:
+            async with httpx.AsyncClient(base_url=self.url, headers=self.headers, timeout=ASK_S) as client:
+                answers = [await client.get(path) for path in ("/v1/models", "/v1/audio/voices")]
+                models, voices = (answer.raise_for_status().json()["data"] for answer in answers)
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            raise Refused(f"{self.url} does not say what it has: {error}") from None
+        return [self._program(model, voices) for model in models]
+
+    def _program(self, model: Mapping[str, Any], voices: Sequence[Mapping[str, Any]]) -> TtsProgram:
+        names = [voice["id"] for voice in voices if model["id"] in voice["models"]] or [ANY_VOICE]
+        spoken = [LANGUAGES[name] for name in model["languages"] if name in LANGUAGES] or self.languages
+        facts: dict[str, Any] = {"attribution": ATTRIBUTION, "installed": True, "version": version("speechzoo")}
+        return TtsProgram(
+            name=model["id"],
+            description=f"{model['family']} {model['variant']}",
+            voices=[TtsVoice(name=name, description=name, languages=spoken, **facts) for name in names],
+            supports_synthesize_streaming=True,
+            **facts,
+        )
+
+    def connect(self) -> websockets.asyncio.client.connect:
+        """To a session."""
+        url = "ws" + self.url.removeprefix("http") + "/v1/audio/speech/stream"
+        return websockets.asyncio.client.connect(
+            url, additional_headers=self.headers, max_size=None, proxy=None, open_timeout=ASK_S
+        )
+
+
+class Handler(AsyncEventHandler):
+    """A connection: its events come one after the other, and audio goes out beside them."""
+
+    def __init__(self, upstream: Upstream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        super().__init__(reader, writer)
+        self.upstream = upstream
+        self.program: str | None = None  # that the client chose
+        self.socket: websockets.asyncio.client.ClientConnection | None = None
+        self.hearing: asyncio.Task[None] | None = None
+        self.configured: asyncio.Future[None] | None = None
+        self.is_streaming = self.has_text = False  # between synthesize-start and -stop
+        self.open: deque[bool] = deque()  # utterances that are not over; whether text came for it in chunks
+        self.sending = asyncio.Lock()  # an event is a line and its data
+
+    async def write_event(self, event: Event) -> None:
+        async with self.sending:
+            await super().write_event(event)
+
+    async def handle_event(self, event: Event) -> bool:
+        try:
+            await self._take(event)
+        except (Refused, WebSocketException, OSError, TimeoutError) as error:
+            await self._fail(str(error) or type(error).__name__)
+            return False
+        return True
+
+    async def _take(self, event: Event) -> None:
+        """Raises Refused, WebSocketException, OSError, TimeoutError."""
+        if Describe.is_type(event.type):
+            await self.write_event(Info(tts=await self.upstream.programs()).event())
+        elif Ping.is_type(event.type):
+            await self.write_event(Pong(text=Ping.from_event(event).text).event())
+        elif SelectProgram.is_type(event.type):
+            self.program = read(SelectProgram, event).name
+        elif SynthesizeStart.is_type(event.type):
+            if self.is_streaming:
+                raise Refused("synthesize-start came twice: synthesize-stop ends what one begins")
+            start = read(SynthesizeStart, event)
+            await self._configure(start.voice, start.text_format)
+            self.is_streaming, self.has_text = True, False
+        elif SynthesizeChunk.is_type(event.type):
+            if not self.is_streaming:
+                raise Refused("synthesize-chunk came before synthesize-start")
+            await self._say(read(SynthesizeChunk, event).text)
+        elif SynthesizeStop.is_type(event.type):
+            await self._stop()
+        elif Synthesize.is_type(event.type) and not self.is_streaming:
+            whole = read(Synthesize, event)
+            if not whole.text.strip():
+                raise Refused("the text is empty")
+            await self._configure(whole.voice, whole.text_format)
+            self.open.append(False)
+            await self._send(type="input.text", text=whole.text)
+            await self._send(type="input.done")
+
+    async def _say(self, text: str) -> None:
+        if not self.has_text and not text.strip():
+            return
+        if not self.has_text:
+            self.open.append(True)
+            self.has_text = True
+        await self._send(type="input.text", text=text)
+
+    async def _stop(self) -> None:
+        if not self.is_streaming:
+            raise Refused("synthesize-stop came before synthesize-start")
+        self.is_streaming = False
+        if self.has_text:
+            await self._send(type="input.done")
+        else:
+            await self.write_event(SynthesizeStopped().event())
+
+    async def _configure(
+        self, voice: SynthesizeVoice | None, text_format: str | SynthesizeTextFormat | None
+    ) -> None:
+        """The session, for what is said next; opens it. Raises Refused."""
+        if text_format not in (None, SynthesizeTextFormat.TEXT):
+            raise Refused(f"text of the format {text_format!r} is not read; plain text is")
+        if self.socket is None:
+            try:
+                self.socket = await self.upstream.connect()
+            except (InvalidHandshake, OSError, TimeoutError) as error:
+                raise Refused(f"{self.upstream.url} takes no session: {error}") from None
+            self.hearing = asyncio.create_task(self._hear(self.socket))
+        self.configured = asyncio.get_running_loop().create_future()
+        await self._send(type="session.config", **await self._chosen(voice))
+        await asyncio.wait_for(self.configured, ASK_S)
+
+    async def _chosen(self, voice: SynthesizeVoice | None) -> dict[str, str]:
+        """A model and its voice, as far as the client says. Raises Refused."""
+        programs = await self.upstream.programs()
+        name = None if voice is None else voice.name
+        if self.program is not None:
+            programs = [program for program in programs if program.name == self.program]
+        elif name is not None:  # that of another model speaks by its name alone
+            programs = [p for p in programs if name in [v.name for v in p.voices]] or programs
+        if not programs:
+            raise Refused(f"there is no program {self.program!r}: describe lists them")
+        program = programs[0]
+        first = program.voices[0].name
+        if name is None and (len(program.voices) > 1 or first != ANY_VOICE):
+            name = first
+        asked = {} if name in (None, ANY_VOICE) else {"voice": str(name)}
+        return {"model": program.name, **asked}
+
+    async def _send(self, **message: str) -> None:
+        assert self.socket is not None, "text came before a session was opened"
+        await self.socket.send(json.dumps(message))
+
+    async def _hear(self, socket: websockets.asyncio.client.ClientConnection) -> None:
+        """What the session says, as events; its end is this connection's."""
+        rate_hz = 0  # of the utterance that speaks; 0: none does
+        why = "the server has closed the session"
+        with suppress(WebSocketException, OSError):
+            async for message in socket:
+                if isinstance(message, bytes):
+                    await self._tell(AudioChunk(rate=rate_hz, width=WIDTH, channels=1, audio=message))
+                    continue
+                event = json.loads(message)
+                match event["type"]:
+                    case "session.configured":
+                        assert self.configured is not None, "configured without having asked"
+                        self.configured.set_result(None)
+                    case "audio.start":
+                        rate_hz = event["sample_rate"]
+                        await self._tell(AudioStart(rate=rate_hz, width=WIDTH, channels=1))
+                    case "audio.done" if not rate_hz:
+                        why = "the model made no audio of this text"
+                        break
+                    case "audio.done":
+                        rate_hz = 0
+                        await self._end()
+                    case "error":
+                        why = event["error"]["message"]
+                        break
+        if self.configured is not None and not self.configured.done():
+            self.configured.set_exception(Refused(why))  # whoever waits for it tells
+        else:
+            await self._fail(why)
+            self.writer.close()
+
+    async def _end(self) -> None:
+        await self._tell(AudioStop())
+        if self.open.popleft():
+            await self._tell(SynthesizeStopped())
+
+    async def _tell(self, event: Eventable) -> None:
+        await self.write_event(event.event())
+
+    async def _fail(self, why: str) -> None:
+        log.warning("wyoming", error=why)
+        with suppress(OSError):
+            await self._tell(Error(why))
+
+    async def disconnect(self) -> None:
+        """The client has left, or was sent away."""
+        if self.hearing is not None:
+            self.hearing.cancel()
+        if self.socket is not None:
+            await self.socket.close()
+
+
+def read(kind: type[Any], event: Event) -> Any:
+    """An event's fields. Raises Refused."""
+    try:
+        return kind.from_event(event)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{event.type} cannot be read: {type(error).__name__} {error}") from None
+
+
+def serve(uri: str, upstream: Upstream) -> None:
+    """Until SIGTERM or Ctrl-C. Raises ValueError for an address that cannot be listened on."""
+    try:
+        asyncio.run(AsyncServer.from_uri(uri).run(partial(Handler, upstream)))
+    except OSError as error:
+        raise ValueError(f"cannot listen on {uri}: {error.strerror or error}") from None

@@ -1,0 +1,55 @@
+"""Requests that mix voices, over HTTP: the engine is told of each by its name."""
+
+import msgspec
+import pytest
+from fake_engine import CLONER, MODEL
+from http_server import Server, error
+from uploads import NOISE, RATE_HZ, upload
+
+from serving.http.names import Names
+from serving.protocol import AudioClip
+
+CLIP = AudioClip(NOISE.tobytes(), RATE_HZ)
+MIXER = msgspec.structs.replace(CLONER, id="mixer", mixes=True)
+
+
+@pytest.fixture(scope="module")
+def mixing(tmp_path_factory):
+    names = Names(voices={"nova": "bert"})
+    with Server(tmp_path_factory.mktemp("m"), models=[MIXER, CLONER, MODEL], names=names) as server:
+        upload(server, "anna")
+        upload(server, "bert", ref_text="What I say.")
+        yield server
+
+
+def test_a_mix_takes_its_voices_along_by_name(mixing):
+    answer = mixing.speak("frames 1", model="mixer", voice="Anna(2)+nova(1)")
+    assert answer.status_code == 200, answer.text
+    message = mixing.engine.messages[answer.headers["x-request-id"]]
+    assert message.request["voice"] == "Anna(2)+bert(1)" and "options" not in message.request
+    found = [(reference.name, reference.transcript, reference.clip) for reference in message.references]
+    assert found == [("anna", None, CLIP), ("bert", "What I say.", CLIP)]
+
+
+def test_a_voice_that_is_mixed_with_itself_goes_along_once(mixing):
+    answer = mixing.speak("frames 1", model="mixer", voice="anna+ANNA(2)")
+    message = mixing.engine.messages[answer.headers["x-request-id"]]
+    assert [reference.name for reference in message.references] == ["anna"]
+
+
+MIXES = [
+    ("mixer", "anna+clara", "there is no voice 'clara': there is anna, bert"),
+    ("cloner", "anna+bert", "model 'cloner' mixes no voices, and 'anna+bert' is a mix"),
+    ("fake", "vivian+ryan", "model 'fake' mixes no voices, and 'vivian+ryan' is a mix: there is vivian, ryan"),
+]
+
+
+@pytest.mark.parametrize(("model", "voice", "says"), MIXES)
+def test_what_cannot_be_mixed(mixing, model, voice, says):
+    fault = error(mixing.speak("frames 1", model=model, voice=voice), 400)
+    assert fault["param"] == "voice" and says in fault["message"]
+
+
+def test_models_tell_whether_they_mix(mixing):
+    models = mixing.http.get("/v1/models").json()["data"]
+    assert {model["id"]: model["mixes"] for model in models} == {"mixer": True, "cloner": False, "fake": False}
