@@ -208,8 +208,8 @@ def line_of(run: dict[str, Any]) -> str:
 
 
 def capacity(options: argparse.Namespace, server: Server) -> float:
-    """Requests a second that it completes where sixteen listeners always ask."""
-    [run] = asked(options, server, [Rung(streams=16)], options.rung_s)
+    """Requests a second that it completes where every slot is taken again at once."""
+    [run] = asked(options, server, [Rung(streams=round(server.metrics()["zoo_slots"]))], options.rung_s)
     return run["requests_per_s"]
 
 

@@ -271,3 +271,21 @@ def test_a_prompt_is_passed_by_shorter_ones_for_a_bounded_number_of_turns(slots,
         assert turns < 10_000
     in_slots = (slots - 1) * max(others)
     assert turns <= begins + size / AGEING + (in_slots + size) / Policy.STREAMING.prefill_tokens + 3
+
+
+def test_who_waits_for_first_audio_does_not_wait_for_the_windows_of_others():
+    """Where a launch returns when it is done: what was rendered first is given before the rest is made."""
+    slow = Cost(
+        step_s=lambda slots: 0.002,
+        prefill_s=lambda tokens: 0.001,
+        render_s=lambda rows, frames: 0.002 * rows * frames,
+    )
+    room = Room(4, 2000, 0, "streaming", False, None, slow)
+    others = [Asked(0.0, 10, 150) for _ in range(3)]
+    newcomer = Asked(0.9, 10, 20)
+    room.run([*others, newcomer])
+    alone = Room(4, 2000, 0, "streaming", False, None, slow)
+    [first] = [Asked(0.0, 10, 20)]
+    alone.run([first])
+    full_s = slow.render_s(1, 25)
+    assert newcomer.heard.ttfa_s <= first.heard.ttfa_s + full_s + slow.step_s(4)  # the turn into which it comes
