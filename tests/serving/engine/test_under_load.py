@@ -3,6 +3,7 @@ The real engine on a virtual clock, and requests of all kinds: plain, metered, f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -46,7 +47,7 @@ class Asked:
 
 asked = st.builds(
     Asked,
-    at_s=st.floats(0, 4),
+    at_s=st.floats(0, 2),
     size=st.integers(1, 300),
     frames=st.integers(1, 150),
     leaves_s=st.none() | st.floats(0, 3),
@@ -57,8 +58,8 @@ asked = st.builds(
 rooms = st.fixed_dictionaries(
     {
         "slots": st.integers(1, 6),
-        "pages": st.integers(60, 160),
-        "saved_pages": st.integers(0, 150),
+        "pages": st.integers(60, 120),
+        "saved_pages": st.integers(0, 60),
         "policy": st.sampled_from(["streaming", "throughput", "fifo"]),
         "is_async": st.booleans(),
         "max_ttfa_s": st.none() | st.floats(0.3, 3.0),
@@ -69,8 +70,9 @@ rooms = st.fixed_dictionaries(
 class Room:
     """An engine, and whoever asks it. `look` is called after every turn."""
 
-    def __init__(self, slots, pages, saved_pages, policy, is_async, max_ttfa_s, cost=COST):
-        voice = Voice(frames_per_byte=0.8, guard=2.0)
+    def __init__(self, slots, pages, saved_pages, policy, is_async, max_ttfa_s, cost=COST, guard=4.0):
+        """guard: times its frames that a speech may have, as far as its prompt says."""
+        voice = Voice(frames_per_byte=0.8, guard=guard)
         page_bytes = PAGE_TOKENS * token_bytes(voice)
         self.simulation = Simulation(
             voice,
@@ -150,7 +152,7 @@ class Room:
                 one.num_read = taken
 
 
-@EXAMPLES
+@settings(EXAMPLES, max_examples=40)
 @given(st.lists(asked, min_size=1, max_size=25), rooms)
 def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
     """Whoever leaves, does not read or is refused, and however little there is: pages, slots, the bound of the line and what
@@ -202,13 +204,13 @@ def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
 )
 def test_nobody_hears_a_gap_where_every_turn_is_short_enough(slots, is_async, arrivals):
     """A load that is feasible by construction: whatever falls into a turn (a step of all slots, all the prompt positions that
-    there may be, a window of the largest shape for each) takes a third of a frame at most; on the device a turn later."""
+    there may be, a window of the largest shape for each) takes a third of a frame at most, and most of that whatever it is."""
     worst_s = FRAME_S / 3
     cost = Cost(
-        step_s=lambda count: 0.3 * worst_s * count / slots,
-        prefill_s=lambda tokens: 0.2 * worst_s * tokens / 256,
-        render_s=lambda rows, frames: 0.4 * worst_s * rows * frames / (25 * slots),
-        turn_s=0.05 * worst_s,
+        step_s=lambda count: 0.05 * worst_s * count / slots,
+        prefill_s=lambda tokens: 0.05 * worst_s * tokens / 256,
+        render_s=lambda rows, frames: 0.1 * worst_s * rows * frames / (25 * slots),
+        turn_s=0.8 * worst_s,
     )
     room = Room(slots, 2000, 0, "streaming", is_async, None, cost)
     room.engine.max_waiting = len(arrivals)
@@ -216,7 +218,8 @@ def test_nobody_hears_a_gap_where_every_turn_is_short_enough(slots, is_async, ar
     room.run(all_asked)
     for one in all_asked:
         assert isinstance(one.heard.end, Finished) and one.heard.end.frames == one.frames
-        assert one.heard.late_s <= 1e-9
+        if one.speed == 1:  # what `Heard` plays at
+            assert one.heard.late_s <= 1e-9
     assert room.model.scheduler.underruns == 0
 
 
@@ -228,7 +231,7 @@ def test_nobody_hears_a_gap_where_every_turn_is_short_enough(slots, is_async, ar
 )
 def test_a_large_head_is_passed_a_bounded_number_of_times(pages, slots, small):
     """It needs nearly all pages, and small ones keep coming: MAX_PASSED of them go before it, and it is next."""
-    room = Room(slots, pages, 0, "streaming", False, None)
+    room = Room(slots, pages, 0, "streaming", False, None, guard=2.0)
     room.engine.max_waiting = 100
     positions = (pages - 2) * PAGE_TOKENS
     first = [Asked(0.0, 30, 60) for _ in range(slots - 1)]
@@ -273,19 +276,35 @@ def test_a_prompt_is_passed_by_shorter_ones_for_a_bounded_number_of_turns(slots,
     assert turns <= begins + size / AGEING + (in_slots + size) / Policy.STREAMING.prefill_tokens + 3
 
 
-def test_who_waits_for_first_audio_does_not_wait_for_the_windows_of_others():
-    """Where a launch returns when it is done: what was rendered first is given before the rest is made."""
-    slow = Cost(
-        step_s=lambda slots: 0.002,
-        prefill_s=lambda tokens: 0.001,
-        render_s=lambda rows, frames: 0.002 * rows * frames,
-    )
-    room = Room(4, 2000, 0, "streaming", False, None, slow)
-    others = [Asked(0.0, 10, 150) for _ in range(3)]
-    newcomer = Asked(0.9, 10, 20)
-    room.run([*others, newcomer])
-    alone = Room(4, 2000, 0, "streaming", False, None, slow)
-    [first] = [Asked(0.0, 10, 20)]
-    alone.run([first])
-    full_s = slow.render_s(1, 25)
-    assert newcomer.heard.ttfa_s <= first.heard.ttfa_s + full_s + slow.step_s(4)  # the turn into which it comes
+def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
+    """Where a launch returns when it is done, a window is given before the next one of the same turn is made, and is on its
+    way by then."""
+    room, rendered, given, turns = Room(6, 2000, 0, "streaming", False, None), [], [], []
+    render, flush = room.model.runner.render, []
+
+    def noted(due):
+        assert given == rendered and len(flush) >= len(rendered)
+        rendered.append(due.slots.tolist())
+        given.append([])
+        return render(due)
+
+    room.model.runner.render = noted
+    room.engine.after_turn = lambda: flush.append(None)
+    plain = Room.submit
+
+    def submit(index: int, one: Asked) -> None:
+        plain(room, index, one)
+        deliver = room.model.line[f"{index}"].deliver
+
+        def note(event: Event) -> None:
+            if isinstance(event, Audio):
+                [slot] = [slot for slot, job in room.model.running.items() if job.id == f"{index}"]
+                given[-1].append(slot)
+            deliver(event)
+
+        [job] = room.engine._inbox
+        job.deliver = note
+
+    room.submit = submit
+    room.run([Asked(0.02 * i, 10, 120) for i in range(12)], look=lambda: turns.append(len(rendered)))
+    assert any(after - before > 1 for before, after in itertools.pairwise(turns))
