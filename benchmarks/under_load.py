@@ -11,7 +11,7 @@
 
 RESULT.json gets what was measured, a file of the same name and .svg the ladder. Whatever is not asked for again stays in
 it, so parts may be run one by one. On a CPU a launch returns when it is done, so --no-async changes nothing there, and
-is not measured: `python benchmarks/simulated.py --policies` shows it at a GPU's costs.
+is not measured: `python benchmarks/simulated.py --gpu RESULT.json` asks the simulator, at what a GPU was measured to cost.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def main() -> None:
         options.cache = options.cache or Path(place) / "cache"
         for part in options.only or PARTS:
             told(f"-- {part}")
-            result[part] = PARTS[part](options) | {"model": Path(options.model).name, "command": sys.argv[1:]}
+            asked_for = {name: getattr(options, name) for name in ("rung_s", "minutes", "frames", "serve")}
+            result[part] = PARTS[part](options) | {"model": Path(options.model).name, "options": asked_for}
             options.result.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, options.result.with_suffix(".svg"))
 
@@ -237,7 +238,10 @@ def highest_rate(runs: Sequence[dict[str, Any]], max_ttfa_p90_ms: float) -> floa
     good = [
         run["rate_requests_per_s"]
         for run in runs
-        if not run["failed"] and run["ttfa_p90_ms"] <= max_ttfa_p90_ms and run["stream_viability"] in (None, 1.0)
+        if run["ttfa_p90_ms"] is not None
+        and run["ttfa_p90_ms"] <= max_ttfa_p90_ms
+        and run["stream_viability"] in (None, 1.0)
+        and not run["failed"]
     ]
     return max(good, default=0.0)
 

@@ -176,7 +176,7 @@ class Socket(WebSocketsSansIOProtocol):
     def shutdown(self) -> None:
         """The session is told, which ends once what it has begun is spoken."""
         if self.handshake_complete and not self.close_sent:
-            self.queue.put_nowait({"type": "websocket.stopping"})
+            self.queue.put_nowait(cast(Any, {"type": "websocket.stopping"}))  # a message of our own
         else:
             super().shutdown()
 
