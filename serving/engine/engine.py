@@ -142,7 +142,7 @@ class Engine:
                 max_unread_s=max_unread_s,
                 is_deterministic=is_deterministic,
                 codec=codec,
-                has_delivered=lambda: self.after_turn(),
+                after_delivery=lambda: self.after_turn(),
             )
             for name, family in named.items()
         }

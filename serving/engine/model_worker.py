@@ -32,7 +32,7 @@ _salts = itertools.count(1)  # one per loaded model: equal keys under other weig
 class ModelWorker:
     """A family with `num_slots` slots of its own, on pages that it may have to share. is_timed: only so many speak at
     once as are made faster than they are heard. grows: a request gets the pages that it usually needs, and more as it
-    goes; else all that it can ever need. has_delivered: called when some of a turn's audio was given, and more may be
+    goes; else all that it can ever need. after_delivery: called when some of a turn's audio was given, and more may be
     made. Raises ValueError for a policy that is none."""
 
     def __init__(
@@ -52,10 +52,10 @@ class ModelWorker:
         max_unread_s: float = np.inf,
         is_deterministic: bool = False,
         codec: str = "float32",
-        has_delivered: Callable[[], None] = lambda: None,
+        after_delivery: Callable[[], None] = lambda: None,
     ):
         spec = family.spec
-        self.has_delivered = has_delivered
+        self.after_delivery = after_delivery
         self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
         frame_s = 1 / spec.frame_rate_hz
         # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such
@@ -449,7 +449,7 @@ class ModelWorker:
             self.renders.append((render, self._tenancy[render.slots], self.runner.render(render)))
             # Where a launch returns when it is done, who is in a hurry does not wait for the others' windows.
             self._deliver(is_waiting=False)
-            self.has_delivered()
+            self.after_delivery()
 
     def _deliver(self, is_waiting: bool) -> None:
         while self.renders and (is_waiting or self.renders[0][2].is_there):
