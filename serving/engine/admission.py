@@ -199,12 +199,16 @@ class Forecaster:
         other_s = self.outlook.other_s
         self.outlook = replace(self.outlook, other_s=other_s + WEIGHT * (all_s - took_s - other_s))
 
-    def record_speakers(self, left: np.ndarray, tokens: int) -> None:
-        """left, tokens: as in Outlook."""
-        outlook, places = self.outlook, self.num_slots
-        if self.is_timed:
-            places = capacity(self.costs, self.frame_s, self.num_slots, outlook.other_s)
-        self.outlook = replace(outlook, places=places, left=tuple(left.tolist()), tokens=tokens)
+    def record_speakers(self, left: np.ndarray, tokens: int, heard_frame_s: float | None = None) -> None:
+        """left, tokens: as in Outlook. heard_frame_s: a frame's length as the fastest listener plays it."""
+        places = self.places(self.frame_s if heard_frame_s is None else heard_frame_s)
+        self.outlook = replace(self.outlook, places=places, left=tuple(left.tolist()), tokens=tokens)
+
+    def places(self, heard_frame_s: float) -> int:
+        """How many may speak at once where the fastest of them is heard so."""
+        if not self.is_timed:
+            return self.num_slots
+        return capacity(self.costs, heard_frame_s, self.num_slots, self.outlook.other_s)
 
     def record_prompt(self, tokens: int, took_s: float, has_recordings: bool) -> None:
         self.prompt_tokens += WEIGHT * (tokens - self.prompt_tokens) if self.prompt_tokens else tokens

@@ -81,7 +81,7 @@ class Engine:
     kv_bytes None: for each room for 1,024 positions a slot, and for one request of the model's longest. codec: in
     which precision a GPU renders, "tf32" or "float32".
     Raises ValueError for settings that leave no room.
-    after_turn: called on the engine's thread when all of a turn was delivered.
+    after_turn: called on the engine's thread when all of a turn was delivered, or some of it while more is made.
     """
 
     after_turn: Callable[[], None] = staticmethod(lambda: None)
@@ -142,6 +142,7 @@ class Engine:
                 max_unread_s=max_unread_s,
                 is_deterministic=is_deterministic,
                 codec=codec,
+                after_delivery=lambda: self.after_turn(),
             )
             for name, family in named.items()
         }

@@ -32,7 +32,8 @@ _salts = itertools.count(1)  # one per loaded model: equal keys under other weig
 class ModelWorker:
     """A family with `num_slots` slots of its own, on pages that it may have to share. is_timed: only so many speak at
     once as are made faster than they are heard. grows: a request gets the pages that it usually needs, and more as it
-    goes; else all that it can ever need. Raises ValueError for a policy that is none."""
+    goes; else all that it can ever need. after_delivery: called when some of a turn's audio was given, and more may be
+    made. Raises ValueError for a policy that is none."""
 
     def __init__(
         self,
@@ -51,8 +52,10 @@ class ModelWorker:
         max_unread_s: float = np.inf,
         is_deterministic: bool = False,
         codec: str = "float32",
+        after_delivery: Callable[[], None] = lambda: None,
     ):
         spec = family.spec
+        self.after_delivery = after_delivery
         self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
         frame_s = 1 / spec.frame_rate_hz
         # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such
@@ -105,22 +108,31 @@ class ModelWorker:
         """Whether nothing is to be done for those who speak before more text arrives."""
         return not self.launches and not self.renders and self.scheduler.is_idle
 
-    def has_place(self, is_flex: bool) -> bool:
-        """Whether one more may speak now. A quarter of the slots is kept from flexible requests."""
+    def has_place(self, is_flex: bool, speed: float = 1.0) -> bool:
+        """Whether one more may speak now, whose listener plays at that speed. A quarter of the slots is kept from flexible
+        requests."""
         num_flex = sum(job.is_flex for job in self.running.values())
         if is_flex:
             num_slots = self.runner.num_slots
             return bool(self.free_slots) and num_flex < num_slots - num_slots // 4
-        return bool(self.free_slots) and len(self.running) - num_flex < self.forecaster.outlook.places
+        fastest = max([speed, *(job.speed for job in self.running.values() if not job.is_flex)])
+        places = min(self.forecaster.outlook.places, self.forecaster.places(self.scheduler.frame_s / fastest))
+        return bool(self.free_slots) and len(self.running) - num_flex < places
 
     def candidates(self, count: int) -> list[Job]:
         """The first of those who wait, as far as there are places for them; flexible requests come last."""
-        able = {is_flex: self.has_place(is_flex) for is_flex in (False, True)}
-        waiting = sorted((job for job in self.waiting if able[job.is_flex]), key=lambda job: job.rank)
-        return waiting[:count]
+        waiting = sorted(self.waiting, key=lambda job: job.rank)
+        if not waiting:
+            return []
+        # A fast listener at the head leaves room for fewer, and is not passed for it.
+        able = {False: self.has_place(False, waiting[0].speed), True: self.has_place(True)}
+        return [job for job in waiting if able[job.is_flex]][:count]
 
     def record_speakers(self) -> None:
-        self.forecaster.record_speakers(self.scheduler.frames_left, self.scheduler.tokens_left)
+        scheduler = self.scheduler
+        self.forecaster.record_speakers(
+            scheduler.frames_left, scheduler.tokens_left, scheduler.shortest_frame_s
+        )
 
     def num_pages(self, prompt: Prompt) -> int:
         """All that a request can ever need."""
@@ -440,6 +452,9 @@ class ModelWorker:
         for render in renders:
             self.num_rendering[render.slots] += 1
             self.renders.append((render, self._tenancy[render.slots], self.runner.render(render)))
+            # Where a launch returns when it is done, who is in a hurry does not wait for the others' windows.
+            self._deliver(is_waiting=False)
+            self.after_delivery()
 
     def _deliver(self, is_waiting: bool) -> None:
         while self.renders and (is_waiting or self.renders[0][2].is_there):

@@ -3,7 +3,8 @@
     next_chunks()          startup goes first: the next stretch of the prompts that wait, the shortest first, bounded by the policy;
                            who waits counts as shorter from turn to turn, so that no prompt is passed for ever
     decoding_slots()       then every speaker takes one step, so a long prompt costs the others one bounded chunk per turn
-    take_due_windows(now)  the windows of the tape that are due, the nearest deadline first; who waits for first audio has none to lose
+    take_due_windows(now)  the windows of the tape that are due, the nearest deadline first; who waits for first audio has none to lose,
+                           and whose listener has time may be left to a later turn
 
 What is known of a slot is one row in vectors by slot, and a turn is arithmetic on whole vectors: its cost
 does not grow with the number of speakers. The clock is an argument, so the same calls give the same answers.
@@ -236,6 +237,11 @@ class Scheduler:
         return np.maximum(self.expected_frames[speaks] - self.num_ready[speaks], 1.0)
 
     @property
+    def shortest_frame_s(self) -> float:
+        """Of those who speak, as the fastest listener plays it."""
+        return float(self.heard_frame_s[self.is_open & ~self.is_done & ~self.is_flex].min(initial=self.frame_s))
+
+    @property
     def tokens_left(self) -> int:
         """Positions of prompts that are not filled."""
         return int((self.prompt_tokens - self.num_prefilled)[self.is_open & ~self.is_flex].sum())
@@ -353,7 +359,8 @@ class Scheduler:
         is_dry = self._is_dry(pending, left_s)
         is_flush = self._needs_flush()
         is_due = self._is_due(pending, left_s) | is_dry | is_flush
-        slots = np.flatnonzero(is_due & ~self.is_held)  # [B]
+        is_due &= ~self.is_held
+        slots = np.flatnonzero(is_due & ~self._may_wait(is_due, left_s))  # [B]
 
         count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], is_dry[slots]))  # [B]
         start = self.num_rendered[slots]  # [B]
@@ -419,6 +426,17 @@ class Scheduler:
             return np.full(len(self.num_rendered), largest)
         size = np.where(self.num_rendered < largest, middle, largest)
         return np.where(self.num_rendered == 0, smallest, size)
+
+    def _may_wait(self, is_due: np.ndarray, left_s: np.ndarray) -> np.ndarray:
+        """Whose window is left to a later turn, since its listener has time: where many of the largest fall into one turn, all
+        others would hear it. Of such the nearest deadlines go, twice as many as are filled in a turn on the average. [S]"""
+        may_wait = np.zeros(len(is_due), bool)
+        if self.policy.at_risk_s is None or self.policy.is_fifo:
+            return may_wait
+        patient = np.flatnonzero(is_due & (self.num_rendered > 0) & (left_s >= self.policy.at_risk_s))  # [B]
+        num_now = int(np.ceil(2 * self.is_open.sum() / self.sizes[-1]))
+        may_wait[patient[np.argsort(left_s[patient], kind="stable")][num_now:]] = True
+        return may_wait
 
     def _needs_flush(self) -> np.ndarray:
         """Whose frames were all handed out before it was known that no more come, while the renderer keeps

@@ -118,14 +118,27 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     if not isinstance(error, HTTPException):
         log.error("unexpected", path=cut(path), exc_info=error)
         error = refusal(500, "an error in this server; its log says more")
-    body = error_of(error)
-    facts = {"id": request.state.get("request_id"), "path": cut(path), "status": error.status_code}
+    facts = {"id": request.state.get("request_id"), "path": cut(path)}
     if path == SPEECH:
         facts |= {"model": request.state.get("model"), "reason": outcome_of(error)}
-    log.info("refused", **facts, error=body.message, param=body.param, code=body.code)
+    body = log_refused(error, **facts)
     if path == SPEECH:
         request.app.state.server.metrics.ended(request.state.get("model", ""), outcome_of(error))
     return Response(ErrorBody(body), status_code=error.status_code, headers=error.headers)
+
+
+def log_refused(error: HTTPException, **facts: Any) -> Error:
+    """The line of a request that was refused, or of an item or an utterance that was -> what its client is told."""
+    body = error_of(error)
+    log.info(
+        "refused",
+        **facts,
+        status=error.status_code,
+        error=body.message,
+        param=body.param,
+        code=body.code,
+    )
+    return body
 
 
 def outcome_of(error: HTTPException) -> str:

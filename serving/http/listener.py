@@ -60,8 +60,16 @@ class Listener(uvicorn.Server):
         super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(self.grace_s, self.engine.close, STOPPING)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.grace_s, self.engine.close, STOPPING)
+        loop.call_later(self.grace_s + LAST_WORDS_S / 2, self._close_sessions)
         await super().shutdown(sockets)
+
+    def _close_sessions(self) -> None:
+        """Those whose last utterance, told to fail, still waits for text."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Socket):
+                connection.end()
 
 
 class Connection(HttpToolsProtocol):
@@ -164,6 +172,17 @@ class Socket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
         if self.sending is not None:
             self.sending.cancel()
+
+    def shutdown(self) -> None:
+        """The session is told, which ends once what it has begun is spoken."""
+        if self.handshake_complete and not self.close_sent:
+            self.queue.put_nowait(cast(Any, {"type": "websocket.stopping"}))  # a message of our own
+        else:
+            super().shutdown()
+
+    def end(self) -> None:
+        """At once, as uvicorn would have."""
+        super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -5,9 +5,9 @@
 
 An utterance is the text up to an input.done. Utterances are spoken one after the other; input.cancel, a client that leaves, and a
 new utterance where `barge_in` is "cancel", end what speaks at once, and the engine frees its slot at its next turn. Each
-utterance ends in one audio.done or one error. A message that is wrong is answered by an error and is otherwise as if it had
-not come. Close codes: 1012 the server stops, 1003 binary messages, 1008 too many wrong ones, 4408 silence; 1007 and 1009 no UTF-8 and too
-large (uvicorn's).
+utterance ends in one audio.done or one error; what has begun may end within the grace of a server that stops. A message that is
+wrong is answered by an error and is otherwise as if it had not come. Close codes: 1012 the server stops, 1003 binary messages,
+1008 too many wrong ones, 4408 silence; 1007 and 1009 no UTF-8 and too large (uvicorn's).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from litestar.types import Receive, Send
 
 from serving.engine_client import Away
 from serving.http import encode
-from serving.http.errors import AWAY_RETRY_S, cut, error_of, refusal
+from serving.http.errors import AWAY_RETRY_S, cut, error_of, log_refused, outcome_of, refusal
 from serving.http.events import (
     AudioDone,
     Config,
@@ -39,13 +39,15 @@ from serving.http.events import (
     any_object,
     client_event,
 )
+from serving.http.listener import STOPPING
 from serving.http.routes.batch import request_of
 from serving.http.routes.speech import check, is_default, options_of
 from serving.http.schemas import Model, SpeechRequest, fields_of
 from serving.http.server import Server
 from serving.http.utterance import Idle, Settings, Utterance
 
-UNSUPPORTED, POLICY, SILENT = 1003, 1008, 4408
+PATH = "/v1/audio/speech/stream"
+STOPS, UNSUPPORTED, POLICY, SILENT = 1012, 1003, 1008, 4408
 MAX_QUEUED = 16  # utterances
 MAX_WRONG = 100  # messages
 OWN = fields_of(ConfigFields)
@@ -70,14 +72,16 @@ class Left(Exception):
 class Session:
     """`run` until it ends; the socket is accepted already."""
 
-    def __init__(self, server: Server, receive: Receive, send: Send):
-        self.server, self.receive, self.send = server, receive, send
+    def __init__(self, server: Server, receive: Receive, send: Send, id: str | None = None):
+        """id: the client's."""
+        self.server, self.receive, self.send, self.id = server, receive, send, id
         self.settings: Settings | None = None
         self.open: Utterance | None = None  # that takes text
         self.queue: deque[Utterance] = deque()  # those that are not over, the first of which speaks
         self.turn = asyncio.Event()  # the queue has changed
         self.speaking: asyncio.Task[AudioDone | Failure] | None = None
         self.num_utterances = self.num_wrong = 0
+        self.is_stopping = False  # the server is: what has begun may end
         self.active_s = time.monotonic()  # the last message, or the end of the last utterance
 
     async def run(self) -> None:
@@ -125,6 +129,9 @@ class Session:
             match message:
                 case {"type": "websocket.disconnect"}:
                     raise Left
+                case {"type": "websocket.stopping"}:  # as the listener says it
+                    self.is_stopping = True
+                    self.turn.set()
                 case {"type": "websocket.receive", "text": str(text)}:
                     return text
                 case {"type": "websocket.receive"}:
@@ -211,6 +218,8 @@ class Session:
         self.open.say(text)
 
     async def _begin(self, settings: Settings) -> None:
+        if self.is_stopping:
+            raise refusal(503, STOPPING, code="stopping", retry_after_s=AWAY_RETRY_S)
         if settings.is_cancelling:
             await self._cancel()
         if len(self.queue) >= MAX_QUEUED:
@@ -246,6 +255,8 @@ class Session:
         """Raises Closed."""
         while True:
             while not self.queue:
+                if self.is_stopping:
+                    raise Closed(STOPS, STOPPING)
                 self.turn.clear()
                 await self.turn.wait()
             utterance = self.queue[0]
@@ -261,13 +272,18 @@ class Session:
         try:
             return await utterance.speak()
         except HTTPException as error:
-            return Failure(error_of(error), utterance.number)
+            return self._failure(error, utterance)
         except Away as error:
-            return Failure(error_of(away(error)), utterance.number)
+            return self._failure(away(error), utterance)
         except Idle:
             idle = f"no text came for {self.server.limits.text_idle_s:g} s, and no input.done"
-            await self._tell(Failure(error_of(refusal(408, idle, code="idle")), utterance.number))
+            await self._tell(self._failure(refusal(408, idle, code="idle"), utterance))
             raise Closed(SILENT, idle) from None
+
+    def _failure(self, error: HTTPException, utterance: Utterance) -> Failure:
+        facts = {"id": self.id, "path": PATH, "utterance": utterance.number}
+        facts |= {"model": utterance.settings.model.id, "reason": outcome_of(error)}
+        return Failure(log_refused(error, **facts), utterance.number)
 
     async def _tell(self, event: ServerEvent) -> None:
         await self.send({"type": "websocket.send", "bytes": None, "text": msgspec.json.encode(event).decode()})

@@ -42,6 +42,7 @@ class Cost:
     prefill_s: Callable[[int], float] = lambda tokens: 0.002 + 0.00005 * tokens
     render_s: Callable[[int, int], float] = lambda rows, frames: 0.001 + 0.0002 * rows * frames
     turn_s: float = 0.0005
+    turn_slot_s: float = 0.0  # of the host's turn, for each that speaks
     save_s: float = 0.0001  # of a page, to the host or back
 
 
@@ -215,12 +216,14 @@ class Heard:
 
 @dataclass
 class Simulation:
-    """An engine of one voice, and its listeners. `settings` are the engine's."""
+    """An engine of one voice, and its listeners. report_lag: launches that are under way when a step's report is read; None: one
+    where launches return at once, else none. `settings` are the engine's."""
 
     voice: Voice
     cost: Cost
     is_async: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    report_lag: int | None = None
 
     def __post_init__(self) -> None:
         self.clock = Clock()
@@ -233,7 +236,7 @@ class Simulation:
             clock=self.clock,
             make_runner=make,
             compile=False,
-            report_lag=int(self.is_async),
+            report_lag=int(self.is_async) if self.report_lag is None else self.report_lag,
             **self.settings,
         )
         [self.model] = self.engine.models.values()
@@ -253,7 +256,7 @@ class Simulation:
         heard.take(event, self.clock.now_s, RATE_HZ)
 
     def turn(self) -> bool:
-        self.clock.now_s += self.cost.turn_s
+        self.clock.now_s += self.cost.turn_s + self.cost.turn_slot_s * len(self.model.running)
         return self.engine.turn()
 
     def run(

@@ -14,7 +14,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.engine_client import Away
-from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, outcome_of, refusal
+from serving.http.errors import AWAY_RETRY_S, LEFT, log_refused, outcome_of, refusal
 from serving.http.routes.speech import ForgetfulRequest, check, is_default, options_of
 from serving.http.schemas import (
     FIELDS,
@@ -34,24 +34,26 @@ RESPONSES = {
     **REFUSALS,
 }
 SPEECH = "/v1/audio/speech"
+BATCH = "/v1/audio/speech/batch"
 WHOLE = {"stream": False, "stream_format": "audio"}
 
 
-@post("/v1/audio/speech/batch", status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
+@post(BATCH, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
 async def speak_batch(data: SpeechBatch, request: ForgetfulRequest, server: Server) -> ASGIApp:
     """Speak several texts at once; what is wrong with one is no matter of the others."""
     _ = server.models  # raises Away
     body = await request.take_json()
     shared = {name: value for name, value in body.items() if name != "items"}
     items = [shared | {k: v for k, v in item.items() if not is_default(k, v)} for item in data.items]
-    return Batch(server, items)
+    return Batch(server, items, request.state.get("request_id"))
 
 
 class Batch:
     """An ASGI application for one batch. A client that leaves cancels all of it."""
 
-    def __init__(self, server: Server, items: list[dict[str, Any]]):
-        self.server, self.items = server, items
+    def __init__(self, server: Server, items: list[dict[str, Any]], id: str | None):
+        """id: the client's, of the batch."""
+        self.server, self.items, self.id = server, items, id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def until_left() -> None:
@@ -88,8 +90,10 @@ class Batch:
             return self.failed(index, model_id, error)
 
     def failed(self, index: int, model_id: str, error: HTTPException) -> BatchResult:
-        self.server.metrics.ended(model_id, outcome_of(error))
-        return BatchResult(index=index, error=error_of(error))
+        outcome = outcome_of(error)
+        self.server.metrics.ended(model_id, outcome)
+        facts = {"id": self.id, "path": BATCH, "item": index, "model": model_id or None, "reason": outcome}
+        return BatchResult(index=index, error=log_refused(error, **facts))
 
 
 async def spoken(index: int, speech: Speech) -> BatchResult:

@@ -12,9 +12,8 @@ from litestar.types import Receive, Scope, Send, WebSocketScope
 from serving.http.errors import error_of, refusal
 from serving.http.listener import deny
 from serving.http.server import Server, check_api_key
-from serving.http.session import Session
+from serving.http.session import PATH, Session
 
-PATH = "/v1/audio/speech/stream"
 SUBPROTOCOL = "speechzoo"
 KEY = "openai-insecure-api-key."  # a page's WebSocket has no headers but this, as OpenAI's own
 
@@ -33,7 +32,7 @@ async def speak_in_session(scope: Scope, receive: Receive, send: Send) -> None:
     try:
         await receive()  # websocket.connect
         await send({"type": "websocket.accept", "subprotocol": chosen(offered(scope)), "headers": []})
-        await Session(server, receive, send).run()
+        await Session(server, receive, send, scope["state"].get("request_id")).run()
     finally:
         server.sessions.leave()
 

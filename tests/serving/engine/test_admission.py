@@ -22,7 +22,8 @@ from serving.engine.admission import (
     first_audio_s,
 )
 from serving.engine.engine import Finished, Full
-from serving.tools.simulate import Cost, Simulation, Voice, goodput, poisson
+from serving.tools.simulate import Cost, Heard, Simulation, Voice, goodput, poisson
+from zoo.contract import Request
 
 COST = Cost(
     step_s=lambda slots: 0.015 + 0.004 * slots,
@@ -203,3 +204,37 @@ def test_only_so_many_speak_as_are_made_in_time():
     heard = [one for one in simulation.heard if one.submitted_s > 10 and isinstance(one.end, Finished)]
     assert 2 <= simulation.model.forecaster.outlook.places <= 4
     assert len(heard) > 20 and np.mean([one.late_s <= 0.05 for one in heard]) >= 0.99
+
+
+def play(simulation: Simulation, seed: int, speed: float) -> Heard:
+    """A request of four seconds, whose listener plays at that speed."""
+    heard = Heard(simulation.clock.now_s)
+    place = simulation.engine.accept(
+        f"{seed}", lambda event: simulation.hear(heard, event), text_bytes=60, speed=speed
+    )
+    simulation.engine.prepare(place, lambda: Request(text="x" * 60, seed=seed, max_frames=50))
+    return heard
+
+
+def test_fewer_speak_beside_a_listener_who_plays_faster():
+    """Turns of all eight take most of a frame. For a listener who plays twice as fast they take half of it: it waits until so
+    few speak, and so do those behind it, who would pass it otherwise."""
+    slow = Cost(
+        step_s=lambda slots: 0.004 + 0.007 * slots,
+        render_s=lambda rows, frames: 0.0005 + 2e-5 * rows * frames,
+    )
+    most = {}
+    for speed in (1.0, 2.0):
+        simulation = Simulation(Voice(), slow, settings={"max_slots": 8, "max_ttfa_s": 60.0})
+        simulation.run(poisson(2.0, 20.0))  # until it is known what turns take
+        others = [play(simulation, seed, 1.0) for seed in range(1000, 1008)]
+        fast = [play(simulation, seed, speed) for seed in range(1008, 1010)]
+        behind = [play(simulation, seed, 1.0) for seed in range(1010, 1018)]
+        most[speed] = 0
+        while simulation.engine.num_requests:
+            simulation.turn()
+            if any(one.first_s and not one.end for one in fast):
+                most[speed] = max(most[speed], len(simulation.model.running))
+        assert all(isinstance(one.end, Finished) for one in (*others, *fast, *behind))
+        assert all(one.first_s >= fast[0].first_s for one in behind)
+    assert most[2.0] == simulation.model.forecaster.places(0.04) == 4 and most[1.0] == 8

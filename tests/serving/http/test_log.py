@@ -1,11 +1,14 @@
 """The one line that each speech request leaves in the log."""
 
+import json
+
 import httpx
 import pytest
 from fake_engine import CLONER, MODEL
 from http_server import Server, until
 from structlog.testing import capture_logs
 from uploads import recording
+from websockets.sync.client import connect
 
 
 @pytest.fixture
@@ -56,6 +59,39 @@ def test_each_end_is_one_line(server):
     with server.stream("hold 1") as answer:
         next(answer.iter_raw())
     assert line(server).items() >= {"reason": "cancelled", "status": 499, "frames": 1}.items()
+
+
+def test_what_is_refused_of_a_batch_is_a_line_each(server):
+    items = [{"input": "full"}, {"input": "frames 1"}]
+    items += [{"input": "frames 1", name: "nobody"} for name in ("voice", "model")]
+    shared = {"model": "fake", "response_format": "pcm", "items": items}
+    answer = server.http.post("/v1/audio/speech/batch", json=shared, headers={"x-request-id": "mine"})
+    assert answer.status_code == 200
+    until(lambda: len(server.lines) == 4)
+    refused = sorted((line for line in server.lines if line["event"] == "refused"), key=lambda line: line["item"])
+    server.lines.clear()
+    facts = [(line["item"], line["model"], line["status"], line["reason"]) for line in refused]
+    assert facts == [(0, "fake", 503, "unavailable"), (2, "fake", 400, "refused"), (3, None, 404, "refused")]
+    told = [result["error"]["message"] for result in answer.json()["data"] if result["error"]]
+    assert [line["error"] for line in refused] == told
+    assert all(line["id"] == "mine" and line["path"] == "/v1/audio/speech/batch" for line in refused)
+
+
+def test_what_is_refused_of_a_session_is_a_line_each(server):
+    url = server.url.replace("http", "ws") + "/v1/audio/speech/stream"
+    with connect(url, additional_headers={"x-request-id": "mine"}) as socket:
+        for message in (
+            {"type": "session.config", "model": "fake", "voice": "vivian"},
+            {"type": "input.text", "text": "full"},
+            {"type": "input.done"},
+        ):
+            socket.send(json.dumps(message))
+        while (event := json.loads(socket.recv(timeout=5)))["type"] != "error":
+            pass
+    found = line(server)
+    assert found.items() >= {"event": "refused", "id": "mine", "model": "fake", "status": 503}.items()
+    assert found["utterance"] == 1 and found["error"] == event["error"]["message"]
+    assert found["reason"] == "unavailable" and found["path"] == "/v1/audio/speech/stream"
 
 
 def test_a_recording_is_no_name(server):

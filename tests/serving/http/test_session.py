@@ -504,9 +504,39 @@ def test_a_server_that_stops_says_so(tmp_path):
             client.say("hold 1 of it all.")
             client.event("audio.start"), client.audio()
             server.uvicorn.should_exit = True
+            assert client.error(1)["message"] == "this server is stopping"  # when its grace is over
             assert closed(client)[0] == 1012
         server.thread.join(5)
         assert not server.thread.is_alive()
+
+
+def test_what_has_begun_may_end_within_the_grace_of_a_server_that_stops(tmp_path):
+    with Server(tmp_path) as server, session(server) as client, session(server) as other:
+        other.configure()
+        client.configure()
+        server.call(server.engine.go.clear)
+        client.say("frames 3 of it all.")
+        start = client.event("audio.start")
+        server.uvicorn.should_exit = True
+        assert closed(other)[0] == 1012  # it had nothing to say
+        client.say("frames 1 more.", done=False)
+        assert client.audio() == frame(0) and start["utterance"] == 1
+        refused = client.error()
+        assert refused["code"] == "stopping" and refused["message"] == "this server is stopping"
+        server.call(server.engine.go.set)
+        assert client.audio() == frame(1)
+        while isinstance(message := client.receive(), bytes):
+            pass
+        assert json.loads(message)["type"] == "audio.done"
+        assert closed(client)[0] == 1012
+
+
+def test_who_has_said_half_a_text_is_closed_after_the_grace(tmp_path):
+    with Server(tmp_path) as server, session(server) as client:
+        client.configure()
+        client.say("tone 1", done=False)
+        server.uvicorn.should_exit = True
+        assert closed(client)[0] == 1012
 
 
 def test_it_outlives_the_time_that_a_request_has(tmp_path, monkeypatch):

@@ -1,0 +1,452 @@
+"""What the server promises under load, shown: each part starts `zoo serve` itself and asks as `zoo load` does.
+
+    python benchmarks/under_load.py RESULT.json [--model DIR] [--only PART ...] [--minutes 5] [--rung-s 20] [--cache DIR]
+
+    ladder      first audio and viability against the rate, --policy streaming and fifo; the highest rate at which both hold
+    throughput  64 listeners at once, --policy streaming and throughput: seconds of audio a second
+    overload    1, 2 and 5 times what the server can do, with clients that leave and clients that read slowly: goodput,
+                continuity, and what is left behind
+    clones      a preset voice beside forty clones that are being encoded, and beside as many speakers without them
+    start       seconds from the command to ready, and to the first audio, with an empty cache and with a full one
+
+RESULT.json gets what was measured, a file of the same name and .svg the ladder. Whatever is not asked for again stays in
+it, so parts may be run one by one. On a CPU a launch returns when it is done, so --no-async changes nothing there, and
+is not measured: `python benchmarks/simulated.py --gpu RESULT.json` asks the simulator, at what a GPU was measured to cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import itertools
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import wave
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import aiohttp
+import numpy as np
+from matplotlib.figure import Figure
+from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from serving.tools.load.client import Target, connections, speak
+from serving.tools.load.learn import address, learn
+from serving.tools.load.metrics import Slo
+from serving.tools.load.plan import Planned, Texts, Work
+from serving.tools.load.run import Plan, Rung, measure, usable_workers
+from zoo import SMALL_VOICE
+
+ROOT = Path(__file__).parent.parent
+FRACTIONS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of capacity: the rungs of the ladder
+TTFA_TIMES = 5.0  # the p90 of first audio that a rung may have, times that of the lowest rung
+SLO = Slo(ttfa_s=1.0, underrun_s=0.05)  # what goodput is counted by under overload
+MAX_TTFA_S = 0.8  # what the server is told then: a prediction is sometimes short
+CANCELS, SLOW_READERS = 0.2, 0.05
+OVERLOADS = (1, 2, 5)
+STREAMS = 64
+CLONES = 40
+SETTLE_S = 3.0  # after which the metrics, at most a second old, tell of an idle server
+IDLE = ("running", "waiting", "preparing", "held", "paused")
+
+
+def main() -> None:
+    options = arguments()
+    result = json.loads(options.result.read_text()) if options.result.exists() else {}
+    result["machine"] = {"cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    with tempfile.TemporaryDirectory() as place:
+        options.cache = options.cache or Path(place) / "cache"
+        for part in options.only or PARTS:
+            told(f"-- {part}")
+            asked_for = {name: getattr(options, name) for name in ("rung_s", "minutes", "frames", "serve")}
+            result[part] = PARTS[part](options) | {"model": Path(options.model).name, "options": asked_for}
+            options.result.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.result.with_suffix(".svg"))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--model", default=str(SMALL_VOICE), help="a directory; the small voice")
+    parser.add_argument("--clone-model", help="for the clones, served beside it; a random Qwen3-TTS Base of size tiny")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts")
+    parser.add_argument("--minutes", type=float, default=5, help="of each rung of overload")
+    parser.add_argument("--rung-s", type=float, default=20, help="of each other rung")
+    parser.add_argument("--frames", type=int, help="of each answer at most, where a model of random weights finds no end")
+    parser.add_argument("--cache", type=Path, help="where compiled code is kept; a new directory")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows is for `zoo serve`")
+    return parser.parse_args()
+
+
+# the server
+
+
+class Server:
+    """A `zoo serve` that is ready. stages: when it said what, in seconds from its start."""
+
+    def __init__(self, process: subprocess.Popen[str], began_s: float):
+        self.process, self.began_s = process, began_s
+        self.stages: list[tuple[float, str]] = []
+        assert process.stderr is not None
+        for line in process.stderr:
+            self.stages.append((time.monotonic() - began_s, line.strip()))
+            if "ready on" in line:
+                break
+        else:
+            raise RuntimeError("the server ended: " + " | ".join(line for _, line in self.stages))
+        self.url = line.split()[-1]
+        Thread(target=process.stderr.read, daemon=True).start()  # or the pipe fills up
+
+    @property
+    def ready_s(self) -> float:
+        return self.stages[-1][0]
+
+    def metrics(self) -> dict[str, float]:
+        """By name, all models' added up."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            text = answer.read().decode()
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
+
+    def holds(self) -> dict[str, float]:
+        """What an idle server should have as much of after a load as before it."""
+        metrics, held = self.metrics(), {"descriptors": 0, "threads": 0, "resident_mib": 0.0}
+        for pid in descendants(self.process.pid):
+            status = Path(f"/proc/{pid}/status").read_text()
+            held["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
+            held["threads"] += int(re.findall(r"Threads:\s+(\d+)", status)[0])
+            held["resident_mib"] += round(int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024, 1)
+        held |= {name: metrics[f"zoo_requests_{name}"] for name in IDLE}
+        held["pages_taken"] = metrics["zoo_pages"] - metrics["zoo_pages_free"]
+        held["reference_bytes"] = metrics["zoo_reference_bytes"]
+        return held
+
+
+@contextmanager
+def serving(options: argparse.Namespace, *more: str, models: Sequence[str] = ()) -> Iterator[Server]:
+    command = [sys.executable, "-m", "serving", "serve", *(models or [options.model]), "--port", "0", *more]
+    command += ["--device", "cpu"] if "--device" not in options.serve else []
+    env = os.environ | {"ZOO_CACHE_DIR": str(options.cache), "ZOO_LOG": "text"}
+    began_s = time.monotonic()
+    process = subprocess.Popen(command + options.serve, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        server = Server(process, began_s)
+        told(f"{' '.join(more) or 'zoo serve'}: ready in {server.ready_s:.1f} s")
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def descendants(pid: int) -> list[int]:
+    """It, its children and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in descendants(int(child)))]
+
+
+# the client
+
+
+def asked(options: argparse.Namespace, server: Server, rungs: list[Rung], duration_s: float, slo: Slo = SLO,
+          **work: Any) -> list[dict[str, Any]]:
+    """What `zoo load` says of each rung."""
+    fields = {} if options.frames is None else {"max_new_tokens": options.frames}
+    voices = offered(server)[:1]
+    given = Work([], Texts("short"), voices=voices, fields=fields, **work)
+    plan = Plan(Target(address(server.url)), given, rungs, duration_s, None, None, usable_workers(), slo)
+
+    async def all_of_it() -> list[dict[str, Any]]:
+        await learn(plan.target, plan.work, None, [], told)
+        runs, _ = await measure(plan, lambda part, name: told(f"  {name}"))
+        return runs
+
+    runs = asyncio.run(all_of_it())
+    for run in runs:
+        told(line_of(run))
+    return runs
+
+
+def offered(server: Server) -> list[str]:
+    """The voices of its first model."""
+    with urllib.request.urlopen(f"{server.url}/v1/models") as answer:
+        return json.load(answer)["data"][0]["voices"]
+
+
+def line_of(run: dict[str, Any]) -> str:
+    at = f"{run['rate_requests_per_s']:.2f}/s" if run["streams"] is None else f"{run['streams']} streams"
+    facts = {
+        "first audio p50": ("ttfa_p50_ms", "{:.0f}"),
+        "p90": ("ttfa_p90_ms", "{:.0f} ms"),
+        "viable": ("stream_viability", "{:.1%}"),
+        "C50": ("c50", "{:.1%}"),
+        "audio-s/s": ("audio_s_per_s", "{:.1f}"),
+        "good/s": ("goodput_requests_per_s", "{:.2f}"),
+    }
+    told_of = [f"{name} {form.format(run[key])}" for name, (key, form) in facts.items() if run[key] is not None]
+    refused = [f"{count} {kind}" for kind, count in run["failures"].items()]
+    return ", ".join([f"{at:>12}: {run['completed']} of {run['requests']}", *told_of, *refused]) + (
+        " (the client was at its limit)" if run["client_is_limit"] else ""
+    )
+
+
+def capacity(options: argparse.Namespace, server: Server) -> float:
+    """Requests a second that it completes where every slot is taken again at once."""
+    [run] = asked(options, server, [Rung(streams=round(server.metrics()["zoo_slots"]))], options.rung_s)
+    return run["requests_per_s"]
+
+
+# the parts
+
+
+def ladder(options: argparse.Namespace) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    rates: list[float] = []
+    for policy in ("streaming", "fifo"):
+        with serving(options, "--policy", policy, "--max-ttfa", "0") as server:
+            if not rates:
+                most = capacity(options, server)
+                rates = [float(f"{part * most:.3g}") for part in FRACTIONS]
+            runs[policy] = asked(options, server, [Rung(rate=rate) for rate in rates], options.rung_s)
+    max_ms = TTFA_TIMES * runs["streaming"][0]["ttfa_p90_ms"]
+    highest = {policy: highest_rate(of, max_ms) for policy, of in runs.items()}
+    found = {"max_ttfa_p90_ms": max_ms, "highest_rate": highest, "ratio": ratio(highest["streaming"], highest["fifo"])}
+    told(json.dumps(found))
+    return found | {"runs": runs}
+
+
+def highest_rate(runs: Sequence[dict[str, Any]], max_ttfa_p90_ms: float) -> float:
+    """Of the rungs that nobody failed on, with first audio in time and every stream viable; 0 if there is none."""
+    good = [
+        run["rate_requests_per_s"]
+        for run in runs
+        if run["ttfa_p90_ms"] is not None
+        and run["ttfa_p90_ms"] <= max_ttfa_p90_ms
+        and run["stream_viability"] in (None, 1.0)
+        and not run["failed"]
+    ]
+    return max(good, default=0.0)
+
+
+def throughput(options: argparse.Namespace) -> dict[str, Any]:
+    runs = {}
+    for policy, slots in (("streaming", 8), ("streaming", STREAMS), ("throughput", 8), ("throughput", STREAMS)):
+        settings = ("--policy", policy, "--max-slots", str(slots), "--max-ttfa", "0")
+        with serving(options, *settings) as server:
+            [runs[f"{policy}, {slots} slots"]] = asked(options, server, [Rung(streams=STREAMS)], options.rung_s)
+    made = {name: run["audio_s_per_s"] for name, run in runs.items()}
+    found = {"audio_s_per_s": made, "ratio": ratio(made[f"throughput, {STREAMS} slots"], made["streaming, 8 slots"])}
+    told(json.dumps(found))
+    return found | {"runs": runs}
+
+
+def overload(options: argparse.Namespace) -> dict[str, Any]:
+    runs, held = {}, {}
+    with serving(options, "--max-ttfa", str(MAX_TTFA_S)) as server:
+        rate = capacity(options, server)
+        asked(options, server, [Rung(rate=2 * rate)], options.rung_s, cancel_share=CANCELS, slow_share=SLOW_READERS)
+        time.sleep(SETTLE_S)
+        held["before"] = server.holds()
+        for times in OVERLOADS:
+            [runs[f"{times}x"]] = asked(
+                options,
+                server,
+                [Rung(rate=times * rate)],
+                60 * options.minutes,
+                cancel_share=CANCELS,
+                slow_share=SLOW_READERS,
+            )
+            time.sleep(SETTLE_S)
+            held[f"after {times}x"] = server.holds()
+            told(json.dumps(held[f"after {times}x"]))
+    good = {name: run["goodput_requests_per_s"] for name, run in runs.items()}
+    found = {
+        "capacity_requests_per_s": rate,
+        "max_ttfa_s": MAX_TTFA_S,
+        "slo_ttfa_s": SLO.ttfa_s,
+        "slo_underrun_s": SLO.underrun_s,
+        "goodput_requests_per_s": good,
+        "least_part_of_peak": min(good.values()) / max(good.values()),
+        "c50": {name: run["c50"] for name, run in runs.items()},
+    }
+    told(json.dumps(found))
+    return found | {"held": held, "runs": runs}
+
+
+def clones(options: argparse.Namespace) -> dict[str, Any]:
+    """First audio of a preset voice of one model, while another one on the same server speaks in eight slots: in a voice that
+    it knows, and in forty that it is given then."""
+    with tempfile.TemporaryDirectory() as place:
+        cloning = options.clone_model or demo(Path(place) / "base", "tiny-1.7b-base")
+        voices = ("--voices-dir", f"{place}/voices")
+        with serving(options, *voices, models=[f"preset={options.model}", f"clone={cloning}"]) as server:
+            frames = {"max_new_tokens": options.frames or 40}
+            upload(server, "known", recording(0))
+            known = {"model": "clone", "voice": "known", "input": "One of eight who speak.", **frames}
+            fresh = {"model": "clone", "input": "One of forty clones.", "ref_text": "A recording.", **frames}
+            beside = {
+                "nobody": (0, lambda index: {}),
+                "8 who speak": (8, lambda index: known),
+                f"{CLONES} clones": (CLONES, lambda index: fresh | {"ref_audio": recording(index)}),
+            }
+            probe = {"model": "preset", "voice": offered(server)[0], "input": "Good morning.", **frames}
+            found = {}
+            for name, (count, body) in beside.items():
+                found[name] = asyncio.run(probed(server, probe, count, body, options.rung_s))
+                told(f"beside {name}: {json.dumps(found[name])}")
+                time.sleep(SETTLE_S)
+    return {"beside": found}
+
+
+async def probed(server: Server, probe: dict[str, Any], count: int, body: Any, duration_s: float) -> dict[str, Any]:
+    """First audio of `probe`, once every half second, while `count` others always ask."""
+    target, ttfa_ms, clones_ms, is_over = Target(address(server.url), None, 24000), [], [], False
+    running: list[float] = []
+
+    async def follow(index: int) -> None:
+        while not is_over:
+            index += count
+            record = await speak(session, target, Planned(body(index), "pcm"), index, time.monotonic())
+            if record.playback is not None and record.playback.first_s is not None:
+                clones_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
+
+    async with connections(target) as session:
+        others = [asyncio.create_task(follow(index)) for index in range(count)]
+        await asyncio.sleep(SETTLE_S)
+        end_s = time.monotonic() + duration_s
+        for index in itertools.count():
+            if time.monotonic() > end_s:
+                break
+            record = await speak(session, target, Planned(probe, "pcm"), index, time.monotonic())
+            assert record.playback is not None and record.playback.first_s is not None, record.outcome
+            ttfa_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
+            running.append((await asyncio.to_thread(server.metrics))["zoo_requests_running"])
+            await asyncio.sleep(0.5)
+        is_over = True
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    return {
+        "probes": len(ttfa_ms),
+        "ttfa_p50_ms": float(np.median(ttfa_ms)),
+        "ttfa_p90_ms": float(np.quantile(ttfa_ms, 0.9)),
+        "running_mean": float(np.mean(running)),
+        "others_heard": len(clones_ms),
+        "others_ttfa_p50_ms": float(np.median(clones_ms)) if clones_ms else None,
+    }
+
+
+def start(options: argparse.Namespace) -> dict[str, Any]:
+    """Of a random checkpoint of size tiny: with nothing compiled, and twice with what that left."""
+    found = {}
+    with tempfile.TemporaryDirectory() as place:
+        options = argparse.Namespace(**vars(options) | {"cache": Path(place) / "cache"})
+        model = demo(Path(place) / "tiny", "tiny")
+        for name in ("empty cache", "full cache", "full cache again"):
+            with serving(options, models=[str(model)]) as server:
+                heard_s = asyncio.run(first_heard_s(server))
+            found[name] = {"ready_s": server.ready_s, "first_audio_s": heard_s, "stages": server.stages}
+            told(f"{name}: ready after {server.ready_s:.1f} s, heard after {heard_s:.1f} s")
+    return {"starts": found, "part_of_cold": found["full cache again"]["ready_s"] / found["empty cache"]["ready_s"]}
+
+
+async def first_heard_s(server: Server) -> float:
+    """From the command to the first samples of an answer."""
+    target = Target(address(server.url), None, 24000)
+    body = {"input": "Good morning.", "voice": offered(server)[0], "response_format": "pcm", "max_new_tokens": 20}
+    async with connections(target) as session:
+        record = await speak(session, target, Planned(body, "pcm"), 0, time.monotonic())
+    assert record.playback is not None and record.playback.first_s is not None, record.outcome
+    return record.playback.first_s - server.began_s
+
+
+PARTS = {"ladder": ladder, "throughput": throughput, "overload": overload, "clones": clones, "start": start}
+
+
+# what they need
+
+
+def demo(directory: Path, size: str) -> Path:
+    command = ["demo-checkpoint", "qwen3_tts", str(directory), "--size", size]
+    subprocess.run([sys.executable, "-m", "serving", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return directory
+
+
+def recording(seed: int, seconds: float = 5.0, rate_hz: int = 24000) -> str:
+    """Noise that no other seed gives, as a data URL."""
+    noise = np.random.default_rng(seed).normal(0, 3000, round(seconds * rate_hz)).astype("<i2")
+    file = BytesIO()
+    with wave.open(file, "wb") as wav:
+        wav.setparams((1, 2, rate_hz, 0, "NONE", ""))
+        wav.writeframes(noise.tobytes())
+    return "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def upload(server: Server, name: str, audio: str) -> None:
+    async def post() -> None:
+        form = aiohttp.FormData({"name": name, "ref_text": "A recording."})
+        data = base64.b64decode(audio.partition(",")[2])
+        form.add_field("audio_sample", data, filename="voice.wav", content_type="audio/wav")
+        async with aiohttp.ClientSession() as session, session.post(f"{server.url}/v1/audio/voices", data=form) as answer:
+            assert answer.status < 300, await answer.text()
+
+    asyncio.run(post())
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The ladder, and goodput under overload, as far as they were measured."""
+    figure = Figure(figsize=(7, 8), layout="constrained")
+    first, viable, good = figure.subplots(3)
+    for policy, runs in result.get("ladder", {}).get("runs", {}).items():
+        rates = [run["rate_requests_per_s"] for run in runs]
+        first.plot(rates, [run["ttfa_p90_ms"] for run in runs], marker="o", label=policy)
+        viable.plot(rates, [100 * (run["stream_viability"] or 0) for run in runs], marker="o", label=policy)
+    if "ladder" in result:
+        first.axhline(result["ladder"]["max_ttfa_p90_ms"], color="grey", linestyle=":", label="the most")
+        first.legend()
+        viable.legend()
+    first.set(yscale="log", ylabel="first audio, p90, ms", title=", ".join(models_of(result)))
+    viable.set(ylabel="viable streams, %", xlabel="requests a second")
+    runs = result.get("overload", {}).get("runs", {})
+    good.bar(list(runs), [run["goodput_requests_per_s"] for run in runs.values()], width=0.5)
+    good.set(ylabel="good requests a second", xlabel="of capacity")
+    for axes in (first, viable, good):
+        axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def models_of(result: dict[str, Any]) -> list[str]:
+    return sorted({part["model"] for part in result.values() if "model" in part})
+
+
+def ratio(of: float, to: float) -> float | None:
+    return of / to if to else None
+
+
+def cpu() -> str:
+    return next(iter(re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())), platform.machine())
+
+
+told = partial(print, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

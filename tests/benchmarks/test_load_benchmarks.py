@@ -1,0 +1,76 @@
+"""What the benchmarks under load make of what they measured."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import simulated, under_load
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def rung(rate, ttfa_p90_ms, viability, failed=0):
+    return {
+        "rate_requests_per_s": rate,
+        "ttfa_p90_ms": ttfa_p90_ms,
+        "stream_viability": viability,
+        "failed": failed,
+    }
+
+
+@pytest.mark.parametrize(
+    ("runs", "highest"),
+    [
+        ([rung(1, 20, 1.0), rung(2, 99, 1.0), rung(3, 101, 1.0)], 2),
+        ([rung(1, 20, 1.0), rung(2, 30, 0.99)], 1),
+        ([rung(1, 20, 1.0), rung(2, 30, 1.0, failed=1)], 1),
+        ([rung(1, 200, None)], 0),
+        ([rung(1, 20, None)], 1),  # all streams were of one chunk, which cannot be late
+        ([rung(1, None, None, failed=3)], 0),
+    ],
+)
+def test_the_highest_rate_is_that_of_a_rung_on_which_all_held(runs, highest):
+    assert under_load.highest_rate(runs, 100) == highest
+
+
+def test_a_server_is_counted_with_its_children():
+    command = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=sys.stdin)"
+    with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        while not children.read_text():
+            pass
+        found = under_load.descendants(os.getpid())
+        assert {os.getpid(), parent.pid, int(children.read_text())} <= set(found)
+
+
+def test_recordings_differ():
+    assert under_load.recording(1) == under_load.recording(1) != under_load.recording(2)
+
+
+def test_what_was_measured_is_kept_beside_a_part_that_is_measured_again(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    runs = {"1x": {"goodput_requests_per_s": 2.0}, "2x": {"goodput_requests_per_s": 1.9}}
+    monkeypatch.setitem(under_load.PARTS, "overload", lambda options: {"runs": runs})
+    monkeypatch.setitem(under_load.PARTS, "start", lambda options: {"part_of_cold": 0.2})
+    for part in ("overload", "start"):
+        monkeypatch.setattr(sys, "argv", ["under_load.py", str(path), "--only", part])
+        under_load.main()
+    found = json.loads(path.read_text())
+    assert found["overload"]["runs"] == runs and found["start"]["part_of_cold"] == 0.2
+    assert found["start"]["model"] == "small_voice"
+    assert path.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+def test_a_gpu_costs_what_was_measured_there():
+    figures = json.loads((RESULTS / "2026-11-22-h200-qwen3_tts.json").read_text())["figures=qwen3_tts=1.7b-base"]
+    cost = simulated.gpu_cost(figures)
+    assert cost.step_s(64) == pytest.approx(7.457e-3) and cost.step_s(1) == cost.step_s(8)
+    assert cost.prefill_s(256) == pytest.approx(2.341e-3)
+    assert cost.render_s(12, 25) == pytest.approx(54.593e-3)
+    assert cost.render_s(14, 25) == pytest.approx(54.593e-3 + 10.453e-3)  # as two launches
+    assert cost.render_s(6, 4) == pytest.approx((3.897e-3 + 6.629e-3) / 2)
+    assert cost.turn_s + 64 * cost.turn_slot_s == pytest.approx(3.6286e-3, rel=1e-3)

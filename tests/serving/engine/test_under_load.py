@@ -1,0 +1,310 @@
+"""What holds whatever comes: nobody starves, bounds are kept, deadlines are met where they can be, and every request ends, once.
+The real engine on a virtual clock, and requests of all kinds: plain, metered, flexible, fast, that leave, that do not read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.engine.engine import MAX_PASSED, Audio, Event, Failed, Finished, Full
+from serving.engine.runner import PAGE_TOKENS, token_bytes
+from serving.engine.scheduler import AGEING, Policy, Scheduler
+from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice
+from zoo.contract import Request, Window
+
+EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+FRAME_S = 0.08
+COST = Cost(
+    step_s=lambda slots: 0.004 + 0.002 * slots,
+    prefill_s=lambda tokens: 0.001 + 2e-5 * tokens,
+    render_s=lambda rows, frames: 0.0005 + 1e-4 * rows * frames,
+    save_s=1e-5,
+)
+UNREAD_S, STALL_S = 2.0, 5.0
+MAX_WAITING = 6
+
+
+@dataclass
+class Asked:
+    """A request, and how its listener behaves. leaves_s: after so long; reads: 0 for who takes nothing, 1 for all at once."""
+
+    at_s: float
+    size: int  # of its prompt
+    frames: int
+    leaves_s: float | None = None
+    reads: float = 1.0
+    is_flex: bool = False
+    speed: float = 1.0
+    events: list[Event] = field(default_factory=list)
+    heard: Heard | None = None
+    num_read: int = 0
+
+
+asked = st.builds(
+    Asked,
+    at_s=st.floats(0, 2),
+    size=st.integers(1, 300),
+    frames=st.integers(1, 150),
+    leaves_s=st.none() | st.floats(0, 3),
+    reads=st.sampled_from([1.0, 1.0, 0.3, 0.0]),
+    is_flex=st.booleans(),
+    speed=st.sampled_from([1.0, 1.0, 0.25, 4.0]),
+)
+rooms = st.fixed_dictionaries(
+    {
+        "slots": st.integers(1, 6),
+        "pages": st.integers(60, 120),
+        "saved_pages": st.integers(0, 60),
+        "policy": st.sampled_from(["streaming", "throughput", "fifo"]),
+        "is_async": st.booleans(),
+        "max_ttfa_s": st.none() | st.floats(0.3, 3.0),
+    }
+)
+
+
+class Room:
+    """An engine, and whoever asks it. `look` is called after every turn."""
+
+    def __init__(self, slots, pages, saved_pages, policy, is_async, max_ttfa_s, cost=COST, guard=4.0):
+        """guard: times its frames that a speech may have, as far as its prompt says."""
+        voice = Voice(frames_per_byte=0.8, guard=guard)
+        page_bytes = PAGE_TOKENS * token_bytes(voice)
+        self.simulation = Simulation(
+            voice,
+            cost,
+            is_async,
+            {
+                "max_slots": slots,
+                "kv_bytes": (1 + pages) * page_bytes,
+                "saved_bytes": saved_pages * page_bytes,
+                "policy": policy,
+                "max_ttfa_s": max_ttfa_s,
+                "max_waiting": MAX_WAITING,
+                "max_unread_s": UNREAD_S,
+                "max_stall_s": STALL_S,
+            },
+        )
+        self.engine, self.model, self.clock = self.simulation.engine, self.simulation.model, self.simulation.clock
+        self.admitted: list[int] = []  # in order
+
+    def submit(self, index: int, one: Asked) -> None:
+        one.heard = Heard(self.clock.now_s)
+
+        def deliver(event: Event) -> None:
+            one.events.append(event)
+            one.heard.take(event, self.clock.now_s, RATE_HZ)
+
+        request = Request(text="x" * one.size, seed=index, max_frames=one.frames)
+        try:
+            place = self.engine.accept(
+                f"{index}",
+                deliver,
+                text_bytes=one.size,
+                is_metered=one.reads < 1,
+                is_flex=one.is_flex,
+                speed=one.speed,
+            )
+        except Full as full:
+            one.heard.end = full
+            return
+        self.engine.prepare(place, lambda: request)
+
+    def run(self, all_asked: list[Asked], look: Callable[[], None] = lambda: None) -> None:
+        """Until everybody has ended."""
+        waiting = sorted(enumerate(all_asked), key=lambda pair: pair[1].at_s)
+        here: dict[int, Asked] = {}
+        for _ in range(100_000):
+            while waiting and waiting[0][1].at_s <= self.clock.now_s:
+                index, one = waiting.pop(0)
+                self.submit(index, one)
+                here[index] = one
+            for index, one in list(here.items()):
+                self.listen(index, one)
+                if one.heard.end is not None:
+                    del here[index]
+            is_busy = self.simulation.turn()
+            running = [int(job.id) for job in self.model.running.values()]
+            self.admitted += [index for index in running if index not in self.admitted]
+            look()
+            if not is_busy and not self.engine.num_requests and not here:
+                if not waiting:
+                    return
+                self.clock.now_s = max(self.clock.now_s, waiting[0][1].at_s)
+            elif not is_busy:
+                self.clock.now_s += 0.02  # all are held back
+        pytest.fail(f"{self.engine.num_requests} requests have not ended")
+
+    def listen(self, index: int, one: Asked) -> None:
+        """It leaves when its time has come, and reads at its pace."""
+        now_s = self.clock.now_s
+        if one.leaves_s is not None and now_s >= one.heard.submitted_s + one.leaves_s:
+            self.engine.cancel(f"{index}")
+        if one.reads < 1 and one.heard.first_s is not None:
+            given = sum(event.frames for event in one.events if isinstance(event, Audio))
+            taken = min(given, int(one.reads * (now_s - one.heard.first_s) / FRAME_S))
+            if taken > one.num_read:
+                self.engine.heard(f"{index}", taken - one.num_read)
+                one.num_read = taken
+
+
+@settings(EXAMPLES, max_examples=40)
+@given(st.lists(asked, min_size=1, max_size=25), rooms)
+def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
+    """Whoever leaves, does not read or is refused, and however little there is: pages, slots, the bound of the line and what
+    is promised are kept after every turn."""
+    room = Room(**room)
+    engine, model, pages = room.engine, room.model, room.engine.pages
+
+    def look() -> None:
+        held = [page for job in model.running.values() for lane in job.pages for page in lane]
+        assert pages.free + len(set(held)) == pages.num_pages
+        assert all(pages._references[page] == held.count(page) for page in set(held))
+        assert engine.paging.uncommitted >= 0
+        saved = sum(sum(model._written_pages(job)) for job in model.running.values() if job.saved is not None)
+        assert saved <= engine.paging.max_saved
+        assert len(model.running) + len(model.free_slots) + len(model.leaving) == model.runner.num_slots
+        for is_flex in (False, True):
+            assert sum(place.is_flex == is_flex for place in model.line.values()) <= MAX_WAITING
+
+    room.run(all_asked, look)
+    for one in all_asked:
+        ends = [event for event in one.events if isinstance(event, Finished | Failed)]
+        if isinstance(one.heard.end, Full):
+            assert not one.events
+            continue
+        assert ends == one.events[-1:] and ends
+        spoken = sum(event.frames for event in one.events if isinstance(event, Audio))
+        match ends[0]:
+            case Finished("cancelled", frames):
+                assert one.leaves_s is not None and spoken <= frames <= one.frames
+            case Finished(_, frames):
+                assert frames == spoken == one.frames
+            case Failed(code=code):
+                assert code == "stalled" and one.reads < 1
+    assert not engine.num_requests and not model.line and not model.running and not engine._known
+    assert pages.free == pages.num_pages and engine.paging.uncommitted == pages.num_pages + engine.paging.max_saved
+    assert sorted(model.free_slots) == list(range(model.runner.num_slots)) and not model.leaving
+    assert not model.scheduler.is_open.any() and not model.scheduler.waiting and not engine._reference_bytes
+
+
+@EXAMPLES
+@given(
+    st.integers(2, 8),
+    st.booleans(),
+    st.lists(
+        st.tuples(st.floats(0, 3), st.integers(1, 256), st.integers(20, 200), st.sampled_from([1.0, 0.25])),
+        min_size=1,
+        max_size=30,
+    ),
+)
+def test_nobody_hears_a_gap_where_every_turn_is_short_enough(slots, is_async, arrivals):
+    """A load that is feasible by construction: whatever falls into a turn (a step of all slots, all the prompt positions that
+    there may be, a window of the largest shape for each) takes a third of a frame at most, and most of that whatever it is."""
+    worst_s = FRAME_S / 3
+    cost = Cost(
+        step_s=lambda count: 0.05 * worst_s * count / slots,
+        prefill_s=lambda tokens: 0.05 * worst_s * tokens / 256,
+        render_s=lambda rows, frames: 0.1 * worst_s * rows * frames / (25 * slots),
+        turn_s=0.8 * worst_s,
+    )
+    room = Room(slots, 2000, 0, "streaming", is_async, None, cost)
+    room.engine.max_waiting = len(arrivals)
+    all_asked = [Asked(at_s, size, frames, speed=speed) for at_s, size, frames, speed in arrivals]
+    room.run(all_asked)
+    for one in all_asked:
+        assert isinstance(one.heard.end, Finished) and one.heard.end.frames == one.frames
+        if one.speed == 1:  # what `Heard` plays at
+            assert one.heard.late_s <= 1e-9
+    assert room.model.scheduler.underruns == 0
+
+
+@EXAMPLES
+@given(
+    st.integers(60, 90),
+    st.integers(2, 4),
+    st.lists(st.tuples(st.floats(0, 6), st.integers(1, 40), st.integers(1, 30)), max_size=60),
+)
+def test_a_large_head_is_passed_a_bounded_number_of_times(pages, slots, small):
+    """It needs nearly all pages, and small ones keep coming: MAX_PASSED of them go before it, and it is next."""
+    room = Room(slots, pages, 0, "streaming", False, None, guard=2.0)
+    room.engine.max_waiting = 100
+    positions = (pages - 2) * PAGE_TOKENS
+    first = [Asked(0.0, 30, 60) for _ in range(slots - 1)]
+    head = Asked(0.01, positions // 2, positions // 4)
+    later = [Asked(0.02 + at_s, size, frames) for at_s, size, frames in small]
+    room.run([*first, head, *later])
+    for one in (*first, head, *later):
+        assert isinstance(one.heard.end, Finished) and one.heard.end.frames == one.frames
+    before = room.admitted[: room.admitted.index(len(first))]
+    assert len([index for index in before if index > len(first)]) <= MAX_PASSED
+
+
+@EXAMPLES
+@given(
+    st.integers(2, 6),
+    st.integers(100, 4000),
+    st.lists(st.integers(1, 2000), min_size=1, max_size=200),
+    st.integers(0, 30),
+)
+def test_a_prompt_is_passed_by_shorter_ones_for_a_bounded_number_of_turns(slots, size, others, begins):
+    """Whatever comes, every turn, into all other slots: it counts as AGEING positions shorter each turn, so whoever came so
+    much later that it is not the shorter one goes behind it."""
+    order = Scheduler(slots, Policy.STREAMING, Window((1, 4, 25)), FRAME_S)
+    filled = turns = 0
+    while filled < size:
+        if turns == begins:
+            order.open(0, size)
+        for slot in range(1, slots):
+            if not order.is_open[slot]:
+                order.open(slot, others[turns % len(others)])
+        chunks = order.next_chunks()
+        assert sum(chunk.stop - chunk.start for chunk in chunks) <= Policy.STREAMING.prefill_tokens
+        for chunk in chunks:
+            order.record_prefill(chunk)
+            if chunk.slot == 0:
+                filled = chunk.stop
+            elif chunk.is_last:
+                order.close(chunk.slot)
+        turns += 1
+        assert turns < 10_000
+    in_slots = (slots - 1) * max(others)
+    assert turns <= begins + size / AGEING + (in_slots + size) / Policy.STREAMING.prefill_tokens + 3
+
+
+def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
+    """Where a launch returns when it is done, a window is given before the next one of the same turn is made, and is on its
+    way by then."""
+    room, rendered, given, turns = Room(6, 2000, 0, "streaming", False, None), [], [], []
+    render, flush = room.model.runner.render, []
+
+    def noted(due):
+        assert given == rendered and len(flush) >= len(rendered)
+        rendered.append(due.slots.tolist())
+        given.append([])
+        return render(due)
+
+    room.model.runner.render = noted
+    room.engine.after_turn = lambda: flush.append(None)
+    plain = Room.submit
+
+    def submit(index: int, one: Asked) -> None:
+        plain(room, index, one)
+        deliver = room.model.line[f"{index}"].deliver
+
+        def note(event: Event) -> None:
+            if isinstance(event, Audio):
+                [slot] = [slot for slot, job in room.model.running.items() if job.id == f"{index}"]
+                given[-1].append(slot)
+            deliver(event)
+
+        [job] = room.engine._inbox
+        job.deliver = note
+
+    room.submit = submit
+    room.run([Asked(0.02 * i, 10, 120) for i in range(12)], look=lambda: turns.append(len(rendered)))
+    assert any(after - before > 1 for before, after in itertools.pairwise(turns))
