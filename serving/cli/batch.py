@@ -128,8 +128,8 @@ def batch(
                 of_model = dict(parsed_option(option, worker.family.spec) for option in options)
                 clip = partial(recording_at, base)
                 tool.Batch(engine, results, digests, form, clip, of_model, tally, report).run(wanted)
-    speed = f", {tally.audio_s / tally.wall_s:.2f} audio-s/s" if tally.wall_s else ""
-    said = f"{tally.made} made ({tally.audio_s:.2f} s of audio{speed}), {tally.found} were there, {tally.failed} failed"
+    pace = f", {tally.audio_s / tally.wall_s:.2f} audio-s/s" if tally.wall_s else ""
+    said = f"{tally.made} made ({tally.audio_s:.2f} s of audio{pace}), {tally.found} were there, {tally.failed} failed"
     print(f"{out}: {said}" + (", interrupted" if tally.is_interrupted else ""))
     return 130 if tally.is_interrupted else int(tally.failed > 0)
 
