@@ -112,6 +112,8 @@ class Server:
             raise RuntimeError("the server ended: " + " | ".join(line for _, line in self.stages))
         self.url = line.split()[-1]
         Thread(target=process.stderr.read, daemon=True).start()  # or the pipe fills up
+        while "zoo_slots" not in self.metrics():  # the engine tells once a second
+            time.sleep(0.1)
 
     @property
     def ready_s(self) -> float:
