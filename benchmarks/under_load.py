@@ -120,15 +120,7 @@ class Server:
         return self.stages[-1][0]
 
     def metrics(self) -> dict[str, float]:
-        """By name, all models' added up. A server that has just begun to listen may not know of its models' slots yet."""
-        for _ in range(50):
-            found = self._metrics_now()
-            if "zoo_slots" in found:
-                return found
-            time.sleep(0.1)
-        raise RuntimeError("the server's metrics name no slots")
-
-    def _metrics_now(self) -> dict[str, float]:
+        """By name, all models' added up."""
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             text = answer.read().decode()
         found: dict[str, float] = {}
