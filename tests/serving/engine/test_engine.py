@@ -370,21 +370,23 @@ def held(engine):
     return {name: value for name, value in numbers(engine).items() if name not in WORK}
 
 
-COUNTS = ("turns", "turn_s", "admitted", "queue_s", "short_passes", "long_passes")
-WORK = (*COUNTS, "turn_times", "queue_times", "resident_bytes")
+COUNTS = ("turns", "turn_s", "admitted", "queue_s", "short_passes", "long_passes", "audio_s")
+WORK = (*COUNTS, "first_audio_s", "turn_times", "queue_times", "resident_bytes")
 
 
 def test_work_is_counted():
     ticks = itertools.count()
     fresh = engine(clock=lambda: float(next(ticks)))
-    assert [numbers(fresh)[name] for name in COUNTS] == [0] * 6
+    assert [numbers(fresh)[name] for name in COUNTS] == [0] * len(COUNTS)
+    assert numbers(fresh)["first_audio_s"] is None
     speak(fresh, *(long(seed=seed, max_frames=3) for seed in range(3)))
     while fresh.turn():
         pass
-    counted = numbers(fresh)
+    counted, frame_s = numbers(fresh), TOY.spec.frame_samples / TOY.spec.sample_rate_hz
     assert counted["admitted"] == 3 and counted["queue_s"] > 3 and counted["turns"] > 3
     for times, total, count in (("turn_times", "turn_s", "turns"), ("queue_times", "queue_s", "admitted")):
         assert counted[times].sum_s == counted[total] and sum(counted[times].counts) == counted[count]
+    assert counted["audio_s"] == pytest.approx(3 * 3 * frame_s) and counted["first_audio_s"] > 0
     assert counted["turn_s"] >= counted["turns"] and counted["resident_bytes"] > 1 << 20
 
 
