@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zoo.cosyvoice2.estimator import KERNEL, PAIR, Conv, TransformerBlock, mish, pointwise
+from zoo.cosyvoice2.estimator import KERNEL, PAIR, Conv, TransformerBlock, attend, mish, pointwise
 from zoo.cosyvoice2.stretch import Seen, Stretch
 from zoo.nn import kernels
 from zoo.nn.conv import CodecState, StateLayout
@@ -15,6 +15,19 @@ from zoo.nn.conv import CodecState, StateLayout
 def test_mish(dtype):
     x = torch.cat((torch.linspace(-30, 30, 601), torch.tensor([-1e4, -100.0, 100.0, 1e4]))).to(dtype)
     torch.testing.assert_close(mish(x), F.mish(x.double()).to(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_attention_with_a_mask_of_each_row(dtype, atol):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 50, 3, 16, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 3, 70, 16, generator=generator, dtype=torch.float64)
+    is_seen = torch.rand(2, 1, 50, 70, generator=generator) < 0.5
+    is_seen[..., 0] = True
+    q, k, v = (part.to(dtype) for part in (q.transpose(1, 2), k, v))  # queries are not contiguous, as in a block
+    mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
+    truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=is_seen)
+    torch.testing.assert_close(attend(q, k, v, mask).double(), truth, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
