@@ -23,6 +23,8 @@ from zoo.cosyvoice2.stretch import Seen, may_follow_values
 from zoo.nn import kernels
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import CodecState, Stateful, StateLayout
+from zoo.nn.linear import FusedLinear
+from zoo.nn.packed import linear_add, linear_gelu
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without
@@ -78,8 +80,13 @@ class ConvBlock(nn.Module):
         self.conv = Conv(channels, out_channels)
         self.norm = nn.LayerNorm(out_channels)
 
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return mish(self.norm(self.conv(x, state)))
+    def forward(self, x: Tensor, state: CodecState, shift: Tensor | None = None) -> Tensor:
+        """x [B, N, C] -> [B, N, Cout]; shift [Cout] is added."""
+        x = self.conv(x, state)
+        if kernels.know(x) and not torch.compiler.is_compiling():
+            return kernels.norm_mish(x, self.norm.weight, self.norm.bias, shift, self.norm.eps)
+        x = mish(self.norm(x))
+        return x if shift is None else x + shift
 
 
 class Resnet(nn.Module):
@@ -90,8 +97,9 @@ class Resnet(nn.Module):
         self.block2 = ConvBlock(out_channels, out_channels)
         self.shortcut = nn.Conv1d(channels, out_channels, 1)
 
-    def forward(self, x: Tensor, time: Tensor, state: CodecState) -> Tensor:
-        y = self.block1(x, state) + self.time(F.mish(time))
+    def forward(self, x: Tensor, shift: Tensor, state: CodecState) -> Tensor:
+        """shift [Cout], what the solver's time adds."""
+        y = self.block1(x, state, shift)
         return self.block2(y, state) + pointwise(x, self.shortcut)
 
 
@@ -101,9 +109,7 @@ class TransformerBlock(nn.Module):
         self.heads = heads
         inner = heads * head_dim
         self.attention_norm = nn.LayerNorm(channels)
-        self.q = nn.Linear(channels, inner, bias=False)
-        self.k = nn.Linear(channels, inner, bias=False)
-        self.v = nn.Linear(channels, inner, bias=False)
+        self.qkv = FusedLinear(channels, (inner,) * 3)
         self.out = nn.Linear(inner, channels)
         self.mlp_norm = nn.LayerNorm(channels)
         self.widen = nn.Linear(channels, 4 * channels)
@@ -111,9 +117,9 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
         """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen; cache [S, capacity + 1, PAIR, 2 * inner]."""
-        y = self.attention_norm(x)
-        x = x + self.out(self._attend(self.q(y), self.k(y), self.v(y), seen, mask, cache))
-        return x + self.narrow(F.gelu(self.widen(self.mlp_norm(x))))
+        y = self._attend(*self.qkv(self.attention_norm(x)), seen, mask, cache)
+        x = linear_add(self.out, y, x)
+        return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
         """q, k, v [2B, Q, inner] -> [2B, Q, inner]"""
@@ -138,15 +144,17 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(
-        self, x: Tensor, time: Tensor, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor
+        self, x: Tensor, shift: Tensor, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor
     ) -> Tensor:
-        x = self.resnet(x, time, state)
+        x = self.resnet(x, shift, state)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, seen, mask, cache)
         return x
 
 
 class Estimator(nn.Module):
+    shifts: Tensor  # [steps, stages, channels], what the times of the solver's steps add
+
     def __init__(self, config: FlowConfig):
         super().__init__()
         channels = config.channels
@@ -161,18 +169,29 @@ class Estimator(nn.Module):
         self.out = nn.Conv1d(channels, MELS, 1)
         self.layout = StateLayout(self)
 
-    def forward(
-        self, x: Tensor, t: Tensor, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor
-    ) -> Tensor:
-        """x [2B, Q, 4 * MELS]; t [] fp32, from 0 (noise) to 1; caches [layers, S, capacity + 1, PAIR, 2 *
-        inner] -> velocity [2B, Q, MELS]."""
-        time = sinusoid(t, 4 * MELS).to(x.dtype)
-        time = self.time2(F.silu(self.time1(time)))
-        stages, by_stage = (self.first, *self.middle, self.last), caches.split(len(self.first.blocks))
-        x = kept = self.first(x, time, state, seen, mask, by_stage[0])
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.first, *self.middle, self.last  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def prepare(self, times: Tensor) -> None:
+        """Lay weights out, and make what follows from the times of the solver's steps [steps], fp32 from 0 (noise) to 1."""
+        for module in self.modules():
+            if isinstance(module, Conv):
+                module.prepare()
+        time = torch.stack([sinusoid(t, 4 * MELS) for t in times]).to(self.time1.weight.dtype)
+        time = F.mish(self.time2(F.silu(self.time1(time))))
+        shifts = torch.stack([stage.resnet.time(time) for stage in self.stages], 1)
+        self.register_buffer("shifts", shifts, persistent=False)
+
+    def forward(self, x: Tensor, step: int, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor) -> Tensor:
+        """x [2B, Q, 4 * MELS]; step of the solver; caches [layers, S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q,
+        MELS]."""
+        shifts, by_stage = self.shifts[step].unbind(0), caches.split(len(self.first.blocks))
+        x = kept = self.first(x, shifts[0], state, seen, mask, by_stage[0])
         x = self.first_conv(x, state)
-        for stage, stage_caches in zip(stages[1:-1], by_stage[1:-1], strict=True):
-            x = stage(x, time, state, seen, mask, stage_caches)
-        x = self.last(torch.cat((x, kept), -1), time, state, seen, mask, by_stage[-1])
+        for stage, shift, stage_caches in zip(self.middle, shifts[1:-1], by_stage[1:-1], strict=True):
+            x = stage(x, shift, state, seen, mask, stage_caches)
+        x = self.last(torch.cat((x, kept), -1), shifts[-1], state, seen, mask, by_stage[-1])
         x = self.final(self.last_conv(x, state), state)
         return pointwise(x, self.out)

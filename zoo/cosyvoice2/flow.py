@@ -15,14 +15,15 @@ every chunk), which computes all frames anew for every chunk.
 from __future__ import annotations
 
 import math
+import mmap
+from contextlib import suppress
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.cosyvoice2.config import MELS, NUM_UP_LAYERS, FlowConfig
-from zoo.cosyvoice2.estimator import PAIR, Conv, Estimator
+from zoo.cosyvoice2.estimator import PAIR, Estimator
 from zoo.cosyvoice2.flow_encoder import FlowEncoder
 from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MAX_FRAMES, TOKEN_FRAMES
 from zoo.cosyvoice2.stretch import Seen, Stretch
@@ -48,10 +49,15 @@ def cosine_times() -> list[float]:
 
 
 def zeros(like: Tensor, *shape: int) -> Tensor:
-    """As like.new_zeros. On a CPU no memory is taken before it is written to, where torch would write the zeros."""
+    """As like.new_zeros. On a CPU no memory is taken before it is written to, where torch would write the zeros; and then
+    in small pages: a stream writes in places that lie far apart, and of a huge page would use a tenth."""
     if like.device.type != "cpu":
         return like.new_zeros(*shape)
-    return torch.from_numpy(np.zeros(math.prod(shape) * like.itemsize, np.uint8)).view(like.dtype).view(shape)
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * like.itemsize))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel that has none
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype, count=math.prod(shape)).view(shape)
 
 
 class FlowCache:
@@ -89,7 +95,6 @@ class FlowCache:
 
 class Flow(nn.Module):
     noise: Tensor  # [F, MELS]
-    solver_times: Tensor  # [STEPS]
 
     def __init__(self, config: FlowConfig):
         super().__init__()
@@ -102,15 +107,10 @@ class Flow(nn.Module):
 
     def prepare(self) -> None:
         """Make what is in no checkpoint, and lay out what is."""
-        for module in self.estimator.modules():
-            if isinstance(module, Conv):
-                module.prepare()
         noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID))
         self.register_buffer("noise", noise.to(self.output.weight.device), persistent=False)
         self.times = cosine_times()
-        # where the solver is, on the device: made there, each would be a copy that the host waits for
-        places = torch.tensor(self.times[:STEPS]).to(self.output.weight.device)
-        self.register_buffer("solver_times", places, persistent=False)
+        self.estimator.prepare(torch.tensor(self.times[:STEPS]).to(self.output.weight.device))
 
     def forward(
         self,
@@ -156,7 +156,7 @@ class Flow(nn.Module):
             state = CodecState(self.estimator.layout, rows, stretch.tokens, count)
             inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(given.dtype), pairs), -1)
             velocity, null = (
-                self.estimator(inputs, self.solver_times[k], state, seen, mask, cache.estimator[k])
+                self.estimator(inputs, k, state, seen, mask, cache.estimator[k])
                 .unflatten(0, (-1, PAIR))
                 .unbind(1)
             )

@@ -10,11 +10,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zoo.nn import kernels
+from zoo.nn.operator import operator
+
 
 def nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """logits [B, V] with all but the likeliest at -inf: the fewest that hold top_p of all probability [B],
     at most top_k [B] (0: any number).
     Unlike `zoo.nn.sampling.keep_likely` the share is of all tokens, not of the top_k."""
+    if logits.device.type == "cpu":
+        return torch.ops.zoo.nucleus.default(logits, top_k, top_p)
+    return _nucleus(logits, top_k, top_p)
+
+
+def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     width = logits.shape[-1]
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     mass = ranked.softmax(-1)
@@ -24,6 +33,13 @@ def nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     is_kept = ((before < top_p[:, None]) | (top_p[:, None] >= 1)) & (rank < top_k)
     is_kept = is_kept | (rank == 0)
     return logits.masked_fill(~torch.zeros_like(is_kept).scatter(1, order, is_kept), -torch.inf)
+
+
+@operator("nucleus")
+def nucleus_on_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Without a sort."""
+    is_known = logits.dtype == torch.float32 and kernels.know(logits)
+    return (kernels.keep_nucleus if is_known else _nucleus)(logits, top_k, top_p)
 
 
 def repetition_aware(

@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #if defined(__FMA__)
 #include <immintrin.h>
@@ -161,6 +162,83 @@ int64_t count_likely(const float* logits, int64_t V, int64_t top_k, float top_p,
     return count;
 }
 
+// A row's entries but for the likeliest are taken out: see cosyvoice2/sampling.nucleus. `kept` is room to work in.
+void keep_nucleus(const float* logits, int64_t V, int64_t top_k, float top_p, float* out, std::vector<std::pair<float, int>>& kept) {
+    constexpr float never = -std::numeric_limits<float>::infinity();
+    const int64_t limit = top_k <= 0 || top_k >= V ? V : top_k;
+    if (limit == V && top_p >= 1) {
+        std::copy(logits, logits + V, out);
+        return;
+    }
+    kept.resize(V);
+    float most = never, total = 0, before = 0;
+    for (int64_t i = 0; i < V; i++) kept[i] = {logits[i] == logits[i] ? logits[i] : never, -int(i)};  // of equals the first one is the greater
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < V; i++) most = std::max(most, logits[i]);
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < V; i++) total += exponential(logits[i] - most);
+    if (limit < V) {
+        std::nth_element(kept.begin(), kept.begin() + limit, kept.end(), std::greater<>());
+        kept.resize(limit);
+    }
+    std::make_heap(kept.begin(), kept.end());
+    std::fill(out, out + V, never);
+    for (auto end = kept.end(); end != kept.begin(); end--) {
+        const auto [x, place] = kept[0];
+        if (before > 0 && top_p < 1 && before >= top_p) break;
+        out[-place] = x;
+        before += exponential(x - most) / total;
+        std::pop_heap(kept.begin(), end);
+    }
+}
+
+// A bijection of 32 bits: see sampling._mix.
+inline uint32_t mix(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x21F0AAADu;
+    x = (x ^ (x >> 15)) * 0x735A2D97u;
+    return x ^ (x >> 15);
+}
+
+inline uint32_t noise_key(int64_t seed, int64_t step, int64_t stream) {
+    const uint32_t key = mix(mix(uint32_t(seed) ^ 0x6A09E667u) ^ uint32_t(uint64_t(seed) >> 32));
+    return mix(mix(key ^ uint32_t(step)) ^ uint32_t(stream));
+}
+
+inline float uniform_of(uint32_t key, uint32_t i) { return (float(int32_t(mix(key ^ i * 0x9E3779B1u) >> 9)) + 0.5f) * 0x1p-23f; }
+
+// log x of a normal x > 0: of the power of two, and a series for the rest, between sqrt(1 / 2) and sqrt(2). Source: Cephes, logf.
+inline float logarithm(float x) {
+    union { float value; int32_t bits; } u = {x};
+    const int32_t power = (u.bits - 0x3F3504F3) >> 23;
+    u.bits -= power * (1 << 23);
+    const float f = u.value - 1, square = f * f, k = float(power);
+    float series = 7.0376836292e-2f;
+    series = series * f - 1.1514610310e-1f;
+    series = series * f + 1.1676998740e-1f;
+    series = series * f - 1.2420140846e-1f;
+    series = series * f + 1.4249322787e-1f;
+    series = series * f - 1.6668057665e-1f;
+    series = series * f + 2.0000714765e-1f;
+    series = series * f - 2.4999993993e-1f;
+    series = series * f + 3.3333331174e-1f;
+    return f + (series * f * square + k * -2.12194440e-4f - 0.5f * square) + k * 0.693359375f;
+}
+
+// The standard normal quantile of u. Source: M. Giles, Approximating the erfinv function, GPU Computing Gems (2011), single precision.
+inline float normal_of(float u) {
+    const float x = 2 * u - 1, w = -logarithm((1 - x) * (1 + x)), a = w - 2.5f, b = std::sqrt(std::max(w, 0.0f)) - 3;
+    float near = 2.81022636e-08f, far = -0.000200214257f;
+    near = near * a + 3.43273939e-07f, far = far * b + 0.000100950558f;
+    near = near * a - 3.5233877e-06f, far = far * b + 0.00134934322f;
+    near = near * a - 4.39150654e-06f, far = far * b - 0.00367342844f;
+    near = near * a + 0.00021858087f, far = far * b + 0.00573950773f;
+    near = near * a - 0.00125372503f, far = far * b - 0.0076224613f;
+    near = near * a - 0.00417768164f, far = far * b + 0.00943887047f;
+    near = near * a + 0.246640727f, far = far * b + 1.00167406f;
+    near = near * a + 1.50140941f, far = far * b + 2.83297682f;
+    return 1.41421356f * x * (w < 5 ? near : far);
+}
+
 // Products in registers: ROWS rows of the left matrix by WIDTH columns of the right one. A matrix is made of units of 32 bits: a float, or where the
 // CPU multiplies pairs of bfloat16, two of those that follow each other along what is summed.
 #if defined(__AVX512F__)
@@ -294,10 +372,10 @@ inline float shares_of(float* x, const int8_t* counts, int64_t n, float scale, f
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Q queries for each of B * L lanes, over the first `held` positions of their slots in the cache and their own, which then take their places there.
-// q, k, v and out [B * L, Q, H * D]; cache [slots, positions, L, 2 * H * D], keys and values; slots [B]; index [B, Q]; mask [B, Q, held + Q].
+// q, k and v [B * L, Q, H * D], their rows `stride` apart; out as they, without gaps; cache [slots, positions, L, 2 * H * D], keys and values; slots [B]; index [B, Q]; mask [B, Q, held + Q].
 template <typename T>
 void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t* slots, const int64_t* index, const bool* mask, T* out, int64_t B,
-                    int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D, float scale, int threads) {
+                    int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D, int64_t stride, float scale, int threads) {
     using U = Units<T>;
     const int64_t K = held + Q, wide_k = rounded_up(K, WIDTH), wide_d = rounded_up(D, WIDTH), units_d = (D + U::PER_UNIT - 1) / U::PER_UNIT;
 #pragma omp parallel num_threads(threads)
@@ -309,7 +387,7 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
         for (int64_t item = 0; item < B * L * H; item++) {
             const int64_t b = item / (L * H), lane = item / H % L, h = item % H;
             const auto kept = [&](int64_t i) { return cache + ((slots[b] * positions + i) * L + lane) * 2 * H * D + h * D; };
-            const auto own = [&](const T* x, int64_t i) { return x + ((b * L + lane) * Q + i) * H * D + h * D; };
+            const auto own = [&](const T* x, int64_t i) { return x + ((b * L + lane) * Q + i) * stride + h * D; };
             const auto key = [&](int64_t i) { return i < held ? kept(i) : own(k, i - held); };
             const auto value = [&](int64_t i) { return i < held ? kept(i) + H * D : own(v, i - held); };
             for (int64_t i = 0; i < K; i++) {
@@ -338,7 +416,7 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
                 for (int64_t d = 0; d < wide_d; d += WIDTH)
                     product<U>(share.data(), wide_k / U::PER_UNIT, &values[d], wide_d, (seen + U::PER_UNIT - 1) / U::PER_UNIT, &sum[d], wide_d);
                 for (int64_t r = 0; r < std::min<int64_t>(ROWS, Q - start); r++) {
-                    T* to = out + (own(q, start + r) - q);
+                    T* to = out + ((b * L + lane) * Q + start + r) * H * D + h * D;
 #pragma omp simd
                     for (int64_t d = 0; d < D; d++) narrow(sum[r * wide_d + d] / total[r], to[d]);
                 }
@@ -363,6 +441,33 @@ inline float sine_squared(float y) {
     return sine * sine;
 }
 
+// mish(layer norm of a row), and `shift` is added if there is one. x and out [N, C]; weight, bias and shift [C].
+template <typename T>
+void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* out, int64_t N, int64_t C, float eps, int threads) {
+#pragma omp parallel num_threads(threads) if (N * C > SMALL)
+    {
+        std::vector<float> row(C);
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n++) {
+            const T* from = x + n * C;
+            float *values = row.data(), total = 0, squares = 0;
+#pragma omp simd reduction(+ : total)
+            for (int64_t c = 0; c < C; c++) total += values[c] = wide(from[c]);
+            const float mean = total / C;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t c = 0; c < C; c++) squares += (values[c] - mean) * (values[c] - mean);
+            const float scale = 1 / std::sqrt(squares / C + eps);
+#pragma omp simd
+            for (int64_t c = 0; c < C; c++) {
+                const float y = (values[c] - mean) * scale * wide(weight[c]) + wide(bias[c]);
+                const float e = exponential(std::min(y, 20.0f) - 20) * 485165195.4f;  // e^min(y, 20): from there on the factor below is 1
+                const float z = e * (e + 2);
+                narrow(y * (z / (z + 2)) + (shift ? wide(shift[c]) : 0), out[n * C + c]);
+            }
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -380,14 +485,14 @@ void attend_bfloat16(const bfloat16* q, const bfloat16* kv, const int64_t* pages
 // As above.
 void attend_stretch_float32(const float* q, const float* k, const float* v, float* cache, const int64_t* slots, const int64_t* index,
                             const bool* mask, float* out, int64_t B, int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D,
-                            float scale, int threads) {
-    attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, scale, threads);
+                            int64_t stride, float scale, int threads) {
+    attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, stride, scale, threads);
 }
 
 void attend_stretch_bfloat16(const bfloat16* q, const bfloat16* k, const bfloat16* v, bfloat16* cache, const int64_t* slots,
                              const int64_t* index, const bool* mask, bfloat16* out, int64_t B, int64_t L, int64_t Q, int64_t held,
-                             int64_t positions, int64_t H, int64_t D, float scale, int threads) {
-    attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, scale, threads);
+                             int64_t positions, int64_t H, int64_t D, int64_t stride, float scale, int threads) {
+    attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, stride, scale, threads);
 }
 
 // x and out [B, N, C], frequency and gain [C].
@@ -409,6 +514,48 @@ void snake(const float* x, const float* frequency, const float* gain, float* out
 #pragma omp simd
         for (int64_t i = row * N; i < (row + 1) * N; i++) out[i] = x[i] + g * sine_squared(f * x[i]);
     }
+}
+
+// seed and step [B] -> out [B, streams, width], the same for a seed, a step and a stream wherever they stand.
+void uniform(const int64_t* seed, const int64_t* step, float* out, int64_t B, int64_t first, int64_t streams, int64_t width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (B * streams * width > SMALL)
+    for (int64_t row = 0; row < B * streams; row++) {
+        const uint32_t key = noise_key(seed[row / streams], step[row / streams], first + row % streams);
+        float* to = out + row * width;
+#pragma omp simd
+        for (int32_t i = 0; i < int32_t(width); i++) to[i] = uniform_of(key, uint32_t(i));
+    }
+}
+
+// As above, of the first stream.
+void normal(const int64_t* seed, const int64_t* step, float* out, int64_t B, int64_t width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (B * width > SMALL)
+    for (int64_t row = 0; row < B; row++) {
+        const uint32_t key = noise_key(seed[row], step[row], 0);
+        float* to = out + row * width;
+#pragma omp simd
+        for (int32_t i = 0; i < int32_t(width); i++) to[i] = normal_of(uniform_of(key, uint32_t(i)));
+    }
+}
+
+// logits and out [B, V], top_k and top_p [B].
+void keep_nucleus(const float* logits, const int64_t* top_k, const float* top_p, float* out, int64_t B, int64_t V, int threads) {
+#pragma omp parallel num_threads(threads) if (B * V > SMALL)
+    {
+        std::vector<std::pair<float, int>> kept;
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; b++) keep_nucleus(logits + b * V, V, top_k[b], top_p[b], out + b * V, kept);
+    }
+}
+
+void norm_mish_float32(const float* x, const float* weight, const float* bias, const float* shift, float* out, int64_t N, int64_t C, float eps,
+                       int threads) {
+    norm_mish(x, weight, bias, shift, out, N, C, eps, threads);
+}
+
+void norm_mish_bfloat16(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, const bfloat16* shift, bfloat16* out, int64_t N, int64_t C,
+                        float eps, int threads) {
+    norm_mish(x, weight, bias, shift, out, N, C, eps, threads);
 }
 
 // logits and out [B, V], top_k and top_p [B].

@@ -49,10 +49,13 @@ def build() -> None:
         ) from None
     for name in NAMES.values():
         getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
-        getattr(library, f"attend_stretch_{name}").argtypes = [c_void_p] * 8 + [c_int64] * 7 + [c_float, c_int]
+        getattr(library, f"attend_stretch_{name}").argtypes = [c_void_p] * 8 + [c_int64] * 8 + [c_float, c_int]
+        getattr(library, f"norm_mish_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int]
     for name in ("snake", "snake_of_rows"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
-    for name in ("keep_likely", "keep_likely_before_temperature"):
+    library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
+    library.normal.argtypes = [c_void_p] * 3 + [c_int64] * 2 + [c_int]
+    for name in ("keep_likely", "keep_likely_before_temperature", "keep_nucleus"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 2 + [c_int]
     _library = library
 
@@ -90,13 +93,14 @@ def on_gpu(module: str, function: str, *arguments: Any) -> Any:
         return getattr(of_gpu(module), function)(*arguments)
 
 
+def has(tensor: Tensor) -> bool:
+    """Whether a CPU's kernels are to be used for what lies where the tensor does."""
+    return _library is not None and not _plain.get() and tensor.device.type == "cpu"
+
+
 def know(*tensors: Tensor) -> bool:
-    """Whether the kernels are to be used, and made for such tensors."""
-    return (
-        _library is not None
-        and not _plain.get()
-        and all(tensor.device.type == "cpu" and tensor.dtype in NAMES for tensor in tensors)
-    )
+    """Whether a CPU's kernels are to be used, and made for such tensors."""
+    return all(has(tensor) and tensor.dtype in NAMES for tensor in tensors)
 
 
 def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: int, scale: float) -> Tensor:
@@ -120,12 +124,16 @@ def attend_stretch(
     [B, Q, held + Q] says who sees whom; slots [B], index [B, Q] where the new ones are then put -> [B * L, Q, H * D];
     `cosyvoice2.estimator`."""
     assert _library is not None and cache.is_contiguous() and mask.dtype == torch.bool
-    q, k, v, slots, index, mask = (tensor.contiguous() for tensor in (q, k, v, slots, index, mask))
-    out, (batch, num, keys), dim = torch.empty_like(q), mask.shape, q.shape[2] // heads
+    slots, index, mask = (tensor.contiguous() for tensor in (slots, index, mask))
+    stride = q.stride(1)  # of parts of one product, which lie side by side
+    if not all(x.stride() == (x.shape[1] * stride, stride, 1) for x in (q, k, v)):
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        stride = q.shape[2]
+    out, (batch, num, keys), dim = q.new_empty(q.shape), mask.shape, q.shape[2] // heads
     lanes, positions = cache.shape[2], cache.shape[1]
     assert q.shape == k.shape == v.shape == (batch * lanes, num, heads * dim) and cache.shape[3] == 2 * q.shape[2]
     pointers = (tensor.data_ptr() for tensor in (q, k, v, cache, slots, index, mask, out))
-    sizes = batch, lanes, num, keys - num, positions, heads, dim
+    sizes = batch, lanes, num, keys - num, positions, heads, dim, stride
     function = getattr(_library, f"attend_stretch_{NAMES[q.dtype]}")
     function(*pointers, *sizes, dim**-0.5, torch.get_num_threads())
     return out
@@ -141,6 +149,11 @@ def keep_likely_before_temperature(logits: Tensor, top_k: Tensor, top_p: Tensor)
     return _keep("keep_likely_before_temperature", logits, top_k, top_p)
 
 
+def keep_nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """As `keep_likely`; `cosyvoice2.sampling.nucleus`."""
+    return _keep("keep_nucleus", logits, top_k, top_p)
+
+
 def _keep(name: str, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     assert (
         _library is not None and logits.dtype == top_p.dtype == torch.float32 and top_k.dtype == torch.int64
@@ -149,6 +162,39 @@ def _keep(name: str, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     out = torch.empty_like(logits)
     pointers = (tensor.data_ptr() for tensor in (logits, top_k, top_p, out))
     getattr(_library, name)(*pointers, *logits.shape, torch.get_num_threads())
+    return out
+
+
+def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
+    """seed, step [B] int64 -> [B, streams, width] float32; `sampling.uniform`."""
+    assert _library is not None and seed.dtype == step.dtype == torch.int64
+    seed, step = seed.contiguous(), step.contiguous()
+    out = torch.empty(len(seed), streams, width)
+    pointers = (tensor.data_ptr() for tensor in (seed, step, out))
+    _library.uniform(*pointers, len(seed), first, streams, width, torch.get_num_threads())
+    return out
+
+
+def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
+    """seed, step [B] int64 -> [B, width] float32; `sampling.normal`."""
+    assert _library is not None and seed.dtype == step.dtype == torch.int64
+    seed, step = seed.contiguous(), step.contiguous()
+    out = torch.empty(len(seed), width)
+    pointers = (tensor.data_ptr() for tensor in (seed, step, out))
+    _library.normal(*pointers, len(seed), width, torch.get_num_threads())
+    return out
+
+
+def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float) -> Tensor:
+    """x [..., C]; weight, bias and shift of C values, all of one dtype -> mish(layer norm x) + shift;
+    `cosyvoice2.estimator`."""
+    assert _library is not None and x.dtype == weight.dtype == bias.dtype
+    assert shift is None or (shift.dtype == x.dtype and shift.numel() == x.shape[-1] and shift.is_contiguous())
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (x, weight, bias, shift, out))
+    sizes = x.numel() // x.shape[-1], x.shape[-1]
+    getattr(_library, f"norm_mish_{NAMES[x.dtype]}")(*pointers, *sizes, eps, torch.get_num_threads())
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from zoo.nn.linear import FusedLinear
 from zoo.nn.operator import operator
@@ -54,8 +55,25 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", None if plain.bias is None else plain.bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        y = torch.ops.zoo.packed_linear.default(x, self.weight, self.bias)
+        if torch.compiler.is_compiling():
+            y = torch.ops.zoo.packed_linear.default(x, self.weight, self.bias)
+        else:  # an operator of our own takes as long as some products
+            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y if self.parts is None else y.split(self.parts, -1)
+
+
+def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:
+    """gelu of a linear layer; in plain calls of a packed one in one pass."""
+    if isinstance(linear, PackedLinear) and not torch.compiler.is_compiling():
+        return torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "gelu", [], "none")
+    return F.gelu(linear(x))
+
+
+def linear_add(linear: nn.Module, x: Tensor, more: Tensor) -> Tensor:
+    """A linear layer [..., out] and more [..., out]; in plain calls of a packed one in one pass, and rounded once."""
+    if isinstance(linear, PackedLinear) and not torch.compiler.is_compiling():
+        return torch.ops.mkldnn._linear_pointwise.binary(x, more, linear.weight, linear.bias, "add")
+    return more + linear(x)
 
 
 def _empty_outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -45,12 +45,27 @@ def gumbel(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
 def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
     """seed, step [B] int64 -> standard normal noise [B, width] float32, the same wherever the row stands; at
     most 5.3 either way."""
+    if seed.device.type == "cpu":
+        return torch.ops.zoo.normal.default(seed, step, width)
+    return _normal(seed, step, width)
+
+
+def _normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
     return math.sqrt(2) * torch.erfinv(2 * _uniform(seed, step, range(1), width)[:, 0] - 1)
+
+
+def _empty_normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
+    return seed.new_empty(seed.shape[0], width, dtype=torch.float32)
+
+
+@operator("normal", gives=_empty_normal)
+def normal_on_cpu(seed: Tensor, step: Tensor, width: int) -> Tensor:
+    return (kernels.normal if kernels.has(seed) else _normal)(seed, step, width)
 
 
 def _uniform(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
     """-> [B, streams, width] float32 between 0 and 1"""
-    if seed.device.type == "cuda":
+    if seed.device.type in ("cpu", "cuda"):
         return torch.ops.zoo.uniform.default(seed, step, streams.start, len(streams), width)
     return _plain_uniform(seed, step, streams.start, len(streams), width)
 
@@ -67,10 +82,12 @@ def _empty_uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: 
 
 
 @operator("uniform", gives=_empty_uniform)
-def uniform_on_gpu(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
+def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
     """In one launch: in torch, the keys alone are fifty."""
     if kernels.use_gpu(seed):
         return kernels.on_gpu("triton_sampling", "uniform", seed, step, first, streams, width)
+    if kernels.has(seed):
+        return kernels.uniform(seed, step, first, streams, width)
     return _plain_uniform(seed, step, first, streams, width)
 
 
