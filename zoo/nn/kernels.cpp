@@ -224,9 +224,20 @@ inline float logarithm(float x) {
     return f + (series * f * square + k * -2.12194440e-4f - 0.5f * square) + k * 0.693359375f;
 }
 
+// The root of x >= 0, by Newton from a guess at its exponent: the library's may set errno, and so it is in no loop of vectors.
+inline float root(float x) {
+    union { float value; int32_t bits; } u = {x};
+    u.bits = 0x5F3759DF - (u.bits >> 1);
+    float inverse = u.value;
+    inverse *= 1.5f - 0.5f * x * inverse * inverse;
+    inverse *= 1.5f - 0.5f * x * inverse * inverse;
+    inverse *= 1.5f - 0.5f * x * inverse * inverse;
+    return x * inverse;
+}
+
 // The standard normal quantile of u. Source: M. Giles, Approximating the erfinv function, GPU Computing Gems (2011), single precision.
 inline float normal_of(float u) {
-    const float x = 2 * u - 1, w = -logarithm((1 - x) * (1 + x)), a = w - 2.5f, b = std::sqrt(std::max(w, 0.0f)) - 3;
+    const float x = 2 * u - 1, w = -logarithm((1 - x) * (1 + x)), a = w - 2.5f, b = root(std::max(w, 0.0f)) - 3;
     float near = 2.81022636e-08f, far = -0.000200214257f;
     near = near * a + 3.43273939e-07f, far = far * b + 0.000100950558f;
     near = near * a - 3.5233877e-06f, far = far * b + 0.00134934322f;
@@ -304,6 +315,61 @@ inline void to_units(const T* first, const T* second, int64_t n, float* units) {
         uint32_t* pairs = reinterpret_cast<uint32_t*>(units);
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) pairs[i] = uint32_t(first[i].bits) | uint32_t(second[i].bits) << 16;
+    }
+}
+
+#if defined(__AVX512F__)
+// 16 rows of 16 units -> 16 columns, `stride` apart.
+inline void transpose(const float* const rows[16], float* to, int64_t stride) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(rows[i]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)  // of each quarter of the four rows a column
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
+            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m512 first = _mm512_shuffle_f32x4(a[j], a[j + 4], 0x88), third = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0x88);
+        const __m512 second = _mm512_shuffle_f32x4(a[j], a[j + 4], 0xdd), fourth = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0xdd);
+        _mm512_storeu_ps(to + j * stride, _mm512_shuffle_f32x4(first, third, 0x88));
+        _mm512_storeu_ps(to + (j + 4) * stride, _mm512_shuffle_f32x4(second, fourth, 0x88));
+        _mm512_storeu_ps(to + (j + 8) * stride, _mm512_shuffle_f32x4(first, third, 0xdd));
+        _mm512_storeu_ps(to + (j + 12) * stride, _mm512_shuffle_f32x4(second, fourth, 0xdd));
+    }
+}
+#endif
+
+// Rows 0 .. n of n_units units, as row(i, room) gives them -> columns, `stride` apart, for any number of rows up to a multiple of LANES.
+template <typename U, typename T, typename Row>
+inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns, int64_t stride, float* room) {
+    const int64_t units = (width + U::PER_UNIT - 1) / U::PER_UNIT;
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    if (sizeof(T) * U::PER_UNIT == sizeof(float) && width % (16 * U::PER_UNIT) == 0) {  // units as they lie in memory
+        for (; i < n; i += 16) {
+            const float* rows[16];
+            for (int r = 0; r < 16; r++) {
+                rows[r] = reinterpret_cast<const float*>(row(std::min(i + r, n - 1)));
+                const char* next = reinterpret_cast<const char*>(row(std::min(i + r + 16, n - 1)));  // they lie far apart
+                for (int64_t byte = 0; byte < 4 * units; byte += 64) __builtin_prefetch(next + byte);
+            }
+            for (int64_t d = 0; d < units; d += 16) {
+                const float* parts[16];
+                for (int r = 0; r < 16; r++) parts[r] = rows[r] + d;
+                transpose(parts, columns + d * stride + i, stride);
+            }
+        }
+    }
+#endif
+    for (; i < n; i++) {
+        to_units<U>(row(i), width, room);
+        for (int64_t d = 0; d < units; d++) columns[d * stride + i] = room[d];
     }
 }
 
@@ -390,10 +456,7 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
             const auto own = [&](const T* x, int64_t i) { return x + ((b * L + lane) * Q + i) * stride + h * D; };
             const auto key = [&](int64_t i) { return i < held ? kept(i) : own(k, i - held); };
             const auto value = [&](int64_t i) { return i < held ? kept(i) + H * D : own(v, i - held); };
-            for (int64_t i = 0; i < K; i++) {
-                to_units<U>(key(i), D, row.data());
-                for (int64_t d = 0; d < units_d; d++) keys[d * wide_k + i] = row[d];
-            }
+            to_columns<U, T>(key, K, D, keys.data(), wide_k, row.data());
             for (int64_t i = 0; i < K; i += U::PER_UNIT)  // the second of an odd last one meets a share of 0
                 to_units<U>(value(i), value(std::min(i + U::PER_UNIT, K) - 1), D, &values[i / U::PER_UNIT * wide_d]);
             for (int64_t start = 0; start < Q; start += ROWS) {
@@ -439,6 +502,91 @@ inline float sine_squared(float y) {
     const float s = r * r;
     const float sine = r + r * s * (-1 / 6.0f + s * (1 / 120.0f + s * (-1 / 5040.0f + s * (1 / 362880.0f - s / 39916800.0f))));
     return sine * sine;
+}
+
+// out[i] = x[i] + gain[i] sin^2(frequency[i] x[i])
+inline void snake_row(const float* x, const float* frequency, const float* gain, float* out, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] + gain[i] * sine_squared(frequency[i] * x[i]);
+}
+
+// A fast FIR filter (Mou and Duhamel 1991), nested once: four phases of a signal, and nine short filters of their sums, where four phases of four would be
+// sixteen. With U the even rows and V the odd ones, P = even taps * V, Q = odd taps * U, C = (even + odd taps) * (U + V):
+//     y[2q] = C[q] - P[q] - Q[q]      y[2q + 1] = P[q] + Q[q + 1]
+// and so for P, Q and C themselves. Which phases' sum each of the nine reads, as indices of: x0 x1 x2 x3 x0+x1 x2+x3 x0+x2 x1+x3 x0+x1+x2+x3
+constexpr int NINE = 9, READS[NINE] = {3, 1, 7, 2, 0, 6, 5, 4, 8};  // of P, Q and C each the even, the odd and the sum
+constexpr int COLUMNS = 64;  // of a block of the weights
+
+// A convolution of a snake of a signal's rows, zeros where the mask says no, and the residual is added where there is one.
+// x [B, M + (taps - 1) * dilation, C]; w [D / COLUMNS, the nine filters' taps, C, COLUMNS], filled up with zeros; mask [B, as x]; residual and out
+// [B, M, D]; the streams of x, mask and residual lie `x_step`, `mask_step` and `residual_step` apart.
+void convolve_snake(const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask, const float* residual,
+                    float* out, int64_t B, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t x_step, int64_t mask_step,
+                    int64_t residual_step, int threads) {
+    static_assert(COLUMNS % WIDTH == 0);
+    const auto phase = [&](int64_t i) { return (taps - i + 3) / 4; };  // taps i, i + 4, ...
+    const int64_t lengths[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
+    int64_t num_taps = 0;
+    for (int64_t length : lengths) num_taps += length;
+    const int64_t most = rounded_up(std::max<int64_t>((1 << 13) / C, 2 * ROWS), ROWS);  // quarters of rows in a tile: what it reads stays in a core's cache
+    const int64_t each = 4 * (most - 1), longest = (M + dilation - 1) / dilation, tiles = (longest + each - 1) / each;
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t room = (most + phase(0)) * C;
+        std::vector<float> signals(NINE * room), sums(NINE * most * COLUMNS);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * dilation * tiles; item++) {
+            // rows first, first + dilation, ... of a stream: a signal without dilation
+            const int64_t b = item / (dilation * tiles), first = item / tiles % dilation + item % tiles * each * dilation;
+            const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
+            if (rows <= 0) continue;
+            const int64_t quarters = num + phase(0) - 1;
+            for (int64_t i = 0; i < 4 * quarters; i++) {
+                float* to = &signals[i % 4 * room + i / 4 * C];
+                const int64_t at = first + i * dilation;
+                if (i >= rows + taps - 1 || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
+                else snake_row(x + b * x_step + at * C, frequency, gain, to, C);
+            }
+            float* x0 = signals.data();
+            float *x1 = x0 + room, *x2 = x1 + room, *x3 = x2 + room, *x01 = x3 + room, *x23 = x01 + room, *x02 = x23 + room, *x13 = x02 + room, *all = x13 + room;
+#pragma omp simd
+            for (int64_t i = 0; i < quarters * C; i++) {
+                x01[i] = x0[i] + x1[i], x23[i] = x2[i] + x3[i], x02[i] = x0[i] + x2[i], x13[i] = x1[i] + x3[i];
+                all[i] = x01[i] + x23[i];
+            }
+            for (int64_t d = 0; d < D; d += COLUMNS) {
+                const float* weights = w + d * num_taps * C;
+                for (int k = 0; k < NINE; k++) {
+                    const float* a = x0 + READS[k] * room;
+                    float* c = &sums[k * most * COLUMNS];
+                    for (int64_t row = 0; row < num; row += ROWS)
+                        for (int64_t j = 0; j < COLUMNS; j += WIDTH)
+                            product<Floats>(a + row * C, C, weights + j, COLUMNS, lengths[k] * C, c + row * COLUMNS + j, COLUMNS);
+                    weights += lengths[k] * C * COLUMNS;
+                }
+                const int64_t columns = std::min<int64_t>(COLUMNS, D - d), part = most * COLUMNS;
+                for (int64_t q = 0; 4 * q < rows; q++) {
+                    const float* s = &sums[q * COLUMNS];
+                    float y[4][COLUMNS];
+#pragma omp simd
+                    for (int j = 0; j < COLUMNS; j++) {
+                        const float *at = s + j, *next = at + COLUMNS;
+                        const float p0 = at[2 * part] - at[0] - at[part], p1 = at[0] + next[part];
+                        const float q0 = at[5 * part] - at[3 * part] - at[4 * part], q1 = at[3 * part] + next[4 * part];
+                        const float q2 = next[5 * part] - next[3 * part] - next[4 * part];
+                        const float c0 = at[8 * part] - at[6 * part] - at[7 * part], c1 = at[6 * part] + next[7 * part];
+                        y[0][j] = c0 - p0 - q0, y[1][j] = p0 + q1, y[2][j] = c1 - p1 - q1, y[3][j] = p1 + q2;
+                    }
+                    for (int64_t r = 0; r < std::min<int64_t>(4, rows - 4 * q); r++) {
+                        const int64_t row = first + (4 * q + r) * dilation;
+                        float* to = out + (b * M + row) * D + d;
+                        const float* more = residual ? residual + b * residual_step + row * D + d : nullptr;
+                        for (int64_t j = 0; j < columns; j++) to[j] = y[r][j] + bias[d + j] + (more ? more[j] : 0);
+                    }
+                }
+            }
+        }
+    }
 }
 
 // mish(layer norm of a row), and `shift` is added if there is one. x and out [N, C]; weight, bias and shift [C].
@@ -498,12 +646,14 @@ void attend_stretch_bfloat16(const bfloat16* q, const bfloat16* k, const bfloat1
 // x and out [B, N, C], frequency and gain [C].
 void snake_of_rows(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
-    for (int64_t row = 0; row < B * N; row++) {
-        const float* from = x + row * C;
-        float* to = out + row * C;
-#pragma omp simd
-        for (int64_t c = 0; c < C; c++) to[c] = from[c] + gain[c] * sine_squared(frequency[c] * from[c]);
-    }
+    for (int64_t row = 0; row < B * N; row++) snake_row(x + row * C, frequency, gain, out + row * C, C);
+}
+
+// As above.
+void convolve_snake_of_rows(const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask,
+                            const float* residual, float* out, int64_t B, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation,
+                            int64_t x_step, int64_t mask_step, int64_t residual_step, int threads) {
+    convolve_snake(x, w, bias, frequency, gain, mask, residual, out, B, M, C, D, taps, dilation, x_step, mask_step, residual_step, threads);
 }
 
 // x and out [B, C, N], frequency and gain [C].

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -53,6 +54,7 @@ def build() -> None:
         getattr(library, f"norm_mish_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int]
     for name in ("snake", "snake_of_rows"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
+    library.convolve_snake_of_rows.argtypes = [c_void_p] * 8 + [c_int64] * 9 + [c_int]
     library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
     library.normal.argtypes = [c_void_p] * 3 + [c_int64] * 2 + [c_int]
     for name in ("keep_likely", "keep_likely_before_temperature", "keep_nucleus"):
@@ -212,3 +214,55 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     function = _library.snake_of_rows if is_rows else _library.snake
     function(*pointers, *x.shape, torch.get_num_threads())
     return out
+
+
+COLUMNS = 64  # of a block of weights, as in kernels.cpp
+
+
+def nine_filters(weight: Tensor) -> Tensor:
+    """A convolution's weight [D, C, taps] as `convolve_snake` reads it: of its even taps, its odd ones and their sums the same
+    three, with zeros up to a multiple of COLUMNS outputs [blocks, taps of all nine, C, COLUMNS]."""
+
+    def thirds(taps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        even, odd = taps[0::2], taps[1::2]
+        return even, odd, even + F.pad(odd, (0, 0, 0, 0, 0, len(even) - len(odd)))
+
+    taps = F.pad(weight.permute(2, 1, 0), (0, -len(weight) % COLUMNS))  # [taps, C, D]
+    nine = torch.cat([ninth for third in thirds(taps) for ninth in thirds(third)])
+    return nine.unflatten(2, (-1, COLUMNS)).permute(2, 0, 1, 3).contiguous()
+
+
+def convolve_snake(
+    x: Tensor,
+    wave: tuple[Tensor, Tensor],
+    filters: Tensor,
+    bias: Tensor,
+    taps: int,
+    dilation: int,
+    mask: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """A convolution of a snake of x [B, C, N], whose channels lie side by side, and so they do in what comes out [B, D, M];
+    all float32. wave: frequency and gain [C] of the snake; filters: `nine_filters` of the weight; bias [D]; mask [B, N]
+    bool, where the snake is zero instead; residual [B, D, M], what is added."""
+    assert _library is not None and x.dtype == filters.dtype == bias.dtype == torch.float32
+    (batch, channels, num), out_channels = x.shape, len(bias)
+    length = num - (taps - 1) * dilation
+    assert filters.is_contiguous() and filters.shape[2] == channels == wave[0].numel() and length > 0
+    x, x_step = _rows(x)
+    more, more_step = (None, 0) if residual is None else _rows(residual)
+    assert more is None or more.shape == (batch, length, out_channels)
+    assert mask is None or (mask.shape == (batch, num) and mask.stride(1) == 1 and mask.dtype == torch.bool)
+    out = x.new_empty(batch, length, out_channels)
+    pointers = (None if t is None else t.data_ptr() for t in (x, filters, bias, *wave, mask, more, out))
+    sizes = batch, length, channels, out_channels, taps, dilation, x_step, 0 if mask is None else mask.stride(0), more_step
+    _library.convolve_snake_of_rows(*pointers, *sizes, torch.get_num_threads())
+    return out.mT
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [B, C, N] -> [B, N, C] with each stream's rows one behind the other, and how far apart the streams lie."""
+    rows = x.mT
+    if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)

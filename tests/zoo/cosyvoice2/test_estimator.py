@@ -32,7 +32,7 @@ def test_attention_with_a_mask_of_each_row(dtype, atol):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(1, 6), (2, 16), (3, 80)])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 6), (2, 16), (2, 64), (3, 80)])
 @torch.inference_mode()
 def test_the_kernel_of_attention_is_torchs(heads, dim, dtype, atol, threads, monkeypatch):
     kernels.build()

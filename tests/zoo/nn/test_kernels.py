@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zoo.cosyvoice2.sampling import nucleus
 from zoo.nn import kernels
 from zoo.nn.attention import paged_attention
-from zoo.nn.sampling import keep_likely
+from zoo.nn.sampling import gumbel, keep_likely, normal
 from zoo.nn.snake import snake
 
 PAGE = 16
@@ -124,3 +125,83 @@ def test_snake_of_what_has_no_phase_stays_within_its_gain():
     found = snake(x, torch.ones(1, 1), torch.ones(1, 1))
     assert ((found - x)[..., :2].abs() <= 1.01).all() and found[0, 0, 2] == 0
     assert snake(torch.full((1, 1, 20), torch.nan), torch.ones(1, 1), torch.ones(1, 1)).isnan().all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dilation", [1, 3])
+@pytest.mark.parametrize("taps", range(1, 14))
+def test_a_snake_and_its_convolution_are_torchs(taps, dilation, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(taps)
+    # several tiles, one of less than a tile, and blocks of outputs that are not full
+    for channels, out_channels, num in ((256, 20, 500), (5, 70, 40), (16, 64, 2100)):
+        reach = (taps - 1) * dilation
+        x, more = (torch.randn(2, n, c, generator=generator).mT for n, c in ((num + reach, channels), (num + 6, out_channels)))
+        weight = torch.randn(out_channels, channels, taps, generator=generator) / (channels * taps) ** 0.5
+        bias = torch.randn(out_channels, generator=generator)
+        frequency, gain = torch.rand(2, channels, generator=generator) + 0.5
+        mask = torch.rand(2, num + reach + 2, generator=generator) < 0.8
+        filters = kernels.nine_filters(weight)
+
+        def ours(x, more, mask):
+            mask = None if mask is None else mask[:, 1:-1]
+            residual = None if more is None else more[:, :, 3:-3]
+            return kernels.convolve_snake(x, (frequency, gain), filters, bias, taps, dilation, mask, residual)
+
+        wave = plain(lambda: snake(x.double(), frequency[:, None].double(), gain[:, None].double()))
+        for is_there, added in ((None, None), (mask, more)):
+            read = wave if is_there is None else wave * is_there[:, None, 1:-1]
+            truth = torch.nn.functional.conv1d(read, weight.double(), bias.double(), dilation=dilation)
+            truth = truth if added is None else truth + added[:, :, 3:-3]
+            found = ours(x, added, is_there)
+            torch.testing.assert_close(found.double(), truth, rtol=0, atol=3e-5)
+            assert found.mT.is_contiguous()
+        alone = ours(x[1:], more[1:], mask[1:])
+        assert torch.equal(alone, found[1:])  # a row does not know of the others
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 25, 500, 507])
+@pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.8, 1.0])
+def test_the_nucleus_is_torchs(top_k, top_p):
+    logits = 3 * torch.randn(50, 500, generator=torch.Generator().manual_seed(0))
+    logits[:25, 100:130] = -torch.inf
+    logits[::2] = logits[::2].round()  # many equals, also at the edge: the first ones stay
+    settings = torch.full((50,), top_k), torch.full((50,), top_p)
+    found, expected = nucleus(logits, *settings), plain(lambda: nucleus(logits, *settings))
+    # a share of all that lies at the edge to the last digit may fall on either side
+    assert (found != expected).sum() <= 2
+    assert torch.equal(nucleus(logits[7:8], settings[0][:1], settings[1][:1]), found[7:8])
+
+
+def test_noise_is_torchs():
+    seed, step = torch.tensor([0, 7, -5, 1 << 40, -(1 << 62)]), torch.tensor([0, 3, 1 << 20, 1 << 35, 5])
+    width = 4321
+    assert torch.equal(gumbel(seed, step, range(2, 5), width), plain(lambda: gumbel(seed, step, range(2, 5), width)))
+    found, expected = normal(seed, step, width), plain(lambda: normal(seed, step, width))
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=1e-6)
+    assert torch.equal(normal(seed[2:3], step[2:3], 100), found[2:3, :100])
+
+
+def test_the_normal_quantile_is_right_at_its_ends(monkeypatch):
+    """What 23 bits can be is drawn, from the first to the last."""
+    rows = torch.arange(400)
+    noise = normal(rows, rows, 40_000).double()
+    assert noise.isfinite().all() and 5.0 < noise.abs().max() < 5.4
+    assert abs(noise.mean()) < 1e-3 and abs(noise.std() - 1) < 1e-3
+    assert abs((noise.abs() > 3).double().mean() - 0.0026998) < 5e-5
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
+def test_a_norm_and_its_mish_are_torchs(dtype, most, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    x, (weight, bias, shift) = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, 300, 70), (3, 70)))
+    weight[:3], bias[:3] = 0, torch.tensor([-80.0, 0.0, 90.0]).to(dtype)
+    for added in (None, shift):
+        found = kernels.norm_mish(x, weight, bias, added, 1e-5)
+        normed = torch.nn.functional.layer_norm(x.double(), (70,), weight.double(), bias.double())
+        truth = torch.nn.functional.mish(normed) + (0 if added is None else added.double())
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), truth, rtol=most, atol=most)
+    assert torch.equal(kernels.norm_mish(x[1:2, 5:6], weight, bias, shift, 1e-5), found[1:2, 5:6])
