@@ -14,16 +14,17 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 import zoo
 from compile_cache import threads
@@ -61,9 +62,10 @@ def bench(
         reference.script(family.spec.family)  # a look at it before the minutes that our own runs take
     counted = work(family, request)
     prepare_for_host(family, compile=compile)
-    limits = machine(family)
-    gb_per_s, gflops_per_s = limits["bytes_per_s"] / 1e9, limits["flops_per_s"] / 1e9
-    log_line(f"this machine: {gb_per_s:.1f} GB/s, {gflops_per_s:.0f} GFLOP/s in {family.dtype}")
+    flops = Counter(counted["step"]["flops"]) + Counter(counted["render"]["flops"])
+    limits = machine(family, flops)
+    rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in limits["flops_per_s"].items())
+    log_line(f"this machine: {limits['bytes_per_s'] / 1e9:.1f} GB/s, {rates}")
     engine = Engine(family, max_slots=max(streams), policy=policy, compile=compile)
     began_s = time.perf_counter()
     engine.warm(lambda fraction, stage: log_line(f"warming {fraction:4.0%} {stage}"), cached)
@@ -80,13 +82,14 @@ def bench(
         "device": device_name(family.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "dtype": str(family.dtype).removeprefix("torch."),
+        "dtype": dtype_name(family.dtype),
         "compiled": compile,
         "warm_s": warm_s,
         "compiles_after_warmup": engine.stats()["compiles_after_warmup"],
         "machine": limits,
         "step_weight_bytes": counted["step"]["bytes"],
-        "frame_flops": counted["step"]["flops"] + counted["render"]["flops"],
+        "frame_flops": flops.total(),
+        "frame_flops_by_dtype": dict(flops),
         "peak_memory_bytes": peak_memory(family.device),
         "runs": runs,
     }
@@ -221,27 +224,39 @@ def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[st
     }
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes of weights that pass through matrix products and convolutions, each time they do."""
-
-    HEAVY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "matmul")
+class Work(TorchDispatchMode):
+    """Bytes of weights that pass through matrix products and convolutions, each time they do, and their arithmetic by the
+    dtype that it is done in. An algorithm that needs less of it than the formula says is not known here."""
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()
         self.weights = {tensor.untyped_storage().data_ptr() for tensor in module.parameters()}
         self.bytes = 0
+        self.flops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in self.HEAVY:
-            for arg in args:
-                if isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() in self.weights:
-                    self.bytes += arg.numel() * arg.itemsize
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        count = flop_registry.get(func.overloadpacket)
+        if count is None:  # what it is made of, if it is
+            with self:
+                out = func.decompose(*args, **kwargs)
+            return func(*args, **kwargs) if out is NotImplemented else out
+        out = func(*args, **kwargs)
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() in self.weights:
+                self.bytes += tensor.numel() * tensor.itemsize
+        self.flops[dtype_name(tensors[0].dtype)] += count(*args, **kwargs, out_val=out)
+        return out
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @torch.no_grad()
-def work(family: Family[Any], request: Request) -> dict[str, dict[str, int]]:
-    """Weights read and arithmetic done by one eager step of one stream, and by its largest window; of that,
+def work(family: Family[Any], request: Request) -> dict[str, dict[str, Any]]:
+    """Weights read and arithmetic done, by dtype, by one eager step of one stream, and by its largest window; of that,
     the arithmetic of a frame."""
     prompt, window = family.prompt(request), family.spec.window
     frames = window.sizes[-1]
@@ -256,24 +271,25 @@ def work(family: Family[Any], request: Request) -> dict[str, dict[str, int]]:
         "step": lambda: runner.step(np.zeros(1, np.int64)).read(),
         "render": lambda: family.render(runner.state, view),
     }
-    counts: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, Any]] = {}
     with torch.inference_mode(False):
         for name, call in calls.items():
-            with FlopCounterMode(display=False) as flops, Traffic(family) as traffic:
+            with Work(family) as done:
                 call()
-            counts[name] = {"bytes": traffic.bytes, "flops": flops.get_total_flops()}
-    counts["render"]["flops"] //= frames
+            counts[name] = {"bytes": done.bytes, "flops": dict(done.flops)}
+    counts["render"]["flops"] = {name: flops // frames for name, flops in counts["render"]["flops"].items()}
     return counts
 
 
 def min_ms_per_frame(
-    counted: dict[str, dict[str, int]], limits: dict[str, float], streams: int, window: int
+    counted: dict[str, dict[str, Any]], limits: dict[str, Any], streams: int, window: int
 ) -> float:
-    """The least time for a frame of every stream: weights at full bandwidth or arithmetic at full rate,
+    """The least time for a frame of every stream: weights at full bandwidth or arithmetic at the full rate of its dtype,
     whichever takes longer; the renderer's weights are read once per largest window."""
     step, render = counted["step"], counted["render"]
     read = (step["bytes"] + render["bytes"] / window) / limits["bytes_per_s"]
-    compute = streams * (step["flops"] + render["flops"]) / limits["flops_per_s"]
+    flops = Counter(step["flops"]) + Counter(render["flops"])
+    compute = streams * sum(count / limits["flops_per_s"][name] for name, count in flops.items())
     return 1e3 * max(read, compute)
 
 
@@ -282,18 +298,21 @@ def add_floor(run: dict[str, Any], min_ms: float) -> None:
     run["floor_fraction"] = min_ms * run["frames"] / run["streams"] / (1e3 * run["wall_s"])
 
 
-def machine(family: Family[Any]) -> dict[str, float]:
-    """Bytes per second of a large matrix-vector product, and FLOP/s of a large matrix product, in the model's
-    dtype: the best of some."""
+def machine(family: Family[Any], dtypes: Iterable[str]) -> dict[str, Any]:
+    """Bytes per second of a large matrix-vector product in the model's dtype, and FLOP/s of a large matrix product in each
+    of `dtypes`: the best of some."""
     device, dtype = family.device, family.dtype
     side = 16384 if device.type == "cuda" else 8192
     matrix = torch.ones(side, side, dtype=dtype, device=device)
     vector = torch.ones(side, 1, dtype=dtype, device=device)
-    small = matrix[: side // 4, : side // 4].contiguous()
-    return {
+    limits: dict[str, Any] = {
         "bytes_per_s": matrix.numel() * matrix.itemsize / best(lambda: matrix @ vector, device),
-        "flops_per_s": 2 * small.shape[0] ** 3 / best(lambda: small @ small, device),
+        "flops_per_s": {},
     }
+    for name in dtypes:
+        small = matrix[: side // 4, : side // 4].to(getattr(torch, name)).contiguous()
+        limits["flops_per_s"][name] = 2 * small.shape[0] ** 3 / best(partial(torch.mm, small, small), device)
+    return limits
 
 
 def best(call: Callable[[], Any], device: torch.device, tries: int = 6) -> float:

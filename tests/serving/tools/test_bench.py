@@ -16,14 +16,17 @@ import zoo
 from serving.engine.engine import Engine
 from serving.tools import bench as measured
 from serving.tools import reference
-from serving.tools.bench import LaunchTimes, bench, min_ms_per_frame, work
+from serving.tools.bench import LaunchTimes, Work, bench, min_ms_per_frame, work
 from serving.tools.requests import first_request
 from zoo.contract import Request
 
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch):
-    monkeypatch.setattr(measured, "machine", lambda family: {"bytes_per_s": 1e9, "flops_per_s": 1e10})
+    def machine(family, dtypes):
+        return {"bytes_per_s": 1e9, "flops_per_s": dict.fromkeys(dtypes, 1e10)}
+
+    monkeypatch.setattr(measured, "machine", machine)
 
 
 def test_a_model_is_measured(monkeypatch, with_end):
@@ -91,13 +94,29 @@ def test_work_counts_the_weights_that_products_read():
     plain, twice = work(toy, first_request(toy)), work(guided, first_request(guided))
     read = [module.weight for module in toy.modules() if isinstance(module, torch.nn.Linear)]
     assert plain["step"]["bytes"] == twice["step"]["bytes"] >= 4 * sum(weight.numel() for weight in read)
-    assert twice["step"]["flops"] > 1.5 * plain["step"]["flops"] > 0
+    assert set(plain["step"]["flops"]) == {"float32"}
+    assert twice["step"]["flops"]["float32"] > 1.5 * plain["step"]["flops"]["float32"] > 0
     assert plain["render"]["bytes"] == 0  # it has an oscillator, and no weights
 
 
+def test_arithmetic_is_counted_by_its_dtype():
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow = torch.nn.Linear(8, 16, bias=False, dtype=torch.bfloat16)
+            self.conv = torch.nn.Conv1d(16, 4, 3)
+
+    module = Mixed()
+    with torch.no_grad(), Work(module) as done:
+        module.conv(module.narrow(torch.ones(5, 8, dtype=torch.bfloat16)).float().mT[None])
+    assert done.flops == {"bfloat16": 2 * 5 * 8 * 16, "float32": 2 * 3 * 3 * 16 * 4}
+    assert done.bytes == 2 * 8 * 16 + 4 * (3 * 16 * 4 + 4)
+
+
 def test_the_floor_is_what_takes_longer():
-    counted = {"step": {"bytes": 4_000_000, "flops": 1_000_000}, "render": {"bytes": 25_000_000, "flops": 0}}
-    limits = {"bytes_per_s": 1e9, "flops_per_s": 1e9}
+    step, render = {"bfloat16": 400_000, "float32": 400_000}, {"float32": 100_000}
+    counted = {"step": {"bytes": 4_000_000, "flops": step}, "render": {"bytes": 25_000_000, "flops": render}}
+    limits = {"bytes_per_s": 1e9, "flops_per_s": {"bfloat16": 8e8, "float32": 1e9}}
     assert min_ms_per_frame(counted, limits, streams=1, window=25) == pytest.approx(5.0)
     assert min_ms_per_frame(counted, limits, streams=8, window=25) == pytest.approx(8.0)
 
