@@ -3,7 +3,8 @@
     python benchmarks/under_load.py RESULT.json [--model DIR] [--only PART ...] [--minutes 5] [--rung-s 20] [--cache DIR]
 
     ladder      first audio and viability against the rate, --policy streaming and fifo; the highest rate at which both hold
-    throughput  64 listeners at once, --policy streaming and throughput: seconds of audio a second
+    throughput  192 requests, 64 of them always in flight, --policy streaming and throughput as they are when nothing else is
+                said: seconds of audio a second, from the first request to the last one's end
     overload    1, 2 and 5 times what the server can do, with clients that leave and clients that read slowly: goodput,
                 continuity, and what is left behind
     clones      a preset voice beside forty clones that are being encoded, and beside as many speakers without them
@@ -33,8 +34,11 @@ import urllib.request
 import wave
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from io import BytesIO
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -61,6 +65,7 @@ MAX_TTFA_S = 0.8  # what the server is told then: a prediction is sometimes shor
 CANCELS, SLOW_READERS = 0.2, 0.05
 OVERLOADS = (1, 2, 5)
 STREAMS = 64
+PATIENT_S = 600.0  # --max-ttfa of who is not to refuse, but to speak no more at once than it makes in time
 CLONES = 40
 SETTLE_S = 3.0  # after which the metrics, at most a second old, tell of an idle server
 IDLE = ("running", "waiting", "preparing", "held", "paused")
@@ -112,8 +117,6 @@ class Server:
             raise RuntimeError("the server ended: " + " | ".join(line for _, line in self.stages))
         self.url = line.split()[-1]
         Thread(target=process.stderr.read, daemon=True).start()  # or the pipe fills up
-        while "zoo_slots" not in self.metrics():  # the engine tells once a second
-            time.sleep(0.1)
 
     @property
     def ready_s(self) -> float:
@@ -168,13 +171,15 @@ def descendants(pid: int) -> list[int]:
 # the client
 
 
-def asked(options: argparse.Namespace, server: Server, rungs: list[Rung], duration_s: float, slo: Slo = SLO,
-          **work: Any) -> list[dict[str, Any]]:
-    """What `zoo load` says of each rung."""
+def asked(options: argparse.Namespace, server: Server, rungs: list[Rung], duration_s: float | None, slo: Slo = SLO,
+          num_requests: int | None = None, **work: Any) -> list[dict[str, Any]]:
+    """What `zoo load` says of each rung. num_requests: so many instead of duration_s, all of which count."""
     fields = {} if options.frames is None else {"max_new_tokens": options.frames}
     voices = offered(server)[:1]
     given = Work([], Texts("short"), voices=voices, fields=fields, **work)
-    plan = Plan(Target(address(server.url)), given, rungs, duration_s, None, None, usable_workers(), slo)
+    num_warmup = None if num_requests is None else 0
+    target, workers = Target(address(server.url)), usable_workers()
+    plan = Plan(target, given, rungs, duration_s, num_requests, num_warmup, workers, slo)
 
     async def all_of_it() -> list[dict[str, Any]]:
         await learn(plan.target, plan.work, None, [], told)
@@ -249,13 +254,21 @@ def highest_rate(runs: Sequence[dict[str, Any]], max_ttfa_p90_ms: float) -> floa
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    runs = {}
-    for policy, slots in (("streaming", 8), ("streaming", STREAMS), ("throughput", 8), ("throughput", STREAMS)):
-        settings = ("--policy", policy, "--max-slots", str(slots), "--max-ttfa", "0")
-        with serving(options, *settings) as server:
-            [runs[f"{policy}, {slots} slots"]] = asked(options, server, [Rung(streams=STREAMS)], options.rung_s)
+    """As each policy is when nothing else is said, but that nobody is refused; then with one and the same number of slots."""
+    runs, slots = {}, {}
+    same = ("--max-slots", str(STREAMS), "--max-ttfa", "0")
+    for policy, settings in (
+        ("streaming", ("--max-ttfa", str(PATIENT_S))),
+        ("throughput", ()),
+        ("streaming", same),
+    ):
+        with serving(options, "--policy", policy, *settings) as server:
+            name = f"{policy}, {STREAMS} slots" if settings is same else policy
+            asked(options, server, [Rung(streams=2)], None, num_requests=4)  # what turns take is known then
+            [runs[name]] = asked(options, server, [Rung(streams=STREAMS)], None, num_requests=3 * STREAMS)
+            slots[name] = server.metrics()["zoo_slots"]
     made = {name: run["audio_s_per_s"] for name, run in runs.items()}
-    found = {"audio_s_per_s": made, "ratio": ratio(made[f"throughput, {STREAMS} slots"], made["streaming, 8 slots"])}
+    found = {"audio_s_per_s": made, "slots": slots, "ratio": ratio(made["throughput"], made["streaming"])}
     told(json.dumps(found))
     return found | {"runs": runs}
 
@@ -305,33 +318,28 @@ def clones(options: argparse.Namespace) -> dict[str, Any]:
             known = {"model": "clone", "voice": "known", "input": "One of eight who speak.", **frames}
             fresh = {"model": "clone", "input": "One of forty clones.", "ref_text": "A recording.", **frames}
             beside = {
-                "nobody": (0, lambda index: {}),
-                "8 who speak": (8, lambda index: known),
-                f"{CLONES} clones": (CLONES, lambda index: fresh | {"ref_audio": recording(index)}),
+                "nobody": Beside(),
+                "8 who speak": Beside(8, known),
+                f"{CLONES} clones": Beside(CLONES, fresh, has_recordings=True),
             }
             probe = {"model": "preset", "voice": offered(server)[0], "input": "Good morning.", **frames}
             found = {}
-            for name, (count, body) in beside.items():
-                found[name] = asyncio.run(probed(server, probe, count, body, options.rung_s))
+            for name, others in beside.items():
+                found[name] = asyncio.run(probed(server, probe, others, options.rung_s))
                 told(f"beside {name}: {json.dumps(found[name])}")
                 time.sleep(SETTLE_S)
     return {"beside": found}
 
 
-async def probed(server: Server, probe: dict[str, Any], count: int, body: Any, duration_s: float) -> dict[str, Any]:
-    """First audio of `probe`, once every half second, while `count` others always ask."""
-    target, ttfa_ms, clones_ms, is_over = Target(address(server.url), None, 24000), [], [], False
-    running: list[float] = []
-
-    async def follow(index: int) -> None:
-        while not is_over:
-            index += count
-            record = await speak(session, target, Planned(body(index), "pcm"), index, time.monotonic())
-            if record.playback is not None and record.playback.first_s is not None:
-                clones_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
-
+async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration_s: float) -> dict[str, Any]:
+    """First audio of `probe`, once every half second, while others always ask: from a process of their own, since a client that
+    writes recordings hears late."""
+    target, ttfa_ms, running = Target(address(server.url), None, 24000), [], []
+    mine, theirs = get_context("spawn").Pipe()
+    others = get_context("spawn").Process(target=follow, args=(target, beside, theirs))
+    others.start()
+    mine.recv()  # they ask
     async with connections(target) as session:
-        others = [asyncio.create_task(follow(index)) for index in range(count)]
         await asyncio.sleep(SETTLE_S)
         end_s = time.monotonic() + duration_s
         for index in itertools.count():
@@ -342,18 +350,54 @@ async def probed(server: Server, probe: dict[str, Any], count: int, body: Any, d
             ttfa_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
             running.append((await asyncio.to_thread(server.metrics))["zoo_requests_running"])
             await asyncio.sleep(0.5)
-        is_over = True
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+    mine.send("enough")
+    others_ms = mine.recv()
+    others.join()
     return {
         "probes": len(ttfa_ms),
         "ttfa_p50_ms": float(np.median(ttfa_ms)),
         "ttfa_p90_ms": float(np.quantile(ttfa_ms, 0.9)),
         "running_mean": float(np.mean(running)),
-        "others_heard": len(clones_ms),
-        "others_ttfa_p50_ms": float(np.median(clones_ms)) if clones_ms else None,
+        "others_heard": len(others_ms),
+        "others_ttfa_p50_ms": float(np.median(others_ms)) if others_ms else None,
     }
+
+
+@dataclass
+class Beside:
+    """So many who always ask for `body`; has_recordings: each time in another voice."""
+
+    count: int = 0
+    body: dict[str, Any] = field(default_factory=dict)
+    has_recordings: bool = False
+
+
+def follow(target: Target, beside: Beside, pipe: Connection) -> None:
+    """Ask until something comes through the pipe; then tell by it how long each was without audio, in ms."""
+    heard_ms: list[float] = []
+    is_over = asyncio.Event()
+
+    async def one(session: aiohttp.ClientSession, index: int) -> None:
+        while not is_over.is_set():
+            fresh = {"ref_audio": recording(index)} if beside.has_recordings else {}
+            planned = Planned(beside.body | fresh, "pcm")
+            record = await speak(session, target, planned, index, time.monotonic())
+            if record.playback is not None and record.playback.first_s is not None:
+                heard_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
+            index += beside.count
+
+    async def all_of_them() -> None:
+        async with connections(target) as session:
+            tasks = [asyncio.create_task(one(session, index)) for index in range(beside.count)]
+            pipe.send("asking")
+            await asyncio.to_thread(pipe.recv)
+            is_over.set()  # who is cancelled has a record all the same
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(all_of_them())
+    pipe.send(heard_ms)
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
@@ -394,12 +438,18 @@ def demo(directory: Path, size: str) -> Path:
 
 def recording(seed: int, seconds: float = 5.0, rate_hz: int = 24000) -> str:
     """Noise that no other seed gives, as a data URL."""
-    noise = np.random.default_rng(seed).normal(0, 3000, round(seconds * rate_hz)).astype("<i2")
+    samples = noise(round(seconds * rate_hz)).copy()
+    samples[:32] = np.random.default_rng(seed).normal(0, 3000, 32)
     file = BytesIO()
     with wave.open(file, "wb") as wav:
         wav.setparams((1, 2, rate_hz, 0, "NONE", ""))
-        wav.writeframes(noise.tobytes())
+        wav.writeframes(samples.tobytes())
     return "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@cache
+def noise(num_samples: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 3000, num_samples).astype("<i2")
 
 
 def upload(server: Server, name: str, audio: str) -> None:

@@ -70,7 +70,7 @@ def batch(
     dtype: DType = None,
     max_slots: Annotated[
         int | None,
-        Option(min=1, max=1024, help="How many speak at once: 8 on a CPU, on a GPU as many as fit."),
+        Option(min=1, max=1024, help="How many speak at once: as many as fit, up to 64."),
     ] = None,
     deterministic: Annotated[
         bool, Option("--deterministic", help="Equal lines give equal bytes, whatever else is spoken; slower.")
@@ -154,7 +154,9 @@ def opened(
     from serving.engine.engine_process import Options, sizes
     from serving.engine.prepare_for_host import cached, prepare_for_host
 
-    plan = Options("", {"batch": directory}, device=device, dtype=dtype, max_slots=max_slots)
+    plan = Options(
+        "", {"batch": directory}, device=device, dtype=dtype, max_slots=max_slots, policy="throughput"
+    )
     slots, kv_bytes = sizes(plan)
     family = zoo.load(directory, device=device, dtype=dtype)
     if family.spec.licence:

@@ -24,6 +24,7 @@ from serving.cli.common import (
 )
 from zoo import SMALL_VOICE
 
+MAX_TTFA_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -46,7 +47,7 @@ def serve(
         Option(
             min=1,
             max=1024,
-            help="How many requests speak at once, of each model: 8 on a CPU, on a GPU as many as fit, up to 64.",
+            help="How many requests speak at once, of each model: as many as fit, up to 64, on a GPU and for throughput; else 8.",
         ),
     ] = None,
     kv_memory: Annotated[
@@ -73,13 +74,13 @@ def serve(
         Option(min=1, help="How many requests may be without a slot, of each model; others get 503 at once."),
     ] = 256,
     max_ttfa: Annotated[
-        float,
+        float | None,
         Option(
             min=0,
             help="Seconds: who would hear nothing for longer gets 503 at once, and only so many speak as are made faster "
-            "than they are heard; 0 takes all.",
+            "than they are heard; 0 takes all. 10, or 0 with --policy throughput, when left out.",
         ),
-    ] = 10,
+    ] = None,
     max_unread: Annotated[
         float, Option(min=1, help="Seconds of audio that a client may leave unread; then its slot rests.")
     ] = 30,
@@ -203,6 +204,8 @@ def serve(
     from serving import supervisor
     from serving.status_line import StatusLine
 
+    if max_ttfa is None:
+        max_ttfa = 0.0 if policy == "throughput" else MAX_TTFA_S
     served = named_directories(models or [str(SMALL_VOICE)])
     engine = {
         "models": served,

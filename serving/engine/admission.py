@@ -210,6 +210,13 @@ class Forecaster:
             return self.num_slots
         return capacity(self.costs, heard_frame_s, self.num_slots, self.outlook.other_s)
 
+    @property
+    def turn_s(self) -> float:
+        """Of those who speak; 0 before anything is known."""
+        if not self.costs.is_known:
+            return 0.0
+        return float(self.costs.steady_s(len(self.outlook.left))) + self.outlook.other_s
+
     def record_prompt(self, tokens: int, took_s: float, has_recordings: bool) -> None:
         self.prompt_tokens += WEIGHT * (tokens - self.prompt_tokens) if self.prompt_tokens else tokens
         self.prepare_s[has_recordings] += WEIGHT * (took_s - self.prepare_s[has_recordings])

@@ -38,11 +38,12 @@ from compile_cache.artifacts import Entry
 from compile_cache.counts import counts
 from serving.engine import warmup
 from serving.engine.job import Audio, Event, Failed, Finished, Job, Place, Spoken, Text
-from serving.engine.memory_plan import usual_kv_bytes
+from serving.engine.memory_plan import host_bytes, usual_kv_bytes
 from serving.engine.model_worker import ModelWorker
 from serving.engine.pages import Pages
 from serving.engine.paging import Paging
 from serving.engine.runner import Arena, Runner
+from serving.engine.scheduler import Policy
 from serving.histogram import Histogram
 from zoo.contract import Family, Prompt, Request, RequestError, following
 
@@ -71,8 +72,8 @@ class Engine:
     """Families by name, or just one, each with `max_slots` slots and `max_waiting` places for those who have
     none yet, and one arena for them all.
 
-    max_ttfa_s: who would hear nothing for longer is refused at once, and only so many speak as are made faster than they
-    are heard; None: all are taken.
+    max_ttfa_s: who would hear nothing for longer is refused at once, and, unless the policy is throughput, only so many
+    speak as are made faster than they are heard; None: all are taken.
     saved_bytes: of the host, for what paused streams' pages held; None: three times kv_bytes, or a quarter of the host's
     memory; 0: a request gets all pages that it can ever need, and nobody is paused.
     max_unread_s: audio that a listener who says what it takes may leave; then it is held back, and after max_stall_s its
@@ -137,7 +138,7 @@ class Engine:
                 report_lag=report_lag,
                 clock=clock,
                 make_runner=make_runner,
-                is_timed=max_ttfa_s is not None,
+                is_timed=max_ttfa_s is not None and Policy.named(policy).at_risk_s is not None,
                 grows=grows,
                 max_unread_s=max_unread_s,
                 is_deterministic=is_deterministic,
@@ -610,8 +611,7 @@ class Engine:
 
 def usual_saved_bytes(kv_bytes: int) -> int:
     """Of the host, for what paused streams' pages held."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(3 * kv_bytes, host // 4)
+    return min(3 * kv_bytes, host_bytes() // 4)
 
 
 def resident_bytes() -> int:

@@ -21,7 +21,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +37,7 @@ from compile_cache import threads
 from serving import logs, protocol
 from serving.audio import pcm16
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Place, Spoken, Text
-from serving.engine.memory_plan import SPARE_PART, fit
+from serving.engine.memory_plan import SPARE_PART, fit, host_bytes
 from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.exit_with_parent import exit_with_parent
 from zoo.contract import Family, Spec
@@ -53,6 +53,7 @@ STATS_S = 1.0
 # returns from torch: beside such a thread a turn of 11 ms took 23, and 17 with this (two cores, busy with other work).
 SWITCH_S = 2e-4
 CPU_SLOTS = 8
+CPU_PART = 0.5  # of the host's memory, for a throughput engine whose slots nobody counts
 
 log = structlog.get_logger()
 
@@ -64,7 +65,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     models: dict[str, str]  # their directories, by the id that clients know
     device: str | None = None  # the GPU where there is one
     dtype: str | None = None
-    max_slots: int | None = None  # 8 on a CPU; on a GPU as many as there is memory for, 64 at most
+    max_slots: int | None = None  # on a CPU 8, or for throughput 64; as many as there is memory for, 64 at most, on a GPU
     kv_bytes: int | None = None
     saved_bytes: int | None = None  # of the host, for what paused streams' pages held
     policy: str = "streaming"
@@ -155,23 +156,33 @@ class Bridge:
 
     def _tell(self, status: protocol.Status) -> None:
         self.status = status
-        for client in self.clients:
+        self._tell_state(self.clients)
+
+    def _tell_state(self, clients: Iterable[Client]) -> None:
+        """Who hears that the engine is ready has its numbers already."""
+        stats = self._stats()
+        for client in clients:
             client.send(self.models)
-            client.send(status)
+            if stats is not None:
+                client.send(stats)
+            client.send(self.status)
 
     def _tell_stats(self) -> None:
         """Once a second, for as long as the process lives."""
         self.loop.call_later(STATS_S, self._tell_stats)
-        if self.engine is not None:
-            stats = msgspec.convert(self.engine.stats(), protocol.Stats)
+        stats = self._stats()
+        if stats is not None:
             for client in self.clients:
                 client.send(stats)
+
+    def _stats(self) -> protocol.Stats | None:
+        """None before there is an engine."""
+        return None if self.engine is None else msgspec.convert(self.engine.stats(), protocol.Stats)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = Client(writer)
         self.clients.add(client)
-        client.send(self.models)
-        client.send(self.status)
+        self._tell_state([client])
         try:
             async for message in protocol.read(reader, protocol.to_engine):
                 match message:
@@ -425,11 +436,24 @@ def sizes(options: Options) -> tuple[int, int | None]:
     memory, before any of it is taken. Raises ValueError where it is too little."""
     device = options.device or "cuda"
     if not device.startswith("cuda") or not torch.cuda.is_available():  # whatever else it is, loading says
-        return options.max_slots or CPU_SLOTS, options.kv_bytes
+        return options.max_slots or cpu_slots(options), options.kv_bytes
     room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(torch.device(device))[0])
     shapes = [zoo.load(path, "meta", options.dtype or "bfloat16") for path in options.models.values()]
     slots, kv_bytes = fit(shapes, room, options.max_slots)
     return slots, kv_bytes if options.kv_bytes is None else options.kv_bytes
+
+
+def cpu_slots(options: Options) -> int:
+    """A step of many costs little more than one of few, which is worth it where nobody listens: where somebody does, all
+    must be made as fast as they are heard."""
+    if options.policy != "throughput":
+        return CPU_SLOTS
+    shapes = [zoo.load(path, "meta", options.dtype or "float32") for path in options.models.values()]
+    try:
+        slots, _ = fit(shapes, int(CPU_PART * host_bytes()))
+    except ValueError:  # not even one: loading says what is possible
+        return CPU_SLOTS
+    return max(slots, CPU_SLOTS)
 
 
 def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:

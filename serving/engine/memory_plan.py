@@ -3,6 +3,7 @@ it takes seconds and reads no weight."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None
         f"the device has {room} bytes to give; with max_slots {slots} these are needed: {needed}: serve with fewer "
         "slots, fewer models or another dtype"
     )
+
+
+def host_bytes() -> int:
+    """Of the memory of this machine, whoever uses it now."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -133,6 +133,7 @@ class ModelWorker:
         self.forecaster.record_speakers(
             scheduler.frames_left, scheduler.tokens_left, scheduler.shortest_frame_s
         )
+        scheduler.turn_s = self.forecaster.turn_s
 
     def num_pages(self, prompt: Prompt) -> int:
         """All that a request can ever need."""

@@ -13,6 +13,7 @@ Idea of a policy on one screen: GeeeekExplorer/nano-vllm, nanovllm/engine/schedu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -50,6 +51,7 @@ PATIENCE = 3  # late deliveries in a row after which a listener's windows grow b
 Policy.STREAMING = Policy("streaming", prefill_tokens=256, at_risk_s=1.0)
 Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
 Policy.FIFO = Policy("fifo", prefill_tokens=256, at_risk_s=np.inf, is_fifo=True)
+FIRST_TURNS = 3  # that a listener's first audio lasts for
 AGEING = 32  # positions by which a prompt counts as shorter, for each turn that it has waited
 
 
@@ -160,6 +162,7 @@ class Scheduler:
         self.past_underruns = 0  # of slots' earlier tenants
         self.plays_until_s = np.full(num_slots, -np.inf)
         self.latency_s = 0.0  # of a window, from when it is handed out to its listener, as measured of late
+        self.turn_s = 0.0  # that a turn of those who speak is expected to take; 0: nobody knows
 
     def open(
         self,
@@ -392,17 +395,30 @@ class Scheduler:
         """Due is a slot whose frames fill the largest shape, or that is done or starved (the rest goes).
         Where somebody listens, also a slot without audio whose frames fill the smallest shape, and one that
         is at risk whose frames fill the middle shape. [S]"""
-        smallest, middle, largest = self.sizes[0], self.sizes[:2][-1], self.sizes[-1]
+        middle, largest = self.sizes[:2][-1], self.sizes[-1]
         is_due = (pending >= largest) | ((self.is_done | self.is_starved) & (pending > 0))
         if self.policy.at_risk_s is None:
             return is_due
         is_first = self.num_rendered == 0
-        # the grid's first stretch may be shorter than any shape
-        first = 1 if self.window.grid > 1 else smallest
-        hurried = is_first & (pending >= first)
+        hurried = is_first & (pending >= self._first_size())
         hurried |= (left_s < self.policy.at_risk_s) & (pending >= np.maximum(middle, self._least()))
         in_order = pending >= self._pinned_size()
         return is_due | np.where(self.is_pinned, in_order, hurried)
+
+    def _first_size(self) -> int:
+        """Of who listens and has heard nothing: the smallest shape, where turns are short. Where one takes most of a frame, whoever
+        is given a frame has played it before the next is made: then as many as last for some turns, up to the middle shape."""
+        smallest, middle = int(self.sizes[0]), int(self.sizes[:2][-1])
+        # the grid's first stretch may be shorter than any shape
+        first = 1 if self.window.grid > 1 else smallest
+        if self.policy.is_fifo:
+            return first
+        return max(first, min(math.ceil(FIRST_TURNS * self.turn_s / self.frame_s), middle))
+
+    def _has_waited(self, slots: np.ndarray) -> np.ndarray:
+        """Whose first window was not cut as soon as the smallest shape was full: it is to last. [B]"""
+        is_long = self.policy.at_risk_s is not None and self._first_size() > self.sizes[0]
+        return (self.num_rendered[slots] == 0) & ~self.is_pinned[slots] & is_long
 
     def _is_dry(self, pending: np.ndarray, left_s: np.ndarray) -> np.ndarray:
         """Whose listener is about to run dry, and has a frame to go on with. [S]"""
@@ -460,7 +476,7 @@ class Scheduler:
         # [B], where there is enough for any
         full = self.sizes[np.maximum(np.searchsorted(self.sizes, there, side="right") - 1, 0)]
         is_worth = (padded + around <= 2 * -(-there // full) * (full + around)) | (there < self.sizes[0])
-        takes_all = self.is_done[slots] | self.is_starved[slots] | is_dry
+        takes_all = self.is_done[slots] | self.is_starved[slots] | is_dry | self._has_waited(slots)
         count = np.minimum(np.where(takes_all & is_worth, there, full), pending)
         if self.window.grid == 1:
             return count
@@ -533,5 +549,6 @@ class Scheduler:
 
     def _lead_s(self) -> float:
         """With less than this left, a listener who is not served in this turn may hear a gap: the next turn
-        comes up to a latency later, and its audio another one later. Never less than a frame."""
-        return max(self.frame_s, 2 * self.latency_s)
+        comes up to a latency later, or as late as turns take, and its audio another latency later. Never less than a
+        frame."""
+        return max(self.frame_s, self.latency_s + max(self.latency_s, self.turn_s))

@@ -206,6 +206,20 @@ def test_only_so_many_speak_as_are_made_in_time():
     assert len(heard) > 20 and np.mean([one.late_s <= 0.05 for one in heard]) >= 0.99
 
 
+def test_where_nobody_listens_every_slot_speaks():
+    slow = Cost(step_s=lambda slots: 0.01 + 0.015 * slots, turn_s=0.001)
+    most = {}
+    for policy in ("streaming", "throughput"):
+        settings = {"max_slots": 8, "max_ttfa_s": 600.0, "policy": policy}
+        simulation = Simulation(Voice(), slow, settings=settings)
+        simulation.run([(0.0, Request(text="x" * 60, seed=seed, max_frames=50)) for seed in range(16)])
+        for seed in range(16, 32):
+            simulation.submit(Request(text="x" * 60, seed=seed, max_frames=50))
+        simulation.turn()
+        most[policy] = len(simulation.model.running)
+    assert most["streaming"] < 8 and most["throughput"] == 8
+
+
 def play(simulation: Simulation, seed: int, speed: float) -> Heard:
     """A request of four seconds, whose listener plays at that speed."""
     heard = Heard(simulation.clock.now_s)

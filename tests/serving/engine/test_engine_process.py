@@ -229,11 +229,27 @@ def test_nothing_is_kept_or_made_for_who_has_left_before_its_turn(bridge, engine
 
 
 def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypatch):
-    monkeypatch.setattr(engine_process, "STATS_S", 0.01)
     assert [peer.any(), peer.any()] == [protocol.Models([]), protocol.Status("loading")]
+    monkeypatch.setattr(engine_process, "STATS_S", 0.01)
     bridge.open(ScriptedEngine(), [INFO])
-    assert [peer.any(), peer.any()] == [protocol.Models([INFO]), protocol.Status("ready", 1.0)]
-    assert [peer.any(), peer.any()] == [STATS, STATS]
+    assert [peer.next(), peer.next()] == [protocol.Models([INFO]), protocol.Status("ready", 1.0)]
+    assert peer.any() == peer.any() == STATS
+
+
+@pytest.fixture
+def no_stats_by_themselves(monkeypatch):
+    monkeypatch.setattr(engine_process, "STATS_S", 3600.0)
+
+
+def test_who_hears_that_the_engine_is_ready_has_its_stats(no_stats_by_themselves, bridge, peer):
+    assert [peer.any(), peer.any()] == [protocol.Models([]), protocol.Status("loading")]
+    bridge.engine, bridge.models = ScriptedEngine(), protocol.Models([INFO])
+    bridge.tell(protocol.Status("ready", 1.0))
+    told = [protocol.Models([INFO]), STATS, protocol.Status("ready", 1.0)]
+    assert [peer.any() for _ in told] == told
+    late = Peer(bridge.path)
+    assert [late.any() for _ in told] == told
+    late.close()
 
 
 def test_the_engines_stats_are_what_the_protocol_carries():

@@ -5,7 +5,7 @@ import torch
 from models import directory, family
 
 import zoo
-from serving.engine.engine_process import Options, sizes
+from serving.engine.engine_process import CPU_PART, Options, sizes
 from serving.engine.memory_plan import SPARE_PART, Peak, fit, num_bytes, plan, state_tensors, usual_kv_bytes
 
 FAMILIES = pytest.mark.parametrize("name", zoo.families())
@@ -87,3 +87,17 @@ def test_several_models_share_the_room():
     both = [plan(model, 4) for model in models]
     slots, kv_bytes = fit(models, sum(one.total for one in both))
     assert slots == 4 and kv_bytes == sum(one.kv_cache for one in both)
+
+
+def test_a_cpu_has_more_slots_for_throughput_as_far_as_its_memory_holds_them(monkeypatch):
+    model = {"m": str(directory("qwen3_tts", "tiny"))}
+
+    def slots(policy: str, **more: int) -> int:
+        return sizes(Options("", model, device="cpu", policy=policy, **more))[0]
+
+    assert (slots("streaming"), slots("fifo"), slots("throughput")) == (8, 8, 64)
+    assert slots("throughput", max_slots=3) == 3
+    room = plan(shapes("qwen3_tts"), 32).total
+    for host, expected in ((room, 32), (room - 1, 16), (1, 8)):
+        monkeypatch.setattr("serving.engine.engine_process.host_bytes", lambda host=host: round(host / CPU_PART))
+        assert slots("throughput") == expected

@@ -170,6 +170,36 @@ def test_the_first_window_is_due_with_the_smallest_shape():
     assert due(scheduler, 0.0) == []
 
 
+@pytest.mark.parametrize(("turn_s", "frames"), [(0.02, 1), (0.04, 2), (0.06, 3), (0.1, 4), (1.0, 4)])
+def test_where_turns_are_long_the_first_window_lasts_for_some(turn_s, frames):
+    scheduler = speaking()
+    scheduler.turn_s = turn_s
+    for ready in range(1, frames):
+        report(scheduler, {0: ready})
+        assert due(scheduler, now=0.0) == []
+    report(scheduler, {0: frames})
+    assert due(scheduler, now=0.0) == [({0: (0, frames)}, 1 if frames == 1 else 4)]
+    ends_early = speaking()
+    ends_early.turn_s = turn_s
+    report(ends_early, {0: 1}, done=[0])
+    assert due(ends_early, now=0.0) == [({0: (0, 1)}, 1)]
+
+
+def test_fifo_has_no_regard_to_how_long_turns_are():
+    scheduler = speaking(policy=Policy.FIFO)
+    scheduler.turn_s = 1.0
+    report(scheduler, {0: 1})
+    assert due(scheduler, now=0.0) == [({0: (0, 1)}, 1)]
+
+
+def test_where_turns_are_long_a_listener_is_about_to_run_dry_a_turn_earlier():
+    scheduler = playing(ahead_frames=3)
+    report(scheduler, {0: 4})
+    assert due(scheduler, now=0.1) == []  # 0.14 s are left
+    scheduler.turn_s = 0.15
+    assert due(scheduler, now=0.1) == [({0: (3, 1)}, 1)]
+
+
 def test_a_listener_with_time_waits_for_the_largest_shape():
     scheduler = playing(50)
     report(scheduler, {0: 50 + 24})

@@ -7,14 +7,16 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.engine import scheduler as scheduling
 from serving.engine.engine import MAX_PASSED, Audio, Event, Failed, Finished, Full
 from serving.engine.runner import PAGE_TOKENS, token_bytes
 from serving.engine.scheduler import AGEING, Policy, Scheduler
-from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice
+from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice, poisson
 from zoo.contract import Request, Window
 
 EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -308,3 +310,24 @@ def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
     room.submit = submit
     room.run([Asked(0.02 * i, 10, 120) for i in range(12)], look=lambda: turns.append(len(rendered)))
     assert any(after - before > 1 for before, after in itertools.pairwise(turns))
+
+
+def test_first_audio_lasts_until_there_is_more_where_turns_are_long(monkeypatch):
+    """A turn takes most of a frame, and one that fills a prompt takes longer than a frame: who was given one frame ran dry."""
+    cost = Cost(
+        step_s=lambda slots: 0.042 + 0.001 * slots,
+        prefill_s=lambda tokens: 0.03,
+        render_s=lambda rows, frames: 0.004 * rows + 0.0025 * rows * frames,
+    )
+    late = []
+    for turns in (0, scheduling.FIRST_TURNS):
+        monkeypatch.setattr(scheduling, "FIRST_TURNS", turns)
+        simulation = Simulation(Voice(), cost, settings={"max_slots": 8, "max_ttfa_s": 60.0})
+        simulation.run(poisson(0.8, 20.0))  # until it is known what turns take
+        begins_s = simulation.clock.now_s
+        arrivals = [(begins_s + at_s, request) for at_s, request in poisson(0.8, 60.0, seed=1)]
+        heard = simulation.run(arrivals)
+        assert all(isinstance(one.end, Finished) for one in heard)
+        late.append(np.mean([one.late_s > 0.001 for one in heard]))
+    before, now = late
+    assert now <= 0.1 < 0.3 <= before
