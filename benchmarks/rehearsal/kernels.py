@@ -25,7 +25,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 from triton.runtime.jit import JITFunction, MockTensor
 
-from benchmarks.rehearsal.launches import Log, tensor_bytes, tensors_of
+from benchmarks.rehearsal.launches import Log, tensor_bytes
+
+RESULTS = {"out", "log_sums", "grown"}  # of our kernels: arguments that are written
 
 
 class Kernel:
@@ -42,13 +44,18 @@ class Kernel:
     def run(self, *args: Any, stream: Any = None, **kwargs: Any) -> None:
         given = dict(zip(self.arguments, args, strict=False))
         sizes = {name: int(value) for name, value in given.items() if name.endswith("numel")} | self.sizes
-        tensors = [value for value in given.values() if isinstance(value, Tensor)]
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         # A pointwise kernel or a reduction touches no tensor more often than it has elements (a table that is
         # looked up in, less).
         elements = math.prod(sizes.values()) if sizes else math.inf
-        moved = sum(min(tensor_bytes(tensor), elements * tensor.element_size()) for tensor in tensors)
+        touched = {
+            name: (tensor, int(min(tensor_bytes(tensor), elements * tensor.element_size())))
+            for name, tensor in tensors.items()
+        }
+        reads = [one for name, one in touched.items() if not name.startswith("out_ptr")]
+        writes = [one for name, one in touched.items() if name.startswith(("out_ptr", "in_out_ptr"))]
         with self.log.of("triton"):
-            self.log.add(self.name, int(moved))
+            self.log.add(self.name, reads, writes)
 
 
 @dataclass
@@ -79,8 +86,11 @@ def lowering(log: Log) -> Iterator[Kernels]:
     compile_ours = JITFunction.run
 
     def launch(function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        given = {id(tensor): tensor for tensor in tensors_of(args, kwargs)}  # one may stand for what is not read
-        log.add(function.__name__, sum(map(log.touched, given.values())))
+        given = dict(zip(function.arg_names, args, strict=False)) | kwargs
+        tensors = {id(value): name for name, value in given.items() if isinstance(value, Tensor)}  # each once: one may
+        reads = [log.touched(given[name]) for name in tensors.values() if name not in RESULTS]  # stand for what
+        writes = [log.touched(given[name]) for name in tensors.values() if name in RESULTS]  # is not read
+        log.add(function.__name__, reads, writes)
         mocked, named = tree_map(_without_values, (args, kwargs))
         compiler = partial(compile_ours, function, *mocked, grid=grid, warmup=True, **named)
         kernels.ours.setdefault(f"{function.__name__} {named} {[str(one) for one in mocked]}", compiler)

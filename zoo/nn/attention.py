@@ -25,6 +25,7 @@ class Paged:
 
     def __init__(self, batch: Batch, layer: int):
         offset = 2 * layer * batch.page_tokens
+        self.batch, self.layer = batch, layer
         self.kv = batch.kv
         self.kv_write_index = batch.kv_write_index + offset  # [T]
         self.page_table = batch.page_table + offset  # [B, P]
@@ -52,8 +53,9 @@ def attend_rotated(
         if cos is not None and sin is not None:
             q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
         return attend(q, k, v, paged, scale)
-    where = paged.kv_write_index, paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens
-    return torch.ops.zoo.rotary_paged_attention.default(q, k, v, cos, sin, paged.kv, *where, scale)
+    batch, layer = paged.batch, paged.layer
+    where = batch.kv_write_index, batch.page_table, batch.kv_lens, batch.cu_seqlens, batch.page_tokens, layer
+    return torch.ops.zoo.rotary_paged_attention.default(q, k, v, cos, sin, batch.kv, *where, scale)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -74,14 +76,18 @@ def rotary_paged_attention(
     kv_lens: Tensor,
     cu_seqlens: Tensor,
     page_tokens: int,
+    layer: int,
     scale: float,
 ) -> Tensor:
     """`rope` of q [T, H, D] and k [T, Hkv, D] by cos and sin [T, D], if there are any; keys and values into rows of kv;
-    and `paged_attention`. What a token of padding writes, if it does, is nobody's."""
-    rest = page_table, kv_lens, cu_seqlens, page_tokens, scale
+    and `paged_attention`. kv_write_index and page_table are layer 0's: where a layer's are is added where they are read.
+    What a token of padding writes, if it does, is nobody's."""
     if kernels.use_gpu(q):
-        turn = cos, sin, kv, kv_write_index
-        return kernels.on_gpu("triton_attention", "rotary_paged_attention", q, k, v, *turn, *rest)
+        rest = kv, kv_write_index, page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
+        return kernels.on_gpu("triton_attention", "rotary_paged_attention", q, k, v, cos, sin, *rest)
+    offset = 2 * layer * page_tokens
+    kv_write_index, page_table = kv_write_index + offset, page_table + offset
+    rest = page_table, kv_lens, cu_seqlens, page_tokens, scale
     if cos is not None and sin is not None:
         q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
     kv.index_copy_(0, kv_write_index, k)

@@ -34,8 +34,10 @@ from zoo.nn.triton_frame_attention import _turned
 
 NUM_SPLITS, MIN_SPLIT = 8, 256  # of a sequence, and positions
 ONE_PASS = 1024  # positions: a page table that holds no more is not split
+TURNED_WHERE_READ = {torch.bfloat16, torch.float16}
 NEW = tl.constexpr(16)  # positions that a step takes from its own keys at once
-LENGTHS = ["num_sequences", "num_tokens", "table_stride"]  # differ from launch to launch: no kernel for each
+# differ from launch to launch: no kernel for each
+LENGTHS = ["num_sequences", "num_tokens", "table_stride", "layer"]
 
 
 @triton.jit
@@ -101,6 +103,7 @@ def _attend(
     num_sequences: tl.tensor,
     num_tokens: tl.tensor,
     table_stride: tl.tensor,
+    layer: tl.tensor,
     token_stride: tl.tensor,
     scale: tl.tensor,
     KV_HEADS: tl.constexpr,
@@ -116,12 +119,14 @@ def _attend(
     IS_WRITING: tl.constexpr,
     IS_TURNED: tl.constexpr,
 ):
-    """One tile, one key head, one split. token_stride: from a token to the next in q, k and v. scale: in base 2. With
-    SPLITS of 1: out [T, H, D]; else in fp32: out [T, H, SPLITS, D] and log_sums [T, H, SPLITS] in base 2.
+    """One tile, one key head, one split. page_table and kv_write_index are those of as many layers before this one.
+    token_stride: from a token to the next in q, k and v. scale: in base 2. With SPLITS of 1: out [T, H, D]; else in fp32:
+    out [T, H, SPLITS, D] and log_sums [T, H, SPLITS] in base 2.
 
     IS_WRITING: the pages hold no new position yet. Who reads new keys takes them from k and turns them itself, so that
     nobody waits for who writes them: the first split of each token's own tile."""
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    own_rows = 2 * layer * PAGE_TOKENS  # of a page
     TOKENS: tl.constexpr = ROWS // PADDED_GROUP
     # sequence b begins with tile cu_seqlens[b] // TOKENS + b: as many tiles as it can need lie before the next
     b = 0
@@ -167,19 +172,20 @@ def _attend(
     for at in range(first, last, BLOCK):
         n = at + tl.arange(0, BLOCK)
         page = tl.load(page_table + b * table_stride + n // PAGE_TOKENS, mask=n < last, other=0)
-        key = (page + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM  # int64: an arena has more values than 2^31
+        key = (page + own_rows + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM  # int64: an arena has more values than 2^31
         there = (n < last)[:, None] & (d < DIM)[None, :]
         old_k = tl.load(kv + key[:, None] + d[None, :], mask=there, other=0.0)
         old_v = tl.load(kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], mask=there, other=0.0)
         is_seen = n[None, :] < limit[:, None]
         top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
     if IS_WRITING:
-        for at in range(0, num_new, NEW):
+        for at in tl.range(0, num_new, NEW, num_stages=1):  # one round, mostly: nothing to load ahead
             n = start + at + tl.arange(0, NEW)
             new_place, is_new = n * token_stride + head * DIM, n < end
             new_k = _rows(k, new_place, is_new, n, cos, sin, DIM, PADDED_DIM, IS_TURNED)
             new_v = _rows(v, new_place, is_new, n, cos, sin, DIM, PADDED_DIM, False)
-            key = tl.load(kv_write_index + n, mask=is_new, other=0) * (KV_HEADS * DIM) + head * DIM
+            key = tl.load(kv_write_index + n, mask=is_new, other=0) + own_rows
+            key = key * (KV_HEADS * DIM) + head * DIM
             own = (is_new & (n >= begin))[:, None] & (d < DIM)[None, :]
             tl.store(kv + key[:, None] + d[None, :], new_k, mask=own)
             tl.store(kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], new_v, mask=own)
@@ -216,7 +222,7 @@ def _join(
     tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _write(
     q: tl.tensor,
     k: tl.tensor,
@@ -226,6 +232,7 @@ def _write(
     kv: tl.tensor,
     kv_write_index: tl.tensor,
     out: tl.tensor,
+    layer: tl.tensor,
     token_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -241,7 +248,7 @@ def _write(
     place = token * token_stride + head * DIM + one
     key = _rows(k, place, one == 0, token + one, cos, sin, DIM, PADDED_DIM, IS_TURNED)
     value = _rows(v, place, one == 0, token + one, cos, sin, DIM, PADDED_DIM, False)
-    at = (tl.load(kv_write_index + token) * KV_HEADS + head) * DIM + d[None, :]
+    at = ((tl.load(kv_write_index + token) + 2 * layer * PAGE_TOKENS) * KV_HEADS + head) * DIM + d[None, :]
     tl.store(kv + at, key, mask=(d < DIM)[None, :])
     tl.store(kv + at + PAGE_TOKENS * KV_HEADS * DIM, value, mask=(d < DIM)[None, :])
     member = tl.arange(0, PADDED_GROUP)
@@ -292,7 +299,7 @@ def paged_attention(
 ) -> Tensor:
     """As `zoo.nn.attention.paged_attention`, whose arguments it takes. Tokens behind cu_seqlens[-1] are nobody's:
     they give zeros."""
-    return _launch(q.contiguous(), None, None, kv, None, page_table, kv_lens, cu_seqlens, page_tokens, scale)
+    return _launch(q.contiguous(), None, None, kv, page_table, kv_lens, cu_seqlens, page_tokens, 0, scale)
 
 
 def rotary_paged_attention(
@@ -307,25 +314,25 @@ def rotary_paged_attention(
     kv_lens: Tensor,
     cu_seqlens: Tensor,
     page_tokens: int,
+    layer: int,
     scale: float,
 ) -> Tensor:
     """As `zoo.nn.attention.rotary_paged_attention`, whose arguments it takes. q, k and v may be parts of one tensor."""
-    stride = _token_stride(q, k, v)
     table = None
     if cos is not None and sin is not None:
         assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
         table = cos, sin
-    rest = page_table, kv_lens, cu_seqlens, page_tokens, scale
-    if len(q) == len(page_table):  # of a prompt many tiles would read the same new keys, and turn them all
-        return _launch(q, (k, v, kv_write_index), table, kv, stride, *rest)
+    rest = page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
+    # Of a prompt many tiles would read the same new keys, and turn them all; products in fp32 leave no registers for it.
+    if len(q) == len(page_table) and q.dtype in TURNED_WHERE_READ:
+        return _launch(q, (k, v, kv_write_index), table, kv, *rest)
     turned, (heads, dim), kv_heads = q.new_empty(q.shape), q.shape[1:], k.shape[1]
     cos, sin = table or (q, q)  # that are not read
     sizes = heads // kv_heads, triton.next_power_of_2(heads // kv_heads), dim
     padded_dim = max(16, triton.next_power_of_2(dim))
-    _write[len(q), kv_heads](
-        q, k, v, cos, sin, kv, kv_write_index, turned, stride, kv_heads, *sizes, padded_dim, page_tokens, table is not None
-    )  # fmt: skip
-    return paged_attention(turned, kv, *rest)
+    tensors, stride = (q, k, v, cos, sin, kv, kv_write_index, turned), _token_stride(q, k, v)
+    _write[len(q), kv_heads](*tensors, layer, stride, kv_heads, *sizes, padded_dim, page_tokens, table is not None)
+    return _launch(turned, None, None, kv, *rest)
 
 
 def _launch(
@@ -333,15 +340,14 @@ def _launch(
     new: tuple[Tensor, Tensor, Tensor] | None,
     table: tuple[Tensor, Tensor] | None,
     kv: Tensor,
-    stride: int | None,
     page_table: Tensor,
     kv_lens: Tensor,
     cu_seqlens: Tensor,
     page_tokens: int,
+    layer: int,
     scale: float,
 ) -> Tensor:
-    """new: keys, values, and the rows that take them. table: cos and sin. stride: from a token to the next, where that is
-    no contiguous q's."""
+    """new: keys, values, and the rows that take them. table: cos and sin."""
     (num_tokens, heads, dim), (num_sequences, columns) = q.shape, page_table.shape
     assert kv.is_contiguous() and q.dtype == kv.dtype, f"{q.dtype} over {kv.dtype}, {kv.stride()}"
     # Both kinds of launch give the same whatever the counts are: this chooses the faster one.
@@ -372,7 +378,8 @@ def _launch(
         num_sequences,
         num_tokens,
         page_table.stride(0),
-        heads * dim if stride is None else stride,
+        layer,
+        _token_stride(q, k, v),
         scale * math.log2(math.e),
         **sizes,
     )

@@ -29,6 +29,8 @@ def _small_splits():
         # sequences of some dozens of positions have all splits
         patch.setattr(triton_attention, "MIN_SPLIT", 16)
         patch.setattr(triton_attention, "ONE_PASS", 32)
+        # what is right in fp32 is right: in bf16 and fp16 bounds are wide
+        patch.setattr(triton_attention, "TURNED_WHERE_READ", set(BOUNDS))
         yield
 
 
@@ -150,8 +152,10 @@ def turning(given_launch: Launch, is_turned: bool) -> tuple[tuple[object, ...], 
     kv = torch.cat((kv, torch.zeros(2 * page, *kv.shape[1:], dtype=kv.dtype)))
     angle = torch.randn(num_tokens, dim // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 2)
     table = (angle.cos().to(q.dtype), angle.sin().to(q.dtype)) if is_turned else (None, None)
-    where = torch.cat((written, spare)), given_launch.page_table, given_launch.kv_lens, given_launch.cu_seqlens
-    return (q, k, v, *table, kv, *where, page, given_launch.scale), written
+    first = 2 * page  # rows of layer 0: `launch` writes to layer 1
+    where = torch.cat((written, spare)) - first, given_launch.page_table - first
+    lengths = given_launch.kv_lens, given_launch.cu_seqlens
+    return (q, k, v, *table, kv, *where, *lengths, page, 1, given_launch.scale), written
 
 
 def agrees_with_plain(given_launch: Launch, is_turned: bool) -> None:
@@ -194,7 +198,9 @@ def test_stretches_that_turn_and_write(shape, sequences, padding, is_turned):
     ("counts", "padding"), [([3, 0, 0], 0), ([0, 2, 1], 0), ([1, 0, 0], 2), ([40, *[0] * 39], 0)]
 )
 @pytest.mark.parametrize("columns", [0, 40])
-def test_a_launch_that_only_looks_like_a_step_turns_and_writes(counts, padding, columns):
+@pytest.mark.parametrize("kinds", [set(), set(BOUNDS)], ids=["apart", "where they are read"])
+def test_a_launch_that_only_looks_like_a_step_turns_and_writes(counts, padding, columns, kinds, monkeypatch):
+    monkeypatch.setattr(triton_attention, "TURNED_WHERE_READ", kinds)
     looks_like_one = launch(counts, [50, 3, 9, *[0] * 37][: len(counts)], padding=padding, columns=columns)
     agrees_with_plain(looks_like_one, is_turned=True)
 
