@@ -71,11 +71,9 @@ class Prediction:
         one, many = self.counts.at("step", 1), self.counts.at("step", STREAMS)
         return one.num_bytes() - one.num_bytes(reads_pages) + many.num_bytes(reads_pages)
 
-    def read_ratios(self) -> tuple[float, float]:
-        """What a step of STREAMS moves, by that: of all bytes that its launches read and write, and of those that a
-        cache does not have."""
-        step, least = self.counts.at("step", STREAMS), self.least_bytes()
-        return step.num_bytes() / least, step.num_memory_bytes() / least
+    def read_ratio(self) -> float:
+        """What the launches of a step of STREAMS read and write, by that."""
+        return self.counts.at("step", STREAMS).num_bytes() / self.least_bytes()
 
     def audio_s_per_s(self) -> float:
         return STREAMS * self.counts.frame_s / self.frame_ms() * 1e3
@@ -111,16 +109,17 @@ class Prediction:
 def table(pairs: list[tuple[Prediction, Prediction]]) -> Iterator[str]:
     """pairs: with the codec in fp32, and in TF32."""
     yield (
-        "| | card | launches a step at 1 / 64 | GB a step at 64, beyond L2 | of weights and live KV | step at 1 / 16 / 64, ms "
+        "| | card | launches a step at 1 / 64 | GB a step at 64, and beyond L2 | of weights and live KV | step at 1 / 16 / 64, ms "
         "| prefill, ms | render a frame of 64, fp32 / TF32, ms | audio-s/s at 64, fp32 / TF32 | aim |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for one, fast in pairs:
         counts = one.counts
         launches = " / ".join(f"{counts.at('step', slots).num_launches:,}" for slots in (1, STREAMS))
-        step = counts.at("step", STREAMS)
-        moved = f"{step.num_bytes() / 1e9:.1f}, {step.num_memory_bytes() / 1e9:.1f}"
-        ratios = ", ".join(f"{ratio:.2f}" for ratio in one.read_ratios())
+        step, least = counts.at("step", STREAMS), one.least_bytes()
+        kinds = [n for n in (step.num_bytes(), step.num_memory_bytes()) if n is not None]
+        moved = ", ".join(f"{n / 1e9:.1f}" for n in kinds)
+        ratios = ", ".join(f"{n / least:.2f}" for n in kinds)
         steps = " / ".join(f"{one.step_ms(slots):.1f}" for slots in (1, 16, STREAMS))
         aim = AIMS.get(counts.family, "") if one.card is CARDS[AIM_CARD] else ""
         cells = (

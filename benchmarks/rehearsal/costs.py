@@ -17,7 +17,8 @@ from zoo.contract import Window
 
 
 class Row(NamedTuple):
-    """`num` launches that cost the same each; see `launches.Launch`."""
+    """`num` launches that cost the same each; see `launches.Launch`. memory_bytes: None in counts that were made before
+    they were counted."""
 
     num: int
     kind: str
@@ -25,7 +26,7 @@ class Row(NamedTuple):
     bytes: int
     flops: int
     arithmetic: str
-    memory_bytes: int = 0
+    memory_bytes: int | None = None
 
 
 class Cost(NamedTuple):
@@ -67,9 +68,10 @@ class Part:
     def num_bytes(self, which: Callable[[Row], bool] = lambda row: True) -> int:
         return sum(row.num * row.bytes for row in self.rows if which(row))
 
-    def num_memory_bytes(self) -> int:
-        """Those that the card's cache does not have (`l2`)."""
-        return sum(row.num * row.memory_bytes for row in self.rows)
+    def num_memory_bytes(self) -> int | None:
+        """Those that the card's cache does not have (`l2`), where they were counted."""
+        known = [row.num * row.memory_bytes for row in self.rows if row.memory_bytes is not None]
+        return sum(known) if len(known) == len(self.rows) else None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,17 +40,18 @@ class Kernel:
         assert signature is not None, f"{name} has no signature"
         kinds = re.findall(r"'(\w+)': '([^']+)'", signature[1])
         self.arguments = [argument for argument, kind in kinds if kind != "constexpr"]
+        self.num_loads = Counter(re.findall(r"tl\.load\((\w+)", source))
         self.sizes = {key: int(value) for key, value in re.findall(r"^    (\w*numel) = (\d+)$", source, re.M)}
 
     def run(self, *args: Any, stream: Any = None, **kwargs: Any) -> None:
         given = dict(zip(self.arguments, args, strict=False))
         sizes = {name: int(value) for name, value in given.items() if name.endswith("numel")} | self.sizes
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        # A pointwise kernel or a reduction touches no tensor more often than it has elements (a table that is
-        # looked up in, less).
+        # A pointwise kernel or a reduction touches a tensor at each of its loads no more often than it has elements (a
+        # table that is looked up in, less).
         elements = math.prod(sizes.values()) if sizes else math.inf
         touched = {
-            name: (tensor, int(min(tensor_bytes(tensor), elements * tensor.element_size())))
+            name: (tensor, int(min(tensor_bytes(tensor), elements * max(1, self.num_loads[name]) * tensor.element_size())))
             for name, tensor in tensors.items()
         }
         reads = [one for name, one in touched.items() if not name.startswith("out_ptr")]
