@@ -83,8 +83,8 @@ def rotary_paged_attention(
     and `paged_attention`. kv_write_index and page_table are layer 0's: where a layer's are is added where they are read.
     What a token of padding writes, if it does, is nobody's."""
     if kernels.use_gpu(q):
-        rest = kv, kv_write_index, page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
-        return kernels.on_gpu("triton_attention", "rotary_paged_attention", q, k, v, cos, sin, *rest)
+        given = kv, kv_write_index, page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
+        return kernels.on_gpu("triton_attention", "rotary_paged_attention", q, k, v, cos, sin, *given)
     offset = 2 * layer * page_tokens
     kv_write_index, page_table = kv_write_index + offset, page_table + offset
     rest = page_table, kv_lens, cu_seqlens, page_tokens, scale
