@@ -81,6 +81,8 @@ def kernels(put: Put) -> None:
             for is_step in (True, False):
                 launch = f"paged attention, {'step' if is_step else 'prefill'}, {name}"
                 compare(launch, dtype, torch.ops.zoo.paged_attention.default, paged(*shape, dtype, is_step))
+                operator = torch.ops.zoo.rotary_paged_attention.default
+                compare(f"turned and written, {launch}", dtype, operator, rotary(*shape, dtype, is_step))
             attend, grow = torch.ops.zoo.frame_attention.default, torch.ops.zoo.grow_frame_attention.default
             compare(f"within a frame, {name}", dtype, attend, in_frame(*shape, dtype))
             compare(f"within a growing frame, {name}", dtype, grow, growing(*shape, dtype))
@@ -122,11 +124,25 @@ def paged(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool
     return random(int(new.sum()), heads, dim, dtype=dtype), kv, table, lens, starts, 16, dim**-0.5
 
 
+def rotary(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool) -> tuple[Any, ...]:
+    """The same before the new keys and values are written."""
+    q, kv, table, lens, starts, page, scale = paged(heads, kv_heads, dim, dtype, is_step)
+    rows = random(len(q), (heads + 2 * kv_heads) * dim, dtype=dtype)
+    parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+    angle = random(len(q), dim // 2).repeat(1, 2)
+    token = torch.arange(len(q), device=DEVICE)
+    owner = torch.searchsorted(starts[1:], token, right=True)
+    at = lens[owner] - starts[owner + 1] + token
+    written = table[owner, at // page] + at % page
+    turn = angle.cos().to(dtype), angle.sin().to(dtype)
+    return *(x.unflatten(1, (-1, dim)) for x in parts), *turn, kv, written, table, lens, starts, page, 0, scale
+
+
 def in_frame(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
     rows = random(128, 11, (heads + 2 * kv_heads) * dim, dtype=dtype)
     q, k, v = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
     angle = random(11, dim)
-    return *(x.unflatten(-1, (-1, dim)) for x in (q, k, v)), angle.cos(), angle.sin(), dim**-0.5
+    return *(x.unflatten(-1, (-1, dim)) for x in (q, k, v)), angle.cos(), angle.sin(), dim**-0.5, 0
 
 
 def growing(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.rehearsal.cards import CARDS, GRAPH_LAUNCH_US, Card
-from benchmarks.rehearsal.costs import Counts, Part, Row
+from benchmarks.rehearsal.costs import Counts, Part, Row, reads_pages
+from benchmarks.rehearsal.l2 import ASSUMED as L2_ASSUMED
 from benchmarks.rehearsal.simulation import Load, Server
 from serving.engine.engine import CODECS
 
@@ -64,12 +65,15 @@ class Prediction:
         )
         return max(self.step_ms(STREAMS), self.render_ms(), busy_ms)
 
-    def read_ratio(self) -> float:
-        """What a step of STREAMS moves, beside what it must: what one slot's step moves without its keys and values,
-        which is weights, and the keys and values of all."""
+    def least_bytes(self) -> int:
+        """What a step of STREAMS must move: what one slot's step moves without its keys and values, which is weights, a
+        solver's and a code predictor's as often as it reads them, and the keys and values of all."""
         one, many = self.counts.at("step", 1), self.counts.at("step", STREAMS)
-        least = one.num_bytes() - one.num_bytes("paged_attention") + many.num_bytes("paged_attention")
-        return many.num_bytes() / least
+        return one.num_bytes() - one.num_bytes(reads_pages) + many.num_bytes(reads_pages)
+
+    def read_ratio(self) -> float:
+        """What the launches of a step of STREAMS read and write, by that."""
+        return self.counts.at("step", STREAMS).num_bytes() / self.least_bytes()
 
     def audio_s_per_s(self) -> float:
         return STREAMS * self.counts.frame_s / self.frame_ms() * 1e3
@@ -82,9 +86,6 @@ class Prediction:
         """What a frame's milliseconds go to, each with its words."""
         step, render = self.counts.at("step", STREAMS), self._largest()
 
-        def attends(row: Row) -> bool:
-            return row.within == "paged_attention"
-
         def starts_ms(part: Part) -> float:
             return part.num_launches * GRAPH_LAUNCH_US / 1e3
 
@@ -94,7 +95,7 @@ class Prediction:
         def others(row: Row) -> bool:
             return not is_wide(row)
 
-        attention_ms = step.busy_ms(self.card, attends)
+        attention_ms = step.busy_ms(self.card, reads_pages)
         yield starts_ms(step), f"the starts of {step.num_launches:,} launches in a step"
         yield attention_ms, "keys and values"
         yield step.busy_ms(self.card) - attention_ms, "the step's other bytes"
@@ -108,18 +109,21 @@ class Prediction:
 def table(pairs: list[tuple[Prediction, Prediction]]) -> Iterator[str]:
     """pairs: with the codec in fp32, and in TF32."""
     yield (
-        "| | card | launches a step at 1 / 64 | GB a step at 64, of weights and live KV | step at 1 / 16 / 64, ms | prefill, ms "
-        "| render a frame of 64, fp32 / TF32, ms | audio-s/s at 64, fp32 / TF32 | aim |"
+        "| | card | launches a step at 1 / 64 | GB a step at 64, and beyond L2 | of weights and live KV | step at 1 / 16 / 64, ms "
+        "| prefill, ms | render a frame of 64, fp32 / TF32, ms | audio-s/s at 64, fp32 / TF32 | aim |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for one, fast in pairs:
         counts = one.counts
         launches = " / ".join(f"{counts.at('step', slots).num_launches:,}" for slots in (1, STREAMS))
-        moved = f"{counts.at('step', STREAMS).num_bytes() / 1e9:.1f}, {one.read_ratio():.2f}"
+        step, least = counts.at("step", STREAMS), one.least_bytes()
+        kinds = [n for n in (step.num_bytes(), step.num_memory_bytes()) if n is not None]
+        moved = ", ".join(f"{n / 1e9:.1f}" for n in kinds)
+        ratios = ", ".join(f"{n / least:.2f}" for n in kinds)
         steps = " / ".join(f"{one.step_ms(slots):.1f}" for slots in (1, 16, STREAMS))
         aim = AIMS.get(counts.family, "") if one.card is CARDS[AIM_CARD] else ""
         cells = (
-            f"{counts.family} {counts.size}", one.card.name, launches, moved, steps, f"{one.prefill_ms():.1f}",
+            f"{counts.family} {counts.size}", one.card.name, launches, moved, ratios, steps, f"{one.prefill_ms():.1f}",
             f"{one.render_ms():.2f} / {fast.render_ms():.2f}", f"{one.audio_s_per_s():.0f} / {fast.audio_s_per_s():.0f}", str(aim),
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
@@ -170,7 +174,8 @@ def main() -> None:
     cards = [CARDS[name] for name in options.cards]
     pairs = [[Prediction(counts, card, codec) for codec, counts in both] for both in known for card in cards]
     print("A prediction from counts, not a measurement: nothing here has run on a GPU.\n")
-    print("\n".join(table([(one, fast) for one, fast in pairs])), end="\n\n")
+    print("\n".join(table([(one, fast) for one, fast in pairs])))
+    print(f"\nBeyond L2: {L2_ASSUMED} Times take all bytes to come from memory.\n")
     for one in (one for pair in pairs for one in pair if one.card is CARDS[AIM_CARD]):
         print(in_the_way(one))
     print()

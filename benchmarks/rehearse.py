@@ -37,6 +37,8 @@ from benchmarks.rehearsal.cards import CARDS
 from benchmarks.rehearsal.costs import merged
 from benchmarks.rehearsal.device import pretend
 from benchmarks.rehearsal.kernels import Built, build, lowering
+from benchmarks.rehearsal.l2 import ASSUMED as L2_ASSUMED
+from benchmarks.rehearsal.l2 import L2
 from benchmarks.rehearsal.launches import Launch, Log
 from benchmarks.rehearsal.parts import Rehearsed
 from compile_cache.strategy import Whole
@@ -119,7 +121,8 @@ def rehearse(
     is_built: bool = True,
     parts: Collection[str] = PARTS,
 ) -> Rehearsal:
-    path, log = shapes.write(family_name, size, directory / f"{family_name}-{size}"), Log()
+    path = shapes.write(family_name, size, directory / f"{family_name}-{size}")
+    log = Log(cache=L2(CARDS[card_name].L2_cache_size))
     with pretend(card_name), shapes.fake() as mode, lowering(log) as kernels, torch.inference_mode():
         family = shapes.load(path, mode)
         runner = Rehearsed(family, slots, CONTEXT, log, codec)
@@ -181,6 +184,7 @@ def report(result: Rehearsal) -> Iterator[str]:
     yield f"{result.graphs} graphs, {sum(result.breaks.values())} breaks, lowered in {result.lowering_cpu_s:.0f} CPU-s"
     for part in result.parts:
         gbytes = sum(n * launch.bytes for launch, n in part.launches.items()) / 1e9
+        beyond = sum(n * launch.memory_bytes for launch, n in part.launches.items()) / 1e9
         gflop = sum(n * launch.flops for launch, n in part.launches.items()) / 1e9
         shape = f" {part.frames} frames" * bool(part.frames) + f" of {part.length}" * bool(part.length)
         kinds = (
@@ -188,7 +192,8 @@ def report(result: Rehearsal) -> Iterator[str]:
             f"{part.num('eager')} asked for each time"
         )
         waits = f"{part.waits.total()} waits, {part.copies.total()} blocking copies"
-        yield f"{part.name}{shape}, {part.slots} slots: {kinds}; {gbytes:.3f} GB, {gflop:.1f} GFLOP; {waits}"
+        yield f"{part.name}{shape}, {part.slots} slots: {kinds}; {gbytes:.3f} GB, {beyond:.3f} beyond L2, {gflop:.1f} GFLOP; {waits}"
+    yield f"  beyond L2: {L2_ASSUMED}"
     for part in {part.name: part for part in result.parts}.values():
         yield from (f"  {part.name}: {what}, {n} times" for what, n in (part.waits | part.copies).items())
     if result.built is not None:

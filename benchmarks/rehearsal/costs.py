@@ -17,7 +17,8 @@ from zoo.contract import Window
 
 
 class Row(NamedTuple):
-    """`num` launches that cost the same each; see `launches.Launch`."""
+    """`num` launches that cost the same each; see `launches.Launch`. memory_bytes: None in counts that were made before
+    they were counted."""
 
     num: int
     kind: str
@@ -25,6 +26,7 @@ class Row(NamedTuple):
     bytes: int
     flops: int
     arithmetic: str
+    memory_bytes: int | None = None
 
 
 class Cost(NamedTuple):
@@ -63,9 +65,13 @@ class Part:
     def num_launches(self) -> int:
         return sum(row.num for row in self.rows)
 
-    def num_bytes(self, within: str | None = None) -> int:
-        """Of all launches, or of those that are a part of an operator of ours."""
-        return sum(row.num * row.bytes for row in self.rows if within in (None, row.within))
+    def num_bytes(self, which: Callable[[Row], bool] = lambda row: True) -> int:
+        return sum(row.num * row.bytes for row in self.rows if which(row))
+
+    def num_memory_bytes(self) -> int | None:
+        """Those that the card's cache does not have (`l2`), where they were counted."""
+        known = [row.num * row.memory_bytes for row in self.rows if row.memory_bytes is not None]
+        return sum(known) if len(known) == len(self.rows) else None
 
 
 @dataclass(frozen=True)
@@ -110,20 +116,24 @@ class Counts:
         return Cost(*(float(np.interp(slots, sizes, column)) / 1e3 for column in zip(*times_ms, strict=True)))
 
 
+def reads_pages(row: Row) -> bool:
+    return row.within in ("paged_attention", "rotary_paged_attention")
+
+
 # A launch of so little takes hardly more than GRAPH_LAUNCH_US on any card.
 SMALL_BYTES, SMALL_FLOPS = 1 << 20, 10_000_000
 
 
 def merged(rows: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """[num, kind, within, bytes, flops, arithmetic] each: equal launches as one row, and all small ones of a
-    kind as one, of their mean bytes and FLOPs."""
-    sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for num, kind, within, num_bytes, flops, arithmetic in rows:
+    """[num, kind, within, bytes, flops, arithmetic, memory_bytes] each: equal launches as one row, of their mean
+    memory_bytes, and all small ones of a kind as one, of their mean bytes and FLOPs."""
+    sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for num, kind, within, num_bytes, flops, arithmetic, memory_bytes in rows:
         is_small = num_bytes <= SMALL_BYTES and flops <= SMALL_FLOPS
         key = (kind, within, arithmetic, () if is_small else (num_bytes, flops))
-        for i, value in enumerate((num, num * num_bytes, num * flops)):
+        for i, value in enumerate((num, num * num_bytes, num * flops, num * memory_bytes)):
             sums[key][i] += value
     return [
-        [num, kind, within, num_bytes // num, flops // num, arithmetic]
-        for (kind, within, arithmetic, _), (num, num_bytes, flops) in sums.items()
+        [num, kind, within, num_bytes // num, flops // num, arithmetic, memory_bytes // num]
+        for (kind, within, arithmetic, _), (num, num_bytes, flops, memory_bytes) in sums.items()
     ]

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 from triton.runtime.jit import JITFunction, MockTensor
 
-from benchmarks.rehearsal.launches import Log, tensor_bytes, tensors_of
+from benchmarks.rehearsal.launches import Log, tensor_bytes
+
+RESULTS = {"out", "log_sums", "grown"}  # of our kernels: arguments that are written
 
 
 class Kernel:
@@ -37,18 +40,24 @@ class Kernel:
         assert signature is not None, f"{name} has no signature"
         kinds = re.findall(r"'(\w+)': '([^']+)'", signature[1])
         self.arguments = [argument for argument, kind in kinds if kind != "constexpr"]
+        self.num_loads = Counter(re.findall(r"tl\.load\((\w+)", source))
         self.sizes = {key: int(value) for key, value in re.findall(r"^    (\w*numel) = (\d+)$", source, re.M)}
 
     def run(self, *args: Any, stream: Any = None, **kwargs: Any) -> None:
         given = dict(zip(self.arguments, args, strict=False))
         sizes = {name: int(value) for name, value in given.items() if name.endswith("numel")} | self.sizes
-        tensors = [value for value in given.values() if isinstance(value, Tensor)]
-        # A pointwise kernel or a reduction touches no tensor more often than it has elements (a table that is
-        # looked up in, less).
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        # A pointwise kernel or a reduction touches a tensor at each of its loads no more often than it has elements (a
+        # table that is looked up in, less).
         elements = math.prod(sizes.values()) if sizes else math.inf
-        moved = sum(min(tensor_bytes(tensor), elements * tensor.element_size()) for tensor in tensors)
+        touched = {
+            name: (tensor, int(min(tensor_bytes(tensor), elements * max(1, self.num_loads[name]) * tensor.element_size())))
+            for name, tensor in tensors.items()
+        }
+        reads = [one for name, one in touched.items() if not name.startswith("out_ptr")]
+        writes = [one for name, one in touched.items() if name.startswith(("out_ptr", "in_out_ptr"))]
         with self.log.of("triton"):
-            self.log.add(self.name, int(moved))
+            self.log.add(self.name, reads, writes)
 
 
 @dataclass
@@ -79,7 +88,11 @@ def lowering(log: Log) -> Iterator[Kernels]:
     compile_ours = JITFunction.run
 
     def launch(function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        log.add(function.__name__, sum(map(log.touched, tensors_of(args, kwargs))))
+        given = dict(zip(function.arg_names, args, strict=False)) | kwargs
+        tensors = {id(value): name for name, value in given.items() if isinstance(value, Tensor)}  # each once: one may
+        reads = [log.touched(given[name]) for name in tensors.values() if name not in RESULTS]  # stand for what
+        writes = [log.touched(given[name]) for name in tensors.values() if name in RESULTS]  # is not read
+        log.add(function.__name__, reads, writes)
         mocked, named = tree_map(_without_values, (args, kwargs))
         compiler = partial(compile_ours, function, *mocked, grid=grid, warmup=True, **named)
         kernels.ours.setdefault(f"{function.__name__} {named} {[str(one) for one in mocked]}", compiler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.rehearsal.l2 import L2
+
 aten = torch.ops.aten
+Touched = Sequence[tuple[Tensor, int]]  # tensors, and how many bytes of each
 # What these give depends on values, so the host waits until the device has them.
 WAITS = {
     aten._local_scalar_dense, aten.nonzero, aten.nonzero_static, aten.masked_select, aten.is_nonzero, aten.item, aten.equal,
@@ -45,7 +48,7 @@ WRITES_WHAT_IT_IS_GIVEN = {
 class Launch(NamedTuple):
     """One kernel. kind: "triton" and "extern" (of the compiled graph: generated, and called by it),
     "recorded" (asked for by Python once, when the launch is recorded), or "eager" (each time); within: the
-    operator of ours that it is a part of."""
+    operator of ours that it is a part of; memory_bytes: those of its bytes that are not in the card's cache (`l2`)."""
 
     name: str
     kind: str
@@ -53,6 +56,7 @@ class Launch(NamedTuple):
     bytes: int
     flops: int
     arithmetic: str
+    memory_bytes: int = 0
 
 
 @dataclass
@@ -67,8 +71,10 @@ class Log:
     within: str = ""
     kv: Tensor | None = None  # the arena, of which a launch reads what its sequences hold in one layer
     live_kv_bytes: int = 0
+    cache: L2 = field(default_factory=lambda: L2(0))
 
     def clear(self) -> None:
+        self.cache.clear()
         for counter in (self.launches, self.waits, self.copies):
             counter.clear()
 
@@ -81,13 +87,22 @@ class Log:
         for counter, more in zip((self.launches, self.waits, self.copies), counted, strict=True):
             counter.update(more)
 
-    def add(self, name: str, num_bytes: int, flops: int = 0, arithmetic: str = "fp32") -> None:
-        self.launches[Launch(name, self.kind, self.within, num_bytes, flops, arithmetic)] += 1
+    def add(
+        self, name: str, reads: Touched, writes: Touched = (), flops: int = 0, arithmetic: str = "fp32"
+    ) -> None:
+        """One launch that touches so many bytes of each of these tensors."""
+        pages = sum(n for tensor, n in (*reads, *writes) if self._is_arena(tensor))
+        others = [[(tensor, n) for tensor, n in some if not self._is_arena(tensor)] for some in (reads, writes)]
+        num_bytes = sum(n for _, n in (*reads, *writes))
+        moved = pages + self.cache.launch(*others)
+        self.launches[Launch(name, self.kind, self.within, num_bytes, flops, arithmetic, moved)] += 1
 
-    def touched(self, tensor: Tensor) -> int:
-        """The bytes of a tensor that a kernel of ours needs."""
-        is_arena = self.kv is not None and _storage(tensor) == _storage(self.kv)
-        return self.live_kv_bytes if is_arena else tensor_bytes(tensor)
+    def touched(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """A tensor, and the bytes of it that a kernel of ours needs."""
+        return tensor, self.live_kv_bytes if self._is_arena(tensor) else tensor_bytes(tensor)
+
+    def _is_arena(self, tensor: Tensor) -> bool:
+        return self.kv is not None and _storage(tensor) == _storage(self.kv)
 
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
@@ -120,17 +135,25 @@ def arithmetic(tensors: Iterable[Tensor], is_convolution: bool = False) -> str:
     return "tf32" if is_tf32 else "fp32"
 
 
-def cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
-    """Bytes that one operator reads and writes at least, and its FLOPs."""
-    given, made, name = tensors_of(args, kwargs), tensors_of(out), func.overloadpacket.__name__
+def touches(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Touched, Touched]:
+    """What one operator reads and writes at least. A tensor that it is given to write its result in is not read."""
+    made, name = tensors_of(out), func.overloadpacket.__name__
+    given = tensors_of(args, {key: value for key, value in kwargs.items() if key != "out"})
+    writes = [(tensor, tensor_bytes(tensor)) for tensor in made]
     if name in WRITES_WHAT_IT_IS_GIVEN:
-        moved = 2 * sum(map(tensor_bytes, given[1:]))
+        reads = [(tensor, tensor_bytes(tensor)) for tensor in given[1:]]
+        writes = [(given[0], sum(n for _, n in reads))]
     elif name in READS_WHAT_IT_GIVES:
-        moved = sum(map(tensor_bytes, given[1:])) + 2 * sum(map(tensor_bytes, made))
+        rest = [(tensor, tensor_bytes(tensor)) for tensor in given[1:]]
+        reads = [*rest, (given[0], sum(n for _, n in writes))]
     else:
-        moved = sum(map(tensor_bytes, given)) + sum(map(tensor_bytes, made))
+        reads = [(tensor, tensor_bytes(tensor)) for tensor in given]
+    return reads, writes
+
+
+def flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     count = flop_registry.get(func.overloadpacket)
-    return moved, 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def is_view(func: Any) -> bool:
@@ -173,7 +196,8 @@ class Recorder(TorchDispatchMode):
         if packet in COPIES and "cpu" in devices:
             self._check_copy(given, made, bool(kwargs.get("non_blocking") or args[2:3] == (True,)))
         is_convolution = "convolution" in packet.__name__
-        self.log.add(str(func), *cost(func, args, kwargs, out), arithmetic(given, is_convolution))
+        work = flops(func, args, kwargs, out), arithmetic(given, is_convolution)
+        self.log.add(str(func), *touches(func, args, kwargs, out), *work)
         return out
 
     def _named(self, func: Any) -> str:
@@ -187,8 +211,10 @@ class Recorder(TorchDispatchMode):
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         except DataDependentOutputException:
-            self.log.add(str(func), self.log.live_kv_bytes)
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            given = map(self.log.touched, tensors_of(args, kwargs))
+            self.log.add(str(func), list(given), list(map(self.log.touched, tensors_of(out))))
+            return out
         finally:
             self.log.within = before
 

@@ -51,17 +51,18 @@ def test_a_launch_takes_its_start_and_the_longer_of_its_bytes_and_its_arithmetic
 def test_merging_changes_hardly_any_time_on_any_card():
     random = np.random.default_rng(0)
     rows = [
-        (int(n), "extern", within, int(num_bytes), int(flops), arithmetic)
+        (int(n), "extern", within, int(num_bytes), int(flops), arithmetic, int(num_bytes) // 3)
         for n, num_bytes, flops in zip(*random.integers(1, (9, 4 << 20, 9 << 28), (300, 3)).T, strict=True)
         for within, arithmetic in (("", "bf16"), ("attention", "fp32"))
     ]
-    rows += [(3, "eager", "", size, 1000, "fp32") for size in range(1000)]
+    rows += [(3, "eager", "", size, 1000, "fp32", size // 2) for size in range(1000)]
     small = merged(rows)
     assert len(small) < len(rows) - 900
     for card in CARDS.values():
         before, after = (Part(1, 0, 0, tuple(Row(*row) for row in some)) for some in (rows, small))
         assert after.device_ms(card) == pytest.approx(before.device_ms(card), rel=0.01)
         assert (after.num_launches, after.host_ms()) == (before.num_launches, before.host_ms())
+        assert after.num_memory_bytes() == pytest.approx(before.num_memory_bytes(), rel=0.01)
 
 
 def test_the_device_runs_behind_the_host_and_never_ahead_of_it():
@@ -151,6 +152,8 @@ def test_the_counts_that_are_kept_predict(path: Path):
         assert max(one.step_ms(64), one.render_ms()) <= one.frame_ms() <= one.step_ms(64) + one.render_ms()
         assert one.counts.at("step", 64).num_bytes() >= one.counts.at("step", 1).num_bytes()
         assert one.read_ratio() >= 1
+        beyond_l2 = one.counts.at("step", 64).num_memory_bytes()
+        assert beyond_l2 is None or 0 < beyond_l2 <= one.counts.at("step", 64).num_bytes()
         assert sum(ms for ms, _ in one.obstacles()) == pytest.approx(one.step_ms(64) + one.render_ms())
         assert path.stem in in_the_way(one)
     rows = list(table(pairs))

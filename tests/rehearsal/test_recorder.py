@@ -37,7 +37,13 @@ def test_a_product_moves_its_operands_and_its_result(dtype: torch.dtype, arithme
     x, linear = torch.zeros(64, 32, dtype=dtype, device="cuda"), torch.nn.Linear(32, 16, False, "cuda", dtype)
     (launch,) = recorded(lambda: linear(x)).launches
     moved = (64 * 32 + 32 * 16 + 64 * 16) * dtype.itemsize
-    assert launch == Launch("aten.mm.default", "eager", "", moved, 2 * 64 * 32 * 16, arithmetic)
+    assert launch == Launch("aten.mm.default", "eager", "", moved, 2 * 64 * 32 * 16, arithmetic, moved)
+
+
+def test_a_result_that_is_written_where_it_is_asked_for_is_not_read() -> None:
+    x, y, out = (torch.zeros(64, 64, device="cuda") for _ in range(3))
+    (launch,) = recorded(lambda: torch.mm(x, y, out=out)).launches
+    assert launch.bytes == 3 * 64 * 64 * 4
 
 
 def test_views_and_empty_tensors_launch_nothing() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from zoo.contract import Batch
 from zoo.nn import kernels
 from zoo.nn.operator import operator
+from zoo.nn.rope import rotate
 
 
 class Paged:
@@ -24,6 +25,7 @@ class Paged:
 
     def __init__(self, batch: Batch, layer: int):
         offset = 2 * layer * batch.page_tokens
+        self.batch, self.layer = batch, layer
         self.kv = batch.kv
         self.kv_write_index = batch.kv_write_index + offset  # [T]
         self.page_table = batch.page_table + offset  # [B, P]
@@ -40,6 +42,57 @@ def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tenso
     return torch.ops.zoo.paged_attention.default(
         q, paged.kv, paged.page_table, paged.kv_lens, paged.cu_seqlens, paged.page_tokens, scale
     )
+
+
+def attend_rotated(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, paged: Paged, scale: float
+) -> Tensor:
+    """`attend`, of queries and keys that `rope` has yet to turn by cos and sin [T, D], or that have no positions. On a GPU
+    a step is one launch, and one more where its splits are joined."""
+    if q.device.type != "cuda":
+        if cos is not None and sin is not None:
+            q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
+        return attend(q, k, v, paged, scale)
+    batch, layer = paged.batch, paged.layer
+    where = batch.kv_write_index, batch.page_table, batch.kv_lens, batch.cu_seqlens, batch.page_tokens, layer
+    return torch.ops.zoo.rotary_paged_attention.default(q, k, v, cos, sin, batch.kv, *where, scale)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotated in fp32 and rounded to x's dtype."""
+    return rotate(x.float(), cos, sin).to(x.dtype)
+
+
+@operator("rotary_paged_attention", writes=("kv",))
+def rotary_paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kv: Tensor,
+    kv_write_index: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    cu_seqlens: Tensor,
+    page_tokens: int,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """`rope` of q [T, H, D] and k [T, Hkv, D] by cos and sin [T, D], if there are any; keys and values into rows of kv;
+    and `paged_attention`. kv_write_index and page_table are layer 0's: where a layer's are is added where they are read.
+    What a token of padding writes, if it does, is nobody's."""
+    if kernels.use_gpu(q):
+        given = kv, kv_write_index, page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
+        return kernels.on_gpu("triton_attention", "rotary_paged_attention", q, k, v, cos, sin, *given)
+    offset = 2 * layer * page_tokens
+    kv_write_index, page_table = kv_write_index + offset, page_table + offset
+    rest = page_table, kv_lens, cu_seqlens, page_tokens, scale
+    if cos is not None and sin is not None:
+        q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
+    kv.index_copy_(0, kv_write_index, k)
+    kv.index_copy_(0, kv_write_index + page_tokens, v)
+    return torch.ops.zoo.paged_attention.default(q, kv, *rest)
 
 
 @operator("paged_attention")

@@ -17,9 +17,12 @@ from zoo.nn.rope import rotate
 MAX_TOKENS = 64  # of a frame, the earlier ones included: a kernel holds them in registers
 
 
-def attend_within(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    """Each of the L tokens sees all of them -> [B, L, H, dim]. What was turned is rounded to its dtype."""
-    return torch.ops.zoo.frame_attention.default(q, k, v, cos, sin, scale)
+def attend_within(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float, first: int = 0
+) -> Tensor:
+    """Each token sees all of them -> like q. What was turned is rounded to its dtype. q may be of some tokens alone, those
+    from `first` on."""
+    return torch.ops.zoo.frame_attention.default(q, k, v, cos, sin, scale, first)
 
 
 def attend_and_grow(
@@ -48,13 +51,16 @@ def attend_and_grow(
 
 
 @operator("frame_attention")
-def frame_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+def frame_attention(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float, first: int
+) -> Tensor:
     """`attend_within`"""
-    assert cos.shape[0] == q.shape[1] <= MAX_TOKENS, f"a table of {cos.shape[0]} for {q.shape[1]} tokens"
+    assert cos.shape[0] == k.shape[1] <= MAX_TOKENS, f"a table of {cos.shape[0]} for {k.shape[1]} tokens"
     if kernels.use_gpu(q):
-        return kernels.on_gpu("triton_frame_attention", "frame_attention", q, k, v, cos, sin, scale)
-    cos, sin = cos[:, None].float(), sin[:, None].float()
-    queries, keys = (rotate(x.float(), cos, sin).to(x.dtype).float() for x in (q, k))
+        return kernels.on_gpu("triton_frame_attention", "frame_attention", q, k, v, cos, sin, scale, first)
+    cos, sin, own = cos[:, None].float(), sin[:, None].float(), slice(first, first + q.shape[1])
+    queries, keys = rotate(q.float(), cos[own], sin[own]), rotate(k.float(), cos, sin)
+    queries, keys = queries.to(q.dtype).float(), keys.to(k.dtype).float()
     return _mixed(queries, keys.transpose(1, 2), v.float().transpose(1, 2), None, scale).to(q.dtype)
 
 

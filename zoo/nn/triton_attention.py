@@ -9,6 +9,9 @@ waits. What lies beyond a length is not loaded, so whatever stands there cannot 
     tokens      0 1 2 3 4 5 | 6 | 7 8 9 10 11 | 12 13          cu_seqlens 0 6 7 12, and padding behind it
     tiles of 4  [-----) [-)   [)   [-----) [)    [--)          the last one gives zeros
 
+A step reads its new keys as the matrix made them, turns them in the program that reads them, and writes them where later
+steps look: what lies between the two matrices of a block is one launch, and one more for the joining.
+
 Where every sequence has one query, a sequence's positions are split over NUM_SPLITS programs and joined
 afterwards. The number is fixed and a split's size depends on the sequence's own length alone, so no company
 changes a bit. Why not FlashInfer: it wants int32 page numbers and a plan, made on the host from the lengths,
@@ -27,15 +30,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.triton_frame_attention import _turned
+
 NUM_SPLITS, MIN_SPLIT = 8, 256  # of a sequence, and positions
 ONE_PASS = 1024  # positions: a page table that holds no more is not split
-LENGTHS = ["num_sequences", "num_tokens", "table_stride"]  # differ from launch to launch: no kernel for each
+TURNED_WHERE_READ = {torch.bfloat16, torch.float16}
+NEW = tl.constexpr(16)  # positions that a step takes from its own keys at once
+# differ from launch to launch: no kernel for each
+LENGTHS = ["num_sequences", "num_tokens", "table_stride", "layer"]
+
+
+@triton.jit
+def _seen(
+    query: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    is_seen: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    scale: tl.tensor,
+):
+    """query [ROWS, D], some more keys and values [n, D], is_seen [ROWS, n] -> the softmax so far: its largest score
+    [ROWS], its sum [ROWS], and the values that it weighs [ROWS, D]."""
+    scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale  # [ROWS, n]
+    scores = tl.where(is_seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher > float("-inf"), higher, 0.0)  # a row may see nothing of these
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    total = total * fade + tl.sum(weights, 1)
+    mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return higher, total, mixed
+
+
+@triton.jit
+def _rows(
+    x: tl.tensor,
+    place: tl.tensor,
+    is_row: tl.tensor,
+    at: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+):
+    """Rows of x that begin at `place` [R], of tokens `at` [R] -> [R, PADDED_DIM], turned where IS_TURNED."""
+    if IS_TURNED:
+        place, at, is_row = place[:, None], at[:, None], is_row[:, None]
+        rows = _turned(x, place, is_row, at, x, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True)
+    else:
+        d = tl.arange(0, PADDED_DIM)
+        rows = tl.load(x + place[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0)
+    return rows.to(x.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _attend(
     q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
     kv: tl.tensor,
+    kv_write_index: tl.tensor,
     page_table: tl.tensor,
     kv_lens: tl.tensor,
     cu_seqlens: tl.tensor,
@@ -44,6 +103,8 @@ def _attend(
     num_sequences: tl.tensor,
     num_tokens: tl.tensor,
     table_stride: tl.tensor,
+    layer: tl.tensor,
+    token_stride: tl.tensor,
     scale: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -55,10 +116,17 @@ def _attend(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    IS_WRITING: tl.constexpr,
+    IS_TURNED: tl.constexpr,
 ):
-    """One tile, one key head, one split. scale: in base 2. With SPLITS of 1: out [T, H, D]; else in fp32:
-    out [T, H, SPLITS, D] and log_sums [T, H, SPLITS] in base 2."""
+    """One tile, one key head, one split. page_table and kv_write_index are those of as many layers before this one.
+    token_stride: from a token to the next in q, k and v. scale: in base 2. With SPLITS of 1: out [T, H, D]; else in fp32:
+    out [T, H, SPLITS, D] and log_sums [T, H, SPLITS] in base 2.
+
+    IS_WRITING: the pages hold no new position yet. Who reads new keys takes them from k and turns them itself, so that
+    nobody waits for who writes them: the first split of each token's own tile."""
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    own_rows = 2 * layer * PAGE_TOKENS  # of a page
     TOKENS: tl.constexpr = ROWS // PADDED_GROUP
     # sequence b begins with tile cu_seqlens[b] // TOKENS + b: as many tiles as it can need lie before the next
     b = 0
@@ -78,19 +146,25 @@ def _attend(
     token, member = begin + row // PADDED_GROUP, row % PADDED_GROUP
     place = (token * KV_HEADS + head) * GROUP + member  # of a query head among all
     is_row = (token < stop) & (member < GROUP)
+    end = tl.minimum(begin + TOKENS, stop)  # of the tile's tokens
     span = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK, MIN_SPLIT)
     if SPLITS == 1:
         span = length
     first = split * span
-    last = tl.minimum(first + span, length - stop + tl.minimum(begin + TOKENS, stop))
+    last = tl.minimum(first + span, length - stop + end)
+    num_new = 0  # that this program reads from k
+    if IS_WRITING:
+        last = tl.minimum(last, length - stop + start)
+        num_new = tl.where((split == 0) & is_real, end - start, 0)
     # Most splits of short sequences have no positions: they leave before anything is loaded, since all programs of a
     # launch do not fit on a device at once.
-    if (SPLITS > 1) & (first >= last):
+    if (SPLITS > 1) & (first >= last) & (num_new == 0):
         tl.store(log_sums + place * SPLITS + split, float("-inf"), mask=is_row)
         return
 
     whole = is_row[:, None] & (d < DIM)[None, :]
-    query = tl.load(q + place[:, None] * DIM + d[None, :], mask=whole, other=0.0)
+    q_place = token * token_stride + (head * GROUP + member) * DIM
+    query = _rows(q, q_place, is_row, token, cos, sin, DIM, PADDED_DIM, IS_TURNED)
     limit = tl.minimum(length - stop + token + 1, last)  # positions that a row sees
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -98,19 +172,25 @@ def _attend(
     for at in range(first, last, BLOCK):
         n = at + tl.arange(0, BLOCK)
         page = tl.load(page_table + b * table_stride + n // PAGE_TOKENS, mask=n < last, other=0)
-        key = (page + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM  # int64: an arena has more values than 2^31
+        key = (page + own_rows + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM  # int64: an arena has more values than 2^31
         there = (n < last)[:, None] & (d < DIM)[None, :]
-        k = tl.load(kv + key[:, None] + d[None, :], mask=there, other=0.0)
-        v = tl.load(kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], mask=there, other=0.0)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale  # [ROWS, BLOCK]
-        scores = tl.where(n[None, :] < limit[:, None], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher > float("-inf"), higher, 0.0)  # a row may see nothing of a split
-        weights = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 1)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = higher
+        old_k = tl.load(kv + key[:, None] + d[None, :], mask=there, other=0.0)
+        old_v = tl.load(kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], mask=there, other=0.0)
+        is_seen = n[None, :] < limit[:, None]
+        top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
+    if IS_WRITING:
+        for at in tl.range(0, num_new, NEW, num_stages=1):  # one round, mostly: nothing to load ahead
+            n = start + at + tl.arange(0, NEW)
+            new_place, is_new = n * token_stride + head * DIM, n < end
+            new_k = _rows(k, new_place, is_new, n, cos, sin, DIM, PADDED_DIM, IS_TURNED)
+            new_v = _rows(v, new_place, is_new, n, cos, sin, DIM, PADDED_DIM, False)
+            key = tl.load(kv_write_index + n, mask=is_new, other=0) + own_rows
+            key = key * (KV_HEADS * DIM) + head * DIM
+            own = (is_new & (n >= begin))[:, None] & (d < DIM)[None, :]
+            tl.store(kv + key[:, None] + d[None, :], new_k, mask=own)
+            tl.store(kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], new_v, mask=own)
+            is_seen = is_new[None, :] & (n[None, :] <= token[:, None])
+            top, total, mixed = _seen(query, new_k, new_v, is_seen, top, total, mixed, scale)
 
     result = mixed / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
@@ -142,9 +222,49 @@ def _join(
     tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=d < DIM)
 
 
-def constants(q: Tensor, kv: Tensor, page_tokens: int, is_step: bool, splits: int) -> dict[str, int]:
+@triton.jit(do_not_specialize=["layer"])
+def _write(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    kv: tl.tensor,
+    kv_write_index: tl.tensor,
+    out: tl.tensor,
+    layer: tl.tensor,
+    token_stride: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+):
+    """One token, one key head: its key and value go into the pages, its queries turned to out [T, H, D]."""
+    token, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED_DIM)
+    one = tl.arange(0, 1)
+    place = token * token_stride + head * DIM + one
+    key = _rows(k, place, one == 0, token + one, cos, sin, DIM, PADDED_DIM, IS_TURNED)
+    value = _rows(v, place, one == 0, token + one, cos, sin, DIM, PADDED_DIM, False)
+    at = ((tl.load(kv_write_index + token) + 2 * layer * PAGE_TOKENS) * KV_HEADS + head) * DIM + d[None, :]
+    tl.store(kv + at, key, mask=(d < DIM)[None, :])
+    tl.store(kv + at + PAGE_TOKENS * KV_HEADS * DIM, value, mask=(d < DIM)[None, :])
+    member = tl.arange(0, PADDED_GROUP)
+    is_row, own = member < GROUP, head * GROUP + member
+    place = token * token_stride + own * DIM
+    query = _rows(q, place, is_row, token + 0 * member, cos, sin, DIM, PADDED_DIM, IS_TURNED)
+    at = (token * KV_HEADS * GROUP + own) * DIM
+    tl.store(out + at[:, None] + d[None, :], query, mask=is_row[:, None] & (d < DIM)[None, :])
+
+
+def constants(
+    q: Tensor, kv: Tensor, page_tokens: int, is_step: bool, splits: int, new: str = ""
+) -> dict[str, int]:
     """What `_attend` is compiled for: sizes that keep its registers below what spills (the build test tells).
-    fp32 is multiplied without tensor cores, in smaller tiles."""
+    fp32 is multiplied without tensor cores, in smaller tiles. new: what is done with new positions: "" (they are in the
+    pages), "written", or "turned" and written."""
     (_, heads, dim), kv_heads = q.shape, kv.shape[1]
     padded_group, padded_dim = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(dim))
     wide = q.dtype == torch.float32
@@ -161,6 +281,8 @@ def constants(q: Tensor, kv: Tensor, page_tokens: int, is_step: bool, splits: in
         "BLOCK": block,
         "SPLITS": splits,
         "MIN_SPLIT": MIN_SPLIT,
+        "IS_WRITING": new != "",
+        "IS_TURNED": new == "turned",
         "num_warps": 8 if padded_dim > 128 else 4,
         "num_stages": 3,
     }
@@ -177,23 +299,77 @@ def paged_attention(
 ) -> Tensor:
     """As `zoo.nn.attention.paged_attention`, whose arguments it takes. Tokens behind cu_seqlens[-1] are nobody's:
     they give zeros."""
+    return _launch(q.contiguous(), None, None, kv, page_table, kv_lens, cu_seqlens, page_tokens, 0, scale)
+
+
+def rotary_paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kv: Tensor,
+    kv_write_index: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    cu_seqlens: Tensor,
+    page_tokens: int,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """As `zoo.nn.attention.rotary_paged_attention`, whose arguments it takes. q, k and v may be parts of one tensor."""
+    table = None
+    if cos is not None and sin is not None:
+        assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
+        table = cos, sin
+    rest = page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
+    # Of a prompt many tiles would read the same new keys, and turn them all; products in fp32 leave no registers for it.
+    if len(q) == len(page_table) and q.dtype in TURNED_WHERE_READ:
+        return _launch(q, (k, v, kv_write_index), table, kv, *rest)
+    turned, (heads, dim), kv_heads = q.new_empty(q.shape), q.shape[1:], k.shape[1]
+    cos, sin = table or (q, q)  # that are not read
+    sizes = heads // kv_heads, triton.next_power_of_2(heads // kv_heads), dim
+    padded_dim = max(16, triton.next_power_of_2(dim))
+    tensors, stride = (q, k, v, cos, sin, kv, kv_write_index, turned), _token_stride(q, k, v)
+    _write[len(q), kv_heads](*tensors, layer, stride, kv_heads, *sizes, padded_dim, page_tokens, table is not None)
+    return _launch(turned, None, None, kv, *rest)
+
+
+def _launch(
+    q: Tensor,
+    new: tuple[Tensor, Tensor, Tensor] | None,
+    table: tuple[Tensor, Tensor] | None,
+    kv: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    cu_seqlens: Tensor,
+    page_tokens: int,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """new: keys, values, and the rows that take them. table: cos and sin."""
     (num_tokens, heads, dim), (num_sequences, columns) = q.shape, page_table.shape
     assert kv.is_contiguous() and q.dtype == kv.dtype, f"{q.dtype} over {kv.dtype}, {kv.stride()}"
     # Both kinds of launch give the same whatever the counts are: this chooses the faster one.
     is_step = num_tokens == num_sequences
     splits = NUM_SPLITS if is_step and columns * page_tokens > ONE_PASS else 1
-    sizes = constants(q, kv, page_tokens, is_step, splits)
+    how = "" if new is None else "written" if table is None else "turned"
+    sizes = constants(q, kv, page_tokens, is_step, splits, how)
     assert page_table.stride(1) == 1, f"page numbers of a sequence lie {page_table.stride(1)} apart"
-    q = q.contiguous()
-    out = parts = torch.empty_like(q)
+    out = parts = q.new_empty(q.shape)
     log_sums = kv_lens  # unused
     if splits > 1:
         parts = q.new_empty(num_tokens, heads, splits, dim, dtype=torch.float32)
         log_sums = q.new_empty(num_tokens, heads, splits, dtype=torch.float32)
     num_tiles = num_tokens // (sizes["ROWS"] // sizes["PADDED_GROUP"]) + num_sequences + 1
+    k, v, kv_write_index = new or (q, q, kv_lens)  # that are not read, as the table below
     _attend[kv.shape[1], num_tiles, splits](
         q,
+        k,
+        v,
+        *(table or (q, q)),
         kv,
+        kv_write_index,
         page_table,
         kv_lens,
         cu_seqlens,
@@ -202,9 +378,22 @@ def paged_attention(
         num_sequences,
         num_tokens,
         page_table.stride(0),
+        layer,
+        _token_stride(q, k, v),
         scale * math.log2(math.e),
         **sizes,
     )
     if splits > 1:
         _join[(num_tokens * heads,)](parts, log_sums, out, dim, sizes["PADDED_DIM"], splits, num_warps=1)
     return out
+
+
+def _token_stride(*parts: Tensor) -> int:
+    """From a token to the next, in all of them."""
+    stride = parts[0].stride(0)
+    for x in parts:
+        expected = (stride, x.shape[2], 1)
+        assert all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), expected, strict=True)), (
+            f"tokens lie {x.stride()} apart, expected {expected}"
+        )
+    return stride

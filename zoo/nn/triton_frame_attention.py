@@ -71,18 +71,21 @@ def _attend_frame(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
+    FIRST: tl.constexpr,
+    QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One frame, one key head, ROWS of its queries: each sees all tokens."""
+    """One frame, one key head, ROWS of its queries: each sees all tokens. q begins with token FIRST, of TOKENS, and has
+    QUERIES of them."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, PADDED_DIM)[None, :]
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
     token, member = row // PADDED_GROUP, row % PADDED_GROUP
-    is_row = (token < TOKENS) & (member < GROUP)
+    is_row = (token < QUERIES) & (member < GROUP)
     place = (b * TOKENS + token) * token_stride + (head * GROUP + member) * DIM
     query = _turned(
-        q, place, is_row, token, q, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True
+        q, place, is_row, FIRST + token, q, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True
     )
     n = tl.arange(0, KEYS)[:, None]
     place = (b * TOKENS + n) * token_stride + head * DIM
@@ -98,7 +101,7 @@ def _attend_frame(
     mixed = tl.dot(coarse, value, input_precision="ieee")
     if kind != tl.float32:  # the rest of the weights: sixteen bits of them count
         mixed += tl.dot((weights - coarse.to(tl.float32)).to(kind), value, input_precision="ieee")
-    place = ((b * TOKENS + token) * KV_HEADS + head) * GROUP + member
+    place = ((b * QUERIES + token) * KV_HEADS + head) * GROUP + member
     tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=is_row & (d < DIM))
 
 
@@ -168,8 +171,12 @@ def _attend_and_grow(
             tl.store(out + place + d, mixed.to(out.dtype.element_ty), mask=is_value)
 
 
-def constants(heads: int, kv_heads: int, dim: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
-    """What `_attend_frame` is compiled for. fp32 is multiplied without tensor cores, which takes many warps."""
+def constants(
+    heads: int, kv_heads: int, dim: int, tokens: int, dtype: torch.dtype, kept: range | None = None
+) -> dict[str, int]:
+    """What `_attend_frame` is compiled for. kept: tokens that have queries, or all of them. fp32 is multiplied without
+    tensor cores, which takes many warps."""
+    kept = range(tokens) if kept is None else kept
     group, keys = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(tokens))
     padded_dim = max(16, triton.next_power_of_2(dim))
     num_warps, max_rows = max(1, keys * padded_dim // WARP_VALUES), MAX_WARP_ROWS
@@ -182,7 +189,9 @@ def constants(heads: int, kv_heads: int, dim: int, tokens: int, dtype: torch.dty
         "DIM": dim,
         "PADDED_DIM": padded_dim,
         "TOKENS": tokens,
-        "ROWS": min(max(16, group * triton.next_power_of_2(tokens)), max_rows),
+        "FIRST": kept.start,
+        "QUERIES": len(kept),
+        "ROWS": min(max(16, group * triton.next_power_of_2(len(kept))), max_rows),
         "KEYS": keys,
         "num_warps": num_warps,
     }
@@ -204,11 +213,14 @@ def growing_constants(heads: int, kv_heads: int, dim: int, tokens: int, cached: 
     }
 
 
-def frame_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+def frame_attention(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float, first: int
+) -> Tensor:
     """As `zoo.nn.frame_attention.frame_attention`, whose arguments it takes. q, k and v may be parts of one tensor."""
-    batch, tokens, heads, dim = q.shape
-    sizes, out = constants(heads, k.shape[2], dim, tokens, q.dtype), q.new_empty(q.shape)
-    num_tiles = triton.cdiv(tokens * sizes["PADDED_GROUP"], sizes["ROWS"])
+    batch, queries, heads, dim = q.shape
+    kept, out = range(first, first + queries), q.new_empty(q.shape)
+    sizes = constants(heads, k.shape[2], dim, k.shape[1], q.dtype, kept)
+    num_tiles = triton.cdiv(queries * sizes["PADDED_GROUP"], sizes["ROWS"])
     grid = batch, k.shape[2], num_tiles
     _attend_frame[grid](q, k, v, cos, sin, out, _stride(q, k, v, cos, sin), scale, **sizes)
     return out
@@ -257,8 +269,8 @@ def grow_frame_attention(
 
 def _stride(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> int:
     """From a token to the next, in all three."""
-    tokens, dim = q.shape[1], q.shape[3]
-    stride = q.stride(1 if tokens > 1 else 0)
+    tokens, dim = k.shape[1], k.shape[3]
+    stride = k.stride(1 if tokens > 1 else 0)
     for x in (q, k, v):
         expected = (tokens * stride, stride, dim, 1)
         assert all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), expected, strict=True)), (

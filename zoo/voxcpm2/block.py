@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.contract import Batch
-from zoo.nn.attention import Paged, attend
+from zoo.nn.attention import Paged, attend_rotated, rope
 from zoo.nn.frame_attention import attend_within
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
-from zoo.nn.rope import rotate
 from zoo.voxcpm2.config import Rope, StackConfig
 
 
@@ -37,15 +36,11 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
         return q, k, v
 
-    def project_output(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """x [..., D] and what its heads made of it [..., H * dim] -> the block's output [..., D]."""
+    def project_output(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., D] and what its heads made of it [..., H * dim] -> two parts of the block's output [..., D], which is
+        their sum."""
         x = x + self.out(mixed)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotated in fp32 by a table that was rounded to the model's dtype."""
-    return rotate(x.float(), cos, sin).to(x.dtype)
+        return x, self.mlp(self.mlp_norm(x))
 
 
 class PagedBlock(Block):
@@ -53,11 +48,9 @@ class PagedBlock(Block):
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D], cos and sin [T, 1, dim]"""
-        q, k, v = self.project_qkv(x)
-        return self.project_output(
-            x, attend(rope(q, cos, sin), rope(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1)
-        )
+        """x [T, D], cos and sin [T, dim]"""
+        mixed = attend_rotated(*self.project_qkv(x), cos, sin, paged, self.head_dim**-0.5)
+        return sum_of(self.project_output(x, mixed.flatten(1)))
 
 
 class UnplacedBlock(Block):
@@ -66,26 +59,44 @@ class UnplacedBlock(Block):
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, paged: Paged) -> Tensor:
         """x [T, D]"""
-        q, k, v = self.project_qkv(x)
-        return self.project_output(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
+        mixed = attend_rotated(*self.project_qkv(x), None, None, paged, self.head_dim**-0.5)
+        return sum_of(self.project_output(x, mixed.flatten(1)))
+
+
+def sum_of(parts: tuple[Tensor, Tensor]) -> Tensor:
+    return parts[0] + parts[1]
 
 
 class LocalBlock(Block):
     """A block over the few tokens of a patch: each sees all of them."""
 
+    def __init__(self, config: StackConfig, kept: slice):
+        super().__init__(config)
+        self.kept = kept
+
     @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [..., L, D], cos and sin [L, 1, dim]"""
+    def forward(self, x: Tensor, more: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x, and what is added to it first [..., L, D], cos and sin [L, dim] -> likewise two parts, of the tokens that
+        are kept. What a block ends with is so added where the next one begins, in the launch of its norm."""
+        return self.apart(x + more, cos, sin)
+
+    def apart(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward`, of one tensor, and in whichever region calls it."""
         q, k, v = (part.flatten(0, -4) for part in self.project_qkv(x))  # [B, L, H or Hkv, dim]
-        if x.device.type == "cuda":
-            mixed = attend_within(q, k, v, cos[:, 0], sin[:, 0], self.head_dim**-0.5)
-            return self.project_output(x, mixed.flatten(2).unflatten(0, x.shape[:-2]))
-        q, k = rope(q, cos, sin), rope(k, cos, sin)
-        q = q.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, L, dim]
+        mixed = self._attend(q[:, self.kept], k, v, cos, sin)  # [B, kept, H * dim]
+        return self.project_output(x[..., self.kept, :], mixed.unflatten(0, x.shape[:-2]))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if q.device.type == "cuda":
+            first = self.kept.start or 0
+            return attend_within(q, k, v, cos, sin, self.head_dim**-0.5, first).flatten(2)
+        cos, sin = cos[:, None], sin[:, None]
+        q, k = rope(q, cos[self.kept], sin[self.kept]), rope(k, cos, sin)
+        q = q.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, kept, dim]
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, dim]
         # nothing is masked, so a group's queries may stand where the positions of a plain attention would
         mixed = F.scaled_dot_product_attention(q.flatten(2, 3), k, v).unflatten(2, q.shape[2:4])
-        return self.project_output(x, mixed.permute(0, 3, 1, 2, 4).flatten(2).unflatten(0, x.shape[:-2]))
+        return mixed.permute(0, 3, 1, 2, 4).flatten(2)
 
 
 class LongRope(nn.Module):
@@ -110,8 +121,8 @@ class LongRope(nn.Module):
         self.register_buffer("frequency", frequency.to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, 1, dim] for `rope`."""
-        angle = positions.float()[:, None, None] * self.stretch * self.frequency
+        """positions [T] -> cos, sin [T, dim]."""
+        angle = positions.float()[:, None] * self.stretch * self.frequency
         angle = torch.cat((angle, angle), -1)
         cos, sin = angle.cos() * self.config.amplitude, angle.sin() * self.config.amplitude
         return cos.to(self.dtype), sin.to(self.dtype)
@@ -143,17 +154,21 @@ class LanguageModel(nn.Module):
 
 
 class LocalStack(nn.Module):
-    """A stack over `tokens` tokens that see each other."""
+    """A stack over `tokens` tokens that see each other. Its last block computes no more than what is `kept` of them:
+    nobody reads the others' output."""
 
-    cos: Tensor  # [tokens, 1, dim], after prepare()
+    cos: Tensor  # [tokens, dim], after prepare()
     sin: Tensor  # likewise
 
-    def __init__(self, config: StackConfig, tokens: int):
+    def __init__(self, config: StackConfig, tokens: int, kept: slice):
         super().__init__()
         assert config.rope is not None, "the small stacks have positions"
         self.tokens = tokens
         self.rope = LongRope(config.rope)
-        self.layers = nn.ModuleList(LocalBlock(config) for _ in range(config.layers))
+        last = config.layers - 1
+        self.layers = nn.ModuleList(
+            LocalBlock(config, kept if i == last else slice(0, tokens)) for i in range(config.layers)
+        )
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -164,8 +179,13 @@ class LocalStack(nn.Module):
         ):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., tokens, D] -> [..., tokens, D]."""
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        return self.norm(x)
+    def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., tokens, D] -> what `finish` goes on with: the first block's output, as two parts."""
+        first: LocalBlock = self.layers[0]  # type: ignore[assignment]
+        return first.apart(x, self.cos, self.sin)
+
+    def finish(self, x: Tensor, more: Tensor) -> Tensor:
+        """-> [..., kept, D]"""
+        for layer in list(self.layers)[1:]:
+            x, more = layer(x, more, self.cos, self.sin)
+        return self.norm(x + more)

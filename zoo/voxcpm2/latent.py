@@ -32,11 +32,15 @@ class PatchEncoder(nn.Module):
         width = config.encoder.hidden
         self.special = nn.Parameter(torch.empty(1, 1, 1, width))
         self.input = nn.Linear(config.vae.latent, width)
-        self.stack = LocalStack(config.encoder, 1 + config.patch)
+        self.stack = LocalStack(config.encoder, 1 + config.patch, kept=slice(0, 1))
 
     def forward(self, patch: Tensor) -> Tensor:
+        return self.stack.finish(*self._begin(patch))[:, 0]
+
+    @torch.compiler.nested_compile_region
+    def _begin(self, patch: Tensor) -> tuple[Tensor, Tensor]:
         special = self.special[0].expand(patch.shape[0], -1, -1)
-        return self.stack(torch.cat((special, self.input(patch)), 1))[:, 0]
+        return self.stack.begin(torch.cat((special, self.input(patch)), 1))
 
 
 class TimeProjection(nn.Module):
@@ -64,7 +68,9 @@ class PatchSolver(nn.Module):
         self.condition = nn.Linear(latent, width)
         self.time = TimeProjection(width)
         self.delta_time = TimeProjection(width)
-        self.stack = LocalStack(config.dit, (1 if config.is_first_generation else 3) + 2 * config.patch)
+        heads = 1 if config.is_first_generation else 3
+        self.time_place, tokens = heads - 1, heads + 2 * config.patch
+        self.stack = LocalStack(config.dit, tokens, kept=slice(tokens - config.patch, tokens))
         self.output = nn.Linear(width, latent)
 
     @torch.no_grad()
@@ -89,13 +95,22 @@ class PatchSolver(nn.Module):
         The net sees every row twice, with its mu and with one of zeros: guidance is the difference.
         """
         mu = torch.stack((mu, torch.zeros_like(mu)), 1)  # [B, 2, M, h]
-        condition = self.condition(before)  # [B, P, h]
+        condition = self.condition(before)[:, None].expand(-1, 2, -1, -1)  # [B, 2, P, h]
+        # what stays: zeros where x will be, and where the time is added
+        place = self.time_place + 1 - mu.shape[2]
+        told = F.pad(torch.cat((F.pad(mu, (0, 0, 0, place)), condition), 2), (0, 0, 0, self.patch))
+        times, goes = self.times[steps], self.goes[steps]  # [B, n, h], [B, n]
         x = noise
         for k in range(1, self.times.shape[1]):  # the first step of every schedule goes nowhere
-            time = self.times[steps, k][:, None, None]  # [B, 1, 1, h]
-            head = mu + time if self.is_first_generation else torch.cat((mu, time.expand(-1, 2, -1, -1)), 2)
-            patches = torch.cat((condition, self.input(x)), 1)[:, None]  # [B, 1, 2P, h]
-            tokens = torch.cat((head, patches.expand(-1, 2, -1, -1)), 2)
-            velocity, null = self.output(self.stack(tokens)[:, :, -self.patch :]).unbind(1)  # [B, P, D] each
-            x = x - self.goes[steps, k][:, None, None] * guided(velocity, null, guidance)
+            y = self.stack.finish(*self._begin(told, times[:, k], x))  # [B, 2, P, h]
+            velocity, null = self.output(y).unbind(1)  # [B, P, D] each
+            x = x - goes[:, k, None, None] * guided(velocity, null, guidance)
         return x
+
+    @torch.compiler.nested_compile_region
+    def _begin(self, told: Tensor, time: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """told [B, 2, L, h], what all evaluations read; time [B, h]; x [B, P, D]."""
+        length, place = told.shape[2], self.time_place
+        time = F.pad(time[:, None], (0, 0, place, length - 1 - place))  # [B, L, h]
+        x = F.pad(self.input(x), (0, 0, length - self.patch, 0))
+        return self.stack.begin(told + (time + x)[:, None])

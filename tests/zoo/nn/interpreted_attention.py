@@ -29,6 +29,8 @@ def _small_splits():
         # sequences of some dozens of positions have all splits
         patch.setattr(triton_attention, "MIN_SPLIT", 16)
         patch.setattr(triton_attention, "ONE_PASS", 32)
+        # what is right in fp32 is right: in bf16 and fp16 bounds are wide
+        patch.setattr(triton_attention, "TURNED_WHERE_READ", set(BOUNDS))
         yield
 
 
@@ -129,6 +131,78 @@ def test_stretches_of_prompts(shape, sequences, padding):
     found = prompts.run()
     agrees(prompts, found)
     assert (found[sum(counts) :] == 0).all()
+
+
+def turning(given_launch: Launch, is_turned: bool) -> tuple[tuple[object, ...], Tensor]:
+    """The same launch before its keys and values are written, as `rotary_paged_attention` takes it: queries, keys and
+    values are parts of one matrix's rows. And which rows it is to write."""
+    q, kv, counts = given_launch.q, given_launch.kv, given_launch.counts
+    num_tokens, (heads, dim), kv_heads = len(q), q.shape[1:], kv.shape[1]
+    rows = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in parts)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    at = given_launch.kv_lens[owner] - given_launch.cu_seqlens[owner + 1] + torch.arange(len(owner))
+    page = given_launch.page_tokens
+    written = given_launch.page_table[owner, at // page] + at % page  # [T], without padding
+    kv = kv.clone()
+    for new in (written, written + page):
+        kv[new] = torch.nan
+    spare = torch.full((num_tokens - len(written),), len(kv))  # rows of padding: a page that is nobody's
+    kv = torch.cat((kv, torch.zeros(2 * page, *kv.shape[1:], dtype=kv.dtype)))
+    angle = torch.randn(num_tokens, dim // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 2)
+    table = (angle.cos().to(q.dtype), angle.sin().to(q.dtype)) if is_turned else (None, None)
+    first = 2 * page  # rows of layer 0: `launch` writes to layer 1
+    where = torch.cat((written, spare)) - first, given_launch.page_table - first
+    lengths = given_launch.kv_lens, given_launch.cu_seqlens
+    return (q, k, v, *table, kv, *where, *lengths, page, 1, given_launch.scale), written
+
+
+def agrees_with_plain(given_launch: Launch, is_turned: bool) -> None:
+    """Results, and every row of the pages but those of padding."""
+    ours, written = turning(given_launch, is_turned)
+    plain, _ = turning(given_launch, is_turned)
+    before, page, num_real = ours[5].clone(), given_launch.page_tokens, sum(given_launch.counts)
+    found = triton_attention.rotary_paged_attention(*ours)
+    expected = torch.ops.zoo.rotary_paged_attention.default(*plain)
+    bound = 2 * BOUNDS[found.dtype]
+    torch.testing.assert_close(found[:num_real], expected[:num_real], rtol=bound, atol=bound)
+    touched = torch.cat((written, written + page))
+    torch.testing.assert_close(ours[5][touched], plain[5][touched], rtol=bound, atol=bound)
+    others = torch.ones(len(before), dtype=torch.bool)
+    others[touched] = others[-2 * page :] = False
+    assert torch.equal(ours[5][others].nan_to_num(7.0), before[others].nan_to_num(7.0))
+
+
+@given(shapes, st.lists(st.integers(0, 90), min_size=1, max_size=4), st.booleans())
+@EXAMPLES
+def test_steps_that_turn_and_write(shape, pasts, is_turned):
+    agrees_with_plain(launch([1] * len(pasts), pasts, **shape), is_turned)
+
+
+@given(
+    shapes,
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
+    st.integers(0, 70),
+    st.booleans(),
+)
+@EXAMPLES
+def test_stretches_that_turn_and_write(shape, sequences, padding, is_turned):
+    counts, pasts = zip(*sequences, strict=True)
+    agrees_with_plain(
+        launch(list(counts), list(pasts), padding=padding + (sum(counts) == 0), **shape), is_turned
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "padding"), [([3, 0, 0], 0), ([0, 2, 1], 0), ([1, 0, 0], 2), ([40, *[0] * 39], 0)]
+)
+@pytest.mark.parametrize("columns", [0, 40])
+@pytest.mark.parametrize("kinds", [set(), set(BOUNDS)], ids=["apart", "where they are read"])
+def test_a_launch_that_only_looks_like_a_step_turns_and_writes(counts, padding, columns, kinds, monkeypatch):
+    monkeypatch.setattr(triton_attention, "TURNED_WHERE_READ", kinds)
+    looks_like_one = launch(counts, [50, 3, 9, *[0] * 37][: len(counts)], padding=padding, columns=columns)
+    agrees_with_plain(looks_like_one, is_turned=True)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,19 @@ def table(rows: int, dim: int, is_paired: bool) -> tuple[Tensor, Tensor]:
 @given(st.sampled_from(SHAPES), st.integers(1, 2), st.integers(1, 11), st.sampled_from(DTYPES))
 @EXAMPLES
 def test_all_see_all(shape, batch, tokens, dtype):
-    arguments = *projected(batch, tokens, shape, dtype, seed=tokens), *table(tokens, shape[2], False), 0.3
+    arguments = *projected(batch, tokens, shape, dtype, seed=tokens), *table(tokens, shape[2], False), 0.3, 0
     near(triton_frame_attention.frame_attention(*arguments), frame_attention(*arguments), dtype)
+
+
+@pytest.mark.parametrize(("first", "kept"), [(0, 1), (7, 4), (3, 5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_some_see_all(first, kept, dtype):
+    """As if all had been asked."""
+    (q, k, v), rotation = projected(2, 11, (6, 3, 24), dtype, seed=5), table(11, 24, False)
+    some = q[:, first : first + kept]
+    found = triton_frame_attention.frame_attention(some, k, v, *rotation, 0.3, first)
+    near(found, frame_attention(some, k, v, *rotation, 0.3, first), dtype)
+    near(found, frame_attention(q, k, v, *rotation, 0.3, 0)[:, first : first + kept], dtype)
 
 
 @given(
@@ -98,5 +109,5 @@ def test_tokens_that_lie_elsewhere_are_refused():
     q, k, v = projected(2, 3, (4, 2, 16), torch.float32, seed=0)
     with pytest.raises(AssertionError, match="lie"):
         triton_frame_attention.frame_attention(
-            q, k.transpose(0, 1).contiguous().transpose(0, 1), v, *table(3, 16, False), 1.0
+            q, k.transpose(0, 1).contiguous().transpose(0, 1), v, *table(3, 16, False), 1.0, 0
         )

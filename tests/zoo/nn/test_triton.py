@@ -77,16 +77,20 @@ def build(kernel, values: dict[str, object], cc: int, tmp_path: Path) -> tuple[i
 def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
     heads, kv_heads, dim = shape
     q, kv = (torch.empty(1, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads))
-    for is_step, splits in ((True, triton_attention.NUM_SPLITS), (True, 1), (False, 1)):
-        counts = dict.fromkeys(triton_attention.LENGTHS, "i32")
-        values = dict.fromkeys(("q", "kv"), dtype)
-        values |= dict.fromkeys(("page_table", "kv_lens", "cu_seqlens"), torch.int64)
+    splits = triton_attention.NUM_SPLITS
+    forms = [(True, splits, ""), (True, 1, ""), (False, 1, "")]
+    if shape == PUBLISHED["voxcpm2"] and dtype in triton_attention.TURNED_WHERE_READ:
+        forms += [(True, n, new) for n in (splits, 1) for new in ("written", "turned")]
+    for is_step, splits, new in forms:
+        counts = dict.fromkeys((*triton_attention.LENGTHS, "token_stride"), "i32")
+        values = dict.fromkeys(("q", "k", "v", "cos", "sin", "kv"), dtype)
+        values |= dict.fromkeys(("kv_write_index", "page_table", "kv_lens", "cu_seqlens"), torch.int64)
         values |= {"out": dtype, "log_sums": torch.int64}
         if splits > 1:
             values |= {"out": torch.float32, "log_sums": torch.float32}
-        values |= counts | {"scale": "fp32"} | triton_attention.constants(q, kv, 16, is_step, splits)
+        values |= counts | {"scale": "fp32"} | triton_attention.constants(q, kv, 16, is_step, splits, new)
         registers, stack, shared = build(triton_attention._attend, values, CARDS[card], tmp_path)
-        kind = f"{'step' if is_step else 'prompt'}, {splits} splits"
+        kind = f"{'step' if is_step else 'prompt'}, {splits} splits {new}"
         print(
             f"{card} {heads}/{kv_heads} x {dim} {dtype} {kind}: {registers} registers, {stack} B stack, {shared} B shared"
         )
@@ -98,12 +102,28 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
     assert stack == 0, f"joining: {stack} bytes a thread do not fit into registers"
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_writing_builds_without_spills(is_turned, dtype, card, tmp_path):
+    heads, kv_heads, dim = PUBLISHED["voxcpm2"]
+    values = dict.fromkeys(("q", "k", "v", "cos", "sin", "kv"), dtype) | {"kv_write_index": torch.int64}
+    values |= {"out": dtype, "layer": "i32", "token_stride": "i32", "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}
+    values |= {"PADDED_GROUP": heads // kv_heads, "DIM": dim, "PADDED_DIM": dim, "PAGE_TOKENS": 16}
+    _, stack, _ = build(triton_attention._write, values | {"IS_TURNED": is_turned}, CARDS[card], tmp_path)
+    assert stack == 0, f"{stack} bytes a thread do not fit into registers"
+
+
 FRAMES = {  # heads as above, tokens of a pass, positions of the cache
     "qwen3_tts, first": (PUBLISHED["qwen3_tts"], 2, 16),
     "qwen3_tts": (PUBLISHED["qwen3_tts"], 1, 16),
     "fish_s2": (PUBLISHED["fish_s2"], 1, 10),
     "voxcpm2": (PUBLISHED["voxcpm2"], 11, 0),
+    "voxcpm2, last": (PUBLISHED["voxcpm2"], 11, 0),
+    "voxcpm2, encoder's last": (PUBLISHED["voxcpm2"], 5, 0),
 }
+KEPT = {"voxcpm2, last": range(7, 11), "voxcpm2, encoder's last": range(1)}  # tokens with queries, where not all
 
 
 @pytest.mark.compile
@@ -114,7 +134,7 @@ def test_attention_within_a_frame_builds_without_spills(frame, dtype, card, tmp_
     shape, tokens, cached = FRAMES[frame]
     values = dict.fromkeys(("q", "k", "v"), dtype) | dict.fromkeys(("cos", "sin"), torch.float32)
     kernel = triton_frame_attention._attend_frame
-    sizes = triton_frame_attention.constants(*shape, tokens, dtype)
+    sizes = triton_frame_attention.constants(*shape, tokens, dtype, KEPT.get(frame))
     if cached:
         kernel = triton_frame_attention._attend_and_grow
         sizes = triton_frame_attention.growing_constants(*shape, tokens, cached)
