@@ -3,9 +3,11 @@ it takes seconds and reads no weight."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,18 @@ def usual_kv_bytes(family: Family[Any], slots: int) -> int:
     """Room for 1,024 positions a slot, and for one request of the model's longest."""
     tokens = max(1024 * slots, family.spec.max_frames + 1024) + 2 * PAGE_TOKENS
     return family.spec.lanes * tokens * token_bytes(family)
+
+
+def usual_saved_bytes(kv_bytes: int) -> int:
+    """Of the host, for what paused streams' pages held."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(3 * kv_bytes, host // 4)
+
+
+def resident_bytes() -> int:
+    """Of this process, as it is; 0 where the system does not tell."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
 def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None) -> tuple[int, int]:
