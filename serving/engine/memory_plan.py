@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from compile_cache import limits
 from serving.engine.runner import INT, PAGE_TOKENS, recorded_rows, token_bytes
 from zoo.contract import Batch, Family, State, View
 
@@ -59,8 +60,7 @@ def usual_kv_bytes(family: Family[Any], slots: int) -> int:
 
 def usual_saved_bytes(kv_bytes: int) -> int:
     """Of the host, for what paused streams' pages held."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(3 * kv_bytes, host // 4)
+    return min(3 * kv_bytes, limits.memory_bytes() // 4)
 
 
 def resident_bytes() -> int:
