@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from zoo.hub import name_of, resolved
 
 if TYPE_CHECKING:
     from serving.protocol import AudioClip
 
-app = typer.Typer(
-    add_completion=False, help="Speech language models: serve them, or let them speak from the shell."
-)
+app = typer.Typer(add_completion=False)
 
 MAX_REFERENCE_S = 60.0
 MAX_BYTES = 1 << 50
@@ -40,6 +40,16 @@ VoicesDir = Annotated[
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
     Option(help="bfloat16 on a GPU and float32 on a CPU, when left out."),
+]
+
+# A model on the command line, where one will do
+ModelArgument = Annotated[
+    str,
+    Argument(
+        metavar="[MODEL]",
+        help="A directory, or ORG/NAME on the Hugging Face Hub; the small voice of this package when left out.",
+        show_default=False,
+    ),
 ]
 
 # What `zoo say` and `zoo batch` ask of a speech
@@ -80,6 +90,22 @@ ModelOptions = Annotated[
         help="An option of the model (zoo inspect); may be given several times.",
     ),
 ]
+
+
+def tell_version(is_asked: bool) -> None:
+    if is_asked:
+        of = ", ".join(f"{name} {metadata.version(name)}" for name in ("speechzoo", "torch"))
+        print(f"{of}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def of_all(
+    version: Annotated[
+        bool, Option("--version", callback=tell_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    """Speech language models: serve them, or let them speak from the shell."""
 
 
 def named_directory(model: str) -> tuple[str, str]:

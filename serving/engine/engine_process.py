@@ -412,6 +412,8 @@ def load(
     for name, directory in models.items():
         with of(name):
             zoo.find(directory)  # a look at each, before the first takes its minutes
+    if device is None and torch.version.cuda is not None and not torch.cuda.is_available():
+        log.info(f"torch was built for CUDA {torch.version.cuda} and finds no GPU: the CPU is used")
     families = {}
     for i, (name, directory) in enumerate(models.items()):
         progress(i / len(models), name if len(models) > 1 else "")

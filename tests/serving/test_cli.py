@@ -1,6 +1,7 @@
 """The command `zoo`, as a user runs it."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -72,6 +73,18 @@ def test_help_is_there_at_once():
 def test_every_command_has_help(zoo, command):
     done = zoo(command, "--help")
     assert done.returncode == 0 and "Usage: zoo " + command in done.stdout
+
+
+def test_versions_are_told_without_loading_them(zoo):
+    done = zoo("--version")
+    assert done.returncode == 0
+    assert re.fullmatch(rf"speechzoo \S+, torch {re.escape(torch.__version__)}, Python 3\.\d+\.\S+\n", done.stdout)
+
+
+def test_a_model_that_is_left_out_is_the_small_voice(zoo):
+    done = zoo("inspect", "--json")
+    facts = json.loads(done.stdout)
+    assert (facts["family"], facts["voices"]) == ("qwen3_tts", ["slt"]), done.stderr
 
 
 BAD = [
