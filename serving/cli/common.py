@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ from zoo.hub import name_of, resolved
 if TYPE_CHECKING:
     from serving.protocol import AudioClip
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")  # flowing text: lines of a docstring are joined
 
 MAX_REFERENCE_S = 60.0
 MAX_BYTES = 1 << 50
@@ -46,7 +46,7 @@ DType = Annotated[
 ModelArgument = Annotated[
     str,
     Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="A directory, or ORG/NAME on the Hugging Face Hub; the small voice of this package when left out.",
         show_default=False,
     ),
@@ -153,6 +153,37 @@ def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading", total=1.0, title=title)
         yield lambda fraction, stage: bar.update(task, completed=fraction, description=stage)
+
+
+def print_numbers(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of numbers, none of which is cut: on a terminal that is too narrow for it rows become columns. A column's name
+    may have two lines, and the first of them is that of the columns before it where it is empty."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    upright = Table(*columns, title=title, title_justify="left")
+    names, above = [], ""
+    for column in columns:
+        first, _, second = column.rpartition("\n")
+        above = first or (above if column.startswith("\n") else "")
+        names.append(f"{above} {second}".strip().replace(" /", "/"))
+    turned = Table(names[0], *(row[0] for row in rows), title=title, title_justify="left")
+    for row in rows:
+        upright.add_row(*row)
+    for name, *values in list(zip(names, *rows, strict=True))[1:]:
+        turned.add_row(name, *values)
+    for column_of_any in (*upright.columns, *turned.columns):
+        column_of_any.no_wrap, column_of_any.justify = True, "right"
+    turned.columns[0].justify = "left"
+
+    console = Console()
+
+    def width(table: Table) -> int:
+        return Measurement.get(console, console.options.update_width(10_000), table).maximum
+
+    table = turned if console.is_terminal and width(upright) > console.width else upright
+    Console(width=max(console.width, width(table))).print(table)
 
 
 def readable(value: Any) -> str:

@@ -136,7 +136,7 @@ def bench(
 def warm(
     models: Annotated[
         list[str],
-        Argument(metavar="[MODEL]...", help="As zoo serve takes them: one server's.", show_default=False),
+        Argument(metavar="MODEL", help="As zoo serve takes them: one server's.", show_default=False),
     ] = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,

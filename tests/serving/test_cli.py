@@ -7,14 +7,17 @@ import subprocess
 import sys
 import time
 import wave
+from functools import partial
 
 import numpy as np
 import pytest
+import rich.console
 import shell
 import soundfile
 import torch
 from shell import ROOT
 
+from serving.cli.common import print_numbers
 from serving.engine.job import NO_AUDIO
 from serving.http.decode import decode
 from zoo.contract import Speech
@@ -85,6 +88,26 @@ def test_a_model_that_is_left_out_is_the_small_voice(zoo):
     done = zoo("inspect", "--json")
     facts = json.loads(done.stdout)
     assert (facts["family"], facts["voices"]) == ("qwen3_tts", ["slt"]), done.stderr
+
+
+@pytest.mark.parametrize("terminal", [80, 120, None])
+def test_a_table_of_numbers_is_never_cut(capsys, monkeypatch, terminal):
+    """On a narrow terminal it is turned; a file is as wide as it needs to be."""
+    console = partial(rich.console.Console, force_terminal=terminal is not None, color_system=None)
+    monkeypatch.setattr("rich.console.Console", console)
+    monkeypatch.setenv("COLUMNS", str(terminal or 80))
+    columns = ["requests\n/s", "TTFA\np50 ms", "\np99 ms", *(f"other {i}" for i in range(6)), "good\n/s"]
+    rows = [[f"{row}000{i}" for i in range(len(columns))] for row in (1, 2)]
+    print_numbers("of a test", columns, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= (terminal or 120)
+    if terminal == 80:
+        names = ["requests/s", "TTFA p50 ms", "TTFA p99 ms", *columns[3:-1], "good/s"]
+        wholes = [[name, *values] for name, *values in zip(names, *rows, strict=True)]
+    else:
+        wholes = rows
+    shown = [[part.strip() for part in re.split("[│┃]", line)[1:-1]] for line in lines]
+    assert all(whole in shown for whole in wholes), lines
 
 
 BAD = [
