@@ -31,7 +31,8 @@ def threads_of_quota(num: int) -> int:
     """Of so many threads, as many as a container's limit is enough for; all where OMP_NUM_THREADS says how many.
 
     Threads that wait for each other spin, and what they spin is of the quota too: when it is spent, all of the process
-    stands still until the next tenth of a second.
+    stands still until the next tenth of a second. With two threads on one core's time the mid-size Qwen3-TTS made a fifth
+    of the audio that it made with one (benchmarks/LOG.md).
     """
     cores = limits.cores()
     if cores is None or "OMP_NUM_THREADS" in os.environ:
