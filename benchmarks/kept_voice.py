@@ -12,40 +12,21 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 import httpx
 import numpy as np
 import soundfile
+from served import served
 
 from zoo.qwen3_tts import write_demo
 
 RATE_HZ = 24000
 THINGS = ("sea", "wind", "room", "old man", "story", "window", "bread", "house", "river", "child", "garden", "letter")
 RESTARTS = 3
-
-
-@contextmanager
-def served(models: list[str], options: list[str]) -> Iterator[httpx.Client]:
-    command = [sys.executable, "-m", "serving", "serve", *models, "--port", "0", "--device", "cpu", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if "ready on" in line:
-                with httpx.Client(base_url=line.split()[-1], timeout=300) as client:
-                    yield client
-                break
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 def first_audio_ms(client: httpx.Client, round_: int, **fields: object) -> float:
@@ -63,7 +44,7 @@ def first_audio_ms(client: httpx.Client, round_: int, **fields: object) -> float
 
 def after_a_restart(models: list[str], flags: list[str], voice: str) -> float:
     """Of the clone, when it is first used."""
-    with served(models, flags) as client:
+    with served([*models, *flags]) as url, httpx.Client(base_url=url, timeout=300) as client:
         first_audio_ms(client, 0, model="preset", voice=voice)
         return first_audio_ms(client, 1, model="clone", voice="anna")
 
@@ -89,7 +70,7 @@ def main() -> None:
         models = [f"{name}={write_demo(here / name, size)}" for name, size in sizes.items()]
         flags = ["--voices-dir", str(here / "voices"), *serve_options]
         rounds = range(given.rounds)
-        with served(models, flags) as client:
+        with served([*models, *flags]) as url, httpx.Client(base_url=url, timeout=300) as client:
             form = {"name": "anna", "ref_text": "The old man told the children a story about the sea."}
             client.post("/v1/audio/voices", data=form, files={"audio_sample": recording(given.reference_s)}).raise_for_status()
             voice = client.get("/v1/models/preset").json()["voices"][0]

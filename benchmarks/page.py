@@ -14,39 +14,18 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
 from playwright.sync_api import Browser, Page, sync_playwright
+from served import served
 
 TEXT = "The old man told the children a story about the sea. We had bread and cheese for breakfast this morning."
 COMMANDS = ("chromium", "chromium-browser", "google-chrome")
 SEEN_S = 3.0  # of speech, when the picture is taken
 SIZE = {"width": 1280, "height": 890}
-
-
-@contextmanager
-def served(url: str | None, options: list[str]) -> Iterator[str]:
-    if url is not None:
-        yield url
-        return
-    command = [sys.executable, "-m", "serving", "serve", "--port", "0", "--device", "cpu", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if "ready on" in line:
-                yield line.split()[-1]
-                break
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 def opened(browser: Browser, url: str, scheme: Literal["light", "dark"] = "light") -> Page:
@@ -88,7 +67,7 @@ def main() -> None:
     path = os.environ.get("ZOO_CHROMIUM") or next(filter(None, map(shutil.which, COMMANDS)), None)
     if path is None:
         raise SystemExit(f"needs a Chromium: one of {', '.join(COMMANDS)}, or ZOO_CHROMIUM=PATH")
-    with served(given.url, serve_options) as url, sync_playwright() as playwright:
+    with served(serve_options, given.url) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path)
         began_s = time.perf_counter()
         page = opened(browser, url)

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
+from served import served
 from websockets.sync.client import ClientConnection, connect
 
 TEXT = (
@@ -25,24 +22,6 @@ TEXT = (
     "She opened the window because the room was too hot."
 )
 PAUSES_MS = (0, 10, 50)
-
-
-@contextmanager
-def served(url: str | None, models: list[str]) -> Iterator[str]:
-    if url is not None:
-        yield url
-        return
-    command = [sys.executable, "-m", "serving", "serve", *models, "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if "ready on" in line:
-                yield line.split()[-1]
-                break
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 def speak(socket: ClientConnection, pause_s: float) -> dict[str, Any]:
@@ -85,7 +64,7 @@ def main() -> None:
     given = options.parse_args()
     config = {"seed": 1, **json.loads(given.config)}
     runs = []
-    with served(given.url, given.models) as url:
+    with served(given.models, given.url) as url:
         address = url.replace("http", "ws", 1) + "/v1/audio/speech/stream"
         with connect(address, max_queue=None) as socket:
             socket.send(json.dumps({"type": "session.config", **config}))

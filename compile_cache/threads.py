@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from compile_cache import limits
+
 SMALL_BYTES = 64 << 20
 
 
 def set_num_threads(model: nn.Module) -> int:
-    """One thread for a model of less than SMALL_BYTES, else as many as there were -> the number. Call before
-    anything is compiled.
+    """One thread for a model of less than SMALL_BYTES, else as many as there were, or as its cores' time is enough for -> the
+    number. Call before anything is compiled.
 
     Waking a second thread takes longer than the products of a small model: a step of 8 streams of the tiny
     Qwen3-TTS took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md).
     """
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    if size < SMALL_BYTES and next(model.parameters()).device.type == "cpu":
-        torch.set_num_threads(1)
+    if next(model.parameters()).device.type == "cpu":
+        torch.set_num_threads(1 if size < SMALL_BYTES else threads_of_quota(torch.get_num_threads()))
     return torch.get_num_threads()
+
+
+def threads_of_quota(num: int) -> int:
+    """Of so many threads, as many as a container's limit is enough for; all where OMP_NUM_THREADS says how many.
+
+    Threads that wait for each other spin, and what they spin is of the quota too: when it is spent, all of the process
+    stands still until the next tenth of a second. With two threads on one core's time the mid-size Qwen3-TTS made a fifth
+    of the audio that it made with one (benchmarks/LOG.md).
+    """
+    cores = limits.cores()
+    if cores is None or "OMP_NUM_THREADS" in os.environ:
+        return num
+    return max(1, min(num, int(cores)))
 
 
 def use_one_thread() -> None:

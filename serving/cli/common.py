@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from zoo.hub import name_of, resolved
 
 if TYPE_CHECKING:
     from serving.protocol import AudioClip
 
-app = typer.Typer(
-    add_completion=False, help="Speech language models: serve them, or let them speak from the shell."
-)
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")  # flowing text: lines of a docstring are joined
 
 MAX_REFERENCE_S = 60.0
 MAX_BYTES = 1 << 50
@@ -40,6 +40,16 @@ VoicesDir = Annotated[
 DType = Annotated[
     Literal["float32", "bfloat16"] | None,
     Option(help="bfloat16 on a GPU and float32 on a CPU, when left out."),
+]
+
+# A model on the command line, where one will do
+ModelArgument = Annotated[
+    str,
+    Argument(
+        metavar="MODEL",
+        help="A directory, or ORG/NAME on the Hugging Face Hub; the small voice of this package when left out.",
+        show_default=False,
+    ),
 ]
 
 # What `zoo say` and `zoo batch` ask of a speech
@@ -80,6 +90,22 @@ ModelOptions = Annotated[
         help="An option of the model (zoo inspect); may be given several times.",
     ),
 ]
+
+
+def tell_version(is_asked: bool) -> None:
+    if is_asked:
+        of = ", ".join(f"{name} {metadata.version(name)}" for name in ("speechzoo", "torch"))
+        print(f"{of}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def of_all(
+    version: Annotated[
+        bool, Option("--version", callback=tell_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    """Speech language models: serve them, or let them speak from the shell."""
 
 
 def named_directory(model: str) -> tuple[str, str]:
@@ -127,6 +153,37 @@ def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading", total=1.0, title=title)
         yield lambda fraction, stage: bar.update(task, completed=fraction, description=stage)
+
+
+def print_numbers(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of numbers, none of which is cut: on a terminal that is too narrow for it rows become columns. A column's name
+    may have two lines, and the first of them is that of the columns before it where it is empty."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    upright = Table(*columns, title=title, title_justify="left")
+    names, above = [], ""
+    for column in columns:
+        first, _, second = column.rpartition("\n")
+        above = first or (above if column.startswith("\n") else "")
+        names.append(f"{above} {second}".strip().replace(" /", "/"))
+    turned = Table(names[0], *(row[0] for row in rows), title=title, title_justify="left")
+    for row in rows:
+        upright.add_row(*row)
+    for name, *values in list(zip(names, *rows, strict=True))[1:]:
+        turned.add_row(name, *values)
+    for column_of_any in (*upright.columns, *turned.columns):
+        column_of_any.no_wrap, column_of_any.justify = True, "right"
+    turned.columns[0].justify = "left"
+
+    console = Console()
+
+    def width(table: Table) -> int:
+        return Measurement.get(console, console.options.update_width(10_000), table).maximum
+
+    table = turned if console.is_terminal and width(upright) > console.width else upright
+    Console(width=max(console.width, width(table))).print(table)
 
 
 def readable(value: Any) -> str:

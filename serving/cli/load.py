@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from serving.cli.common import app, progress_bar
+from serving.cli.common import app, print_numbers, progress_bar
 
 if TYPE_CHECKING:
     from serving.tools.load.run import Plan
@@ -228,22 +228,19 @@ def described(plan: Plan, texts: str) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """A table, and what is to be said of it."""
-    from rich.console import Console
-    from rich.table import Table
-
     is_open = result["runs"][0]["arrivals"] == "poisson"
     title = f"{result['model']} at {result['url']}: {result['texts']} texts, {', '.join(result['formats'])}"
-    table = Table(title=title, title_justify="left")
-    for column in ("requests\n/s" if is_open else "streams", "sent", "failed", *COLUMNS):
-        table.add_column(column, justify="right")
-    for run in result["runs"]:
-        table.add_row(
+    columns = ["requests\n/s" if is_open else "streams", "sent", "failed", *COLUMNS]
+    rows = [
+        [
             f"{run['rate_requests_per_s' if is_open else 'streams']:g}" + "*" * run["client_is_limit"],
             str(run["requests"]),
             str(run["failed"]),
             *("" if run[name] is None else form.format(run[name]) for name, form in COLUMNS.values()),
-        )
-    Console().print(table)
+        ]
+        for run in result["runs"]
+    ]
+    print_numbers(title, columns, rows)
     for line in notes(result):
         print(line)
 

@@ -15,12 +15,14 @@ from serving.cli.common import (
     Codec,
     Device,
     DType,
+    ModelArgument,
     app,
     named_directories,
     num_bytes,
     progress_bar,
     readable,
 )
+from zoo import SMALL_VOICE
 from zoo.hub import resolved
 
 ReferencePython = Annotated[
@@ -33,7 +35,7 @@ ReferencePython = Annotated[
 
 @app.command()
 def inspect(
-    model: Annotated[str, Argument(help="A directory, or ORG/NAME on the Hugging Face Hub.")],
+    model: ModelArgument = str(SMALL_VOICE),
     slots: Annotated[int, Option(min=1, max=1024, help="Of the memory plan: requests at once.")] = 8,
     dtype: DType = None,
     device: Annotated[str | None, Option(help="cpu, cuda, cuda:1; the GPU where there is one.")] = None,
@@ -84,7 +86,7 @@ def memory(model: str, slots: int, dtype: str) -> dict[str, int | str]:
 
 @app.command()
 def bench(
-    model: Annotated[str, Argument(help="A model directory.")],
+    model: ModelArgument = str(SMALL_VOICE),
     streams: Annotated[
         list[int], Option(min=1, help="How many requests at once; may be given several times.")
     ] = [1, 8],  # noqa: B006
@@ -132,7 +134,10 @@ def bench(
 
 @app.command()
 def warm(
-    models: Annotated[list[str], Argument(metavar="MODEL...", help="As zoo serve takes them: one server's.")],
+    models: Annotated[
+        list[str],
+        Argument(metavar="MODEL", help="As zoo serve takes them: one server's.", show_default=False),
+    ] = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
     max_slots: Annotated[int | None, Option(min=1, max=1024, help="As of zoo serve.")] = None,
@@ -149,7 +154,7 @@ def warm(
     """Compile ahead of time what zoo serve with the same arguments needs, so that it is ready in seconds. On a CPU other
     numbers of slots, other memory and other sets of the same models find it too."""
     options: dict[str, Any] = {
-        "models": named_directories(models),
+        "models": named_directories(models or [str(SMALL_VOICE)]),
         "device": device,
         "dtype": dtype,
         "max_slots": max_slots,
@@ -179,7 +184,7 @@ def warm(
 
 @app.command()
 def parity(
-    model: Annotated[str, Argument(help="A model directory.")],
+    model: ModelArgument = str(SMALL_VOICE),
     frames: Annotated[int, Option(min=1, help="Of each request.")] = 50,
     device: Device = None,
     dtype: DType = None,

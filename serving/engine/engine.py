@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -38,7 +36,7 @@ from compile_cache.artifacts import Entry
 from compile_cache.counts import counts
 from serving.engine import warmup
 from serving.engine.job import Audio, Event, Failed, Finished, Job, Place, Spoken, Text
-from serving.engine.memory_plan import host_bytes, usual_kv_bytes
+from serving.engine.memory_plan import resident_bytes, usual_kv_bytes, usual_saved_bytes
 from serving.engine.model_worker import ModelWorker
 from serving.engine.pages import Pages
 from serving.engine.paging import Paging
@@ -470,7 +468,7 @@ class Engine:
             raise ValueError(
                 f"request {request_id!r} is under way already; every request needs an id of its own"
             )
-        predicted_s = self._first_audio_s(model, text_bytes, reference_bytes)
+        predicted_s = model.predicted_first_audio_s(text_bytes, reference_bytes > 0)
         retry_after_s = min(max(predicted_s or 0.0, MIN_RETRY_S), MAX_RETRY_S)
         waiting = sum(place.is_flex == is_flex for place in model.line.values())
         if waiting >= self.max_waiting:
@@ -485,14 +483,6 @@ class Engine:
             late = f"first audio is to be expected in {predicted_s:.1f} s, later than {self.max_ttfa_s:g} s"
             raise Full(late, retry_after_s)
         return predicted_s
-
-    def _first_audio_s(self, model: ModelWorker, text_bytes: int, reference_bytes: int) -> float | None:
-        places = [place for place in model.line.values() if not place.is_flex]
-        line = [model.forecaster.expected(place.text_bytes) for place in places]
-        recordings = [place for place in places if place.reference_bytes and not place.is_made]
-        has_recordings = reference_bytes > 0
-        ahead = len(recordings) if has_recordings else 0
-        return model.forecaster.first_audio_s(text_bytes, line, has_recordings, ahead)
 
     def _take_news(self) -> None:
         with self._wake:
@@ -607,14 +597,3 @@ class Engine:
             self._release(job, last)
         for one in late:
             one.deliver(last)
-
-
-def usual_saved_bytes(kv_bytes: int) -> int:
-    """Of the host, for what paused streams' pages held."""
-    return min(3 * kv_bytes, host_bytes() // 4)
-
-
-def resident_bytes() -> int:
-    """Of this process; 0 where the system does not tell."""
-    pages = Path("/proc/self/statm")
-    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0

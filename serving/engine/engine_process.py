@@ -33,11 +33,11 @@ import structlog
 import torch
 
 import zoo
-from compile_cache import threads
+from compile_cache import limits, threads
 from serving import logs, protocol
 from serving.audio import pcm16
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Place, Spoken, Text
-from serving.engine.memory_plan import SPARE_PART, fit, host_bytes
+from serving.engine.memory_plan import SPARE_PART, fit
 from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.exit_with_parent import exit_with_parent
 from zoo.contract import Family, Spec
@@ -423,6 +423,8 @@ def load(
     for name, directory in models.items():
         with of(name):
             zoo.find(directory)  # a look at each, before the first takes its minutes
+    if device is None and torch.version.cuda is not None and not torch.cuda.is_available():
+        log.info(f"torch was built for CUDA {torch.version.cuda} and finds no GPU: the CPU is used")
     families = {}
     for i, (name, directory) in enumerate(models.items()):
         progress(i / len(models), name if len(models) > 1 else "")
@@ -450,7 +452,7 @@ def cpu_slots(options: Options) -> int:
         return CPU_SLOTS
     shapes = [zoo.load(path, "meta", options.dtype or "float32") for path in options.models.values()]
     try:
-        slots, _ = fit(shapes, int(CPU_PART * host_bytes()))
+        slots, _ = fit(shapes, int(CPU_PART * limits.memory_bytes()))
     except ValueError:  # not even one: loading says what is possible
         return CPU_SLOTS
     return max(slots, CPU_SLOTS)

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from compile_cache import limits
 from serving.engine.runner import INT, PAGE_TOKENS, recorded_rows, token_bytes
 from zoo.contract import Batch, Family, State, View
 
@@ -56,6 +58,17 @@ def usual_kv_bytes(family: Family[Any], slots: int) -> int:
     return family.spec.lanes * tokens * token_bytes(family)
 
 
+def usual_saved_bytes(kv_bytes: int) -> int:
+    """Of the host, for what paused streams' pages held."""
+    return min(3 * kv_bytes, limits.memory_bytes() // 4)
+
+
+def resident_bytes() -> int:
+    """Of this process, as it is; 0 where the system does not tell."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
+
+
 def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None) -> tuple[int, int]:
     """Families on `meta`, and a device's bytes -> how many slots each may have (`max_slots`, where it is given), and
     the bytes of the KV cache: all that is left beside weights, states and launches. Raises ValueError where that is
@@ -73,11 +86,6 @@ def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None
         f"the device has {room} bytes to give; with max_slots {slots} these are needed: {needed}: serve with fewer "
         "slots, fewer models or another dtype"
     )
-
-
-def host_bytes() -> int:
-    """Of the memory of this machine, whoever uses it now."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

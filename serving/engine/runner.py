@@ -10,7 +10,6 @@ A slot's lanes are sequences of their own, in pages of their own, that take ever
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compile_cache import saved
+from compile_cache import limits, saved
 from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
 from compile_cache.lower import lower
@@ -82,7 +81,7 @@ def check_there_is(num_bytes: int, device: torch.device) -> None:
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
     else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = limits.memory_bytes()
     if num_bytes > total:
         raise ValueError(
             f"{num_bytes} bytes of KV memory are more than this machine's {device.type} has: {total}"

@@ -104,6 +104,10 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
                 f"there is no {cut(request.url.path)} here; GET /schema lists what there is",
                 code="not_found",
             )
+        case HTTPException(status_code=405, extra=None, headers={"allow": allowed} as headers):
+            possible = ", ".join(sorted({*allowed.split(", ")} - {"OPTIONS"}))
+            error = refusal(405, f"this method is not possible here; possible: {possible}", code="method_not_allowed")
+            error.headers = headers
         case HTTPException(status_code=413, extra=None):
             max_bytes = request.route_handler.resolve_request_max_body_size()
             error = refusal(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")

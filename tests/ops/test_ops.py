@@ -133,7 +133,7 @@ def test_the_dockerfile_is_tidy(hadolint):
     run(hadolint, OPS / "Dockerfile")
 
 
-@pytest.mark.parametrize("compose", [tool("docker-compose")])
+@pytest.mark.parametrize("compose", [tool("docker-compose"), tool("podman-compose")])
 @pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]])
 def test_compose_reads_its_files(compose, files):
     run(compose, *(part for file in files for part in ("-f", OPS / file)), "config", "-q")
@@ -169,6 +169,36 @@ def test_compose_mounts_what_there_is():
     assert yaml.safe_load((OPS / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"] == [
         {"targets": ["zoo:8000"]}
     ]
+
+
+def health_checks():
+    """Of the images, and of compose: the command, and the route that it asks."""
+    text = (OPS / "Dockerfile").read_text()
+    found = [("/health", json.loads(command)) for command in re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", text, re.M)]
+    kind, *command = yaml.safe_load((OPS / "compose.yaml").read_text())["services"]["zoo"]["healthcheck"]["test"]
+    assert kind == "CMD"
+    return [*found, ("/ready", command)]
+
+
+def test_health_checks_ask_the_server(tmp_path):
+    """The very commands, of another port and with time for a busy machine: the images ask whether it is alive, compose
+    whether it is ready."""
+    assert [route for route, _ in health_checks()] == ["/health", "/health", "/ready"]
+
+    def statuses(url):
+        found = []
+        for route, (python, flag, code) in health_checks():
+            assert (python, flag) == ("python", "-c") and f"http://127.0.0.1:8000{route}'" in code
+            code = code.replace("http://127.0.0.1:8000", url).replace("timeout=2", "timeout=60")
+            found.append(subprocess.run([sys.executable, flag, code], stderr=subprocess.DEVNULL, timeout=120).returncode)
+        return found
+
+    with Server(tmp_path) as server:
+        assert statuses(server.url) == [0, 0, 0]
+        server.call(server.engine.away)
+        until(lambda: server.http.get("/ready").status_code == 503)
+        assert statuses(server.url) == [0, 0, 1]
+    assert statuses(server.url) == [1, 1, 1]
 
 
 def test_options_of_the_files_are_options_of_the_command():

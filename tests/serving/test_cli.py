@@ -1,19 +1,23 @@
 """The command `zoo`, as a user runs it."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
 import time
 import wave
+from functools import partial
 
 import numpy as np
 import pytest
+import rich.console
 import shell
 import soundfile
 import torch
 from shell import ROOT
 
+from serving.cli.common import print_numbers
 from serving.engine.job import NO_AUDIO
 from serving.http.decode import decode
 from zoo.contract import Speech
@@ -72,6 +76,38 @@ def test_help_is_there_at_once():
 def test_every_command_has_help(zoo, command):
     done = zoo(command, "--help")
     assert done.returncode == 0 and "Usage: zoo " + command in done.stdout
+
+
+def test_versions_are_told_without_loading_them(zoo):
+    done = zoo("--version")
+    assert done.returncode == 0
+    assert re.fullmatch(rf"speechzoo \S+, torch {re.escape(torch.__version__)}, Python 3\.\d+\.\S+\n", done.stdout)
+
+
+def test_a_model_that_is_left_out_is_the_small_voice(zoo):
+    done = zoo("inspect", "--json")
+    facts = json.loads(done.stdout)
+    assert (facts["family"], facts["voices"]) == ("qwen3_tts", ["slt"]), done.stderr
+
+
+@pytest.mark.parametrize("terminal", [80, 120, None])
+def test_a_table_of_numbers_is_never_cut(capsys, monkeypatch, terminal):
+    """On a narrow terminal it is turned; a file is as wide as it needs to be."""
+    console = partial(rich.console.Console, force_terminal=terminal is not None, color_system=None)
+    monkeypatch.setattr("rich.console.Console", console)
+    monkeypatch.setenv("COLUMNS", str(terminal or 80))
+    columns = ["requests\n/s", "TTFA\np50 ms", "\np99 ms", *(f"other {i}" for i in range(6)), "good\n/s"]
+    rows = [[f"{row}000{i}" for i in range(len(columns))] for row in (1, 2)]
+    print_numbers("of a test", columns, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= (terminal or 120)
+    if terminal == 80:
+        names = ["requests/s", "TTFA p50 ms", "TTFA p99 ms", *columns[3:-1], "good/s"]
+        wholes = [[name, *values] for name, *values in zip(names, *rows, strict=True)]
+    else:
+        wholes = rows
+    shown = [[part.strip() for part in re.split("[│┃]", line)[1:-1]] for line in lines]
+    assert all(whole in shown for whole in wholes), lines
 
 
 BAD = [

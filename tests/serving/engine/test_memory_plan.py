@@ -99,5 +99,5 @@ def test_a_cpu_has_more_slots_for_throughput_as_far_as_its_memory_holds_them(mon
     assert slots("throughput", max_slots=3) == 3
     room = plan(shapes("qwen3_tts"), 32).total
     for host, expected in ((room, 32), (room - 1, 16), (1, 8)):
-        monkeypatch.setattr("serving.engine.engine_process.host_bytes", lambda host=host: round(host / CPU_PART))
+        monkeypatch.setattr("compile_cache.limits.memory_bytes", lambda host=host: round(host / CPU_PART))
         assert slots("throughput") == expected

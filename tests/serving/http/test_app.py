@@ -344,7 +344,9 @@ def test_a_body_over_the_limit_is_a_413(server):
 def test_routes_that_are_not_there(server):
     assert error(server.http.get("/v1/nothing"), 404)["code"] == "not_found"
     answer = server.http.get("/v1/audio/speech")
-    assert error(answer, 405) and "POST" in answer.headers["allow"]
+    assert "POST" in answer.headers["allow"]
+    wrong = error(answer, 405)
+    assert (wrong["code"], wrong["message"]) == ("method_not_allowed", "this method is not possible here; possible: POST")
 
 
 def test_an_unknown_model_is_a_404_that_names_the_served_one(server):
