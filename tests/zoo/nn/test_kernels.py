@@ -130,34 +130,31 @@ def test_snake_of_what_has_no_phase_stays_within_its_gain():
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dilation", [1, 3])
 @pytest.mark.parametrize("taps", range(1, 14))
-def test_a_snake_and_its_convolution_are_torchs(taps, dilation, threads, monkeypatch):
+# several tiles, one of less than a tile, and blocks of outputs that are not full
+@pytest.mark.parametrize(("channels", "out_channels", "num"), [(256, 20, 500), (5, 70, 40), (16, 64, 2100)])
+def test_a_snake_and_its_convolution_are_torchs(channels, out_channels, num, taps, dilation, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(taps)
-    # several tiles, one of less than a tile, and blocks of outputs that are not full
-    for channels, out_channels, num in ((256, 20, 500), (5, 70, 40), (16, 64, 2100)):
-        reach = (taps - 1) * dilation
-        x, more = (torch.randn(2, n, c, generator=generator).mT for n, c in ((num + reach, channels), (num + 6, out_channels)))
-        weight = torch.randn(out_channels, channels, taps, generator=generator) / (channels * taps) ** 0.5
-        bias = torch.randn(out_channels, generator=generator)
-        frequency, gain = torch.rand(2, channels, generator=generator) + 0.5
-        mask = torch.rand(2, num + reach + 2, generator=generator) < 0.8
-        filters = kernels.nine_filters(weight)
+    reach = (taps - 1) * dilation
+    x, more = (torch.randn(2, n, c, generator=generator).mT for n, c in ((num + reach, channels), (num + 6, out_channels)))
+    weight = torch.randn(out_channels, channels, taps, generator=generator) / (channels * taps) ** 0.5
+    bias = torch.randn(out_channels, generator=generator)
+    frequency, gain = torch.rand(2, channels, generator=generator) + 0.5
+    mask = (torch.rand(2, num + reach + 2, generator=generator) < 0.8)[:, 1:-1]
+    filters, residual = kernels.nine_filters(weight), more[:, :, 3:-3]
 
-        def ours(x, more, mask):
-            mask = None if mask is None else mask[:, 1:-1]
-            residual = None if more is None else more[:, :, 3:-3]
-            return kernels.convolve_snake(x, (frequency, gain), filters, bias, taps, dilation, mask, residual)
+    def ours(x, mask, residual):
+        return kernels.convolve_snake(x, (frequency, gain), filters, bias, taps, dilation, mask, residual)
 
-        wave = plain(lambda: snake(x.double(), frequency[:, None].double(), gain[:, None].double()))
-        for is_there, added in ((None, None), (mask, more)):
-            read = wave if is_there is None else wave * is_there[:, None, 1:-1]
-            truth = torch.nn.functional.conv1d(read, weight.double(), bias.double(), dilation=dilation)
-            truth = truth if added is None else truth + added[:, :, 3:-3]
-            found = ours(x, added, is_there)
-            torch.testing.assert_close(found.double(), truth, rtol=0, atol=3e-5)
-            assert found.mT.is_contiguous()
-        alone = ours(x[1:], more[1:], mask[1:])
-        assert torch.equal(alone, found[1:])  # a row does not know of the others
+    wave = plain(lambda: snake(x.double(), frequency[:, None].double(), gain[:, None].double()))
+    for is_there, added in ((None, None), (mask, residual)):
+        read = wave if is_there is None else wave * is_there[:, None]
+        truth = torch.nn.functional.conv1d(read, weight.double(), bias.double(), dilation=dilation)
+        truth = truth if added is None else truth + added
+        found = ours(x, is_there, added)
+        torch.testing.assert_close(found.double(), truth, rtol=0, atol=3e-5)
+        assert found.mT.is_contiguous()
+    assert torch.equal(ours(x[1:], mask[1:], residual[1:]), found[1:])  # a row does not know of the others
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 25, 500, 507])
