@@ -117,7 +117,8 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
         """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen; cache [S, capacity + 1, PAIR, 2 * inner]."""
-        y = self._attend(*self.qkv(self.attention_norm(x)), seen, mask, cache)
+        q, k, v = self.qkv(self.attention_norm(x))
+        y = self._attend(q, k, v, seen, mask, cache)
         x = linear_add(self.out, y, x)
         return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
@@ -171,7 +172,7 @@ class Estimator(nn.Module):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return self.first, *self.middle, self.last  # type: ignore[arg-type]
+        return self.first, *self.middle, self.last
 
     @torch.no_grad()
     def prepare(self, times: Tensor) -> None:

@@ -71,6 +71,7 @@ from zoo.references import References
 from zoo.request import Share, check, shares
 
 NEVER = 1 << 40  # a step that does not come
+MAX_CODES_AT_ONCE = 400  # that a CPU renders: what lies between its operators is to stay in its caches
 NOISE_STEP = 1 << 31  # the vocoder draws at frame numbers from here on, the language model below
 
 
@@ -371,8 +372,17 @@ class CosyVoice2(Family[CosyVoice2State]):
         return logits.masked_fill(is_early & is_out, -torch.inf)
 
     def render(self, state: CosyVoice2State, view: View) -> tuple[Tensor, Tensor]:
-        mel = self._mel(state, view)
-        return self._samples(state, view, mel)
+        rows = max(1, MAX_CODES_AT_ONCE // view.frames)
+        if len(view.slots) <= rows or not may_follow_values(view.slots):
+            return self._samples(state, view, self._mel(state, view))
+        parts = [
+            replace(view, slots=slots, start=start, count=count, is_last=is_last)
+            for slots, start, count, is_last in zip(
+                *(rows_of.split(rows) for rows_of in (view.slots, view.start, view.count, view.is_last)), strict=True
+            )
+        ]
+        samples, valid = zip(*(self._samples(state, part, self._mel(state, part)) for part in parts), strict=True)
+        return torch.cat(samples), torch.cat(valid)
 
     def _mel(self, state: CosyVoice2State, view: View) -> Tensor:
         """-> [B, 2 * view.frames, MELS], of which 2 * view.count are valid. The first stretch begins with

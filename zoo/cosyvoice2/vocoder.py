@@ -16,8 +16,10 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/hifigan/generator.py (HiFTGenerator, Si
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +196,17 @@ class Conv(nn.Conv1d):
         image, weight = x[:, :, None], self.weight[:, :, None]
         return F.conv2d(image, weight, self.bias, (1, stride), dilation=(1, dilation))[:, :, 0]
 
+    def of_snake(self, snake: Snake, x: Tensor, mask: Tensor | None, more: Tensor | None = None) -> Tensor:
+        """The convolution of a snake of x, which is zero where the mask says no; the middle of `more` is added."""
+        if not kernels.know(x):
+            y = self(masked(snake(x), mask))
+            return y if more is None else y.add_(middle(more, y.shape[2]))
+        [taps], [dilation] = self.kernel_size, self.dilation
+        is_there = None if mask is None else middle(mask, x.shape[2])[:, 0]
+        more = None if more is None else middle(more, x.shape[2] - (taps - 1) * dilation)
+        assert self.bias is not None
+        return kernels.convolve_snake(x, snake.wave, self.filters, self.bias, taps, dilation, is_there, more)
+
 
 class Snake(nn.Module):
     """x + sin(a x)^2 / a, one a per channel."""
@@ -225,27 +238,11 @@ class ResBlock(nn.Module):
         self.snakes2 = nn.ModuleList(Snake(channels) for _ in dilations)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        for conv1, conv2, snake1, snake2 in zip(
-            self.convs1, self.convs2, self.snakes1, self.snakes2, strict=True
-        ):
-            if kernels.know(x):
-                x = self._together(x, mask, conv1, conv2, snake1, snake2)
-                continue
-            y = conv1(masked(snake1(x), mask))
-            y = conv2(masked(snake2(y), mask))
-            x = y.add_(middle(x, y.shape[2]))
+        rounds: Iterator[Any] = zip(self.convs1, self.convs2, self.snakes1, self.snakes2, strict=True)
+        for conv1, conv2, snake1, snake2 in rounds:
+            y = conv1.of_snake(snake1, x, mask)
+            x = conv2.of_snake(snake2, y, mask, x)
         return x
-
-    def _together(self, x: Tensor, mask: Tensor | None, conv1: Conv, conv2: Conv, snake1: Snake, snake2: Snake) -> Tensor:
-        """What a round of `forward` gives, by a CPU's kernel."""
-        edge = (conv1.dilation[0] + 1) * (conv1.kernel_size[0] // 2)
-        residual, y = middle(x, x.shape[2] - 2 * edge), x
-        for conv, wave, more in ((conv1, snake1.wave, None), (conv2, snake2.wave, residual)):
-            [taps], [dilation], is_there = conv.kernel_size, conv.dilation, None
-            if mask is not None:
-                is_there = middle(mask, y.shape[2])[:, 0]
-            y = kernels.convolve_snake(y, wave, conv.filters, conv.bias, taps, dilation, is_there, more)
-        return y
 
 
 class F0Predictor(nn.Module):

@@ -437,6 +437,16 @@ inline float shares_of(float* x, const int8_t* counts, int64_t n, float scale, f
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// The end of what a row of a mask sees, at least `first`.
+inline int64_t seen_until(const bool* sees, int64_t first, int64_t end) {
+    for (uint64_t eight = 0; end - first >= 8; end -= 8) {
+        __builtin_memcpy(&eight, sees + end - 8, 8);
+        if (eight) break;
+    }
+    while (end > first && !sees[end - 1]) end--;
+    return end;
+}
+
 // Q queries for each of B * L lanes, over the first `held` positions of their slots in the cache and their own, which then take their places there.
 // q, k and v [B * L, Q, H * D], their rows `stride` apart; out as they, without gaps; cache [slots, positions, L, 2 * H * D], keys and values; slots [B]; index [B, Q]; mask [B, Q, held + Q].
 template <typename T>
@@ -465,9 +475,7 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
                 int64_t seen = 0;  // keys up to the last one that any of these rows sees
                 for (int64_t r = 0; r < ROWS; r++) {
                     to_units<U>(own(q, at(r)), D, &query[r * units_d]);
-                    int64_t last = K;
-                    while (last > seen && !sees(r)[last - 1]) last--;
-                    seen = last;
+                    seen = seen_until(sees(r), seen, K);
                 }
                 for (int64_t i = 0; i < seen; i += WIDTH) product<U>(query.data(), units_d, &keys[i], wide_k, units_d, &score[i], wide_k);
                 float total[ROWS];
@@ -528,7 +536,7 @@ void convolve_snake(const float* x, const float* w, const float* bias, const flo
     const int64_t lengths[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
     int64_t num_taps = 0;
     for (int64_t length : lengths) num_taps += length;
-    const int64_t most = rounded_up(std::max<int64_t>((1 << 13) / C, 2 * ROWS), ROWS);  // quarters of rows in a tile: what it reads stays in a core's cache
+    const int64_t most = rounded_up(std::max<int64_t>((1 << 12) / C, 2 * ROWS), ROWS);  // quarters of rows in a tile: what it reads stays in a core's cache
     const int64_t each = 4 * (most - 1), longest = (M + dilation - 1) / dilation, tiles = (longest + each - 1) / each;
 #pragma omp parallel num_threads(threads)
     {

@@ -27,12 +27,13 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
             if (
                 isinstance(child, nn.Linear | FusedLinear)
                 and child.weight.nbytes >= least_bytes
-                and _can_be_packed(child.weight)
+                and can_be_packed(child.weight)
             ):
                 setattr(module, name, PackedLinear(child))
 
 
-def _can_be_packed(weight: Tensor) -> bool:
+def can_be_packed(weight: Tensor) -> bool:
+    """Whether this build and machine have such kernels for it."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zoo
 from zoo.contract import AudioClip, Reference, Request, RequestError, View
-from zoo.cosyvoice2.model import CosyVoice2, CosyVoice2State
+from zoo.cosyvoice2.model import MAX_CODES_AT_ONCE, CosyVoice2, CosyVoice2State
 from zoo.cosyvoice2.prompt import END_OF_PROMPT
 from zoo.cosyvoice2.sampling import nucleus, repetition_aware
 from zoo.cosyvoice2.strategy import GRID
@@ -114,6 +114,29 @@ def rendered(model: CosyVoice2, voice: str, codes: Tensor, size: int) -> Tensor:
         heard.append(samples[0, : int(valid)])
         start = stop
     return torch.cat(heard)
+
+
+@torch.inference_mode()
+def test_what_is_too_much_for_one_pass_is_rendered_in_several(model):
+    exact = copy.deepcopy(model).double()
+    rows = MAX_CODES_AT_ONCE // 50 + 1
+    state: CosyVoice2State = exact.state(rows, 60)
+    prompt = exact.prompt(Request(text="Hm.", voice="demo"))
+    codes = torch.arange(rows * 60).view(rows, 60) * 733 % 6561
+    for slot in range(rows):
+        exact.admit(state, slot, prompt)
+    state.tape[:rows, :, 0], state.ready[:rows] = codes, 60
+    slots = torch.arange(rows).flip(0)
+    start, count, is_last = slots * 0, slots * 0 + prompt.grid_offset + 25, slots < 0
+    samples, valid = exact.render(state, View(slots, start, count, is_last, 50, exact.spec.window.length_bucket(60)))
+    alone = exact.state(1, 60)
+    for row in (0, rows - 2, rows - 1):
+        exact.admit(alone, 0, prompt)
+        alone.tape[0, :, 0], alone.ready[0] = codes[slots[row]], 60
+        view = View(slots[:1] * 0, start[:1], count[:1], is_last[:1], 50, exact.spec.window.length_bucket(60))
+        expected, num = exact.render(alone, view)
+        assert valid[row] == num[0] > 0
+        torch.testing.assert_close(samples[row, : num[0]], expected[0, : num[0]], rtol=0, atol=1e-9)
 
 
 @pytest.mark.slow
