@@ -1,5 +1,5 @@
-"""A CPU's own kernels: kernels.cpp, built as inductor builds what it generates, and kept in the same place. And
-where those of a GPU are found: triton_attention.py and triton_sampling.py.
+"""A CPU's own kernels: kernels.cpp and kernels_render.cpp, built as inductor builds what it generates, and kept
+in the same place. And where those of a GPU are found: triton_attention.py and triton_sampling.py.
 
 Torch's general operators spend most of a small step on the way to the work: gathering pages before attention
 reads them, sorting a vocabulary for its fifty likeliest, passing five times over a codec's activations. These
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels_render.cpp"))  # one after the other
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 _library: CDLL | None = None
@@ -32,7 +32,11 @@ _plain = ContextVar("plain", default=False)
 
 def key() -> str:
     """Names what `build` builds."""
-    return blake2b(SOURCE.read_bytes(), digest_size=8).hexdigest()
+    return blake2b(source().encode(), digest_size=8).hexdigest()
+
+
+def source() -> str:
+    return "\n".join(path.read_text() for path in SOURCES)
 
 
 def build() -> None:
@@ -43,7 +47,7 @@ def build() -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        library = CppCodeCache.load(SOURCE.read_text())
+        library = CppCodeCache.load(source())
     except InvalidCxxCompiler:
         raise ValueError(
             "compiling for a CPU needs a C++ compiler, and there is none: install g++, or serve with --no-compile"

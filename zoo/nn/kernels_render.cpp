@@ -1,0 +1,427 @@
+// What a render does by row on a CPU: it follows kernels.cpp, in one source.
+
+namespace {
+
+// Products in registers: ROWS rows of the left matrix by WIDTH columns of the right one. A matrix is made of units of 32 bits: a float, or where the
+// CPU multiplies pairs of bfloat16, two of those that follow each other along what is summed.
+#if defined(__AVX512F__)
+using Vector = __m512;
+constexpr int ROWS = 6, VECTORS = 4;
+inline Vector spread(float x) { return _mm512_set1_ps(x); }
+inline Vector multiply_add(Vector sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+#elif defined(__FMA__)
+using Vector = __m256;
+constexpr int ROWS = 6, VECTORS = 2;
+inline Vector spread(float x) { return _mm256_set1_ps(x); }
+inline Vector multiply_add(Vector sum, Vector a, Vector b) { return _mm256_fmadd_ps(a, b, sum); }
+#else
+typedef float Vector __attribute__((vector_size(16)));
+constexpr int ROWS = 4, VECTORS = 4;
+inline Vector spread(float x) { return Vector{x, x, x, x}; }
+inline Vector multiply_add(Vector sum, Vector a, Vector b) { return sum + a * b; }
+#endif
+constexpr int LANES = sizeof(Vector) / sizeof(float), WIDTH = VECTORS * LANES;
+typedef float Loose __attribute__((vector_size(sizeof(Vector)), aligned(4), may_alias));  // anywhere in memory
+typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
+typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+inline Vector load(const float* from) { return Vector(*reinterpret_cast<const Loose*>(from)); }
+inline void store(float* to, Vector x) { *reinterpret_cast<Loose*>(to) = Loose(x); }
+
+struct Floats {
+    static constexpr int PER_UNIT = 1;
+    static Vector add(Vector sum, Vector a, Vector b) { return multiply_add(sum, a, b); }
+    static void put(float* to, int64_t i, Vector x) { store(to + i, x); }  // numbers i .. i + LANES of a row
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+    static constexpr int PER_UNIT = 2;
+    static Vector add(Vector sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, __m512bh(a), __m512bh(b)); }
+    static void put(float* to, int64_t i, Vector x) { _mm256_storeu_si256((__m256i*)(to + i / 2), __m256i(_mm512_cvtneps_pbh(x))); }
+};
+template <typename T>
+using Units = std::conditional_t<std::is_same_v<T, float>, Floats, Pairs>;
+#else
+template <typename T>
+using Units = Floats;
+#endif
+
+// n numbers side by side as units, with zeros behind them.
+template <typename U, typename T>
+inline void to_units(const T* row, int64_t n, float* units) {
+    if constexpr (U::PER_UNIT == 1) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) units[i] = wide(row[i]);
+    } else {
+        if (n % 2) units[n / 2] = 0;
+        __builtin_memcpy(units, row, n * sizeof(T));
+    }
+}
+
+// n numbers of two rows, one above the other, as units; of the first row alone where a unit is one number.
+template <typename U, typename T>
+inline void to_units(const T* first, const T* second, int64_t n, float* units) {
+    if constexpr (U::PER_UNIT == 1) return to_units<U>(first, n, units);
+    else {
+        uint32_t* pairs = reinterpret_cast<uint32_t*>(units);
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) pairs[i] = uint32_t(first[i].bits) | uint32_t(second[i].bits) << 16;
+    }
+}
+
+#if defined(__AVX512F__)
+// 16 rows of 16 units -> 16 columns, `stride` apart.
+inline void transpose(const float* const rows[16], float* to, int64_t stride) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(rows[i]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)  // of each quarter of the four rows a column
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
+            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m512 first = _mm512_shuffle_f32x4(a[j], a[j + 4], 0x88), third = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0x88);
+        const __m512 second = _mm512_shuffle_f32x4(a[j], a[j + 4], 0xdd), fourth = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0xdd);
+        _mm512_storeu_ps(to + j * stride, _mm512_shuffle_f32x4(first, third, 0x88));
+        _mm512_storeu_ps(to + (j + 4) * stride, _mm512_shuffle_f32x4(second, fourth, 0x88));
+        _mm512_storeu_ps(to + (j + 8) * stride, _mm512_shuffle_f32x4(first, third, 0xdd));
+        _mm512_storeu_ps(to + (j + 12) * stride, _mm512_shuffle_f32x4(second, fourth, 0xdd));
+    }
+}
+#endif
+
+// Rows 0 .. n of `width` numbers, row(i), as units -> columns, `stride` apart; behind the last one, up to a multiple of 16, is anything. `room` holds a row.
+template <typename U, typename T, typename Row>
+inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns, int64_t stride, float* room) {
+    const int64_t units = (width + U::PER_UNIT - 1) / U::PER_UNIT;
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    if (sizeof(T) * U::PER_UNIT == sizeof(float) && width % (16 * U::PER_UNIT) == 0) {  // units as they lie in memory
+        for (; i < n; i += 16) {
+            const float* rows[16];
+            for (int r = 0; r < 16; r++) {
+                rows[r] = reinterpret_cast<const float*>(row(std::min(i + r, n - 1)));
+                const char* next = reinterpret_cast<const char*>(row(std::min(i + r + 16, n - 1)));  // they lie far apart
+                for (int64_t byte = 0; byte < 4 * units; byte += 64) __builtin_prefetch(next + byte);
+            }
+            for (int64_t d = 0; d < units; d += 16) {
+                const float* parts[16];
+                for (int r = 0; r < 16; r++) parts[r] = rows[r] + d;
+                transpose(parts, columns + d * stride + i, stride);
+            }
+        }
+    }
+#endif
+    for (; i < n; i++) {
+        to_units<U>(row(i), width, room);
+        for (int64_t d = 0; d < units; d++) columns[d * stride + i] = room[d];
+    }
+}
+
+// a, ROWS rows of `stride_a` units; b, n rows of `stride_b` -> ROWS rows of WIDTH in c, `stride_c` apart. Unrolled, or GCC keeps the sums in memory.
+template <typename U>
+inline void product(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t n, float* c, int64_t stride_c) {
+    Vector sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) sum[r][j] = spread(0);
+    for (int64_t i = 0; i < n; i++) {
+        Vector columns[VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) columns[j] = load(b + i * stride_b + j * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            const Vector x = spread(a[r * stride_a + i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < VECTORS; j++) sum[r][j] = U::add(sum[r][j], x, columns[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
+}
+
+// As `exponential`.
+inline Vector exponentials(Vector x) {
+    const Vector rounder = spread(12582912.0f), least = spread(-87.0f);
+    const Integers is_small = x < least;
+    x = is_small ? least : x;
+    const Vector k = (x * 1.44269504f + rounder) - rounder;
+    const Vector r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
+    Vector series = spread(1 / 720.0f);
+    for (float term : {1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 0.5f, 1.0f, 1.0f}) series = multiply_add(spread(term), series, r);
+    const Vector power = Vector((__builtin_convertvector(k, Integers) + 127) << 23);
+    return is_small ? spread(0) : series * power;
+}
+
+// x [n], scores, and 1 where one counts, 0 elsewhere; n a multiple of LANES -> their shares, not yet divided by the sum that is returned.
+template <typename U>
+inline float shares_of(float* x, const int8_t* counts, int64_t n, float scale, float* shares) {
+    const Vector never = spread(-std::numeric_limits<float>::infinity());
+    Vector most = never, sum = spread(0);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Integers is_seen = __builtin_convertvector(*reinterpret_cast<const Bytes*>(counts + i), Integers) != 0;
+        const Vector score = is_seen ? load(x + i) * scale : never;
+        most = score > most ? score : most;
+        store(x + i, score);
+    }
+    float lanes[LANES], peak = -std::numeric_limits<float>::infinity(), total = 0;
+    store(lanes, most);
+    for (float lane : lanes) peak = std::max(peak, lane);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Vector share = exponentials(load(x + i) - peak);
+        sum = sum + share;
+        U::put(shares, i, share);
+    }
+    store(lanes, sum);
+    for (float lane : lanes) total += lane;
+    return total;
+}
+
+inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// The end of what a row of a mask sees, at least `first`.
+inline int64_t seen_until(const bool* sees, int64_t first, int64_t end) {
+    for (uint64_t eight = 0; end - first >= 8; end -= 8) {
+        __builtin_memcpy(&eight, sees + end - 8, 8);
+        if (eight) break;
+    }
+    while (end > first && !sees[end - 1]) end--;
+    return end;
+}
+
+// Q queries for each of B * L lanes, over the first `held` positions of their slots in the cache and their own, which then take their places there.
+// q, k and v [B * L, Q, H * D], their rows `stride` apart; out as they, without gaps; cache [slots, positions, L, 2 * H * D], keys and values; slots [B]; index [B, Q]; mask [B, Q, held + Q].
+template <typename T>
+void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t* slots, const int64_t* index, const bool* mask, T* out, int64_t B,
+                    int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D, int64_t stride, float scale, int threads) {
+    using U = Units<T>;
+    const int64_t K = held + Q, wide_k = rounded_up(K, WIDTH), wide_d = rounded_up(D, WIDTH), units_d = (D + U::PER_UNIT - 1) / U::PER_UNIT;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> keys(units_d * wide_k), values(wide_k / U::PER_UNIT * wide_d), query(ROWS * units_d), score(ROWS * wide_k);
+        std::vector<float> share(ROWS * wide_k / U::PER_UNIT), sum(ROWS * wide_d), row(units_d);
+        std::vector<int8_t> counts(wide_k + 1);
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < B * L * H; item++) {
+            const int64_t b = item / (L * H), lane = item / H % L, h = item % H;
+            const auto kept = [&](int64_t i) { return cache + ((slots[b] * positions + i) * L + lane) * 2 * H * D + h * D; };
+            const auto own = [&](const T* x, int64_t i) { return x + ((b * L + lane) * Q + i) * stride + h * D; };
+            const auto key = [&](int64_t i) { return i < held ? kept(i) : own(k, i - held); };
+            const auto value = [&](int64_t i) { return i < held ? kept(i) + H * D : own(v, i - held); };
+            to_columns<U, T>(key, K, D, keys.data(), wide_k, row.data());
+            for (int64_t i = 0; i < K; i += U::PER_UNIT)  // the second of an odd last one meets a share of 0
+                to_units<U>(value(i), value(std::min(i + U::PER_UNIT, K) - 1), D, &values[i / U::PER_UNIT * wide_d]);
+            for (int64_t start = 0; start < Q; start += ROWS) {
+                const auto at = [&](int64_t r) { return std::min(start + r, Q - 1); };
+                const auto sees = [&](int64_t r) { return mask + (b * Q + at(r)) * K; };
+                int64_t seen = 0;  // keys up to the last one that any of these rows sees
+                for (int64_t r = 0; r < ROWS; r++) {
+                    to_units<U>(own(q, at(r)), D, &query[r * units_d]);
+                    seen = seen_until(sees(r), seen, K);
+                }
+                for (int64_t i = 0; i < seen; i += WIDTH) product<U>(query.data(), units_d, &keys[i], wide_k, units_d, &score[i], wide_k);
+                float total[ROWS];
+                for (int64_t r = 0; r < ROWS; r++) {
+                    __builtin_memcpy(counts.data(), sees(r), seen);
+                    __builtin_memset(&counts[seen], 0, rounded_up(seen, LANES) - seen);
+                    total[r] = shares_of<U>(&score[r * wide_k], counts.data(), rounded_up(seen, LANES), scale, &share[r * wide_k / U::PER_UNIT]);
+                }
+                for (int64_t d = 0; d < wide_d; d += WIDTH)
+                    product<U>(share.data(), wide_k / U::PER_UNIT, &values[d], wide_d, (seen + U::PER_UNIT - 1) / U::PER_UNIT, &sum[d], wide_d);
+                for (int64_t r = 0; r < std::min<int64_t>(ROWS, Q - start); r++) {
+                    T* to = out + ((b * L + lane) * Q + start + r) * H * D + h * D;
+#pragma omp simd
+                    for (int64_t d = 0; d < D; d++) narrow(sum[r * wide_d + d] / total[r], to[d]);
+                }
+            }
+            for (int64_t i = 0; i < Q; i++) {  // no other item reads or writes this part of a row
+                T* to = kept(index[b * Q + i]);
+                std::copy(own(k, i), own(k, i) + D, to);
+                std::copy(own(v, i), own(v, i) + D, to + H * D);
+            }
+        }
+    }
+}
+
+// sin^2(y). Of pi in three parts a multiple k is taken away without loss, and for what is left, at most pi / 2, the series is enough.
+inline float sine_squared(float y) {
+    constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer
+    const float k = (y * 0.318309886f + rounder) - rounder;
+    float r = ((y - k * 3.140625f) - k * 9.67502593994140625e-4f) - k * 1.509957990978376432e-7f;
+    r = std::min(std::max(r, -1.6f), 1.6f);  // y of more than a million has no phase left
+    const float s = r * r;
+    const float sine = r + r * s * (-1 / 6.0f + s * (1 / 120.0f + s * (-1 / 5040.0f + s * (1 / 362880.0f - s / 39916800.0f))));
+    return sine * sine;
+}
+
+// out[i] = x[i] + gain[i] sin^2(frequency[i] x[i])
+inline void snake_row(const float* x, const float* frequency, const float* gain, float* out, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] + gain[i] * sine_squared(frequency[i] * x[i]);
+}
+
+// A fast FIR filter (Mou and Duhamel 1991), nested once: four phases of a signal, and nine short filters of their sums, where four phases of four would be
+// sixteen. With U the even rows and V the odd ones, P = even taps * V, Q = odd taps * U, C = (even + odd taps) * (U + V):
+//     y[2q] = C[q] - P[q] - Q[q]      y[2q + 1] = P[q] + Q[q + 1]
+// and so for P, Q and C themselves. Which phases' sum each of the nine reads, as indices of: x0 x1 x2 x3 x0+x1 x2+x3 x0+x2 x1+x3 x0+x1+x2+x3
+constexpr int NINE = 9, READS[NINE] = {3, 1, 7, 2, 0, 6, 5, 4, 8};  // of P, Q and C each the even, the odd and the sum
+constexpr int COLUMNS = 64;  // of a block of the weights
+
+// A convolution of a snake of a signal's rows, zeros where the mask says no, and the residual is added where there is one.
+// x [B, M + (taps - 1) * dilation, C]; w [D / COLUMNS, the nine filters' taps, C, COLUMNS], filled up with zeros; mask [B, as x]; residual and out
+// [B, M, D]; the streams of x, mask and residual lie `x_step`, `mask_step` and `residual_step` apart.
+void convolve_snake(const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask, const float* residual,
+                    float* out, int64_t B, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t x_step, int64_t mask_step,
+                    int64_t residual_step, int threads) {
+    static_assert(COLUMNS % WIDTH == 0);
+    const auto phase = [&](int64_t i) { return (taps - i + 3) / 4; };  // taps i, i + 4, ...
+    const int64_t lengths[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
+    int64_t num_taps = 0;
+    for (int64_t length : lengths) num_taps += length;
+    const int64_t most = rounded_up(std::max<int64_t>((1 << 12) / C, 2 * ROWS), ROWS);  // quarters of rows in a tile: what it reads stays in a core's cache
+    const int64_t each = 4 * (most - 1), longest = (M + dilation - 1) / dilation, tiles = (longest + each - 1) / each;
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t room = (most + phase(0)) * C;
+        std::vector<float> signals(NINE * room), sums(NINE * most * COLUMNS);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * dilation * tiles; item++) {
+            // rows first, first + dilation, ... of a stream: a signal without dilation
+            const int64_t b = item / (dilation * tiles), first = item / tiles % dilation + item % tiles * each * dilation;
+            const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
+            if (rows <= 0) continue;
+            const int64_t quarters = num + phase(0) - 1;
+            for (int64_t i = 0; i < 4 * quarters; i++) {
+                float* to = &signals[i % 4 * room + i / 4 * C];
+                const int64_t at = first + i * dilation;
+                if (i >= rows + taps - 1 || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
+                else snake_row(x + b * x_step + at * C, frequency, gain, to, C);
+            }
+            float* x0 = signals.data();
+            float *x1 = x0 + room, *x2 = x1 + room, *x3 = x2 + room, *x01 = x3 + room, *x23 = x01 + room, *x02 = x23 + room, *x13 = x02 + room, *all = x13 + room;
+#pragma omp simd
+            for (int64_t i = 0; i < quarters * C; i++) {
+                x01[i] = x0[i] + x1[i], x23[i] = x2[i] + x3[i], x02[i] = x0[i] + x2[i], x13[i] = x1[i] + x3[i];
+                all[i] = x01[i] + x23[i];
+            }
+            for (int64_t d = 0; d < D; d += COLUMNS) {
+                const float* weights = w + d * num_taps * C;
+                for (int k = 0; k < NINE; k++) {
+                    const float* a = x0 + READS[k] * room;
+                    float* c = &sums[k * most * COLUMNS];
+                    for (int64_t row = 0; row < num; row += ROWS)
+                        for (int64_t j = 0; j < COLUMNS; j += WIDTH)
+                            product<Floats>(a + row * C, C, weights + j, COLUMNS, lengths[k] * C, c + row * COLUMNS + j, COLUMNS);
+                    weights += lengths[k] * C * COLUMNS;
+                }
+                const int64_t columns = std::min<int64_t>(COLUMNS, D - d), part = most * COLUMNS;
+                for (int64_t q = 0; 4 * q < rows; q++) {
+                    const float* s = &sums[q * COLUMNS];
+                    float y[4][COLUMNS];
+#pragma omp simd
+                    for (int j = 0; j < COLUMNS; j++) {
+                        const float *at = s + j, *next = at + COLUMNS;
+                        const float p0 = at[2 * part] - at[0] - at[part], p1 = at[0] + next[part];
+                        const float q0 = at[5 * part] - at[3 * part] - at[4 * part], q1 = at[3 * part] + next[4 * part];
+                        const float q2 = next[5 * part] - next[3 * part] - next[4 * part];
+                        const float c0 = at[8 * part] - at[6 * part] - at[7 * part], c1 = at[6 * part] + next[7 * part];
+                        y[0][j] = c0 - p0 - q0, y[1][j] = p0 + q1, y[2][j] = c1 - p1 - q1, y[3][j] = p1 + q2;
+                    }
+                    for (int64_t r = 0; r < std::min<int64_t>(4, rows - 4 * q); r++) {
+                        const int64_t row = first + (4 * q + r) * dilation;
+                        float* to = out + (b * M + row) * D + d;
+                        const float* more = residual ? residual + b * residual_step + row * D + d : nullptr;
+                        for (int64_t j = 0; j < columns; j++) to[j] = y[r][j] + bias[d + j] + (more ? more[j] : 0);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// mish(layer norm of a row), and `shift` is added if there is one. x and out [N, C]; weight, bias and shift [C].
+template <typename T>
+void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* out, int64_t N, int64_t C, float eps, int threads) {
+#pragma omp parallel num_threads(threads) if (N * C > SMALL)
+    {
+        std::vector<float> row(C);
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n++) {
+            const T* from = x + n * C;
+            float *values = row.data(), total = 0, squares = 0;
+#pragma omp simd reduction(+ : total)
+            for (int64_t c = 0; c < C; c++) total += values[c] = wide(from[c]);
+            const float mean = total / C;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t c = 0; c < C; c++) squares += (values[c] - mean) * (values[c] - mean);
+            const float scale = 1 / std::sqrt(squares / C + eps);
+#pragma omp simd
+            for (int64_t c = 0; c < C; c++) {
+                const float y = (values[c] - mean) * scale * wide(weight[c]) + wide(bias[c]);
+                const float e = exponential(std::min(y, 20.0f) - 20) * 485165195.4f;  // e^min(y, 20): from there on the factor below is 1
+                const float z = e * (e + 2);
+                narrow(y * (z / (z + 2)) + (shift ? wide(shift[c]) : 0), out[n * C + c]);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void attend_stretch_float32(const float* q, const float* k, const float* v, float* cache, const int64_t* slots, const int64_t* index,
+                            const bool* mask, float* out, int64_t B, int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D,
+                            int64_t stride, float scale, int threads) {
+    attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, stride, scale, threads);
+}
+
+void attend_stretch_bfloat16(const bfloat16* q, const bfloat16* k, const bfloat16* v, bfloat16* cache, const int64_t* slots,
+                             const int64_t* index, const bool* mask, bfloat16* out, int64_t B, int64_t L, int64_t Q, int64_t held,
+                             int64_t positions, int64_t H, int64_t D, int64_t stride, float scale, int threads) {
+    attend_stretch(q, k, v, cache, slots, index, mask, out, B, L, Q, held, positions, H, D, stride, scale, threads);
+}
+
+// x and out [B, N, C], frequency and gain [C].
+void snake_of_rows(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
+    for (int64_t row = 0; row < B * N; row++) snake_row(x + row * C, frequency, gain, out + row * C, C);
+}
+
+// As above.
+void convolve_snake_of_rows(const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask,
+                            const float* residual, float* out, int64_t B, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation,
+                            int64_t x_step, int64_t mask_step, int64_t residual_step, int threads) {
+    convolve_snake(x, w, bias, frequency, gain, mask, residual, out, B, M, C, D, taps, dilation, x_step, mask_step, residual_step, threads);
+}
+
+// x and out [B, C, N], frequency and gain [C].
+void snake(const float* x, const float* frequency, const float* gain, float* out, int64_t B, int64_t C, int64_t N, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (B * C * N > SMALL)
+    for (int64_t row = 0; row < B * C; row++) {
+        const float f = frequency[row % C], g = gain[row % C];
+#pragma omp simd
+        for (int64_t i = row * N; i < (row + 1) * N; i++) out[i] = x[i] + g * sine_squared(f * x[i]);
+    }
+}
+
+void norm_mish_float32(const float* x, const float* weight, const float* bias, const float* shift, float* out, int64_t N, int64_t C, float eps,
+                       int threads) {
+    norm_mish(x, weight, bias, shift, out, N, C, eps, threads);
+}
+
+void norm_mish_bfloat16(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, const bfloat16* shift, bfloat16* out, int64_t N, int64_t C,
+                        float eps, int threads) {
+    norm_mish(x, weight, bias, shift, out, N, C, eps, threads);
+}
+}
