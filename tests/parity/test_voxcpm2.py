@@ -213,7 +213,9 @@ def test_patches_stops_and_samples(name):
     torch.testing.assert_close(speech.frames, found["patches"], **CLOSE)
     frame_samples, rate_hz = (120, 44100) if fact["size"] == "tiny-1.5" else (480, 48000)
     assert (len(speech.samples), speech.sample_rate_hz) == (frame_samples * fact["frames"], rate_hz)
-    torch.testing.assert_close(speech.samples[:: fact["stride"]], found["samples"], **CLOSE)
+    # the first generation's checkpoint is twice as loud: samples reach full scale, from patches that are 1e-6 off
+    most = 2e-5 if fact["size"] == "tiny-1.5" else 1e-5
+    torch.testing.assert_close(speech.samples[:: fact["stride"]], found["samples"], rtol=0, atol=most)
 
 
 # the VAE

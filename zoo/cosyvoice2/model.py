@@ -373,7 +373,7 @@ class CosyVoice2(Family[CosyVoice2State]):
 
     def render(self, state: CosyVoice2State, view: View) -> tuple[Tensor, Tensor]:
         rows = max(1, MAX_CODES_AT_ONCE // view.frames)
-        if len(view.slots) <= rows or not may_follow_values(view.slots):
+        if not may_follow_values(view.slots) or len(view.slots) <= rows:
             return self._samples(state, view, self._mel(state, view))
         parts = [
             replace(view, slots=slots, start=start, count=count, is_last=is_last)
