@@ -100,7 +100,10 @@ def on_gpu(module: str, function: str, *arguments: Any) -> Any:
 
 
 def has(tensor: Tensor) -> bool:
-    """Whether a CPU's kernels are to be used for what lies where the tensor does."""
+    """Whether a CPU's kernels are to be used for what lies where the tensor does. A compiler cannot look into them: what it
+    traces has them in operators alone."""
+    if torch.compiler.is_compiling():
+        return False
     return _library is not None and not _plain.get() and tensor.device.type == "cpu"
 
 
@@ -220,7 +223,7 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return out
 
 
-COLUMNS = 64  # of a block of weights, as in kernels.cpp
+COLUMNS = 64  # of a block of weights, as in kernels_render.cpp
 
 
 def nine_filters(weight: Tensor) -> Tensor:

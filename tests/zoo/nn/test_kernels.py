@@ -202,3 +202,9 @@ def test_a_norm_and_its_mish_are_torchs(dtype, most, threads, monkeypatch):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), truth, rtol=most, atol=most)
     assert torch.equal(kernels.norm_mish(x[1:2, 5:6], weight, bias, shift, 1e-5), found[1:2, 5:6])
+
+
+def test_what_is_compiled_does_not_meet_the_kernels_outside_of_operators():
+    x = torch.ones(2)
+    traced = torch.compile(lambda x: x + 1 if kernels.know(x) else x + 2, backend="eager", fullgraph=True)
+    assert kernels.know(x) and traced(x).tolist() == [3.0, 3.0]
