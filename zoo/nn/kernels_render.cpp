@@ -70,6 +70,11 @@ inline void to_units(const T* first, const T* second, int64_t n, float* units) {
     }
 }
 
+// Into the cache with what lies far from what was read before it.
+inline void fetch(const void* from, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(from) + byte);
+}
+
 #if defined(__AVX512F__)
 // 16 rows of 16 units -> 16 columns, `stride` apart.
 inline void transpose(const float* const rows[16], float* to, int64_t stride) {
@@ -97,10 +102,11 @@ inline void transpose(const float* const rows[16], float* to, int64_t stride) {
 }
 #endif
 
-// Rows 0 .. n of `width` numbers, row(i), as units -> columns, `stride` apart; behind the last one, up to a multiple of 16, is anything. `room` holds a row.
+// Rows 0 .. n of `width` numbers, row(i), as units -> blocks of WIDTH columns; behind the last one, up to a multiple of 16, is anything. `room` holds a row.
 template <typename U, typename T, typename Row>
-inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns, int64_t stride, float* room) {
+inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns, float* room) {
     const int64_t units = (width + U::PER_UNIT - 1) / U::PER_UNIT;
+    const auto at = [&](int64_t i) { return columns + i / WIDTH * units * WIDTH + i % WIDTH; };
     int64_t i = 0;
 #if defined(__AVX512F__)
     if (sizeof(T) * U::PER_UNIT == sizeof(float) && width % (16 * U::PER_UNIT) == 0) {  // units as they lie in memory
@@ -108,20 +114,19 @@ inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns,
             const float* rows[16];
             for (int r = 0; r < 16; r++) {
                 rows[r] = reinterpret_cast<const float*>(row(std::min(i + r, n - 1)));
-                const char* next = reinterpret_cast<const char*>(row(std::min(i + r + 16, n - 1)));  // they lie far apart
-                for (int64_t byte = 0; byte < 4 * units; byte += 64) __builtin_prefetch(next + byte);
+                fetch(row(std::min(i + r + 16, n - 1)), 4 * units);
             }
             for (int64_t d = 0; d < units; d += 16) {
                 const float* parts[16];
                 for (int r = 0; r < 16; r++) parts[r] = rows[r] + d;
-                transpose(parts, columns + d * stride + i, stride);
+                transpose(parts, at(i) + d * WIDTH, WIDTH);
             }
         }
     }
 #endif
     for (; i < n; i++) {
         to_units<U>(row(i), width, room);
-        for (int64_t d = 0; d < units; d++) columns[d * stride + i] = room[d];
+        for (int64_t d = 0; d < units; d++) at(i)[d * WIDTH] = room[d];
     }
 }
 
@@ -150,35 +155,66 @@ inline void product(const float* a, int64_t stride_a, const float* b, int64_t st
         for (int j = 0; j < VECTORS; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
 }
 
-// As `exponential`.
-inline Vector exponentials(Vector x) {
-    const Vector rounder = spread(12582912.0f), least = spread(-87.0f);
-    const Integers is_small = x < least;
-    x = is_small ? least : x;
-    const Vector k = (x * 1.44269504f + rounder) - rounder;
-    const Vector r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
-    Vector series = spread(1 / 720.0f);
-    for (float term : {1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 0.5f, 1.0f, 1.0f}) series = multiply_add(spread(term), series, r);
-    const Vector power = Vector((__builtin_convertvector(k, Integers) + 127) << 23);
-    return is_small ? spread(0) : series * power;
+// Of a NaN and a number, the second one.
+inline Vector larger(Vector a, Vector b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
 }
 
-// x [n], scores, and 1 where one counts, 0 elsewhere; n a multiple of LANES -> their shares, not yet divided by the sum that is returned.
+// 2^x, and 0 for x below -126 or so.
+inline Vector powers_of_two(Vector x) {
+#if defined(__AVX512F__)
+    x = larger(spread(-200), x);  // of -inf there is nothing left to subtract
+    const Vector k = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const Vector rounder = spread(12582912.0f), least = spread(-126.0f);
+    const Integers is_small = x < least;
+    x = is_small ? least : x;
+    const Vector k = (x + rounder) - rounder;
+#endif
+    const Vector r = x - k;  // at most a half, and e^(r log 2) as a series
+    Vector series = spread(1.5403530e-4f);
+    series = multiply_add(spread(1.3333558e-3f), series, r);
+    series = multiply_add(spread(9.6181291e-3f), series, r);
+    series = multiply_add(spread(5.5504109e-2f), series, r);
+    series = multiply_add(spread(2.4022651e-1f), series, r);
+    series = multiply_add(spread(6.9314718e-1f), series, r);
+    series = multiply_add(spread(1.0f), series, r);
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(series, k);
+#else
+    const Vector power = Vector((__builtin_convertvector(k, Integers) + 127) << 23);
+    return is_small ? spread(0) : series * power;
+#endif
+}
+
+// x [LANES], but what is below where the first n bytes of `sees` are 0, and from n on.
+inline Vector where_seen(const bool* sees, int64_t n, Vector x, Vector below) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __mmask16 first = n < LANES ? (1u << n) - 1 : 0xFFFF;
+    const __m128i bytes = _mm_maskz_loadu_epi8(first, sees);
+    return _mm512_mask_blend_ps(_mm_test_epi8_mask(bytes, bytes), below, x);
+#else
+    int8_t bytes[LANES] = {};
+    __builtin_memcpy(bytes, sees, std::min<int64_t>(n, LANES));
+    const Integers is_seen = __builtin_convertvector(*reinterpret_cast<const Bytes*>(bytes), Integers) != 0;
+    return is_seen ? x : below;
+#endif
+}
+
+// Scores x [n], -inf where one does not count, n a multiple of LANES -> their shares, not yet divided by the sum that is returned.
 template <typename U>
-inline float shares_of(float* x, const int8_t* counts, int64_t n, float scale, float* shares) {
-    const Vector never = spread(-std::numeric_limits<float>::infinity());
-    Vector most = never, sum = spread(0);
-    for (int64_t i = 0; i < n; i += LANES) {
-        const Integers is_seen = __builtin_convertvector(*reinterpret_cast<const Bytes*>(counts + i), Integers) != 0;
-        const Vector score = is_seen ? load(x + i) * scale : never;
-        most = score > most ? score : most;
-        store(x + i, score);
-    }
+inline float shares_of(const float* x, int64_t n, Vector most, float scale, float* shares) {
     float lanes[LANES], peak = -std::numeric_limits<float>::infinity(), total = 0;
     store(lanes, most);
     for (float lane : lanes) peak = std::max(peak, lane);
+    const Vector factor = spread(scale * 1.44269504f), offset = spread(-peak * (scale * 1.44269504f));
+    Vector sum = spread(0);
     for (int64_t i = 0; i < n; i += LANES) {
-        const Vector share = exponentials(load(x + i) - peak);
+        const Vector share = powers_of_two(multiply_add(offset, load(x + i), factor));
         sum = sum + share;
         U::put(shares, i, share);
     }
@@ -205,12 +241,16 @@ template <typename T>
 void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t* slots, const int64_t* index, const bool* mask, T* out, int64_t B,
                     int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D, int64_t stride, float scale, int threads) {
     using U = Units<T>;
+    const Vector never = spread(-std::numeric_limits<float>::infinity());
     const int64_t K = held + Q, wide_k = rounded_up(K, WIDTH), wide_d = rounded_up(D, WIDTH), units_d = (D + U::PER_UNIT - 1) / U::PER_UNIT;
+    const int64_t groups = (Q + ROWS - 1) / ROWS;
+    std::vector<int64_t> ends(B * groups);  // of the keys that any of a group's rows sees
+    for (int64_t i = 0; i < B * groups; i++)
+        for (int64_t r = i % groups * ROWS; r < std::min(Q, (i % groups + 1) * ROWS); r++) ends[i] = seen_until(mask + (i / groups * Q + r) * K, ends[i], K);
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> keys(units_d * wide_k), values(wide_k / U::PER_UNIT * wide_d), query(ROWS * units_d), score(ROWS * wide_k);
         std::vector<float> share(ROWS * wide_k / U::PER_UNIT), sum(ROWS * wide_d), row(units_d);
-        std::vector<int8_t> counts(wide_k + 1);
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < B * L * H; item++) {
             const int64_t b = item / (L * H), lane = item / H % L, h = item % H;
@@ -218,24 +258,30 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
             const auto own = [&](const T* x, int64_t i) { return x + ((b * L + lane) * Q + i) * stride + h * D; };
             const auto key = [&](int64_t i) { return i < held ? kept(i) : own(k, i - held); };
             const auto value = [&](int64_t i) { return i < held ? kept(i) + H * D : own(v, i - held); };
-            to_columns<U, T>(key, K, D, keys.data(), wide_k, row.data());
-            for (int64_t i = 0; i < K; i += U::PER_UNIT)  // the second of an odd last one meets a share of 0
+            to_columns<U, T>(key, K, D, keys.data(), row.data());
+            for (int64_t i = 0; i < K; i += U::PER_UNIT) {  // the second of an odd last one meets a share of 0
+                for (int64_t ahead = 16; ahead < 16 + U::PER_UNIT; ahead++) fetch(value(std::min(i + ahead, K - 1)), D * sizeof(T));
                 to_units<U>(value(i), value(std::min(i + U::PER_UNIT, K) - 1), D, &values[i / U::PER_UNIT * wide_d]);
+            }
             for (int64_t start = 0; start < Q; start += ROWS) {
                 const auto at = [&](int64_t r) { return std::min(start + r, Q - 1); };
                 const auto sees = [&](int64_t r) { return mask + (b * Q + at(r)) * K; };
-                int64_t seen = 0;  // keys up to the last one that any of these rows sees
-                for (int64_t r = 0; r < ROWS; r++) {
-                    to_units<U>(own(q, at(r)), D, &query[r * units_d]);
-                    seen = seen_until(sees(r), seen, K);
+                const int64_t seen = ends[b * groups + start / ROWS];
+                for (int64_t r = 0; r < ROWS; r++) to_units<U>(own(q, at(r)), D, &query[r * units_d]);
+                Vector most[ROWS];
+                for (Vector& row : most) row = never;
+                for (int64_t i = 0; i < seen; i += WIDTH) {
+                    product<U>(query.data(), units_d, &keys[i * units_d], WIDTH, units_d, &score[i], wide_k);
+                    for (int64_t r = 0; r < ROWS; r++)
+                        for (int64_t j = i; j < std::min(i + WIDTH, seen); j += LANES) {
+                            const Vector x = where_seen(sees(r) + j, seen - j, load(&score[r * wide_k + j]), never);
+                            most[r] = larger(x, most[r]);
+                            store(&score[r * wide_k + j], x);
+                        }
                 }
-                for (int64_t i = 0; i < seen; i += WIDTH) product<U>(query.data(), units_d, &keys[i], wide_k, units_d, &score[i], wide_k);
                 float total[ROWS];
-                for (int64_t r = 0; r < ROWS; r++) {
-                    __builtin_memcpy(counts.data(), sees(r), seen);
-                    __builtin_memset(&counts[seen], 0, rounded_up(seen, LANES) - seen);
-                    total[r] = shares_of<U>(&score[r * wide_k], counts.data(), rounded_up(seen, LANES), scale, &share[r * wide_k / U::PER_UNIT]);
-                }
+                for (int64_t r = 0; r < ROWS; r++)
+                    total[r] = shares_of<U>(&score[r * wide_k], rounded_up(seen, LANES), most[r], scale, &share[r * wide_k / U::PER_UNIT]);
                 for (int64_t d = 0; d < wide_d; d += WIDTH)
                     product<U>(share.data(), wide_k / U::PER_UNIT, &values[d], wide_d, (seen + U::PER_UNIT - 1) / U::PER_UNIT, &sum[d], wide_d);
                 for (int64_t r = 0; r < std::min<int64_t>(ROWS, Q - start); r++) {
