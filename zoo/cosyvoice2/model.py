@@ -13,7 +13,7 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py (Qwen2LM) and cosyvoice/cli/
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from hashlib import blake2b
@@ -71,7 +71,9 @@ from zoo.references import References
 from zoo.request import Share, check, shares
 
 NEVER = 1 << 40  # a step that does not come
-MAX_CODES_AT_ONCE = 400  # that a CPU renders: what lies between its operators is to stay in its caches
+import os
+MAX_CODES_HEARD=int(os.environ.get('MH','200'))
+MAX_CODES_AT_ONCE = int(os.environ.get('MF','400'))  # that a CPU renders: what lies between its operators is to stay in its caches
 NOISE_STEP = 1 << 31  # the vocoder draws at frame numbers from here on, the language model below
 
 
@@ -372,16 +374,16 @@ class CosyVoice2(Family[CosyVoice2State]):
         return logits.masked_fill(is_early & is_out, -torch.inf)
 
     def render(self, state: CosyVoice2State, view: View) -> tuple[Tensor, Tensor]:
-        rows = max(1, MAX_CODES_AT_ONCE // view.frames)
-        if not may_follow_values(view.slots) or len(view.slots) <= rows:
+        if not may_follow_values(view.slots):
             return self._samples(state, view, self._mel(state, view))
-        parts = [
-            replace(view, slots=slots, start=start, count=count, is_last=is_last)
-            for slots, start, count, is_last in zip(
-                *(rows_of.split(rows) for rows_of in (view.slots, view.start, view.count, view.is_last)), strict=True
-            )
-        ]
-        samples, valid = zip(*(self._samples(state, part, self._mel(state, part)) for part in parts), strict=True)
+        heard = []
+        for part in parts(view, MAX_CODES_AT_ONCE):
+            mel, first = self._mel(state, part), 0
+            for few in parts(part, MAX_CODES_HEARD):
+                stop = first + len(few.slots)
+                heard.append(self._samples(state, few, mel[first:stop]))
+                first = stop
+        samples, valid = zip(*heard, strict=True)
         return torch.cat(samples), torch.cat(valid)
 
     def _mel(self, state: CosyVoice2State, view: View) -> Tensor:
@@ -465,6 +467,14 @@ class CosyVoice2(Family[CosyVoice2State]):
         seeds = state.seed[slots, None].expand_as(frame)
         noise = normal(seeds.flatten(), NOISE_STEP + frame.flatten(), math.prod(shape))
         return noise.view(*frame.shape, *shape)
+
+
+def parts(view: View, codes: int) -> Iterator[View]:
+    """A view as some of fewer slots, of `codes` together at most where one of them has no more."""
+    num = max(1, codes // view.frames)
+    rows = (x.split(num) for x in (view.slots, view.start, view.count, view.is_last))
+    for slots, start, count, is_last in zip(*rows, strict=True):
+        yield replace(view, slots=slots, start=start, count=count, is_last=is_last)
 
 
 def check_length(text: Interleaved) -> None:

@@ -76,7 +76,8 @@ class CodecState:
         assert name not in self.kept, (
             f"layer {name!r} ran twice in one forward; it has one place in the state"
         )
-        whole = torch.cat((self.rows[:, self.layout.places[name]].unflatten(1, shape), x), dim)
+        kept = self.rows[:, self.layout.places[name]].unflatten(1, shape)
+        whole = torch.cat((kept.mT, x.mT), 3 - dim).mT if is_turned(x) else torch.cat((kept, x), dim)
         valid = self.count * (x.shape[dim] // self.frames)
         index = valid[:, None] + torch.arange(
             layer.state_length, device=x.device
@@ -143,6 +144,11 @@ class CausalConvTranspose1d(Stateful):
         if self.state_length:
             y = y + parts[:, :-1, :, 1]  # [B, N, Cout, stride]
         return rearrange(y + self.bias[:, None], "b n c stride -> b c (n stride)")
+
+
+def is_turned(x: Tensor) -> bool:
+    """Whether x [B, C, N] lies in a CPU's memory as [B, N, C], which torch.cat would not keep so."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.stride(1) == 1 < x.stride(2)
 
 
 def reach(layers: Iterable[nn.Module]) -> int:
