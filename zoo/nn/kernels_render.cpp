@@ -398,9 +398,15 @@ void convolve_snake(const float* x, const float* w, const float* bias, const flo
 // mish(layer norm of a row), and `shift` is added if there is one. x and out [N, C]; weight, bias and shift [C].
 template <typename T>
 void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* out, int64_t N, int64_t C, float eps, int threads) {
+    const auto widened = [&](const T* from) {
+        std::vector<float> whole(rounded_up(C, LANES));
+        for (int64_t c = 0; from && c < C; c++) whole[c] = wide(from[c]);
+        return whole;
+    };
+    const std::vector<float> factor = widened(weight), offset = widened(bias), added = widened(shift);
 #pragma omp parallel num_threads(threads) if (N * C > SMALL)
     {
-        std::vector<float> row(C);
+        std::vector<float> row(rounded_up(C, LANES));
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < N; n++) {
             const T* from = x + n * C;
@@ -411,13 +417,15 @@ void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* ou
 #pragma omp simd reduction(+ : squares)
             for (int64_t c = 0; c < C; c++) squares += (values[c] - mean) * (values[c] - mean);
             const float scale = 1 / std::sqrt(squares / C + eps);
-#pragma omp simd
-            for (int64_t c = 0; c < C; c++) {
-                const float y = (values[c] - mean) * scale * wide(weight[c]) + wide(bias[c]);
-                const float e = exponential(std::min(y, 20.0f) - 20) * 485165195.4f;  // e^min(y, 20): from there on the factor below is 1
-                const float z = e * (e + 2);
-                narrow(y * (z / (z + 2)) + (shift ? wide(shift[c]) : 0), out[n * C + c]);
+            for (int64_t c = 0; c < C; c += LANES) {
+                const Vector y = multiply_add(load(&offset[c]), (load(values + c) - mean) * scale, load(&factor[c]));
+                const Vector e = powers_of_two(-larger(-y, spread(-20)) * 1.44269504f);  // e^min(y, 20): from there on the factor below is 1
+                const Vector z = e * (e + 2);
+                store(values + c, y * (z / (z + 2)) + load(&added[c]));
             }
+            T* to = out + n * C;
+#pragma omp simd
+            for (int64_t c = 0; c < C; c++) narrow(values[c], to[c]);
         }
     }
 }
