@@ -14,6 +14,8 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/flow/decoder.py, CausalConditionalDecod
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +26,7 @@ from zoo.nn import kernels
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.linear import FusedLinear
-from zoo.nn.packed import linear_add, linear_gelu
+from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, packed_convolution
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without
@@ -56,8 +58,8 @@ def pointwise(x: Tensor, conv: nn.Conv1d) -> Tensor:
 
 
 class Conv(Stateful):
-    """A causal convolution over rows, as one product: x [B, N, C] -> [B, N, Cout]. Norms and attention read rows
-    too, so nothing is transposed."""
+    """A causal convolution over rows: x [B, N, C] -> [B, N, Cout]. As one product, or on a CPU by oneDNN, a tenth faster.
+    Norms and attention read rows too, so nothing is transposed."""
 
     def __init__(self, channels: int, out_channels: int):
         super().__init__(channels, KERNEL - 1, dim=1)
@@ -68,8 +70,14 @@ class Conv(Stateful):
         """Lay the weight out as `forward` reads it; its shape stays."""
         self.weight.data = self.weight.data.mT.contiguous().mT
 
+    @cached_property
+    def packed(self) -> Tensor | None:
+        return packed_convolution(self.weight) if can_be_packed(self.weight) else None
+
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
         whole = state.extend(self, x)
+        if kernels.has(x) and self.packed is not None:
+            return convolve(whole, self.packed, self.bias)
         reach = torch.cat([whole[:, i : i + x.shape[1]] for i in range(KERNEL)], -1)  # [B, N, KERNEL * C]
         return F.linear(reach, self.weight.mT.flatten(1), self.bias)
 
@@ -111,6 +119,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.LayerNorm(channels)
         self.qkv = FusedLinear(channels, (inner,) * 3)
         self.out = nn.Linear(inner, channels)
+        self.out.reads_many_rows = True
         self.mlp_norm = nn.LayerNorm(channels)
         self.widen = nn.Linear(channels, 4 * channels)
         self.narrow = nn.Linear(4 * channels, channels)

@@ -19,14 +19,14 @@ LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 
 
 def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
-    """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, in place; the plain
-    weights are let go. Where the model is not on a CPU, and where this build or machine has no such kernels,
+    """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, and those that say `reads_many_rows`,
+    in place; the plain weights are let go. Where the model is not on a CPU, and where this build or machine has no such kernels,
     nothing is done."""
     for module in tuple(model.modules()):
         for name, child in module.named_children():
             if (
                 isinstance(child, nn.Linear | FusedLinear)
-                and child.weight.nbytes >= least_bytes
+                and (child.weight.nbytes >= least_bytes or hasattr(child, "reads_many_rows"))
                 and can_be_packed(child.weight)
             ):
                 setattr(module, name, PackedLinear(child))
@@ -75,6 +75,20 @@ def linear_add(linear: nn.Module, x: Tensor, more: Tensor) -> Tensor:
     if isinstance(linear, PackedLinear) and not torch.compiler.is_compiling():
         return torch.ops.mkldnn._linear_pointwise.binary(x, more, linear.weight, linear.bias, "add")
     return more + linear(x)
+
+
+def packed_convolution(weight: Tensor) -> Tensor:
+    """A convolution's weight [out, C, taps] as `convolve` reads it, opaque; a copy."""
+    image = weight.detach()[:, :, None].contiguous(memory_format=torch.channels_last)
+    return torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], 1, None)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x [B, N, C], a packed weight [out, C, taps], a bias [out] -> [B, N - taps + 1, out]. What the convolution reads is not
+    copied side by side first, as it is for a product."""
+    ones = [1, 1]
+    y = torch.ops.mkldnn._convolution_pointwise(x.mT[:, :, None], weight, bias, [0, 0], ones, ones, 1, "none", [], "")
+    return y[:, :, 0].mT
 
 
 def _empty_outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
