@@ -76,7 +76,7 @@ class Conv(Stateful):
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
         whole = state.extend(self, x)
-        if kernels.has(x) and self.packed is not None:
+        if kernels.know(x) and self.packed is not None:
             return convolve(whole, self.packed, self.bias)
         reach = torch.cat([whole[:, i : i + x.shape[1]] for i in range(KERNEL)], -1)  # [B, N, KERNEL * C]
         return F.linear(reach, self.weight.mT.flatten(1), self.bias)
