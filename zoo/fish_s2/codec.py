@@ -20,6 +20,7 @@ from zoo.fish_s2.config import CodecConfig
 from zoo.fish_s2.encoder import Codebook, Encoder
 from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
+from zoo.nn.residual import convolve_snake, upsample_snake
 from zoo.nn.snake import Snake
 
 
@@ -45,7 +46,7 @@ class UpBlock(nn.Module):
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = self.up(self.snake(x), state)
+        x = upsample_snake(x, self.snake, self.up, state)
         for residual in self.residuals:
             x = residual(x, state)
         return x
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
         x = self.stem(x, state)
         for block in self.blocks:
             x = block(x, state)
-        return self.tail(self.snake(x), state).squeeze(1).tanh(), state.next()
+        return convolve_snake(x, self.snake, self.tail, state).squeeze(1).tanh(), state.next()
 
 
 class Codec(nn.Module):

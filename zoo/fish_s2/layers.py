@@ -17,6 +17,7 @@ from zoo.fish_s2.config import TransformerConfig
 from zoo.nn.conv import CausalConv1d, CodecState, Stateful
 from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
+from zoo.nn.residual import residual_unit
 from zoo.nn.snake import Snake
 
 DILATIONS = (1, 3, 9)  # of a block's residual units
@@ -35,7 +36,7 @@ class Residual(nn.Module):
         self.conv2 = CausalConv1d(channels, channels, 1)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
+        return residual_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
 
 
 class ConvNeXt(nn.Module):

@@ -26,6 +26,7 @@ from zoo.nn.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WID
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful, StateLayout, reach
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
+from zoo.nn.residual import convolve_snake, residual_unit, upsample_snake
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.snake import SnakeBeta
 from zoo.nn.vq import SplitVQ
@@ -162,7 +163,7 @@ class Residual(nn.Module):
         self.conv2 = CausalConv1d(channels, channels, 1)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
+        return residual_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
 
 
 class Block(nn.Module):
@@ -175,7 +176,7 @@ class Block(nn.Module):
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = self.up(self.snake(x), state)
+        x = upsample_snake(x, self.snake, self.up, state)
         for residual in self.residuals:
             x = residual(x, state)
         return x
@@ -252,7 +253,7 @@ class Decoder(nn.Module):
         x = self.stem(x, state)
         for block in self.blocks:
             x = block(x, state)
-        x = self.tail(self.snake(x), state)  # [B, 1, N]
+        x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]
         return x.squeeze(1).clamp(-1, 1)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach
+from zoo.nn.residual import convolve_snake, depthwise_unit, upsample_snake
 from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
 
@@ -35,7 +36,7 @@ class Residual(nn.Module):
         self.conv2 = CausalConv1d(channels, channels, 1)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
+        return depthwise_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
 
 
 class Rate(nn.Module):
@@ -67,7 +68,7 @@ class Block(nn.Module):
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = self.up(self.snake(self.rate(x)), state)
+        x = upsample_snake(self.rate(x), self.snake, self.up, state)
         for residual in self.residuals:
             x = residual(x, state)
         return x
@@ -110,7 +111,7 @@ class Decoder(nn.Module):
         x = self.widen(self.conv(latents, state), state)
         for block in self.blocks:
             x = block(x, state)
-        x = self.tail(self.snake(x), state)  # [B, 1, N]
+        x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]
         return x.squeeze(1).tanh(), state.next()
 
     def prime(self, latents: Tensor) -> Tensor:

@@ -1,0 +1,90 @@
+"""What the codecs' decoders spend most of a window in: a snake and a convolution across channels, in residual units, before
+an upsampling, and at the end. Each in torch's operators, and on a CPU in one kernel.
+
+    x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     nothing between is ever in memory
+       └────────────────────────────────────────────────────+
+
+The kernel's filters are short ones of sums of the signal (kernels_render.cpp), and hold more numbers than the weight: 17
+for 7 taps, 6 for 2. `is_faster` says where they pay. What a layer remembers is the same either way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zoo.nn import kernels
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, ShortFilters, UpsamplingFilters
+from zoo.nn.snake import Snake, SnakeBeta
+
+LEAST_ROWS = 8  # of a signal: the kernel computes 24 at least, and of a dilated convolution that many of each phase
+MOST_BYTES = 20 << 20  # of a weight: beyond, reading the filters takes longer than their products save
+
+
+def residual_unit(
+    x: Tensor,
+    snake1: Snake | SnakeBeta,
+    conv1: CausalConv1d,
+    snake2: Snake | SnakeBeta,
+    conv2: CausalConv1d,
+    state: CodecState,
+) -> Tensor:
+    """x + conv2(snake2(conv1(snake1(x)))), conv2 being 1 wide. x [B, C, N] -> [B, C, N]"""
+    if not is_faster(x, conv1, conv1.dilation):
+        return x + conv2(snake2(conv1(snake1(x), state)), state)
+    past, then = state.past(conv1, x, snake1), pointwise(snake2, conv2)
+    width, dilation, bias = conv1.weight.shape[2], conv1.dilation, conv1.bias
+    return kernels.convolve_snake(x, snake1.wave, conv1.filters, bias, width, dilation, None, x, past, then)
+
+
+def depthwise_unit(
+    x: Tensor,
+    snake1: Snake | SnakeBeta,
+    conv1: CausalConv1d,
+    snake2: Snake | SnakeBeta,
+    conv2: CausalConv1d,
+    state: CodecState,
+) -> Tensor:
+    """As `residual_unit`, of a conv1 that keeps the channels apart."""
+    if not is_float(x, conv1):
+        return x + conv2(snake2(conv1(snake1(x), state)), state)
+    past, then = state.past(conv1, x, snake1), pointwise(snake2, conv2)
+    return kernels.depthwise_unit(x, snake1.wave, conv1.taps, conv1.bias, conv1.dilation, past, then)
+
+
+def convolve_snake(x: Tensor, snake: Snake | SnakeBeta, conv: CausalConv1d, state: CodecState) -> Tensor:
+    """conv(snake(x)): x [B, C, N] -> [B, Cout, N]"""
+    if not is_faster(x, conv, conv.dilation):
+        return conv(snake(x), state)
+    past, width = state.past(conv, x, snake), conv.weight.shape[2]
+    return kernels.convolve_snake(x, snake.wave, conv.filters, conv.bias, width, conv.dilation, past=past)
+
+
+def upsample_snake(x: Tensor, snake: Snake | SnakeBeta, up: CausalConvTranspose1d, state: CodecState) -> Tensor:
+    """up(snake(x)): x [B, C, N] -> [B, Cout, stride * N]"""
+    if up.state_length == 0 or not is_faster(x, up):
+        return up(snake(x), state)
+    past = state.past(up, x, snake)
+    return strides_apart(kernels.convolve_snake(x, snake.wave, up.filters, up.biases, 2, 1, past=past), up.stride)
+
+
+def strides_apart(y: Tensor, stride: int) -> Tensor:
+    """y [B, stride * C, N], channels side by side -> [B, C, N * stride], so too"""
+    return y.mT.reshape(len(y), y.shape[2] * stride, -1).mT
+
+
+def pointwise(snake: Snake | SnakeBeta, conv: ShortFilters) -> kernels.Pointwise:
+    """A snake, and a convolution that is 1 wide, as a kernel takes them."""
+    return kernels.Pointwise(conv.columns, conv.bias, *snake.wave)
+
+
+def is_faster(x: Tensor, conv: ShortFilters | UpsamplingFilters, dilation: int = 1) -> bool:
+    """Whether a CPU's kernel of a snake and a convolution is made for x [B, C, N], and is the faster way."""
+    if not is_float(x, conv):
+        return False
+    return x.shape[2] >= LEAST_ROWS * dilation and conv.weight.nbytes <= MOST_BYTES
+
+
+def is_float(x: Tensor, conv: ShortFilters | UpsamplingFilters) -> bool:
+    """Whether a CPU's kernels are to be used, and x and the convolution are what they take."""
+    return kernels.know(x, conv.weight) and x.dtype == conv.weight.dtype == torch.float32
