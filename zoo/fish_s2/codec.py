@@ -20,7 +20,7 @@ from zoo.fish_s2.config import CodecConfig
 from zoo.fish_s2.encoder import Codebook, Encoder
 from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
-from zoo.nn.residual import convolve_snake, upsample_snake
+from zoo.nn.residual import SnakeConv1d, SnakeConvTranspose1d, convolve_snake, upsample_snake
 from zoo.nn.snake import Snake
 
 
@@ -42,7 +42,7 @@ class UpBlock(nn.Module):
     def __init__(self, channels: int, rate: int):
         super().__init__()
         self.snake = Snake(channels)
-        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * rate, rate)
+        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * rate, rate)
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
         self.stem = CausalConv1d(config.latent, channels, KERNEL)
         self.blocks = nn.ModuleList(UpBlock(channels >> i, rate) for i, rate in enumerate(config.rates))
         self.snake = Snake(last)
-        self.tail = CausalConv1d(last, 1, KERNEL)
+        self.tail = SnakeConv1d(last, 1, KERNEL)
         self.layout = StateLayout(self)
 
     @property

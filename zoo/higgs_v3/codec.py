@@ -23,8 +23,7 @@ from zoo.higgs_v3.config import CodecConfig
 from zoo.higgs_v3.encoder import Encoder
 from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Conv, Quantizer, Residual
 from zoo.nn import kernels
-from zoo.nn.conv import UpsamplingFilters
-from zoo.nn.residual import is_faster, strides_apart
+from zoo.nn.residual import UpsamplingFilters, is_faster, strides_apart
 from zoo.nn.snake import Snake
 
 

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from zoo.higgs_v3.config import CodecConfig
 from zoo.nn import kernels
-from zoo.nn.conv import ShortFilters
-from zoo.nn.residual import is_faster, pointwise
+from zoo.nn.residual import ShortFilters, is_faster, pointwise
 from zoo.nn.snake import Snake
 
 KERNEL = 7
@@ -21,7 +20,7 @@ EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)  # how far each 
 
 
 class Conv(ShortFilters, nn.Conv1d):
-    """Over what it knows in full: no padding."""
+    """Behind a snake, over what it knows in full: no padding."""
 
     bias: Tensor
 

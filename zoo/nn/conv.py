@@ -12,15 +12,12 @@ idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of state per stream; str
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from math import ceil
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from zoo.nn import kernels
 
 
 class Stateful(nn.Module):
@@ -110,47 +107,7 @@ class CodecState:
         return torch.cat([self.kept[name] for name in self.layout.places], 1)
 
 
-class ShortFilters:
-    """Of a convolution: its weight as the CPU's kernel of a snake and a convolution reads it, made when that is first asked
-    for."""
-
-    weight: Tensor  # [Cout, C, kernel]
-    bias: Tensor
-
-    @cached_property
-    def filters(self) -> Tensor:
-        return kernels.nine_filters(self.weight.detach())
-
-    @cached_property
-    def columns(self) -> Tensor:
-        """Of one that is 1 wide."""
-        return kernels.columns(self.weight.detach()[:, :, 0])
-
-    @cached_property
-    def taps(self) -> Tensor:
-        """[kernel, C], of one whose channels are apart."""
-        return self.weight.detach()[:, 0].T.contiguous()
-
-
-class UpsamplingFilters:
-    """Of a transposed convolution whose kernel is two strides long, the same: it is a convolution of two taps, the input before
-    and its own, to `stride` times as many channels."""
-
-    weight: Tensor  # [C, Cout, kernel]
-    bias: Tensor
-
-    @cached_property
-    def biases(self) -> Tensor:
-        """[stride * Cout]"""
-        return self.bias.detach().repeat(self.weight.shape[2] // 2)
-
-    @cached_property
-    def filters(self) -> Tensor:
-        taps = self.weight.detach().unflatten(2, (2, -1)).flip(2)  # [C, Cout, 2, stride]
-        return kernels.nine_filters(rearrange(taps, "c d taps stride -> (stride d) c taps"))
-
-
-class CausalConv1d(ShortFilters, Stateful):
+class CausalConv1d(Stateful):
     """y[n] reads x[n - (kernel - 1) * dilation] ... x[n]. x [B, C, N] -> [B, Cout, N]."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, dilation: int = 1, groups: int = 1):
@@ -167,7 +124,7 @@ class CausalConv1d(ShortFilters, Stateful):
         return F.linear(rearrange(reach, "b c n k -> b n (c k)"), self.weight.flatten(1), self.bias).mT
 
 
-class CausalConvTranspose1d(UpsamplingFilters, Stateful):
+class CausalConvTranspose1d(Stateful):
     """Upsampling: x [B, C, N] -> [B, Cout, N * stride]; the kernel is one or two strides long, so an output
     reads its own input and the one before. What is kept is that input rather than the output's tail: it is
     smaller, and every sample gets the bias once."""

@@ -318,11 +318,11 @@ void convolve_snake(const float* past, const float* x, const float* w, const flo
             const int64_t b = item / (dilation * tiles), first = item / tiles % dilation + item % tiles * each * dilation;
             const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
             if (rows <= 0) continue;
-            const int64_t quarters = num + phase(0) - 1;
+            const int64_t quarters = num + phase(0) - 1, read = 4 * ((rows + 3) / 4 + phase(0));  // by the rows: some of it cancels out, but for its rounding
             for (int64_t i = 0; i < 4 * quarters; i++) {
                 float* to = &signals[i % 4 * room + i / 4 * C];
                 const int64_t at = first + i * dilation;
-                if (i >= rows + taps - 1 || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
+                if (i >= read || at >= M + (taps - 1) * dilation || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
                 else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
                 else snake_row(x + b * x_step + (at - P) * C, frequency, gain, to, C);
             }
