@@ -19,8 +19,10 @@ from zoo.nn import kernels
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState
 from zoo.nn.snake import Snake, SnakeBeta
 
-LEAST_ROWS = 8  # of a signal: the kernel computes 24 at least, and of a dilated convolution that many of each phase
-MOST_BYTES = 20 << 20  # of a weight: beyond, reading the filters takes longer than their products save
+# Of a signal, of a dilated convolution each phase: the kernel computes 24 rows at least. Where the weight is in no cache, reading
+# the filters, more than twice its bytes, is what takes long, and beyond the last size it always is.
+LEAST_ROWS, LEAST_ROWS_OF_LARGE = 8, 16
+LARGE_BYTES, MOST_BYTES = 4 << 20, 20 << 20
 
 
 class ShortFilters:
@@ -133,7 +135,8 @@ def is_faster(x: Tensor, conv: ShortFilters | UpsamplingFilters, dilation: int =
     """Whether a CPU's kernel of a snake and a convolution is made for x [B, C, N], and is the faster way."""
     if not is_float(x, conv):
         return False
-    return has_filters(conv) and x.shape[2] >= LEAST_ROWS * dilation
+    least = LEAST_ROWS if conv.weight.nbytes <= LARGE_BYTES else LEAST_ROWS_OF_LARGE
+    return has_filters(conv) and x.shape[2] >= least * dilation
 
 
 def is_float(x: Tensor, conv: ShortFilters | UpsamplingFilters) -> bool:

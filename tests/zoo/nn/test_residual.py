@@ -129,6 +129,8 @@ def test_where_the_kernel_is_used():
     conv, x = SnakeConv1d(32, 32, 7, 9), torch.empty(1, 32, residual.LEAST_ROWS * 9)
     assert is_faster(x, conv, 9)
     assert not is_faster(x[..., 1:], conv, 9) and is_faster(x[..., 1:], conv, 3)
+    wide, long = SnakeConv1d(512, 512, 7, 3), torch.empty(1, 512, residual.LEAST_ROWS_OF_LARGE * 3)
+    assert is_faster(long, wide, 3) and not is_faster(long[..., 1:], wide, 3)
     assert not is_faster(x.double(), conv.double(), 9) and not has_filters(conv)
     with kernels.plain():
         assert not is_faster(x, SnakeConv1d(32, 32, 7, 9), 9)
