@@ -61,7 +61,7 @@ class Stretch:
         return x.mul_(self.taped)
 
 
-class Upsampling(UpsamplingFilters, nn.ConvTranspose1d):
+class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
     bias: Tensor
 
 

@@ -19,7 +19,7 @@ DILATIONS = (1, 3, 9)  # of a block's residual units
 EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)  # how far each looks to both sides
 
 
-class Conv(ShortFilters, nn.Conv1d):
+class Conv(nn.Conv1d, ShortFilters):
     """Behind a snake, over what it knows in full: no padding."""
 
     bias: Tensor

@@ -88,7 +88,7 @@ class CodecState:
     def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor:
         """What the layer kept [B, C, length]. For the next forward it keeps the end of before(x), x [B, C, N], as if
         `extend` had been given all of that."""
-        length, [channels, _] = layer.state_length, layer.state_shape
+        channels, length = layer.state_shape
         assert layer.state_name is not None and layer.state_dim == 2 and layer.state_name not in self.kept
         past = self.rows[:, self.layout.places[layer.state_name]].unflatten(1, (channels, length))
         valid = self.count * (x.shape[2] // self.frames)

@@ -60,11 +60,11 @@ class UpsamplingFilters:
         return self.bias.detach().repeat(self.weight.shape[2] // 2)
 
 
-class SnakeConv1d(ShortFilters, CausalConv1d):
+class SnakeConv1d(CausalConv1d, ShortFilters):
     """A causal convolution behind a snake."""
 
 
-class SnakeConvTranspose1d(UpsamplingFilters, CausalConvTranspose1d):
+class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
     """An upsampling behind a snake."""
 
 

@@ -147,3 +147,16 @@ def test_what_kernels_read_is_counted():
     # two taps are six of the short filters, seven are seventeen; columns in blocks of 64
     up, unit, apart, tail = 6 * 96 * 128, 17 * 48 * 64 + 48 * 64, 7 * 48 + 48 * 64, 17 * 48 * 64
     assert made == 4 * (up + 2 * unit + apart + tail)
+
+
+@torch.inference_mode()
+def test_a_compiler_traces_torchs_operators():
+    part, x = Part(32, Snake), heard(32)
+
+    def run(x: Tensor) -> Tensor:
+        rows = x.new_zeros(len(x), part.layout.size)
+        return part(x, CodecState(part.layout, rows, FRAMES, torch.full((len(x),), FRAMES)))
+
+    with kernels.plain():
+        expected = run(x)
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(x), expected, rtol=0, atol=1e-4)
