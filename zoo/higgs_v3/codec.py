@@ -62,7 +62,10 @@ class Stretch:
 
 
 class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
-    bias: Tensor
+    """Behind a snake."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
 
 
 class Block(nn.Module):

@@ -22,7 +22,8 @@ EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)  # how far each 
 class Conv(nn.Conv1d, ShortFilters):
     """Behind a snake, over what it knows in full: no padding."""
 
-    bias: Tensor
+    weight: nn.Parameter
+    bias: nn.Parameter
 
 
 class Residual(nn.Module):

@@ -28,8 +28,8 @@ LARGE_BYTES, MOST_BYTES = 4 << 20, 20 << 20
 class ShortFilters:
     """Of a convolution behind a snake: its weight as the kernels read it."""
 
-    weight: Tensor  # [Cout, C / groups, kernel]
-    bias: Tensor
+    weight: nn.Parameter  # [Cout, C / groups, kernel]
+    bias: nn.Parameter
     groups: int
 
     @cached_property
@@ -46,8 +46,8 @@ class UpsamplingFilters:
     """Of a transposed convolution behind a snake, whose kernel is two strides long: it is a convolution of two taps, the input
     before and its own, to `stride` times as many channels."""
 
-    weight: Tensor  # [C, Cout, kernel]
-    bias: Tensor
+    weight: nn.Parameter  # [C, Cout, kernel]
+    bias: nn.Parameter
 
     @cached_property
     def filters(self) -> Tensor:
