@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from zoo.higgs_v3.config import CodecConfig
 from zoo.higgs_v3.encoder import Encoder
-from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Conv, Quantizer, Residual
+from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Quantizer, Residual
 from zoo.nn import kernels
-from zoo.nn.residual import UpsamplingFilters, is_faster, strides_apart
+from zoo.nn.residual import ShortFilters, UpsamplingFilters, is_faster, pointwise, strides_apart
 from zoo.nn.snake import Snake
 
 
@@ -61,6 +61,29 @@ class Stretch:
         return x.mul_(self.taped)
 
 
+class Conv(nn.Conv1d, ShortFilters):
+    """Behind a snake, over what it knows in full: no padding."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+
+class Unit(Residual):
+    """The same, in one kernel where a CPU has it; the encoder's gain nothing by that."""
+
+    conv = Conv
+    conv1: Conv
+    conv2: Conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        [dilation] = self.conv1.dilation
+        if not is_faster(x, self.conv1, dilation):
+            return super().forward(x)
+        then, middle = pointwise(self.snake2, self.conv2), x[..., self.edge : x.shape[2] - self.edge]
+        wave, filters, bias = self.snake1.wave, self.conv1.filters, self.conv1.bias
+        return kernels.convolve_snake(x, wave, filters, bias, KERNEL, dilation, residual=middle, then=then)
+
+
 class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
     """Behind a snake."""
 
@@ -77,7 +100,7 @@ class Block(nn.Module):
         self.snake = Snake(channels)
         # of its output, the halves that the first and the last input would share with neighbours are cut off
         self.up = Upsampling(channels, channels // 2, 2 * rate, rate, padding=rate)
-        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
+        self.residuals = nn.ModuleList(Unit(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, stretch: Stretch) -> Tensor:
         x = self.upsampled(x)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.higgs_v3.config import CodecConfig
-from zoo.nn import kernels
-from zoo.nn.residual import ShortFilters, is_faster, pointwise
 from zoo.nn.snake import Snake
 
 KERNEL = 7
@@ -19,33 +17,24 @@ DILATIONS = (1, 3, 9)  # of a block's residual units
 EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)  # how far each looks to both sides
 
 
-class Conv(nn.Conv1d, ShortFilters):
-    """Behind a snake, over what it knows in full: no padding."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-
-
 class Residual(nn.Module):
     """x [B, C, N] -> [B, C, N - 2 edge]: what it knows in full. For as many as came in, pad x with `edge`
     zeros on both sides first."""
+
+    conv: type[nn.Conv1d] = nn.Conv1d
 
     def __init__(self, channels: int, dilation: int):
         super().__init__()
         self.edge = KERNEL // 2 * dilation
         self.snake1 = Snake(channels)
-        self.conv1 = Conv(channels, channels, KERNEL, dilation=dilation)
+        self.conv1 = self.conv(channels, channels, KERNEL, dilation=dilation)
         self.snake2 = Snake(channels)
-        self.conv2 = Conv(channels, channels, 1)
+        self.conv2 = self.conv(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        middle = x[..., self.edge : x.shape[2] - self.edge]
-        [dilation] = self.conv1.dilation
-        if is_faster(x, self.conv1, dilation):
-            then = pointwise(self.snake2, self.conv2)
-            wave, filters, bias = self.snake1.wave, self.conv1.filters, self.conv1.bias
-            return kernels.convolve_snake(x, wave, filters, bias, KERNEL, dilation, residual=middle, then=then)
-        return self.conv2(self.snake2(self.conv1(self.snake1(x)))).add_(middle)
+        return self.conv2(self.snake2(self.conv1(self.snake1(x)))).add_(
+            x[..., self.edge : x.shape[2] - self.edge]
+        )
 
 
 class Codebook(nn.Module):
