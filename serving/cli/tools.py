@@ -46,7 +46,7 @@ def inspect(
     import zoo
 
     facts = zoo.inspect(model, device)
-    facts["memory"] = memory(model, slots, dtype or "bfloat16")
+    facts["memory"] = memory(model, slots, dtype or "bfloat16", device)
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -71,13 +71,16 @@ def inspect(
     return 0
 
 
-def memory(model: str, slots: int, dtype: str) -> dict[str, int | str]:
+def memory(model: str, slots: int, dtype: str, device: str | None) -> dict[str, int | str]:
     """The memory plan; why there is none, where a file of weights is missing or wrong."""
+    import torch
+
     import zoo
     from serving.engine.memory_plan import plan
 
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        made = plan(zoo.load(model, "meta", dtype), slots)
+        made = plan(zoo.load(model, "meta", dtype), slots, is_for_cpu=where == "cpu")
     except ValueError as error:
         return {"unknown": str(error)}
     parts = asdict(made) | {"total": made.total}

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from compile_cache import limits
 from serving.engine.runner import INT, PAGE_TOKENS, recorded_rows, token_bytes
 from zoo.contract import Batch, Family, State, View
+from zoo.nn import residual
 
 SPARE_PART = 0.1  # of a GPU's memory, for what is not counted: the context, libraries, fragments
 SLOTS = (64, 32, 16, 8, 4, 2, 1)  # that are tried, where nobody says how many
@@ -41,9 +42,14 @@ class MemoryPlan:
         return self.weights + self.state + self.launch + self.kv_cache
 
 
-def plan(family: Family[Any], slots: int, kv_bytes: int | None = None) -> MemoryPlan:
-    """family: on `meta` or any other device; kv_bytes None: `usual_kv_bytes`."""
+def plan(
+    family: Family[Any], slots: int, kv_bytes: int | None = None, is_for_cpu: bool = False
+) -> MemoryPlan:
+    """family: on `meta` or any other device; kv_bytes None: `usual_kv_bytes`; is_for_cpu: with what its kernels read of
+    the weights."""
     weights = num_bytes([*family.parameters(), *family.buffers()])
+    if is_for_cpu:
+        weights += residual.prepare(family)
     one, two = (num_bytes(state_tensors(family.state(n))) for n in (1, 2))
     state = one + (slots - 1) * (two - one)
     launch = launch_bytes(family, slots) if family.device.type == "meta" else 0

@@ -12,7 +12,7 @@ import zoo
 from compile_cache import artifacts, store, threads
 from compile_cache.artifacts import Entry
 from zoo.contract import Family
-from zoo.nn import kernels
+from zoo.nn import kernels, residual
 from zoo.nn.packed import pack
 
 
@@ -33,6 +33,8 @@ def prepare_for_host(*families: Family, compile: bool = True) -> None:
     if compile and families[0].device.type == "cpu":
         with artifacts.opened(artifacts.place("kernels", kernels.key())):
             kernels.build()
+        for family in families:
+            residual.prepare(family)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from zoo.fish_s2.config import CodecConfig
 from zoo.fish_s2.encoder import Codebook, Encoder
 from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
+from zoo.nn.residual import SnakeConv1d, SnakeConvTranspose1d, convolve_snake, upsample_snake
 from zoo.nn.snake import Snake
 
 
@@ -41,11 +42,11 @@ class UpBlock(nn.Module):
     def __init__(self, channels: int, rate: int):
         super().__init__()
         self.snake = Snake(channels)
-        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * rate, rate)
+        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * rate, rate)
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = self.up(self.snake(x), state)
+        x = upsample_snake(x, self.snake, self.up, state)
         for residual in self.residuals:
             x = residual(x, state)
         return x
@@ -67,7 +68,7 @@ class Decoder(nn.Module):
         self.stem = CausalConv1d(config.latent, channels, KERNEL)
         self.blocks = nn.ModuleList(UpBlock(channels >> i, rate) for i, rate in enumerate(config.rates))
         self.snake = Snake(last)
-        self.tail = CausalConv1d(last, 1, KERNEL)
+        self.tail = SnakeConv1d(last, 1, KERNEL)
         self.layout = StateLayout(self)
 
     @property
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
         x = self.stem(x, state)
         for block in self.blocks:
             x = block(x, state)
-        return self.tail(self.snake(x), state).squeeze(1).tanh(), state.next()
+        return convolve_snake(x, self.snake, self.tail, state).squeeze(1).tanh(), state.next()
 
 
 class Codec(nn.Module):

@@ -17,6 +17,7 @@ from zoo.fish_s2.config import TransformerConfig
 from zoo.nn.conv import CausalConv1d, CodecState, Stateful
 from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
+from zoo.nn.residual import SnakeConv1d, residual_unit
 from zoo.nn.snake import Snake
 
 DILATIONS = (1, 3, 9)  # of a block's residual units
@@ -30,12 +31,12 @@ class Residual(nn.Module):
     def __init__(self, channels: int, dilation: int):
         super().__init__()
         self.snake1 = Snake(channels)
-        self.conv1 = CausalConv1d(channels, channels, KERNEL, dilation)
+        self.conv1 = SnakeConv1d(channels, channels, KERNEL, dilation)
         self.snake2 = Snake(channels)
-        self.conv2 = CausalConv1d(channels, channels, 1)
+        self.conv2 = SnakeConv1d(channels, channels, 1)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
+        return residual_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
 
 
 class ConvNeXt(nn.Module):

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from zoo.higgs_v3.config import CodecConfig
 from zoo.higgs_v3.encoder import Encoder
 from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Quantizer, Residual
+from zoo.nn import kernels
+from zoo.nn.residual import ShortFilters, UpsamplingFilters, is_faster, pointwise, strides_apart
 from zoo.nn.snake import Snake
 
 
@@ -59,6 +61,36 @@ class Stretch:
         return x.mul_(self.taped)
 
 
+class Conv(nn.Conv1d, ShortFilters):
+    """Behind a snake, over what it knows in full: no padding."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+
+class Unit(Residual):
+    """The same, in one kernel where a CPU has it; the encoder's gain nothing by that."""
+
+    conv = Conv
+    conv1: Conv
+    conv2: Conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        [dilation] = self.conv1.dilation
+        if not is_faster(x, self.conv1, dilation):
+            return super().forward(x)
+        then, middle = pointwise(self.snake2, self.conv2), x[..., self.edge : x.shape[2] - self.edge]
+        wave, filters, bias = self.snake1.wave, self.conv1.filters, self.conv1.bias
+        return kernels.convolve_snake(x, wave, filters, bias, KERNEL, dilation, residual=middle, then=then)
+
+
+class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
+    """Behind a snake."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+
 class Block(nn.Module):
     """[B, C, N] -> [B, C / 2, about rate N]"""
 
@@ -67,16 +99,22 @@ class Block(nn.Module):
         self.rate, self.padding = rate, -(-rate // 2)
         self.snake = Snake(channels)
         # of its output, the halves that the first and the last input would share with neighbours are cut off
-        self.up = nn.ConvTranspose1d(channels, channels // 2, 2 * rate, rate, padding=rate)
-        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
+        self.up = Upsampling(channels, channels // 2, 2 * rate, rate, padding=rate)
+        self.residuals = nn.ModuleList(Unit(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, stretch: Stretch) -> Tensor:
-        x = self.up(self.snake(x))
+        x = self.upsampled(x)
         stretch.upsample(self.rate, self.padding)
         for residual, edge in zip(self.residuals, EDGES, strict=True):
             x = residual(stretch.silence(x))
             stretch.shorten(edge)
         return stretch.silence(x)
+
+    def upsampled(self, x: Tensor) -> Tensor:
+        """[B, C, N] -> [B, C / 2, (N - 1) rate]"""
+        if not is_faster(x, self.up):
+            return self.up(self.snake(x))
+        return strides_apart(kernels.convolve_snake(x, self.snake.wave, self.up.filters, self.up.biases, 2, 1), self.rate)
 
 
 class Decoder(nn.Module):
@@ -93,7 +131,7 @@ class Decoder(nn.Module):
         self.stem = nn.Conv1d(config.latent, channels, KERNEL)
         self.blocks = nn.ModuleList(Block(channels >> i, rate) for i, rate in enumerate(config.ratios))
         self.snake = Snake(channels >> len(config.ratios))
-        self.tail = nn.Conv1d(channels >> len(config.ratios), 1, KERNEL)
+        self.tail = Conv(channels >> len(config.ratios), 1, KERNEL)
         need = KERNEL // 2  # positions on each side, from the samples back to the frames
         for rate in reversed(config.ratios):
             need, padding = need + sum(EDGES), -(-rate // 2)
@@ -128,9 +166,15 @@ class Decoder(nn.Module):
         x = stretch.silence(x)
         for block in self.blocks:
             x = block(x, stretch)
-        x = self.tail(self.snake(x)).squeeze(1)
+        x = self.spoken(x).squeeze(1)
         stretch.shorten(KERNEL // 2)
         return x[:, stretch.before : x.shape[1] - stretch.after]
+
+    def spoken(self, x: Tensor) -> Tensor:
+        """[B, C, N] -> [B, 1, N - KERNEL + 1]"""
+        if not is_faster(x, self.tail):
+            return self.tail(self.snake(x))
+        return kernels.convolve_snake(x, self.snake.wave, self.tail.filters, self.tail.bias, KERNEL, 1)
 
 
 class Codec(nn.Module):

@@ -21,13 +21,15 @@ class Residual(nn.Module):
     """x [B, C, N] -> [B, C, N - 2 edge]: what it knows in full. For as many as came in, pad x with `edge`
     zeros on both sides first."""
 
+    conv: type[nn.Conv1d] = nn.Conv1d
+
     def __init__(self, channels: int, dilation: int):
         super().__init__()
         self.edge = KERNEL // 2 * dilation
         self.snake1 = Snake(channels)
-        self.conv1 = nn.Conv1d(channels, channels, KERNEL, dilation=dilation)
+        self.conv1 = self.conv(channels, channels, KERNEL, dilation=dilation)
         self.snake2 = Snake(channels)
-        self.conv2 = nn.Conv1d(channels, channels, 1)
+        self.conv2 = self.conv(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv2(self.snake2(self.conv1(self.snake1(x)))).add_(

@@ -11,7 +11,7 @@ idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of state per stream; str
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import ceil
 
 import torch
@@ -85,6 +85,21 @@ class CodecState:
         index = index[:, :, None] if dim == 1 else index[:, None]
         self.kept[name] = whole.gather(dim, index.expand(-1, *shape)).flatten(1)
         return whole
+
+    def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the layer kept [B, C, length]. For the next forward it keeps the end of before(x), x [B, C, N], as if
+        `extend` had been given all of that."""
+        channels, length = layer.state_shape
+        assert layer.state_name is not None and layer.state_dim == 2 and layer.state_name not in self.kept
+        past = self.rows[:, self.layout.places[layer.state_name]].unflatten(1, (channels, length))
+        valid = self.count * (x.shape[2] // self.frames)
+        index = valid[:, None] - length + torch.arange(length, device=x.device)  # [B, length], in x; below 0 in the past
+        stream = torch.arange(len(x), device=x.device)[:, None] * x.shape[2]
+        ends = F.embedding(stream + index.clamp(min=0), x.mT.reshape(-1, channels)).mT  # [B, C, length]
+        old = (index + length).clamp(max=length - 1)[:, None].expand(-1, channels, -1)
+        kept = torch.where(index[:, None] < 0, past.gather(2, old), before(ends))
+        self.kept[layer.state_name] = kept.flatten(1)
+        return past
 
     def next(self) -> Tensor:
         """The rows [B, V] for the forward that comes after this one."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +59,8 @@ def build() -> None:
         getattr(library, f"norm_mish_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int]
     for name in ("snake", "snake_of_rows"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
-    library.convolve_snake_of_rows.argtypes = [c_void_p] * 8 + [c_int64] * 9 + [c_int]
+    library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 11 + [c_int]
+    library.depthwise_unit_of_rows.argtypes = [c_void_p] * 11 + [c_int64] * 7 + [c_int]
     library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
     library.normal.argtypes = [c_void_p] * 3 + [c_int64] * 2 + [c_int]
     for name in ("keep_likely", "keep_likely_before_temperature", "keep_nucleus"):
@@ -239,6 +241,21 @@ def nine_filters(weight: Tensor) -> Tensor:
     return nine.unflatten(2, (-1, COLUMNS)).permute(2, 0, 1, 3).contiguous()
 
 
+def columns(weight: Tensor) -> Tensor:
+    """A product's weight [D, C] as `convolve_snake` reads it, with zeros up to a multiple of COLUMNS outputs [blocks, C, COLUMNS]."""
+    return F.pad(weight.T, (0, -len(weight) % COLUMNS)).unflatten(1, (-1, COLUMNS)).permute(1, 0, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A snake and a product, position by position: `columns` of the weight [D, D], and D values each."""
+
+    columns: Tensor
+    bias: Tensor
+    frequency: Tensor
+    gain: Tensor
+
+
 def convolve_snake(
     x: Tensor,
     wave: tuple[Tensor, Tensor],
@@ -248,22 +265,51 @@ def convolve_snake(
     dilation: int,
     mask: Tensor | None = None,
     residual: Tensor | None = None,
+    past: Tensor | None = None,
+    then: Pointwise | None = None,
 ) -> Tensor:
     """A convolution of a snake of x [B, C, N], whose channels lie side by side, and so they do in what comes out [B, D, M];
-    all float32. wave: frequency and gain [C] of the snake; filters: `nine_filters` of the weight; bias [D]; mask [B, N]
-    bool, where the snake is zero instead; residual [B, D, M], what is added."""
+    all float32. wave: frequency and gain of the snake, C values each; filters: `nine_filters` of the weight; bias [D];
+    past [B, C, P]: what is before the snake of x; mask [B, P + N] bool, where the snake is zero instead; then: a snake and a product of
+    what comes out; residual [B, D, M], what is added last."""
     assert _library is not None and x.dtype == filters.dtype == bias.dtype == torch.float32
     (batch, channels, num), out_channels = x.shape, len(bias)
-    length = num - (taps - 1) * dilation
+    before = 0 if past is None else past.shape[2]
+    length = before + num - (taps - 1) * dilation
     assert filters.is_contiguous() and filters.shape[2] == channels == wave[0].numel() and length > 0
     x, x_step = _rows(x)
     more, more_step = (None, 0) if residual is None else _rows(residual)
+    old, old_step = (None, 0) if past is None else _rows(past)
+    assert old is None or (old.dtype == torch.float32 and old.shape[::2] == (batch, channels))
     assert more is None or more.shape == (batch, length, out_channels)
-    assert mask is None or (mask.shape == (batch, num) and mask.stride(1) == 1 and mask.dtype == torch.bool)
+    assert mask is None or (mask.shape == (batch, before + num) and mask.stride(1) == 1 and mask.dtype == torch.bool)
+    assert then is None or then.columns.shape[1] == out_channels == then.frequency.numel()
     out = x.new_empty(batch, length, out_channels)
-    pointers = (None if t is None else t.data_ptr() for t in (x, filters, bias, *wave, mask, more, out))
-    sizes = batch, length, channels, out_channels, taps, dilation, x_step, 0 if mask is None else mask.stride(0), more_step
-    _library.convolve_snake_of_rows(*pointers, *sizes, torch.get_num_threads())
+    pointwise = (None,) * 4 if then is None else (then.columns, then.bias, then.frequency, then.gain)
+    tensors = old, x, filters, bias, *wave, mask, *pointwise, more, out
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    steps = old_step, x_step, 0 if mask is None else mask.stride(0), more_step
+    sizes = batch, before, length, channels, out_channels, taps, dilation
+    _library.convolve_snake_of_rows(*pointers, *sizes, *steps, torch.get_num_threads())
+    return out.mT
+
+
+def depthwise_unit(
+    x: Tensor, wave: tuple[Tensor, Tensor], taps: Tensor, bias: Tensor, dilation: int, past: Tensor, then: Pointwise
+) -> Tensor:
+    """x and a convolution of its snake in which channels are apart, behind which a snake and a product are: x [B, C, N], as
+    `convolve_snake` takes and gives it; taps [kernel, C]; past [B, C, (kernel - 1) * dilation], what is before the snake of
+    x."""
+    assert _library is not None and x.dtype == past.dtype == taps.dtype == bias.dtype == torch.float32
+    batch, channels, num = x.shape
+    assert taps.is_contiguous() and taps.shape[1] == channels == wave[0].numel() == then.columns.shape[1]
+    assert past.shape == (batch, channels, (len(taps) - 1) * dilation)
+    x, x_step = _rows(x)
+    old, old_step = _rows(past)
+    out = x.new_empty(batch, num, channels)
+    tensors = old, x, taps, bias, *wave, then.columns, then.bias, then.frequency, then.gain, out
+    sizes = batch, num, channels, len(taps), dilation, old_step, x_step
+    _library.depthwise_unit_of_rows(*(tensor.data_ptr() for tensor in tensors), *sizes, torch.get_num_threads())
     return out.mT
 
 

@@ -130,29 +130,29 @@ inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns,
     }
 }
 
-// a, ROWS rows of `stride_a` units; b, n rows of `stride_b` -> ROWS rows of WIDTH in c, `stride_c` apart. Unrolled, or GCC keeps the sums in memory.
-template <typename U>
+// a, ROWS rows of `stride_a` units; b, n rows of `stride_b` -> ROWS rows of V vectors in c, `stride_c` apart. Unrolled, or GCC keeps the sums in memory.
+template <typename U, int V = VECTORS>
 inline void product(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t n, float* c, int64_t stride_c) {
-    Vector sum[ROWS][VECTORS];
+    Vector sum[ROWS][V];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; j++) sum[r][j] = spread(0);
+        for (int j = 0; j < V; j++) sum[r][j] = spread(0);
     for (int64_t i = 0; i < n; i++) {
-        Vector columns[VECTORS];
+        Vector columns[V];
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; j++) columns[j] = load(b + i * stride_b + j * LANES);
+        for (int j = 0; j < V; j++) columns[j] = load(b + i * stride_b + j * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             const Vector x = spread(a[r * stride_a + i]);
 #pragma GCC unroll 4
-            for (int j = 0; j < VECTORS; j++) sum[r][j] = U::add(sum[r][j], x, columns[j]);
+            for (int j = 0; j < V; j++) sum[r][j] = U::add(sum[r][j], x, columns[j]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
+        for (int j = 0; j < V; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
 }
 
 // Of a NaN and a number, the second one.
@@ -323,35 +323,54 @@ inline void snake_row(const float* x, const float* frequency, const float* gain,
 constexpr int NINE = 9, READS[NINE] = {3, 1, 7, 2, 0, 6, 5, 4, 8};  // of P, Q and C each the even, the odd and the sum
 constexpr int COLUMNS = 64;  // of a block of the weights
 
-// A convolution of a snake of a signal's rows, zeros where the mask says no, and the residual is added where there is one.
-// x [B, M + (taps - 1) * dilation, C]; w [D / COLUMNS, the nine filters' taps, C, COLUMNS], filled up with zeros; mask [B, as x]; residual and out
-// [B, M, D]; the streams of x, mask and residual lie `x_step`, `mask_step` and `residual_step` apart.
-void convolve_snake(const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask, const float* residual,
-                    float* out, int64_t B, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t x_step, int64_t mask_step,
-                    int64_t residual_step, int threads) {
+// `num` rows of n numbers, a, by the first `columns` of a block of weights, b [n, COLUMNS] -> c [num up to a multiple of ROWS, COLUMNS].
+inline void product_of_rows(const float* a, int64_t num, int64_t stride, const float* b, int64_t n, float* c, int64_t columns) {
+    for (int64_t row = 0; row < num; row += ROWS)
+        for (int64_t j = 0; j < columns; j += WIDTH)
+            if (columns - j > WIDTH / 2) product<Floats>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
+            else product<Floats, VECTORS / 2>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
+}
+
+// What follows a convolution in a residual unit, row by row: a snake and a product. w [D / COLUMNS, D, COLUMNS], filled up with zeros.
+struct Pointwise {
+    const float *w, *bias, *frequency, *gain;
+};
+
+// A convolution of a snake of a signal's rows, zeros where the mask says no; then what is pointwise and the residual, where there are any. Before the
+// snake of x there is its past, as it is.
+// past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; w [D / COLUMNS, the nine filters' taps, C, COLUMNS], filled up with zeros; mask [B, as the signal];
+// residual and out [B, M, D]; the streams of past, x, mask and residual lie a step apart.
+void convolve_snake(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask,
+                    Pointwise then, const float* residual, float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps,
+                    int64_t dilation, int64_t past_step, int64_t x_step, int64_t mask_step, int64_t residual_step, int threads) {
     static_assert(COLUMNS % WIDTH == 0);
     const auto phase = [&](int64_t i) { return (taps - i + 3) / 4; };  // taps i, i + 4, ...
     const int64_t lengths[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
     int64_t num_taps = 0;
     for (int64_t length : lengths) num_taps += length;
-    const int64_t most = rounded_up(std::max<int64_t>((1 << 12) / C, 2 * ROWS), ROWS);  // quarters of rows in a tile: what it reads stays in a core's cache
-    const int64_t each = 4 * (most - 1), longest = (M + dilation - 1) / dilation, tiles = (longest + each - 1) / each;
+    // Rows of a tile, in quarters: what it reads stays in a core's cache, and weights are read once for as many as that. All threads have something to do.
+    const int64_t limit = 4 * (std::max<int64_t>((1 << 12) / C, 6 * ROWS) - 1), longest = (M + dilation - 1) / dilation, signals_of_x = B * dilation;
+    const int64_t wanted = std::min((2 * threads + signals_of_x - 1) / signals_of_x, longest / (4 * ROWS));
+    const int64_t tiles = std::max((longest + limit - 1) / limit, wanted);
+    const int64_t each = rounded_up((longest + tiles - 1) / tiles, 4), most = rounded_up(each / 4 + 1, ROWS);
 #pragma omp parallel num_threads(threads)
     {
         const int64_t room = (most + phase(0)) * C;
-        std::vector<float> signals(NINE * room), sums(NINE * most * COLUMNS);
+        std::vector<float> signals(NINE * room), sums(NINE * most * COLUMNS), rows_between(then.w ? rounded_up(each, ROWS) * D : 0);
+        float* between = rows_between.data();
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < B * dilation * tiles; item++) {
             // rows first, first + dilation, ... of a stream: a signal without dilation
             const int64_t b = item / (dilation * tiles), first = item / tiles % dilation + item % tiles * each * dilation;
             const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
             if (rows <= 0) continue;
-            const int64_t quarters = num + phase(0) - 1;
+            const int64_t quarters = num + phase(0) - 1, read = 4 * ((rows + 3) / 4 + phase(0));  // by the rows: some of it cancels out, but for its rounding
             for (int64_t i = 0; i < 4 * quarters; i++) {
                 float* to = &signals[i % 4 * room + i / 4 * C];
                 const int64_t at = first + i * dilation;
-                if (i >= rows + taps - 1 || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
-                else snake_row(x + b * x_step + at * C, frequency, gain, to, C);
+                if (i >= read || at >= M + (taps - 1) * dilation || (mask && !mask[b * mask_step + at])) std::fill(to, to + C, 0.0f);
+                else if (at < P) std::copy(past + b * past_step + at * C, past + b * past_step + (at + 1) * C, to);
+                else snake_row(x + b * x_step + (at - P) * C, frequency, gain, to, C);
             }
             float* x0 = signals.data();
             float *x1 = x0 + room, *x2 = x1 + room, *x3 = x2 + room, *x01 = x3 + room, *x23 = x01 + room, *x02 = x23 + room, *x13 = x02 + room, *all = x13 + room;
@@ -360,22 +379,20 @@ void convolve_snake(const float* x, const float* w, const float* bias, const flo
                 x01[i] = x0[i] + x1[i], x23[i] = x2[i] + x3[i], x02[i] = x0[i] + x2[i], x13[i] = x1[i] + x3[i];
                 all[i] = x01[i] + x23[i];
             }
+            const auto place = [&](int64_t r) { return (b * M + first + r * dilation) * D; };
+            const auto added = [&](int64_t r) { return residual ? residual + b * residual_step + (first + r * dilation) * D : nullptr; };
             for (int64_t d = 0; d < D; d += COLUMNS) {
                 const float* weights = w + d * num_taps * C;
+                const int64_t columns = std::min<int64_t>(COLUMNS, D - d), part = most * COLUMNS;
                 for (int k = 0; k < NINE; k++) {
-                    const float* a = x0 + READS[k] * room;
-                    float* c = &sums[k * most * COLUMNS];
-                    for (int64_t row = 0; row < num; row += ROWS)
-                        for (int64_t j = 0; j < COLUMNS; j += WIDTH)
-                            product<Floats>(a + row * C, C, weights + j, COLUMNS, lengths[k] * C, c + row * COLUMNS + j, COLUMNS);
+                    product_of_rows(x0 + READS[k] * room, num, C, weights, lengths[k] * C, &sums[k * part], columns);
                     weights += lengths[k] * C * COLUMNS;
                 }
-                const int64_t columns = std::min<int64_t>(COLUMNS, D - d), part = most * COLUMNS;
                 for (int64_t q = 0; 4 * q < rows; q++) {
                     const float* s = &sums[q * COLUMNS];
                     float y[4][COLUMNS];
 #pragma omp simd
-                    for (int j = 0; j < COLUMNS; j++) {
+                    for (int64_t j = 0; j < columns; j++) {
                         const float *at = s + j, *next = at + COLUMNS;
                         const float p0 = at[2 * part] - at[0] - at[part], p1 = at[0] + next[part];
                         const float q0 = at[5 * part] - at[3 * part] - at[4 * part], q1 = at[3 * part] + next[4 * part];
@@ -383,12 +400,71 @@ void convolve_snake(const float* x, const float* w, const float* bias, const flo
                         const float c0 = at[8 * part] - at[6 * part] - at[7 * part], c1 = at[6 * part] + next[7 * part];
                         y[0][j] = c0 - p0 - q0, y[1][j] = p0 + q1, y[2][j] = c1 - p1 - q1, y[3][j] = p1 + q2;
                     }
-                    for (int64_t r = 0; r < std::min<int64_t>(4, rows - 4 * q); r++) {
-                        const int64_t row = first + (4 * q + r) * dilation;
-                        float* to = out + (b * M + row) * D + d;
-                        const float* more = residual ? residual + b * residual_step + row * D + d : nullptr;
-                        for (int64_t j = 0; j < columns; j++) to[j] = y[r][j] + bias[d + j] + (more ? more[j] : 0);
+                    for (int64_t r = 4 * q; r < std::min<int64_t>(4 * q + 4, rows); r++) {
+                        float* to = (then.w ? between + r * D : out + place(r)) + d;
+                        const float* more = then.w || !residual ? nullptr : added(r) + d;
+                        for (int64_t j = 0; j < columns; j++) to[j] = y[r % 4][j] + bias[d + j] + (more ? more[j] : 0);
                     }
+                }
+            }
+            if (!then.w) continue;
+            for (int64_t r = 0; r < rows; r++) snake_row(between + r * D, then.frequency, then.gain, between + r * D, D);
+            for (int64_t d = 0; d < D; d += COLUMNS) {
+                const int64_t columns = std::min<int64_t>(COLUMNS, D - d);
+                product_of_rows(between, rows, D, then.w + d * D, D, sums.data(), columns);
+                for (int64_t r = 0; r < rows; r++) {
+                    float* to = out + place(r) + d;
+                    const float *sum = &sums[r * COLUMNS], *more = residual ? added(r) + d : nullptr;
+                    for (int64_t j = 0; j < columns; j++) to[j] = sum[j] + then.bias[d + j] + (more ? more[j] : 0);
+                }
+            }
+        }
+    }
+}
+
+// A residual unit whose first convolution keeps the channels apart: x + product(snake(convolution(snake x))). Before the snake of x there is its past, as it is.
+// past [B, (taps - 1) * dilation, C]; x and out [B, N, C]; w [taps, C]; the streams of past and x lie a step apart.
+void depthwise_unit(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain, Pointwise then,
+                    float* out, int64_t B, int64_t N, int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
+    const int64_t P = (taps - 1) * dilation;
+    const int64_t limit = std::max<int64_t>((1 << 15) / C, 8 * ROWS), wanted = std::min((2 * threads + B - 1) / B, N / (4 * ROWS));
+    const int64_t tiles = std::max((N + limit - 1) / limit, wanted), each = rounded_up((N + tiles - 1) / tiles, ROWS);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> signal((each + P) * C), between(each * C), sums(each * COLUMNS);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * tiles; item++) {
+            const int64_t b = item / tiles, first = item % tiles * each, rows = std::min(each, N - first);
+            if (rows <= 0) continue;
+            const float* own = x + b * x_step;
+            for (int64_t i = 0; i < rows + P; i++) {
+                const int64_t at = first + i - P;
+                const float* from = at < 0 ? past + b * past_step + (at + P) * C : own + at * C;
+                if (at < 0) std::copy(from, from + C, &signal[i * C]);
+                else snake_row(from, frequency, gain, &signal[i * C], C);
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                const float* s = &signal[r * C];
+                float* y = &between[r * C];
+                int64_t c = 0;
+                for (; c + LANES <= C; c += LANES) {
+                    Vector sum = load(bias + c);
+                    for (int64_t k = 0; k < taps; k++) sum = multiply_add(sum, load(s + k * dilation * C + c), load(w + k * C + c));
+                    store(y + c, sum);
+                }
+                for (; c < C; c++) {
+                    y[c] = bias[c];
+                    for (int64_t k = 0; k < taps; k++) y[c] += s[k * dilation * C + c] * w[k * C + c];
+                }
+                snake_row(y, then.frequency, then.gain, y, C);
+            }
+            for (int64_t d = 0; d < C; d += COLUMNS) {
+                const int64_t columns = std::min<int64_t>(COLUMNS, C - d);
+                product_of_rows(between.data(), rows, C, then.w + d * C, C, sums.data(), columns);
+                for (int64_t r = 0; r < rows; r++) {
+                    const float *sum = &sums[r * COLUMNS], *more = own + (first + r) * C + d;
+                    float* to = out + (b * N + first + r) * C + d;
+                    for (int64_t j = 0; j < columns; j++) to[j] = sum[j] + then.bias[d + j] + more[j];
                 }
             }
         }
@@ -453,10 +529,19 @@ void snake_of_rows(const float* x, const float* frequency, const float* gain, fl
 }
 
 // As above.
-void convolve_snake_of_rows(const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask,
-                            const float* residual, float* out, int64_t B, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation,
+void convolve_snake_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
+                            const bool* mask, const float* w2, const float* bias2, const float* frequency2, const float* gain2, const float* residual,
+                            float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t past_step,
                             int64_t x_step, int64_t mask_step, int64_t residual_step, int threads) {
-    convolve_snake(x, w, bias, frequency, gain, mask, residual, out, B, M, C, D, taps, dilation, x_step, mask_step, residual_step, threads);
+    convolve_snake(past, x, w, bias, frequency, gain, mask, {w2, bias2, frequency2, gain2}, residual, out, B, P, M, C, D, taps, dilation, past_step,
+                   x_step, mask_step, residual_step, threads);
+}
+
+// As above.
+void depthwise_unit_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
+                            const float* w2, const float* bias2, const float* frequency2, const float* gain2, float* out, int64_t B, int64_t N,
+                            int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
+    depthwise_unit(past, x, w, bias, frequency, gain, {w2, bias2, frequency2, gain2}, out, B, N, C, taps, dilation, past_step, x_step, threads);
 }
 
 // x and out [B, C, N], frequency and gain [C].

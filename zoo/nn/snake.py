@@ -18,8 +18,13 @@ class Snake(nn.Module):
         super().__init__()
         self.alpha = nn.Parameter(torch.empty(1, channels, 1))
 
+    @property
+    def wave(self) -> tuple[Tensor, Tensor]:
+        """Frequency and gain [1, C, 1]."""
+        return self.alpha, 1 / (self.alpha + 1e-9)
+
     def forward(self, x: Tensor) -> Tensor:
-        return snake(x, self.alpha, 1 / (self.alpha + 1e-9))
+        return snake(x, *self.wave)
 
 
 class SnakeBeta(nn.Module):
@@ -39,8 +44,13 @@ class SnakeBeta(nn.Module):
         self.register_buffer("frequency", self.alpha.exp()[:, None], persistent=False)
         self.register_buffer("gain", (1 / (self.beta.exp() + 1e-9))[:, None], persistent=False)
 
+    @property
+    def wave(self) -> tuple[Tensor, Tensor]:
+        """Frequency and gain [C, 1]."""
+        return self.frequency, self.gain
+
     def forward(self, x: Tensor) -> Tensor:
-        return snake(x, self.frequency, self.gain)
+        return snake(x, *self.wave)
 
 
 def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from zoo.nn.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WID
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful, StateLayout, reach
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
+from zoo.nn.residual import SnakeConv1d, SnakeConvTranspose1d, convolve_snake, residual_unit, upsample_snake
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.snake import SnakeBeta
 from zoo.nn.vq import SplitVQ
@@ -157,12 +158,12 @@ class Residual(nn.Module):
     def __init__(self, channels: int, dilation: int):
         super().__init__()
         self.snake1 = SnakeBeta(channels)
-        self.conv1 = CausalConv1d(channels, channels, KERNEL, dilation)
+        self.conv1 = SnakeConv1d(channels, channels, KERNEL, dilation)
         self.snake2 = SnakeBeta(channels)
-        self.conv2 = CausalConv1d(channels, channels, 1)
+        self.conv2 = SnakeConv1d(channels, channels, 1)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
+        return residual_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
 
 
 class Block(nn.Module):
@@ -171,11 +172,11 @@ class Block(nn.Module):
     def __init__(self, channels: int, rate: int):
         super().__init__()
         self.snake = SnakeBeta(channels)
-        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * rate, rate)
+        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * rate, rate)
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = self.up(self.snake(x), state)
+        x = upsample_snake(x, self.snake, self.up, state)
         for residual in self.residuals:
             x = residual(x, state)
         return x
@@ -195,7 +196,7 @@ class Decoder(nn.Module):
         self.stem = CausalConv1d(config.latent, config.channels, KERNEL)
         self.blocks = nn.ModuleList(Block(config.channels >> i, rate) for i, rate in enumerate(config.rates))
         self.snake = SnakeBeta(last)
-        self.tail = CausalConv1d(last, 1, KERNEL)
+        self.tail = SnakeConv1d(last, 1, KERNEL)
         self.layout = StateLayout(self)
 
     @property
@@ -252,7 +253,7 @@ class Decoder(nn.Module):
         x = self.stem(x, state)
         for block in self.blocks:
             x = block(x, state)
-        x = self.tail(self.snake(x), state)  # [B, 1, N]
+        x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]
         return x.squeeze(1).clamp(-1, 1)
 
 

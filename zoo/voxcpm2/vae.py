@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach
+from zoo.nn.conv import CausalConv1d, CodecState, StateLayout, reach
+from zoo.nn.residual import (
+    SnakeConv1d,
+    SnakeConvTranspose1d,
+    convolve_snake,
+    depthwise_unit,
+    upsample_snake,
+)
 from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
 
@@ -30,12 +37,12 @@ class Residual(nn.Module):
     def __init__(self, channels: int, dilation: int):
         super().__init__()
         self.snake1 = Snake(channels)
-        self.conv1 = CausalConv1d(channels, channels, KERNEL, dilation, groups=channels)
+        self.conv1 = SnakeConv1d(channels, channels, KERNEL, dilation, groups=channels)
         self.snake2 = Snake(channels)
-        self.conv2 = CausalConv1d(channels, channels, 1)
+        self.conv2 = SnakeConv1d(channels, channels, 1)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return x + self.conv2(self.snake2(self.conv1(self.snake1(x), state)), state)
+        return depthwise_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
 
 
 class Rate(nn.Module):
@@ -63,11 +70,11 @@ class Block(nn.Module):
             else nn.Identity()
         )
         self.snake = Snake(channels)
-        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * stride, stride)
+        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * stride, stride)
         self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = self.up(self.snake(self.rate(x)), state)
+        x = upsample_snake(self.rate(x), self.snake, self.up, state)
         for residual in self.residuals:
             x = residual(x, state)
         return x
@@ -85,7 +92,7 @@ class Decoder(nn.Module):
             Block(width >> i, stride, config) for i, stride in enumerate(config.decoder_rates)
         )
         self.snake = Snake(last)
-        self.tail = CausalConv1d(last, 1, KERNEL)
+        self.tail = SnakeConv1d(last, 1, KERNEL)
         self.layout = StateLayout(self)
 
     @property
@@ -110,7 +117,7 @@ class Decoder(nn.Module):
         x = self.widen(self.conv(latents, state), state)
         for block in self.blocks:
             x = block(x, state)
-        x = self.tail(self.snake(x), state)  # [B, 1, N]
+        x = convolve_snake(x, self.snake, self.tail, state)  # [B, 1, N]
         return x.squeeze(1).tanh(), state.next()
 
     def prime(self, latents: Tensor) -> Tensor:

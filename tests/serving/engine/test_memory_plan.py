@@ -7,6 +7,7 @@ from models import directory, family
 import zoo
 from serving.engine.engine_process import CPU_PART, Options, sizes
 from serving.engine.memory_plan import SPARE_PART, Peak, fit, num_bytes, plan, state_tensors, usual_kv_bytes
+from zoo.nn import residual
 
 FAMILIES = pytest.mark.parametrize("name", zoo.families())
 
@@ -21,6 +22,12 @@ def test_weights_and_state_are_what_the_loaded_model_has(name):
     assert made.weights == num_bytes([*real.parameters(), *real.buffers()])
     assert made.state == num_bytes(state_tensors(real.state(3)))
     assert made.kv_cache == usual_kv_bytes(real, 3)
+
+
+@FAMILIES
+def test_on_a_cpu_what_its_kernels_read_of_the_weights_is_beside_them(name):
+    kept = residual.prepare(family(name))
+    assert plan(shapes(name), 3, is_for_cpu=True).weights == plan(shapes(name), 3).weights + kept
 
 
 @FAMILIES

@@ -1,0 +1,162 @@
+"""Snakes and their convolutions, streamed, in a CPU's kernels and in torch's operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zoo.nn import kernels, residual
+from zoo.nn.conv import CodecState, StateLayout
+from zoo.nn.residual import (
+    SnakeConv1d,
+    SnakeConvTranspose1d,
+    convolve_snake,
+    depthwise_unit,
+    has_filters,
+    is_faster,
+    prepare,
+    residual_unit,
+    upsample_snake,
+)
+from zoo.nn.snake import Snake, SnakeBeta
+
+FRAMES, PER_FRAME, STRIDE = 23, 24, 2
+
+@pytest.fixture(autouse=True)
+def _built():
+    kernels.build()
+
+
+class Part(nn.Module):
+    """An upsampling, three residual units and an end; every other one keeps its channels apart."""
+
+    def __init__(self, channels: int, wave: type[Snake] | type[SnakeBeta]):
+        super().__init__()
+        half = channels // 2
+        self.snake, self.up = wave(channels), SnakeConvTranspose1d(channels, half, 2 * STRIDE, STRIDE)
+        self.units = nn.ModuleList()
+        for dilation, groups in ((1, 1), (3, half), (9, 1)):
+            convs = SnakeConv1d(half, half, 7, dilation, groups), SnakeConv1d(half, half, 1)
+            self.units.append(nn.ModuleList((wave(half), convs[0], wave(half), convs[1])))
+        self.last, self.tail = wave(half), SnakeConv1d(half, 1, 7)
+        self.layout = StateLayout(self)
+        generator = torch.Generator().manual_seed(channels)
+        for name, parameter in self.named_parameters():
+            scale = parameter[0].numel() ** -0.5 if "weight" in name else 0.3
+            parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+            if "alpha" in name and wave is Snake:
+                parameter.data = parameter.data.abs() + 0.5
+        self.requires_grad_(False)
+        for module in self.modules():
+            if isinstance(module, SnakeBeta):
+                module.prepare()
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        x = upsample_snake(x, self.snake, self.up, state)
+        for unit in self.units:
+            run = depthwise_unit if unit[1].groups > 1 else residual_unit
+            x = run(x, *unit, state)
+        return convolve_snake(x, self.last, self.tail, state)
+
+
+def stream(part: Part, x: Tensor, cuts: tuple[int, ...], plain: tuple[bool, ...] = (False,)) -> tuple[Tensor, Tensor]:
+    """x [B, C, FRAMES * PER_FRAME] in calls of `cuts` frames, some of which are padding -> all samples, and the state; the calls
+    take turns in who computes."""
+    batch, start, pieces = len(x), 0, []
+    rows = x.new_zeros(batch, part.layout.size)
+    while start < FRAMES:
+        frames = cuts[len(pieces) % len(cuts)]
+        count = min(frames, FRAMES - start)
+        given = torch.full((batch, x.shape[1], frames * PER_FRAME), 7.0, dtype=x.dtype)
+        given[..., : count * PER_FRAME] = x[..., start * PER_FRAME : (start + count) * PER_FRAME]
+        state = CodecState(part.layout, rows, frames, torch.full((batch,), count))
+        if plain[len(pieces) % len(plain)]:
+            with kernels.plain():
+                y = part(given, state)
+        else:
+            y = part(given, state)
+        rows, start = state.next(), start + count
+        pieces.append(y[..., : count * PER_FRAME * STRIDE])
+    return torch.cat(pieces, -1), rows
+
+
+def heard(channels: int, batch: int = 2) -> Tensor:
+    return torch.randn(batch, channels, FRAMES * PER_FRAME, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("wave", [Snake, SnakeBeta])
+@pytest.mark.parametrize("channels", [10, 32, 96, 260])
+@torch.inference_mode()
+def test_the_kernels_are_torchs_however_a_stream_is_cut(channels, wave, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    part, x = Part(channels, wave), heard(channels)
+    truth = stream(Part(channels, wave).double(), x.double(), (FRAMES,))
+    theirs = stream(part, x, (FRAMES,), (True,))
+    for cuts, plain in (((FRAMES,), (False,)), ((1,), (False,)), ((5, 1, 8), (False,)), ((4, 1), (False, True, True))):
+        ours = stream(part, x, cuts, plain)
+        for what, exact, expected, found in zip(("samples", "state"), truth, theirs, ours, strict=True):
+            error, usual = (found - exact).abs().max(), (expected - exact).abs().max()
+            assert error < 4 * usual + 1e-6, f"{what}, {cuts}: {error:.2g} from the truth, torch's {usual:.2g}"
+
+
+@torch.inference_mode()
+def test_a_stream_does_not_know_of_the_others(monkeypatch):
+    part, x = Part(96, Snake), heard(96, 5)
+    together = stream(part, x, (8, 3))[0]
+    for threads in 1, 4:
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for b in range(5):
+            assert torch.equal(stream(part, x[b : b + 1], (8, 3))[0], together[b : b + 1])
+
+
+@torch.inference_mode()
+def test_what_is_padding_and_what_has_ended_is_not_remembered():
+    """Streams of 0, 1 and all frames of a call."""
+    part, x = Part(32, Snake), heard(32, 3)
+    rows = torch.randn(3, part.layout.size, generator=torch.Generator().manual_seed(2))
+    count = torch.tensor([0, 1, FRAMES])
+    states = [CodecState(part.layout, rows, FRAMES, count) for _ in range(2)]
+    part(x, states[0])
+    with kernels.plain():
+        part(x, states[1])
+    torch.testing.assert_close(states[0].next(), states[1].next(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(states[0].next()[0], rows[0])
+
+
+def test_where_the_kernel_is_used():
+    conv, x = SnakeConv1d(32, 32, 7, 9), torch.empty(1, 32, residual.LEAST_ROWS * 9)
+    assert is_faster(x, conv, 9)
+    assert not is_faster(x[..., 1:], conv, 9) and is_faster(x[..., 1:], conv, 3)
+    wide, long = SnakeConv1d(512, 512, 7, 3), torch.empty(1, 512, residual.LEAST_ROWS_OF_LARGE * 3)
+    assert is_faster(long, wide, 3) and not is_faster(long[..., 1:], wide, 3)
+    assert not is_faster(x.double(), conv.double(), 9) and not has_filters(conv)
+    with kernels.plain():
+        assert not is_faster(x, SnakeConv1d(32, 32, 7, 9), 9)
+    with torch.device("meta"):
+        large = SnakeConvTranspose1d(1024, 1024, 8, 4)
+        small = SnakeConv1d(64, 64, 7)
+    assert not has_filters(large) and has_filters(small)
+    assert not is_faster(torch.empty(1, 64, 100, device="meta"), small)
+
+
+def test_what_kernels_read_is_counted():
+    made = prepare(Part(96, Snake))
+    assert prepare(Part(96, Snake).to("meta")) == made
+    # two taps are six of the short filters, seven are seventeen; columns in blocks of 64
+    up, unit, apart, tail = 6 * 96 * 128, 17 * 48 * 64 + 48 * 64, 7 * 48 + 48 * 64, 17 * 48 * 64
+    assert made == 4 * (up + 2 * unit + apart + tail)
+
+
+@torch.inference_mode()
+def test_a_compiler_traces_torchs_operators():
+    part, x = Part(32, Snake), heard(32)
+
+    def run(x: Tensor) -> Tensor:
+        rows = x.new_zeros(len(x), part.layout.size)
+        return part(x, CodecState(part.layout, rows, FRAMES, torch.full((len(x),), FRAMES)))
+
+    with kernels.plain():
+        expected = run(x)
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(x), expected, rtol=0, atol=1e-4)
