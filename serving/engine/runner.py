@@ -401,6 +401,8 @@ class Runner:
             return 1
         if self.is_recorded:
             return recorded_rows(self.family, due.frames, self.num_slots)
+        if self.family.strategy.cuts_renders:
+            return len(due.slots)
         return max(1, CACHED_SAMPLES // (due.frames * self.family.spec.frame_samples))
 
     def bucket(self, count: int) -> int:

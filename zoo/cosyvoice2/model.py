@@ -71,9 +71,8 @@ from zoo.references import References
 from zoo.request import Share, check, shares
 
 NEVER = 1 << 40  # a step that does not come
-import os
-MAX_CODES_HEARD=int(os.environ.get('MH','200'))
-MAX_CODES_AT_ONCE = int(os.environ.get('MF','400'))  # that a CPU renders: what lies between its operators is to stay in its caches
+# That a CPU renders: what lies between its operators is to stay in its caches. The vocoder's signals are longer.
+MAX_CODES_AT_ONCE, MAX_CODES_HEARD = 400, 200
 NOISE_STEP = 1 << 31  # the vocoder draws at frame numbers from here on, the language model below
 
 

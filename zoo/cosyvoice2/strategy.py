@@ -20,6 +20,7 @@ WINDOW = Window(
 STRATEGY = Strategy(
     step=Whole(),
     gpu_render=Eager(),  # ten passes through the flow's network: too large a graph; it is recorded as it is written
+    cuts_renders=True,
     fp32=(
         "norms' mean squares",
         "RoPE angles",
