@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -30,6 +33,40 @@ class Linear(nn.Linear):
 
 def keep(model: nn.Module, facts: object = "facts", code=()):
     return artifacts.place("model", artifacts.digest(model, facts, code))
+
+
+COUNT_FAULTS = """
+import resource
+from ctypes import memset
+
+import torch
+from serving.engine.prepare_for_host import keep_freed_memory
+
+def work():
+    tensors = [torch.empty(24 << 20, dtype=torch.uint8) for _ in range(3)]
+    for tensor in tensors:
+        memset(tensor.data_ptr(), 1, tensor.nbytes)
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+for _ in range(3):
+    work()
+given_back = faults()
+keep_freed_memory()
+for _ in range(3):
+    work()
+print(given_back, faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="a C library of its own ways")
+def test_memory_that_is_freed_is_kept():
+    ran = subprocess.run([sys.executable, "-c", COUNT_FAULTS], capture_output=True, text=True, check=True)
+    given_back, kept = map(int, ran.stdout.split())
+    assert kept < given_back / 2, (given_back, kept)  # many of small pages, few of huge ones
 
 
 @pytest.mark.compile
