@@ -431,6 +431,19 @@ def test_a_launch_of_the_renderer_that_is_too_large_is_cut_by_rows(samples, monk
         np.testing.assert_array_equal(listener.samples, alone("toy", request).samples)
 
 
+def test_a_family_that_cuts_its_renders_itself_is_given_all_rows(monkeypatch):
+    monkeypatch.setattr("serving.engine.runner.CACHED_SAMPLES", 1)
+    whole = engine(max_slots=5)
+    [model] = whole.models.values()
+    monkeypatch.setattr(model.family, "strategy", replace(model.family.strategy, cuts_renders=True))
+    rows = []
+    model.runner.observer = lambda event, num, seconds: rows.append(num) if event == "render" else None
+    asked = requests("toy", 5)
+    for listener, request in zip(serve(whole, {0: asked}), asked, strict=True):
+        np.testing.assert_array_equal(listener.samples, alone("toy", request).samples)
+    assert max(rows) > 1
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
