@@ -4,8 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn import swiglu
-
 
 class Parted(nn.Module):
     """Its tensors are several of the checkpoint's, one below the other: `parts` rows of each."""
@@ -53,7 +51,5 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if swiglu.is_chosen_for(x):
-            return self.down(torch.ops.zoo.swiglu_linear.default(x, self.gate_up.weight))
         gate, up = self.gate_up(x)
         return self.down(F.silu(gate) * up)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from compile_cache import choices
 from zoo.nn import kernels, swiglu
-from zoo.nn.linear import SwiGLU
 
 OPERATOR = torch.ops.zoo.swiglu_linear.default
 
@@ -24,7 +23,7 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_plain_lines_on_a_cpu(dtype):
     x, weight = operands(dtype)
-    gate, up = F.linear(x, weight[:12]), F.linear(x, weight[12:])
+    gate, up = F.linear(x, weight).split(12, -1)
     assert torch.equal(OPERATOR(x, weight), F.silu(gate) * up)
 
 
@@ -69,7 +68,7 @@ def test_what_was_never_measured_needs_no_kernel(asked, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "is_chosen"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_an_mlp_of_half_precision_on_a_gpu_asks_the_operator(dtype, is_chosen, monkeypatch):
-    mlp = SwiGLU(16, 12).to(dtype)
+    mlp = swiglu.FusedSwiGLU(16, 12).to(dtype)
     x, _ = operands(dtype)
     called: list[torch.Size] = []
     monkeypatch.setattr(swiglu, "plain", lambda x, weight: called.append(x.shape) or x.new_zeros(2, 3, 12))
