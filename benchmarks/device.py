@@ -6,7 +6,8 @@
 A SIZE is one of the family's demo checkpoints, with random weights: time does not depend on the values. SLOTS: of
 the server; as many as --streams has. Without --models, every family's smallest.
 
-    kernels   the GPU's kernels beside the plain operators on the same device, at every family's published shapes
+    kernels   the GPU's kernels beside the plain operators on the same device, at every family's published shapes, and how long
+              a gated product takes in one launch and in two
     checks    of a tiny checkpoint: the device's greedy fp32 codes equal the CPU's, or its latents are near them with the
               same noise; what is compiled and recorded says what the plain loop says, alone and in company; bf16 speaks
     figures   of each model: how long each recorded launch takes, and what in it takes longest; then listeners:
@@ -37,6 +38,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,9 @@ TEXTS = (
 )
 # query heads, key heads, size of a head: qwen3_tts, cosyvoice2, fish_s2 and higgs_v3, voxcpm2
 SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
+# columns of gate, columns of x: VoxCPM2's solver; the language models of qwen3_tts and voxcpm2, of fish_s2 and higgs_v3, of
+# cosyvoice2; qwen3_tts' code predictor
+GATED, GATED_ROWS = ((4096, 1024), (6144, 2048), (9728, 2560), (4864, 896), (3072, 1024)), (8, 64, 1408)
 REPLAYS = 20
 # what a check allows: of a kernel beside the plain operator, by dtype; of frames or samples in fp32
 KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -66,7 +71,7 @@ Put = Callable[[str, Any], None]
 
 def kernels(put: Put) -> None:
     """The largest difference of each from the plain operator. Raises AssertionError where it is too large."""
-    from zoo.nn import attention, frame_attention, sampling  # noqa: F401, the operators
+    from zoo.nn import attention, frame_attention, sampling, swiglu  # noqa: F401, the operators
 
     wrong: list[str] = []
 
@@ -90,7 +95,25 @@ def kernels(put: Put) -> None:
         put(f"draws of {width} that differ, of 256", draws_apart(width))
     seed = torch.arange(64, device=DEVICE) * 7919
     compare("noise", torch.float32, torch.ops.zoo.uniform.default, (seed, seed + 1, 3, 15, 2048))
+    for rows, (inner, width) in product(GATED_ROWS, GATED):
+        gated(f"gated product, {rows} x {inner} x {width}", rows, inner, width, compare, put)
     assert not wrong, f"not what the plain operators say: {', '.join(wrong)}"
+
+
+def gated(name: str, rows: int, inner: int, width: int, compare: Callable[..., None], put: Put) -> None:
+    """In one launch, and by cuBLAS and a launch behind it: beside the plain operator, and how long each takes."""
+    from compile_cache import choices
+    from zoo.nn.swiglu import WAYS, computed
+
+    dtype = torch.bfloat16
+    arguments = random(rows, width, dtype=dtype), random(2 * inner, width, dtype=dtype) * (width**-0.5 / 4)
+    for way in WAYS:
+        with choices.assumed(way):
+            compare(f"{name}, {way}", dtype, torch.ops.zoo.swiglu_linear.default, arguments)
+    if DEVICE == "cuda":
+        with alone(), torch.inference_mode():
+            taken = {way: choices.time_us(partial(computed, way, *arguments)) for way in WAYS}
+        put(f"{name}, us", {way: round(us, 1) for way, us in taken.items()})
 
 
 def gap(operator: Callable[..., Any], *arguments: Any) -> float:

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.rehearsal.cards import CARDS, GRAPH_LAUNCH_US, Card
-from benchmarks.rehearsal.costs import Counts, Part, Row, reads_pages
+from benchmarks.rehearsal.costs import APART, Counts, Part, Row, reads_pages
 from benchmarks.rehearsal.l2 import ASSUMED as L2_ASSUMED
 from benchmarks.rehearsal.simulation import Load, Server
 from serving.engine.engine import CODECS
@@ -129,6 +129,17 @@ def table(pairs: list[tuple[Prediction, Prediction]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def apart(one: Prediction) -> Iterator[str]:
+    """The same step where gated products are cuBLAS's with a launch behind each: which way is taken is measured on a
+    device (`zoo.nn.swiglu`), and the table's is the other one."""
+    known = {part.slots: part for part in one.counts.parts.get(APART, [])}
+    if STREAMS in known:
+        part, least = known[STREAMS], one.least_bytes()
+        kinds = [n for n in (part.num_bytes(), part.num_memory_bytes()) if n is not None]
+        moved = ", ".join(f"{n / 1e9:.1f} GB ({n / least:.2f})" for n in kinds)
+        yield f"{one.counts.family} on {one.card.name}: {part.num_launches:,} launches, {moved}, {part.device_ms(one.card):.1f} ms"
+
+
 def in_the_way(one: Prediction) -> str:
     aim, reached = AIMS[one.counts.family], one.audio_s_per_s()
     whose = f"{one.counts.family}, codec in {one.codec}: {reached:.0f} of {aim} audio-s/s"
@@ -176,6 +187,8 @@ def main() -> None:
     print("A prediction from counts, not a measurement: nothing here has run on a GPU.\n")
     print("\n".join(table([(one, fast) for one, fast in pairs])))
     print(f"\nBeyond L2: {L2_ASSUMED} Times take all bytes to come from memory.\n")
+    print(f"A step of {STREAMS} with gated products apart, where a device is faster so (in the table they are fused):")
+    print("\n".join(line for pair in pairs for line in apart(pair[0])) + "\n")
     for one in (one for pair in pairs for one in pair if one.card is CARDS[AIM_CARD]):
         print(in_the_way(one))
     print()

@@ -34,17 +34,19 @@ from torch._dynamo.utils import counters
 import zoo
 from benchmarks.rehearsal import shapes
 from benchmarks.rehearsal.cards import CARDS
-from benchmarks.rehearsal.costs import merged
+from benchmarks.rehearsal.costs import APART, merged
 from benchmarks.rehearsal.device import pretend
 from benchmarks.rehearsal.kernels import Built, build, lowering
 from benchmarks.rehearsal.l2 import ASSUMED as L2_ASSUMED
 from benchmarks.rehearsal.l2 import L2
 from benchmarks.rehearsal.launches import Launch, Log
 from benchmarks.rehearsal.parts import Rehearsed
+from compile_cache import choices
 from compile_cache.strategy import Whole
 from serving.engine.engine import CODECS
 from serving.engine.memory_plan import MemoryPlan, plan
 from zoo.contract import Window
+from zoo.nn.swiglu import WAYS
 
 CONTEXT = 500  # positions of every slot
 PARTS = ("step", "prefill", "render")
@@ -123,7 +125,13 @@ def rehearse(
 ) -> Rehearsal:
     path = shapes.write(family_name, size, directory / f"{family_name}-{size}")
     log = Log(cache=L2(CARDS[card_name].L2_cache_size))
-    with pretend(card_name), shapes.fake() as mode, lowering(log) as kernels, torch.inference_mode():
+    with (
+        pretend(card_name),
+        shapes.fake() as mode,
+        lowering(log) as kernels,
+        torch.inference_mode(),
+        choices.assumed(WAYS[0]),
+    ):
         family = shapes.load(path, mode)
         runner = Rehearsed(family, slots, CONTEXT, log, codec)
         spec = family.spec
@@ -134,6 +142,10 @@ def rehearse(
         for num_slots in slots if "step" in parts else ():
             runner.count_step(num_slots)
             result.parts.append(_part(log, "step", num_slots))
+            with choices.assumed(WAYS[1]):
+                runner.count_step(num_slots)
+            if log.launches != result.parts[-1].launches:
+                result.parts.append(_part(log, APART, num_slots))
         for num_prompts in PROMPTS if "prefill" in parts else ():
             runner.count_prefill([PROMPT_TOKENS] * num_prompts)
             result.parts.append(_part(log, "prefill", num_prompts))

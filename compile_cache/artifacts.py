@@ -29,6 +29,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compile_cache import choices
+
 MANIFEST = "manifest.json"
 LIBRARIES = (".so", ".o", ".gch", ".pch")
 SETTINGS = (bool, int, float, torch.dtype, type(None))  # of a module: what a graph may hold as a constant
@@ -119,7 +121,8 @@ def _compiling_in(directory: Path) -> Iterator[None]:
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     try:
-        yield
+        with choices.kept_in(directory):
+            yield
     finally:
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
         if before is not None:
@@ -166,7 +169,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(
         file
         for file in directory.rglob("*")
-        if file.is_file() and file.suffix != ".lock" and file != directory / MANIFEST
+        if file.is_file() and file.suffix not in (".lock", choices.SUFFIX) and file != directory / MANIFEST
     )
 
 

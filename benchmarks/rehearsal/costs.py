@@ -15,6 +15,9 @@ import numpy as np
 from benchmarks.rehearsal.cards import EAGER_LAUNCH_US, GRAPH_LAUNCH_US, Card
 from zoo.contract import Window
 
+# A step on a device on which cuBLAS with a launch behind it is faster than a gated product in one (`zoo.nn.swiglu`).
+APART = "step, products apart"
+
 
 class Row(NamedTuple):
     """`num` launches that cost the same each; see `launches.Launch`. memory_bytes: None in counts that were made before
@@ -76,7 +79,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Counts:
-    """A family's parts by name ("step", "prefill", "render"), at the numbers of slots that were counted."""
+    """A family's parts by name ("step", "prefill", "render", and APART, if that is another), at the numbers of slots that were counted."""
 
     family: str
     size: str

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,9 +26,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 from triton.runtime.jit import JITFunction, MockTensor
 
-from benchmarks.rehearsal.launches import Log, tensor_bytes
+from benchmarks.rehearsal.launches import Log, arithmetic, tensor_bytes, tensors_of
 
 RESULTS = {"out", "log_sums", "grown"}  # of our kernels: arguments that are written
+# FLOPs of those whose arithmetic may take longer than their bytes, from their arguments
+WORK: dict[str, Callable[[dict[str, Any]], int]] = {
+    "_swiglu_linear": lambda given: 2 * given["rows"] * given["weight"].numel(),
+}
 
 
 class Kernel:
@@ -92,7 +96,8 @@ def lowering(log: Log) -> Iterator[Kernels]:
         tensors = {id(value): name for name, value in given.items() if isinstance(value, Tensor)}  # each once: one may
         reads = [log.touched(given[name]) for name in tensors.values() if name not in RESULTS]  # stand for what
         writes = [log.touched(given[name]) for name in tensors.values() if name in RESULTS]  # is not read
-        log.add(function.__name__, reads, writes)
+        flops = WORK[function.__name__](given) if function.__name__ in WORK else 0
+        log.add(function.__name__, reads, writes, flops, arithmetic(tensors_of(given)) if flops else "fp32")
         mocked, named = tree_map(_without_values, (args, kwargs))
         compiler = partial(compile_ours, function, *mocked, grid=grid, warmup=True, **named)
         kernels.ours.setdefault(f"{function.__name__} {named} {[str(one) for one in mocked]}", compiler)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import zoo
-from benchmarks.predict import AIMS, COUNTS, Prediction, in_the_way, table
+from benchmarks.predict import AIMS, COUNTS, Prediction, apart, in_the_way, table
 from benchmarks.rehearsal.cards import CARDS
-from benchmarks.rehearsal.costs import Cost, Counts, Part, Row, merged
+from benchmarks.rehearsal.costs import APART, Cost, Counts, Part, Row, merged
 from benchmarks.rehearsal.simulation import Device, Load, Server
 from serving.engine.engine import CODECS
 from zoo.contract import Window
@@ -158,6 +158,16 @@ def test_the_counts_that_are_kept_predict(path: Path):
         assert path.stem in in_the_way(one)
     rows = list(table(pairs))
     assert Counter(row.count("|") for row in rows) == {rows[0].count("|"): len(rows)}
+
+
+def test_a_step_with_its_products_apart_is_said_beside():
+    known = counts()
+    one = Prediction(known, CARDS["h200"])
+    assert list(apart(one)) == []
+    more = Row(1, "extern", "", 2_680_000_000, 0, "bf16", 0)
+    known.parts[APART] = [Part(slots, 0, 0, (*known.at("step", slots).rows, more)) for slots in (1, 64)]
+    (line,) = apart(one)
+    assert "toy on NVIDIA H200: 2 launches, 5.4 GB (2.00)" in line
 
 
 def test_every_family_has_an_aim():

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from zoo.contract import Batch
 from zoo.nn.attention import Paged, attend_rotated, rope
 from zoo.nn.frame_attention import attend_within
-from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.linear import FusedLinear
 from zoo.nn.norm import RMSNorm
+from zoo.nn.swiglu import FusedSwiGLU
 from zoo.voxcpm2.config import Rope, StackConfig
 
 
@@ -29,7 +30,7 @@ class Block(nn.Module):
         self.qkv = FusedLinear(config.hidden, (queries, keys, keys))
         self.out = nn.Linear(queries, config.hidden, bias=False)
         self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = SwiGLU(config.hidden, config.inner)
+        self.mlp = FusedSwiGLU(config.hidden, config.inner)
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., D] -> queries [..., H, dim], keys and values [..., Hkv, dim], not rotated."""

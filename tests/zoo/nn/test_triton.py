@@ -20,7 +20,13 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from zoo.nn import sampling, triton_attention, triton_frame_attention, triton_sampling  # noqa: E402
+from zoo.nn import (  # noqa: E402
+    sampling,
+    triton_attention,
+    triton_frame_attention,
+    triton_sampling,
+    triton_swiglu,
+)
 
 pytestmark = pytest.mark.rehearse
 CARDS = {"H100": 90, "RTX 4090": 89}
@@ -37,7 +43,7 @@ SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 
 
-@pytest.mark.parametrize("what", ["attention", "frame_attention", "sampling"])
+@pytest.mark.parametrize("what", ["attention", "frame_attention", "sampling", "swiglu"])
 def test_the_interpreter_agrees(what):
     cases = Path(__file__).with_name(f"interpreted_{what}.py")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
@@ -176,3 +182,22 @@ def test_noise_and_the_kept_set_build(card, tmp_path):
     values = {"logits": torch.float32, "top_k": torch.int64, "top_p": torch.float32, "out": torch.float32}
     values |= {"width": "i32"} | triton_sampling._sizes(3072)
     assert build(triton_sampling._keep_likely, values, CARDS[card], tmp_path)[1] == 0
+
+
+SHARED_BYTES = {"H100": 232448, "RTX 4090": 101376}  # of a program
+GATED = {"voxcpm2's solver": (4096, 1024), "no multiple of a tile": (300, 200)}  # columns of the result, and of x
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("shape", GATED.values(), ids=GATED)
+def test_gated_products_build_without_spills(shape, card, tmp_path):
+    for rows in (*triton_swiglu.FEW, 100, triton_swiglu.LARGE_ROWS):
+        sizes = triton_swiglu.constants(rows, *shape, SHARED_BYTES[card])
+        values = dict.fromkeys(("x", "weight", "out"), torch.bfloat16) | {"rows": "i32", "row_stride": "i32"}
+        registers, stack, shared = build(triton_swiglu._swiglu_linear, values | sizes, CARDS[card], tmp_path)
+        print(f"{card} {shape} of {rows} rows: {registers} registers, {stack} B stack, {shared} B shared")
+        assert stack == 0, f"{rows} rows: {stack} bytes a thread do not fit into registers"
+        assert shared <= SHARED_BYTES[card], f"{rows} rows: {shared} bytes of shared memory"
+    values = {"gate_up": torch.bfloat16, "out": torch.bfloat16, "INNER": shape[0], "BLOCK": triton_swiglu.GATED_BLOCK}
+    assert build(triton_swiglu._gate, values, CARDS[card], tmp_path)[1] == 0

@@ -1,0 +1,59 @@
+"""The gated half of an MLP: silu(x Wg^T) * (x Wu^T). On a GPU it may be one product that never writes gate and up, or
+cuBLAS's and a launch behind it: which is faster nobody can know without the device, so it is measured there
+(`compile_cache.choices`), before the first request. Inductor does neither: its templates of a product take what follows
+it along, but not two halves of it, and chosen they would be on for every other product as well.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compile_cache import choices
+from zoo.nn import kernels
+from zoo.nn.linear import SwiGLU
+from zoo.nn.operator import operator
+
+DTYPES = (torch.bfloat16, torch.float16)
+WAYS = ("fused", "apart")  # in one launch, or in two
+
+
+class FusedSwiGLU(SwiGLU):
+    """The same, its gated half an operator where a GPU computes in half precision: else a compiler does better with plain
+    lines. For MLPs of many rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cuda" and x.dtype in DTYPES:
+            return self.down(torch.ops.zoo.swiglu_linear.default(x, self.gate_up.weight))
+        return super().forward(x)
+
+
+def _empty_gated(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+
+
+@operator("swiglu_linear", gives=_empty_gated)
+def swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., D], weight [2 N, D], gate above up -> silu(x Wg^T) * (x Wu^T) [..., N]."""
+    if not (kernels.use_gpu(x) and x.dtype in DTYPES):
+        return plain(x, weight)
+    rows = x.numel() // x.shape[-1]
+    sizes = f"{choices.at_most(rows)} x {weight.shape[0] // 2} x {weight.shape[1]}"
+    key = f"swiglu_linear {str(x.dtype).removeprefix('torch.')} {sizes}"
+    way = choices.fastest(key, {name: partial(computed, name, x, weight) for name in WAYS})
+    return plain(x, weight) if way is None else computed(way, x, weight)
+
+
+def plain(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = F.linear(x, weight).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def computed(way: str, x: Tensor, weight: Tensor) -> Tensor:
+    """In one of WAYS, on a GPU."""
+    if way == "fused":
+        return kernels.on_gpu("triton_swiglu", "swiglu_linear", x, weight)
+    return kernels.on_gpu("triton_swiglu", "gate", F.linear(x, weight))
