@@ -330,7 +330,7 @@ def test_first_audio_lasts_until_there_is_more_where_turns_are_long(monkeypatch)
         assert all(isinstance(one.end, Finished) for one in heard)
         late.append(np.mean([one.late_s > 0.001 for one in heard]))
     before, now = late
-    assert now <= 0.1 < 0.3 <= before
+    assert now <= 0.05 < 0.15 <= before
 
 
 def slow(jitter: Callable[[], float] = lambda: 1.0) -> Cost:
