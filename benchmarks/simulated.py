@@ -324,11 +324,23 @@ def climbed(
     return rungs
 
 
-def beside_a_ladder(family: Family[Any], path: Path, seconds: float) -> None:
-    ladder = json.loads(path.read_text())["ladder"]
-    requests, frames = ladder["options"]["requests"], ladder["options"]["frames"]
+def kept(family: Family[Any], seconds: float, path: Path | None) -> dict[str, Launches]:
+    """What launches take, as it is in a file, or as it is measured now and written there."""
+    if path is not None and path.exists():
+        found = json.loads(path.read_text())
+        return {name: {tuple(json.loads(shape)): each for shape, each in found[name].items()} for name in found}
     prepare_for_host(family)
     took = launches_of(family, seconds)
+    if path is not None:
+        named = {name: {json.dumps(shape): each for shape, each in took[name].items()} for name in took}
+        path.write_text(json.dumps(named))
+    return took
+
+
+def beside_a_ladder(family: Family[Any], path: Path, seconds: float, launches_path: Path | None) -> None:
+    took = kept(family, seconds, launches_path)
+    ladder = json.loads(path.read_text())["ladder"]
+    requests, frames = ladder["options"]["requests"], ladder["options"]["frames"]
     for name, launches in took.items():
         shapes = {" x ".join(map(str, shape)): 1e3 * float(np.median(launches[shape])) for shape in sorted(launches)}
         print(f"{name}, ms: {facts_of(shapes)}", flush=True)
@@ -359,6 +371,7 @@ def main() -> None:
     parser.add_argument("--times", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--gpu", type=Path, help="a result of benchmarks/device.py")
     parser.add_argument("--ladder", type=Path, help="a result of benchmarks/under_load.py")
+    parser.add_argument("--launches", type=Path, help="where what launches take is kept, and found, for --ladder")
     parser.add_argument("--dtype", default="float32", help="of DIR")
     options = parser.parse_args()
     if options.gpu is not None:
@@ -367,7 +380,7 @@ def main() -> None:
         directory = options.directory or zoo.families()["qwen3_tts"].write_demo(Path(place) / "demo", "tiny")
         family = zoo.load(directory, "cpu", options.dtype)
     if options.ladder is not None:
-        return beside_a_ladder(family, options.ladder, options.seconds)
+        return beside_a_ladder(family, options.ladder, options.seconds, options.launches)
     torch.set_num_threads(1)
     model = learned(family)
     turn_s = float(model.forecaster.costs.steady_s(8))
