@@ -269,7 +269,7 @@ def launches_of(family: Family[Any], seconds: float) -> dict[str, Launches]:
         while time.perf_counter() < end_s:
             text, voice = str(random.choice(SENTENCES)), next(iter(family.spec.voices), None)
             seed = int(random.integers(1 << 31))
-            engine.speak(str(seed), Request(text, voice=voice, seed=seed, max_frames=FRAMES), lambda event: None)
+            engine.speak(str(seed), Request(text=text, voice=voice, seed=seed, max_frames=FRAMES), lambda event: None)
             for _ in range(random.integers(1, 22)):
                 engine.turn()
         while engine.num_requests:
@@ -306,10 +306,10 @@ def climbed(
         settings["max_ttfa_s"] = PATIENT_S if policy == "streaming" else None
         simulation = Simulation(voice, cost, settings=settings)
         text = "x" * 12  # positions that a short text adds to what all have in common
-        simulation.run([(0.3 * i, Request(text, seed=requests + i, max_frames=frames)) for i in range(8)])
+        simulation.run([(0.3 * i, Request(text=text, seed=requests + i, max_frames=frames)) for i in range(8)])
         begins_s = simulation.clock.now_s
         at_s = [begins_s + at for at in arrivals_of(rate, seed, 0, None, requests)]
-        heard = simulation.run([(at, Request(text, seed=i, max_frames=frames)) for i, at in enumerate(at_s)])
+        heard = simulation.run([(at, Request(text=text, seed=i, max_frames=frames)) for i, at in enumerate(at_s)])
         ttfa_ms = [1e3 * one.ttfa_s for one in heard if one.ttfa_s is not None]
         rungs.append(
             {
