@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
@@ -25,28 +24,6 @@ class Sized(Protocol):
 
 
 T = TypeVar("T", bound=Sized)
-_here = threading.local()
-
-
-class NotEncoded(Exception):
-    """A reference would have to be encoded, and that is not to be done here: see `only_encoded`."""
-
-
-@contextmanager
-def only_encoded() -> Iterator[None]:
-    """Within, on this thread, encoders do not run: a reference that is neither held nor in a file raises NotEncoded. For who has
-    another process run them."""
-    _here.is_only_encoded = True
-    try:
-        yield
-    finally:
-        _here.is_only_encoded = False
-
-
-def hold_nothing() -> None:
-    """From now on, on this thread, what is encoded is written to its file, where it has one, and not held: for a process that encodes
-    for another one."""
-    _here.holds_nothing = True
 
 
 class Copy(Protocol[T]):
@@ -92,8 +69,6 @@ class References(Generic[T]):
             return found
 
     def _made(self, encode: Callable[[], T], file: Copy[T] | None) -> T:
-        if getattr(_here, "is_only_encoded", False):
-            raise NotEncoded
         made = encode()
         self.num_encoded += 1
         if file is not None:
@@ -107,8 +82,6 @@ class References(Generic[T]):
             return self._held.get(key)
 
     def _hold(self, key: bytes, value: T) -> None:
-        if getattr(_here, "holds_nothing", False):
-            return
         with self._lock:
             self._held[key] = value
             self._held_bytes += value.num_bytes

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -37,14 +36,12 @@ import zoo
 from compile_cache import limits, threads
 from serving import logs, protocol
 from serving.audio import pcm16
-from serving.engine.encoder_process import Encoders, Ended, kept_in
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Place, Spoken, Text
 from serving.engine.memory_plan import SPARE_PART, fit
 from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.exit_with_parent import exit_with_parent
 from zoo.contract import Family, Spec
 from zoo.open_text import OpenText
-from zoo.references import NotEncoded, only_encoded
 from zoo.request import AudioClip, Option, Reference, Request, RequestError
 
 REFUSED = 2
@@ -138,7 +135,6 @@ class Bridge:
         self.events: list[tuple[Client, str, Event]] = []  # of this turn: the engine's thread alone has them
         self.messages: dict[str, protocol.Speak] = {}  # of those whose prompts are not begun
         self.fed: dict[str, Fed] = {}  # of those whose text is on its way
-        self.encoders: Encoders | None = None  # where recordings are encoded in a process of their own
 
     def listen(self, path: str) -> None:
         """Raises OSError."""
@@ -303,25 +299,7 @@ class Bridge:
         """In a pool. Who has left took the message along."""
         message = self.messages.pop(place.id, None)
         if message is not None:
-            with ExitStack() as until_made:
-                engine.prepare(place, lambda: self._request(message, place, until_made))
-
-    def _request(self, message: protocol.Speak, place: Place, until_made: ExitStack) -> Request:
-        """In a pool. Its recordings are encoded, where a process is there to do it. Raises RequestError, RuntimeError."""
-        request = request_of(message)
-        if self.encoders is None or not message.references:
-            return request
-        try:
-            with only_encoded():
-                next(place.model.family.passes(request))
-        except NotEncoded:
-            with suppress(Ended):
-                directory = self.encoders.encode(message, lambda: place.has_left)
-                until_made.callback(shutil.rmtree, directory, ignore_errors=True)
-                request = request_of(kept_in(message, directory))
-            if place.has_left:
-                raise RequestError("references", "nobody waits for it any more") from None
-        return request
+            engine.prepare(place, lambda: request_of(message))
 
     def _prepared(self, client: Client, id: str, future: Future[None]) -> None:
         """The engine has the request, or has refused it, or its client has left."""
@@ -546,8 +524,6 @@ def main() -> None:
                 sys.stderr.write(f"zoo: the weights of {name} are under a licence: {family.spec.licence}\n")
         with one_line_if_full():
             prepare_for_host(*families.values(), compile=options.compile)
-        if any(family.spec.reference_s and family.device.type == "cpu" for family in families.values()):
-            bridge.encoders = Encoders(families, request_of)
         engine = Engine(
             families,
             max_slots=max_slots,
@@ -572,11 +548,7 @@ def main() -> None:
             engine.warm(partial(tell, "warming"), cached)
     call_on_signal(bridge.loop, engine.stop)
     bridge.open(engine, [describe(name, family.spec) for name, family in families.items()])
-    try:
-        engine.run()
-    finally:
-        if bridge.encoders is not None:
-            bridge.encoders.close()
+    engine.run()
 
 
 if __name__ == "__main__":
