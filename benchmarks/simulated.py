@@ -3,10 +3,13 @@ same queue, admission and scheduler on a virtual clock, at the costs that the en
 
     python benchmarks/simulated.py [DIR] [--seconds 20] [--times 0.5 1 2]
     python benchmarks/simulated.py --gpu benchmarks/results/2026-11-22-h200-qwen3_tts.json [--seconds 30]
+    python benchmarks/simulated.py DIR --dtype bfloat16 --ladder RESULT.json [--seconds 30]
 
 DIR: a model; left out, a tiny random Qwen3-TTS, run eagerly, on one thread. times: of the rate at which eight slots are busy all the time.
 --gpu: what launches cost is read from a result of benchmarks/device.py, and what the engine had made there stands beside what is
 said of it; then what policies and asynchronous turns would bring on that GPU.
+--ladder: of benchmarks/under_load.py, for the same model: what each of its rungs is in the simulator, where a launch takes as long as one
+that was measured here, in the engine alone, drawn by chance; and the highest rates with other arrivals, for which a ladder has no time.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +31,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import zoo
+from benchmarks.under_load import PATIENT_S, highest_rate
 from serving.engine.engine import Engine, Finished, Full
 from serving.engine.model_worker import ModelWorker
+from serving.engine.prepare_for_host import cached, prepare_for_host
+from serving.engine.scheduler import Policy
+from serving.tools.load.plan import SENTENCES
+from serving.tools.load.plan import poisson as arrivals_of
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, poisson
 from zoo.contract import Family, Request
 
@@ -224,6 +233,131 @@ def on_a_gpu(path: Path, seconds: float) -> None:
         print(f"highest rate with p90 of first audio <= {max_ms:.0f} ms and all viable: {facts_of(highest)}")
 
 
+# a ladder that was measured
+
+
+Launches = dict[tuple[int, ...], list[float]]  # seconds of each, by shape
+SEEDS = 20  # of arrivals, for the highest rates
+
+
+def launches_of(family: Family[Any], seconds: float) -> dict[str, Launches]:
+    """What steps (of so many slots), prefills (of so many positions) and renders (of so many rows of so many frames) take in
+    an engine that nobody asks over HTTP, with one to eight who speak, half of the time under each policy."""
+    engine = Engine(family, max_slots=SETTINGS["max_slots"])
+    engine.warm(lambda fraction, stage: None, cached)
+    [model] = engine.models.values()
+    took: dict[str, Launches] = {name: defaultdict(list) for name in ("step", "prefill", "render")}
+
+    def timed(name: str, shape: Callable[[Any], tuple[int, ...]]) -> None:
+        launch = getattr(model.runner, name)
+
+        def work(what: Any) -> Any:
+            began_s = time.perf_counter()
+            result = launch(what)
+            took[name][shape(what)].append(time.perf_counter() - began_s)
+            return result
+
+        setattr(model.runner, name, work)
+
+    timed("step", lambda slots: (len(slots),))
+    timed("prefill", lambda chunks: (sum(chunk.stop - chunk.start for chunk in chunks),))
+    timed("render", lambda due: (due.frames, len(due.slots)))
+    random = np.random.default_rng(0)
+    for policy in (Policy.STREAMING, Policy.FIFO):
+        model.scheduler.policy = policy
+        end_s = time.perf_counter() + seconds / 2
+        while time.perf_counter() < end_s:
+            text, voice = str(random.choice(SENTENCES)), next(iter(family.spec.voices), None)
+            seed = int(random.integers(1 << 31))
+            engine.speak(str(seed), Request(text=text, voice=voice, seed=seed, max_frames=FRAMES), lambda event: None)
+            for _ in range(random.integers(1, 22)):
+                engine.turn()
+        while engine.num_requests:
+            engine.turn()
+    return took
+
+
+def drawn(took: dict[str, Launches], seed: int) -> Cost:
+    """Each launch takes as long as one of its shape did; of a shape that was not seen, as the nearest, and in proportion to rows."""
+    chance = np.random.default_rng(seed)
+
+    def draw(name: str, *shape: int) -> float:
+        seen = [known for known in took[name] if known[:-1] == shape[:-1]] or list(took[name])
+        nearest = min(seen, key=lambda known: (abs(known[-1] - shape[-1]), len(took[name][known])))
+        scale = max(shape[-1] / nearest[-1], 1.0) if name == "render" else 1.0
+        return scale * float(chance.choice(took[name][nearest]))
+
+    return Cost(
+        step_s=lambda slots: draw("step", slots),
+        prefill_s=lambda tokens: draw("prefill", tokens),
+        render_s=lambda rows, frames: draw("render", frames, rows),
+        turn_s=0.001,
+    )
+
+
+def climbed(
+    family: Family[Any], cost: Cost, policy: str, rates: list[float], requests: int, frames: int, seed: int
+) -> list[dict[str, Any]]:
+    """The rungs of a ladder, as benchmarks/under_load.py has them."""
+    spec, rungs = family.spec, []
+    for rate in rates:
+        voice = Voice(spec.window, 1 / spec.frame_rate_hz, guard=1.0)
+        settings = {"max_slots": SETTINGS["max_slots"], "policy": policy}
+        settings["max_ttfa_s"] = PATIENT_S if policy == "streaming" else None
+        simulation = Simulation(voice, cost, settings=settings)
+        text = "x" * 12  # positions that a short text adds to what all have in common
+        simulation.run([(0.3 * i, Request(text=text, seed=requests + i, max_frames=frames)) for i in range(8)])
+        begins_s = simulation.clock.now_s
+        at_s = [begins_s + at for at in arrivals_of(rate, seed, 0, None, requests)]
+        heard = simulation.run([(at, Request(text=text, seed=i, max_frames=frames)) for i, at in enumerate(at_s)])
+        ttfa_ms = [1e3 * one.ttfa_s for one in heard if one.ttfa_s is not None]
+        rungs.append(
+            {
+                "rate_requests_per_s": rate,
+                "ttfa_p50_ms": float(np.percentile(ttfa_ms, 50)),
+                "ttfa_p90_ms": float(np.percentile(ttfa_ms, 90)),
+                "stream_viability": float(np.mean([one.late_s <= 1e-9 for one in heard])),
+                "c50": float(np.mean([one.late_s <= 0.05 for one in heard])),
+                "failed": requests - len(ttfa_ms),
+            }
+        )
+    return rungs
+
+
+def kept(family: Family[Any], seconds: float, path: Path | None) -> dict[str, Launches]:
+    """What launches take, as it is in a file, or as it is measured now and written there."""
+    if path is not None and path.exists():
+        found = json.loads(path.read_text())
+        return {name: {tuple(json.loads(shape)): each for shape, each in found[name].items()} for name in found}
+    prepare_for_host(family)
+    took = launches_of(family, seconds)
+    if path is not None:
+        named = {name: {json.dumps(shape): each for shape, each in took[name].items()} for name in took}
+        path.write_text(json.dumps(named))
+    return took
+
+
+def beside_a_ladder(family: Family[Any], path: Path, seconds: float, launches_path: Path | None) -> None:
+    took = kept(family, seconds, launches_path)
+    ladder = json.loads(path.read_text())["ladder"]
+    requests, frames = ladder["options"]["requests"], ladder["options"]["frames"]
+    for name, launches in took.items():
+        shapes = {" x ".join(map(str, shape)): 1e3 * float(np.median(launches[shape])) for shape in sorted(launches)}
+        print(f"{name}, ms: {facts_of(shapes)}", flush=True)
+    for policy, runs in ladder["runs"].items():
+        rates = [run["rate_requests_per_s"] for run in runs]
+        rungs = climbed(family, drawn(took, 0), policy, rates, requests, frames, 0)
+        for run, rung in zip(runs, rungs, strict=True):
+            for name in ("ttfa_p50_ms", "ttfa_p90_ms", "stream_viability", "c50"):
+                told = f"engine {run[name]:.3g}, simulator {rung[name]:.3g}"
+                print(f"{policy}, {rung['rate_requests_per_s']:g} requests/s, {name}: {told}", flush=True)
+        found = [climbed(family, drawn(took, seed), policy, rates, requests, frames, seed) for seed in range(SEEDS)]
+        for limit_ms in ladder["limits_ttfa_p90_ms"]:
+            highest = [highest_rate(rungs, limit_ms) for rungs in found]
+            quartiles = ", ".join(f"{rate:.3g}" for rate in np.percentile(highest, (25, 50, 75)))
+            print(f"{policy}, {limit_ms:g} ms, highest of {SEEDS} arrivals: mean {np.mean(highest):.3g}, quartiles {quartiles}")
+
+
 def facts_of(values: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
 
@@ -236,12 +370,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--times", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--gpu", type=Path, help="a result of benchmarks/device.py")
+    parser.add_argument("--ladder", type=Path, help="a result of benchmarks/under_load.py")
+    parser.add_argument("--launches", type=Path, help="where what launches take is kept, and found, for --ladder")
+    parser.add_argument("--dtype", default="float32", help="of DIR")
     options = parser.parse_args()
     if options.gpu is not None:
         return on_a_gpu(options.gpu, options.seconds)
     with tempfile.TemporaryDirectory() as place:
         directory = options.directory or zoo.families()["qwen3_tts"].write_demo(Path(place) / "demo", "tiny")
-        family = zoo.load(directory, "cpu", "float32")
+        family = zoo.load(directory, "cpu", options.dtype)
+    if options.ladder is not None:
+        return beside_a_ladder(family, options.ladder, options.seconds, options.launches)
     torch.set_num_threads(1)
     model = learned(family)
     turn_s = float(model.forecaster.costs.steady_s(8))

@@ -2,7 +2,8 @@
 
     python benchmarks/under_load.py RESULT.json [--model DIR] [--only PART ...] [--minutes 5] [--rung-s 20] [--cache DIR]
 
-    ladder      first audio and viability against the rate, --policy streaming and fifo; the highest rate at which both hold
+    ladder      first audio and viability against the rate, --policy streaming and fifo; the highest rate at which every stream is
+                viable and p90 of first audio within a limit (--limits-ms)
     throughput  192 requests, 64 of them always in flight, --policy streaming and throughput as they are when nothing else is
                 said: seconds of audio a second, from the first request to the last one's end
     overload    1, 2 and 5 times what the server can do, with clients that leave and clients that read slowly: goodput,
@@ -59,7 +60,7 @@ from zoo import SMALL_VOICE
 
 ROOT = Path(__file__).parent.parent
 FRACTIONS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of capacity: the rungs of the ladder
-TTFA_TIMES = 5.0  # the p90 of first audio that a rung may have, times that of the lowest rung
+LIMITS_MS = (200, 300, 500)  # the p90 of first audio that a rung may have; VoxServe's is 500
 SLO = Slo(ttfa_s=1.0, underrun_s=0.05)  # what goodput is counted by under overload
 MAX_TTFA_S = 0.8  # what the server is told then: a prediction is sometimes short
 CANCELS, SLOW_READERS = 0.2, 0.05
@@ -67,6 +68,7 @@ OVERLOADS = (1, 2, 5)
 STREAMS = 64
 PATIENT_S = 600.0  # --max-ttfa of who is not to refuse, but to speak no more at once than it makes in time
 CLONES = 40
+ROUNDS, PAUSE_S = 4, 0.3  # of the clones' part, and at least between two probes
 SETTLE_S = 3.0  # after which the metrics, at most a second old, tell of an idle server
 IDLE = ("running", "waiting", "preparing", "held", "paused")
 
@@ -79,7 +81,7 @@ def main() -> None:
         options.cache = options.cache or Path(place) / "cache"
         for part in options.only or PARTS:
             told(f"-- {part}")
-            asked_for = {name: getattr(options, name) for name in ("rung_s", "minutes", "frames", "serve")}
+            asked_for = {name: getattr(options, name) for name in ("rung_s", "minutes", "frames", "requests", "serve")}
             result[part] = PARTS[part](options) | {"model": Path(options.model).name, "options": asked_for}
             options.result.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, options.result.with_suffix(".svg"))
@@ -93,6 +95,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts")
     parser.add_argument("--minutes", type=float, default=5, help="of each rung of overload")
     parser.add_argument("--rung-s", type=float, default=20, help="of each other rung")
+    parser.add_argument("--rates", type=float, nargs="+", help="of the ladder, requests/s; parts of what is possible")
+    parser.add_argument("--requests", type=int, default=30, help="of each rung of the ladder")
+    parser.add_argument("--limits-ms", type=float, nargs="+", default=LIMITS_MS, help="of the ladder's p90 of first audio")
     parser.add_argument("--frames", type=int, help="of each answer at most, where a model of random weights finds no end")
     parser.add_argument("--cache", type=Path, help="where compiled code is kept; a new directory")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows is for `zoo serve`")
@@ -204,6 +209,7 @@ def line_of(run: dict[str, Any]) -> str:
         "first audio p50": ("ttfa_p50_ms", "{:.0f}"),
         "p90": ("ttfa_p90_ms", "{:.0f} ms"),
         "viable": ("stream_viability", "{:.1%}"),
+        "chunks": ("chunk_viability", "{:.2%}"),
         "C50": ("c50", "{:.1%}"),
         "audio-s/s": ("audio_s_per_s", "{:.1f}"),
         "good/s": ("goodput_requests_per_s", "{:.2f}"),
@@ -225,17 +231,21 @@ def capacity(options: argparse.Namespace, server: Server) -> float:
 
 
 def ladder(options: argparse.Namespace) -> dict[str, Any]:
+    """The same requests, at the same rates, to each policy; nobody is refused, and all of a rung count."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    rates: list[float] = []
-    for policy in ("streaming", "fifo"):
-        with serving(options, "--policy", policy, "--max-ttfa", "0") as server:
+    rates: list[float] = options.rates or []
+    for policy, settings in (("streaming", ("--max-ttfa", str(PATIENT_S))), ("fifo", ("--max-ttfa", "0"))):
+        with serving(options, "--policy", policy, *settings) as server:
+            asked(options, server, [Rung(streams=2)], None, num_requests=8)  # what turns take is known then
             if not rates:
                 most = capacity(options, server)
                 rates = [float(f"{part * most:.3g}") for part in FRACTIONS]
-            runs[policy] = asked(options, server, [Rung(rate=rate) for rate in rates], options.rung_s)
-    max_ms = TTFA_TIMES * runs["streaming"][0]["ttfa_p90_ms"]
-    highest = {policy: highest_rate(of, max_ms) for policy, of in runs.items()}
-    found = {"max_ttfa_p90_ms": max_ms, "highest_rate": highest, "ratio": ratio(highest["streaming"], highest["fifo"])}
+            rungs = [Rung(rate=rate) for rate in rates]
+            runs[policy] = asked(options, server, rungs, None, num_requests=options.requests)
+    limits = sorted(options.limits_ms)
+    highest = {f"{ms:g} ms": {policy: highest_rate(of, ms) for policy, of in runs.items()} for ms in limits}
+    ratios = {limit: ratio(rate["streaming"], rate["fifo"]) for limit, rate in highest.items()}
+    found = {"limits_ttfa_p90_ms": limits, "highest_rate": highest, "ratio": ratios}
     told(json.dumps(found))
     return found | {"runs": runs}
 
@@ -322,19 +332,47 @@ def clones(options: argparse.Namespace) -> dict[str, Any]:
                 "8 who speak": Beside(8, known),
                 f"{CLONES} clones": Beside(CLONES, fresh, has_recordings=True),
             }
-            probe = {"model": "preset", "voice": offered(server)[0], "input": "Good morning.", **frames}
-            found = {}
-            for name, others in beside.items():
-                found[name] = asyncio.run(probed(server, probe, others, options.rung_s))
-                told(f"beside {name}: {json.dumps(found[name])}")
+            probe = {"model": "preset", "voice": offered(server)[0], "input": "Good morning.", "max_new_tokens": 5}
+            heard: dict[str, list[Probed]] = {name: [] for name in beside}
+            alone, *in_turn = beside
+            for name in (alone, *in_turn * ROUNDS):  # in turn, since the machine is not the same from minute to minute
+                heard[name].append(asyncio.run(probed(server, probe, beside[name], options.rung_s / ROUNDS)))
+                told(f"beside {name}: {json.dumps(facts_of(heard[name]))}")
                 time.sleep(SETTLE_S)
-    return {"beside": found}
+    found = {name: facts_of(rounds) for name, rounds in heard.items()}
+    eight, clone = (found[name]["ttfa_p50_ms"] for name in in_turn)
+    return {"beside": found, "ratio_p50": ratio(clone, eight)}
 
 
-async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration_s: float) -> dict[str, Any]:
-    """First audio of `probe`, once every half second, while others always ask: from a process of their own, since a client that
+@dataclass
+class Probed:
+    """First audio of each probe and of the others, in ms, and how many requests were running meanwhile."""
+
+    ttfa_ms: list[float] = field(default_factory=list)
+    others_ms: list[float] = field(default_factory=list)
+    running: list[float] = field(default_factory=list)
+
+
+def facts_of(rounds: Sequence[Probed]) -> dict[str, Any]:
+    """Of all rounds; and the middle of each, which tells of the noise."""
+    ttfa_ms, others_ms, running = (
+        [value for one in rounds for value in getattr(one, name)] for name in ("ttfa_ms", "others_ms", "running")
+    )
+    return {
+        "probes": len(ttfa_ms),
+        "ttfa_p50_ms": float(np.median(ttfa_ms)),
+        "ttfa_p90_ms": float(np.quantile(ttfa_ms, 0.9)),
+        "ttfa_p50_ms_by_round": [float(np.median(one.ttfa_ms)) for one in rounds],
+        "running_mean": float(np.mean(running)),
+        "others_heard": len(others_ms),
+        "others_ttfa_p50_ms": float(np.median(others_ms)) if others_ms else None,
+    }
+
+
+async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration_s: float) -> Probed:
+    """First audio of `probe`, some times a second, while others always ask: from a process of their own, since a client that
     writes recordings hears late."""
-    target, ttfa_ms, running = Target(address(server.url), None, 24000), [], []
+    target, found = Target(address(server.url), None, 24000), Probed()
     mine, theirs = get_context("spawn").Pipe()
     others = get_context("spawn").Process(target=follow, args=(target, beside, theirs))
     others.start()
@@ -347,20 +385,13 @@ async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration
                 break
             record = await speak(session, target, Planned(probe, "pcm"), index, time.monotonic())
             assert record.playback is not None and record.playback.first_s is not None, record.outcome
-            ttfa_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
-            running.append((await asyncio.to_thread(server.metrics))["zoo_requests_running"])
-            await asyncio.sleep(0.5)
+            found.ttfa_ms.append(1e3 * (record.playback.first_s - record.submitted_s))
+            found.running.append((await asyncio.to_thread(server.metrics))["zoo_requests_running"])
+            await asyncio.sleep(PAUSE_S + PAUSE_S * np.random.default_rng(index).random())
     mine.send("enough")
-    others_ms = mine.recv()
+    found.others_ms = mine.recv()
     others.join()
-    return {
-        "probes": len(ttfa_ms),
-        "ttfa_p50_ms": float(np.median(ttfa_ms)),
-        "ttfa_p90_ms": float(np.quantile(ttfa_ms, 0.9)),
-        "running_mean": float(np.mean(running)),
-        "others_heard": len(others_ms),
-        "others_ttfa_p50_ms": float(np.median(others_ms)) if others_ms else None,
-    }
+    return found
 
 
 @dataclass
@@ -472,7 +503,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         first.plot(rates, [run["ttfa_p90_ms"] for run in runs], marker="o", label=policy)
         viable.plot(rates, [100 * (run["stream_viability"] or 0) for run in runs], marker="o", label=policy)
     if "ladder" in result:
-        first.axhline(result["ladder"]["max_ttfa_p90_ms"], color="grey", linestyle=":", label="the most")
+        for limit_ms in result["ladder"].get("limits_ttfa_p90_ms", ()):
+            first.axhline(limit_ms, color="grey", linestyle=":")
         first.legend()
         viable.legend()
     first.set(yscale="log", ylabel="first audio, p90, ms", title=", ".join(models_of(result)))

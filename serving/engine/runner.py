@@ -399,11 +399,15 @@ class Runner:
         no company may change a bit."""
         if due.is_pinned:
             return 1
+        return self.rows_of_launch(due.frames)
+
+    def rows_of_launch(self, frames: int) -> int:
+        """Windows of `frames` frames that are rendered in one launch, at most."""
         if self.is_recorded:
-            return recorded_rows(self.family, due.frames, self.num_slots)
+            return recorded_rows(self.family, frames, self.num_slots)
         if self.family.strategy.cuts_renders:
-            return len(due.slots)
-        return max(1, CACHED_SAMPLES // (due.frames * self.family.spec.frame_samples))
+            return self.num_slots
+        return max(1, min(self.num_slots, CACHED_SAMPLES // (frames * self.family.spec.frame_samples)))
 
     def bucket(self, count: int) -> int:
         """The launch's size: any on a CPU, where one graph serves all; a recorded one on a GPU; one for all

@@ -32,7 +32,7 @@ class Policy:
     prefill_tokens: int  # prompt positions per turn, at most
     # a listener with less audio than this is served early; None: nobody listens yet, so windows are full
     at_risk_s: float | None
-    # without regard to anybody's time: prompts in order of arrival, windows as soon as they are there
+    # without regard to anybody's time: prompts in order of arrival, windows of one shape as soon as they are there
     is_fifo: bool = False
 
     STREAMING: ClassVar[Policy]
@@ -51,7 +51,8 @@ PATIENCE = 3  # late deliveries in a row after which a listener's windows grow b
 Policy.STREAMING = Policy("streaming", prefill_tokens=256, at_risk_s=1.0)
 Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
 Policy.FIFO = Policy("fifo", prefill_tokens=256, at_risk_s=np.inf, is_fifo=True)
-FIRST_TURNS = 3  # that a listener's first audio lasts for
+FIRST_TURNS = 4  # that a listener's first audio lasts for
+LEAD_TURNS = 1.5  # as long as the next turn may take: some prefill prompts, and some launches take twice their time
 AGEING = 32  # positions by which a prompt counts as shorter, for each turn that it has waited
 
 
@@ -407,12 +408,14 @@ class Scheduler:
 
     def _first_size(self) -> int:
         """Of who listens and has heard nothing: the smallest shape, where turns are short. Where one takes most of a frame, whoever
-        is given a frame has played it before the next is made: then as many as last for some turns, up to the middle shape."""
+        is given a frame has played it before the next is made: then as many as last for some turns, up to the middle shape.
+        Without regard to time it is the middle one, as all others: one frame and then four is late wherever four turns take
+        longer than a frame."""
         smallest, middle = int(self.sizes[0]), int(self.sizes[:2][-1])
         # the grid's first stretch may be shorter than any shape
         first = 1 if self.window.grid > 1 else smallest
         if self.policy.is_fifo:
-            return first
+            return middle
         return max(first, min(math.ceil(FIRST_TURNS * self.turn_s / self.frame_s), middle))
 
     def _has_waited(self, slots: np.ndarray) -> np.ndarray:
@@ -549,6 +552,6 @@ class Scheduler:
 
     def _lead_s(self) -> float:
         """With less than this left, a listener who is not served in this turn may hear a gap: the next turn
-        comes up to a latency later, or as late as turns take, and its audio another latency later. Never less than a
-        frame."""
-        return max(self.frame_s, self.latency_s + max(self.latency_s, self.turn_s))
+        comes up to a latency later, or as late as a long turn takes, and its audio another latency later. Never less
+        than a frame."""
+        return max(self.frame_s, self.latency_s + max(self.latency_s, LEAD_TURNS * self.turn_s))

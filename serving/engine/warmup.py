@@ -3,6 +3,7 @@ spare slot alone."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,8 @@ from compile_cache.strategy import Whole
 from serving.engine.runner import INT, WARM_SLOTS, Runner
 from serving.engine.streams import Stream
 from zoo.contract import Batch, View
+
+WARM_S = 3.0  # that sizes of renders may take
 
 
 @torch.inference_mode()
@@ -31,6 +34,8 @@ def warm(runner: Runner, progress: Callable[[float, str], None], entry: Entry | 
     for frames in reversed(window.sizes):
         for length in window.lengths or (0,):
             stages.append((f"render {frames}", renders, partial(warm_render, runner, frames, length)))
+    if not runner.is_recorded:
+        stages.append(("sizes of renders", renders, partial(warm_sizes, runner)))
     for i, (name, stream, stage) in enumerate(stages):
         progress(i / len(stages), name)
         with stream.here():
@@ -76,13 +81,31 @@ def warm_prefill(runner: Runner) -> None:
 def warm_render(runner: Runner, frames: int, length: int) -> None:
     sizes = sorted(runner.render_buckets(frames), reverse=True) if runner.is_recorded else [WARM_SLOTS]
     for size in sizes:
-        nothing = np.zeros(size, INT)
-        arrive = runner.stage_render(spare_slots(runner, size), nothing, nothing, nothing.astype(bool), frames)
-        view = View(**arrive(), frames=frames, length=length)
+        view = nothing_of(runner, size, frames, length)
         if runner.lowerings[2] == Whole():
             any_size((view.slots, view.start, view.count, view.is_last), 0, "batch")
         with tf32(runner.codec == "tf32"):
             runner.render_graphs.record(("render", size, frames, length), partial(runner.launch_render, view))
+
+
+def warm_sizes(runner: Runner) -> None:
+    """A CPU renders any number of rows with the same code, but a size's first launch takes up to three times as long as the next, since
+    the library makes its kernels then: a listener would hear it. As many as there is time for, the smallest first."""
+    end_s = time.perf_counter() + WARM_S
+    window = runner.family.spec.window
+    shapes = [(rows, frames) for frames in window.sizes for rows in range(1, runner.rows_of_launch(frames) + 1)]
+    for rows, frames in sorted(shapes, key=lambda shape: shape[0] * shape[1]):
+        if time.perf_counter() >= end_s:
+            break
+        if rows != WARM_SLOTS:  # the graph's own
+            runner.launch_render(nothing_of(runner, rows, frames, (window.lengths or (0,))[0]))
+
+
+def nothing_of(runner: Runner, rows: int, frames: int, length: int) -> View:
+    """No frame of the spare slot, so many times."""
+    nothing = np.zeros(rows, INT)
+    arrive = runner.stage_render(spare_slots(runner, rows), nothing, nothing, nothing.astype(bool), frames)
+    return View(**arrive(), frames=frames, length=length)
 
 
 @contextmanager

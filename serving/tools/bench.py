@@ -32,6 +32,7 @@ from compile_cache import threads
 from serving.engine.engine import Audio, Engine, Event, Failed, Text
 from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
+from serving.engine.scheduler import Policy
 from serving.tools import reference
 from serving.tools.requests import first_request
 from zoo.contract import Family, Request, View
@@ -57,6 +58,7 @@ def bench(
 ) -> dict[str, Any]:
     """Closed loop: `streams` requests at once, `rounds` times over, of `frames` frames (fewer if the model
     ends), in the first of the model's modes. Raises ValueError."""
+    Policy.named(policy)  # before the minutes that follow
     family = zoo.load(model, device=device, dtype=dtype)
     given = {} if voice is None else {"voice": voice}
     request = first_request(family, text=TEXT, max_frames=frames, **given)

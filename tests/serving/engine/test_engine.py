@@ -465,6 +465,26 @@ def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
     assert numbers(ready)["graph_misses"] == 0
 
 
+@pytest.mark.parametrize("warm_s", [3600.0, 0.0])
+def test_a_number_of_rows_is_not_rendered_for_the_first_time_for_a_listener(warm_s, monkeypatch):
+    """As far as there is time for it before."""
+    monkeypatch.setattr("serving.engine.warmup.WARM_S", warm_s)
+    window, frame_samples = TOY.spec.window, TOY.spec.frame_samples
+    monkeypatch.setattr("serving.engine.runner.CACHED_SAMPLES", 3 * window.sizes[-1] * frame_samples)
+    ready, launched = engine(max_slots=5), []
+    runner = toy(ready).runner
+    launch = runner.launch_render
+    monkeypatch.setattr(runner, "launch_render", lambda view: launched.append((len(view.slots), view.frames)) or launch(view))
+    ready.warm(lambda progress, stage: None)
+    first = {(2, frames) for frames in window.sizes}
+    rest = {(rows, frames) for frames in window.sizes for rows in range(1, min(5, runner.rows_of_launch(frames)) + 1)}
+    assert set(launched) == (first | rest if warm_s else first)
+    assert (4, window.sizes[-1]) not in rest and (5, window.sizes[0]) in rest
+    launched.clear()
+    serve(ready, {0: requests("toy", 5, max_frames=40)})
+    assert warm_s == 0 or set(launched) <= first | rest
+
+
 def test_a_late_delivery_is_an_underrun():
     slow = engine()
     speak(slow, long())

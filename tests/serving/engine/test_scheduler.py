@@ -187,17 +187,25 @@ def test_where_turns_are_long_the_first_window_lasts_for_some(turn_s, frames):
 
 def test_fifo_has_no_regard_to_how_long_turns_are():
     scheduler = speaking(policy=Policy.FIFO)
-    scheduler.turn_s = 1.0
-    report(scheduler, {0: 1})
-    assert due(scheduler, now=0.0) == [({0: (0, 1)}, 1)]
+    for turn_s in (0.0, 1.0):
+        scheduler.turn_s = turn_s
+        report(scheduler, {0: 3})
+        assert due(scheduler, now=0.0) == []
+    report(scheduler, {0: 4})
+    assert due(scheduler, now=0.0) == [({0: (0, 4)}, 4)]
+    report(scheduler, {0: 7})
+    assert due(scheduler, now=9.0) == []  # its listener has heard nothing for long
+    report(scheduler, {0: 7}, done=[0])
+    assert due(scheduler, now=9.0) == [({0: (4, 3)}, 4)]
 
 
-def test_where_turns_are_long_a_listener_is_about_to_run_dry_a_turn_earlier():
+@pytest.mark.parametrize(("turn_s", "is_served"), [(0.09, False), (0.1, True)])
+def test_where_turns_are_long_a_listener_is_about_to_run_dry_a_long_turn_earlier(turn_s, is_served):
     scheduler = playing(ahead_frames=3)
     report(scheduler, {0: 4})
     assert due(scheduler, now=0.1) == []  # 0.14 s are left
-    scheduler.turn_s = 0.15
-    assert due(scheduler, now=0.1) == [({0: (3, 1)}, 1)]
+    scheduler.turn_s = turn_s
+    assert due(scheduler, now=0.1) == ([({0: (3, 1)}, 1)] if is_served else [])
 
 
 def test_a_listener_with_time_waits_for_the_largest_shape():

@@ -64,6 +64,13 @@ def test_a_voice_that_the_model_lacks_is_refused(monkeypatch):
         bench("toy", voice="vivian")
 
 
+def test_a_policy_that_there_is_not_is_refused_before_anything_is_loaded_or_measured(monkeypatch):
+    monkeypatch.setattr(zoo, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(measured, "machine", lambda *_: pytest.fail("the machine was measured"))
+    with pytest.raises(ValueError, match="policy 'fast' is unknown; there are: streaming, throughput, fifo"):
+        bench("toy", policy="fast", compile=False)
+
+
 def test_the_reference_does_the_same_work(monkeypatch):
     plain = family("qwen3_tts")
 
