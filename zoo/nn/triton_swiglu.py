@@ -107,8 +107,8 @@ def swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
     flat = x.flatten(0, -2)
     out = x.new_empty(*x.shape[:-1], inner)
     assert flat.stride(1) == 1 and weight.is_contiguous(), f"{x.stride()} and {weight.stride()}"
-    shared_bytes = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    sizes = constants(len(flat), inner, width, shared_bytes)
+    card: Any = torch.cuda.get_device_properties(x.device)  # has more than its stubs
+    sizes = constants(len(flat), inner, width, card.shared_memory_per_block_optin)
     num_tiles = triton.cdiv(len(flat), sizes["ROWS"]) * triton.cdiv(inner, sizes["COLUMNS"])
     _swiglu_linear[(num_tiles,)](flat, weight, out, len(flat), flat.stride(0), **sizes)
     return out
