@@ -16,7 +16,6 @@ from zoo.contract import Family
 from zoo.nn import kernels, residual
 from zoo.nn.packed import pack
 
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT_BYTES = 1 << 30, 32 << 20  # glibc refuses a larger second one
 

@@ -112,6 +112,8 @@ class Resnet(nn.Module):
 
 
 class TransformerBlock(nn.Module):
+    reads_many_rows = True  # those of a stretch
+
     def __init__(self, channels: int, heads: int, head_dim: int):
         super().__init__()
         self.heads = heads
@@ -119,7 +121,6 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.LayerNorm(channels)
         self.qkv = FusedLinear(channels, (inner,) * 3)
         self.out = nn.Linear(inner, channels)
-        self.out.reads_many_rows = True
         self.mlp_norm = nn.LayerNorm(channels)
         self.widen = nn.Linear(channels, 4 * channels)
         self.narrow = nn.Linear(4 * channels, channels)

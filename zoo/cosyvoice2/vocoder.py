@@ -427,12 +427,14 @@ class Vocoder(nn.Module):
         stage, kernel, stride = self.plan.stages[i], self.config.kernels[i], self.config.rates[i]
         rate, lag = stage.rate // stride, stage.lag_in + stage.up_context
         x = masked(x, place.mask(rate, lag, x.shape[2]))
+        up = self.ups[i]
+        assert isinstance(up, ConvTranspose)
         begins = stride * lag + (kernel - stride) // 2  # how far before the window y begins
         num = place.frames * stage.rate
         if not self._extra(i):
-            return self.ups[i].part(x, begins - stage.lag, num)
+            return up.part(x, begins - stage.lag, num)
         # before the speech's first position stands its second, and all are one position later
-        y = self.ups[i].part(x, begins - stage.lag - 1, num + 2)
+        y = up.part(x, begins - stage.lag - 1, num + 2)
         is_first = place.at(stage.rate, stage.lag, num) == 0
         return torch.where(is_first[:, None], y[:, :, 2:], y[:, :, :-2])
 

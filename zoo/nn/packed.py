@@ -19,14 +19,14 @@ LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 
 
 def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
-    """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, and those that say `reads_many_rows`,
-    in place; the plain weights are let go. Where the model is not on a CPU, and where this build or machine has no such kernels,
+    """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, and all of a module that says
+    `reads_many_rows`, in place; the plain weights are let go. Where the model is not on a CPU, and where this build or machine has no such kernels,
     nothing is done."""
     for module in tuple(model.modules()):
         for name, child in module.named_children():
             if (
                 isinstance(child, nn.Linear | FusedLinear)
-                and (child.weight.nbytes >= least_bytes or hasattr(child, "reads_many_rows"))
+                and (child.weight.nbytes >= least_bytes or getattr(module, "reads_many_rows", False))
                 and can_be_packed(child.weight)
             ):
                 setattr(module, name, PackedLinear(child))
