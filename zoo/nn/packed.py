@@ -20,8 +20,8 @@ LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 
 def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
     """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, and all of a module that says
-    `reads_many_rows`, in place; the plain weights are let go. Where the model is not on a CPU, and where this build or machine has no such kernels,
-    nothing is done."""
+    `reads_many_rows`, in place; the plain weights are let go. Where the model is not on a CPU, and where this build or
+    machine has no such kernels, nothing is done."""
     for module in tuple(model.modules()):
         for name, child in module.named_children():
             if (
