@@ -66,9 +66,10 @@ class Kernel:
 
 @dataclass
 class Kernels:
-    """To be built: sources of what inductor wrote, and our own, each with a compiler for how it was called."""
+    """To be built: what inductor wrote, name and source by the source without its name, since each graph counts names
+    from 0; and our own, each with a compiler for how it was called."""
 
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, tuple[str, str]] = field(default_factory=dict)
     ours: dict[str, partial[Any]] = field(default_factory=dict)
 
 
@@ -86,7 +87,7 @@ def lowering(log: Log) -> Iterator[Kernels]:
         return module
 
     def make(self: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
-        kernels.sources[name] = source
+        kernels.sources.setdefault(source.replace(name, ""), (name, source))
         return Kernel(name, source, log)
 
     compile_ours = JITFunction.run
@@ -188,10 +189,10 @@ SPILLED_BYTES = 256  # of stack a thread: less is what functions such as sin and
 def build(kernels: Kernels) -> Built:
     """Every configuration of every kernel to a cubin, by the ptxas that triton brings. What fails is kept by
     name."""
-    compilers = {name: partial(_compile, name, source) for name, source in kernels.sources.items()}
-    compilers |= {name: partial(_compile_ours, compiler) for name, compiler in kernels.ours.items()}
+    compilers = [(name, partial(_compile, name, source)) for name, source in kernels.sources.values()]
+    compilers += [(name, partial(_compile_ours, compiler)) for name, compiler in kernels.ours.items()]
     built = Built(num_kernels=len(compilers))
-    for name, compiler in compilers.items():
+    for name, compiler in compilers:
         try:
             compiled = compiler()
         except Exception as error:  # whatever the compiler raises is the result
