@@ -213,27 +213,30 @@ class ConvTranspose(nn.ConvTranspose1d):
     as a plain convolution, in a third of the time: an output reads the few inputs before it, with weights that follow
     from its place between two inputs. What comes out lies as a `Conv`'s."""
 
-    place_weight: Tensor  # [stride * Cout, C, inputs], of the outputs of an input, which read it and those before it
-    place_bias: Tensor  # [stride * Cout]
+    _by_place: tuple[Tensor, Tensor] | None = None
 
     def prepare(self) -> None:
         """Lay the weight out as a CPU reads it."""
-        if self.weight.device.type != "cpu":
-            return
-        [kernel], [stride] = self.kernel_size, self.stride
-        weight = F.pad(self.weight.detach(), (0, -kernel % stride)).unflatten(2, (-1, stride)).flip(2)
-        assert self.bias is not None
-        self.register_buffer("place_weight", weight.permute(3, 1, 2, 0).flatten(0, 1).mT, persistent=False)
-        self.register_buffer("place_bias", self.bias.detach().repeat(stride), persistent=False)
+        if self.weight.device.type == "cpu":
+            self.by_place()
+
+    def by_place(self) -> tuple[Tensor, Tensor]:
+        """Weight [stride * Cout, C, inputs] and bias of the outputs of an input, which read it and those before it."""
+        if self._by_place is None or self._by_place[0].dtype != self.weight.dtype:
+            [kernel], [stride] = self.kernel_size, self.stride
+            weight = F.pad(self.weight.detach(), (0, -kernel % stride)).unflatten(2, (-1, stride)).flip(2)
+            assert self.bias is not None
+            self._by_place = weight.permute(3, 1, 2, 0).flatten(0, 1).mT, self.bias.detach().repeat(stride)
+        return self._by_place
 
     def part(self, x: Tensor, first: int, num: int) -> Tensor:
         if x.device.type != "cpu":
             return self(x)[:, :, first : first + num]
-        weight, [stride] = self.place_weight, self.stride
+        (weight, bias), [stride] = self.by_place(), self.stride
         start, stop = first // stride, -(-(first + num) // stride)  # of the inputs that have these outputs
         before = weight.shape[2] - 1 - start
         rows = F.pad(x.mT, (0, 0, before, stop - x.shape[2]))  # or what is not read is left out
-        y = F.conv2d(rows.mT[:, :, None], weight[:, :, None], self.place_bias)[:, :, 0]
+        y = F.conv2d(rows.mT[:, :, None], weight[:, :, None], bias)[:, :, 0]
         y = y.mT.unflatten(2, (stride, -1)).flatten(1, 2)  # [B, (stop - start) * stride, Cout]
         return y[:, first - start * stride :][:, :num].mT
 
