@@ -22,7 +22,8 @@ KEPT_BYTES, LARGEST_KEPT_BYTES = 1 << 30, 32 << 20  # glibc refuses a larger sec
 
 def keep_freed_memory() -> None:
     """What a render frees stays in the process for the next one, where it is glibc's. Left to itself it goes back to the
-    system, and every page of it is taken, and zeroed, anew: 18,000 faults a window of some streams."""
+    system, and every page of it is taken, and zeroed, anew: 110,000 in a window of seven streams
+    of CosyVoice 2 (benchmarks/LOG.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have none
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
@@ -30,8 +31,8 @@ def keep_freed_memory() -> None:
 
 
 def prepare_for_host(*families: Family, compile: bool = True) -> None:
-    """Threads for the largest, matrices laid out for the CPU, kernels of its own, and memory that is kept. Call it once for all of a
-    process, before anything is compiled. Raises ValueError if something is to be compiled and its place cannot be
+    """Threads for the largest, matrices laid out for the CPU, kernels of its own, and memory that is kept. Call it once
+    for all of a process, before anything is compiled. Raises ValueError if something is to be compiled and its place cannot be
     written, or there is no C++ compiler."""
     threads.set_num_threads(
         max(
@@ -43,9 +44,10 @@ def prepare_for_host(*families: Family, compile: bool = True) -> None:
     )
     for family in families:
         pack(family)
-    if families[0].device.type == "cpu":
-        keep_freed_memory()
-    if compile and families[0].device.type == "cpu":
+    if families[0].device.type != "cpu":
+        return
+    keep_freed_memory()
+    if compile:
         with artifacts.opened(artifacts.place("kernels", kernels.key())):
             kernels.build()
         for family in families:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from zoo.cosyvoice2.strategy import MEL_SAMPLES
 from zoo.cosyvoice2.stretch import may_follow_values
 from zoo.nn import kernels
 from zoo.nn.conv import CodecState, Stateful, StateLayout
+from zoo.nn.residual import ShortFilters
 from zoo.nn.snake import snake
 
 NUM_F0_CONVS, F0_KERNEL, KERNEL = 5, 3, 7
@@ -184,17 +184,19 @@ class Conv(nn.Conv1d):
         """Lay the weight out as `forward` reads it; its shape stays."""
         self.weight.data = self.weight.data.mT.contiguous().mT
 
-    @cached_property
-    def filters(self) -> Tensor:
-        """The weight as the kernel of a snake and a convolution reads it."""
-        return kernels.nine_filters(self.weight.detach())
-
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
             return super().forward(x)
         [stride], [dilation] = self.stride, self.dilation
         image, weight = x[:, :, None], self.weight[:, :, None]
         return F.conv2d(image, weight, self.bias, (1, stride), dilation=(1, dilation))[:, :, 0]
+
+
+class SnakeConv(Conv, ShortFilters):
+    """Behind a snake."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
 
     def of_snake(self, snake: Snake, x: Tensor, mask: Tensor | None, more: Tensor | None = None) -> Tensor:
         """The convolution of a snake of x, which is zero where the mask says no; the middle of `more` is added."""
@@ -204,7 +206,6 @@ class Conv(nn.Conv1d):
         [taps], [dilation] = self.kernel_size, self.dilation
         is_there = None if mask is None else middle(mask, x.shape[2])[:, 0]
         more = None if more is None else middle(more, x.shape[2] - (taps - 1) * dilation)
-        assert self.bias is not None
         return kernels.convolve_snake(x, snake.wave, self.filters, self.bias, taps, dilation, is_there, more)
 
 
@@ -264,9 +265,9 @@ class ResBlock(nn.Module):
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]):
         super().__init__()
         self.convs1 = nn.ModuleList(
-            Conv(channels, channels, kernel, dilation=dilation) for dilation in dilations
+            SnakeConv(channels, channels, kernel, dilation=dilation) for dilation in dilations
         )
-        self.convs2 = nn.ModuleList(Conv(channels, channels, kernel) for _ in dilations)
+        self.convs2 = nn.ModuleList(SnakeConv(channels, channels, kernel) for _ in dilations)
         self.snakes1 = nn.ModuleList(Snake(channels) for _ in dilations)
         self.snakes2 = nn.ModuleList(Snake(channels) for _ in dilations)
 

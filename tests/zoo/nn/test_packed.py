@@ -10,7 +10,7 @@ from torch import nn
 import zoo
 from zoo.contract import Request
 from zoo.nn.linear import FusedLinear
-from zoo.nn.packed import PackedLinear, pack
+from zoo.nn.packed import PackedLinear, convolve, pack, packed_convolution
 
 DTYPES = [torch.float32, torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [torch.float32]
 CLOSE = {torch.float32: {"rtol": 0, "atol": 2e-6}, torch.bfloat16: {"rtol": 0.02, "atol": 0.02}}
@@ -76,3 +76,31 @@ def test_a_packed_family_says_the_same():
     speech = zoo.generate(packed, request)
     assert torch.equal(speech.frames, plain.frames)
     torch.testing.assert_close(speech.samples, plain.samples, rtol=0, atol=5e-5)
+
+
+class Block(nn.Module):
+    def __init__(self, reads_many_rows):
+        super().__init__()
+        self.reads_many_rows = reads_many_rows
+        self.small = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("reads_many_rows", [True, False])
+def test_a_small_matrix_is_packed_where_many_rows_are_read(reads_many_rows):
+    block = Block(reads_many_rows)
+    pack(block)
+    assert isinstance(block.small, PackedLinear) == reads_many_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 7, 24, 40), (1, 3, 16, 16), (5, 60, 70, 33)])
+def test_a_packed_convolution_gives_what_the_plain_one_gives(dtype, shape):
+    torch.manual_seed(0)
+    batch, length, channels, out = shape
+    x, bias = torch.randn(batch, length, channels).to(dtype), torch.randn(out).to(dtype)
+    weight = (torch.randn(out, channels, 3) * channels**-0.5).to(dtype)
+    with torch.inference_mode():
+        expected = nn.functional.conv1d(x.mT, weight, bias).mT
+        found = convolve(x, packed_convolution(weight), bias)
+    close = CLOSE[dtype] if dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-5}  # sums of 210 products
+    torch.testing.assert_close(found, expected, **close)
