@@ -63,7 +63,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x.float(), cos, sin).to(x.dtype)
 
 
-@operator("rotary_paged_attention", writes=("kv",))
+# What a region that is compiled once may write has to be told from torch 2.13 on, and torch 2.11 refuses to compile it if
+# it is. There it need not know: of what one layer writes, nothing else in a launch reads.
+@operator("rotary_paged_attention", writes=("kv",) if torch.__version__ >= "2.13" else ())
 def rotary_paged_attention(
     q: Tensor,
     k: Tensor,
