@@ -14,6 +14,7 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/flow/decoder.py, CausalConditionalDecod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -30,6 +31,7 @@ from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, pack
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without
+Cache = tuple[Tensor, Tensor | None]  # as a block takes it
 
 
 def mish(x: Tensor) -> Tensor:
@@ -125,10 +127,16 @@ class TransformerBlock(nn.Module):
         self.widen = nn.Linear(channels, 4 * channels)
         self.narrow = nn.Linear(4 * channels, channels)
 
-    def forward(self, x: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
-        """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen; cache [S, capacity + 1, PAIR, 2 * inner]."""
+    def forward(self, x: Tensor, seen: Seen, mask: Tensor | None, cache: Tensor, layer: Tensor | None = None) -> Tensor:
+        """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen; cache [S, capacity + 1, PAIR, 2 * inner], or on a GPU those
+        of all layers [layers, ...], and the number of this one []."""
         q, k, v = self.qkv(self.attention_norm(x))
-        y = self._attend(q, k, v, seen, mask, cache)
+        if layer is None:
+            assert mask is not None
+            y = self._attend(q, k, v, seen, mask, cache)
+        else:
+            where = seen.slots, seen.index, seen.start, seen.count, seen.num_kept, seen.grid
+            y = torch.ops.zoo.stretch_attention.default(q, k, v, cache, layer, *where, self.heads)
         x = linear_add(self.out, y, x)
         return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
@@ -155,16 +163,17 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(
-        self, x: Tensor, shift: Tensor, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor
+        self, x: Tensor, shift: Tensor, state: CodecState, seen: Seen, mask: Tensor | None, caches: Sequence[Cache]
     ) -> Tensor:
         x = self.resnet(x, shift, state)
         for block, cache in zip(self.blocks, caches, strict=True):
-            x = block(x, seen, mask, cache)
+            x = block(x, seen, mask, *cache)
         return x
 
 
 class Estimator(nn.Module):
     shifts: Tensor  # [steps, stages, channels], what the times of the solver's steps add
+    numbers: Tensor  # [layers], of the transformer blocks
 
     def __init__(self, config: FlowConfig):
         super().__init__()
@@ -194,15 +203,24 @@ class Estimator(nn.Module):
         time = F.mish(self.time2(F.silu(self.time1(time))))
         shifts = torch.stack([stage.resnet.time(time) for stage in self.stages], 1)
         self.register_buffer("shifts", shifts, persistent=False)
+        numbers = torch.arange(len(self.stages) * len(self.first.blocks), device=time.device)
+        self.register_buffer("numbers", numbers, persistent=False)
 
-    def forward(self, x: Tensor, step: int, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor) -> Tensor:
-        """x [2B, Q, 4 * MELS]; step of the solver; caches [layers, S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q,
-        MELS]."""
-        shifts, by_stage = self.shifts[step].unbind(0), caches.split(len(self.first.blocks))
-        x = kept = self.first(x, shifts[0], state, seen, mask, by_stage[0])
+    def forward(
+        self, x: Tensor, shifts: Tensor, state: CodecState, seen: Seen, mask: Tensor | None, caches: Tensor
+    ) -> Tensor:
+        """x [2B, Q, 4 * MELS]; shifts [stages, channels], of a step of the solver; mask as a block takes it; caches [layers,
+        S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q, MELS]."""
+        by_layer: list[Cache] = [(cache, None) for cache in caches.unbind(0)]
+        if mask is None:
+            by_layer = [(caches, number) for number in self.numbers.unbind(0)]
+        num = len(self.first.blocks)
+        by_stage = [by_layer[i : i + num] for i in range(0, len(by_layer), num)]
+        by_stage_shifts = shifts.unbind(0)
+        x = kept = self.first(x, by_stage_shifts[0], state, seen, mask, by_stage[0])
         x = self.first_conv(x, state)
-        for stage, shift, stage_caches in zip(self.middle, shifts[1:-1], by_stage[1:-1], strict=True):
+        for stage, shift, stage_caches in zip(self.middle, by_stage_shifts[1:-1], by_stage[1:-1], strict=True):
             x = stage(x, shift, state, seen, mask, stage_caches)
-        x = self.last(torch.cat((x, kept), -1), shifts[-1], state, seen, mask, by_stage[-1])
+        x = self.last(torch.cat((x, kept), -1), by_stage_shifts[-1], state, seen, mask, by_stage[-1])
         x = self.final(self.last_conv(x, state), state)
         return pointwise(x, self.out)
