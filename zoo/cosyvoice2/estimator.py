@@ -127,6 +127,7 @@ class TransformerBlock(nn.Module):
         self.widen = nn.Linear(channels, 4 * channels)
         self.narrow = nn.Linear(4 * channels, channels)
 
+    @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, seen: Seen, mask: Tensor | None, cache: Tensor, layer: Tensor | None = None) -> Tensor:
         """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen; cache [S, capacity + 1, PAIR, 2 * inner], or on a GPU those
         of all layers [layers, ...], and the number of this one []."""
