@@ -14,7 +14,6 @@ Source: FunAudioLLM/CosyVoice, cosyvoice/flow/decoder.py, CausalConditionalDecod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -31,7 +30,6 @@ from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, pack
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without
-Cache = tuple[Tensor, Tensor | None]  # as a block takes it
 
 
 def mish(x: Tensor) -> Tensor:
@@ -127,17 +125,15 @@ class TransformerBlock(nn.Module):
         self.widen = nn.Linear(channels, 4 * channels)
         self.narrow = nn.Linear(4 * channels, channels)
 
-    @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, seen: Seen, mask: Tensor | None, cache: Tensor, layer: Tensor | None = None) -> Tensor:
-        """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen; cache [S, capacity + 1, PAIR, 2 * inner], or on a GPU those
-        of all layers [layers, ...], and the number of this one []."""
+    def forward(self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor, block: int) -> Tensor:
+        """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen, or on a GPU None; caches of some layers [_, S, capacity + 1, PAIR,
+        2 * inner]: with a mask `block` is this one's, and without one what `layers` names at `block`."""
         q, k, v = self.qkv(self.attention_norm(x))
-        if layer is None:
-            assert mask is not None
-            y = self._attend(q, k, v, seen, mask, cache)
+        if mask is not None:
+            y = self._attend(q, k, v, seen, mask, caches[block])
         else:
             where = seen.slots, seen.index, seen.start, seen.count, seen.num_kept, seen.grid
-            y = torch.ops.zoo.stretch_attention.default(q, k, v, cache, layer, *where, self.heads)
+            y = torch.ops.zoo.stretch_attention.default(q, k, v, caches, layers, block, *where, self.heads)
         x = linear_add(self.out, y, x)
         return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
@@ -164,11 +160,22 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(
-        self, x: Tensor, shift: Tensor, state: CodecState, seen: Seen, mask: Tensor | None, caches: Sequence[Cache]
+        self,
+        x: Tensor,
+        shift: Tensor,
+        state: CodecState,
+        seen: Seen,
+        mask: Tensor | None,
+        caches: Tensor,
+        layers: Tensor,
     ) -> Tensor:
-        x = self.resnet(x, shift, state)
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = block(x, seen, mask, *cache)
+        return self._transform(self.resnet(x, shift, state), seen, mask, caches, layers)
+
+    # Four blocks and not one: a region begins and ends with launches of its own.
+    @torch.compiler.nested_compile_region
+    def _transform(self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, seen, mask, caches, layers, i)
         return x
 
 
@@ -212,16 +219,15 @@ class Estimator(nn.Module):
     ) -> Tensor:
         """x [2B, Q, 4 * MELS]; shifts [stages, channels], of a step of the solver; mask as a block takes it; caches [layers,
         S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q, MELS]."""
-        by_layer: list[Cache] = [(cache, None) for cache in caches.unbind(0)]
-        if mask is None:
-            by_layer = [(caches, number) for number in self.numbers.unbind(0)]
         num = len(self.first.blocks)
-        by_stage = [by_layer[i : i + num] for i in range(0, len(by_layer), num)]
-        by_stage_shifts = shifts.unbind(0)
-        x = kept = self.first(x, by_stage_shifts[0], state, seen, mask, by_stage[0])
+        layers = self.numbers.split(num)
+        by_stage = [caches] * len(layers) if mask is None else caches.split(num)
+        given = [(seen, mask, *one) for one in zip(by_stage, layers, strict=True)]
+        added = shifts.unbind(0)
+        x = kept = self.first(x, added[0], state, *given[0])
         x = self.first_conv(x, state)
-        for stage, shift, stage_caches in zip(self.middle, by_stage_shifts[1:-1], by_stage[1:-1], strict=True):
-            x = stage(x, shift, state, seen, mask, stage_caches)
-        x = self.last(torch.cat((x, kept), -1), by_stage_shifts[-1], state, seen, mask, by_stage[-1])
+        for stage, shift, rest in zip(self.middle, added[1:-1], given[1:-1], strict=True):
+            x = stage(x, shift, state, *rest)
+        x = self.last(torch.cat((x, kept), -1), added[-1], state, *given[-1])
         x = self.final(self.last_conv(x, state), state)
         return pointwise(x, self.out)

@@ -31,9 +31,21 @@ ADVANCE = Part(
         ("seen.num_kept", BATCH),
     ),
 )
+VOCODER = Part(
+    "vocoder.forward",
+    (
+        ("mel", ROWS),
+        ("noise", ("batch", "frames and one")),
+        ("phase", BATCH),
+        ("place.first", BATCH),
+        ("place.limit", BATCH),
+        ("state.rows", BATCH),
+        ("state.count", BATCH),
+    ),
+)
 STRATEGY = Strategy(
     step=Whole(),
-    gpu_render=Parts((ADVANCE,)),
+    gpu_render=Parts((ADVANCE, VOCODER)),
     cuts_renders=True,
     fp32=(
         "norms' mean squares",

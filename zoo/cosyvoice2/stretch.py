@@ -127,7 +127,8 @@ def stretch_attention(
     k: Tensor,
     v: Tensor,
     caches: Tensor,
-    layer: Tensor,
+    layers: Tensor,
+    block: int,
     slots: Tensor,
     index: Tensor,
     start: Tensor,
@@ -137,13 +138,13 @@ def stretch_attention(
     heads: int,
 ) -> Tensor:
     """q, k, v [B * L, Q, H * D] over what the streams hold in one of the caches [layers, S, capacity + 1, L, 2 * H * D], as
-    `Seen` says, and over themselves -> [B * L, Q, H * D]; then the new ones take their places there. layer [] int64;
-    the others are a `Seen`'s, chunk its grid. What padding gives is finite, and nobody's. An operator: a GPU reads a cache
+    `Seen` says, and over themselves -> [B * L, Q, H * D]; then the new ones take their places there. layers int64, of
+    which the one at `block` says whose cache it is; the others are a `Seen`'s, chunk its grid. What padding gives is finite, and nobody's. An operator: a GPU reads a cache
     where it lies, as far as it is seen."""
     if kernels.use_gpu(q):
-        where = caches, layer, slots, index, start, count, num_kept, chunk, heads
+        where = caches, layers, block, slots, index, start, count, num_kept, chunk, heads
         return kernels.on_gpu("triton_stretch", "stretch_attention", q, k, v, *where)
-    lanes = caches.shape[3]
+    layer, lanes = layers[block], caches.shape[3]
     seen = Seen(Stretch(slots, start, count, num_kept, q.shape[1], caches.shape[2] - 1, chunk), 1)
     held = caches[layer, slots][:, : seen.held].masked_fill(~seen.mask.any(1)[:, : seen.held, None, None], 0)
     new = torch.cat((k, v), -1).unflatten(0, (-1, lanes)).transpose(1, 2)  # [B, Q, L, 2 * H * D]

@@ -23,21 +23,22 @@ from zoo.nn.triton_attention import _seen
 EVERYWHERE = tl.constexpr(1 << 30)  # the position of what is never too far back
 KEPT_VALUES = 4096  # that a program writes at once, of keys and of values
 # differ from launch to launch: no kernel for each
-LENGTHS = ["num", "num_slots", "num_places", "chunk"]
+LENGTHS = ["block", "num", "num_slots", "num_places", "chunk"]
 
 
-@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=["layer"])
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=["layers"])
 def _attend_stretch(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
     caches: tl.tensor,
-    layer: tl.tensor,
+    layers: tl.tensor,
     slots: tl.tensor,
     start: tl.tensor,
     count: tl.tensor,
     num_kept: tl.tensor,
     out: tl.tensor,
+    block: tl.tensor,
     num: tl.tensor,
     num_slots: tl.tensor,
     num_places: tl.tensor,
@@ -79,7 +80,7 @@ def _attend_stretch(
     held = tl.where(is_heard, tl.minimum(first, num_places - 1), 0)
     latest = kept + (first - kept - 1) % ring  # the place of the last position in the ring, where it has any
     # int64: caches have more values than 2^31
-    base = ((tl.load(layer) * num_slots + slot) * num_places * LANES + lane) * (2 * HEADS * DIM) + head * DIM
+    base = ((tl.load(layers + block) * num_slots + slot) * num_places * LANES + lane) * (2 * HEADS * DIM) + head * DIM
     for at in range(0, held, BLOCK):
         m = at + column
         is_held = m < held
@@ -108,14 +109,15 @@ def _attend_stretch(
     tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=whole)
 
 
-@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=["layer"])
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=["layers"])
 def _keep_stretch(
     k: tl.tensor,
     v: tl.tensor,
     caches: tl.tensor,
-    layer: tl.tensor,
+    layers: tl.tensor,
     slots: tl.tensor,
     index: tl.tensor,
+    block: tl.tensor,
     num: tl.tensor,
     num_slots: tl.tensor,
     num_places: tl.tensor,
@@ -131,7 +133,7 @@ def _keep_stretch(
     at = tl.load(index + b * num + n, mask=n < num, other=num_places - 1)
     whole = (at < num_places - 1)[:, None] & (d < WIDTH)[None, :]
     place = ((row * num + n) * token_stride)[:, None] + d[None, :]
-    first = (tl.load(layer) * num_slots + tl.load(slots + b)) * num_places
+    first = (tl.load(layers + block) * num_slots + tl.load(slots + b)) * num_places
     kept = (((first + at) * LANES + lane) * (2 * WIDTH))[:, None] + d[None, :]
     tl.store(caches + kept, tl.load(k + place, mask=whole, other=0.0), mask=whole)
     tl.store(caches + kept + WIDTH, tl.load(v + place, mask=whole, other=0.0), mask=whole)
@@ -165,7 +167,8 @@ def stretch_attention(
     k: Tensor,
     v: Tensor,
     caches: Tensor,
-    layer: Tensor,
+    layers: Tensor,
+    block: int,
     slots: Tensor,
     index: Tensor,
     start: Tensor,
@@ -184,13 +187,13 @@ def stretch_attention(
     assert max(rows * num * stride, num_places * lanes * kept_width) < 1 << 31, f"{rows} rows of {num}"
     slots, index, start, count, num_kept = (x.contiguous() for x in (slots, index, start, count, num_kept))
     out, sizes = q.new_empty(q.shape), constants(lanes, heads, width // heads, q.dtype)
-    where, lengths = (slots, start, count, num_kept), (num, num_slots, num_places)
+    where, lengths = (slots, start, count, num_kept), (block, num, num_slots, num_places)
     scale = (width // heads) ** -0.5 * math.log2(math.e)
     grid = triton.cdiv(num, sizes["ROWS"]), heads, rows
-    _attend_stretch[grid](q, k, v, caches, layer, *where, out, *lengths, chunk, stride, scale, **sizes)
+    _attend_stretch[grid](q, k, v, caches, layers, *where, out, *lengths, chunk, stride, scale, **sizes)
     sizes = keeping_constants(lanes, width)
     grid = triton.cdiv(num, sizes["ROWS"]), rows
-    _keep_stretch[grid](k, v, caches, layer, slots, index, *lengths, stride, **sizes)
+    _keep_stretch[grid](k, v, caches, layers, slots, index, *lengths, stride, **sizes)
     return out
 
 

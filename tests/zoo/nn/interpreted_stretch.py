@@ -60,8 +60,8 @@ class Launch:
         self.is_real = ~is_padding
 
     def run(self, function, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        seen, caches, layer = self.seen, self.caches.to(dtype, copy=True), torch.tensor(1)
-        where = caches, layer, seen.slots, seen.index, seen.start, seen.count, seen.num_kept, self.chunk, self.heads
+        seen, caches, layers = self.seen, self.caches.to(dtype, copy=True), torch.tensor([0, 7, 1, 0])
+        where = caches, layers, 2, seen.slots, seen.index, seen.start, seen.count, seen.num_kept, self.chunk, self.heads
         qkv = self.qkv if dtype == self.dtype else (part.to(dtype).nan_to_num(0) for part in self.qkv)
         return function(*qkv, *where), caches
 
