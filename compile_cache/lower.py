@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import reduce
 from types import FunctionType, MethodType
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from compile_cache.strategy import Eager, Lowering, Part, Parts
+
+_of_parts = ContextVar("of_parts", default=False)  # whether a function runs here whose parts are compiled
 
 
 def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
@@ -32,7 +35,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_parts(function: Callable[..., Any], parts: Iterable[Part]) -> Callable[..., Any]:
-    """The function, which calls the parts compiled. Only while it runs are they so: who calls them else has them plain."""
+    """The function, which calls the parts compiled. Only while it runs are they so, and for it alone: who else calls them, on
+    another thread too, has them plain."""
     assert isinstance(function, MethodType), f"{function} is a part of nothing"
     known: list[tuple[object, str, Callable[..., Any]]] = []
     for part in parts:
@@ -44,6 +48,7 @@ def with_parts(function: Callable[..., Any], parts: Iterable[Part]) -> Callable[
         with ExitStack() as stack:
             for owner, name, part in known:
                 stack.enter_context(_in_place(owner, name, part))
+            stack.callback(_of_parts.reset, _of_parts.set(True))
             return function(*args, **kwargs)
 
     return lowered
@@ -65,6 +70,8 @@ def _any_size(method: Callable[..., Any], part: Part) -> Callable[..., Any]:
     compiled, signature = _compiled(method), inspect.signature(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not _of_parts.get():
+            return method(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         for argument, names in part.any_size:
             first, *rest = argument.split(".")

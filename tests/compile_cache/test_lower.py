@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +95,16 @@ def test_what_a_part_raises_leaves_the_plain_one_behind():
     assert outer.say(torch.ones(2), more(1, 1)) == 2 * 53
     with pytest.raises(AttributeError, match="missing"):
         lower(outer.say, Parts((Part("inner.missing"),)))
+
+
+def test_another_thread_has_the_plain_part(monkeypatch):
+    class Elsewhere(Outer):
+        def say(self, x: Tensor, more: Model) -> float:
+            here = super().say(x, more)
+            with ThreadPoolExecutor(1) as pool:
+                there = pool.submit(super().say, x, more)
+            return 1000 * here + there.result()
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: lambda x, more, times: x + 1)
+    fast = lower(Elsewhere().say, Parts((Part("inner.pass_on"),)))
+    assert fast(torch.ones(2), more(1, 1)) == 1000 * 2 * 4 + 2 * 53

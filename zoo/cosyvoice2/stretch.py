@@ -138,9 +138,9 @@ def stretch_attention(
     heads: int,
 ) -> Tensor:
     """q, k, v [B * L, Q, H * D] over what the streams hold in one of the caches [layers, S, capacity + 1, L, 2 * H * D], as
-    `Seen` says, and over themselves -> [B * L, Q, H * D]; then the new ones take their places there. layers int64, of
-    which the one at `block` says whose cache it is; the others are a `Seen`'s, chunk its grid. What padding gives is finite, and nobody's. An operator: a GPU reads a cache
-    where it lies, as far as it is seen."""
+    `Seen` says, and over themselves -> [B * L, Q, H * D]; then the new ones take their places there. layers [_] int64, of
+    which the one at `block` says whose cache it is; the others are a `Seen`'s, chunk its grid. What padding gives is finite,
+    and nobody's. An operator: a GPU reads a cache where it lies, as far as it is seen."""
     if kernels.use_gpu(q):
         where = caches, layers, block, slots, index, start, count, num_kept, chunk, heads
         return kernels.on_gpu("triton_stretch", "stretch_attention", q, k, v, *where)

@@ -105,11 +105,8 @@ def test_it_is_one_graph_for_any_number_of_streams_and_frames(vocoder, monkeypat
         given = random(num, frames, MELS), place
         rest = random(num, harmonics).abs() % 1, random(num, frames + 1, MEL_SAMPLES, harmonics)
         rows, count = random(num, vocoder.layout.size), torch.tensor([frames, 20, 0, 1, 2])[:num]
-
-        def said(function: object) -> tuple[Tensor, ...]:
-            state = CodecState(vocoder.layout, rows, frames, count)
-            return *function(*given, state, *rest), state.next()
-
-        for found, truth in zip(said(fast), said(vocoder), strict=True):
+        states = [CodecState(vocoder.layout, rows, frames, count) for _ in range(2)]
+        said, expected = fast(*given, states[0], *rest), vocoder(*given, states[1], *rest)
+        for found, truth in zip((*said, states[0].next()), (*expected, states[1].next()), strict=True):
             torch.testing.assert_close(found, truth, rtol=0, atol=1e-9)
     assert counts().graphs - before == 1
