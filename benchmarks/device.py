@@ -294,11 +294,6 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     for (stage, start_s), (_, end_s) in pairwise(begun_s):
         warm_s[stage] = warm_s.get(stage, 0) + end_s - start_s
     put("warm_s", {stage: round(seconds, 1) for stage, seconds in warm_s.items()})
-    if os.environ.get("EXP"):  # SCRATCH
-        import runpy
-
-        extra = runpy.run_path(os.environ["EXP"])
-        extra["warmed"](name)
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
     put("memory_bytes", {"planned": plan(family, most).total, "allocated": memory})
     with alone():
@@ -311,8 +306,6 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         beside(engine, partial(listen, name, engine, request, most, options, put))
         put("graph_misses", model.runner.graph_misses)
         put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
-        if os.environ.get("EXP"):  # SCRATCH
-            extra["extra"](name, engine, model, put, replay_ms)
 
 
 def listen(
