@@ -42,7 +42,7 @@ from benchmarks.rehearsal.l2 import L2
 from benchmarks.rehearsal.launches import Launch, Log
 from benchmarks.rehearsal.parts import Rehearsed
 from compile_cache import choices
-from compile_cache.strategy import Whole
+from compile_cache.strategy import Eager, Parts
 from serving.engine.engine import CODECS
 from serving.engine.memory_plan import MemoryPlan, plan
 from zoo.contract import Window
@@ -163,12 +163,15 @@ def rehearse(
 
 def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
     """For the step and for each shape of a render a graph for one slot, where that is recorded, and one for more; and
-    a graph for prefills."""
-    window = runner.family.spec.window
-    renders = sum(num_graphs(runner.render_buckets(frames)) for frames in window.sizes)
-    shapes = num_graphs(runner.buckets), 1, renders * len(window.lengths or (0,))
+    a graph for prefills. Each part of a render is so for all shapes."""
+    window, how_rendered = runner.family.spec.window, runner.lowerings[2]
+    buckets = [runner.render_buckets(frames) for frames in window.sizes]
+    renders = sum(map(num_graphs, buckets)) * len(window.lengths or (0,))
+    if isinstance(how_rendered, Parts):
+        renders = num_graphs([size for sizes in buckets for size in sizes]) * len(how_rendered.parts)
+    shapes = num_graphs(runner.buckets), 1, renders
     known = zip(PARTS, shapes, runner.lowerings, strict=True)
-    return sum(n for part, n, how in known if how == Whole() and part in parts)
+    return sum(n for part, n, how in known if how != Eager() and part in parts)
 
 
 def num_graphs(sizes: Sequence[int]) -> int:

@@ -18,7 +18,28 @@ class Whole:
     """
 
 
-Lowering = Eager | Whole
+@dataclass(frozen=True)
+class Part:
+    """A method that a function calls, by its place below the function's own object: "flow.advance".
+
+    any_size: of its arguments those of which the graph holds for every size of an axis, with a name for each of their
+    first axes; "" where there is one size. Equal names mean equal sizes: (("x", ("batch", "frames")), ...). A dot leads
+    to a part of an argument: "seen.index".
+    """
+
+    place: str
+    any_size: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Run the function as it is written, but for these methods, each of which is one graph: for a function that would be
+    too large a graph as a whole, because it calls them many times."""
+
+    parts: tuple[Part, ...]
+
+
+Lowering = Eager | Whole | Parts
 
 
 @dataclass(frozen=True)

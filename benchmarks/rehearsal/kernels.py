@@ -32,6 +32,13 @@ RESULTS = {"out", "log_sums", "grown"}  # of our kernels: arguments that are wri
 # FLOPs of those whose arithmetic may take longer than their bytes, from their arguments
 WORK: dict[str, Callable[[dict[str, Any]], int]] = {
     "_swiglu_linear": lambda given: 2 * given["rows"] * given["weight"].numel(),
+    "_attend_stretch": lambda given: 4 * given["q"].numel() * (given["num_places"] + given["num"]),
+}
+# Bytes of an argument of which a kernel touches less than it is: of a cache, its streams' rows in one layer, as far as they can
+# be full; and their new positions.
+TOUCHED: dict[tuple[str, str], Callable[[dict[str, Any]], int]] = {
+    ("_attend_stretch", "caches"): lambda given: len(given["slots"]) * tensor_bytes(given["caches"][0, 0]),
+    ("_keep_stretch", "caches"): lambda given: tensor_bytes(given["k"]) + tensor_bytes(given["v"]),
 }
 
 
@@ -95,8 +102,13 @@ def lowering(log: Log) -> Iterator[Kernels]:
     def launch(function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         given = dict(zip(function.arg_names, args, strict=False)) | kwargs
         tensors = {id(value): name for name, value in given.items() if isinstance(value, Tensor)}  # each once: one may
-        reads = [log.touched(given[name]) for name in tensors.values() if name not in RESULTS]  # stand for what
-        writes = [log.touched(given[name]) for name in tensors.values() if name in RESULTS]  # is not read
+        touched = {}  # stand for what is not read
+        for name in tensors.values():
+            part = TOUCHED.get((function.__name__, name))
+            touched[name] = log.touched(given[name]) if part is None else (given[name], part(given))
+        is_written = RESULTS if function.__name__ != "_keep_stretch" else {"caches"}
+        reads = [one for name, one in touched.items() if name not in is_written]
+        writes = [one for name, one in touched.items() if name in is_written]
         flops = WORK[function.__name__](given) if function.__name__ in WORK else 0
         log.add(function.__name__, reads, writes, flops, arithmetic(tensors_of(given)) if flops else "fp32")
         mocked, named = tree_map(_without_values, (args, kwargs))

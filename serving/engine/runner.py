@@ -23,7 +23,7 @@ from compile_cache import limits, saved
 from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
 from compile_cache.lower import lower
-from compile_cache.strategy import Eager, Lowering
+from compile_cache.strategy import Eager, Lowering, Parts
 from serving.engine.scheduler import Chunk, Render
 from serving.engine.streams import AsyncCopy, LaunchInputs, Observer, Streams
 from zoo.contract import Batch, Family, Lane, Prompt, View
@@ -209,8 +209,10 @@ class Runner:
         self.lowerings: tuple[Lowering, ...] = lowerings if compile else (Eager(), Eager(), Eager())
         step, prefill, render = self.lowerings
         self._step, self._hidden = lower(family.step, step), lower(family.hidden, prefill)
-        # One for each length bucket: Dynamo keeps eight graphs of a function at most.
-        self._render = {length: lower(family.render, render) for length in family.spec.window.lengths or (0,)}
+        # One for each length bucket: Dynamo keeps eight graphs of a function at most. What is lowered in parts is so once.
+        lengths, once = family.spec.window.lengths or (0,), isinstance(render, Parts)
+        renders = [lower(family.render, render)] * len(lengths) if once else [lower(family.render, render) for _ in lengths]
+        self._render = dict(zip(lengths, renders, strict=True))
 
     @property
     def is_compiled(self) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
 
+from compile_cache import lower as lowering
+from compile_cache.counts import counts
 from compile_cache.lower import lower
-from compile_cache.strategy import Whole
+from compile_cache.strategy import Part, Parts, Whole
 
 
 class Model:
@@ -30,3 +34,77 @@ def test_a_process_may_load_any_number_of_models(monkeypatch):
     steps = [lower(Model(weight).step, Whole()) for weight in range(12)]
     assert [int(step(torch.tensor(10))) for step in steps] == [10 * weight + 1 for weight in range(12)]
     assert int(steps[3](torch.tensor(10), more=5)) == 35
+
+
+class Inner:
+    def __init__(self, weight: int):
+        self.weight = weight
+
+    def pass_on(self, x: Tensor, more: Model, times: int = 1) -> Tensor:
+        return x * self.weight + more.weight * times
+
+
+class Outer:
+    def __init__(self) -> None:
+        self.inner = Inner(3)
+
+    def say(self, x: Tensor, more: Model) -> float:
+        for times in (2, 2, 2):
+            x = self.inner.pass_on(x, more, times)
+        return float(x.sum())  # which a graph cannot
+
+
+def more(*values: int) -> Model:
+    made = Model(0)
+    made.weight = torch.tensor(values)
+    return made
+
+
+@pytest.mark.compile
+def test_parts_are_compiled_and_what_is_around_them_is_not(monkeypatch):
+    compiled, seen = torch.compile, list[bool]()
+
+    def backend(graph, inputs):
+        seen.append(True)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend=backend, fullgraph=True, dynamic=False))
+    monkeypatch.setattr(lowering, "any_size", lambda tensors, dim, name: [torch._dynamo.mark_dynamic(x, dim) for x in tensors])
+    torch._dynamo.reset()
+    outer = Outer()
+    part = Part("inner.pass_on", (("x", ("rows",)), ("more.weight", ("rows",))))
+    fast, before = lower(outer.say, Parts((part,))), counts().graphs
+    for values in ((1, 2, 3), (4, 5, 6, 7), (8, 9)):
+        x, given = torch.tensor(values), more(*values)
+        assert fast(x, given) == outer.say(x, given) == float(sum(27 * n + 26 * n for n in values))
+    assert counts().graphs - before == 1 and seen == [True]
+    assert vars(outer.inner) == {"weight": 3}
+
+
+def test_what_a_part_raises_leaves_the_plain_one_behind():
+    outer = Outer()
+
+    def fail(x: Tensor, given: Model, times: int) -> Tensor:
+        raise ValueError("as it must")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **how: fail)
+        fast = lower(outer.say, Parts((Part("inner.pass_on"),)))
+    with pytest.raises(ValueError, match="as it must"):
+        fast(torch.ones(2), more(1, 1))
+    assert outer.say(torch.ones(2), more(1, 1)) == 2 * 53
+    with pytest.raises(AttributeError, match="missing"):
+        lower(outer.say, Parts((Part("inner.missing"),)))
+
+
+def test_another_thread_has_the_plain_part(monkeypatch):
+    class Elsewhere(Outer):
+        def say(self, x: Tensor, more: Model) -> float:
+            here = super().say(x, more)
+            with ThreadPoolExecutor(1) as pool:
+                there = pool.submit(super().say, x, more)
+            return 1000 * here + there.result()
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: lambda x, more, times: x + 1)
+    fast = lower(Elsewhere().say, Parts((Part("inner.pass_on"),)))
+    assert fast(torch.ones(2), more(1, 1)) == 1000 * 2 * 4 + 2 * 53

@@ -125,10 +125,15 @@ class TransformerBlock(nn.Module):
         self.widen = nn.Linear(channels, 4 * channels)
         self.narrow = nn.Linear(4 * channels, channels)
 
-    def forward(self, x: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
-        """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen; cache [S, capacity + 1, PAIR, 2 * inner]."""
+    def forward(self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor, block: int) -> Tensor:
+        """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen, or on a GPU None; caches of some layers [_, S, capacity + 1, PAIR,
+        2 * inner]: with a mask `block` is this one's, and without one what `layers` names at `block`."""
         q, k, v = self.qkv(self.attention_norm(x))
-        y = self._attend(q, k, v, seen, mask, cache)
+        if mask is not None:
+            y = self._attend(q, k, v, seen, mask, caches[block])
+        else:
+            where = seen.slots, seen.index, seen.start, seen.count, seen.num_kept, seen.grid
+            y = torch.ops.zoo.stretch_attention.default(q, k, v, caches, layers, block, *where, self.heads)
         x = linear_add(self.out, y, x)
         return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
@@ -155,16 +160,28 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(
-        self, x: Tensor, shift: Tensor, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor
+        self,
+        x: Tensor,
+        shift: Tensor,
+        state: CodecState,
+        seen: Seen,
+        mask: Tensor | None,
+        caches: Tensor,
+        layers: Tensor,
     ) -> Tensor:
-        x = self.resnet(x, shift, state)
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = block(x, seen, mask, cache)
+        return self._transform(self.resnet(x, shift, state), seen, mask, caches, layers)
+
+    # Four blocks and not one: a region begins and ends with launches of its own.
+    @torch.compiler.nested_compile_region
+    def _transform(self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, seen, mask, caches, layers, i)
         return x
 
 
 class Estimator(nn.Module):
     shifts: Tensor  # [steps, stages, channels], what the times of the solver's steps add
+    numbers: Tensor  # [layers], of the transformer blocks
 
     def __init__(self, config: FlowConfig):
         super().__init__()
@@ -194,15 +211,23 @@ class Estimator(nn.Module):
         time = F.mish(self.time2(F.silu(self.time1(time))))
         shifts = torch.stack([stage.resnet.time(time) for stage in self.stages], 1)
         self.register_buffer("shifts", shifts, persistent=False)
+        numbers = torch.arange(len(self.stages) * len(self.first.blocks), device=time.device)
+        self.register_buffer("numbers", numbers, persistent=False)
 
-    def forward(self, x: Tensor, step: int, state: CodecState, seen: Seen, mask: Tensor, caches: Tensor) -> Tensor:
-        """x [2B, Q, 4 * MELS]; step of the solver; caches [layers, S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q,
-        MELS]."""
-        shifts, by_stage = self.shifts[step].unbind(0), caches.split(len(self.first.blocks))
-        x = kept = self.first(x, shifts[0], state, seen, mask, by_stage[0])
+    def forward(
+        self, x: Tensor, shifts: Tensor, state: CodecState, seen: Seen, mask: Tensor | None, caches: Tensor
+    ) -> Tensor:
+        """x [2B, Q, 4 * MELS]; shifts [stages, channels], of a step of the solver; mask as a block takes it; caches [layers,
+        S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q, MELS]."""
+        num = len(self.first.blocks)
+        layers = self.numbers.split(num)
+        by_stage = [caches] * len(layers) if mask is None else caches.split(num)
+        given = [(seen, mask, *one) for one in zip(by_stage, layers, strict=True)]
+        added = shifts.unbind(0)
+        x = kept = self.first(x, added[0], state, *given[0])
         x = self.first_conv(x, state)
-        for stage, shift, stage_caches in zip(self.middle, shifts[1:-1], by_stage[1:-1], strict=True):
-            x = stage(x, shift, state, seen, mask, stage_caches)
-        x = self.last(torch.cat((x, kept), -1), shifts[-1], state, seen, mask, by_stage[-1])
+        for stage, shift, rest in zip(self.middle, added[1:-1], given[1:-1], strict=True):
+            x = stage(x, shift, state, *rest)
+        x = self.last(torch.cat((x, kept), -1), added[-1], state, *given[-1])
         x = self.final(self.last_conv(x, state), state)
         return pointwise(x, self.out)

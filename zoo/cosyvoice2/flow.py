@@ -95,6 +95,7 @@ class FlowCache:
 
 class Flow(nn.Module):
     noise: Tensor  # [F, MELS]
+    strides: Tensor  # [STEPS] fp64, how far the solver's steps go
 
     def __init__(self, config: FlowConfig):
         super().__init__()
@@ -107,10 +108,11 @@ class Flow(nn.Module):
 
     def prepare(self) -> None:
         """Make what is in no checkpoint, and lay out what is."""
-        noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID))
-        self.register_buffer("noise", noise.to(self.output.weight.device), persistent=False)
-        self.times = cosine_times()
-        self.estimator.prepare(torch.tensor(self.times[:STEPS]).to(self.output.weight.device))
+        noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID)).to(self.output.weight.device)
+        self.register_buffer("noise", noise, persistent=False)
+        times = torch.tensor(cosine_times(), dtype=torch.float64)
+        self.register_buffer("strides", times.diff().to(noise.device), persistent=False)
+        self.estimator.prepare(times[:STEPS].float().to(noise.device))
 
     def forward(
         self,
@@ -146,23 +148,34 @@ class Flow(nn.Module):
     def _solve(self, given: Tensor, x: Tensor, stretch: Stretch, cache: FlowCache) -> Tensor:
         """given [B, Q, 3 MELS], x [B, Q, MELS] -> [B, Q, MELS]. Where frames are and how they move is kept in
         fp32."""
-        seen, times = Seen(stretch, TOKEN_FRAMES), self.times
-        mask = given.new_zeros(seen.mask.shape).masked_fill_(~seen.mask, -torch.inf)
-        mask = mask.repeat_interleave(PAIR, 0)[:, None]
-        pairs = torch.stack((given, torch.zeros_like(given)), 1).flatten(0, 1)  # [2B, Q, 3 MELS]
-        count = stretch.count.repeat_interleave(PAIR)
+        seen = Seen(stretch, TOKEN_FRAMES)
+        pairs = torch.stack((given, torch.zeros_like(given)), 1)  # [B, PAIR, Q, 3 MELS]
+        mask = None
+        if x.device.type != "cuda":  # there an operator reads the cache where it lies
+            mask = given.new_zeros(seen.mask.shape).masked_fill_(~seen.mask, -torch.inf)
+            mask = mask.repeat_interleave(PAIR, 0)[:, None]
         for k in range(STEPS):
-            rows = cache.estimator_past[k, stretch.slots].flatten(0, 1)
-            state = CodecState(self.estimator.layout, rows, stretch.tokens, count)
-            inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(given.dtype), pairs), -1)
-            velocity, null = (
-                self.estimator(inputs, k, state, seen, mask, cache.estimator[k])
-                .unflatten(0, (-1, PAIR))
-                .unbind(1)
-            )
-            cache.estimator_past[k, stretch.slots] = state.next().unflatten(0, (-1, PAIR))
-            guided = (1 + self.config.guidance) * velocity.to(x.dtype) - self.config.guidance * null.to(
-                x.dtype
-            )
-            x = x + (times[k + 1] - times[k]) * guided
+            shifts, past, caches = self.estimator.shifts[k], cache.estimator_past[k], cache.estimator[k]
+            x = self.advance(x, pairs, shifts, self.strides[k], seen, mask, past, caches)
         return x
+
+    def advance(
+        self,
+        x: Tensor,
+        pairs: Tensor,
+        shifts: Tensor,
+        stride: Tensor,
+        seen: Seen,
+        mask: Tensor | None,
+        past: Tensor,
+        caches: Tensor,
+    ) -> Tensor:
+        """A step of the solver, `stride` [] long: x [B, Q, MELS], pairs [B, PAIR, Q, 3 MELS] -> [B, Q, MELS]. Moves the
+        estimator's past [S, PAIR, V] and its caches; the others are as it takes them."""
+        rows, count = past[seen.slots].flatten(0, 1), seen.count.repeat_interleave(PAIR)
+        state = CodecState(self.estimator.layout, rows, x.shape[1], count)
+        inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(pairs.dtype), pairs.flatten(0, 1)), -1)
+        velocities = self.estimator(inputs, shifts, state, seen, mask, caches).unflatten(0, (-1, PAIR))
+        past[seen.slots] = state.next().unflatten(0, (-1, PAIR))
+        velocity, null = (one.to(x.dtype) for one in velocities.unbind(1))
+        return x + stride * ((1 + self.config.guidance) * velocity - self.config.guidance * null)

@@ -1,6 +1,6 @@
 """How CosyVoice 2 is lowered; data only."""
 
-from compile_cache.strategy import Eager, Strategy, Whole
+from compile_cache.strategy import Part, Parts, Strategy, Whole
 from zoo.contract import Window
 
 GRID = 25  # tokens of a chunk: within one, everything sees everything
@@ -17,9 +17,35 @@ WINDOW = Window(
         MAX_FRAMES,
     ),  # a stretch that ends in the first length may have the prompt's end before it
 )
+BATCH, ROWS = ("batch",), ("batch", "frames")
+# Ten passes through the flow's network are too large a graph: one step of its solver, for any number of streams and frames.
+ADVANCE = Part(
+    "flow.advance",
+    (
+        ("x", ROWS),
+        ("pairs", ("batch", "", "frames")),
+        ("seen.index", ROWS),
+        ("seen.slots", BATCH),
+        ("seen.start", BATCH),
+        ("seen.count", BATCH),
+        ("seen.num_kept", BATCH),
+    ),
+)
+VOCODER = Part(
+    "vocoder.forward",
+    (
+        ("mel", ROWS),
+        ("noise", ("batch", "frames and one")),
+        ("phase", BATCH),
+        ("place.first", BATCH),
+        ("place.limit", BATCH),
+        ("state.rows", BATCH),
+        ("state.count", BATCH),
+    ),
+)
 STRATEGY = Strategy(
     step=Whole(),
-    gpu_render=Eager(),  # ten passes through the flow's network: too large a graph; it is recorded as it is written
+    gpu_render=Parts((ADVANCE, VOCODER)),
     cuts_renders=True,
     fp32=(
         "norms' mean squares",

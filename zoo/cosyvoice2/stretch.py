@@ -12,11 +12,15 @@ the stream alone, so a stream cut into stretches on the grid gives what it gives
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from zoo.cosyvoice2.strategy import GRID
+from zoo.nn import kernels
+from zoo.nn.operator import operator
 
 
 @dataclass
@@ -42,54 +46,65 @@ def may_follow_values(like: Tensor) -> bool:
 class Seen:
     """Who sees whom in a stretch, at `rate` positions a token.
 
-    mask [B, Q, held + Q] of the cache's positions, then the stretch's own; distance [B, Q, held + Q], how far
-    back each lies, with what was dropped left out; index [B, Q], where the cache takes each position, and its
-    last row where it does not. held: the cache's first positions, those of all that hold something; all of
-    them where shapes do not follow from values.
+    start, count and num_kept [B]: the stretch's, in positions; index [B, Q], where the cache takes each position, and its
+    last row where it does not. mask [B, Q, held + Q] of the cache's positions, then the stretch's own; distance
+    [B, Q, held + Q], how far back each lies, with what was dropped left out. held: the cache's first positions, those
+    of all that hold something; all of them where shapes do not follow from values.
     """
 
     def __init__(self, stretch: Stretch, rate: int):
-        device = stretch.start.device
         grid, capacity = stretch.chunk * rate, stretch.capacity * rate
         self.held = capacity
         if may_follow_values(stretch.start):
             self.held = min(capacity, int(stretch.start.max()) * rate)
-        self.slots, self.grid = stretch.slots, grid
-        self.max_distance = min(capacity + grid, self.held + stretch.tokens * rate)
-        kept, start, count = (
-            value[:, None] * rate for value in (stretch.num_kept, stretch.start, stretch.count)
-        )
-        ring = capacity - kept  # [B, 1]
+        self.slots, self.grid, self.num = stretch.slots, grid, stretch.tokens * rate
+        self.max_distance = min(capacity + grid, self.held + self.num)
+        parts = (stretch.start, stretch.count, stretch.num_kept)
+        self.start, self.count, self.num_kept = (part * rate for part in parts)
 
-        place = torch.arange(self.held, device=device)
-        latest = start - kept - 1  # the last one in the ring, counted from the prompt's end
-        in_ring = latest - (latest - place + kept) % ring  # below 0 where the ring's place is empty
-        held = torch.where(
-            place < kept, place, kept + in_ring
-        )  # [B, held], the position that each place holds
-        is_held = torch.where(place < kept, place < start, in_ring >= 0)
-
-        own = torch.arange(stretch.tokens * rate, device=device)
-        query = start + own  # [B, Q]
-        key = torch.cat((held, query), 1)[:, None]  # [B, 1, K]
-        is_there = torch.cat((is_held, own < count), 1)[:, None]
-        chunks_back = query[:, :, None] // grid - key // grid  # [B, Q, K]
-        is_kept = key < kept[:, :, None]
-        mask = is_there & (chunks_back >= 0) & (is_kept | (chunks_back <= (ring // grid)[:, :, None]))
-        itself = torch.arange(self.held, self.held + len(own), device=device)
-        self.mask = mask | (
-            torch.arange(key.shape[2], device=device) == itself[:, None]
-        )  # padding sees itself: a row of nothing is NaN
-
-        dropped = ((query - kept) // grid * grid - ring).clamp(min=0)[
-            :, :, None
-        ]  # before the ring's first chunk
-        distance = query[:, :, None] - key - torch.where(is_kept, dropped, 0)
-        self.distance = distance.clamp(1 - grid, self.max_distance)
-
-        is_new = (own < count) & ((query >= start + count - ring) | (query < kept))
-        place = torch.where(query < kept, query, kept + (query - kept) % ring)
+        own = torch.arange(self.num, device=self.start.device)
+        start, count, kept = (part[:, None] for part in (self.start, self.count, self.num_kept))
+        self.ring = capacity - kept  # [B, 1]
+        self.query = query = start + own  # [B, Q]
+        is_new = (own < count) & ((query >= start + count - self.ring) | (query < kept))
+        place = torch.where(query < kept, query, kept + (query - kept) % self.ring)
         self.index = torch.where(is_new, place, capacity)
+
+    @cached_property
+    def key(self) -> Tensor:
+        """The positions that the cache's places hold, then the stretch's [B, 1, K]."""
+        return torch.cat((self._held[0], self.query), 1)[:, None]
+
+    @cached_property
+    def is_kept(self) -> Tensor:
+        """[B, 1, K]"""
+        return self.key < self.num_kept[:, None, None]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        own = torch.arange(self.num, device=self.start.device)
+        is_there = torch.cat((self._held[1], own < self.count[:, None]), 1)[:, None]
+        chunks_back = self.query[:, :, None] // self.grid - self.key // self.grid  # [B, Q, K]
+        mask = is_there & (chunks_back >= 0) & (self.is_kept | (chunks_back <= (self.ring // self.grid)[:, :, None]))
+        place = torch.arange(self.key.shape[2], device=own.device)
+        return mask | (place == (self.held + own)[:, None])  # padding sees itself: a row of nothing is NaN
+
+    @cached_property
+    def distance(self) -> Tensor:
+        kept = self.num_kept[:, None]
+        dropped = ((self.query - kept) // self.grid * self.grid - self.ring).clamp(min=0)  # before the ring's first chunk
+        distance = self.query[:, :, None] - self.key - torch.where(self.is_kept, dropped[:, :, None], 0)
+        return distance.clamp(1 - self.grid, self.max_distance)
+
+    @cached_property
+    def _held(self) -> tuple[Tensor, Tensor]:
+        """The position that each of the cache's places holds, and whether it holds one [B, held]."""
+        place = torch.arange(self.held, device=self.start.device)
+        start, kept = self.start[:, None], self.num_kept[:, None]
+        latest = start - kept - 1  # the last one in the ring, counted from the prompt's end
+        in_ring = latest - (latest - place + kept) % self.ring  # below 0 where the ring's place is empty
+        is_held = torch.where(place < kept, place < start, in_ring >= 0)
+        return torch.where(place < kept, place, kept + in_ring), is_held
 
     def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
         """cache [S, capacity + 1, ...], new [B, Q, ...] -> the cache's positions and the new ones [B, held +
@@ -97,3 +112,46 @@ class Seen:
         whole = torch.cat((cache[self.slots, : self.held], new), 1)
         cache[self.slots[:, None], self.index] = new
         return whole
+
+
+def like_rows(q: Tensor, *others: object) -> Tensor:
+    """Of q's shape, position by position: q may be a part of a product."""
+    return q.new_empty(q.shape)
+
+
+# What a region that is compiled once may write has to be told from torch 2.13 on, and torch 2.11 refuses to compile it if
+# it is. There it need not know: of what one layer writes, nothing else in a launch reads.
+@operator("stretch_attention", gives=like_rows, writes=("caches",) if torch.__version__ >= "2.13" else ())
+def stretch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    caches: Tensor,
+    layers: Tensor,
+    block: int,
+    slots: Tensor,
+    index: Tensor,
+    start: Tensor,
+    count: Tensor,
+    num_kept: Tensor,
+    chunk: int,
+    heads: int,
+) -> Tensor:
+    """q, k, v [B * L, Q, H * D] over what the streams hold in one of the caches [layers, S, capacity + 1, L, 2 * H * D], as
+    `Seen` says, and over themselves -> [B * L, Q, H * D]; then the new ones take their places there. layers [_] int64, of
+    which the one at `block` says whose cache it is; the others are a `Seen`'s, chunk its grid. What padding gives is finite,
+    and nobody's. An operator: a GPU reads a cache where it lies, as far as it is seen."""
+    if kernels.use_gpu(q):
+        where = caches, layers, block, slots, index, start, count, num_kept, chunk, heads
+        return kernels.on_gpu("triton_stretch", "stretch_attention", q, k, v, *where)
+    layer, lanes = layers[block], caches.shape[3]
+    seen = Seen(Stretch(slots, start, count, num_kept, q.shape[1], caches.shape[2] - 1, chunk), 1)
+    held = caches[layer, slots][:, : seen.held].masked_fill(~seen.mask.any(1)[:, : seen.held, None, None], 0)
+    new = torch.cat((k, v), -1).unflatten(0, (-1, lanes)).transpose(1, 2)  # [B, Q, L, 2 * H * D]
+    kv = torch.cat((held, new), 1).unflatten(-1, (2, heads, -1))
+    keys, values = kv.permute(3, 0, 2, 4, 1, 5).flatten(1, 2)  # [B * L, H, K, D]
+    queries = q.unflatten(-1, (heads, -1)).transpose(1, 2)
+    mask = seen.mask.repeat_interleave(lanes, 0)[:, None]
+    mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    caches[layer, slots[:, None], index] = new
+    return mixed.transpose(1, 2).flatten(2).contiguous()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -353,6 +353,8 @@ class Vocoder(nn.Module):
         """mel [B, W, MELS]; phase [B, H] fp64, in turns, in the middle of the frame f0_lag + 1 before the
         window; noise [B, W + 1, MEL_SAMPLES, H] of the frames from there on -> samples [B, W * MEL_SAMPLES],
         plan.lag behind the window, and the phase at all these frames' middles [B, W + 1, H]."""
+        # said by the mel alone: a graph holds for any number of frames
+        place, state.frames = replace(place, frames=mel.shape[1]), mel.shape[1]
         mel = self.mel_tail(mel.mT, state)  # [B, MELS, mel_context + W]
         f0 = self.pitch(mel, place)
         source, phases = self.source(f0, place, phase, noise)

@@ -1,11 +1,27 @@
+"""What the flow keeps of a stream, and how a GPU moves it."""
+
+from __future__ import annotations
+
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from masquerade import Mask
+from models import family
+from torch import Tensor
 
-from zoo.cosyvoice2.flow import zeros
+from compile_cache import lower as lowering
+from compile_cache.counts import counts
+from compile_cache.lower import lower
+from compile_cache.strategy import Parts
+from zoo.cosyvoice2.config import MELS
+from zoo.cosyvoice2.flow import Flow, FlowCache, zeros
+from zoo.cosyvoice2.strategy import ADVANCE, GRID, LOOKAHEAD, TOKEN_FRAMES
+from zoo.cosyvoice2.stretch import Seen, Stretch
 
 STATM = Path("/proc/self/statm")
+CAPACITY, SLOTS = 4 * GRID, 6
 
 
 @pytest.mark.skipif(not STATM.exists(), reason="memory is read in /proc")
@@ -20,3 +36,78 @@ def test_what_nobody_wrote_takes_no_memory():
     assert not made[2, -5:].any()
     made[2, -5:] = 1
     assert made[2].sum() == 5
+
+
+@pytest.fixture(scope="module")
+def flow() -> Flow:
+    return deepcopy(family("cosyvoice2").flow).double()
+
+
+def stretch(streams: list[tuple[int, int, int]], tokens: int) -> Stretch:
+    """Of each stream its start, of which it keeps so many, and count."""
+    start, kept, count = (torch.tensor(part) for part in zip(*streams, strict=True))
+    slots = torch.tensor([4, 1, 5, 0, 2])[: len(streams)]
+    return Stretch(slots, start, count, kept, tokens, CAPACITY)
+
+
+@torch.inference_mode()
+def test_a_gpu_s_operator_moves_streams_as_the_plain_lines_do(flow):
+    """From stretch to stretch, until the rings of all have turned."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (FlowCache(flow, SLOTS, CAPACITY) for _ in range(2))
+    starts = torch.tensor([0, 0, 0])
+    for tokens in (GRID, 2 * GRID, 2 * GRID, GRID, 2 * GRID):
+        counts = torch.tensor([tokens, GRID, 0])
+        whole = stretch([(int(s), GRID, int(n)) for s, n in zip(starts, counts, strict=True)], tokens)
+        codes = torch.randint(flow.config.num_codes, (3, tokens + LOOKAHEAD), generator=generator)
+        prompt = torch.randn(3, TOKEN_FRAMES * tokens, MELS, generator=generator).double()
+        speaker = torch.randn(3, flow.config.speaker, generator=generator).double()
+        given = codes, counts + LOOKAHEAD, prompt, speaker, whole
+        truth = flow(*given, theirs)
+        with Mask():
+            found = flow(*given, ours)
+        for row, n in enumerate(TOKEN_FRAMES * counts):
+            torch.testing.assert_close(found[row, :n], truth[row, :n], rtol=0, atol=1e-10)
+        starts = starts + counts
+    torch.testing.assert_close(ours.estimator_past[:, whole.slots[:2]], theirs.estimator_past[:, whole.slots[:2]])
+    assert starts[0] > 2 * CAPACITY - GRID
+
+
+@pytest.mark.compile
+@torch.inference_mode()
+def test_a_step_of_the_solver_is_one_graph_for_any_number_of_streams_and_frames(flow, monkeypatch):
+    class Speech:
+        def __init__(self) -> None:
+            self.flow = flow
+
+        def move(self, *given: object) -> Tensor:
+            return self.flow.advance(*given)
+
+    def as_on_gpu(tensors: tuple[Tensor, ...], dim: int, name: str) -> None:
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, dim)
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="aot_eager", fullgraph=True, dynamic=False))
+    monkeypatch.setattr(lowering, "any_size", as_on_gpu)
+    torch._dynamo.reset()
+    fast, before = lower(Speech().move, Parts((ADVANCE,))), counts().graphs
+    generator = torch.Generator().manual_seed(0)
+    held = FlowCache(flow, SLOTS, CAPACITY)
+    for tensor in (*held.estimator, held.estimator_past):
+        tensor.normal_(generator=generator)
+    streams = [(0, 0, 50), (50, GRID, 31), (175, 0, 50), (1000, 2 * GRID, 0), (25, GRID, 7)]
+    for k, (num, tokens) in enumerate([(3, 50), (5, 75), (2, 27)]):
+        seen = Seen(stretch([(start, kept, min(n, tokens)) for start, kept, n in streams[:num]], tokens), TOKEN_FRAMES)
+        x = torch.randn(num, TOKEN_FRAMES * tokens, MELS, generator=generator).double()
+        pairs = torch.randn(num, 2, TOKEN_FRAMES * tokens, 3 * MELS, generator=generator).double()
+
+        def moved(function: object, k: int = k, given: tuple[object, ...] = (x, pairs), seen: Seen = seen) -> tuple[Tensor, ...]:
+            past, caches = held.estimator_past[k].clone(), held.estimator[k].clone()
+            rest = flow.estimator.shifts[k].clone(), flow.strides[k].clone(), seen, None, past, caches
+            return function(*given, *rest), past, caches[:, :, :-1]
+
+        for found, truth in zip(moved(fast), moved(flow.advance), strict=True):
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
+        assert "advance" not in vars(flow)
+    assert counts().graphs - before == 1

@@ -10,8 +10,12 @@ from models import family
 from torch import Tensor
 from torch.nn import functional as F
 
+from compile_cache import lower as lowering
+from compile_cache.counts import counts
+from compile_cache.lower import lower
+from compile_cache.strategy import Parts
 from zoo.cosyvoice2.config import MELS
-from zoo.cosyvoice2.strategy import MEL_SAMPLES
+from zoo.cosyvoice2.strategy import MEL_SAMPLES, VOCODER
 from zoo.cosyvoice2.vocoder import NO_LIMIT, Place, Vocoder
 from zoo.nn.conv import CodecState
 
@@ -68,3 +72,41 @@ def test_no_sample_is_held_longer_than_it_must_be(vocoder, mel):
     differs = spoken(vocoder, changed, (1000,)) != spoken(vocoder, mel, (1000,))
     reads_ahead = at * MEL_SAMPLES - int(differs.nonzero()[0]) + MEL_SAMPLES
     assert vocoder.plan.lag - MEL_SAMPLES < reads_ahead <= vocoder.plan.lag + MEL_SAMPLES
+
+
+@pytest.mark.compile
+@torch.inference_mode()
+def test_it_is_one_graph_for_any_number_of_streams_and_frames(vocoder, monkeypatch):
+    class Speech:
+        def __init__(self) -> None:
+            self.vocoder = vocoder
+
+        def say(self, *given: object) -> tuple[Tensor, Tensor]:
+            return self.vocoder(*given)
+
+    def as_on_gpu(tensors: tuple[Tensor, ...], dim: int, name: str) -> None:
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, dim)
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="aot_eager", fullgraph=True, dynamic=False))
+    monkeypatch.setattr(lowering, "any_size", as_on_gpu)
+    torch._dynamo.reset()
+    fast, before = lower(Speech().say, Parts((VOCODER,))), counts().graphs
+    generator = torch.Generator().manual_seed(0)
+    harmonics = vocoder.config.harmonics
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).double()
+
+    for num, frames in ((3, 40), (5, 63), (2, 21)):
+        first = torch.tensor([0, 500, 7, 0, 3000])[:num]
+        place = Place(first, torch.tensor([30, NO_LIMIT, 20, NO_LIMIT, 3020])[:num], frames)
+        given = random(num, frames, MELS), place
+        rest = random(num, harmonics).abs() % 1, random(num, frames + 1, MEL_SAMPLES, harmonics)
+        rows, count = random(num, vocoder.layout.size), torch.tensor([frames, 20, 0, 1, 2])[:num]
+        states = [CodecState(vocoder.layout, rows, frames, count) for _ in range(2)]
+        said, expected = fast(*given, states[0], *rest), vocoder(*given, states[1], *rest)
+        for found, truth in zip((*said, states[0].next()), (*expected, states[1].next()), strict=True):
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-9)
+    assert counts().graphs - before == 1

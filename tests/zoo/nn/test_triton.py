@@ -25,6 +25,7 @@ from zoo.nn import (  # noqa: E402
     triton_attention,
     triton_frame_attention,
     triton_sampling,
+    triton_stretch,
     triton_swiglu,
 )
 
@@ -43,7 +44,7 @@ SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 
 
-@pytest.mark.parametrize("what", ["attention", "frame_attention", "sampling", "swiglu"])
+@pytest.mark.parametrize("what", ["attention", "frame_attention", "sampling", "stretch", "swiglu"])
 def test_the_interpreter_agrees(what):
     cases = Path(__file__).with_name(f"interpreted_{what}.py")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
@@ -182,6 +183,25 @@ def test_noise_and_the_kept_set_build(card, tmp_path):
     values = {"logits": torch.float32, "top_k": torch.int64, "top_p": torch.float32, "out": torch.float32}
     values |= {"width": "i32"} | triton_sampling._sizes(3072)
     assert build(triton_sampling._keep_likely, values, CARDS[card], tmp_path)[1] == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str)  # the first one is published
+def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_path):
+    lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
+    numbers = dict.fromkeys(("layers", "slots", "start", "count", "num_kept"), torch.int64)
+    values = dict.fromkeys(("q", "k", "v", "caches"), dtype) | numbers | {"out": dtype} | lengths | {"scale": "fp32"}
+    sizes = triton_stretch.constants(2, *shape, dtype)
+    registers, stack, shared = build(triton_stretch._attend_stretch, values | sizes, CARDS[card], tmp_path)
+    print(f"{card} {shape} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
+    assert stack == 0, f"{stack} bytes a thread do not fit into registers"
+    assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
+    values = dict.fromkeys(("k", "v", "caches"), dtype) | dict.fromkeys(("layers", "slots", "index"), torch.int64)
+    values |= {name: lengths[name] for name in ("num", "num_slots", "num_places", "token_stride", "block")}
+    sizes = triton_stretch.keeping_constants(2, shape[0] * shape[1])
+    assert build(triton_stretch._keep_stretch, values | sizes, CARDS[card], tmp_path)[1] == 0
 
 
 SHARED_BYTES = {"H100": 232448, "RTX 4090": 101376}  # of a program
