@@ -10,8 +10,9 @@ the server; as many as --streams has. Without --models, every family's smallest.
               a gated product takes in one launch and in two
     checks    of a tiny checkpoint: the device's greedy fp32 codes equal the CPU's, or its latents are near them with the
               same noise; what is compiled and recorded says what the plain loop says, alone and in company; bf16 speaks
-    figures   of each model: how long each recorded launch takes, and what in it takes longest; then listeners:
-              --streams in a closed loop, and requests a second with random arrivals: --rates, else predict.py's
+    figures   of each model: how long each recorded launch takes, and what in it takes longest; then listeners: --streams
+              that begin and end together, as many as there are slots of which each is followed by the next, and requests
+              a second with random arrivals: --rates, else predict.py's
 
 Each part is a process of its own, and all begin at once, since most of their time is compiling; only one at a time
 measures, while it holds the lock on the file DEVICE_LOCK, which others may hold before. What a part has found is in
@@ -38,7 +39,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,11 @@ SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
 # columns of gate, columns of x: VoxCPM2's solver; the language models of qwen3_tts and voxcpm2, of fish_s2 and higgs_v3, of
 # cosyvoice2; qwen3_tts' code predictor
 GATED, GATED_ROWS = ((4096, 1024), (6144, 2048), (9728, 2560), (4864, 896), (3072, 1024)), (8, 64, 1408)
-REPLAYS = 20
+REPLAYS, REPLAYS_MS = 20, 300  # at most, of one graph
 # what a check allows: of a kernel beside the plain operator, by dtype; of frames or samples in fp32
 KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SPEECH_GAP = 1e-4
+RAMP_S = 2.0  # of listeners that follow each other, before they are counted
 Put = Callable[[str, Any], None]
 
 
@@ -169,11 +171,13 @@ def in_frame(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[A
 
 
 def growing(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The first pass, which fills a whole cache, so that nothing in it is undefined."""
-    q, k, v, *_ = in_frame(heads, kv_heads, dim, dtype)
+    """The last two of a cache, so that nothing in it is undefined."""
+    rows = random(128, 2, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
     angle, cache = random(11, dim), random(128, 2, kv_heads, 11, dim)
     norms = random(dim, dtype=dtype), random(dim, dtype=dtype)
-    first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    first = torch.full((1,), 9, dtype=torch.int64, device=DEVICE)
+    q, k, v = (x.unflatten(-1, (-1, dim)) for x in parts)
     return q, k, v, angle.cos(), angle.sin(), dim**-0.5, first, cache, *norms, 1e-6, False, False
 
 
@@ -265,11 +269,10 @@ def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarr
 
 def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
     import zoo
-    from benchmarks.predict import RATES
     from serving.engine.engine import Engine
     from serving.engine.memory_plan import plan
     from serving.engine.prepare_for_host import cached, prepare_for_host
-    from serving.tools.bench import TEXT, drive
+    from serving.tools.bench import TEXT, beside
     from serving.tools.requests import first_request
 
     size, _, slots = size.partition(":")
@@ -285,8 +288,12 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     began_s = time.perf_counter()
     engine = Engine(family, max_slots=most, compile=not options.no_compile, codec=options.codec)
     [model] = engine.models.values()
-    engine.warm(lambda *_: None, cached)
-    put("warm_s", round(time.perf_counter() - began_s, 1))
+    begun_s: list[tuple[str, float]] = []  # what, and when
+    engine.warm(lambda _, stage: begun_s.append((stage, time.perf_counter())), cached)
+    warm_s = {"all": time.perf_counter() - began_s}
+    for (stage, start_s), (_, end_s) in pairwise(begun_s):
+        warm_s[stage] = warm_s.get(stage, 0) + end_s - start_s
+    put("warm_s", {stage: round(seconds, 1) for stage, seconds in warm_s.items()})
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
     put("memory_bytes", {"planned": plan(family, most).total, "allocated": memory})
     with alone():
@@ -296,12 +303,24 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
             if graphs.recorded:  # the first one is the largest
                 key, (graph, _) = next(iter(graphs.recorded.items()))
                 put("longest in " + " ".join(map(str, key)), longest(graph))
-        for rate in RATES.get(name, ()) if options.rates is None else options.rates:
-            put(f"{rate:g} requests a second", arrivals(engine, request, rate, options.seconds))
-        streams = sorted({min(count, most) for count in options.streams})
-        drive(engine, tuple(streams), 1, request, lambda run: put(f"{run['streams']} streams", run))
+        beside(engine, partial(listen, name, engine, request, most, options, put))
         put("graph_misses", model.runner.graph_misses)
         put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
+
+
+def listen(
+    name: str, engine: Any, request: Any, most: int, options: argparse.Namespace, put: Put
+) -> None:
+    """What listeners notice of a model with `most` slots."""
+    from benchmarks.predict import RATES
+    from serving.tools.bench import WARM_FRAMES, load
+
+    load(engine, most, 1, replace(request, max_frames=WARM_FRAMES))
+    for streams in sorted({min(count, most) for count in options.streams}):
+        put(f"{streams} streams", load(engine, streams, 1, request))
+    put(f"{most} streams, each followed by the next", followed(engine, request, most, options.seconds))
+    for rate in RATES.get(name, ()) if options.rates is None else options.rates:
+        put(f"{rate:g} requests a second", arrivals(engine, request, rate, options.seconds))
 
 
 @contextmanager
@@ -314,14 +333,17 @@ def alone() -> Iterator[None]:
 
 def replay_ms(graph: Any) -> float:
     """Of one replay, with the device's own clock, behind one that warms it."""
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    events[1].record()
-    torch.cuda.synchronize()
-    return round(events[0].elapsed_time(events[1]) / REPLAYS, 3)
+
+    def replays_ms(count: int) -> float:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        for _ in range(count):
+            graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1]) / count
+
+    return round(replays_ms(max(2, min(REPLAYS, int(REPLAYS_MS / replays_ms(1))))), 3)
 
 
 def longest(graph: Any) -> dict[str, list[float]]:
@@ -338,36 +360,88 @@ def longest(graph: Any) -> dict[str, list[float]]:
 
 
 def arrivals(engine: Any, request: Any, rate: float, seconds: float) -> dict[str, Any]:
-    """Requests that come when they come, on the calling thread, which is the engine's: no turn is waited for."""
-    from serving.engine.engine import Audio, Failed
-
+    """Requests that come when they come. On the listeners' thread."""
     random = np.random.default_rng(0)
     due_s = np.cumsum(random.exponential(1 / rate, max(1, round(rate * seconds))))
-    first_s: dict[int, float] = {}
-    failed: list[str] = []
-
-    def hear(i: int, event: Any) -> None:
-        if isinstance(event, Audio):
-            first_s.setdefault(i, time.perf_counter() - began_s - due_s[i])
-        elif isinstance(event, Failed):
-            failed.append(event.message)
-
-    engine.speak("before", replace(request, max_frames=4), lambda event: None)
-    while engine.turn():
-        pass
-    before, began_s, asked = underruns(engine), time.perf_counter(), 0
-    while asked < len(due_s) or engine.num_requests:
-        while asked < len(due_s) and due_s[asked] <= time.perf_counter() - began_s:
-            engine.speak(f"at {asked}", replace(request, seed=asked), partial(hear, asked))
-            asked += 1
-        engine.turn()
-    ttfa_ms = 1e3 * np.array(list(first_s.values()))
+    hearing = Hearing()
+    before, began_s = underruns(engine), time.perf_counter()
+    for seed, due in enumerate(due_s):
+        time.sleep(max(0.0, began_s + due - time.perf_counter()))
+        hearing.ask(engine, replace(request, seed=seed), began_s + due)
+    hearing.wait(len(due_s))
+    first_ms = 1e3 * np.array(hearing.first_s)
     return {
         "requests": len(due_s),
-        "ttfa_ms": {f"p{q}": round(float(np.percentile(ttfa_ms, q)), 1) for q in (50, 90, 95, 99)},
+        "ttfa_ms": {f"p{q}": round(float(np.percentile(first_ms, q)), 1) for q in (50, 90, 95, 99)},
         "underruns": underruns(engine) - before,
-        "failed": failed,
+        "failed": hearing.failed,
     }
+
+
+def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[str, Any]:
+    """So many at once, of half to one and a half of the request's frames, each followed by the next: audio-s/s when all
+    of them have met. On the listeners' thread."""
+    random, began_s = np.random.default_rng(0), time.perf_counter()
+    hearing = Hearing(began_s + RAMP_S, began_s + seconds)
+    before, turns, asked, ended = underruns(engine), engine.num_turns, 0, 0
+
+    def speak() -> None:
+        nonlocal asked
+        frames = int(random.integers(request.max_frames // 2, 3 * request.max_frames // 2))
+        asked += 1
+        hearing.ask(engine, replace(request, seed=asked, max_frames=frames), time.perf_counter())
+
+    for _ in range(streams):
+        speak()
+    while ended < asked:
+        hearing.wait(1)
+        ended += 1
+        if time.perf_counter() < began_s + seconds:
+            speak()
+    rate_hz = next(iter(engine.models.values())).family.spec.sample_rate_hz
+    return {
+        "requests": asked,
+        "audio_s_per_s": round(hearing.num_samples / rate_hz / (seconds - RAMP_S), 1),
+        "turn_ms": round(1e3 * (time.perf_counter() - began_s) / (engine.num_turns - turns), 2),
+        "ttfa_ms": {f"p{q}": round(1e3 * float(np.percentile(hearing.first_s, q)), 1) for q in (50, 95)},
+        "underruns": underruns(engine) - before,
+        "failed": hearing.failed,
+    }
+
+
+class Hearing:
+    """What listeners heard, samples only from since_s until until_s."""
+
+    def __init__(self, since_s: float = 0.0, until_s: float = np.inf):
+        self.since_s, self.until_s = since_s, until_s
+        self.first_s: list[float] = []
+        self.failed: list[str] = []
+        self.num_samples = 0
+        self._ended = threading.Semaphore(0)
+
+    def ask(self, engine: Any, request: Any, due_s: float) -> None:
+        from serving.engine.engine import Audio, Failed, Text
+
+        is_first = True
+
+        def hear(event: Any) -> None:  # on the engine's thread
+            nonlocal is_first
+            now_s = time.perf_counter()
+            if isinstance(event, Audio):
+                if is_first:
+                    self.first_s.append(now_s - due_s)
+                is_first = False
+                self.num_samples += len(event.samples) * (self.since_s <= now_s < self.until_s)
+            elif not isinstance(event, Text):
+                if isinstance(event, Failed):
+                    self.failed.append(event.message)
+                self._ended.release()
+
+        engine.speak(f"{id(self)} {due_s} {request.seed}", request, hear)
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            self._ended.acquire()
 
 
 def underruns(engine: Any) -> int:

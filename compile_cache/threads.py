@@ -15,15 +15,16 @@ SMALL_BYTES = 64 << 20
 
 
 def set_num_threads(model: nn.Module) -> int:
-    """One thread for a model of less than SMALL_BYTES, else as many as there were, or as its cores' time is enough for -> the
-    number. Call before anything is compiled.
+    """One thread for a model of less than SMALL_BYTES and for one on a GPU, else as many as there were, or as its cores' time
+    is enough for -> the number. Call before anything is compiled.
 
     Waking a second thread takes longer than the products of a small model: a step of 8 streams of the tiny
-    Qwen3-TTS took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md).
+    Qwen3-TTS took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md). What is left to the host of a GPU is
+    smaller still.
     """
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    if next(model.parameters()).device.type == "cpu":
-        torch.set_num_threads(1 if size < SMALL_BYTES else threads_of_quota(torch.get_num_threads()))
+    is_small = size < SMALL_BYTES or next(model.parameters()).device.type != "cpu"
+    torch.set_num_threads(1 if is_small else threads_of_quota(torch.get_num_threads()))
     return torch.get_num_threads()
 
 

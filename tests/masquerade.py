@@ -142,7 +142,7 @@ class Event:
 
 
 class CudaStream:
-    def __init__(self, device: object = None): ...
+    def __init__(self, device: object = None, priority: int = 0): ...
     def wait_event(self, event: object) -> None: ...
 
 
@@ -171,8 +171,8 @@ class LateStream(streams.Stream):
     chance = random.Random(0)
     current: LateStream | None = None  # that of the last `here`, as what is recorded asks for it
 
-    def __init__(self, device: torch.device):
-        super().__init__(device)
+    def __init__(self, device: torch.device, is_urgent: bool = False):
+        super().__init__(device, is_urgent)
         self.queue: deque[tuple[Callable[[], Sequence[Tensor]], LateCopy]] = deque()
 
     def run(self, work: Callable[[], Sequence[Tensor]], observer: object = None) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.rehearsal.cards import Card
 from benchmarks.rehearsal.costs import Cost, Counts
-from serving.engine.scheduler import Policy, Render, Scheduler
+from serving.engine.scheduler import PREFILL_TURNS, Policy, Render, Scheduler
 
 # Of the host's own work a turn, by who speaks: Qwen3-TTS on an H200's host, the slowest that was measured there
 # (benchmarks/results/2026-11-22-h200-qwen3_tts.json: host, step and render); Higgs took half.
@@ -145,7 +145,9 @@ class Server:
 
     def __init__(self, counts: Counts, card: Card, num_slots: int, policy: str = "streaming"):
         self.counts, self.cost = counts, cache(partial(counts.cost, card))
-        self.scheduler = Scheduler(num_slots, Policy.named(policy), counts.window, counts.frame_s)
+        self.scheduler = Scheduler(
+            num_slots, Policy.named(policy), counts.window, counts.frame_s, prefill_turns=PREFILL_TURNS
+        )
         self.device = Device()
         self.request = np.full(num_slots, -1)
         self.made = np.zeros(num_slots, np.int64)  # frames on the tape, of steps that were launched

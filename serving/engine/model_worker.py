@@ -20,7 +20,7 @@ from serving.engine.admission import Forecaster
 from serving.engine.job import Audio, Job, Place
 from serving.engine.pages import Pages
 from serving.engine.runner import Arena, AsyncCopy, Runner
-from serving.engine.scheduler import Policy, Render, Scheduler
+from serving.engine.scheduler import PREFILL_TURNS, Policy, Render, Scheduler
 from serving.histogram import Histogram
 from zoo.contract import Family, Prompt, RequestError
 from zoo.text import odd_length
@@ -63,7 +63,14 @@ class ModelWorker:
         self.chunk_pages = CHUNK_PAGES if is_deterministic else 1
         chunk_tokens = CHUNK_PAGES * arena.page_tokens(family) if is_deterministic else None
         self.scheduler = Scheduler(
-            num_slots, Policy.named(policy), spec.window, frame_s, spec.lanes, chunk_tokens, max_unread_s
+            num_slots,
+            Policy.named(policy),
+            spec.window,
+            frame_s,
+            spec.lanes,
+            chunk_tokens,
+            max_unread_s,
+            prefill_turns=PREFILL_TURNS if family.device.type == "cuda" else 1,
         )
         self.runner = make_runner(
             family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens, codec

@@ -51,6 +51,7 @@ PATIENCE = 3  # late deliveries in a row after which a listener's windows grow b
 Policy.STREAMING = Policy("streaming", prefill_tokens=256, at_risk_s=1.0)
 Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
 Policy.FIFO = Policy("fifo", prefill_tokens=256, at_risk_s=np.inf, is_fifo=True)
+PREFILL_TURNS = 3  # of a GPU, from one launch of a few prompts to the next
 FIRST_TURNS = 4  # that a listener's first audio lasts for
 LEAD_TURNS = 1.5  # as long as the next turn may take: some prefill prompts, and some launches take twice their time
 AGEING = 32  # positions by which a prompt counts as shorter, for each turn that it has waited
@@ -101,6 +102,8 @@ class Scheduler:
     underrun, and playback goes on from there. A listener who says what it takes may leave max_unread_s of audio; then its
     slot is held back: in no launch, until half of that is taken. A slot whose text is still arriving takes `steps_left` steps
     and then starves: it is in no launch, and what it has spoken is rendered.
+    prefill_turns: where a launch of a few positions takes nearly as long as one of many, from one to the next while others
+    speak.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Scheduler:
         lanes: int = 1,
         chunk_tokens: int | None = None,
         max_unread_s: float = np.inf,
+        prefill_turns: int = 1,
     ):
         assert num_slots > 0 and frame_s > 0, (
             f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
@@ -125,6 +129,7 @@ class Scheduler:
         )
         assert window.lookahead >= 0, f"a lookahead of {window.lookahead} frames"
         self.policy, self.chunk_tokens, self.max_unread_s = policy, chunk_tokens, max_unread_s
+        self.prefill_turns, self.next_prefill_turn = prefill_turns, 0
         self.frame_s = frame_s
         self.heard_frame_s = np.full(num_slots, frame_s)  # as long as each listener hears a frame
         self.window = window
@@ -261,6 +266,8 @@ class Scheduler:
         chunks: list[Chunk] = []
         left = self.policy.prefill_tokens
         self.turn += 1
+        if self._waits_for_more():
+            return chunks
         for slot in self._prefill_order():
             for lane, (start, end) in enumerate(
                 zip(self.num_prefilled[slot].tolist(), self.prompt_tokens[slot].tolist(), strict=True)
@@ -271,7 +278,17 @@ class Scheduler:
                     left -= stop - start
             if left <= 0:
                 break
+        if chunks:
+            self.next_prefill_turn = self.turn + self.prefill_turns
         return chunks
+
+    def _waits_for_more(self) -> bool:
+        """Whether prompts are so few, and so early behind the last ones, that those who speak go on without them."""
+        if self.turn >= self.next_prefill_turn or not self.waiting:
+            return False
+        slots = list(self.waiting)
+        left = int((self.prompt_tokens[slots] - self.num_prefilled[slots]).sum())
+        return left < self.policy.prefill_tokens and self.decoding_slots().size > 0
 
     def _prefill_order(self) -> list[int]:
         slots = [slot for slot in self.waiting if self.is_flex_time or not self.is_flex[slot]]

@@ -55,10 +55,10 @@ class AsyncCopy:
 
 
 class Stream:
-    """On a CPU, work is done when `run` returns."""
+    """On a CPU, work is done when `run` returns. is_urgent: before what others have not begun."""
 
-    def __init__(self, device: torch.device):
-        self.cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, is_urgent: bool = False):
+        self.cuda = torch.cuda.Stream(device, priority=-1 if is_urgent else 0) if device.type == "cuda" else None
 
     def here(self) -> AbstractContextManager[object]:
         """What is launched within goes on this stream."""
@@ -90,7 +90,9 @@ class Stream:
 
 class Streams:
     def __init__(self, device: torch.device):
-        self.lm, self.renders, self.prompts = Stream(device), Stream(device), Stream(device)
+        # A render has thousands of blocks that wait for a place: behind them, the many small launches of a step would each
+        # wait too.
+        self.lm, self.renders, self.prompts = Stream(device, is_urgent=True), Stream(device), Stream(device)
 
 
 class LaunchInputs:

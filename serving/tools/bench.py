@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from zoo.contract import Family, Request, View
 from zoo.nn.packed import PackedLinear, can_be_packed
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
+T = TypeVar("T")
 WARM_FRAMES = 4  # of the round before the clock starts: caches, allocators, page faults
 
 
@@ -124,22 +125,31 @@ def drive(
     request: Request,
     report: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """A run for each number of streams. The engine has the calling thread, as in a server; the listeners have
-    another one."""
+    """A run for each number of streams."""
 
     def listen() -> list[dict[str, Any]]:
         runs = []
+        for count in streams:
+            load(engine, count, 1, replace(request, max_frames=WARM_FRAMES))
+            runs.append(load(engine, count, rounds, request))
+            report(runs[-1])
+        return runs
+
+    return beside(engine, listen)
+
+
+def beside(engine: Engine, listen: Callable[[], T]) -> T:
+    """What the listeners found. The engine has the calling thread, as in a server, and they have another one; it ends with
+    them."""
+
+    def listen_and_stop() -> T:
         try:
-            for count in streams:
-                load(engine, count, 1, replace(request, max_frames=WARM_FRAMES))
-                runs.append(load(engine, count, rounds, request))
-                report(runs[-1])
-            return runs
+            return listen()
         finally:
             engine.stop()
 
     with ThreadPoolExecutor(1, "load", threads.use_one_thread) as pool:
-        listening = pool.submit(listen)
+        listening = pool.submit(listen_and_stop)
         engine.run()
         return listening.result()
 

@@ -2,8 +2,8 @@
 asked for.
 
 Nothing is sorted. What is kept of a row are the entries above an edge, and a bisection over the bits of the
-float finds it: 32 times, the entries above the middle are counted for top-k, and their mass is added up for
-top-p. A row stays in registers meanwhile.
+float finds it: the entries above the middle are counted for top-k until they are so many, and 32 times their mass is added
+up for top-p, if there is one. A row stays in registers meanwhile.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ def _value(key: tl.tensor):
 
 
 @triton.jit
-def _edge(x: tl.tensor, top_k: tl.tensor, top_p: tl.tensor):
-    """The least value that stays of a row, where top_k is at least 1; `sampling._keep_likely`."""
+def _edge(x: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, width: tl.tensor):
+    """The least value that stays of a row of `width`, where top_k is at least 1; `sampling._keep_likely`."""
     largest = tl.max(x, 0)
     highest = _ordered(largest.to(tl.int32, bitcast=True))
     low, high = highest * 0 + LOWEST, highest + 1
-    for _ in range(32):  # the largest value that top_k entries reach; -inf is one that all reach
+    num_reaching = tl.where(top_k < width, -1, top_k)  # entries that reach low; all do
+    while (low + 1 < high) & (num_reaching != top_k):  # a value that top_k entries reach; the largest one where some are equal
         middle = (low & high) + ((low ^ high) >> 1)  # rounded down, without a sum that overflows
-        is_reached = tl.sum((x >= _value(middle)).to(tl.int32), 0) >= top_k
-        low, high = tl.where(is_reached, middle, low), tl.where(is_reached, high, middle)
+        num = tl.sum((x >= _value(middle)).to(tl.int32), 0)
+        num_reaching = tl.where(num >= top_k, num, num_reaching)
+        low, high = tl.where(num >= top_k, middle, low), tl.where(num >= top_k, high, middle)
     by_rank = _value(low)
-    mass = tl.where(x >= by_rank, tl.exp(x - largest), 0.0)
-    mass = mass / tl.sum(mass, 0)
-    low, high = highest * 0 + LOWEST - 1, highest
-    for _ in range(32):  # the smallest value with less than top_p above it; the largest one stays in any case
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up
-        has_room = tl.sum(tl.where(x > _value(middle), mass, 0.0), 0) < top_p
-        low, high = tl.where(has_room, low, middle), tl.where(has_room, middle, high)
-    by_mass = tl.where(top_p >= 1, float("-inf"), _value(high))  # a sum in fp32 can reach 1 too early
-    return tl.maximum(by_rank, by_mass)
+    if top_p < 1:  # a sum in fp32 can reach 1 too early
+        mass = tl.where(x >= by_rank, tl.exp(x - largest), 0.0)
+        mass = mass / tl.sum(mass, 0)
+        low, high = highest * 0 + LOWEST - 1, highest
+        for _ in range(32):  # the smallest value with less than top_p above it; the largest one stays in any case
+            middle = (low | high) - ((low ^ high) >> 1)  # rounded up
+            has_room = tl.sum(tl.where(x > _value(middle), mass, 0.0), 0) < top_p
+            low, high = tl.where(has_room, low, middle), tl.where(has_room, middle, high)
+        by_rank = tl.maximum(by_rank, _value(high))
+    return by_rank
 
 
 @triton.jit
@@ -61,7 +64,7 @@ def _keep_likely(
     b, i = tl.program_id(0), tl.arange(0, WIDTH)
     x = tl.load(logits + b * width + i, mask=i < width, other=float("-inf"))
     k = tl.load(top_k + b)
-    edge = _edge(x, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b))
+    edge = _edge(x, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b), width)
     tl.store(out + b * width + i, tl.where(x < edge, float("-inf"), x), mask=i < width)
 
 
@@ -86,7 +89,7 @@ def _draw(
     heat = tl.load(temperature + b * temperature_stride)
     scaled = tl.div_rn(x, tl.where(heat > 0, heat, 1.0))
     k = tl.load(top_k + b * top_k_stride)
-    edge = _edge(scaled, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b * top_p_stride))
+    edge = _edge(scaled, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b * top_p_stride), width)
     kept = tl.where(scaled < edge, float("-inf"), scaled)
     noisy = kept + tl.load(noise + b * noise_stride + i, mask=i < width, other=0.0)
     tl.store(out + b, tl.argmax(tl.where(heat > 0, noisy, x), 0).to(tl.int64))

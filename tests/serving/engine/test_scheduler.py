@@ -158,6 +158,40 @@ def test_speakers_do_not_starve_however_many_prompts_come():
                 scheduler.close(chunk.slot)
 
 
+def spoken(scheduler: Scheduler) -> list[int]:
+    """Slots whose prompts a turn fills."""
+    chunks = scheduler.next_chunks()
+    for chunk in chunks:
+        scheduler.record_prefill(chunk)
+    return [chunk.slot for chunk in chunks]
+
+
+def test_a_gpu_fills_prompts_that_come_behind_each_other_together():
+    scheduler = Timed(8, Policy.STREAMING, WINDOW, FRAME_S, prefill_turns=3)
+    scheduler.open(0, 5)
+    assert spoken(scheduler) == [0]
+    scheduler.open(1, 5)
+    assert spoken(scheduler) == []
+    scheduler.open(2, 5)
+    assert spoken(scheduler) == []
+    assert spoken(scheduler) == [1, 2]
+    for _ in range(3):
+        assert spoken(scheduler) == []
+    scheduler.open(3, 5)  # the last launch is long ago
+    assert spoken(scheduler) == [3]
+    scheduler.open(4, Policy.STREAMING.prefill_tokens)  # a launch that is full waits for nobody
+    assert spoken(scheduler) == [4]
+
+
+def test_a_gpu_without_speakers_fills_prompts_at_once():
+    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S, prefill_turns=3)
+    scheduler.open(0, 5)
+    assert spoken(scheduler) == [0]
+    scheduler.close(0)
+    scheduler.open(1, 5)
+    assert spoken(scheduler) == [1]
+
+
 # windows, streaming
 
 
@@ -606,9 +640,10 @@ class Server:
     launched."""
 
     def __init__(
-        self, num_slots, policy, sizes=SIZES, step_s=0.010, prefill_s=0.015, render_s=0.004, context=0
+        self, num_slots, policy, sizes=SIZES, step_s=0.010, prefill_s=0.015, render_s=0.004, context=0, prefill_turns=1
     ):
-        self.scheduler = Timed(num_slots, policy, Window(sizes, lookahead=context, left=context), FRAME_S)
+        window = Window(sizes, lookahead=context, left=context)
+        self.scheduler = Timed(num_slots, policy, window, FRAME_S, prefill_turns=prefill_turns)
         self.step_s, self.prefill_s, self.render_s = step_s, prefill_s, render_s
         self.now = 0.0
         self.frames = np.zeros(num_slots, int)  # on the device's tape
@@ -737,12 +772,12 @@ def test_a_throughput_server_renders_full_windows_until_the_end():
 
 
 @pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("prefill_turns", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed):
+def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed, prefill_turns):
     rng = random.Random(seed)
-    server = Server(
-        4, policy, sizes=rng.choice([(1, 4, 25), (2, 7), (5,)]), step_s=rng.choice([0.005, 0.05, 0.09])
-    )
+    sizes, step_s = rng.choice([(1, 4, 25), (2, 7), (5,)]), rng.choice([0.005, 0.05, 0.09])
+    server = Server(4, policy, sizes, step_s, prefill_turns=prefill_turns)
     for _ in range(3):
         arrivals = [
             (server.now + rng.random(), slot, rng.randrange(1, 900), rng.randrange(1, 120))
