@@ -15,8 +15,8 @@ the server; as many as --streams has. Without --models, every family's smallest.
               a second with random arrivals: --rates, else predict.py's
 
 Each part is a process of its own, and all begin at once, since most of their time is compiling; only one at a time
-measures, while it holds the lock on the file DEVICE_LOCK, which others may hold before. What a part has found is in
-the result file at once, so a part that fails, or the end of the time, costs nothing else. The exit status is 1 where
+measures, and all others stand still meanwhile. What a part has found is in the result file at once, so a part that
+fails, or the end of the time, costs nothing else. The exit status is 1 where
 something failed. It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, structlog, soxr and sentencex,
 and no network, and runs on a CPU too, where a check compares the CPU with itself.
 """
@@ -29,6 +29,7 @@ import fcntl
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -64,6 +65,7 @@ REPLAYS, REPLAYS_MS = 20, 300  # at most, of one graph
 # what a check allows: of a kernel beside the plain operator, by dtype; of frames or samples in fp32
 KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SPEECH_GAP = 1e-4
+ALONE, SETTLE_S = "is alone", 0.5  # what a part says of itself, and how long it waits until others have heard
 RAMP_S = 2.0  # of listeners that follow each other, before they are counted
 Put = Callable[[str, Any], None]
 
@@ -113,7 +115,7 @@ def gated(name: str, rows: int, inner: int, width: int, compare: Callable[..., N
         with choices.assumed(way):
             compare(f"{name}, {way}", dtype, torch.ops.zoo.swiglu_linear.default, arguments)
     if DEVICE == "cuda":
-        with alone(), torch.inference_mode():
+        with alone(put), torch.inference_mode():
             taken = {way: choices.time_us(partial(computed, way, *arguments)) for way in WAYS}
         put(f"{name}, us", {way: round(us, 1) for way, us in taken.items()})
 
@@ -296,7 +298,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     put("warm_s", {stage: round(seconds, 1) for stage, seconds in warm_s.items()})
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
     put("memory_bytes", {"planned": plan(family, most).total, "allocated": memory})
-    with alone():
+    with alone(put):
         for graphs in (model.runner.step_graphs, model.runner.render_graphs):
             for key, (graph, _) in graphs.recorded.items():
                 put(" ".join(map(str, key)) + ", ms", replay_ms(graph))
@@ -324,11 +326,16 @@ def listen(
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Only one part at a time measures."""
+def alone(put: Put) -> Iterator[None]:
+    """Nothing else is on the device, nor on the host's cores: `run_all` stops the other parts."""
     with open(os.environ["DEVICE_LOCK"], "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        put(ALONE, True)
+        time.sleep(SETTLE_S)
+        try:
+            yield
+        finally:
+            put(ALONE, False)
 
 
 def replay_ms(graph: Any) -> float:
@@ -510,35 +517,61 @@ def main() -> None:
 def run_all(parts: list[str], result: dict[str, Any], options: argparse.Namespace) -> list[bool]:
     """All parts at once -> of each whether it failed."""
     ends_s, writing = time.monotonic() + options.limit_s, threading.Lock()
+    processes: dict[str, subprocess.Popen[str]] = {}
+
+    def tell_others(part: str, signal_number: int) -> None:
+        for other, process in processes.items():
+            if other != part and process.poll() is None:
+                tell(process, signal_number)
 
     def follow(part: str, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
+        is_alone = False
         for line in process.stdout:
+            found = json.loads(line)
             with writing:
-                result[part] |= json.loads(line)
+                if ALONE in found:
+                    is_alone = found[ALONE]
+                    tell_others(part, signal.SIGSTOP if is_alone else signal.SIGCONT)
+                    continue
+                result[part] |= found
                 options.out.write_text(json.dumps(result, indent=1) + "\n")
+        if is_alone:
+            tell_others(part, signal.SIGCONT)
 
     with tempfile.TemporaryDirectory() as directory:
-        lock = {"DEVICE_LOCK": os.environ.get("DEVICE_LOCK") or str(Path(directory) / "lock")}
-        processes, followers = [], []
-        for part in parts:
-            command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
-            processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | lock)
-            )
-            followers.append(threading.Thread(target=follow, args=(part, processes[-1])))
-            followers[-1].start()
-        for part, process, follower in zip(parts, processes, followers, strict=True):
-            try:
-                process.wait(max(ends_s - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            follower.join()
+        lock = {"DEVICE_LOCK": str(Path(directory) / "lock")}
+        followers = []
+        try:
+            with writing:
+                for part in parts:
+                    command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+                    processes[part] = subprocess.Popen(
+                        command, stdout=subprocess.PIPE, text=True, env=os.environ | lock, start_new_session=True
+                    )
+            for part, process in processes.items():
+                followers.append(threading.Thread(target=follow, args=(part, process)))
+                followers[-1].start()
+            for process in processes.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(ends_s - time.monotonic(), 0))
+        finally:
+            for process in processes.values():
+                if process.poll() is None:
+                    tell(process, signal.SIGKILL)
+            for follower in followers:
+                follower.join()
+        for part, process in processes.items():
             if "seconds" not in result[part]:
-                result[part].setdefault("error", f"it ended with status {process.returncode}")
+                result[part].setdefault("error", f"it ended with status {process.wait()}")
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     return ["error" in result[part] for part in parts]
+
+
+def tell(process: subprocess.Popen[str], signal_number: int) -> None:
+    """A part, and what compiles for it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal_number)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.rehearsal.cards import Card
 from benchmarks.rehearsal.costs import Cost, Counts
-from serving.engine.scheduler import PREFILL_TURNS, Policy, Render, Scheduler
+from serving.engine.scheduler import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy, Render, Scheduler
 
 # Of the host's own work a turn, by who speaks: Qwen3-TTS on an H200's host, the slowest that was measured there
 # (benchmarks/results/2026-11-22-h200-qwen3_tts.json: host, step and render); Higgs took half.
@@ -207,6 +207,8 @@ class Server:
             self.scheduler.report(slots, ready, ready == self.wanted[slots])
 
     def _render(self) -> None:
+        if len(self.renders) >= RENDERS_UNDER_WAY:
+            return
         for render in self.scheduler.take_due_windows(self.device.host_s):
             cost = self.cost("render", len(render.slots), render.frames, render.length)
             self.renders.append((self.device.launch("renders", cost), render))

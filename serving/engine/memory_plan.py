@@ -95,9 +95,15 @@ def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Each memory counted once."""
-    storages = {id(s := tensor.untyped_storage()): s for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
+    """Each memory counted once; of what a CPU's library laid out for itself, the numbers in it."""
+    known, packed = [], 0
+    for tensor in tensors:
+        if tensor.is_mkldnn:
+            packed += tensor.numel() * tensor.itemsize
+        else:
+            known.append(tensor)
+    storages = {id(s := tensor.untyped_storage()): s for tensor in known}
+    return packed + sum(storage.nbytes() for storage in storages.values())
 
 
 def state_tensors(thing: object) -> list[Tensor]:

@@ -20,7 +20,7 @@ from serving.engine.admission import Forecaster
 from serving.engine.job import Audio, Job, Place
 from serving.engine.pages import Pages
 from serving.engine.runner import Arena, AsyncCopy, Runner
-from serving.engine.scheduler import PREFILL_TURNS, Policy, Render, Scheduler
+from serving.engine.scheduler import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy, Render, Scheduler
 from serving.histogram import Histogram
 from zoo.contract import Family, Prompt, RequestError
 from zoo.text import odd_length
@@ -461,6 +461,8 @@ class ModelWorker:
                 self.running[slot].write(token, bool(is_done))
 
     def _render(self) -> None:
+        if self.runner.is_recorded and len(self.renders) >= RENDERS_UNDER_WAY:
+            return
         renders = self.scheduler.take_due_windows(self.clock())
         slots, tokens, _ = self.load
         self.load = (slots, tokens, sum(render.frames * len(render.slots) for render in renders))

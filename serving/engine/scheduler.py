@@ -51,6 +51,7 @@ PATIENCE = 3  # late deliveries in a row after which a listener's windows grow b
 Policy.STREAMING = Policy("streaming", prefill_tokens=256, at_risk_s=1.0)
 Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
 Policy.FIFO = Policy("fifo", prefill_tokens=256, at_risk_s=np.inf, is_fifo=True)
+RENDERS_UNDER_WAY = 4  # of a GPU; meanwhile more windows are due, and one launch of many rows takes less time than many of few
 PREFILL_TURNS = 3  # of a GPU, from one launch of a few prompts to the next
 FIRST_TURNS = 4  # that a listener's first audio lasts for
 LEAD_TURNS = 1.5  # as long as the next turn may take: some prefill prompts, and some launches take twice their time

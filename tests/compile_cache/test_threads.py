@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from compile_cache import threads
 
 TEAMS = """
 import os, sys
@@ -42,12 +46,23 @@ print(torch.get_num_threads())
     not Path("/proc/self/task").is_dir() or os.cpu_count() == 1,
     reason="two cores, and threads counted in /proc",
 )
-@pytest.mark.parametrize(("how", "threads"), [("alone", 1), ("with helpers", 2)])
-def test_a_thread_that_is_alone_brings_no_team_with_it(how, threads):
+@pytest.mark.parametrize(("how", "num"), [("alone", 1), ("with helpers", 2)])
+def test_a_thread_that_is_alone_brings_no_team_with_it(how, num):
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
     ran = subprocess.run(
         [sys.executable, "-c", TEAMS, how], env=env, stdout=subprocess.PIPE, text=True, check=True
     )
     grown, in_it, in_ours = map(int, ran.stdout.split())
-    assert (grown, in_it) == (threads, threads), "the thread itself, and those that help it"
+    assert (grown, in_it) == (num, num), "the thread itself, and those that help it"
     assert in_ours == 2
+
+
+def test_the_host_of_a_gpu_computes_with_one_thread(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(threads.limits, "cores", lambda: None)
+    for device in ("meta", "cpu"):
+        side = 1 + int((threads.SMALL_BYTES / 4) ** 0.5)
+        threads.set_num_threads(nn.Linear(side, side, device=device))
+    assert asked == [1, 16]

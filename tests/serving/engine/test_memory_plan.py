@@ -30,6 +30,13 @@ def test_on_a_cpu_what_its_kernels_read_of_the_weights_is_beside_them(name):
     assert plan(shapes(name), 3, is_for_cpu=True).weights == plan(shapes(name), 3).weights + kept
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN")
+def test_what_a_library_laid_out_for_itself_is_counted():
+    weight = torch.ones(96, 64)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    assert packed.is_mkldnn and num_bytes([packed, weight, weight[1:]]) == 2 * weight.nbytes
+
+
 @FAMILIES
 def test_a_model_of_shapes_reads_no_weight(name, tmp_path, monkeypatch):
     def read(*_):

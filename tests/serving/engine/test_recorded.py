@@ -18,7 +18,9 @@ from masquerade import CUDA, LateStream, masquerade
 from models import NAMES, TOYS, Clock, Listener, alone, directory, requests
 
 import zoo
+from serving.engine import model_worker
 from serving.engine.engine import Engine
+from serving.engine.scheduler import RENDERS_UNDER_WAY
 from zoo.contract import Family
 
 NUM_REQUESTS = int(os.environ.get("ZOO_RECORDED_REQUESTS", 0))  # 0: few
@@ -34,8 +36,10 @@ def on_gpu(name: str) -> Family[Any]:
 EACH = [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
+@pytest.mark.parametrize("under_way", [1, RENDERS_UNDER_WAY])
 @pytest.mark.parametrize("name", EACH)
-def test_what_is_recorded_and_late_says_what_each_says_alone(name):
+def test_what_is_recorded_and_late_says_what_each_says_alone(name, under_way, monkeypatch):
+    monkeypatch.setattr(model_worker, "RENDERS_UNDER_WAY", under_way)
     chance = random.Random(len(name))
     LateStream.chance = random.Random(7)
     num = NUM_REQUESTS or (60 if name in TOYS else 8)
@@ -62,6 +66,8 @@ def test_what_is_recorded_and_late_says_what_each_says_alone(name):
             engine.clock.now_s += 0.03
             turn += 1
             assert turn < 400 * num, "the engine does not come to an end"
+            window = model.family.spec.window
+            assert len(model.renders) < under_way + len(window.sizes) * len(window.lengths or (0,))
         while engine.turn():
             pass
         assert engine.pages.free == free and len(model.free_slots) == 2
