@@ -11,6 +11,7 @@ Transformer-XL (arXiv 1901.02860), section 3.3.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,9 @@ class FlowEncoder(nn.Module):
         """x [B, T + LOOKAHEAD, D], rows of codes; is_there [B, T + LOOKAHEAD], whether the speech has that
         code; one cache a layer
         -> [B, 2T, D]."""
+        # said by the codes alone: a graph holds for any number of them
+        state.frames = x.shape[1] - LOOKAHEAD
+        stretch = replace(stretch, tokens=state.frames)
         x = self.embed(x) * is_there[..., None]
         ahead = F.leaky_relu(self.ahead(x.mT), SLOPE)  # [B, D, T]
         x = x[:, : stretch.tokens] + self.behind(ahead, state).mT

@@ -31,6 +31,19 @@ ADVANCE = Part(
         ("seen.num_kept", BATCH),
     ),
 )
+ENCODER = Part(
+    "flow.encoder.forward",
+    (
+        ("x", ("batch", "codes")),
+        ("is_there", ("batch", "codes")),
+        ("stretch.slots", BATCH),
+        ("stretch.start", BATCH),
+        ("stretch.count", BATCH),
+        ("stretch.num_kept", BATCH),
+        ("state.rows", BATCH),
+        ("state.count", BATCH),
+    ),
+)
 VOCODER = Part(
     "vocoder.forward",
     (
@@ -45,7 +58,7 @@ VOCODER = Part(
 )
 STRATEGY = Strategy(
     step=Whole(),
-    gpu_render=Parts((ADVANCE, VOCODER)),
+    gpu_render=Parts((ENCODER, ADVANCE, VOCODER)),
     cuts_renders=True,
     fp32=(
         "norms' mean squares",

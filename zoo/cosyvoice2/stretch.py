@@ -12,7 +12,6 @@ the stream alone, so a stream cut into stretches on the grid gives what it gives
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,42 +68,41 @@ class Seen:
         is_new = (own < count) & ((query >= start + count - self.ring) | (query < kept))
         place = torch.where(query < kept, query, kept + (query - kept) % self.ring)
         self.index = torch.where(is_new, place, capacity)
+        self._sight: tuple[Tensor, Tensor] | None = None
 
-    @cached_property
-    def key(self) -> Tensor:
-        """The positions that the cache's places hold, then the stretch's [B, 1, K]."""
-        return torch.cat((self._held[0], self.query), 1)[:, None]
-
-    @cached_property
-    def is_kept(self) -> Tensor:
-        """[B, 1, K]"""
-        return self.key < self.num_kept[:, None, None]
-
-    @cached_property
+    @property
     def mask(self) -> Tensor:
-        own = torch.arange(self.num, device=self.start.device)
-        is_there = torch.cat((self._held[1], own < self.count[:, None]), 1)[:, None]
-        chunks_back = self.query[:, :, None] // self.grid - self.key // self.grid  # [B, Q, K]
-        mask = is_there & (chunks_back >= 0) & (self.is_kept | (chunks_back <= (self.ring // self.grid)[:, :, None]))
-        place = torch.arange(self.key.shape[2], device=own.device)
-        return mask | (place == (self.held + own)[:, None])  # padding sees itself: a row of nothing is NaN
+        return self._look()[0]
 
-    @cached_property
+    @property
     def distance(self) -> Tensor:
-        kept = self.num_kept[:, None]
-        dropped = ((self.query - kept) // self.grid * self.grid - self.ring).clamp(min=0)  # before the ring's first chunk
-        distance = self.query[:, :, None] - self.key - torch.where(self.is_kept, dropped[:, :, None], 0)
-        return distance.clamp(1 - self.grid, self.max_distance)
+        return self._look()[1]
 
-    @cached_property
-    def _held(self) -> tuple[Tensor, Tensor]:
-        """The position that each of the cache's places holds, and whether it holds one [B, held]."""
-        place = torch.arange(self.held, device=self.start.device)
-        start, kept = self.start[:, None], self.num_kept[:, None]
-        latest = start - kept - 1  # the last one in the ring, counted from the prompt's end
-        in_ring = latest - (latest - place + kept) % self.ring  # below 0 where the ring's place is empty
-        is_held = torch.where(place < kept, place < start, in_ring >= 0)
-        return torch.where(place < kept, place, kept + in_ring), is_held
+    def _look(self) -> tuple[Tensor, Tensor]:
+        """mask and distance: made when they are asked for, which a GPU's attention does not."""
+        if self._sight is None:
+            start, count, kept = (part[:, None] for part in (self.start, self.count, self.num_kept))
+            place = torch.arange(self.held, device=start.device)
+            latest = start - kept - 1  # the last one in the ring, counted from the prompt's end
+            in_ring = latest - (latest - place + kept) % self.ring  # below 0 where the ring's place is empty
+            # the position that each place holds [B, held]
+            held = torch.where(place < kept, place, kept + in_ring)
+            is_held = torch.where(place < kept, place < start, in_ring >= 0)
+
+            own = torch.arange(self.num, device=start.device)
+            key = torch.cat((held, self.query), 1)[:, None]  # [B, 1, K]
+            is_there = torch.cat((is_held, own < count), 1)[:, None]
+            chunks_back = self.query[:, :, None] // self.grid - key // self.grid  # [B, Q, K]
+            is_kept = key < kept[:, :, None]
+            mask = is_there & (chunks_back >= 0) & (is_kept | (chunks_back <= (self.ring // self.grid)[:, :, None]))
+            place = torch.arange(key.shape[2], device=start.device)
+            mask = mask | (place == (self.held + own)[:, None])  # padding sees itself: a row of nothing is NaN
+
+            # before the ring's first chunk
+            dropped = ((self.query - kept) // self.grid * self.grid - self.ring).clamp(min=0)[:, :, None]
+            distance = self.query[:, :, None] - key - torch.where(is_kept, dropped, 0)
+            self._sight = mask, distance.clamp(1 - self.grid, self.max_distance)
+        return self._sight
 
     def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
         """cache [S, capacity + 1, ...], new [B, Q, ...] -> the cache's positions and the new ones [B, held +

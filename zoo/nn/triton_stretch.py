@@ -189,11 +189,11 @@ def stretch_attention(
     out, sizes = q.new_empty(q.shape), constants(lanes, heads, width // heads, q.dtype)
     where, lengths = (slots, start, count, num_kept), (block, num, num_slots, num_places)
     scale = (width // heads) ** -0.5 * math.log2(math.e)
-    grid = triton.cdiv(num, sizes["ROWS"]), heads, rows
-    _attend_stretch[grid](q, k, v, caches, layers, *where, out, *lengths, chunk, stride, scale, **sizes)
+    tiles = triton.cdiv(num, sizes["ROWS"])
+    _attend_stretch[tiles, heads, rows](q, k, v, caches, layers, *where, out, *lengths, chunk, stride, scale, **sizes)
     sizes = keeping_constants(lanes, width)
-    grid = triton.cdiv(num, sizes["ROWS"]), rows
-    _keep_stretch[grid](k, v, caches, layers, slots, index, *lengths, stride, **sizes)
+    tiles = triton.cdiv(num, sizes["ROWS"])
+    _keep_stretch[tiles, rows](k, v, caches, layers, slots, index, *lengths, stride, **sizes)
     return out
 
 

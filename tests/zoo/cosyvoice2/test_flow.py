@@ -17,8 +17,9 @@ from compile_cache.lower import lower
 from compile_cache.strategy import Parts
 from zoo.cosyvoice2.config import MELS
 from zoo.cosyvoice2.flow import Flow, FlowCache, zeros
-from zoo.cosyvoice2.strategy import ADVANCE, GRID, LOOKAHEAD, TOKEN_FRAMES
+from zoo.cosyvoice2.strategy import ADVANCE, ENCODER, GRID, LOOKAHEAD, TOKEN_FRAMES
 from zoo.cosyvoice2.stretch import Seen, Stretch
+from zoo.nn.conv import CodecState
 
 STATM = Path("/proc/self/statm")
 CAPACITY, SLOTS = 4 * GRID, 6
@@ -73,32 +74,72 @@ def test_a_gpu_s_operator_moves_streams_as_the_plain_lines_do(flow):
     assert starts[0] > 2 * CAPACITY - GRID
 
 
-@pytest.mark.compile
-@torch.inference_mode()
-def test_a_step_of_the_solver_is_one_graph_for_any_number_of_streams_and_frames(flow, monkeypatch):
-    class Speech:
-        def __init__(self) -> None:
-            self.flow = flow
+class Speech:
+    def __init__(self, flow: Flow):
+        self.flow = flow
 
-        def move(self, *given: object) -> Tensor:
-            return self.flow.advance(*given)
+    def move(self, *given: object) -> Tensor:
+        return self.flow.advance(*given)
 
-    def as_on_gpu(tensors: tuple[Tensor, ...], dim: int, name: str) -> None:
+    def encode(self, *given: object) -> Tensor:
+        return self.flow.encoder(*given)
+
+
+@pytest.fixture
+def _as_on_gpu(monkeypatch):
+    """Without inductor: it takes longer, and knows nothing of what is asked here."""
+
+    def mark(tensors: tuple[Tensor, ...], dim: int, name: str) -> None:
         for tensor in tensors:
             torch._dynamo.mark_dynamic(tensor, dim)
 
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="aot_eager", fullgraph=True, dynamic=False))
-    monkeypatch.setattr(lowering, "any_size", as_on_gpu)
+    monkeypatch.setattr(lowering, "any_size", mark)
     torch._dynamo.reset()
-    fast, before = lower(Speech().move, Parts((ADVANCE,))), counts().graphs
+
+
+STREAMS = [(0, 0, 50), (50, GRID, 31), (175, 0, 50), (1000, 2 * GRID, 0), (25, GRID, 7)]
+
+
+def some(num: int, tokens: int) -> Stretch:
+    return stretch([(start, kept, min(n, tokens)) for start, kept, n in STREAMS[:num]], tokens)
+
+
+@pytest.mark.compile
+@torch.inference_mode()
+def test_the_encoder_is_one_graph_for_any_number_of_streams_and_codes(flow, _as_on_gpu):
+    fast, before = lower(Speech(flow).encode, Parts((ENCODER,))), counts().graphs
+    generator = torch.Generator().manual_seed(0)
+    held = FlowCache(flow, SLOTS, CAPACITY)
+    for tensor in held.encoder:
+        tensor.normal_(generator=generator)
+    for num, tokens in ((3, 50), (5, 75), (2, 27)):
+        whole = some(num, tokens)
+        x = torch.randn(num, tokens + LOOKAHEAD, flow.config.width, generator=generator).double()
+        rows = torch.randn(num, flow.encoder.layout.size, generator=generator).double()
+        is_there = torch.arange(tokens + LOOKAHEAD) < whole.count[:, None] + LOOKAHEAD
+        results = []
+        for function in (fast, flow.encoder):
+            state = CodecState(flow.encoder.layout, rows, tokens, whole.count)
+            caches = [cache.clone() for cache in held.encoder]
+            mu = function(x, is_there, whole, state, caches)
+            results.append((mu, state.next(), *(cache[:, :-1] for cache in caches)))
+        for found, truth in zip(*results, strict=True):
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
+    assert counts().graphs - before == 1
+
+
+@pytest.mark.compile
+@torch.inference_mode()
+def test_a_step_of_the_solver_is_one_graph_for_any_number_of_streams_and_frames(flow, _as_on_gpu):
+    fast, before = lower(Speech(flow).move, Parts((ADVANCE,))), counts().graphs
     generator = torch.Generator().manual_seed(0)
     held = FlowCache(flow, SLOTS, CAPACITY)
     for tensor in (*held.estimator, held.estimator_past):
         tensor.normal_(generator=generator)
-    streams = [(0, 0, 50), (50, GRID, 31), (175, 0, 50), (1000, 2 * GRID, 0), (25, GRID, 7)]
     for k, (num, tokens) in enumerate([(3, 50), (5, 75), (2, 27)]):
-        seen = Seen(stretch([(start, kept, min(n, tokens)) for start, kept, n in streams[:num]], tokens), TOKEN_FRAMES)
+        seen = Seen(some(num, tokens), TOKEN_FRAMES)
         x = torch.randn(num, TOKEN_FRAMES * tokens, MELS, generator=generator).double()
         pairs = torch.randn(num, 2, TOKEN_FRAMES * tokens, 3 * MELS, generator=generator).double()
 
