@@ -19,6 +19,7 @@ import numpy as np
 
 MEMORY = 0.99  # of an estimate, from one turn to the next: a hundred turns
 PULL = 0.01  # of a turn: how much an estimate stays where it is, of whose part of the load nothing is known any more
+STALE_TURNS = 100  # after which it may be tried again whether so many can speak
 MIN_TURNS = 8  # before which nothing is predicted
 SCALE = np.array((1.0, 8.0, 256.0, 32.0))  # of a turn: itself, slots, prompt positions, frames rendered
 OUTLIER = 4.0  # times what was expected: a turn that took longer counts as one that took so long
@@ -35,6 +36,7 @@ class Costs:
 
     def __init__(self) -> None:
         self.num_turns = 0
+        self._last_turns: dict[int, int] = {}  # by how many slots took a step
         self._each = np.zeros(len(SCALE))  # seconds per SCALE
         self._products = np.zeros((len(SCALE), len(SCALE)))
         self._seconds = np.zeros(len(SCALE))
@@ -54,6 +56,13 @@ class Costs:
         pull = PULL * np.eye(len(SCALE))
         self._each = solved(self._products + pull, self._seconds + PULL * self._each)
         self.num_turns += 1
+        self._last_turns[slots] = self.num_turns
+
+    def is_stale(self, slots: int) -> bool:
+        """Whether a turn of so many slots, or more, was long ago. What is estimated of it then, no turn corrects: where always as
+        many speak, their share of a turn and the turn's own cannot be told apart."""
+        last = max((turn for num, turn in self._last_turns.items() if num >= slots), default=0)
+        return self.num_turns - last >= STALE_TURNS
 
     def turn_s(self, slots: float = 0, tokens: float = 0, frames: float = 0) -> float:
         return float(self._each @ (np.array((1, slots, tokens, frames)) / SCALE))

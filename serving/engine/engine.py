@@ -40,6 +40,7 @@ from serving.engine.memory_plan import resident_bytes, usual_kv_bytes, usual_sav
 from serving.engine.model_worker import ModelWorker
 from serving.engine.pages import Pages
 from serving.engine.paging import Paging
+from serving.engine.rounds import Rounds
 from serving.engine.runner import Arena, Runner
 from serving.engine.scheduler import Policy
 from serving.histogram import Histogram
@@ -142,9 +143,12 @@ class Engine:
                 is_deterministic=is_deterministic,
                 codec=codec,
                 after_delivery=lambda: self.after_turn(),
+                between=lambda: self.rounds.between(),
             )
             for name, family in named.items()
         }
+        is_synchronous = self.arena.device.type == "cpu" and not report_lag  # a launch returns when it is done
+        self.rounds = Rounds(self.models.values(), clock, is_synchronous, self._take_in)
         if self.arena.device.type == "cuda":
             torch.cuda.synchronize(
                 self.arena.device
@@ -372,26 +376,11 @@ class Engine:
         self._drop_stalled()
         self._admit()
         self.paging.turn()
-        # all launch before any is waited for
-        rounds, own_s = [], {}
-        for model in self.models.values():
-            if model.has_work:
-                launch_s = self.clock()
-                rounds.append((model, model.launch()))
-                own_s[model] = self.clock() - launch_s
-        is_alone = not any(launched for _, launched in rounds)
-        for model, launched in rounds:
-            collect_s = self.clock()
-            model.collect(launched, is_alone)
-            own_s[model] += self.clock() - collect_s
-        all_s = sum(own_s.values())
-        for model, launched in rounds:
-            if launched:
-                model.forecaster.record_turn(model.load, own_s[model], all_s)
-        finished = [job for model, _ in rounds for job in model.finished() if not job.is_composing]
+        models = self.rounds.run()
+        finished = [job for model in models for job in model.finished() if not job.is_composing]
         for job in finished:
             self._finish_pass(job)
-        if rounds:
+        if models:
             self.num_turns += 1
             took_s = self.clock() - began_s
             self.turn_s += took_s
@@ -508,6 +497,14 @@ class Engine:
         for id in cancelled & self._known.keys():
             job = self._known[id]
             self._release(job, job.cancelled())
+
+    def _take_in(self) -> bool:
+        """Between the launches of a turn -> whether there was any news."""
+        if not self._has_news:
+            return False
+        self._take_news()
+        self._admit()
+        return True
 
     def _drop_stalled(self) -> None:
         since_s = self.clock() - self.max_stall_s

@@ -26,6 +26,7 @@ from zoo.contract import Family, Prompt, RequestError
 from zoo.text import odd_length
 
 CHUNK_PAGES = 4
+SPARE_S = 0.3  # of audio that each listener has in hand, where one more speaks than estimates allow
 _salts = itertools.count(1)  # one per loaded model: equal keys under other weights are other pages
 
 
@@ -33,7 +34,7 @@ class ModelWorker:
     """A family with `num_slots` slots of its own, on pages that it may have to share. is_timed: only so many speak at
     once as are made faster than they are heard. grows: a request gets the pages that it usually needs, and more as it
     goes; else all that it can ever need. after_delivery: called when some of a turn's audio was given, and more may be
-    made. Raises ValueError for a policy that is none."""
+    made; between: after each window, when requests may come and go. Raises ValueError for a policy that is none."""
 
     def __init__(
         self,
@@ -53,9 +54,10 @@ class ModelWorker:
         is_deterministic: bool = False,
         codec: str = "float32",
         after_delivery: Callable[[], None] = lambda: None,
+        between: Callable[[], None] = lambda: None,
     ):
         spec = family.spec
-        self.after_delivery = after_delivery
+        self.after_delivery, self.between = after_delivery, between
         self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
         frame_s = 1 / spec.frame_rate_hz
         # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such
@@ -124,7 +126,14 @@ class ModelWorker:
             return bool(self.free_slots) and num_flex < num_slots - num_slots // 4
         fastest = max([speed, *(job.speed for job in self.running.values() if not job.is_flex)])
         places = min(self.forecaster.outlook.places, self.forecaster.places(self.scheduler.frame_s / fastest))
-        return bool(self.free_slots) and len(self.running) - num_flex < places
+        num = len(self.running) - num_flex
+        is_room = num < places or (num == places and self._may_try(num + 1))
+        return bool(self.free_slots) and is_room
+
+    def _may_try(self, num: int) -> bool:
+        """Whether so many may speak, one more than estimates allow: they may be wrong, and were not tried for long; and those
+        who speak would not hear it at once."""
+        return self.forecaster.costs.is_stale(num) and self.scheduler.dry_in_s(self.clock()) >= SPARE_S
 
     def candidates(self, count: int) -> list[Job]:
         """The first of those who wait, as far as there are places for them; flexible requests come last."""
@@ -147,7 +156,7 @@ class ModelWorker:
         self.forecaster.record_speakers(
             scheduler.frames_left, scheduler.tokens_left, scheduler.shortest_frame_s
         )
-        scheduler.turn_s = self.forecaster.turn_s
+        scheduler.turn_s, scheduler.other_s = self.forecaster.turn_s, self.forecaster.outlook.other_s
 
     def num_pages(self, prompt: Prompt) -> int:
         """All that a request can ever need."""
@@ -380,6 +389,11 @@ class ModelWorker:
         launch."""
         chunks = self.scheduler.next_chunks()
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+        self.load = (0, 0, 0)
+        prefill_s = self.forecaster.costs.prefill_s(num_tokens)
+        if prefill_s > 0 and self.scheduler.has_long_turns:
+            # Who would run dry meanwhile is served before, and a newcomer costs nobody a gap.
+            self._render(prefill_s)
         if chunks:
             for launch in [[chunk] for chunk in chunks] if self.is_deterministic else [chunks]:
                 self.runner.prefill(launch)
@@ -397,7 +411,7 @@ class ModelWorker:
         if slots.size:
             self.launches.append((slots, self._tenancy[slots], self.runner.step(slots)))
             self.scheduler.record_step(slots)
-        self.load = (slots.size, num_tokens, 0)
+        self.load = (slots.size, num_tokens, self.load[2])
         return bool(chunks) or bool(slots.size)
 
     def collect(self, launched: bool, is_alone: bool = True) -> None:
@@ -460,18 +474,23 @@ class ModelWorker:
             ):
                 self.running[slot].write(token, bool(is_done))
 
-    def _render(self) -> None:
+    def _render(self, prefill_s: float = 0.0) -> None:
         if self.runner.is_recorded and len(self.renders) >= RENDERS_UNDER_WAY:
             return
-        renders = self.scheduler.take_due_windows(self.clock())
-        slots, tokens, _ = self.load
-        self.load = (slots, tokens, sum(render.frames * len(render.slots) for render in renders))
+        renders = self.scheduler.take_due_windows(self.clock(), prefill_s)
+        slots, tokens, frames = self.load
+        self.load = (slots, tokens, frames + sum(render.frames * len(render.slots) for render in renders))
+        # A slot that changes hands between two windows is kept until its own is made, for nobody.
+        tenancies = [self._tenancy[render.slots] for render in renders]
         for render in renders:
             self.num_rendering[render.slots] += 1
-            self.renders.append((render, self._tenancy[render.slots], self.runner.render(render)))
+        for render, tenancy in zip(renders, tenancies, strict=True):
+            self.renders.append((render, tenancy, self.runner.render(render)))
             # Where a launch returns when it is done, who is in a hurry does not wait for the others' windows.
             self._deliver(is_waiting=False)
             self.after_delivery()
+            if not prefill_s:
+                self.between()
 
     def _deliver(self, is_waiting: bool) -> None:
         while self.renders and (is_waiting or self.renders[0][2].is_there):

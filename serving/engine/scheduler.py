@@ -53,8 +53,8 @@ Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
 Policy.FIFO = Policy("fifo", prefill_tokens=256, at_risk_s=np.inf, is_fifo=True)
 RENDERS_UNDER_WAY = 4  # of a GPU; meanwhile more windows are due, and one launch of many rows takes less time than many of few
 PREFILL_TURNS = 3  # of a GPU, from one launch of a few prompts to the next
-FIRST_TURNS = 4  # that a listener's first audio lasts for
-LEAD_TURNS = 1.5  # as long as the next turn may take: some prefill prompts, and some launches take twice their time
+FIRST_TURNS = 6  # that a listener's first audio lasts for, to the nearest frame
+JOINED = 0.75  # of the middle shape: so many frames go along with others' windows of it, which costs less than a launch of their own
 AGEING = 32  # positions by which a prompt counts as shorter, for each turn that it has waited
 
 
@@ -170,6 +170,7 @@ class Scheduler:
         self.plays_until_s = np.full(num_slots, -np.inf)
         self.latency_s = 0.0  # of a window, from when it is handed out to its listener, as measured of late
         self.turn_s = 0.0  # that a turn of those who speak is expected to take; 0: nobody knows
+        self.other_s = 0.0  # of it, what other models take
 
     def open(
         self,
@@ -348,8 +349,27 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be done before more text, or a next pass, arrives."""
+        return bool(self._rests().all())
+
+    def _rests(self) -> np.ndarray:
+        """Which slots nothing is to be done for, as far as is known. [S]"""
         is_waiting = (self.is_starved | self.is_paused) & (self._renderable() <= self.num_rendered)
-        return bool((~self.is_open | is_waiting | self.is_held | self._is_finished()).all())
+        return ~self.is_open | is_waiting | self.is_held | self._is_finished()
+
+    def dry_in_s(self, now: float) -> float:
+        """Until the first of those who listen runs dry, below 0 where it has; -inf where somebody has heard nothing yet, inf
+        where nobody listens, or the policy has no regard to time."""
+        if self.policy.at_risk_s is None or self.policy.is_fifo:
+            return math.inf
+        return float(self._left_s(now)[~self._rests() & ~self.is_flex].min(initial=math.inf))
+
+    def is_in_need(self, now: float) -> bool:
+        """Whether somebody has heard nothing yet, or is about to run dry."""
+        return self.dry_in_s(now) <= self._lead_s()
+
+    def has_time(self, now: float) -> bool:
+        """Whether some turns may be left out, and nobody would be in need after them."""
+        return self.dry_in_s(now) > self._lead_s() + FIRST_TURNS * self.turn_s
 
     def read(self, slot: int, frames: int, now: float) -> None:
         """A listener took so many of the frames that were delivered. One that was held back goes on when half of what it
@@ -369,22 +389,22 @@ class Scheduler:
         self.num_ready[slots] = ready
         self.is_done[slots] = done
 
-    def take_due_windows(self, now: float) -> list[Render]:
+    def take_due_windows(self, now: float, prefill_s: float = 0.0) -> list[Render]:
         """The windows that are due, one per slot at most and grouped by launch shape, the nearest deadline
-        first. All of them are to be launched, in this order: they count as rendered from here on."""
+        first. All of them are to be launched, in this order: they count as rendered from here on. prefill_s: that a turn which
+        begins now fills prompts for; then they are the windows of those alone who would run dry by that."""
         pending = self._renderable() - self.num_rendered  # [S], below 0 where even less is known
-        # [S], as good as heard: the next window need not be hurried because of them
-        in_flight = self.num_rendered - self.num_delivered
-        unread_s = self.num_unread * self.heard_frame_s
-        left_s = np.maximum(self.plays_until_s - now, unread_s) + in_flight * self.heard_frame_s  # [S]
+        left_s = self._left_s(now)  # [S]
         self.is_flex_time = self._is_flex_time(left_s)
-        is_dry = self._is_dry(pending, left_s)
-        is_flush = self._needs_flush()
-        is_due = self._is_due(pending, left_s) | is_dry | is_flush
+        is_dry = self._is_dry(pending, left_s, prefill_s)
+        is_flush = self._needs_flush() & (prefill_s == 0)
+        is_due = is_dry if prefill_s else self._is_due(pending, left_s) | is_dry | is_flush
         is_due &= ~self.is_held
+        joins = self._joins(is_due, pending, left_s)
+        is_due |= joins
         slots = np.flatnonzero(is_due & ~self._may_wait(is_due, left_s))  # [B]
 
-        count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], is_dry[slots]))  # [B]
+        count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], (is_dry | joins)[slots]))  # [B]
         start = self.num_rendered[slots]  # [B]
         self.num_rendered[slots] += count
         is_last = self.is_done[slots] & (start + count == self.num_ready[slots])  # [B]
@@ -393,6 +413,13 @@ class Scheduler:
         if self.policy.is_fifo:
             return renders
         return sorted(renders, key=lambda render: left_s[render.slots].min())
+
+    def _left_s(self, now: float) -> np.ndarray:
+        """The audio that each listener has, and that is being made for it: as good as heard, so the next window need not be
+        hurried because of it. [S]"""
+        in_flight = self.num_rendered - self.num_delivered
+        unread_s = self.num_unread * self.heard_frame_s
+        return np.maximum(self.plays_until_s - now, unread_s) + in_flight * self.heard_frame_s
 
     def _is_flex_time(self, left_s: np.ndarray) -> bool:
         """Whether nobody but flexible requests waits for first audio, or is at risk."""
@@ -427,6 +454,7 @@ class Scheduler:
     def _first_size(self) -> int:
         """Of who listens and has heard nothing: the smallest shape, where turns are short. Where one takes most of a frame, whoever
         is given a frame has played it before the next is made: then as many as last for some turns, up to the middle shape.
+        What other models take counts once: whose listeners are in need goes first, and others that have time let it pass.
         Without regard to time it is the middle one, as all others: one frame and then four is late wherever four turns take
         longer than a frame."""
         smallest, middle = int(self.sizes[0]), int(self.sizes[:2][-1])
@@ -434,19 +462,35 @@ class Scheduler:
         first = 1 if self.window.grid > 1 else smallest
         if self.policy.is_fifo:
             return middle
-        return max(first, min(math.ceil(FIRST_TURNS * self.turn_s / self.frame_s), middle))
+        lasts_s = FIRST_TURNS * (self.turn_s - self.other_s) + self.other_s
+        return max(first, min(math.ceil(lasts_s / self.frame_s - 0.5), middle))
 
     def _has_waited(self, slots: np.ndarray) -> np.ndarray:
         """Whose first window was not cut as soon as the smallest shape was full: it is to last. [B]"""
         is_long = self.policy.at_risk_s is not None and self._first_size() > self.sizes[0]
         return (self.num_rendered[slots] == 0) & ~self.is_pinned[slots] & is_long
 
-    def _is_dry(self, pending: np.ndarray, left_s: np.ndarray) -> np.ndarray:
+    def _is_dry(self, pending: np.ndarray, left_s: np.ndarray, prefill_s: float) -> np.ndarray:
         """Whose listener is about to run dry, and has a frame to go on with. [S]"""
         if self.policy.at_risk_s is None or self.policy.is_fifo:
             return np.zeros(len(pending), bool)
-        is_dry = (self.num_rendered > 0) & (left_s <= self._lead_s()) & (pending >= self._least())
+        is_dry = (self.num_rendered > 0) & (left_s <= self._lead_s() + prefill_s) & (pending >= self._least())
         return is_dry & ~self.is_pinned
+
+    def _joins(self, is_due: np.ndarray, pending: np.ndarray, left_s: np.ndarray) -> np.ndarray:
+        """Who has nearly as many frames as the middle shape, where turns are long and a window of that shape is due: from then on
+        their windows fall into one turn, and one launch of three takes less than three. [S]"""
+        enough = math.ceil(JOINED * int(self.sizes[:2][-1]))
+        if not self.has_long_turns or not (is_due & (pending >= enough)).any():
+            return np.zeros(len(pending), bool)
+        is_on = (self.num_rendered > 0) & ~self.is_pinned & ~self.is_held
+        return is_on & (pending >= enough) & (left_s < self.policy.at_risk_s)
+
+    @property
+    def has_long_turns(self) -> bool:
+        """Whether a turn takes so much of a frame that one frame is too little for first audio."""
+        is_timed = self.policy.at_risk_s is not None and not self.policy.is_fifo
+        return is_timed and self._first_size() > self.sizes[0]
 
     def _least(self) -> np.ndarray:
         """The fewest frames worth a window. Who is late time after time is late for want of speed, and is
@@ -570,6 +614,6 @@ class Scheduler:
 
     def _lead_s(self) -> float:
         """With less than this left, a listener who is not served in this turn may hear a gap: the next turn
-        comes up to a latency later, or as late as a long turn takes, and its audio another latency later. Never less
+        comes up to a latency later, or as late as a turn takes, and its audio another latency later. Never less
         than a frame."""
-        return max(self.frame_s, self.latency_s + max(self.latency_s, LEAD_TURNS * self.turn_s))
+        return max(self.frame_s, self.latency_s + max(self.latency_s, self.turn_s))

@@ -24,8 +24,8 @@ class Timed(Scheduler):
         super().__init__(num_slots, *args, **settings)
         self.handed_s = np.zeros(num_slots)
 
-    def take_due_windows(self, now):
-        renders = super().take_due_windows(now)
+    def take_due_windows(self, now, prefill_s=0.0):
+        renders = super().take_due_windows(now, prefill_s)
         for render in renders:
             self.handed_s[render.slots] = render.handed_s
         return renders
@@ -204,7 +204,7 @@ def test_the_first_window_is_due_with_the_smallest_shape():
     assert due(scheduler, 0.0) == []
 
 
-@pytest.mark.parametrize(("turn_s", "frames"), [(0.02, 1), (0.04, 2), (0.06, 3), (0.1, 4), (1.0, 4)])
+@pytest.mark.parametrize(("turn_s", "frames"), [(0.02, 1), (0.03, 2), (0.04, 3), (0.06, 4), (1.0, 4)])
 def test_where_turns_are_long_the_first_window_lasts_for_some(turn_s, frames):
     scheduler = speaking()
     scheduler.turn_s = turn_s
@@ -217,6 +217,51 @@ def test_where_turns_are_long_the_first_window_lasts_for_some(turn_s, frames):
     ends_early.turn_s = turn_s
     report(ends_early, {0: 1}, done=[0])
     assert due(ends_early, now=0.0) == [({0: (0, 1)}, 1)]
+
+
+def test_what_other_models_take_of_a_turn_counts_once_for_the_first_window():
+    scheduler = speaking()
+    scheduler.turn_s, scheduler.other_s = 0.065, 0.06  # six turns of its own are 30 ms
+    report(scheduler, {0: 1})
+    assert due(scheduler, now=0.0) == [({0: (0, 1)}, 1)]
+
+
+def heard(ahead: list[int], turn_s: float) -> Timed:
+    """Slots that were given so many frames at time 0."""
+    scheduler = speaking(len(ahead))
+    report(scheduler, dict(enumerate(ahead)))
+    while windows := due(scheduler, 0.0):
+        for frames, _ in windows:
+            deliver(scheduler, {slot: count for slot, (_, count) in frames.items()}, 0.0)
+    scheduler.turn_s = turn_s
+    return scheduler
+
+
+@pytest.mark.parametrize(("turn_s", "joined"), [(0.04, {1: (4, 3)}), (0.02, {})])
+def test_who_has_most_of_a_window_goes_along_where_turns_are_long(turn_s, joined):
+    """One launch of two rows takes less than two; where turns are short, each waits for a full window."""
+    scheduler = heard([4, 4, 4, 4], turn_s)
+    report(scheduler, {0: 8, 1: 7, 2: 6, 3: 7})
+    scheduler.is_held[3] = True
+    assert due(scheduler, 0.1) == [({0: (4, 4)} | joined, 4)]
+
+
+def test_nobody_goes_along_where_no_window_is_due():
+    scheduler = heard([4, 4], 0.04)
+    report(scheduler, {0: 7, 1: 7})
+    assert due(scheduler, 0.1) == []
+
+
+def test_before_prompts_are_filled_those_are_served_who_would_run_dry_meanwhile():
+    """Two have 160 ms left: enough for a turn, and not for one that fills a prompt for 100 ms. Full windows of others wait."""
+    scheduler = heard([4, 4, 8], 0.04)
+    report(scheduler, {0: 5, 1: 4, 2: 12})
+    assert due(scheduler, 0.16) == [({2: (8, 4)}, 4)]
+    scheduler = heard([4, 4, 8], 0.04)
+    report(scheduler, {0: 5, 1: 4, 2: 12})
+    [render] = scheduler.take_due_windows(0.16, prefill_s=0.1)
+    assert render.slots.tolist() == [0] and render.count.tolist() == [1]
+    assert scheduler.take_due_windows(0.16, prefill_s=0.05) == []
 
 
 def test_fifo_has_no_regard_to_how_long_turns_are():
@@ -233,8 +278,8 @@ def test_fifo_has_no_regard_to_how_long_turns_are():
     assert due(scheduler, now=9.0) == [({0: (4, 3)}, 4)]
 
 
-@pytest.mark.parametrize(("turn_s", "is_served"), [(0.09, False), (0.1, True)])
-def test_where_turns_are_long_a_listener_is_about_to_run_dry_a_long_turn_earlier(turn_s, is_served):
+@pytest.mark.parametrize(("turn_s", "is_served"), [(0.13, False), (0.15, True)])
+def test_where_turns_are_long_a_listener_is_about_to_run_dry_a_turn_earlier(turn_s, is_served):
     scheduler = playing(ahead_frames=3)
     report(scheduler, {0: 4})
     assert due(scheduler, now=0.1) == []  # 0.14 s are left
