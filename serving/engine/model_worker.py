@@ -9,6 +9,7 @@ back, and nothing else.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,6 +75,7 @@ class ModelWorker:
             max_unread_s,
             prefill_turns=PREFILL_TURNS if family.device.type == "cuda" else 1,
         )
+        self.most_renders = RENDERS_UNDER_WAY if family.device.type == "cuda" else math.inf  # under way
         self.runner = make_runner(
             family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens, codec
         )
@@ -475,7 +477,7 @@ class ModelWorker:
                 self.running[slot].write(token, bool(is_done))
 
     def _render(self, prefill_s: float = 0.0) -> None:
-        if self.runner.is_recorded and len(self.renders) >= RENDERS_UNDER_WAY:
+        if len(self.renders) >= self.most_renders:
             return
         renders = self.scheduler.take_due_windows(self.clock(), prefill_s)
         slots, tokens, frames = self.load
