@@ -2,7 +2,7 @@
 # make test     every test          make lint    ruff and mypy          make fixtures    remake what the parity tests compare with
 # make docs     the documentation, in site/
 # make voice    trains the small voice anew, in voice/; takes hours
-# make rehearse lowers and builds every family for GPUs that are not there, and counts their launches; an hour of CPU or more
+# make rehearse lowers and builds every family for GPUs that are not there, and counts their launches; half an hour on two cores
 # Needs Python 3.11 or newer: `make PYTHON=python3.12 serve`.
 
 PYTHON ?= python3

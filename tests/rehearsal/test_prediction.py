@@ -133,7 +133,7 @@ def test_who_comes_too_fast_waits_and_a_device_too_slow_leaves_gaps():
     calm, crowd = (
         Server(counts(), H100, num_slots=2).serve(Load.poisson(rate, 1, frames=10)) for rate in (10, 400)
     )
-    assert calm.ttfa_ms(95) < 20 < crowd.ttfa_ms(50)
+    assert calm.ttfa_ms(95) < 25 < crowd.ttfa_ms(50)  # prompts wait for company, two turns at most
     # 0.2 s a frame of 0.1
     late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(
         Load.closed(4, frames=40, num_streams=4)
