@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from zoo.cosyvoice2.strategy import GRID
 from zoo.nn import kernels
-from zoo.nn.operator import operator
+from zoo.nn.operator import operator, written_in_regions
 
 
 @dataclass
@@ -117,9 +117,7 @@ def like_rows(q: Tensor, *others: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
-# What a region that is compiled once may write has to be told from torch 2.13 on, and torch 2.11 refuses to compile it if
-# it is. There it need not know: of what one layer writes, nothing else in a launch reads.
-@operator("stretch_attention", gives=like_rows, writes=("caches",) if torch.__version__ >= "2.13" else ())
+@operator("stretch_attention", gives=like_rows, writes=written_in_regions("caches"))
 def stretch_attention(
     q: Tensor,
     k: Tensor,

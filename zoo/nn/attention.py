@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from zoo.contract import Batch
 from zoo.nn import kernels
-from zoo.nn.operator import operator
+from zoo.nn.operator import operator, written_in_regions
 from zoo.nn.rope import rotate
 
 
@@ -63,9 +63,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x.float(), cos, sin).to(x.dtype)
 
 
-# What a region that is compiled once may write has to be told from torch 2.13 on, and torch 2.11 refuses to compile it if
-# it is. There it need not know: of what one layer writes, nothing else in a launch reads.
-@operator("rotary_paged_attention", writes=("kv",) if torch.__version__ >= "2.13" else ())
+@operator("rotary_paged_attention", writes=written_in_regions("kv"))
 def rotary_paged_attention(
     q: Tensor,
     k: Tensor,

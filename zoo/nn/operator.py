@@ -8,6 +8,12 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 
+def written_in_regions(*names: str) -> tuple[str, ...]:
+    """`writes` of an operator in blocks that are compiled once. From torch 2.13 on it has to be told; torch 2.11 refuses to
+    compile the block if it is, and there it need not know, where nothing else in a launch reads what one block writes."""
+    return names if torch.__version__ >= "2.13" else ()
+
+
 def like_first(first: Tensor, *others: object) -> Tensor:
     """An empty tensor as the first argument is."""
     return torch.empty_like(first)
