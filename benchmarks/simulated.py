@@ -34,8 +34,8 @@ import zoo
 from benchmarks.under_load import PATIENT_S, highest_rate
 from serving.engine.engine import Engine, Finished, Full
 from serving.engine.model_worker import ModelWorker
+from serving.engine.policy import Policy
 from serving.engine.prepare_for_host import cached, prepare_for_host
-from serving.engine.scheduler import Policy
 from serving.tools.load.plan import SENTENCES
 from serving.tools.load.plan import poisson as arrivals_of
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, poisson
@@ -128,8 +128,7 @@ def spoken_frames(heard: list[Heard]) -> list[int]:
 def simulated(
     family: Family[Any], model: ModelWorker, at_s: list[float], frames: list[int]
 ) -> tuple[list[Heard], float]:
-    spec = family.spec
-    voice = Voice(spec.window, 1 / spec.frame_rate_hz, guard=1.0)
+    voice = Voice.like(family)
     simulation = Simulation(voice, cost_of(model), settings=SETTINGS)
     text = "x" * round(model.forecaster.prompt_tokens)
     requests = [Request(text=text, seed=seed, max_frames=max(n, 1)) for seed, n in enumerate(frames)]
@@ -299,9 +298,9 @@ def climbed(
     family: Family[Any], cost: Cost, policy: str, rates: list[float], requests: int, frames: int, seed: int
 ) -> list[dict[str, Any]]:
     """The rungs of a ladder, as benchmarks/under_load.py has them."""
-    spec, rungs = family.spec, []
+    rungs: list[dict[str, Any]] = []
     for rate in rates:
-        voice = Voice(spec.window, 1 / spec.frame_rate_hz, guard=1.0)
+        voice = Voice.like(family)
         settings = {"max_slots": SETTINGS["max_slots"], "policy": policy}
         settings["max_ttfa_s"] = PATIENT_S if policy == "streaming" else None
         simulation = Simulation(voice, cost, settings=settings)

@@ -16,9 +16,9 @@ from torch import Tensor
 from benchmarks.rehearsal.launches import Log, Recorder
 from compile_cache.graphs import Graphs
 from compile_cache.strategy import Eager
+from serving.engine.launches import Chunk, Render
 from serving.engine.memory_plan import usual_kv_bytes
 from serving.engine.runner import INT, Arena, Runner
-from serving.engine.scheduler import Chunk, Render
 from serving.engine.warmup import tf32, warm_prefill, warm_render, warm_step
 from zoo.contract import Batch, Family, Lane, View
 

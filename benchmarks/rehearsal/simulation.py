@@ -11,7 +11,9 @@ import numpy as np
 
 from benchmarks.rehearsal.cards import Card
 from benchmarks.rehearsal.costs import Cost, Counts
-from serving.engine.scheduler import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy, Render, Scheduler
+from serving.engine.launches import Render
+from serving.engine.policy import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy
+from serving.engine.scheduler import Scheduler
 
 # Of the host's own work a turn, by who speaks: Qwen3-TTS on an H200's host, the slowest that was measured there
 # (benchmarks/results/2026-11-22-h200-qwen3_tts.json: host, step and render); Higgs took half.

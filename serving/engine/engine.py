@@ -40,9 +40,9 @@ from serving.engine.memory_plan import resident_bytes, usual_kv_bytes, usual_sav
 from serving.engine.model_worker import ModelWorker
 from serving.engine.pages import Pages
 from serving.engine.paging import Paging
+from serving.engine.policy import Policy
 from serving.engine.rounds import Rounds
 from serving.engine.runner import Arena, Runner
-from serving.engine.scheduler import Policy
 from serving.histogram import Histogram
 from zoo.contract import Family, Prompt, Request, RequestError, following
 

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from serving.engine.admission import Forecaster
 from serving.engine.job import Audio, Job, Place
+from serving.engine.launches import Render
 from serving.engine.pages import Pages
+from serving.engine.policy import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy
 from serving.engine.runner import Arena, AsyncCopy, Runner
-from serving.engine.scheduler import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy, Render, Scheduler
+from serving.engine.scheduler import Scheduler
 from serving.histogram import Histogram
 from zoo.contract import Family, Prompt, RequestError
 from zoo.text import odd_length
@@ -60,7 +62,7 @@ class ModelWorker:
         spec = family.spec
         self.after_delivery, self.between = after_delivery, between
         self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
-        frame_s = 1 / spec.frame_rate_hz
+        frame_s, is_gpu = 1 / spec.frame_rate_hz, family.device.type == "cuda"
         # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such
         # pieces.
         self.chunk_pages = CHUNK_PAGES if is_deterministic else 1
@@ -73,12 +75,15 @@ class ModelWorker:
             spec.lanes,
             chunk_tokens,
             max_unread_s,
-            prefill_turns=PREFILL_TURNS if family.device.type == "cuda" else 1,
+            prefill_turns=PREFILL_TURNS if is_gpu else 1,
+            hold_s=spec.window.hold_samples / spec.sample_rate_hz,
+            is_one_by_one=family.strategy.cuts_renders,
         )
-        self.most_renders = RENDERS_UNDER_WAY if family.device.type == "cuda" else math.inf  # under way
+        self.most_renders = RENDERS_UNDER_WAY if is_gpu else math.inf  # under way
         self.runner = make_runner(
             family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens, codec
         )
+        self.scheduler.is_one_by_one &= self.runner.is_synchronous
         self.salt = next(_salts)
         self.is_deterministic, self.grows = is_deterministic, grows
 
@@ -159,6 +164,7 @@ class ModelWorker:
             scheduler.frames_left, scheduler.tokens_left, scheduler.shortest_frame_s
         )
         scheduler.turn_s, scheduler.other_s = self.forecaster.turn_s, self.forecaster.outlook.other_s
+        scheduler.step_s = self.forecaster.costs.turn_s(slots=len(self.running))
 
     def num_pages(self, prompt: Prompt) -> int:
         """All that a request can ever need."""

@@ -24,7 +24,7 @@ from compile_cache.artifacts import Entry
 from compile_cache.graphs import Graphs
 from compile_cache.lower import lower
 from compile_cache.strategy import Eager, Lowering, Parts
-from serving.engine.scheduler import Chunk, Render
+from serving.engine.launches import Chunk, Render
 from serving.engine.streams import AsyncCopy, LaunchInputs, Observer, Streams
 from zoo.contract import Batch, Family, Lane, Prompt, View
 from zoo.nn.rows import to_device
@@ -395,6 +395,11 @@ class Runner:
         num = sum(map(len, parts))
         torch.cat(list(parts), out=place[:num])
         return place[:num_rows]
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether a launch returns when it is done."""
+        return self.family.device.type == "cpu"
 
     def _render_rows(self, due: Render) -> int:
         """Rows of one launch. They do not know of each other, so a CPU takes a few at a time; and one, where

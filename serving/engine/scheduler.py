@@ -15,79 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
+from serving.engine.deadlines import Listeners, WindowCost, next_window
+from serving.engine.launches import Chunk, Render
+from serving.engine.policy import AGEING, FIRST_TURNS, JOINED, PATIENCE, Policy
 from zoo.contract import Window
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What a server is for. `Policy.named` finds one by name and raises ValueError for a name that is
-    none."""
-
-    name: str
-    prefill_tokens: int  # prompt positions per turn, at most
-    # a listener with less audio than this is served early; None: nobody listens yet, so windows are full
-    at_risk_s: float | None
-    # without regard to anybody's time: prompts in order of arrival, windows of one shape as soon as they are there
-    is_fifo: bool = False
-
-    STREAMING: ClassVar[Policy]
-    THROUGHPUT: ClassVar[Policy]
-    FIFO: ClassVar[Policy]  # what the others are compared with
-
-    @classmethod
-    def named(cls, name: str) -> Policy:
-        policies = {policy.name: policy for policy in (cls.STREAMING, cls.THROUGHPUT, cls.FIFO)}
-        if name not in policies:
-            raise ValueError(f"policy {name!r} is unknown; there are: {', '.join(policies)}")
-        return policies[name]
-
-
-PATIENCE = 3  # late deliveries in a row after which a listener's windows grow by a shape
-Policy.STREAMING = Policy("streaming", prefill_tokens=256, at_risk_s=1.0)
-Policy.THROUGHPUT = Policy("throughput", prefill_tokens=1024, at_risk_s=None)
-Policy.FIFO = Policy("fifo", prefill_tokens=256, at_risk_s=np.inf, is_fifo=True)
-RENDERS_UNDER_WAY = 4  # of a GPU; meanwhile more windows are due, and one launch of many rows takes less time than many of few
-PREFILL_TURNS = 3  # of a GPU, from one launch of a few prompts to the next
-FIRST_TURNS = 6  # that a listener's first audio lasts for, to the nearest frame
-JOINED = 0.75  # of the middle shape: so many frames go along with others' windows of it, which costs less than a launch of their own
-AGEING = 32  # positions by which a prompt counts as shorter, for each turn that it has waited
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Positions start .. stop of one lane's prompt, to be prefilled in one launch. is_last: the prompt ends
-    there."""
-
-    slot: int
-    start: int
-    stop: int
-    is_last: bool
-    lane: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Render:
-    """One launch of the renderer: frames start .. start + count of each slot's tape, in a window of `frames`
-    frames.
-
-    handed_s: when it was handed out. length: of the window's length buckets, 0 without them. is_pinned: each
-    row is computed by itself, whoever is beside it.
-    """
-
-    slots: np.ndarray  # [B], ascending
-    start: np.ndarray  # [B]
-    count: np.ndarray  # [B], at most `frames`; 0 where only held samples are left
-    is_last: np.ndarray  # [B], whether the speech ends with it
-    frames: int
-    handed_s: float
-    length: int = 0
-    is_pinned: bool = False
-
 
 UNBOUNDED = np.iinfo(np.int64).max
 
@@ -104,7 +38,8 @@ class Scheduler:
     slot is held back: in no launch, until half of that is taken. A slot whose text is still arriving takes `steps_left` steps
     and then starves: it is in no launch, and what it has spoken is rendered.
     prefill_turns: where a launch of a few positions takes nearly as long as one of many, from one to the next while others
-    speak.
+    speak. hold_s: the most audio that the renderer keeps back. is_one_by_one: windows of several slots take as long together as
+    one after the other, and steps wait for them; then a turn has one, and serving/engine/deadlines.py says whose.
     """
 
     def __init__(
@@ -117,6 +52,8 @@ class Scheduler:
         chunk_tokens: int | None = None,
         max_unread_s: float = np.inf,
         prefill_turns: int = 1,
+        hold_s: float = 0.0,
+        is_one_by_one: bool = False,
     ):
         assert num_slots > 0 and frame_s > 0, (
             f"{num_slots} slots of {frame_s} s a frame, more than 0 of both expected"
@@ -131,7 +68,8 @@ class Scheduler:
         assert window.lookahead >= 0, f"a lookahead of {window.lookahead} frames"
         self.policy, self.chunk_tokens, self.max_unread_s = policy, chunk_tokens, max_unread_s
         self.prefill_turns, self.next_prefill_turn = prefill_turns, 0
-        self.frame_s = frame_s
+        self.frame_s, self.hold_s = frame_s, hold_s
+        self.is_one_by_one, self.window_cost = is_one_by_one, WindowCost()
         self.heard_frame_s = np.full(num_slots, frame_s)  # as long as each listener hears a frame
         self.window = window
         self.sizes = np.array(sizes)
@@ -167,10 +105,12 @@ class Scheduler:
         self.num_underruns = np.zeros(num_slots, np.int64)
         self.late_in_a_row = np.zeros(num_slots, np.int64)  # deliveries, the last one included
         self.past_underruns = 0  # of slots' earlier tenants
+        self.num_passed = np.zeros(num_slots, np.int64)  # windows of others since its first one was due
         self.plays_until_s = np.full(num_slots, -np.inf)
         self.latency_s = 0.0  # of a window, from when it is handed out to its listener, as measured of late
         self.turn_s = 0.0  # that a turn of those who speak is expected to take; 0: nobody knows
         self.other_s = 0.0  # of it, what other models take
+        self.step_s = 0.0  # of it, without windows
 
     def open(
         self,
@@ -207,7 +147,7 @@ class Scheduler:
         self.num_ready[slot] = self.num_rendered[slot] = self.num_delivered[slot] = self.num_underruns[
             slot
         ] = 0
-        self.late_in_a_row[slot] = 0
+        self.late_in_a_row[slot] = self.num_passed[slot] = 0
         self.plays_until_s[slot] = plays_until_s
         self.expected_frames[slot] = expected_frames
         self.is_metered[slot], self.num_unread[slot] = unread_frames is not None, unread_frames or 0
@@ -294,7 +234,7 @@ class Scheduler:
 
     def _prefill_order(self) -> list[int]:
         slots = [slot for slot in self.waiting if self.is_flex_time or not self.is_flex[slot]]
-        if self.policy.at_risk_s is None or self.policy.is_fifo:
+        if not self.policy.is_timed:
             return slots
         left = (self.prompt_tokens - self.num_prefilled).sum(1)  # [S]
 
@@ -359,7 +299,7 @@ class Scheduler:
     def dry_in_s(self, now: float) -> float:
         """Until the first of those who listen runs dry, below 0 where it has; -inf where somebody has heard nothing yet, inf
         where nobody listens, or the policy has no regard to time."""
-        if self.policy.at_risk_s is None or self.policy.is_fifo:
+        if not self.policy.is_timed:
             return math.inf
         return float(self._left_s(now)[~self._rests() & ~self.is_flex].min(initial=math.inf))
 
@@ -400,11 +340,13 @@ class Scheduler:
         is_flush = self._needs_flush() & (prefill_s == 0)
         is_due = is_dry if prefill_s else self._is_due(pending, left_s) | is_dry | is_flush
         is_due &= ~self.is_held
-        joins = self._joins(is_due, pending, left_s)
-        is_due |= joins
-        slots = np.flatnonzero(is_due & ~self._may_wait(is_due, left_s))  # [B]
-
-        count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], (is_dry | joins)[slots]))  # [B]
+        if self.is_one_by_one and self.policy.is_timed:
+            slots, count = self._one_window(is_due, is_flush, pending, left_s)  # [B], [B]
+        else:
+            joins = self._joins(is_due, pending, left_s)
+            is_due |= joins
+            slots = np.flatnonzero(is_due & ~self._may_wait(is_due, left_s))  # [B]
+            count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], (is_dry | joins)[slots]))  # [B]
         start = self.num_rendered[slots]  # [B]
         self.num_rendered[slots] += count
         is_last = self.is_done[slots] & (start + count == self.num_ready[slots])  # [B]
@@ -413,6 +355,44 @@ class Scheduler:
         if self.policy.is_fifo:
             return renders
         return sorted(renders, key=lambda render: left_s[render.slots].min())
+
+    def _one_window(
+        self, is_due: np.ndarray, is_flush: np.ndarray, pending: np.ndarray, left_s: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The next one, those that follow from frame numbers alone, and those without frames -> slots, ascending [B], frames of
+        each [B]."""
+        listeners = self._listeners(is_due & ~is_flush, pending, left_s)
+        slots = np.flatnonzero(is_flush | (is_due & self.is_pinned))
+        count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], np.zeros(len(slots), bool)))
+        least, most = max(int(self.sizes[0]), self.window.grid), int(self.sizes[-1])
+        found = next_window(listeners, self.window_cost, least, most, self.step_s)
+        if found is None:
+            return slots, count
+        slot = np.array([found[0]])
+        self.num_passed += listeners.is_first & (np.arange(len(pending)) != slot)
+        frames = self._to_grid(slot, np.minimum(pending[slot], found[1]))
+        at = np.searchsorted(slots, slot)
+        return np.insert(slots, at, slot), np.insert(count, at, frames)
+
+    def _listeners(self, is_due: np.ndarray, pending: np.ndarray, left_s: np.ndarray) -> Listeners:
+        is_asked = ~self._rests() & ~self.is_pinned & ~self.is_flex
+        is_heard = np.isfinite(self.plays_until_s) | (self.num_rendered > 0)
+        is_whole = self.is_done & (self.num_rendered == self.num_ready)
+        # Frames from the last that may be rendered to the next point of the grid.
+        grid, known = self.window.grid, self.num_ready - self.window.lookahead - self.grid_offset
+        next_point = self.grid_offset + np.maximum(known // grid + 1, 0) * grid
+        missing = np.maximum(next_point, 1) + self.window.lookahead - self.num_ready
+        return Listeners(
+            left_s=np.where(self.is_flex, np.inf, left_s),
+            pending=pending,
+            missing=np.where(pending > 0, 0, missing),
+            plays=is_asked & is_heard & ~is_whole,
+            is_first=is_asked & ~is_heard & is_due,
+            passed=self.num_passed,
+            is_due=is_due & ~self.is_pinned,
+            is_done=self.is_done | self.is_starved,
+            has_newcomers=bool((is_asked & ~is_heard).any()),
+        )
 
     def _left_s(self, now: float) -> np.ndarray:
         """The audio that each listener has, and that is being made for it: as good as heard, so the next window need not be
@@ -442,6 +422,8 @@ class Scheduler:
         Where somebody listens, also a slot without audio whose frames fill the smallest shape, and one that
         is at risk whose frames fill the middle shape. [S]"""
         middle, largest = self.sizes[:2][-1], self.sizes[-1]
+        if self.policy.is_fifo:
+            middle = self._even_size()
         is_due = (pending >= largest) | ((self.is_done | self.is_starved) & (pending > 0))
         if self.policy.at_risk_s is None:
             return is_due
@@ -455,24 +437,30 @@ class Scheduler:
         """Of who listens and has heard nothing: the smallest shape, where turns are short. Where one takes most of a frame, whoever
         is given a frame has played it before the next is made: then as many as last for some turns, up to the middle shape.
         What other models take counts once: whose listeners are in need goes first, and others that have time let it pass.
-        Without regard to time it is the middle one, as all others: one frame and then four is late wherever four turns take
-        longer than a frame."""
+        Without regard to time all are alike: one frame and then four is late wherever four turns take longer than a frame."""
         smallest, middle = int(self.sizes[0]), int(self.sizes[:2][-1])
-        # the grid's first stretch may be shorter than any shape
-        first = 1 if self.window.grid > 1 else smallest
         if self.policy.is_fifo:
-            return middle
-        lasts_s = FIRST_TURNS * (self.turn_s - self.other_s) + self.other_s
-        return max(first, min(math.ceil(lasts_s / self.frame_s - 0.5), middle))
+            return self._even_size()
+        grid, own_s = self.window.grid, self.turn_s - self.other_s
+        if grid == 1:
+            return max(smallest, min(math.ceil((FIRST_TURNS * own_s + self.other_s) / self.frame_s - 0.5), middle))
+        # The grid's first stretch may be shorter than any shape: so short that it is played before the next one is there.
+        lasts_s = grid * own_s + self.other_s + self.hold_s + self.latency_s
+        return min(math.ceil(lasts_s / self.frame_s), grid) if self.latency_s else grid
+
+    def _even_size(self) -> int:
+        """Of every window, where nobody's time counts: the middle one, or a stretch of the grid."""
+        return int(self.sizes[:2][-1]) if self.window.grid == 1 else self.window.bucket(self.window.grid)
 
     def _has_waited(self, slots: np.ndarray) -> np.ndarray:
         """Whose first window was not cut as soon as the smallest shape was full: it is to last. [B]"""
-        is_long = self.policy.at_risk_s is not None and self._first_size() > self.sizes[0]
+        least = self.sizes[0] if self.window.grid == 1 else 1
+        is_long = self.policy.at_risk_s is not None and self._first_size() > least
         return (self.num_rendered[slots] == 0) & ~self.is_pinned[slots] & is_long
 
     def _is_dry(self, pending: np.ndarray, left_s: np.ndarray, prefill_s: float) -> np.ndarray:
         """Whose listener is about to run dry, and has a frame to go on with. [S]"""
-        if self.policy.at_risk_s is None or self.policy.is_fifo:
+        if not self.policy.is_timed:
             return np.zeros(len(pending), bool)
         is_dry = (self.num_rendered > 0) & (left_s <= self._lead_s() + prefill_s) & (pending >= self._least())
         return is_dry & ~self.is_pinned
@@ -489,8 +477,7 @@ class Scheduler:
     @property
     def has_long_turns(self) -> bool:
         """Whether a turn takes so much of a frame that one frame is too little for first audio."""
-        is_timed = self.policy.at_risk_s is not None and not self.policy.is_fifo
-        return is_timed and self._first_size() > self.sizes[0]
+        return self.policy.is_timed and self._first_size() > self.sizes[0]
 
     def _least(self) -> np.ndarray:
         """The fewest frames worth a window. Who is late time after time is late for want of speed, and is
@@ -512,7 +499,7 @@ class Scheduler:
         """Whose window is left to a later turn, since its listener has time: where many of the largest fall into one turn, all
         others would hear it. Of such the nearest deadlines go, twice as many as are filled in a turn on the average. [S]"""
         may_wait = np.zeros(len(is_due), bool)
-        if self.policy.at_risk_s is None or self.policy.is_fifo:
+        if not self.policy.is_timed:
             return may_wait
         patient = np.flatnonzero(is_due & (self.num_rendered > 0) & (left_s >= self.policy.at_risk_s))  # [B]
         num_now = int(np.ceil(2 * self.is_open.sum() / self.sizes[-1]))
@@ -542,7 +529,10 @@ class Scheduler:
         full = self.sizes[np.maximum(np.searchsorted(self.sizes, there, side="right") - 1, 0)]
         is_worth = (padded + around <= 2 * -(-there // full) * (full + around)) | (there < self.sizes[0])
         takes_all = self.is_done[slots] | self.is_starved[slots] | is_dry | self._has_waited(slots)
-        count = np.minimum(np.where(takes_all & is_worth, there, full), pending)
+        return self._to_grid(slots, np.minimum(np.where(takes_all & is_worth, there, full), pending))
+
+    def _to_grid(self, slots: np.ndarray, count: np.ndarray) -> np.ndarray:
+        """Frames of each, down to the grid's last point, unless the speech ends with them. [B]"""
         if self.window.grid == 1:
             return count
         stop, offset, grid = self.num_rendered[slots] + count, self.grid_offset[slots], self.window.grid
@@ -599,6 +589,8 @@ class Scheduler:
         self.is_over[slots] |= is_last
         # Turns are uneven, since some prefill a prompt: a long one is remembered for about twenty deliveries.
         self.latency_s = max(0.9 * self.latency_s, now - handed_s)
+        if self.is_one_by_one and count.any():
+            self.window_cost.record(float(count.sum()), now - handed_s)
         over = slots[self.num_delivered[slots] > self.num_rendered[slots]]
         assert not over.size, (
             f"slots {over}: {self.num_delivered[over]} frames delivered, {self.num_rendered[over]} rendered"

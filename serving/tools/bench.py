@@ -30,9 +30,9 @@ from torch.utils.flop_counter import flop_registry
 import zoo
 from compile_cache import threads
 from serving.engine.engine import Audio, Engine, Event, Failed, Text
+from serving.engine.policy import Policy
 from serving.engine.prepare_for_host import cached, prepare_for_host
 from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
-from serving.engine.scheduler import Policy
 from serving.tools import reference
 from serving.tools.requests import first_request
 from zoo.contract import Family, Request, View

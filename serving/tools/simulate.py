@@ -7,7 +7,7 @@ A day of load takes minutes, the same load gives the same answer, and GPUs that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from compile_cache.strategy import Strategy
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
+from serving.engine.launches import Chunk, Render
 from serving.engine.runner import Arena
-from serving.engine.scheduler import Chunk, Render
 from serving.engine.streams import Streams
 from zoo.contract import KV, Batch, Family, Prompt, Request, Spec, State, View, Window
 
@@ -58,7 +58,8 @@ class Voice(Family[Any]):
         max_frames: int = 4096,
         guard: float = 4.0,
     ):
-        """guard: times a speech's frames that a prompt allows, as a family that does not know must."""
+        """window: its hold_samples are of RATE_HZ. guard: times a speech's frames that a prompt allows, as a family that does not
+        know must."""
         super().__init__()
         self.device, self.dtype, self.strategy = torch.device("cpu"), torch.float32, Strategy()
         self.frames_per_byte, self.guard = frames_per_byte, guard
@@ -77,13 +78,23 @@ class Voice(Family[Any]):
         )
         self.lengths: dict[int, int] = {}  # frames of each prompt's speech, by its seed
 
+    @classmethod
+    def like(cls, family: Family[Any], guard: float = 1.0) -> Voice:
+        """With the windows of a real one, and its way of rendering them."""
+        spec = family.spec
+        hold_samples = round(spec.window.hold_samples * RATE_HZ / spec.sample_rate_hz)
+        voice = cls(replace(spec.window, hold_samples=hold_samples), 1 / spec.frame_rate_hz, guard=guard)
+        voice.strategy = Strategy(cuts_renders=family.strategy.cuts_renders)
+        return voice
+
     def prompt(self, request: Request) -> Prompt:
         size = len(request.text.encode())
         frames = request.max_frames or max(1, round(size * self.frames_per_byte))
         cap = min(self.spec.max_frames, max(frames, round(self.guard * frames)))
         keys = tuple(request.seed * 100_003 + i for i in range(size))
         slot = {"frames": frames}
-        return Prompt(torch.zeros(size, 1), keys, cap, slot, usage={"input_tokens": size})
+        offset = size % self.spec.window.grid
+        return Prompt(torch.zeros(size, 1), keys, cap, slot, usage={"input_tokens": size}, grid_offset=offset)
 
     def state(self, slots: int, max_frames: int | None = None) -> Any:
         raise NotImplementedError("a simulated voice has no tensors")
@@ -122,6 +133,10 @@ class SimulatedRunner:
 
     graph_misses = 0
 
+    @property
+    def is_synchronous(self) -> bool:
+        return not self.is_async
+
     def __init__(self, clock: Clock, cost: Cost, is_async: bool, family: Voice, num_slots: int, arena: Arena):
         self.clock, self.cost, self.is_async = clock, cost, is_async
         self.family, self.num_slots, self.arena = family, num_slots, arena
@@ -131,6 +146,7 @@ class SimulatedRunner:
         self.capacity = np.zeros(num_slots + 1, np.int64)  # positions that a slot's pages hold
         self.made = np.zeros(num_slots, np.int64)
         self.wanted = np.zeros(num_slots, np.int64)
+        self.given = np.zeros(num_slots, np.int64)  # samples
         self.device_s = 0.0
 
     def sequences(self, slots: np.ndarray) -> np.ndarray:
@@ -138,6 +154,7 @@ class SimulatedRunner:
 
     def open(self, slot: int, prompt: Prompt, pages: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
         self.made[slot], self.wanted[slot] = 0, min(prompt.slot["frames"], prompt.max_frames)
+        self.given[slot] = 0
         self.kv_lens[slot], self.capacity[slot] = skips[0], len(pages[0]) * self.page_tokens
 
     def close(self, slot: int) -> None:
@@ -172,8 +189,10 @@ class SimulatedRunner:
     def render(self, due: Render) -> Copy:
         done_s = self._launch(self.cost.render_s(len(due.slots), due.frames))
         each = self.family.spec.frame_samples
-        samples = np.zeros((len(due.slots), due.frames * each), np.float32)
-        return Copy(self.clock, done_s, samples, due.count * each)
+        held = np.where(due.is_last, 0, self.family.spec.window.hold_samples)
+        given = np.maximum((due.start + due.count) * each - held, 0)
+        valid, self.given[due.slots] = given - self.given[due.slots], given
+        return Copy(self.clock, done_s, np.zeros((len(due.slots), max(valid)), np.float32), valid)
 
     def _launch(self, cost_s: float) -> float:
         self.device_s = max(self.device_s, self.clock.now_s) + cost_s

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from serving.engine.engine import Finished, Full
-from serving.engine.scheduler import AGEING, Policy, Scheduler
+from serving.engine.policy import AGEING, Policy
+from serving.engine.scheduler import Scheduler
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request, Window
 

@@ -20,7 +20,7 @@ from models import NAMES, TOYS, Clock, Listener, alone, directory, requests
 import zoo
 from serving.engine import model_worker
 from serving.engine.engine import Engine
-from serving.engine.scheduler import RENDERS_UNDER_WAY
+from serving.engine.policy import RENDERS_UNDER_WAY
 from zoo.contract import Family
 
 NUM_REQUESTS = int(os.environ.get("ZOO_RECORDED_REQUESTS", 0))  # 0: few

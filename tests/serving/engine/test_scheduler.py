@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from serving.engine.scheduler import Chunk, Policy, Scheduler
+from serving.engine.launches import Chunk
+from serving.engine.policy import Policy
+from serving.engine.scheduler import Scheduler
 from zoo.contract import Window
 
 FRAME_S = 0.08
@@ -839,6 +841,7 @@ def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed, prefil
 
 def test_a_window_ends_on_the_grid_which_the_prompt_may_shift():
     scheduler = speaking(sizes=(5, 10), grid=5, slots=())
+    scheduler.latency_s = 0.01
     scheduler.open(0, prompt_tokens=0, grid_offset=3)
     report(scheduler, {0: 2})
     assert due(scheduler, 0.0) == []  # the first point of the grid is frame 3
@@ -850,6 +853,39 @@ def test_a_window_ends_on_the_grid_which_the_prompt_may_shift():
     report(scheduler, {0: 21}, done=[0])
     assert due(scheduler, 0.0) == [({0: (13, 8)}, 10)]  # the end of the speech is no point of the grid
     assert scheduler.is_flushed[0]
+
+
+@pytest.mark.parametrize(
+    ("offset", "turn_s", "latency_s", "hold_s", "first"),
+    [
+        (3, 0.01, 0.1, 0.0, 3),  # 240 ms of audio, and the next stretch is there after five turns and a window: 150 ms
+        (3, 0.03, 0.1, 0.0, 8),  # after 250 ms
+        (3, 0.01, 0.2, 0.0, 8),
+        (3, 0.01, 0.1, 0.1, 8),  # the renderer keeps 100 ms back
+        (3, 0.01, 0.0, 0.0, 8),  # nobody knows yet what a window takes
+        (0, 0.50, 0.1, 0.0, 5),  # a stretch of the grid is enough, however long turns are
+    ],
+)
+def test_a_first_stretch_that_is_played_before_the_next_is_there_waits_for_it(offset, turn_s, latency_s, hold_s, first):
+    scheduler = speaking(sizes=(5, 10), grid=5, slots=())
+    scheduler.turn_s, scheduler.latency_s, scheduler.hold_s = turn_s, latency_s, hold_s
+    scheduler.open(0, prompt_tokens=0, grid_offset=offset)
+    for ready in range(1, first):
+        report(scheduler, {0: ready})
+        assert due(scheduler, 0.0) == []
+    report(scheduler, {0: first})
+    assert due(scheduler, 0.0) == [({0: (0, first)}, 5 if first <= 5 else 10)]
+
+
+def test_fifo_has_even_windows_on_a_grid_too():
+    scheduler = speaking(policy=Policy.FIFO, sizes=(5, 10), grid=5, slots=())
+    scheduler.open(0, prompt_tokens=0, grid_offset=3)
+    report(scheduler, {0: 7})
+    assert due(scheduler, 0.0) == []
+    report(scheduler, {0: 8})
+    assert due(scheduler, 0.0) == [({0: (0, 8)}, 10)]
+    report(scheduler, {0: 14})
+    assert due(scheduler, 0.0) == [({0: (8, 5)}, 5)]
 
 
 def test_a_grid_waits_for_its_lookahead():

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from serving.engine import admission
 from serving.engine import scheduler as scheduling
 from serving.engine.engine import MAX_PASSED, Audio, Event, Failed, Finished, Full
+from serving.engine.launches import Render
+from serving.engine.policy import AGEING, Policy
 from serving.engine.runner import PAGE_TOKENS, token_bytes
-from serving.engine.scheduler import AGEING, Policy, Render, Scheduler
+from serving.engine.scheduler import Scheduler
 from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice, poisson
 from zoo.contract import Request, Window
 

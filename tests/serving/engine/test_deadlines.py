@@ -1,0 +1,205 @@
+"""Whose window is next where steps wait for it: every rule alone, then whole engines on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile_cache.strategy import Strategy
+from serving.engine.deadlines import MARGIN, MOST_PASSED, Listeners, WindowCost, next_window
+from serving.engine.engine import Finished
+from serving.engine.model_worker import ModelWorker
+from serving.tools.simulate import Cost, Heard, Simulation, Voice
+from zoo.contract import Request, Window
+
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+LEAST, MOST, STEP_S = 25, 100, 0.005
+
+
+def known(fixed_s: float = 0.065, frame_s: float = 0.005) -> WindowCost:
+    cost = WindowCost()
+    for frames in (25, 50, 100):
+        cost.record(frames, fixed_s + frame_s * frames)
+    return cost
+
+
+COST = known()  # with its margin a window of 25 takes 0.247 s, and with a turn 0.252
+
+
+def listeners(*slots: dict[str, float]) -> Listeners:
+    """left_s, pending, and whatever else is not as of somebody who plays."""
+    usual = {"missing": 0, "plays": True, "is_first": False, "passed": 0, "is_due": False, "is_done": False}
+    rows = [usual | slot for slot in slots]
+    columns = {name: np.array([row[name] for row in rows]) for name in (*usual, "left_s", "pending")}
+    is_new = any(row["is_first"] or row.get("is_new") for row in rows)
+    return Listeners(**columns, has_newcomers=is_new)
+
+
+def first(pending: int = 31, **more: float) -> dict[str, float]:
+    return {"left_s": 0.0, "pending": pending, "plays": False, "is_first": True, **more}
+
+
+def one(*slots: dict[str, float]) -> tuple[int, int] | None:
+    return next_window(listeners(*slots), COST, LEAST, MOST, STEP_S)
+
+
+# what windows take
+
+
+@pytest.mark.parametrize("frame_s", [0.0, 0.002, 0.02])
+def test_what_windows_take_is_learned_with_a_margin(frame_s):
+    cost, chance = WindowCost(), np.random.default_rng(0)
+    for frames in chance.integers(1, 100, 300):
+        cost.record(float(frames), chance.normal(1, 0.02) * (0.05 + frame_s * frames))
+    for frames in (1, 30, 100):
+        assert cost(frames) == pytest.approx(MARGIN * (0.05 + frame_s * frames), abs=0.02 * (0.05 + frame_s * 100))
+
+
+def test_windows_of_one_size_say_what_that_size_takes():
+    cost = WindowCost()
+    assert cost(4) == 0.0  # nothing is known
+    for _ in range(9):
+        cost.record(4, 0.02)
+    assert cost(4) == pytest.approx(MARGIN * 0.02)
+    assert cost.fixed_s == 0.0  # a larger one may take as much longer
+
+
+# one after the other
+
+
+def test_whoever_must_goes_before_a_first_window():
+    """The first window of 31 frames would take 0.29 s with its turn, and a listener's own 0.25, twice: another may have begun."""
+    assert one({"left_s": 0.8, "pending": 25}, first()) == (1, MOST)
+    assert one({"left_s": 0.75, "pending": 25}, first()) == (0, 25)
+    assert one({"left_s": 0.75, "pending": 25, "plays": False}, first()) == (1, MOST)
+
+
+def test_windows_of_those_before_count():
+    """Each of three alone has time for a first window; together the last has not, and the first of them begins."""
+    three = [{"left_s": left_s, "pending": 25} for left_s in (1.1, 1.0, 0.9)]
+    assert one(three[0], first()) == (1, MOST)
+    assert one(*three, first()) == (2, 25)
+
+
+def test_steps_come_first_for_whom_only_they_help():
+    late = {"left_s": 0.5, "pending": 0, "missing": 10}
+    assert one(late, first()) is None
+    assert one({**late, "left_s": 0.0}, first()) == (1, MOST)  # who has run dry has nothing to lose
+    assert one(late, {"left_s": 0.6, "pending": 25}) is None
+    assert one(late, {"left_s": 0.4, "pending": 25}) == (1, 25)
+
+
+def test_nobody_is_passed_for_ever():
+    late = {"left_s": 0.1, "pending": 25}
+    assert one(late, first(passed=MOST_PASSED - 1)) == (0, 25)
+    assert one(late, first(passed=MOST_PASSED)) == (1, MOST)
+    assert one(late, first(passed=MOST_PASSED), first(passed=MOST_PASSED + 1)) == (2, MOST)
+
+
+def test_while_somebody_has_heard_nothing_others_wait_until_they_must():
+    due = {"left_s": 2.0, "pending": 50, "is_due": True}
+    assert one(due) == (0, 50)
+    assert one(due, first(pending=0, is_first=False, is_new=True)) is None
+
+
+@pytest.mark.parametrize(("left_s", "frames"), [(9.0, 100), (1.0, 62), (0.8, 31), (0.7, 25)])
+def test_a_window_is_as_large_as_others_slack_allows(left_s, frames):
+    """Two windows and one that may have begun take the other 0.756 s, and each frame more 0.0065."""
+    due = {"left_s": 0.2, "pending": 100, "is_due": True}
+    assert one(due, {"left_s": left_s, "pending": 0}) == (0, frames)
+
+
+def test_the_last_few_frames_go_along():
+    tail = {"left_s": 0.2, "pending": 38, "is_done": True}
+    other = {"left_s": 0.6, "pending": 0}
+    assert one(tail, other) == (0, 38)
+    assert one({**tail, "is_done": False}, other) == (0, 25)
+    assert one({**tail, "pending": 50}, other) == (0, 25)
+
+
+def test_a_full_window_waits_for_whom_its_deadline_is_after():
+    due = {"left_s": 2.0, "pending": 100, "is_due": True}
+    assert one(due, {"left_s": 1.5, "pending": 0}) == (0, pytest.approx(100, abs=40))
+    assert one(due, {"left_s": 0.6, "pending": 0, "missing": 5}) is None
+
+
+# whole engines: windows on a grid that take long, one after the other
+
+SLOW = Cost(
+    step_s=lambda slots: 0.004 + 0.0003 * slots,
+    prefill_s=lambda tokens: 0.007 + 0.0002 * tokens,
+    render_s=lambda rows, frames: rows * (0.065 + 0.005 * frames),
+    turn_s=0.001,
+)
+
+
+def grid_voice() -> Voice:
+    voice = Voice(Window((25, 50, 100), lookahead=3, grid=25, hold_samples=160), frame_s=0.04, guard=1.0)
+    voice.strategy = Strategy(cuts_renders=True)
+    return voice
+
+
+def asked(policy: str, arrivals: list[tuple[float, int, int]], cost: Cost = SLOW) -> list[Heard]:
+    """arrivals: when, bytes of a text, which set where the grid begins, and frames. Behind some whom the engine has learned from."""
+    simulation = Simulation(grid_voice(), cost, settings={"max_slots": 8, "max_ttfa_s": 600.0, "policy": policy})
+    simulation.run([(2.0 * i, Request(text="x" * 12, seed=1000 + i, max_frames=100)) for i in range(6)])
+    begins_s = simulation.clock.now_s
+    return simulation.run(
+        [
+            (begins_s + at_s, Request(text="x" * size, seed=seed, max_frames=frames))
+            for seed, (at_s, size, frames) in enumerate(sorted(arrivals))
+        ]
+    )
+
+
+def at_random(rate: float, count: int, seed: int = 0) -> list[tuple[float, int, int]]:
+    chance = np.random.default_rng(seed)
+    times = np.cumsum(chance.exponential(1 / rate, count))
+    return [(float(at_s), int(chance.integers(5, 30)), int(chance.integers(60, 160))) for at_s in times]
+
+
+@EXAMPLES
+@given(
+    st.lists(st.tuples(st.floats(0, 6), st.integers(1, 50), st.integers(1, 160)), min_size=1, max_size=6),
+    st.sampled_from(["streaming", "throughput", "fifo"]),
+)
+def test_everybody_hears_all_of_it(arrivals, policy):
+    heard = asked(policy, arrivals)
+    assert all(isinstance(one.end, Finished) for one in heard)
+    assert sum(one.audio_s for one in heard) == pytest.approx(0.04 * sum(frames for _, _, frames in arrivals), abs=0.01)
+
+
+@EXAMPLES
+@given(st.lists(st.tuples(st.floats(0, 8), st.integers(1, 50), st.integers(30, 160)), min_size=1, max_size=4))
+def test_few_listeners_hear_no_gap(arrivals):
+    assert max(one.late_s for one in asked("streaming", arrivals)) <= 1e-9
+
+
+def test_near_all_that_there_is_nobody_hears_a_gap_and_in_order_of_arrival_many_do():
+    streaming, fifo = (asked(policy, at_random(0.9, 120)) for policy in ("streaming", "fifo"))
+    assert np.mean([one.late_s > 1e-9 for one in streaming]) <= 0.01 < 0.2 <= np.mean([one.late_s > 1e-9 for one in fifo])
+
+
+def test_more_than_there_is_makes_newcomers_wait_and_not_for_ever():
+    heard = asked("streaming", at_random(2.0, 80))
+    assert all(isinstance(one.end, Finished) for one in heard)
+    assert np.mean([one.late_s > 0.05 for one in heard]) <= 0.02
+
+
+def test_a_machine_too_slow_for_one_serves_two():
+    """Each is late with every window, and none of them is starved for the other."""
+    slower = replace(SLOW, render_s=lambda rows, frames: rows * 0.06 * frames)
+    heard = asked("streaming", [(0.0, 12, 600), (1.0, 12, 100)], slower)
+    assert all(isinstance(one.end, Finished) for one in heard)
+    assert heard[1].ttfa_s < 0.5 * (heard[0].ended_s - heard[0].submitted_s)
+
+
+def test_steps_wait_for_windows_where_a_launch_returns_when_it_is_done():
+    for is_async in (False, True):
+        simulation = Simulation(grid_voice(), SLOW, is_async)
+        model: ModelWorker = simulation.model
+        assert model.scheduler.is_one_by_one is not is_async
