@@ -42,8 +42,8 @@ class WindowCost:
 class Listeners:
     """By slot, all [S]. left_s: the audio that each has. pending: frames that may be rendered; missing: steps until there are
     any. plays: it hears, and more is to come in time. is_first: it has heard nothing yet, and its first window is due; passed:
-    windows of others since then. is_due: it may have a window, but nothing depends on that. is_done: no more
-    frames come. has_newcomers: whether anybody has heard nothing yet, also without a window that is due."""
+    windows of others since then. is_due: it may have a window, but nothing depends on that. is_done: no more frames come.
+    has_newcomers: whether anybody has heard nothing yet, also without a window that is due."""
 
     left_s: np.ndarray
     pending: np.ndarray

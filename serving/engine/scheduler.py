@@ -375,13 +375,14 @@ class Scheduler:
         return np.insert(slots, at, slot), np.insert(count, at, frames)
 
     def _listeners(self, is_due: np.ndarray, pending: np.ndarray, left_s: np.ndarray) -> Listeners:
+        """Those whose windows do not follow from frame numbers alone."""
         is_asked = ~self._rests() & ~self.is_pinned & ~self.is_flex
         is_heard = np.isfinite(self.plays_until_s) | (self.num_rendered > 0)
         is_whole = self.is_done & (self.num_rendered == self.num_ready)
-        # Frames from the last that may be rendered to the next point of the grid.
+        # The next point of the grid; the first one is where the prompt's codes put it, or a whole stretch away.
         grid, known = self.window.grid, self.num_ready - self.window.lookahead - self.grid_offset
-        next_point = self.grid_offset + np.maximum(known // grid + 1, 0) * grid
-        missing = np.maximum(next_point, 1) + self.window.lookahead - self.num_ready
+        next_point = self.grid_offset + np.maximum(known // grid + 1, self.grid_offset == 0) * grid
+        missing = next_point + self.window.lookahead - self.num_ready
         return Listeners(
             left_s=np.where(self.is_flex, np.inf, left_s),
             pending=pending,

@@ -13,6 +13,8 @@ from compile_cache.strategy import Strategy
 from serving.engine.deadlines import MARGIN, MOST_PASSED, Listeners, WindowCost, next_window
 from serving.engine.engine import Finished
 from serving.engine.model_worker import ModelWorker
+from serving.engine.policy import Policy
+from serving.engine.scheduler import Scheduler
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request, Window
 
@@ -93,6 +95,11 @@ def test_steps_come_first_for_whom_only_they_help():
     assert one(late, {"left_s": 0.4, "pending": 25}) == (1, 25)
 
 
+@pytest.mark.parametrize(("missing", "slot"), [(2, 1), (20, None)])
+def test_steps_that_frames_still_need_take_time_too(missing, slot):
+    assert one({"left_s": 0.82, "pending": 0, "missing": missing}, first()) == (slot and (slot, MOST))
+
+
 def test_nobody_is_passed_for_ever():
     late = {"left_s": 0.1, "pending": 25}
     assert one(late, first(passed=MOST_PASSED - 1)) == (0, 25)
@@ -125,6 +132,51 @@ def test_a_full_window_waits_for_whom_its_deadline_is_after():
     due = {"left_s": 2.0, "pending": 100, "is_due": True}
     assert one(due, {"left_s": 1.5, "pending": 0}) == (0, pytest.approx(100, abs=40))
     assert one(due, {"left_s": 0.6, "pending": 0, "missing": 5}) is None
+
+
+# of a scheduler's slots
+
+
+def scheduler(ready: list[int], **opened: list[float]) -> Scheduler:
+    """Slots that have so many frames on their tapes; opened: for `Scheduler.open`, of each."""
+    made = Scheduler(len(ready), Policy.STREAMING, Window((25, 50, 100), grid=25), 0.04, is_one_by_one=True)
+    made.window_cost = COST
+    for slot, frames in enumerate(ready):
+        made.open(slot, prompt_tokens=0, **{name: values[slot] for name, values in opened.items()})
+        made.report(np.array([slot]), np.array([frames]), np.array([False]))
+    return made
+
+
+def windows(made: Scheduler, now: float) -> list[tuple[list[int], list[int]]]:
+    return [(render.slots.tolist(), render.count.tolist()) for render in made.take_due_windows(now)]
+
+
+def test_a_turn_has_one_window():
+    three = scheduler([25, 0, 30])
+    assert [windows(three, 0.0) for _ in range(3)] == [[([0], [25])], [([2], [25])], []]
+
+
+def test_whom_nobody_waits_for_comes_last():
+    flexible_first = scheduler([25, 50], is_flex=[True, False], plays_until_s=[-np.inf, 0.9])
+    assert [windows(flexible_first, 0.0) for _ in range(3)] == [[([1], [50])], [([0], [25])], []]
+
+
+def test_a_second_pass_of_a_speech_is_no_newcomer():
+    assert windows(scheduler([25, 25], plays_until_s=[-np.inf, 0.5]), 0.0) == [([1], [25])]
+    assert windows(scheduler([25, 25], plays_until_s=[-np.inf, 5.0]), 0.0) == [([0], [25])]
+
+
+@pytest.mark.parametrize(("offset", "ready", "missing"), [(0, 0, 28), (6, 0, 9), (6, 9, 25), (6, 20, 14), (24, 27, 25)])
+def test_the_steps_to_the_next_point_of_the_grid(offset, ready, missing):
+    """A second pass: its listener hears, and its first point may be close."""
+    window = Window((25, 50), lookahead=3, grid=25)
+    one_slot = Scheduler(1, Policy.STREAMING, window, 0.04, is_one_by_one=True)
+    one_slot.open(0, prompt_tokens=0, grid_offset=offset, plays_until_s=1.0)
+    one_slot.num_ready[0] = ready
+    one_slot.num_rendered[0] = max(ready - 3 - offset, -1) >= 0 and offset + (ready - 3 - offset) // 25 * 25
+    pending = one_slot._renderable() - one_slot.num_rendered
+    listeners = one_slot._listeners(np.zeros(1, bool), pending, np.ones(1))
+    assert listeners.pending[0] <= 0 and listeners.missing.tolist() == [missing]
 
 
 # whole engines: windows on a grid that take long, one after the other
