@@ -55,18 +55,13 @@ class Listeners:
     is_done: np.ndarray
     has_newcomers: bool
 
-    def slack_s(self, window_s: np.ndarray, step_s: float, spare_s: float) -> np.ndarray:
-        """window_s: what the next window of each takes. step_s: a turn without windows. spare_s: what may come between. inf of
-        who has no deadline. [S]"""
+    def slack_s(self, each_s: float, step_s: float) -> np.ndarray:
+        """each_s: what a turn with one window takes, and step_s: one without. Somebody else's window may have begun just before.
+        inf of who has no deadline. [S]"""
         order = np.argsort(self.left_s, kind="stable")
-        needed_s = np.empty(len(order))
-        needed_s[order] = np.cumsum(np.where(self.plays, window_s, 0.0)[order])
-        return np.where(self.plays, self.left_s - needed_s - self.missing * step_s - spare_s, np.inf)
-
-    def must(self, slack_s: np.ndarray, meanwhile_s: float) -> np.ndarray:
-        """Who cannot be served behind something else that takes so long, and those whose deadlines come before. [S]"""
-        last_s = self.left_s[slack_s <= meanwhile_s].max(initial=-np.inf)
-        return self.plays & (self.left_s <= last_s)
+        windows = np.empty(len(order))
+        windows[order] = np.cumsum(self.plays[order]) + 1
+        return np.where(self.plays, self.left_s - windows * each_s - self.missing * step_s, np.inf)
 
 
 def next_window(listeners: Listeners, cost: WindowCost, least: int, most: int, step_s: float) -> tuple[int, int] | None:
@@ -75,7 +70,7 @@ def next_window(listeners: Listeners, cost: WindowCost, least: int, most: int, s
     left_s, pending, plays = listeners.left_s, listeners.pending, listeners.plays
     order = np.argsort(left_s, kind="stable")
     each_s = cost(least) + step_s
-    slack_s = listeners.slack_s(np.full(len(left_s), each_s), step_s, spare_s=each_s)  # [S]
+    slack_s = listeners.slack_s(each_s, step_s)  # [S]
 
     def sized(slot: int, spare_s: float) -> tuple[int, int]:
         there = int(min(pending[slot], most))
@@ -90,9 +85,10 @@ def next_window(listeners: Listeners, cost: WindowCost, least: int, most: int, s
     first_s = cost(pending[first[0]]) + step_s if first.size else 0.0
     if first.size and listeners.passed[first[0]] >= MOST_PASSED:
         return int(first[0]), most
+    is_late = slack_s <= first_s  # behind a first window
     # Whose frames are still to be made has time for steps alone; who has run dry has nothing to lose.
-    steps_by_s = left_s[(slack_s <= first_s) & (pending <= 0) & (left_s > 0)].min(initial=np.inf)
-    must = listeners.must(slack_s, first_s) & (pending > 0)
+    steps_by_s = left_s[is_late & (pending <= 0) & (left_s > 0)].min(initial=np.inf)
+    must = plays & (left_s <= left_s[is_late].max(initial=-np.inf)) & (pending > 0)
     if must.any():
         slot = int(order[must[order]][0])
         return sized(slot, first_s) if left_s[slot] <= steps_by_s else None

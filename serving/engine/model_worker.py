@@ -83,7 +83,7 @@ class ModelWorker:
         self.runner = make_runner(
             family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens, codec
         )
-        self.scheduler.is_one_by_one &= self.runner.is_synchronous
+        self.scheduler.is_one_by_one &= self.runner.is_synchronous  # else steps wait for no window
         self.salt = next(_salts)
         self.is_deterministic, self.grows = is_deterministic, grows
 
