@@ -8,7 +8,8 @@
                 said: seconds of audio a second, from the first request to the last one's end
     overload    1, 2 and 5 times what the server can do, with clients that leave and clients that read slowly: goodput,
                 continuity, and what is left behind
-    clones      a preset voice beside forty clones that are being encoded, and beside as many speakers without them
+    clones      a preset voice beside forty clones that are being encoded, beside as many speakers without them, and beside
+                those while a program of its own encodes as many recordings: what the machine alone has to do with it
     start       seconds from the command to ready, and to the first audio, with an empty cache and with a full one
 
 RESULT.json gets what was measured, a file of the same name and .svg the ladder. Whatever is not asked for again stays in
@@ -68,7 +69,7 @@ OVERLOADS = (1, 2, 5)
 STREAMS = 64
 PATIENT_S = 600.0  # --max-ttfa of who is not to refuse, but to speak no more at once than it makes in time
 CLONES = 40
-ROUNDS, PAUSE_S = 4, 0.3  # of the clones' part, and at least between two probes
+ROUNDS, PAUSE_S = 4, 0.1  # of the clones' part, and at least between two probes
 SETTLE_S = 3.0  # after which the metrics, at most a second old, tell of an idle server
 IDLE = ("running", "waiting", "preparing", "held", "paused")
 
@@ -327,21 +328,26 @@ def clones(options: argparse.Namespace) -> dict[str, Any]:
             upload(server, "known", recording(0))
             known = {"model": "clone", "voice": "known", "input": "One of eight who speak.", **frames}
             fresh = {"model": "clone", "input": "One of forty clones.", "ref_text": "A recording.", **frames}
+            alone, eight, clone, control = "nobody", "8 who speak", f"{CLONES} clones", "8 who speak, and another program"
             beside = {
-                "nobody": Beside(),
-                "8 who speak": Beside(8, known),
-                f"{CLONES} clones": Beside(CLONES, fresh, has_recordings=True),
+                alone: Beside(),
+                eight: Beside(8, known),
+                clone: Beside(CLONES, fresh, has_recordings=True),
+                control: Beside(8, known, encoder=cloning),
             }
             probe = {"model": "preset", "voice": offered(server)[0], "input": "Good morning.", "max_new_tokens": 5}
             heard: dict[str, list[Probed]] = {name: [] for name in beside}
-            alone, *in_turn = beside
-            for name in (alone, *in_turn * ROUNDS):  # in turn, since the machine is not the same from minute to minute
+            # in turn, since the machine is not the same from minute to minute
+            for name in (alone, *(eight, clone, control) * ROUNDS):
                 heard[name].append(asyncio.run(probed(server, probe, beside[name], options.rung_s / ROUNDS)))
                 told(f"beside {name}: {json.dumps(facts_of(heard[name]))}")
+                if name == clone:  # each who was heard in the seconds that were probed, and before, had been encoded
+                    beside[control].encodes_per_s = len(heard[clone][-1].others_ms) / (options.rung_s / ROUNDS + SETTLE_S)
                 time.sleep(SETTLE_S)
     found = {name: facts_of(rounds) for name, rounds in heard.items()}
-    eight, clone = (found[name]["ttfa_p50_ms"] for name in in_turn)
-    return {"beside": found, "ratio_p50": ratio(clone, eight)}
+    p50 = {name: facts["ttfa_p50_ms"] for name, facts in found.items()}
+    ratios = {"ratio_p50": ratio(p50[clone], p50[eight]), "ratio_p50_to_another_program": ratio(p50[clone], p50[control])}
+    return {"beside": found} | ratios
 
 
 @dataclass
@@ -377,6 +383,12 @@ async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration
     others = get_context("spawn").Process(target=follow, args=(target, beside, theirs))
     others.start()
     mine.recv()  # they ask
+    encoder = get_context("spawn").Process(target=encode, args=(beside.encoder, beside.encodes_per_s, theirs))
+    if beside.encoder:
+        encoder.start()
+    theirs.close()  # so that one who ends is no more waited for
+    if beside.encoder:
+        mine.recv()  # it encodes
     async with connections(target) as session:
         await asyncio.sleep(SETTLE_S)
         end_s = time.monotonic() + duration_s
@@ -391,16 +403,22 @@ async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration
     mine.send("enough")
     found.others_ms = mine.recv()
     others.join()
+    if beside.encoder:
+        encoder.terminate()
+        encoder.join()
     return found
 
 
 @dataclass
 class Beside:
-    """So many who always ask for `body`; has_recordings: each time in another voice."""
+    """So many who always ask for `body`; has_recordings: each time in another voice. And another program that has nothing to do
+    with the server: it encodes so many recordings by the model of that directory."""
 
     count: int = 0
     body: dict[str, Any] = field(default_factory=dict)
     has_recordings: bool = False
+    encoder: Path | None = None
+    encodes_per_s: float = 0
 
 
 def follow(target: Target, beside: Beside, pipe: Connection) -> None:
@@ -429,6 +447,24 @@ def follow(target: Target, beside: Beside, pipe: Connection) -> None:
 
     asyncio.run(all_of_them())
     pipe.send(heard_ms)
+
+
+def encode(model: Path, per_s: float, pipe: Connection) -> None:
+    """Make what a clone's prompt is made of, in one thread as a server does, until the process is ended."""
+    import zoo
+    from compile_cache import threads
+    from zoo.request import AudioClip, Reference, Request
+
+    threads.use_one_thread()
+    family = zoo.load(model, device="cpu")
+    for index in itertools.count():
+        begun_s = time.monotonic()
+        data = base64.b64decode(recording(index).partition(",")[2])[44:]  # without the header
+        clip = AudioClip(np.frombuffer(data, "<i2").astype(np.float32) / 32768, 24000)
+        family.prompt(Request(text="One of forty clones.", references=(Reference(clip, "A recording."),)))
+        if index == 0:
+            pipe.send("encoding")
+        time.sleep(max(0, begun_s + 1 / per_s - time.monotonic()))
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:

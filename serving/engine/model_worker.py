@@ -395,13 +395,10 @@ class ModelWorker:
     def launch(self) -> bool:
         """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to
         launch."""
-        chunks = self.scheduler.next_chunks()
+        num_waiting = min(self.scheduler.tokens_left, self.scheduler.policy.prefill_tokens)
+        chunks = self.scheduler.next_chunks(self.clock(), self.forecaster.costs.prefill_s(num_waiting))
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         self.load = (0, 0, 0)
-        prefill_s = self.forecaster.costs.prefill_s(num_tokens)
-        if prefill_s > 0 and self.scheduler.has_long_turns:
-            # Who would run dry meanwhile is served before, and a newcomer costs nobody a gap.
-            self._render(prefill_s)
         if chunks:
             for launch in [[chunk] for chunk in chunks] if self.is_deterministic else [chunks]:
                 self.runner.prefill(launch)
@@ -419,7 +416,7 @@ class ModelWorker:
         if slots.size:
             self.launches.append((slots, self._tenancy[slots], self.runner.step(slots)))
             self.scheduler.record_step(slots)
-        self.load = (slots.size, num_tokens, self.load[2])
+        self.load = (slots.size, num_tokens, 0)
         return bool(chunks) or bool(slots.size)
 
     def collect(self, launched: bool, is_alone: bool = True) -> None:
@@ -482,10 +479,10 @@ class ModelWorker:
             ):
                 self.running[slot].write(token, bool(is_done))
 
-    def _render(self, prefill_s: float = 0.0) -> None:
+    def _render(self) -> None:
         if len(self.renders) >= self.most_renders:
             return
-        renders = self.scheduler.take_due_windows(self.clock(), prefill_s)
+        renders = self.scheduler.take_due_windows(self.clock())
         slots, tokens, frames = self.load
         self.load = (slots, tokens, frames + sum(render.frames * len(render.slots) for render in renders))
         # A slot that changes hands between two windows is kept until its own is made, for nobody.
@@ -497,8 +494,7 @@ class ModelWorker:
             # Where a launch returns when it is done, who is in a hurry does not wait for the others' windows.
             self._deliver(is_waiting=False)
             self.after_delivery()
-            if not prefill_s:
-                self.between()
+            self.between()
 
     def _deliver(self, is_waiting: bool) -> None:
         while self.renders and (is_waiting or self.renders[0][2].is_there):

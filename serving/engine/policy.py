@@ -44,4 +44,5 @@ RENDERS_UNDER_WAY = 4  # of a GPU; meanwhile more windows are due, and one launc
 PREFILL_TURNS = 3  # of a GPU, from one launch of a few prompts to the next
 FIRST_TURNS = 6  # that a listener's first audio lasts for, to the nearest frame
 JOINED = 0.75  # of the middle shape: so many frames go along with others' windows of it, which costs less than a launch of their own
+PATIENT_TURNS = 20  # that a prompt waits at most for those who listen to have something in hand
 AGEING = 32  # positions by which a prompt counts as shorter, for each turn that it has waited

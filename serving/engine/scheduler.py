@@ -1,7 +1,8 @@
 """Time policy: who runs next, by deadline. One turn of the engine asks, in this order:
 
-    next_chunks()          startup goes first: the next stretch of the prompts that wait, the shortest first, bounded by the policy;
-                           who waits counts as shorter from turn to turn, so that no prompt is passed for ever
+    next_chunks(now)       startup goes first: the next stretch of the prompts that wait, the shortest first, bounded by the policy;
+                           who waits counts as shorter from turn to turn, so that no prompt is passed for ever. Where a turn takes
+                           most of a frame, prompts wait for a time while somebody who listens has next to nothing in hand
     decoding_slots()       then every speaker takes one step, so a long prompt costs the others one bounded chunk per turn
     take_due_windows(now)  the windows of the tape that are due, the nearest deadline first; who waits for first audio has none to lose,
                            and whose listener has time may be left to a later turn
@@ -20,7 +21,7 @@ import numpy as np
 
 from serving.engine.deadlines import Listeners, WindowCost, next_window
 from serving.engine.launches import Chunk, Render
-from serving.engine.policy import AGEING, FIRST_TURNS, JOINED, PATIENCE, Policy
+from serving.engine.policy import AGEING, FIRST_TURNS, JOINED, PATIENCE, PATIENT_TURNS, Policy
 from zoo.contract import Window
 
 UNBOUNDED = np.iinfo(np.int64).max
@@ -202,13 +203,14 @@ class Scheduler:
         """Of a tape, before its first window is due."""
         return int(self.sizes[0]) + self.window.lookahead
 
-    def next_chunks(self) -> list[Chunk]:
+    def next_chunks(self, now: float = -math.inf, prefill_s: float = 0.0) -> list[Chunk]:
         """The prompt positions of this turn, at most policy.prefill_tokens of them; short prompts share a
-        turn, long ones take several. A slot's lanes are filled one after the other."""
+        turn, long ones take several. A slot's lanes are filled one after the other. now: without it everybody who listens
+        has enough to play; prefill_s: that the positions are likely to take."""
         chunks: list[Chunk] = []
         left = self.policy.prefill_tokens
         self.turn += 1
-        if self._waits_for_more():
+        if self._waits_for_more() or self._waits_for_others(now, prefill_s):
             return chunks
         for slot in self._prefill_order():
             for lane, (start, end) in enumerate(
@@ -231,6 +233,15 @@ class Scheduler:
         slots = list(self.waiting)
         left = int((self.prompt_tokens[slots] - self.num_prefilled[slots]).sum())
         return left < self.policy.prefill_tokens and self.decoding_slots().size > 0
+
+    def _waits_for_others(self, now: float, prefill_s: float) -> bool:
+        """Whether somebody who listens would be in need soon after a turn that fills prompts: where turns are long, one newcomer
+        after the other would leave nothing to those who came before. Only for so many turns, so that nobody waits for ever."""
+        if not self.waiting or not self.has_long_turns or self.turn - min(self.waiting.values()) > PATIENT_TURNS:
+            return False
+        listens = (self.num_rendered > 0) & ~self._rests() & ~self.is_flex  # [S]
+        needed_s = self._lead_s() + self.turn_s + max(self.turn_s, prefill_s)
+        return self._left_s(now)[listens].min(initial=math.inf) < needed_s
 
     def _prefill_order(self) -> list[int]:
         slots = [slot for slot in self.waiting if self.is_flex_time or not self.is_flex[slot]]
@@ -329,17 +340,15 @@ class Scheduler:
         self.num_ready[slots] = ready
         self.is_done[slots] = done
 
-    def take_due_windows(self, now: float, prefill_s: float = 0.0) -> list[Render]:
+    def take_due_windows(self, now: float) -> list[Render]:
         """The windows that are due, one per slot at most and grouped by launch shape, the nearest deadline
-        first. All of them are to be launched, in this order: they count as rendered from here on. prefill_s: that a turn which
-        begins now fills prompts for; then they are the windows of those alone who would run dry by that."""
+        first. All of them are to be launched, in this order: they count as rendered from here on."""
         pending = self._renderable() - self.num_rendered  # [S], below 0 where even less is known
         left_s = self._left_s(now)  # [S]
         self.is_flex_time = self._is_flex_time(left_s)
-        is_dry = self._is_dry(pending, left_s, prefill_s)
-        is_flush = self._needs_flush() & (prefill_s == 0)
-        is_due = is_dry if prefill_s else self._is_due(pending, left_s) | is_dry | is_flush
-        is_due &= ~self.is_held
+        is_dry = self._is_dry(pending, left_s)
+        is_flush = self._needs_flush()
+        is_due = (self._is_due(pending, left_s) | is_dry | is_flush) & ~self.is_held
         if self.is_one_by_one and self.policy.is_timed:
             slots, count = self._one_window(is_due, is_flush, pending, left_s)  # [B], [B]
         else:
@@ -459,11 +468,11 @@ class Scheduler:
         is_long = self.policy.at_risk_s is not None and self._first_size() > least
         return (self.num_rendered[slots] == 0) & ~self.is_pinned[slots] & is_long
 
-    def _is_dry(self, pending: np.ndarray, left_s: np.ndarray, prefill_s: float) -> np.ndarray:
+    def _is_dry(self, pending: np.ndarray, left_s: np.ndarray) -> np.ndarray:
         """Whose listener is about to run dry, and has a frame to go on with. [S]"""
         if not self.policy.is_timed:
             return np.zeros(len(pending), bool)
-        is_dry = (self.num_rendered > 0) & (left_s <= self._lead_s() + prefill_s) & (pending >= self._least())
+        is_dry = (self.num_rendered > 0) & (left_s <= self._lead_s()) & (pending >= self._least())
         return is_dry & ~self.is_pinned
 
     def _joins(self, is_due: np.ndarray, pending: np.ndarray, left_s: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from serving.engine.launches import Chunk
-from serving.engine.policy import Policy
+from serving.engine.policy import PATIENT_TURNS, Policy
 from serving.engine.scheduler import Scheduler
 from zoo.contract import Window
 
@@ -26,8 +26,8 @@ class Timed(Scheduler):
         super().__init__(num_slots, *args, **settings)
         self.handed_s = np.zeros(num_slots)
 
-    def take_due_windows(self, now, prefill_s=0.0):
-        renders = super().take_due_windows(now, prefill_s)
+    def take_due_windows(self, now):
+        renders = super().take_due_windows(now)
         for render in renders:
             self.handed_s[render.slots] = render.handed_s
         return renders
@@ -254,16 +254,46 @@ def test_nobody_goes_along_where_no_window_is_due():
     assert due(scheduler, 0.1) == []
 
 
-def test_before_prompts_are_filled_those_are_served_who_would_run_dry_meanwhile():
-    """Two have 160 ms left: enough for a turn, and not for one that fills a prompt for 100 ms. Full windows of others wait."""
-    scheduler = heard([4, 4, 8], 0.04)
-    report(scheduler, {0: 5, 1: 4, 2: 12})
-    assert due(scheduler, 0.16) == [({2: (8, 4)}, 4)]
-    scheduler = heard([4, 4, 8], 0.04)
-    report(scheduler, {0: 5, 1: 4, 2: 12})
-    [render] = scheduler.take_due_windows(0.16, prefill_s=0.1)
-    assert render.slots.tolist() == [0] and render.count.tolist() == [1]
-    assert scheduler.take_due_windows(0.16, prefill_s=0.05) == []
+def with_a_newcomer(turn_s: float = 0.04) -> Timed:
+    """Two listeners were given 320 and 640 ms at time 0, and somebody's prompt is to be filled."""
+    scheduler = heard([4, 8, 0], turn_s)
+    scheduler.close(2)
+    scheduler.open(2, 10)
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    "left_s, turn_s, prefill_s, is_filled",
+    [
+        (0.17, 0.04, 0, True),  # a frame, and two turns
+        (0.15, 0.04, 0, False),
+        (0.17, 0.04, 0.06, False),  # the turn of a long prompt takes that longer
+        (0.19, 0.04, 0.06, True),
+        (0.01, 0.005, 0, True),  # where turns are short, nobody waits
+    ],
+)
+def test_a_prompt_waits_while_those_who_listen_have_next_to_nothing(left_s, turn_s, prefill_s, is_filled):
+    assert bool(with_a_newcomer(turn_s).next_chunks(0.32 - left_s, prefill_s)) == is_filled
+
+
+def test_a_prompt_waits_for_so_many_turns_at_most():
+    scheduler = with_a_newcomer()
+    filled = [bool(scheduler.next_chunks(0.3)) for _ in range(PATIENT_TURNS + 1)]
+    assert filled == [False] * PATIENT_TURNS + [True]
+
+
+@pytest.mark.parametrize("of", ["rests", "is flexible", "has heard nothing", "a policy without regard to time"])
+def test_a_prompt_does_not_wait_for_who_has_no_deadline(of):
+    scheduler = with_a_newcomer()
+    if of == "rests":
+        scheduler.is_held[0] = True
+    elif of == "is flexible":
+        scheduler.is_flex[0] = True
+    elif of == "has heard nothing":
+        scheduler.num_rendered[0] = 0
+    else:
+        scheduler.policy = Policy.FIFO
+    assert not with_a_newcomer().next_chunks(0.3) and scheduler.next_chunks(0.3)
 
 
 def test_fifo_has_no_regard_to_how_long_turns_are():

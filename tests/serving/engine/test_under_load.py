@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from serving.engine import admission
 from serving.engine import scheduler as scheduling
 from serving.engine.engine import MAX_PASSED, Audio, Event, Failed, Finished, Full
-from serving.engine.launches import Render
 from serving.engine.policy import AGEING, Policy
 from serving.engine.runner import PAGE_TOKENS, token_bytes
 from serving.engine.scheduler import Scheduler
@@ -412,19 +411,15 @@ def test_a_prompt_that_takes_longer_than_a_turn_costs_nobody_a_gap(slots, arriva
     assert max(one.late_s for one in heard) <= 1e-9
 
 
-def test_who_would_run_dry_while_a_prompt_is_filled_is_served_before(monkeypatch):
-    """Prompts take 120 ms, more than most listeners have in hand."""
-    late, take = [], Scheduler.take_due_windows
-
-    def after(scheduler: Scheduler, now: float, prefill_s: float = 0.0) -> list[Render]:
-        return [] if prefill_s else take(scheduler, now)
-
-    for taken in (after, take):
-        monkeypatch.setattr(Scheduler, "take_due_windows", taken)
+def test_prompts_wait_while_somebody_would_run_dry(monkeypatch):
+    """They take 120 ms, more than most listeners have in hand."""
+    late, waits = [], Scheduler._waits_for_others
+    for waiting in (lambda *_: False, waits):
+        monkeypatch.setattr(Scheduler, "_waits_for_others", waiting)
         heard = asked_at(begun(replace(slow(), prefill_s=lambda tokens: 0.12), 8), at_random(1.2, 150))
         late.append(np.mean([one.late_s > 0 for one in heard]))
     without, now = late
-    assert now < 0.1 < without
+    assert now < 0.02 < 0.1 < without
 
 
 def test_windows_that_go_along_leave_time_for_more(monkeypatch):
