@@ -398,7 +398,6 @@ class ModelWorker:
         num_waiting = min(self.scheduler.tokens_left, self.scheduler.policy.prefill_tokens)
         chunks = self.scheduler.next_chunks(self.clock(), self.forecaster.costs.prefill_s(num_waiting))
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        self.load = (0, 0, 0)
         if chunks:
             for launch in [[chunk] for chunk in chunks] if self.is_deterministic else [chunks]:
                 self.runner.prefill(launch)

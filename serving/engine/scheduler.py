@@ -237,7 +237,8 @@ class Scheduler:
     def _waits_for_others(self, now: float, prefill_s: float) -> bool:
         """Whether somebody who listens would be in need soon after a turn that fills prompts: where turns are long, one newcomer
         after the other would leave nothing to those who came before. Only for so many turns, so that nobody waits for ever."""
-        if not self.waiting or not self.has_long_turns or self.turn - min(self.waiting.values()) > PATIENT_TURNS:
+        came = [turn for slot, turn in self.waiting.items() if not self.is_flex[slot]]
+        if not came or not self.has_long_turns or self.turn - min(came) > PATIENT_TURNS:
             return False
         listens = (self.num_rendered > 0) & ~self._rests() & ~self.is_flex  # [S]
         needed_s = self._lead_s() + self.turn_s + max(self.turn_s, prefill_s)

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from models import directory
 
 from benchmarks import simulated, under_load
 
@@ -49,6 +51,16 @@ def test_a_server_is_counted_with_its_children():
 
 def test_recordings_differ():
     assert under_load.recording(1) == under_load.recording(1) != under_load.recording(2)
+
+
+def test_another_program_encodes_until_it_is_ended():
+    mine, theirs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=under_load.encode, args=(directory("qwen3_tts", "tiny-base"), 100.0, theirs))
+    process.start()
+    theirs.close()
+    assert mine.recv() == "encoding" and process.is_alive()
+    process.terminate()
+    process.join()
 
 
 def test_what_was_measured_is_kept_beside_a_part_that_is_measured_again(tmp_path, monkeypatch):

@@ -282,6 +282,18 @@ def test_a_prompt_waits_for_so_many_turns_at_most():
     assert filled == [False] * PATIENT_TURNS + [True]
 
 
+def test_a_flexible_prompt_that_waits_for_long_changes_nothing_for_others():
+    scheduler = heard([4, 8, 0, 0], 0.04)
+    for slot in (2, 3):
+        scheduler.close(slot)
+    scheduler.open(2, 10)
+    scheduler.is_flex[2] = True
+    for _ in range(PATIENT_TURNS + 5):
+        scheduler.next_chunks(0.3)
+    scheduler.open(3, 10)
+    assert not scheduler.next_chunks(0.3) and scheduler.next_chunks(0.1)
+
+
 @pytest.mark.parametrize("of", ["rests", "is flexible", "has heard nothing", "a policy without regard to time"])
 def test_a_prompt_does_not_wait_for_who_has_no_deadline(of):
     scheduler = with_a_newcomer()
