@@ -380,15 +380,14 @@ async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration
     writes recordings hears late."""
     target, found = Target(address(server.url), None, 24000), Probed()
     mine, theirs = get_context("spawn").Pipe()
-    others = get_context("spawn").Process(target=follow, args=(target, beside, theirs))
-    others.start()
-    mine.recv()  # they ask
-    encoder = get_context("spawn").Process(target=encode, args=(beside.encoder, beside.encodes_per_s, theirs))
+    others = [get_context("spawn").Process(target=follow, args=(target, beside, theirs))]
     if beside.encoder:
-        encoder.start()
-    theirs.close()  # so that one who ends is no more waited for
-    if beside.encoder:
-        mine.recv()  # it encodes
+        work = (beside.encoder, beside.encodes_per_s, theirs)
+        others.append(get_context("spawn").Process(target=encode, args=work, daemon=True))
+    for process in others:
+        process.start()
+        mine.recv()  # they ask, and it encodes
+    theirs.close()
     async with connections(target) as session:
         await asyncio.sleep(SETTLE_S)
         end_s = time.monotonic() + duration_s
@@ -402,10 +401,10 @@ async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration
             await asyncio.sleep(PAUSE_S + PAUSE_S * np.random.default_rng(index).random())
     mine.send("enough")
     found.others_ms = mine.recv()
-    others.join()
-    if beside.encoder:
-        encoder.terminate()
-        encoder.join()
+    for process in others[1:]:
+        process.terminate()
+    for process in others:
+        process.join()
     return found
 
 
