@@ -79,7 +79,9 @@ def kernels(put: Put) -> None:
 
     wrong: list[str] = []
 
-    def compare(name: str, dtype: torch.dtype, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def compare(
+        name: str, dtype: torch.dtype, operator: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
         found = gap(operator, *arguments)
         put(name, found)
         wrong.extend([name] * (found > KERNEL_GAPS[dtype]))
@@ -162,7 +164,18 @@ def rotary(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: boo
     at = lens[owner] - starts[owner + 1] + token
     written = table[owner, at // page] + at % page
     turn = angle.cos().to(dtype), angle.sin().to(dtype)
-    return *(x.unflatten(1, (-1, dim)) for x in parts), *turn, kv, written, table, lens, starts, page, 0, scale
+    return (
+        *(x.unflatten(1, (-1, dim)) for x in parts),
+        *turn,
+        kv,
+        written,
+        table,
+        lens,
+        starts,
+        page,
+        0,
+        scale,
+    )
 
 
 def in_frame(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -310,9 +323,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         put("compiles_after_warmup", engine.stats()["compiles_after_warmup"])
 
 
-def listen(
-    name: str, engine: Any, request: Any, most: int, options: argparse.Namespace, put: Put
-) -> None:
+def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Namespace, put: Put) -> None:
     """What listeners notice of a model with `most` slots."""
     from benchmarks.predict import RATES
     from serving.tools.bench import WARM_FRAMES, load
@@ -547,7 +558,11 @@ def run_all(parts: list[str], result: dict[str, Any], options: argparse.Namespac
                 for part in parts:
                     command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
                     processes[part] = subprocess.Popen(
-                        command, stdout=subprocess.PIPE, text=True, env=os.environ | lock, start_new_session=True
+                        command,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        env=os.environ | lock,
+                        start_new_session=True,
                     )
             for part, process in processes.items():
                 followers.append(threading.Thread(target=follow, args=(part, process)))

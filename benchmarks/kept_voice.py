@@ -25,7 +25,20 @@ from served import served
 from zoo.qwen3_tts import write_demo
 
 RATE_HZ = 24000
-THINGS = ("sea", "wind", "room", "old man", "story", "window", "bread", "house", "river", "child", "garden", "letter")
+THINGS = (
+    "sea",
+    "wind",
+    "room",
+    "old man",
+    "story",
+    "window",
+    "bread",
+    "house",
+    "river",
+    "child",
+    "garden",
+    "letter",
+)
 RESTARTS = 3
 
 
@@ -72,7 +85,9 @@ def main() -> None:
         rounds = range(given.rounds)
         with served([*models, *flags]) as url, httpx.Client(base_url=url, timeout=300) as client:
             form = {"name": "anna", "ref_text": "The old man told the children a story about the sea."}
-            client.post("/v1/audio/voices", data=form, files={"audio_sample": recording(given.reference_s)}).raise_for_status()
+            client.post(
+                "/v1/audio/voices", data=form, files={"audio_sample": recording(given.reference_s)}
+            ).raise_for_status()
             voice = client.get("/v1/models/preset").json()["voices"][0]
             preset = [first_audio_ms(client, i, model="preset", voice=voice) for i in rounds]
             clone = [first_audio_ms(client, i, model="clone", voice="anna") for i in rounds]

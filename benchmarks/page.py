@@ -22,7 +22,9 @@ from typing import Literal
 from playwright.sync_api import Browser, Page, sync_playwright
 from served import served
 
-TEXT = "The old man told the children a story about the sea. We had bread and cheese for breakfast this morning."
+TEXT = (
+    "The old man told the children a story about the sea. We had bread and cheese for breakfast this morning."
+)
 COMMANDS = ("chromium", "chromium-browser", "google-chrome")
 SEEN_S = 3.0  # of speech, when the picture is taken
 SIZE = {"width": 1280, "height": 890}

@@ -187,7 +187,9 @@ def main() -> None:
     print("A prediction from counts, not a measurement: nothing here has run on a GPU.\n")
     print("\n".join(table([(one, fast) for one, fast in pairs])))
     print(f"\nBeyond L2: {L2_ASSUMED} Times take all bytes to come from memory.\n")
-    print(f"A step of {STREAMS} with gated products apart, where a device is faster so (in the table they are fused):")
+    print(
+        f"A step of {STREAMS} with gated products apart, where a device is faster so (in the table they are fused):"
+    )
     print("\n".join(line for pair in pairs for line in apart(pair[0])) + "\n")
     for one in (one for pair in pairs for one in pair if one.card is CARDS[AIM_CARD]):
         print(in_the_way(one))

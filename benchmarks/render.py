@@ -68,7 +68,10 @@ def render(family: Family[Any], streams: int, spent_s: dict[str, float]) -> None
         spent_s["render"] = time.process_time() - began_s
         audio_s = streams * count / family.spec.frame_rate_hz
         each = ", ".join(f"{name} {value / audio_s:.3f}" for name, value in spent_s.items())
-        print(f"{streams} streams, frames {start} to {start + count}: {each} CPU-s a second of audio", flush=True)
+        print(
+            f"{streams} streams, frames {start} to {start + count}: {each} CPU-s a second of audio",
+            flush=True,
+        )
 
 
 def main() -> None:

@@ -215,7 +215,9 @@ def on_a_gpu(path: Path, seconds: float) -> None:
         for streams in (1, 16, SLOTS):
             run = figures[f"{streams} streams"]
             told = closed(cost, streams, run["frames"] // streams)
-            print(f"{name}, {streams} at once, audio-s/s: engine {run['audio_s_per_s']:.3g}, simulator {told:.3g}")
+            print(
+                f"{name}, {streams} at once, audio-s/s: engine {run['audio_s_per_s']:.3g}, simulator {told:.3g}"
+            )
         made = {policy: closed(cost, 4 * SLOTS, 52, policy=policy) for policy in ("streaming", "throughput")}
         print(f"{4 * SLOTS} requests in {SLOTS} slots, audio-s/s: {facts_of(made)}", flush=True)
         rates = [part * made["streaming"] / MEAN_S for part in FRACTIONS]
@@ -268,7 +270,9 @@ def launches_of(family: Family[Any], seconds: float) -> dict[str, Launches]:
         while time.perf_counter() < end_s:
             text, voice = str(random.choice(SENTENCES)), next(iter(family.spec.voices), None)
             seed = int(random.integers(1 << 31))
-            engine.speak(str(seed), Request(text=text, voice=voice, seed=seed, max_frames=FRAMES), lambda event: None)
+            engine.speak(
+                str(seed), Request(text=text, voice=voice, seed=seed, max_frames=FRAMES), lambda event: None
+            )
             for _ in range(random.integers(1, 22)):
                 engine.turn()
         while engine.num_requests:
@@ -305,10 +309,14 @@ def climbed(
         settings["max_ttfa_s"] = PATIENT_S if policy == "streaming" else None
         simulation = Simulation(voice, cost, settings=settings)
         text = "x" * 12  # positions that a short text adds to what all have in common
-        simulation.run([(0.3 * i, Request(text=text, seed=requests + i, max_frames=frames)) for i in range(8)])
+        simulation.run(
+            [(0.3 * i, Request(text=text, seed=requests + i, max_frames=frames)) for i in range(8)]
+        )
         begins_s = simulation.clock.now_s
         at_s = [begins_s + at for at in arrivals_of(rate, seed, 0, None, requests)]
-        heard = simulation.run([(at, Request(text=text, seed=i, max_frames=frames)) for i, at in enumerate(at_s)])
+        heard = simulation.run(
+            [(at, Request(text=text, seed=i, max_frames=frames)) for i, at in enumerate(at_s)]
+        )
         ttfa_ms = [1e3 * one.ttfa_s for one in heard if one.ttfa_s is not None]
         rungs.append(
             {
@@ -327,7 +335,9 @@ def kept(family: Family[Any], seconds: float, path: Path | None) -> dict[str, La
     """What launches take, as it is in a file, or as it is measured now and written there."""
     if path is not None and path.exists():
         found = json.loads(path.read_text())
-        return {name: {tuple(json.loads(shape)): each for shape, each in found[name].items()} for name in found}
+        return {
+            name: {tuple(json.loads(shape)): each for shape, each in found[name].items()} for name in found
+        }
     prepare_for_host(family)
     took = launches_of(family, seconds)
     if path is not None:
@@ -341,7 +351,9 @@ def beside_a_ladder(family: Family[Any], path: Path, seconds: float, launches_pa
     ladder = json.loads(path.read_text())["ladder"]
     requests, frames = ladder["options"]["requests"], ladder["options"]["frames"]
     for name, launches in took.items():
-        shapes = {" x ".join(map(str, shape)): 1e3 * float(np.median(launches[shape])) for shape in sorted(launches)}
+        shapes = {
+            " x ".join(map(str, shape)): 1e3 * float(np.median(launches[shape])) for shape in sorted(launches)
+        }
         print(f"{name}, ms: {facts_of(shapes)}", flush=True)
     for policy, runs in ladder["runs"].items():
         rates = [run["rate_requests_per_s"] for run in runs]
@@ -350,11 +362,15 @@ def beside_a_ladder(family: Family[Any], path: Path, seconds: float, launches_pa
             for name in ("ttfa_p50_ms", "ttfa_p90_ms", "stream_viability", "c50"):
                 told = f"engine {run[name]:.3g}, simulator {rung[name]:.3g}"
                 print(f"{policy}, {rung['rate_requests_per_s']:g} requests/s, {name}: {told}", flush=True)
-        found = [climbed(family, drawn(took, seed), policy, rates, requests, frames, seed) for seed in range(SEEDS)]
+        found = [
+            climbed(family, drawn(took, seed), policy, rates, requests, frames, seed) for seed in range(SEEDS)
+        ]
         for limit_ms in ladder["limits_ttfa_p90_ms"]:
             highest = [highest_rate(rungs, limit_ms) for rungs in found]
             quartiles = ", ".join(f"{rate:.3g}" for rate in np.percentile(highest, (25, 50, 75)))
-            print(f"{policy}, {limit_ms:g} ms, highest of {SEEDS} arrivals: mean {np.mean(highest):.3g}, quartiles {quartiles}")
+            print(
+                f"{policy}, {limit_ms:g} ms, highest of {SEEDS} arrivals: mean {np.mean(highest):.3g}, quartiles {quartiles}"
+            )
 
 
 def facts_of(values: dict[str, float]) -> str:
@@ -370,7 +386,9 @@ def main() -> None:
     parser.add_argument("--times", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--gpu", type=Path, help="a result of benchmarks/device.py")
     parser.add_argument("--ladder", type=Path, help="a result of benchmarks/under_load.py")
-    parser.add_argument("--launches", type=Path, help="where what launches take is kept, and found, for --ladder")
+    parser.add_argument(
+        "--launches", type=Path, help="where what launches take is kept, and found, for --ladder"
+    )
     parser.add_argument("--dtype", default="float32", help="of DIR")
     options = parser.parse_args()
     if options.gpu is not None:

@@ -48,7 +48,9 @@ def speak(socket: ClientConnection, pause_s: float) -> dict[str, Any]:
     assert last_s is not None, "an utterance without audio"
     return {
         "last_word_ms": round(1000 * last_word_s),
-        "first_audio_ms": round(event["timings"]["first_audio_ms"]),  # the server's clock: the client writes meanwhile
+        "first_audio_ms": round(
+            event["timings"]["first_audio_ms"]
+        ),  # the server's clock: the client writes meanwhile
         "last_audio_ms": round(1000 * last_s),
         "audio_s": event["audio_s"],
     }
@@ -76,10 +78,16 @@ def main() -> None:
                 rounds = [speak(socket, pause_ms / 1000) for _ in range(given.rounds)]
                 run = {name: median(one[name] for one in rounds) for name in rounds[0]}
                 runs.append({"word_every_ms": pause_ms, **run})
-    result = {"model": configured["model"], "split_granularity": configured["split_granularity"], "runs": runs}
+    result = {
+        "model": configured["model"],
+        "split_granularity": configured["split_granularity"],
+        "runs": runs,
+    }
     if given.json:
         return print(json.dumps(result))
-    print(f"{result['model']}, {result['split_granularity']} by {result['split_granularity']}, {len(TEXT.split())} words")
+    print(
+        f"{result['model']}, {result['split_granularity']} by {result['split_granularity']}, {len(TEXT.split())} words"
+    )
     for run in runs:
         print(
             f"a word every {run['word_every_ms']:>3} ms: last word {run['last_word_ms']:>5} ms, first audio {run['first_audio_ms']:>5} ms, "

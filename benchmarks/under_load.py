@@ -77,31 +77,49 @@ IDLE = ("running", "waiting", "preparing", "held", "paused")
 def main() -> None:
     options = arguments()
     result = json.loads(options.result.read_text()) if options.result.exists() else {}
-    result["machine"] = {"cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    result["machine"] = {
+        "cpu": cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
     with tempfile.TemporaryDirectory() as place:
         options.cache = options.cache or Path(place) / "cache"
         for part in options.only or PARTS:
             told(f"-- {part}")
-            asked_for = {name: getattr(options, name) for name in ("rung_s", "minutes", "frames", "requests", "serve")}
+            asked_for = {
+                name: getattr(options, name) for name in ("rung_s", "minutes", "frames", "requests", "serve")
+            }
             result[part] = PARTS[part](options) | {"model": Path(options.model).name, "options": asked_for}
             options.result.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, options.result.with_suffix(".svg"))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("result", type=Path)
     parser.add_argument("--model", default=str(SMALL_VOICE), help="a directory; the small voice")
-    parser.add_argument("--clone-model", help="for the clones, served beside it; a random Qwen3-TTS Base of size tiny")
+    parser.add_argument(
+        "--clone-model", help="for the clones, served beside it; a random Qwen3-TTS Base of size tiny"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts")
     parser.add_argument("--minutes", type=float, default=5, help="of each rung of overload")
     parser.add_argument("--rung-s", type=float, default=20, help="of each other rung")
-    parser.add_argument("--rates", type=float, nargs="+", help="of the ladder, requests/s; parts of what is possible")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", help="of the ladder, requests/s; parts of what is possible"
+    )
     parser.add_argument("--requests", type=int, default=30, help="of each rung of the ladder")
-    parser.add_argument("--limits-ms", type=float, nargs="+", default=LIMITS_MS, help="of the ladder's p90 of first audio")
-    parser.add_argument("--frames", type=int, help="of each answer at most, where a model of random weights finds no end")
+    parser.add_argument(
+        "--limits-ms", type=float, nargs="+", default=LIMITS_MS, help="of the ladder's p90 of first audio"
+    )
+    parser.add_argument(
+        "--frames", type=int, help="of each answer at most, where a model of random weights finds no end"
+    )
     parser.add_argument("--cache", type=Path, help="where compiled code is kept; a new directory")
-    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows is for `zoo serve`")
+    parser.add_argument(
+        "--serve", nargs=argparse.REMAINDER, default=[], help="all that follows is for `zoo serve`"
+    )
     return parser.parse_args()
 
 
@@ -177,8 +195,15 @@ def descendants(pid: int) -> list[int]:
 # the client
 
 
-def asked(options: argparse.Namespace, server: Server, rungs: list[Rung], duration_s: float | None, slo: Slo = SLO,
-          num_requests: int | None = None, **work: Any) -> list[dict[str, Any]]:
+def asked(
+    options: argparse.Namespace,
+    server: Server,
+    rungs: list[Rung],
+    duration_s: float | None,
+    slo: Slo = SLO,
+    num_requests: int | None = None,
+    **work: Any,
+) -> list[dict[str, Any]]:
     """What `zoo load` says of each rung. num_requests: so many instead of duration_s, all of which count."""
     fields = {} if options.frames is None else {"max_new_tokens": options.frames}
     voices = offered(server)[:1]
@@ -215,7 +240,9 @@ def line_of(run: dict[str, Any]) -> str:
         "audio-s/s": ("audio_s_per_s", "{:.1f}"),
         "good/s": ("goodput_requests_per_s", "{:.2f}"),
     }
-    told_of = [f"{name} {form.format(run[key])}" for name, (key, form) in facts.items() if run[key] is not None]
+    told_of = [
+        f"{name} {form.format(run[key])}" for name, (key, form) in facts.items() if run[key] is not None
+    ]
     refused = [f"{count} {kind}" for kind, count in run["failures"].items()]
     return ", ".join([f"{at:>12}: {run['completed']} of {run['requests']}", *told_of, *refused]) + (
         " (the client was at its limit)" if run["client_is_limit"] else ""
@@ -288,7 +315,14 @@ def overload(options: argparse.Namespace) -> dict[str, Any]:
     runs, held = {}, {}
     with serving(options, "--max-ttfa", str(MAX_TTFA_S)) as server:
         rate = capacity(options, server)
-        asked(options, server, [Rung(rate=2 * rate)], options.rung_s, cancel_share=CANCELS, slow_share=SLOW_READERS)
+        asked(
+            options,
+            server,
+            [Rung(rate=2 * rate)],
+            options.rung_s,
+            cancel_share=CANCELS,
+            slow_share=SLOW_READERS,
+        )
         time.sleep(SETTLE_S)
         held["before"] = server.holds()
         for times in OVERLOADS:
@@ -328,25 +362,42 @@ def clones(options: argparse.Namespace) -> dict[str, Any]:
             upload(server, "known", recording(0))
             known = {"model": "clone", "voice": "known", "input": "One of eight who speak.", **frames}
             fresh = {"model": "clone", "input": "One of forty clones.", "ref_text": "A recording.", **frames}
-            alone, eight, clone, control = "nobody", "8 who speak", f"{CLONES} clones", "8 who speak, and another program"
+            alone, eight, clone, control = (
+                "nobody",
+                "8 who speak",
+                f"{CLONES} clones",
+                "8 who speak, and another program",
+            )
             beside = {
                 alone: Beside(),
                 eight: Beside(8, known),
                 clone: Beside(CLONES, fresh, has_recordings=True),
                 control: Beside(8, known, encoder=cloning),
             }
-            probe = {"model": "preset", "voice": offered(server)[0], "input": "Good morning.", "max_new_tokens": 5}
+            probe = {
+                "model": "preset",
+                "voice": offered(server)[0],
+                "input": "Good morning.",
+                "max_new_tokens": 5,
+            }
             heard: dict[str, list[Probed]] = {name: [] for name in beside}
             # in turn, since the machine is not the same from minute to minute
             for name in (alone, *(eight, clone, control) * ROUNDS):
                 heard[name].append(asyncio.run(probed(server, probe, beside[name], options.rung_s / ROUNDS)))
                 told(f"beside {name}: {json.dumps(facts_of(heard[name]))}")
-                if name == clone:  # each who was heard in the seconds that were probed, and before, had been encoded
-                    beside[control].encodes_per_s = len(heard[clone][-1].others_ms) / (options.rung_s / ROUNDS + SETTLE_S)
+                if (
+                    name == clone
+                ):  # each who was heard in the seconds that were probed, and before, had been encoded
+                    beside[control].encodes_per_s = len(heard[clone][-1].others_ms) / (
+                        options.rung_s / ROUNDS + SETTLE_S
+                    )
                 time.sleep(SETTLE_S)
     found = {name: facts_of(rounds) for name, rounds in heard.items()}
     p50 = {name: facts["ttfa_p50_ms"] for name, facts in found.items()}
-    ratios = {"ratio_p50": ratio(p50[clone], p50[eight]), "ratio_p50_to_another_program": ratio(p50[clone], p50[control])}
+    ratios = {
+        "ratio_p50": ratio(p50[clone], p50[eight]),
+        "ratio_p50_to_another_program": ratio(p50[clone], p50[control]),
+    }
     return {"beside": found} | ratios
 
 
@@ -362,7 +413,8 @@ class Probed:
 def facts_of(rounds: Sequence[Probed]) -> dict[str, Any]:
     """Of all rounds; and the middle of each, which tells of the noise."""
     ttfa_ms, others_ms, running = (
-        [value for one in rounds for value in getattr(one, name)] for name in ("ttfa_ms", "others_ms", "running")
+        [value for one in rounds for value in getattr(one, name)]
+        for name in ("ttfa_ms", "others_ms", "running")
     )
     return {
         "probes": len(ttfa_ms),
@@ -477,13 +529,21 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
                 heard_s = asyncio.run(first_heard_s(server))
             found[name] = {"ready_s": server.ready_s, "first_audio_s": heard_s, "stages": server.stages}
             told(f"{name}: ready after {server.ready_s:.1f} s, heard after {heard_s:.1f} s")
-    return {"starts": found, "part_of_cold": found["full cache again"]["ready_s"] / found["empty cache"]["ready_s"]}
+    return {
+        "starts": found,
+        "part_of_cold": found["full cache again"]["ready_s"] / found["empty cache"]["ready_s"],
+    }
 
 
 async def first_heard_s(server: Server) -> float:
     """From the command to the first samples of an answer."""
     target = Target(address(server.url), None, 24000)
-    body = {"input": "Good morning.", "voice": offered(server)[0], "response_format": "pcm", "max_new_tokens": 20}
+    body = {
+        "input": "Good morning.",
+        "voice": offered(server)[0],
+        "response_format": "pcm",
+        "max_new_tokens": 20,
+    }
     async with connections(target) as session:
         record = await speak(session, target, Planned(body, "pcm"), 0, time.monotonic())
     assert record.playback is not None and record.playback.first_s is not None, record.outcome
@@ -498,7 +558,9 @@ PARTS = {"ladder": ladder, "throughput": throughput, "overload": overload, "clon
 
 def demo(directory: Path, size: str) -> Path:
     command = ["demo-checkpoint", "qwen3_tts", str(directory), "--size", size]
-    subprocess.run([sys.executable, "-m", "serving", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "serving", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+    )
     return directory
 
 
@@ -523,7 +585,10 @@ def upload(server: Server, name: str, audio: str) -> None:
         form = aiohttp.FormData({"name": name, "ref_text": "A recording."})
         data = base64.b64decode(audio.partition(",")[2])
         form.add_field("audio_sample", data, filename="voice.wav", content_type="audio/wav")
-        async with aiohttp.ClientSession() as session, session.post(f"{server.url}/v1/audio/voices", data=form) as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{server.url}/v1/audio/voices", data=form) as answer,
+        ):
             assert answer.status < 300, await answer.text()
 
     asyncio.run(post())
@@ -561,7 +626,9 @@ def ratio(of: float, to: float) -> float | None:
 
 
 def cpu() -> str:
-    return next(iter(re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())), platform.machine())
+    return next(
+        iter(re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())), platform.machine()
+    )
 
 
 told = partial(print, file=sys.stderr, flush=True)

@@ -54,7 +54,9 @@ class Strategy:
     gpu_prefill: Lowering = Whole()
     gpu_render: Lowering = Whole()
     fp32: tuple[str, ...] = ()
-    cuts_renders: bool = False  # on a CPU `render` itself takes as many slots at a time as its caches are large enough for
+    cuts_renders: bool = (
+        False  # on a CPU `render` itself takes as many slots at a time as its caches are large enough for
+    )
     # sizes of recorded launches; a smaller batch is padded up to one. Steps read weights, and eight rows of them take
     # less time than one or four (benchmarks/LOG.md); renders compute. None is of one row: that would be a graph more.
     batches: tuple[int, ...] = (8, 16, 32, 64)

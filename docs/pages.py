@@ -49,7 +49,11 @@ def write(folder: Path) -> None:
     for path, page in WHOLE.items():
         if (ROOT / path).is_file():
             put(DOCS / page, moved((ROOT / path).read_text(), path, page))
-    for page, headings in {"http": ["HTTP"], "figures": ["How exact, how fast"], "python": ["Python"]}.items():
+    for page, headings in {
+        "http": ["HTTP"],
+        "figures": ["How exact, how fast"],
+        "python": ["Python"],
+    }.items():
         text = "".join(section((ROOT / "README.md").read_text(), heading) for heading in headings)
         put(folder / f"{page}.md", moved(text, "README.md", f"generated/{page}.md"))
     models = []
@@ -123,7 +127,11 @@ def variants(name: str) -> Iterator[tuple[str, protocol.ModelInfo]]:
 
 def family_page(name: str, found: list[tuple[str, protocol.ModelInfo]]) -> str:
     """What can be asked for, by variant, and then the family's own README."""
-    own = moved((ROOT / "zoo" / name / "README.md").read_text(), f"zoo/{name}/README.md", f"generated/families/{name}.md")
+    own = moved(
+        (ROOT / "zoo" / name / "README.md").read_text(),
+        f"zoo/{name}/README.md",
+        f"generated/families/{name}.md",
+    )
     title, _, rest = own.partition("\n")
     assert title.startswith("# "), f"zoo/{name}/README.md begins with {title!r}"
     columns = [f"{info.variant}{' (instructions)' if 'instruct' in info.modes else ''}" for _, info in found]
@@ -132,11 +140,19 @@ def family_page(name: str, found: list[tuple[str, protocol.ModelInfo]]) -> str:
         "sample rate": [f"{info.sample_rate_hz / 1000:g} kHz" for _, info in found],
         "modes": [", ".join(info.modes) for _, info in found],
         "voices": [", ".join(info.voices) or "none of its own" for _, info in found],
-        "languages": [", ".join(info.languages) or "what the checkpoint was trained on; not chosen" for _, info in found],
+        "languages": [
+            ", ".join(info.languages) or "what the checkpoint was trained on; not chosen" for _, info in found
+        ],
         "recordings": [recordings(info) for _, info in found],
         "licence of the weights": [info.licence or LICENCE for _, info in found],
     }
-    lines = [title, "", "## At a glance", "", *table(["", *columns], ([what, *cells] for what, cells in facts.items()))]
+    lines = [
+        title,
+        "",
+        "## At a glance",
+        "",
+        *table(["", *columns], ([what, *cells] for what, cells in facts.items())),
+    ]
     lines += [
         "",
         "Of the demo checkpoints; `zoo inspect MODEL` says it of yours, with how long it speaks at a time and what memory it takes.",
@@ -162,7 +178,9 @@ def option_rows(found: list[tuple[str, protocol.ModelInfo]]) -> Iterator[list[st
     for _, info in found:
         for option in info.options:
             default = "the model's" if option.default is None else f"`{json.dumps(option.default)}`"
-            rows.setdefault((f"`{option.name}`", option.possible, default, option.help), []).append(info.variant)
+            rows.setdefault((f"`{option.name}`", option.possible, default, option.help), []).append(
+                info.variant
+            )
     everybody = {info.variant for _, info in found}
     for row, variants_with in rows.items():
         yield [*row, "all" if set(variants_with) == everybody else ", ".join(dict.fromkeys(variants_with))]
@@ -202,7 +220,12 @@ def api(schema: dict[str, Any]) -> str:
     ]
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
-            lines += ["", f"## {method.upper()} `{path}`", "", " ".join(operation.get("description", "").split())]
+            lines += [
+                "",
+                f"## {method.upper()} `{path}`",
+                "",
+                " ".join(operation.get("description", "").split()),
+            ]
             for kind, body in operation.get("requestBody", {}).get("content", {}).items():
                 lines += ["", f"Body, `{kind}`: {reference(body['schema'])}."]
             answers = (
@@ -215,7 +238,10 @@ def api(schema: dict[str, Any]) -> str:
         if "properties" in body:
             lines += ["", f"### {name}", "", " ".join(body.get("description", "").split()), ""]
             needed = body.get("required", [])
-            rows = ([f"`{field}`", kind_of(one), what(one, field in needed)] for field, one in body["properties"].items())
+            rows = (
+                [f"`{field}`", kind_of(one), what(one, field in needed)]
+                for field, one in body["properties"].items()
+            )
             lines += table(["field", "type", ""], rows)
     return "\n".join(lines) + "\n"
 

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 PARALLEL = 4  # chapters at once
 PIECE_CHARS = 6000  # of a request: a server takes 8000 characters at most
 PAUSE_S = 1.0  # between chapters
-CODECS = {".m4b": "aac", ".m4a": "aac", ".mka": "libopus", ".mkv": "libopus"}  # whose containers hold chapters
+CODECS = {
+    ".m4b": "aac",
+    ".m4a": "aac",
+    ".mka": "libopus",
+    ".mkv": "libopus",
+}  # whose containers hold chapters
 
 
 def chapters(text: str) -> list[tuple[str, str]]:
@@ -95,7 +100,13 @@ def join(files: list[tuple[str, Path]], book: Path) -> None:
     for index, (title, file) in enumerate(files):
         num_samples = soundfile.info(file).frames + round(PAUSE_S * rate_hz)
         marks.append(
-            {"id": index, "start": at, "end": at + num_samples, "time_base": Fraction(1, rate_hz), "metadata": {"title": title}}
+            {
+                "id": index,
+                "start": at,
+                "end": at + num_samples,
+                "time_base": Fraction(1, rate_hz),
+                "metadata": {"title": title},
+            }
         )
         at += num_samples
     form = "ipod" if CODECS[book.suffix] == "aac" else "matroska"
@@ -103,9 +114,14 @@ def join(files: list[tuple[str, Path]], book: Path) -> None:
         out.metadata["title"] = book.stem
         out.set_chapters(marks)
         stream = cast(av.AudioStream, out.add_stream(CODECS[book.suffix], rate=48_000, layout="mono"))
-        resampler = av.AudioResampler(stream.codec_context.format, "mono", 48_000, stream.codec_context.frame_size or 1024)
+        resampler = av.AudioResampler(
+            stream.codec_context.format, "mono", 48_000, stream.codec_context.frame_size or 1024
+        )
         for _, file in files:
-            for block in [*soundfile.blocks(file, rate_hz, dtype="int16"), np.zeros(round(PAUSE_S * rate_hz), np.int16)]:
+            for block in [
+                *soundfile.blocks(file, rate_hz, dtype="int16"),
+                np.zeros(round(PAUSE_S * rate_hz), np.int16),
+            ]:
                 frame = av.AudioFrame.from_ndarray(block[None], format="s16", layout="mono")
                 frame.sample_rate = rate_hz
                 for ready in resampler.resample(frame):
@@ -123,7 +139,9 @@ async def make(text: str, book: Path, server: str, key: str | None, fields: dict
         raise SystemExit("there is no text in the book")
 
     async def chapter(index: int, title: str, words: str) -> tuple[str, Path]:
-        asked = json.dumps([words, fields], sort_keys=True).encode()  # another text, or voice, is another file
+        asked = json.dumps(
+            [words, fields], sort_keys=True
+        ).encode()  # another text, or voice, is another file
         file = work / f"{index:03d}-{hashlib.sha256(asked).hexdigest()[:12]}.flac"
         async with turns:
             if not file.exists():
@@ -137,7 +155,9 @@ async def make(text: str, book: Path, server: str, key: str | None, fields: dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("text", type=Path)
     parser.add_argument("book", type=Path, help=" or ".join(CODECS))
     parser.add_argument("--server", default="http://127.0.0.1:8000")
@@ -148,7 +168,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.book.suffix not in CODECS:
         parser.error(f"{given.book} is to end in {', '.join(CODECS)}, which hold chapters")
-    fields = {name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None}
+    fields = {
+        name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None
+    }
     run(make(given.text.read_text(), given.book, given.server, given.key, fields))
 
 

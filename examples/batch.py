@@ -34,7 +34,9 @@ async def speak(client: httpx.AsyncClient, line: str, file: Path, fields: dict[s
     part.rename(file)
 
 
-async def speak_all(lines: list[str], folder: Path, server: str, key: str | None, fields: dict[str, Any]) -> list[str]:
+async def speak_all(
+    lines: list[str], folder: Path, server: str, key: str | None, fields: dict[str, Any]
+) -> list[str]:
     """-> what went wrong, a line for each; the others are there."""
     folder.mkdir(parents=True, exist_ok=True)
     places = asyncio.Semaphore(PARALLEL)
@@ -58,7 +60,9 @@ async def speak_all(lines: list[str], folder: Path, server: str, key: str | None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("lines", type=Path, help="a text file")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--server", default="http://127.0.0.1:8000")

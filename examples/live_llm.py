@@ -44,7 +44,9 @@ async def shown(deltas: AsyncIterator[str]) -> AsyncIterator[str]:
         yield delta
 
 
-async def tell(deltas: AsyncIterator[str], server: str, key: str | None, out: Path | None, fields: dict[str, Any]) -> None:
+async def tell(
+    deltas: AsyncIterator[str], server: str, key: str | None, out: Path | None, fields: dict[str, Any]
+) -> None:
     async with connect(server, key) as client:
         rate_hz = await sample_rate_hz(client, fields.get("model"))
         async with listener(out, rate_hz) as hear:
@@ -52,9 +54,13 @@ async def tell(deltas: AsyncIterator[str], server: str, key: str | None, out: Pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompt", help="what to ask; - speaks what comes on stdin")
-    parser.add_argument("--chat", help="an OpenAI-compatible server that writes", default="http://127.0.0.1:11434/v1")
+    parser.add_argument(
+        "--chat", help="an OpenAI-compatible server that writes", default="http://127.0.0.1:11434/v1"
+    )
     parser.add_argument("--llm", help="its model", default="llama3.2")
     parser.add_argument("--server", default="http://127.0.0.1:8000", help="that speaks")
     parser.add_argument("--key")
@@ -63,7 +69,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="the same for all sentences: one voice")
     parser.add_argument("--out", type=Path, help="a WAV file; without it ffplay plays")
     given = parser.parse_args()
-    fields = {name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None}
+    fields = {
+        name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None
+    }
     deltas = read() if given.prompt == "-" else written(given.chat, given.llm, given.prompt)
     run(tell(shown(deltas), given.server, given.key, given.out, fields))
 

@@ -119,7 +119,9 @@ async def listener(out: Path | None, rate_hz: int) -> AsyncIterator[Hear]:
             yield whole_samples(write)
         return
     if shutil.which("ffplay") is None:
-        raise SystemExit("there is no ffplay (it comes with ffmpeg) to play with; --out FILE.wav writes a file")
+        raise SystemExit(
+            "there is no ffplay (it comes with ffmpeg) to play with; --out FILE.wav writes a file"
+        )
     command = f"ffplay -nodisp -autoexit -loglevel error -f s16le -ar {rate_hz} -".split()
     player = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
     assert player.stdin is not None, "ffplay was started with a pipe"

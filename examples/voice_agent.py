@@ -39,8 +39,17 @@ class Agent:
         hear: Hear,
         fields: dict[str, Any],
     ) -> None:
-        self.chat, self.llm, self.stt, self.voice, self.hear, self.fields = chat, llm, stt, voice, hear, fields
-        self.history: list[Any] = [{"role": "system", "content": "You are spoken with: answer in a few plain sentences."}]
+        self.chat, self.llm, self.stt, self.voice, self.hear, self.fields = (
+            chat,
+            llm,
+            stt,
+            voice,
+            hear,
+            fields,
+        )
+        self.history: list[Any] = [
+            {"role": "system", "content": "You are spoken with: answer in a few plain sentences."}
+        ]
         self.answering: asyncio.Task[None] | None = None
 
     async def turn(self, said: str) -> None:
@@ -76,7 +85,9 @@ class Agent:
         print()
 
     async def written(self, asked: list[Any]) -> AsyncIterator[str]:
-        async with await self.chat.chat.completions.create(model=self.llm, messages=asked, stream=True) as deltas:
+        async with await self.chat.chat.completions.create(
+            model=self.llm, messages=asked, stream=True
+        ) as deltas:
             async for delta in deltas:
                 if delta.choices and delta.choices[0].delta.content:
                     yield delta.choices[0].delta.content
@@ -90,7 +101,9 @@ async def lines() -> AsyncIterator[str]:
 
 async def converse(turns: AsyncIterator[str], given: argparse.Namespace) -> Agent:
     """Until there are no more turns, and the last one is answered."""
-    fields = {name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None}
+    fields = {
+        name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None
+    }
     key = os.environ.get("OPENAI_API_KEY", "none")
     async with contextlib.AsyncExitStack() as open_ones:
         chat = await open_ones.enter_async_context(openai.AsyncOpenAI(base_url=given.chat, api_key=key))

@@ -58,10 +58,16 @@ class StatusLine(TextIOBase):
     def show(self, stats: protocol.Stats, now_s: float) -> None:
         if self._live is None:
             self._live = Live(
-                console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+                console=self.console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             self._live.start()
-        self._live.update(Text(self.line(stats, now_s), style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+        self._live.update(
+            Text(self.line(stats, now_s), style="dim", no_wrap=True, overflow="ellipsis"), refresh=True
+        )
 
     def hide(self) -> None:
         """Until it is shown again, as of an engine that is started again."""
@@ -75,7 +81,11 @@ class StatusLine(TextIOBase):
         speaking = sum(model.running for model in models)
         waiting = sum(model.waiting + model.preparing for model in models)
         parts = [f"{speaking} speaking, {waiting} waiting", f"{self._rate(stats, now_s):.1f} audio-s/s"]
-        soonest = {name: model.first_audio_s for name, model in stats.models.items() if model.first_audio_s is not None}
+        soonest = {
+            name: model.first_audio_s
+            for name, model in stats.models.items()
+            if model.first_audio_s is not None
+        }
         for name, first_audio_s in soonest.items():
             of = f" ({name})" if len(stats.models) > 1 else ""
             parts.append(f"first audio {1000 * first_audio_s:,.0f} ms{of}")

@@ -35,7 +35,9 @@ __all__ = [
     "load",
 ]
 DTYPES = ("float32", "bfloat16")
-SMALL_VOICE = Path(__file__).parent / "small_voice"  # a checkpoint that comes with the package, and speaks words
+SMALL_VOICE = (
+    Path(__file__).parent / "small_voice"
+)  # a checkpoint that comes with the package, and speaks words
 
 
 def __getattr__(name: str) -> Any:

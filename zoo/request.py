@@ -247,7 +247,9 @@ def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
             raise RequestError("voice", f"{name} has no voice {part!r} to mix; it has: {possible}")
     for part, reference in given.items():
         if part not in names:
-            raise RequestError("references", "a mix of voices and another reference are both given; leave one out")
+            raise RequestError(
+                "references", "a mix of voices and another reference are both given; leave one out"
+            )
         _check_is_sound_alone(part, reference, request, spec)
     total = sum(weights)
     return tuple(

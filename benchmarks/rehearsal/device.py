@@ -144,7 +144,11 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda self: True)),
         (fake_tensor, "init_gpu_context", lambda device: None),
         (triton_helpers, "set_driver_to_gpu", lambda: None),  # it looks for libcuda
-        (torch, "from_dlpack", torch.clone),  # fake memory has no address; a clone, too, has a storage of its own
+        (
+            torch,
+            "from_dlpack",
+            torch.clone,
+        ),  # fake memory has no address; a clone, too, has a storage of its own
         # Inductor folds constants by computing them on the device.
         (joint_graph.UniformValueConstantFolder, "_deduce_value", deduce_here),
     ]

@@ -62,7 +62,12 @@ class Kernel:
         # table that is looked up in, less).
         elements = math.prod(sizes.values()) if sizes else math.inf
         touched = {
-            name: (tensor, int(min(tensor_bytes(tensor), elements * max(1, self.num_loads[name]) * tensor.element_size())))
+            name: (
+                tensor,
+                int(
+                    min(tensor_bytes(tensor), elements * max(1, self.num_loads[name]) * tensor.element_size())
+                ),
+            )
             for name, tensor in tensors.items()
         }
         reads = [one for name, one in touched.items() if not name.startswith("out_ptr")]
@@ -101,7 +106,9 @@ def lowering(log: Log) -> Iterator[Kernels]:
 
     def launch(function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         given = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        tensors = {id(value): name for name, value in given.items() if isinstance(value, Tensor)}  # each once: one may
+        tensors = {
+            id(value): name for name, value in given.items() if isinstance(value, Tensor)
+        }  # each once: one may
         touched = {}  # stand for what is not read
         for name in tensors.values():
             part = TOUCHED.get((function.__name__, name))

@@ -30,7 +30,9 @@ class L2:
 
     def clear(self) -> None:
         """As if something else had run."""
-        self.places: dict[int, tuple[StorageWeakRef, int, int]] = {}  # of a storage: itself, its address, its bytes
+        self.places: dict[
+            int, tuple[StorageWeakRef, int, int]
+        ] = {}  # of a storage: itself, its address, its bytes
         self.free: defaultdict[int, list[int]] = defaultdict(list)  # addresses by bytes
         self.held: OrderedDict[int, int] = OrderedDict()  # bytes at an address, the latest last
         self.changed: set[int] = set()  # addresses whose memory is behind

@@ -92,7 +92,9 @@ class Log:
     ) -> None:
         """One launch that touches so many bytes of each of these tensors."""
         pages = sum(n for tensor, n in (*reads, *writes) if self._is_arena(tensor))
-        others = [[(tensor, n) for tensor, n in some if not self._is_arena(tensor)] for some in (reads, writes)]
+        others = [
+            [(tensor, n) for tensor, n in some if not self._is_arena(tensor)] for some in (reads, writes)
+        ]
         num_bytes = sum(n for _, n in (*reads, *writes))
         moved = pages + self.cache.launch(*others)
         self.launches[Launch(name, self.kind, self.within, num_bytes, flops, arithmetic, moved)] += 1

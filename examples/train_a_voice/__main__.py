@@ -248,7 +248,9 @@ def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     for i, at in enumerate(spans(frames)[: args.count]):
         text = shelf.utterances[i].text
         copied = decode(family.codec.decoder, torch.from_numpy(found[at].astype(np.int64)))
-        spoken = zoo.generate(family, Request(text=text, seed=args.seed + i, max_frames=2 * (at.stop - at.start)))
+        spoken = zoo.generate(
+            family, Request(text=text, seed=args.seed + i, max_frames=2 * (at.stop - at.start))
+        )
         vocoded = vocoder.speak(*codebooks.decode(spoken.frames.numpy()))
         lengths = f"{len(spoken.frames)} frames, flite {at.stop - at.start}"
         for name, samples in zip(heard, (copied, spoken.samples.numpy(), vocoded), strict=True):
@@ -305,7 +307,9 @@ def pack(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     work.mkdir(parents=True, exist_ok=True)
     gather.gather(work, settings, args.out or work / "pack", counter)
     for name in SETS:
-        Shelf(work / name).fill(sentences.LINES[name], counter(f"speech of {name}", len(sentences.LINES[name])))
+        Shelf(work / name).fill(
+            sentences.LINES[name], counter(f"speech of {name}", len(sentences.LINES[name]))
+        )
     codes(work, settings, args)
 
 

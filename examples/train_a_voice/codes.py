@@ -69,7 +69,9 @@ class Codebooks:
     def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
         """-> codes [T, levels + 1], int16"""
         precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")  # what is nearest is a small difference of large numbers
+        torch.set_float32_matmul_precision(
+            "highest"
+        )  # what is nearest is a small difference of large numbers
         points = torch.from_numpy(mel.reshape(len(mel), -1)).float().to(self.mel.device)
         codes = torch.cat([self._search(part) for part in points.split(2048)]).cpu()  # [T, levels]
         torch.set_float32_matmul_precision(precision)

@@ -54,7 +54,11 @@ def warp(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     path = []
     while i > 0 and j > 0:
         path.append((i - 1, j - 1))
-        steps = ((total[i - 1, j - 1], i - 1, j - 1), (total[i - 1, j], i - 1, j), (total[i, j - 1], i, j - 1))
+        steps = (
+            (total[i - 1, j - 1], i - 1, j - 1),
+            (total[i - 1, j], i - 1, j),
+            (total[i, j - 1], i, j - 1),
+        )
         _, i, j = min(steps)
     first, second = np.array(path[::-1]).T
     return first, second
@@ -100,11 +104,16 @@ def draw_losses(trained: Path, picture: Path) -> None:
     minutes = [line["s"] / 60 for line in talker]
     left.plot(minutes, [line["first"] for line in talker], label="first code, read with noise and own draws")
     seen = [line for line in talker if "unseen_first" in line]
-    for name, label in (("unseen_first", "first code, sentences not taught"), ("unseen_look", "where to look, not taught")):
+    for name, label in (
+        ("unseen_first", "first code, sentences not taught"),
+        ("unseen_look", "where to look, not taught"),
+    ):
         left.plot([line["s"] / 60 for line in seen], [line[name] for line in seen], label=label)
     left.set(title="talker", xlabel="minutes", ylabel="nats", ylim=(0, 5))
     sentences = left.twinx()
-    sentences.plot(minutes, [line["utterances"] / 1000 for line in talker], ":", color="gray", label="sentences")
+    sentences.plot(
+        minutes, [line["utterances"] / 1000 for line in talker], ":", color="gray", label="sentences"
+    )
     sentences.set_ylabel("thousand sentences so far (dotted)")
     left.legend(fontsize=8)
     decoder = read_log(trained / "decoder_log.jsonl")
@@ -120,11 +129,21 @@ def draw_speech(text: str, speeches: dict[str, np.ndarray], picture: Path) -> No
     """Spectrogram and pitch of each, by name; samples at 24 kHz"""
     from matplotlib import pyplot
 
-    figure, rows = pyplot.subplots(len(speeches), 1, figsize=(9, 2.1 * len(speeches)), layout="constrained", sharex=True)
+    figure, rows = pyplot.subplots(
+        len(speeches), 1, figsize=(9, 2.1 * len(speeches)), layout="constrained", sharex=True
+    )
     for axis, (name, samples) in zip(rows, speeches.items(), strict=True):
         mel, pitch, voicing = hops(samples)
         end_s = len(mel) * features.HOP / features.RATE_HZ
-        axis.imshow(mel.T, origin="lower", aspect="auto", extent=(0, end_s, 0, features.BANDS), cmap="magma", vmin=-4, vmax=5)
+        axis.imshow(
+            mel.T,
+            origin="lower",
+            aspect="auto",
+            extent=(0, end_s, 0, features.BANDS),
+            cmap="magma",
+            vmin=-4,
+            vmax=5,
+        )
         axis.set(title=name, ylabel="mel band")
         voiced = axis.twinx()
         seconds = (np.arange(len(pitch)) + 0.5) * features.HOP / features.RATE_HZ

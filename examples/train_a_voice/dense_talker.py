@@ -46,7 +46,16 @@ from zoo.qwen3_tts.model import Talker
 # Of each level but the first, as square distances. What the last levels have to add is some 2, what their rows are long some 20.
 SOFTNESS = (12.0, 8.0, 5.0, 4.0, 4.0, 4.0, 4.0)
 FORWARD = 0.2  # of KL(q || p), beside KL(p || q)
-SHARES = (2.0, 1.5, 1.2, 1.0, 1.0, 1.0, 1.0, 2.0)  # of each code's loss, from the second on; the last is pitch and voicing
+SHARES = (
+    2.0,
+    1.5,
+    1.2,
+    1.0,
+    1.0,
+    1.0,
+    1.0,
+    2.0,
+)  # of each code's loss, from the second on; the last is pitch and voicing
 WEIGHTS = {"first": 1.0, "depth": 1.0, "look": 0.3, "phone": 0.3}
 
 
@@ -56,7 +65,16 @@ class Plan:
     warmup: int = 300
     weight_decay: float = 0.02
     positions: int = 24_576  # of a batch
-    rooms: tuple[int, ...] = (64, 80, 96, 112, 136, 168, 216, 288)  # positions of an utterance, of each kind of batch
+    rooms: tuple[int, ...] = (
+        64,
+        80,
+        96,
+        112,
+        136,
+        168,
+        216,
+        288,
+    )  # positions of an utterance, of each kind of batch
     depth_share: float = 0.5
     own_share: float = 0.25  # frames that are the talker's own draws
     own_from: float = 0.3  # share of the run after which it reads them
@@ -203,7 +221,9 @@ class Dense(Training):
         drawn = self.draw(h.flatten(0, 1)[rows], self.given(board, rows), temperature)
         # a position gives the frame that stands at the next one
         flat = board.codes.flatten(0, 1)
-        at = (rows + 1).clamp(max=len(flat) - 1)  # of a full row's last frame, the next row's prompt: never read
+        at = (rows + 1).clamp(
+            max=len(flat) - 1
+        )  # of a full row's last frame, the next row's prompt: never read
         return flat.index_copy(0, at, drawn).view_as(board.codes)
 
 

@@ -52,7 +52,9 @@ def fit(work: Path, settings: Settings, paths: list[Path]) -> None:
     some = [forge.Part.load(path) for path in paths[: -(-settings.num_code_sentences // forge.PART)]]
     mel = np.concatenate([part.mel for part in some]).astype(np.float32)
     voicing = np.concatenate([part.voicing for part in some]).astype(np.float32)
-    Aligner([utterance for part in some for utterance in part.utterances()], PHONES).save(work / "aligner.npz")
+    Aligner([utterance for part in some for utterance in part.utterances()], PHONES).save(
+        work / "aligner.npz"
+    )
     Codebooks.fit(mel, voicing, settings.mel_levels, seed=0).refined(mel).save(work / "codebooks.pt")
 
 

@@ -43,7 +43,9 @@ def lexicon() -> Lexicon:
     words = read_dictionary(dictionary())
     model = _decoder().get_lm(_decoder().current_search())
     nats = {word: model.prob([word]) * LOG_BASE for word in [*read_dictionary(dictionary(), least=1)]}
-    common = sorted((word for word, nat in nats.items() if nat > UNKNOWN), key=lambda word: (-nats[word], word))
+    common = sorted(
+        (word for word, nat in nats.items() if nat > UNKNOWN), key=lambda word: (-nats[word], word)
+    )
     common = common[:NUM_COMMON]
     return Lexicon(words, common, [nats[word] for word in common])
 

@@ -71,7 +71,9 @@ class Flite:
         spoken = flite.flite_synth_text(text.encode(), self._voice)
         try:
             wave = flite.utt_wave(spoken).contents
-            assert wave.sample_rate == RATE_HZ, f"flite speaks at {wave.sample_rate} Hz; {RATE_HZ} is expected"
+            assert wave.sample_rate == RATE_HZ, (
+                f"flite speaks at {wave.sample_rate} Hz; {RATE_HZ} is expected"
+            )
             samples = np.ctypeslib.as_array(wave.samples, (wave.num_samples,)).copy()
             phones, ends_s = [], []
             item = flite.relation_head(flite.utt_relation(spoken, b"Segment"))

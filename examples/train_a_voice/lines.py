@@ -86,7 +86,9 @@ class Lines:
         codes = np.zeros((num, codebooks), np.int16)
         for bit in range(BITS):
             codes[:, :-1] |= bits[:, :, bit].astype(np.int16) << (BITS - 1 - bit)
-        low, high = (np.frombuffer(raw[name], np.uint8).astype(np.int16) for name in ("tone_low", "tone_high"))
+        low, high = (
+            np.frombuffer(raw[name], np.uint8).astype(np.int16) for name in ("tone_low", "tone_high")
+        )
         codes[:, -1] = low | high << 8
         edges = np.concatenate(([0], np.cumsum(np.frombuffer(raw["lengths"], "<u2").astype(np.int64))))
         spoken = np.cumsum(np.frombuffer(raw["spoken"], np.uint8), dtype=np.uint8)

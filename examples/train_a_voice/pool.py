@@ -44,7 +44,9 @@ class Frame:
         pairs = write("a")
         start = len(pairs) - 3  # behind the text: its end, and codec_bos
         frame = cls(pairs[:start], pairs[start + 1 :], int(pairs[start, 1]))
-        assert (frame.around("a, b") == write("a, b")).all(), "a prompt is more than its text and what is around it"
+        assert (frame.around("a, b") == write("a, b")).all(), (
+            "a prompt is more than its text and what is around it"
+        )
         return frame
 
     def around(self, text: str) -> np.ndarray:
@@ -191,5 +193,8 @@ def neighbours(codebooks: Codebooks) -> Tensor:
     tone = torch.arange(SIZE, dtype=torch.float32)
     shapes = codebooks.shapes.repeat(SIZE // len(codebooks.shapes), 1)
     tables.append(torch.cat((tone[:, None] // len(codebooks.shapes) / 2, shapes), 1))
-    near = [torch.cdist(table, table).fill_diagonal_(torch.inf).topk(NEAR, largest=False).indices for table in tables]
+    near = [
+        torch.cdist(table, table).fill_diagonal_(torch.inf).topk(NEAR, largest=False).indices
+        for table in tables
+    ]
     return torch.stack(near).to(torch.int16)

@@ -39,7 +39,9 @@ NUM_MORE = 400_000  # of them, at most
 WAVES = 36  # parts whose samples the decoder learns
 FIRST_WAVES = 8  # parts that it waits for
 WAIT_S = 90.0  # for them; then it learns from the codes that were carried
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # of each process
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)  # of each process
 LATE_S = 25.0  # that a training may take to write what it has
 POOL_UTTERANCES, POOL_FRAMES = 400_000, 14_000_000
 
@@ -174,9 +176,13 @@ def begin(module: torch.nn.Module, path: Path | None) -> Callable[[], None]:
 
     def load() -> None:
         if path is not None:
-            missing, extra = module.load_state_dict(torch.load(path, weights_only=True)["module"], strict=False)
+            missing, extra = module.load_state_dict(
+                torch.load(path, weights_only=True)["module"], strict=False
+            )
             missing = [name for name in missing if name in dict(module.named_parameters())]
-            assert not missing and not extra, f"{path} is of another voice: {missing} are missing, {extra} not known"
+            assert not missing and not extra, (
+                f"{path} is of another voice: {missing} are missing, {extra} not known"
+            )
 
     return load
 
@@ -307,10 +313,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="what `pack` made")
     parser.add_argument("out", type=Path, help="where talker.pt, decoder.pt and the logs go")
     parser.add_argument("--minutes", type=float, default=7.0, help="how long it takes in all")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 3), help="that make speech")
+    parser.add_argument(
+        "--processes", type=int, default=max(1, (os.cpu_count() or 2) - 3), help="that make speech"
+    )
     parser.add_argument("--device", help="cuda, if it is there, or cpu")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sentences that are made there")
-    parser.add_argument("--begin", type=Path, help="go on from the talker.pt and decoder.pt of this directory")
+    parser.add_argument(
+        "--begin", type=Path, help="go on from the talker.pt and decoder.pt of this directory"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="neither compile nor record the steps")
     parser.add_argument("--quick", action="store_true", help="a tiny voice, to see that it runs")
     parser.add_argument("--role", choices=["all", "more", *ROLES], default="all", help=argparse.SUPPRESS)
@@ -323,7 +333,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     if args.role == "all":
         memory = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() and not args.quick else None) as scratch:
+        with tempfile.TemporaryDirectory(
+            dir=memory if memory.is_dir() and not args.quick else None
+        ) as scratch:
             for name in ("parts", "waves", "aligned"):
                 (Path(scratch) / name).mkdir()
             return run_all(args.folder, Path(scratch), args)

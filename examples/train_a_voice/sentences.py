@@ -60,7 +60,10 @@ SHARES = (
     (0.02, "phrase"),
 )
 MIXED = 0.35  # of the words that a mixed template asks for are any common ones
-NUM_COMMON, FLATTENED = 30_000, 0.6  # how many are common, and the power of a word's share of English that is its share here
+NUM_COMMON, FLATTENED = (
+    30_000,
+    0.6,
+)  # how many are common, and the power of a word's share of English that is its share here
 
 
 @dataclass(frozen=True)

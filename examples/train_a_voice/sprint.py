@@ -37,7 +37,9 @@ class Clock:
     def __init__(self, minutes: float, end_s: float | None = None):
         self.began_s = time.time()
         self.end_s = self.began_s + 60 * minutes if end_s is None else end_s
-        assert self.end_s > self.began_s, f"the run would end {self.began_s - self.end_s:.0f} s before it begins"
+        assert self.end_s > self.began_s, (
+            f"the run would end {self.began_s - self.end_s:.0f} s before it begins"
+        )
 
     @property
     def share(self) -> float:
@@ -66,7 +68,12 @@ class Step:
     """A step of training that may be recorded: `compute` reads nothing but tensors that stay where they are, and gives
     the loss and what the log shows. The optimiser's learning rate is a tensor, `optimiser`'s own."""
 
-    def __init__(self, module: nn.Module, optimiser: torch.optim.Optimizer, compute: Callable[[], tuple[Tensor, Losses]]):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        compute: Callable[[], tuple[Tensor, Losses]],
+    ):
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimiser, self.compute = optimiser, compute
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -89,7 +96,9 @@ class Step:
         for parameter in self.parameters:
             parameter.grad = None
         loss, values = self.compute()
-        self.values = {name: value.detach() for name, value in values.items()}  # nothing keeps the graph alive
+        self.values = {
+            name: value.detach() for name, value in values.items()
+        }  # nothing keeps the graph alive
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self.optimiser.step()
@@ -144,7 +153,9 @@ def save(path: Path, module: nn.Module, step: int, **beside: Any) -> None:
     os.replace(part, path)
 
 
-def optimiser_of(parameters: list[nn.Parameter], device: torch.device, weight_decay: float) -> torch.optim.AdamW:
+def optimiser_of(
+    parameters: list[nn.Parameter], device: torch.device, weight_decay: float
+) -> torch.optim.AdamW:
     is_cuda = device.type == "cuda"
     start = torch.tensor(1e-9, device=device) if is_cuda else 1e-9
     return torch.optim.AdamW(

@@ -129,9 +129,7 @@ class Training(nn.Module):
             F.embedding(codes[:, g + 1], predictor.embeddings.table(g)) for g in range(codes.shape[1] - 2)
         ]
         x = predictor.project(torch.stack((h, *rows), 1))  # [N, K, D]
-        cos, sin = rope_table(
-            torch.arange(x.shape[1], device=x.device), c.head_dim, c.rope_theta, x.dtype
-        )
+        cos, sin = rope_table(torch.arange(x.shape[1], device=x.device), c.head_dim, c.rope_theta, x.dtype)
         for layer in blocks(predictor):
             x, _, _ = self.block(layer, x, cos, sin)
         x = predictor.norm(x)

@@ -19,7 +19,9 @@ from zoo.hub import name_of, resolved
 if TYPE_CHECKING:
     from serving.protocol import AudioClip
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown")  # flowing text: lines of a docstring are joined
+app = typer.Typer(
+    add_completion=False, rich_markup_mode="markdown"
+)  # flowing text: lines of a docstring are joined
 
 MAX_REFERENCE_S = 60.0
 MAX_BYTES = 1 << 50

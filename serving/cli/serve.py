@@ -156,7 +156,9 @@ def serve(
     ] = 256,
     max_text_idle: Annotated[
         float,
-        Option(min=0.1, help="Seconds for which a WebSocket that speaks may bring no text; then it is closed."),
+        Option(
+            min=0.1, help="Seconds for which a WebSocket that speaks may bring no text; then it is closed."
+        ),
     ] = 30,
     max_session_idle: Annotated[
         float,
@@ -185,7 +187,9 @@ def serve(
     ] = None,
     status_line: Annotated[
         bool,
-        Option(help="On a terminal, a line below the log that says who speaks and waits, how much, and how soon."),
+        Option(
+            help="On a terminal, a line below the log that says who speaks and waits, how much, and how soon."
+        ),
     ] = True,
     otel: Annotated[
         bool,
@@ -270,7 +274,11 @@ def serve(
     line = None
     if status_line and sys.stderr.isatty() and log != "json" and os.environ.get("TERM") != "dumb":
         line = StatusLine(Console(file=sys.stderr))
-        env = {"ZOO_LOG": "text", "FORCE_COLOR": "1", **env}  # the children's lines come through us, to the terminal
+        env = {
+            "ZOO_LOG": "text",
+            "FORCE_COLOR": "1",
+            **env,
+        }  # the children's lines come through us, to the terminal
     return supervisor.serve(host, port, engine, http, env, grace_s, line)
 
 
@@ -293,7 +301,5 @@ def model_aliases(given: list[str], served: Iterable[str]) -> dict[str, str]:
         if name in ids:
             raise ValueError(f"--alias {name!r} is the id of a model already")
         if id not in ids:
-            raise ValueError(
-                f"--alias {name}={id}: model {id!r} is not served; there is: {', '.join(ids)}"
-            )
+            raise ValueError(f"--alias {name}={id}: model {id!r} is not served; there is: {', '.join(ids)}")
     return aliases

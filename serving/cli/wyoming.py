@@ -40,5 +40,8 @@ def wyoming(
 
     logs.configure("wyoming")
     print(f"zoo: Wyoming on tcp://{host}:{port}, speaking with {url}", file=sys.stderr, flush=True)
-    serve(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", Upstream(url, api_key or None, languages))
+    serve(
+        f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}",
+        Upstream(url, api_key or None, languages),
+    )
     return 0

@@ -64,7 +64,9 @@ class Listeners:
         return np.where(self.plays, self.left_s - windows * each_s - self.missing * step_s, np.inf)
 
 
-def next_window(listeners: Listeners, cost: WindowCost, least: int, most: int, step_s: float) -> tuple[int, int] | None:
+def next_window(
+    listeners: Listeners, cost: WindowCost, least: int, most: int, step_s: float
+) -> tuple[int, int] | None:
     """least, most: frames of a window, but for a speech's last. step_s: a turn without windows. -> a slot, and how many of its
     frames at most; None: steps first."""
     left_s, pending, plays = listeners.left_s, listeners.pending, listeners.plays

@@ -147,7 +147,9 @@ class Engine:
             )
             for name, family in named.items()
         }
-        is_synchronous = self.arena.device.type == "cpu" and not report_lag  # a launch returns when it is done
+        is_synchronous = (
+            self.arena.device.type == "cpu" and not report_lag
+        )  # a launch returns when it is done
         self.rounds = Rounds(self.models.values(), clock, is_synchronous, self._take_in)
         if self.arena.device.type == "cuda":
             torch.cuda.synchronize(

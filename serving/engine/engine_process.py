@@ -65,7 +65,9 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     models: dict[str, str]  # their directories, by the id that clients know
     device: str | None = None  # the GPU where there is one
     dtype: str | None = None
-    max_slots: int | None = None  # on a CPU 8, or for throughput 64; as many as there is memory for, 64 at most, on a GPU
+    max_slots: int | None = (
+        None  # on a CPU 8, or for throughput 64; as many as there is memory for, 64 at most, on a GPU
+    )
     kv_bytes: int | None = None
     saved_bytes: int | None = None  # of the host, for what paused streams' pages held
     policy: str = "streaming"

@@ -155,7 +155,9 @@ class ModelWorker:
         """As `Forecaster.first_audio_s`, of a request that is not flexible and comes now."""
         places = [place for place in self.line.values() if not place.is_flex]
         line = [self.forecaster.expected(place.text_bytes) for place in places]
-        ahead = sum(place.reference_bytes > 0 and not place.is_made for place in places) if has_recordings else 0
+        ahead = (
+            sum(place.reference_bytes > 0 and not place.is_made for place in places) if has_recordings else 0
+        )
         return self.forecaster.first_audio_s(text_bytes, line, has_recordings, ahead)
 
     def record_speakers(self) -> None:

@@ -25,7 +25,9 @@ class Rounds:
     ):
         self.models, self.clock = tuple(models), clock
         self.is_synchronous, self.take_in = is_synchronous, take_in
-        self._launched: dict[ModelWorker, bool] = {}  # who has a round in this turn, and whether there was anything to launch
+        self._launched: dict[
+            ModelWorker, bool
+        ] = {}  # who has a round in this turn, and whether there was anything to launch
         self._own_s: dict[ModelWorker, float] = {}
         self._inner_s = 0.0  # of rounds within others
         self._depth = 0

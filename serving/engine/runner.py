@@ -211,7 +211,11 @@ class Runner:
         self._step, self._hidden = lower(family.step, step), lower(family.hidden, prefill)
         # One for each length bucket: Dynamo keeps eight graphs of a function at most. What is lowered in parts is so once.
         lengths, once = family.spec.window.lengths or (0,), isinstance(render, Parts)
-        renders = [lower(family.render, render)] * len(lengths) if once else [lower(family.render, render) for _ in lengths]
+        renders = (
+            [lower(family.render, render)] * len(lengths)
+            if once
+            else [lower(family.render, render) for _ in lengths]
+        )
         self._render = dict(zip(lengths, renders, strict=True))
 
     @property

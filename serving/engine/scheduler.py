@@ -191,7 +191,9 @@ class Scheduler:
     @property
     def shortest_frame_s(self) -> float:
         """Of those who speak, as the fastest listener plays it."""
-        return float(self.heard_frame_s[self.is_open & ~self.is_done & ~self.is_flex].min(initial=self.frame_s))
+        return float(
+            self.heard_frame_s[self.is_open & ~self.is_done & ~self.is_flex].min(initial=self.frame_s)
+        )
 
     @property
     def tokens_left(self) -> int:
@@ -356,7 +358,9 @@ class Scheduler:
             joins = self._joins(is_due, pending, left_s)
             is_due |= joins
             slots = np.flatnonzero(is_due & ~self._may_wait(is_due, left_s))  # [B]
-            count = np.where(is_flush[slots], 0, self._cut(slots, pending[slots], (is_dry | joins)[slots]))  # [B]
+            count = np.where(
+                is_flush[slots], 0, self._cut(slots, pending[slots], (is_dry | joins)[slots])
+            )  # [B]
         start = self.num_rendered[slots]  # [B]
         self.num_rendered[slots] += count
         is_last = self.is_done[slots] & (start + count == self.num_ready[slots])  # [B]
@@ -454,7 +458,9 @@ class Scheduler:
             return self._even_size()
         grid, own_s = self.window.grid, self.turn_s - self.other_s
         if grid == 1:
-            return max(smallest, min(math.ceil((FIRST_TURNS * own_s + self.other_s) / self.frame_s - 0.5), middle))
+            return max(
+                smallest, min(math.ceil((FIRST_TURNS * own_s + self.other_s) / self.frame_s - 0.5), middle)
+            )
         # The grid's first stretch may be shorter than any shape: so short that it is played before the next one is there.
         lasts_s = grid * own_s + self.other_s + self.hold_s + self.latency_s
         return min(math.ceil(lasts_s / self.frame_s), grid) if self.latency_s else grid

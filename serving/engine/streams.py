@@ -58,7 +58,9 @@ class Stream:
     """On a CPU, work is done when `run` returns. is_urgent: before what others have not begun."""
 
     def __init__(self, device: torch.device, is_urgent: bool = False):
-        self.cuda = torch.cuda.Stream(device, priority=-1 if is_urgent else 0) if device.type == "cuda" else None
+        self.cuda = (
+            torch.cuda.Stream(device, priority=-1 if is_urgent else 0) if device.type == "cuda" else None
+        )
 
     def here(self) -> AbstractContextManager[object]:
         """What is launched within goes on this stream."""

@@ -93,7 +93,9 @@ def warm_sizes(runner: Runner) -> None:
     the library makes its kernels then: a listener would hear it. As many as there is time for, the smallest first."""
     end_s = time.perf_counter() + WARM_S
     window = runner.family.spec.window
-    shapes = [(rows, frames) for frames in window.sizes for rows in range(1, runner.rows_of_launch(frames) + 1)]
+    shapes = [
+        (rows, frames) for frames in window.sizes for rows in range(1, runner.rows_of_launch(frames) + 1)
+    ]
     for rows, frames in sorted(shapes, key=lambda shape: shape[0] * shape[1]):
         if time.perf_counter() >= end_s:
             break

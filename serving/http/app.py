@@ -180,9 +180,14 @@ def main() -> None:
         private_metrics=options.private_metrics,
         tracing=tracing,
     )
-    Listener(tracing.around(app) if tracing else app, engine, options.grace_s, options.cors_origins, options.hosts, options.stall_s).run(
-        sockets=[socket.socket(fileno=options.fd)]
-    )
+    Listener(
+        tracing.around(app) if tracing else app,
+        engine,
+        options.grace_s,
+        options.cors_origins,
+        options.hosts,
+        options.stall_s,
+    ).run(sockets=[socket.socket(fileno=options.fd)])
 
 
 if __name__ == "__main__":

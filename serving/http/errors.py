@@ -106,7 +106,9 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             )
         case HTTPException(status_code=405, extra=None, headers={"allow": allowed} as headers):
             possible = ", ".join(sorted({*allowed.split(", ")} - {"OPTIONS"}))
-            error = refusal(405, f"this method is not possible here; possible: {possible}", code="method_not_allowed")
+            error = refusal(
+                405, f"this method is not possible here; possible: {possible}", code="method_not_allowed"
+            )
             error.headers = headers
         case HTTPException(status_code=413, extra=None):
             max_bytes = request.route_handler.resolve_request_max_body_size()

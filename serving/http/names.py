@@ -48,7 +48,9 @@ class Names(msgspec.Struct, frozen=True):
         [id] = served
         return id, f"model {asked!a} is not here; {id!a} speaks in its place"
 
-    def voice(self, asked: str, model: Model, is_known: bool, num_served: int) -> tuple[str | None, str | None]:
+    def voice(
+        self, asked: str, model: Model, is_known: bool, num_served: int
+    ) -> tuple[str | None, str | None]:
         """-> the voice to speak in, None for the model's own choice, and a warning, likewise. is_known: whether
         the model, or an upload, has the name already."""
         if is_known:

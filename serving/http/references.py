@@ -96,7 +96,9 @@ class References:
 
     def _check_mix(self, mix: str, model: Model) -> None:
         if not model.mixes:
-            message = f"model {model.id!r} mixes no voices, and {mix[:80]!r} is a mix: {possible_voices(model)}"
+            message = (
+                f"model {model.id!r} mixes no voices, and {mix[:80]!r} is a mix: {possible_voices(model)}"
+            )
             raise refusal(400, message, "voice")
         for name in filter(None, names_in(mix)):  # the engine refuses what has no name
             self._check_voice(name, model)
@@ -131,7 +133,9 @@ class References:
             return []
         if not is_mix(voice):
             return [await self._uploaded(voice, model)]
-        names = dict.fromkeys(name.lower() for name in names_in(voice) if name and not is_own(model.voices, name))
+        names = dict.fromkeys(
+            name.lower() for name in names_in(voice) if name and not is_own(model.voices, name)
+        )
         found = []
         for name in list(names)[:MAX_MIXED]:
             reference = await self._uploaded(name, model)

@@ -127,7 +127,9 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     ] = None
     speed: Annotated[
         Annotated[float, Meta(ge=MIN_SPEED, le=MAX_SPEED)],
-        Meta(description="how fast, at the same pitch: a number from 0.25 to 4; 1 (default) is as the model speaks"),
+        Meta(
+            description="how fast, at the same pitch: a number from 0.25 to 4; 1 (default) is as the model speaks"
+        ),
     ] = 1.0
     stream_format: Annotated[
         Literal["audio", "sse"],
@@ -360,9 +362,7 @@ class Model(msgspec.Struct):
         return [option.name for option in self.options]
 
     @classmethod
-    def of(
-        cls, info: protocol.ModelInfo, created: int, limits: Limits, aliases: Sequence[str] = ()
-    ) -> Model:
+    def of(cls, info: protocol.ModelInfo, created: int, limits: Limits, aliases: Sequence[str] = ()) -> Model:
         facts = msgspec.structs.asdict(info)
         if info.reference_s is not None:
             shortest_s, longest_s = info.reference_s
@@ -508,4 +508,15 @@ class AudioError(msgspec.Struct, tag_field="type", tag="error"):
     error: Error
 
 
-BODIES = (SpeechRequest, SpeechBatch, BatchResults, VoiceUpload, ModelList, Choices, VoiceList, VoiceDeleted, Ready, ErrorBody)
+BODIES = (
+    SpeechRequest,
+    SpeechBatch,
+    BatchResults,
+    VoiceUpload,
+    ModelList,
+    Choices,
+    VoiceList,
+    VoiceDeleted,
+    Ready,
+    ErrorBody,
+)

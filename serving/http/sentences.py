@@ -36,7 +36,9 @@ class Sentences:
     def _stop(self) -> int:
         """Where the first piece ends; 0: it may go on. What follows a sentence tells that it is over."""
         stop = 0
-        for sentence in list(segment("en", self._held))[:-1]:  # the rules are those of a script, not a language
+        for sentence in list(segment("en", self._held))[
+            :-1
+        ]:  # the rules are those of a script, not a language
             stop += len(sentence)
             said = self._held[:stop].strip()
             if len(said) >= MIN_CHARS and HAS_WORD.search(said):

@@ -100,9 +100,7 @@ class Server:
             warnings.append(self._choose_voice(request, request.voice_name, model, len(models)))
         return model, [warning for warning in warnings if warning is not None]
 
-    def _choose_voice(
-        self, request: SpeechRequest, asked: str, model: Model, num_served: int
-    ) -> str | None:
+    def _choose_voice(self, request: SpeechRequest, asked: str, model: Model, num_served: int) -> str | None:
         """A recording that came with the request goes before a voice that is not here. -> a warning."""
         is_known = is_own(model.voices, asked) or self.voices.has(asked)
         voice, warning = self.names.voice(asked, model, is_known, num_served)

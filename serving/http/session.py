@@ -228,9 +228,7 @@ class Session:
         self.num_utterances += 1
         seed = settings.request.seed
         seed = secrets.randbits(63) if seed is None else seed
-        self.open = Utterance(
-            self.num_utterances, self.server, settings, seed, self._tell, self._send_bytes
-        )
+        self.open = Utterance(self.num_utterances, self.server, settings, seed, self._tell, self._send_bytes)
         self.queue.append(self.open)
         self.turn.set()
 
@@ -286,7 +284,9 @@ class Session:
         return Failure(log_refused(error, **facts), utterance.number)
 
     async def _tell(self, event: ServerEvent) -> None:
-        await self.send({"type": "websocket.send", "bytes": None, "text": msgspec.json.encode(event).decode()})
+        await self.send(
+            {"type": "websocket.send", "bytes": None, "text": msgspec.json.encode(event).decode()}
+        )
 
     async def _send_bytes(self, data: bytes) -> None:
         await self.send({"type": "websocket.send", "bytes": data, "text": None})

@@ -204,7 +204,9 @@ class Speech:
 
     def speak_message(self, references: list[protocol.Reference]) -> protocol.Speak:
         options, fields, voice = dict(self.options), dict(self.fields), self.request.voice_name
-        if voice is not None and (not references or references[0].name is not None):  # its own voice, or a mix
+        if voice is not None and (
+            not references or references[0].name is not None
+        ):  # its own voice, or a mix
             fields["voice"] = voice
         elif voice is not None and references[0].transcript is None and SOUND_ONLY in self.model.option_names:
             options.setdefault(SOUND_ONLY, True)

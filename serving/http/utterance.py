@@ -194,7 +194,9 @@ class Utterance:
         now_s, made = time.perf_counter(), self.frames + self.text_tokens
         audio_s = self.num_samples / self.settings.model.sample_rate_hz / self.settings.request.speed
         timings = Timings(
-            self._since_ms(self.ended_s), self._since_ms(self.heard_s), round(1000 * (now_s - self.began_s), 1)
+            self._since_ms(self.ended_s),
+            self._since_ms(self.heard_s),
+            round(1000 * (now_s - self.began_s), 1),
         )
         usage = Usage(self.input_tokens, made, self.input_tokens + made)
         reason = reason or ("length" if self.was_cut else "stop")

@@ -338,7 +338,9 @@ def header_of(file: BinaryIO, size_bytes: int) -> Header:
     if header.samples.dtype != "F32" or header.samples.data_offsets != (0, num_bytes):
         raise Damaged(f"{VOICE_FILE} has other samples than [N] F32")
     if num_bytes == 0 or size_bytes != header.size_bytes + num_bytes:
-        raise Damaged(f"{VOICE_FILE} has {size_bytes} bytes, and {header.size_bytes + num_bytes} were written")
+        raise Damaged(
+            f"{VOICE_FILE} has {size_bytes} bytes, and {header.size_bytes + num_bytes} were written"
+        )
     return header
 
 

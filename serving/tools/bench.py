@@ -330,7 +330,9 @@ def machine(family: Family[Any], dtypes: Iterable[str]) -> dict[str, Any]:
         linear.weight = nn.Parameter(small, requires_grad=False)
         if can_be_packed(small):  # another library's, which may do twice as much
             products.append(partial(PackedLinear(linear), small))
-        limits["flops_per_s"][name] = 2 * small.shape[0] ** 3 / min(best(product, device) for product in products)
+        limits["flops_per_s"][name] = (
+            2 * small.shape[0] ** 3 / min(best(product, device) for product in products)
+        )
     return limits
 
 

@@ -86,7 +86,11 @@ class Upstream:
     def _program(self, model: Mapping[str, Any], voices: Sequence[Mapping[str, Any]]) -> TtsProgram:
         names = [voice["id"] for voice in voices if model["id"] in voice["models"]] or [ANY_VOICE]
         spoken = [LANGUAGES[name] for name in model["languages"] if name in LANGUAGES] or self.languages
-        facts: dict[str, Any] = {"attribution": ATTRIBUTION, "installed": True, "version": version("speechzoo")}
+        facts: dict[str, Any] = {
+            "attribution": ATTRIBUTION,
+            "installed": True,
+            "version": version("speechzoo"),
+        }
         return TtsProgram(
             name=model["id"],
             description=f"{model['family']} {model['variant']}",

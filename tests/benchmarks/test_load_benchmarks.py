@@ -55,7 +55,9 @@ def test_recordings_differ():
 
 def test_another_program_encodes_until_it_is_ended():
     mine, theirs = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=under_load.encode, args=(directory("qwen3_tts", "tiny-base"), 100.0, theirs))
+    process = get_context("spawn").Process(
+        target=under_load.encode, args=(directory("qwen3_tts", "tiny-base"), 100.0, theirs)
+    )
     process.start()
     theirs.close()
     assert mine.recv() == "encoding" and process.is_alive()
@@ -78,7 +80,9 @@ def test_what_was_measured_is_kept_beside_a_part_that_is_measured_again(tmp_path
 
 
 def test_a_gpu_costs_what_was_measured_there():
-    figures = json.loads((RESULTS / "2026-11-22-h200-qwen3_tts.json").read_text())["figures=qwen3_tts=1.7b-base"]
+    figures = json.loads((RESULTS / "2026-11-22-h200-qwen3_tts.json").read_text())[
+        "figures=qwen3_tts=1.7b-base"
+    ]
     cost = simulated.gpu_cost(figures)
     assert cost.step_s(64) == pytest.approx(7.457e-3) and cost.step_s(1) == cost.step_s(8)
     assert cost.prefill_s(256) == pytest.approx(2.341e-3)

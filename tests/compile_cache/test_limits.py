@@ -55,7 +55,12 @@ def test_where_there_are_no_control_groups(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("quota", "given", "threads_of_16"),
-    [("max 100000", None, 16), ("250000 100000", None, 2), ("50000 100000", None, 1), ("250000 100000", "8", 16)],
+    [
+        ("max 100000", None, 16),
+        ("250000 100000", None, 2),
+        ("50000 100000", None, 1),
+        ("250000 100000", "8", 16),
+    ],
 )
 def test_a_large_model_has_no_more_threads_than_cores(write, monkeypatch, quota, given, threads_of_16):
     """Unless the user says how many."""

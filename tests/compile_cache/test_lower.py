@@ -68,8 +68,14 @@ def test_parts_are_compiled_and_what_is_around_them_is_not(monkeypatch):
         seen.append(True)
         return graph
 
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend=backend, fullgraph=True, dynamic=False))
-    monkeypatch.setattr(lowering, "any_size", lambda tensors, dim, name: [torch._dynamo.mark_dynamic(x, dim) for x in tensors])
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **how: compiled(function, backend=backend, fullgraph=True, dynamic=False),
+    )
+    monkeypatch.setattr(
+        lowering, "any_size", lambda tensors, dim, name: [torch._dynamo.mark_dynamic(x, dim) for x in tensors]
+    )
     torch._dynamo.reset()
     outer = Outer()
     part = Part("inner.pass_on", (("x", ("rows",)), ("more.weight", ("rows",))))

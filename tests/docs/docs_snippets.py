@@ -1,7 +1,7 @@
 """Snippets of the documentation: every fence of sh or python in Markdown, in the order in which a reader meets them.
 
-    <!-- snippet: skip, WHY -->          in the line before a fence: nobody runs it
-    <!-- snippet: server=clone -->       it asks a server of a model that clones, not the small voice
+<!-- snippet: skip, WHY -->          in the line before a fence: nobody runs it
+<!-- snippet: server=clone -->       it asks a server of a model that clones, not the small voice
 """
 
 import re

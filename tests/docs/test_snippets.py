@@ -102,7 +102,9 @@ def test_what_is_skipped_says_why():
     found = [one for path in pages() for one in snippets(path)]
     assert len(found) > 15
     for one in found:
-        assert one.marker == "" or one.skipped or one.server == "clone", f"{one.path}, line {one.line}: {one.marker}"
+        assert one.marker == "" or one.skipped or one.server == "clone", (
+            f"{one.path}, line {one.line}: {one.marker}"
+        )
     assert sum(one.skipped is None for one in found) > len(found) / 2
 
 

@@ -117,7 +117,9 @@ def test_a_book_has_its_chapters(tmp_path, url, monkeypatch, capsys):
         given = [tmp_path / "book.md", tmp_path / name, "--server", url, "--voice", "slt"]
         run(audiobook.main, monkeypatch, *given)
         told = capsys.readouterr().err
-        assert told.count(" s\n") == (3 if name == "book.m4b" else 0)  # they are there already, by the text and the voice
+        assert told.count(" s\n") == (
+            3 if name == "book.m4b" else 0
+        )  # they are there already, by the text and the voice
         files = sorted((tmp_path / "book.chapters").glob("*.flac"))
         with av.open(tmp_path / name) as book:
             marks = book.chapters()
@@ -153,7 +155,17 @@ def test_a_chapter_is_cut_and_loses_nothing(text):
 
 def test_a_language_model_is_heard_while_it_writes(tmp_path, url, services, monkeypatch, capsys):
     services.answers = ["The sea is wide. It has no end."]
-    given = ["Tell me.", "--chat", services.url, "--server", url, "--voice", "slt", "--out", tmp_path / "told.wav"]
+    given = [
+        "Tell me.",
+        "--chat",
+        services.url,
+        "--server",
+        url,
+        "--voice",
+        "slt",
+        "--out",
+        tmp_path / "told.wav",
+    ]
     run(live_llm.main, monkeypatch, *given)
     samples, rate_hz = soundfile.read(tmp_path / "told.wav")
     assert rate_hz == RATE_HZ and len(samples) > RATE_HZ and np.abs(samples).max() > 0.05
@@ -167,7 +179,9 @@ def test_it_equals_its_sentences_one_after_the_other(tmp_path, url, monkeypatch)
     os.close(write_end)
     with os.fdopen(read_end) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        run(live_llm.main, monkeypatch, "-", "--server", url, "--voice", "slt", "--out", tmp_path / "told.wav")
+        run(
+            live_llm.main, monkeypatch, "-", "--server", url, "--voice", "slt", "--out", tmp_path / "told.wav"
+        )
     asked = {"voice": "slt", "seed": 1, "response_format": "pcm"}
     alone = b"".join(
         httpx.post(url + "/v1/audio/speech", json={"input": text, **asked}, timeout=60).content

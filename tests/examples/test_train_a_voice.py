@@ -327,7 +327,8 @@ def test_flite_s_library_speaks_as_its_program() -> None:
         expected, told = speak(text)
         assert utterance == told
         mel, expected_mel = (
-            features.log_mel(features.pad_to_frames(x.astype(np.float32) / 32768)) for x in (samples, expected)
+            features.log_mel(features.pad_to_frames(x.astype(np.float32) / 32768))
+            for x in (samples, expected)
         )
         assert np.abs(mel - expected_mel).mean() < np.abs(np.diff(expected_mel, axis=0)).mean() / 2
 

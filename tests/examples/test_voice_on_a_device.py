@@ -50,7 +50,9 @@ def some_lines(count: int = 6, seed: int = 0) -> Lines:
     texts = ["".join(rng.choice(list("aeiou klmn"), int(rng.integers(4, 15)))) for _ in range(count)]
     frames = rng.integers(3, 12, count)
     num = int(frames.sum())
-    spoken = np.concatenate([np.sort(rng.integers(0, len(t) + 1, n)) for t, n in zip(texts, frames, strict=True)])
+    spoken = np.concatenate(
+        [np.sort(rng.integers(0, len(t) + 1, n)) for t, n in zip(texts, frames, strict=True)]
+    )
     return Lines(
         texts,
         np.cumsum([0, *frames]),
@@ -138,7 +140,9 @@ def test_who_is_not_sure_adds_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(64, 40, generator=generator)
     table[0] = 0
-    goals = (-torch.cdist(table[1:], table).square() / 4).log_softmax(-1)  # each of the long rows is true once
+    goals = (-torch.cdist(table[1:], table).square() / 4).log_softmax(
+        -1
+    )  # each of the long rows is true once
     logits = torch.zeros(64, requires_grad=True)
     optimiser = torch.optim.Adam([logits], lr=0.1)
     for _ in range(150):
@@ -196,7 +200,9 @@ def test_what_comes_later_is_learned_from(pool: Pool) -> None:
 def test_a_run_ends_when_it_is_to_end(pool: Pool, tmp_path: Path) -> None:
     training = model(pool, tmp_path)
     before = {name: p.detach().clone() for name, p in training.named_parameters()}
-    plan = dense_talker.Plan(positions=128, rooms=(48, 64), warmup=2, log_s=0.2, own_from=0.5, dtype=torch.float32)
+    plan = dense_talker.Plan(
+        positions=128, rooms=(48, 64), warmup=2, log_s=0.2, own_from=0.5, dtype=torch.float32
+    )
     log = sprint.Log(tmp_path / "log.jsonl")
     clock = sprint.Clock(0.05)
     path = tmp_path / "talker.pt"
@@ -273,11 +279,14 @@ def test_more_speech_or_none_a_voice_comes_out(tmp_path: Path, monkeypatch: pyte
     """All of `remote`, from a folder without flite: nothing comes meanwhile, and the rest does not mind."""
     monkeypatch.setattr(remote.library, "OBJECTS", ())
     utterances = [
-        Utterance(text, 0, 48_000, ("pau", *"mabcde"), (0.1, 0.5, 0.9, 1.0, 1.1, 1.2, 1.3)) for text in ("mama", "am")
+        Utterance(text, 0, 48_000, ("pau", *"mabcde"), (0.1, 0.5, 0.9, 1.0, 1.1, 1.2, 1.3))
+        for text in ("mama", "am")
     ]
     aligner = Aligner(utterances)
     (tmp_path / "lexicon.txt").write_text("mama\nma -1.0\n")
-    remote.pack(tmp_path / "in", [some_lines(40)], some_lines(5, 1), codebooks(), aligner, tmp_path / "lexicon.txt")
+    remote.pack(
+        tmp_path / "in", [some_lines(40)], some_lines(5, 1), codebooks(), aligner, tmp_path / "lexicon.txt"
+    )
     out = tmp_path / "out"
     options = ["--minutes", "0.8", "--quick", "--processes", "1", "--device", "cpu"]
     assert remote.main([str(tmp_path / "in"), str(out), *options]) == 0

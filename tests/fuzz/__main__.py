@@ -24,7 +24,9 @@ PARTS = {"schema": schema.fuzz, "recordings": recordings.fuzz}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--examples", type=int, default=2000, help="of each part")
     parser.add_argument("--seed", type=int, default=0)

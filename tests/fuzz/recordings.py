@@ -47,7 +47,9 @@ def files() -> list[bytes]:
         file = io.BytesIO()
         with av.open(file, "w", format=form) as out:
             stream = out.add_stream(codec, rate=48_000, layout="mono")
-            frame = av.AudioFrame.from_ndarray((SOUND.T * 32767).astype(np.int16), format="s16", layout="mono")
+            frame = av.AudioFrame.from_ndarray(
+                (SOUND.T * 32767).astype(np.int16), format="s16", layout="mono"
+            )
             frame.sample_rate, frame.pts = RATE_HZ, 0
             as_taken = av.AudioResampler(stream.codec_context.format, "mono", 48_000)
             for part in [*as_taken.resample(frame), *as_taken.resample(None)]:
@@ -73,7 +75,9 @@ def flip(data: bytearray, draw: Callable) -> bytearray:
 def overwrite(data: bytearray, draw: Callable) -> bytearray:
     """With the bytes that lengths and counts are made of."""
     at = draw(st.integers(0, max(0, min(200, len(data)) - 1)))
-    data[at : at + 4] = draw(st.sampled_from([b"\xff\xff\xff\xff", b"\0\0\0\0", b"\0\0\0\x80", b"\xff\xff\xff\x7f"]))
+    data[at : at + 4] = draw(
+        st.sampled_from([b"\xff\xff\xff\xff", b"\0\0\0\0", b"\0\0\0\x80", b"\xff\xff\xff\x7f"])
+    )
     return data
 
 
@@ -126,12 +130,17 @@ def fuzz(target: Target, examples: int, start: int) -> Counter[str]:
                 assert target.http.delete("/v1/audio/voices/fuzz").status_code == 200
         else:
             text = base64.b64encode(data).decode()
-            given: dict[str, object] = {"ref_audio": text} if way == "ref_audio" else {"references": [{"audio": text}]}
+            given: dict[str, object] = (
+                {"ref_audio": text} if way == "ref_audio" else {"references": [{"audio": text}]}
+            )
             answer = target.speak(model=cloner, x_vector_only_mode=True, **given)
         count(answer, way, counts)
 
     tried()
-    assert all(any(f"{way}: 200" in name for name in counts) for way in ("upload", "ref_audio")) or examples < 100
+    assert (
+        all(any(f"{way}: 200" in name for name in counts) for way in ("upload", "ref_audio"))
+        or examples < 100
+    )
     return counts
 
 

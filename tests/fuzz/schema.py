@@ -21,7 +21,16 @@ CHECKS = [
     checks.response_schema_conformance,
 ]
 WEIGHTS = {"POST": 6}  # bodies have most to get wrong; of the others 1
-FOREIGN = ("ref_audio", "ref_text", "references", "task_type", "language", "instructions", "x_vector_only_mode", "normalize")
+FOREIGN = (
+    "ref_audio",
+    "ref_text",
+    "references",
+    "task_type",
+    "language",
+    "instructions",
+    "x_vector_only_mode",
+    "normalize",
+)
 MAX_FRAMES = 4  # where a request does not say how much to speak
 
 

@@ -10,7 +10,16 @@ from pathlib import Path
 from tests.attack.target import CHILDREN, Target, until
 
 MODELS = "tiny tiny-base"  # one with voices of its own, one that clones
-LIMITS = ("--max-text", "400", "--max-reference-bytes", "1MiB", "--max-reference-s", "20", "--max-voices", "50")
+LIMITS = (
+    "--max-text",
+    "400",
+    "--max-reference-bytes",
+    "1MiB",
+    "--max-reference-s",
+    "20",
+    "--max-voices",
+    "50",
+)
 
 
 @contextmanager

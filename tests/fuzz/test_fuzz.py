@@ -23,6 +23,9 @@ def test_damage_is_damage():
     """Most of what is thrown is no longer the file that it was, and some of it still looks like one."""
     from hypothesis import find
 
-    found = find(recordings.damaged(), lambda data: data not in recordings.files() and data[:4] == b"RIFF" and len(data) > 100)
+    found = find(
+        recordings.damaged(),
+        lambda data: data not in recordings.files() and data[:4] == b"RIFF" and len(data) > 100,
+    )
     assert found
     assert len(recordings.files()) == 14

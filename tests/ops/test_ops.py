@@ -32,7 +32,9 @@ def alerts():
 def queries():
     """Every query of the dashboard and of the alerts, with its title."""
     page = dashboard()
-    asked = [(panel["title"], target["expr"]) for panel in page["panels"] for target in panel.get("targets", [])]
+    asked = [
+        (panel["title"], target["expr"]) for panel in page["panels"] for target in panel.get("targets", [])
+    ]
     asked += [(note["name"], note["expr"]) for note in page["annotations"]["list"]]
     asked += [
         (one["label"], re.sub(r"label_values\((\w+), (\w+)\)", r'\1{\2=""}', one["query"]))
@@ -110,7 +112,9 @@ def tool(name):
 
 
 def run(*command):
-    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -174,8 +178,13 @@ def test_compose_mounts_what_there_is():
 def health_checks():
     """Of the images, and of compose: the command, and the route that it asks."""
     text = (OPS / "Dockerfile").read_text()
-    found = [("/health", json.loads(command)) for command in re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", text, re.M)]
-    kind, *command = yaml.safe_load((OPS / "compose.yaml").read_text())["services"]["zoo"]["healthcheck"]["test"]
+    found = [
+        ("/health", json.loads(command))
+        for command in re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", text, re.M)
+    ]
+    kind, *command = yaml.safe_load((OPS / "compose.yaml").read_text())["services"]["zoo"]["healthcheck"][
+        "test"
+    ]
     assert kind == "CMD"
     return [*found, ("/ready", command)]
 
@@ -190,7 +199,11 @@ def test_health_checks_ask_the_server(tmp_path):
         for route, (python, flag, code) in health_checks():
             assert (python, flag) == ("python", "-c") and f"http://127.0.0.1:8000{route}'" in code
             code = code.replace("http://127.0.0.1:8000", url).replace("timeout=2", "timeout=60")
-            found.append(subprocess.run([sys.executable, flag, code], stderr=subprocess.DEVNULL, timeout=120).returncode)
+            found.append(
+                subprocess.run(
+                    [sys.executable, flag, code], stderr=subprocess.DEVNULL, timeout=120
+                ).returncode
+            )
         return found
 
     with Server(tmp_path) as server:

@@ -72,7 +72,9 @@ def test_help_is_there_at_once():
     assert min(took) < 2, took  # half a second on a machine that does nothing else
 
 
-@pytest.mark.parametrize("command", ["serve", "say", "batch", "load", "wyoming", "inspect", "demo-checkpoint", "voices"])
+@pytest.mark.parametrize(
+    "command", ["serve", "say", "batch", "load", "wyoming", "inspect", "demo-checkpoint", "voices"]
+)
 def test_every_command_has_help(zoo, command):
     done = zoo(command, "--help")
     assert done.returncode == 0 and "Usage: zoo " + command in done.stdout
@@ -81,7 +83,9 @@ def test_every_command_has_help(zoo, command):
 def test_versions_are_told_without_loading_them(zoo):
     done = zoo("--version")
     assert done.returncode == 0
-    assert re.fullmatch(rf"speechzoo \S+, torch {re.escape(torch.__version__)}, Python 3\.\d+\.\S+\n", done.stdout)
+    assert re.fullmatch(
+        rf"speechzoo \S+, torch {re.escape(torch.__version__)}, Python 3\.\d+\.\S+\n", done.stdout
+    )
 
 
 def test_a_model_that_is_left_out_is_the_small_voice(zoo):
@@ -127,7 +131,10 @@ BAD = [
     (["serve", "a=.", "--alias", "=a"], "not of the form NAME=MODEL"),
     (["serve", "a=.", "--alias", "tts-1=b"], "model 'b' is not served; there is: a"),
     (["serve", "a=.", "--alias", "a=a"], "--alias 'a' is the id of a model already"),
-    (["serve", "a=.", "b=tests", "--alias", "c=a", "--alias", "c=b"], "'c' is given twice: for 'a' and for 'b'"),
+    (
+        ["serve", "a=.", "b=tests", "--alias", "c=a", "--alias", "c=b"],
+        "'c' is given twice: for 'a' and for 'b'",
+    ),
     (["serve", "a=.", "--alias-voice", "alloy"], "--alias-voice 'alloy' is not of the form NAME=VOICE"),
     (["serve", ".", "--max-sessions", "-1"], "--max-sessions"),
     (["serve", ".", "--max-text-idle", "0"], "--max-text-idle"),

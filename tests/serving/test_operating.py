@@ -42,4 +42,8 @@ def test_a_server_that_is_watched(tmp_path):
     assert (speech["voice"], speech["frames"], speech["reason"]) == ("vivian", 2, "length")
     assert {line["process"] for line in lines} >= {"supervisor", "http"}
     sent = b"".join(collector.posted)
-    assert b"POST /v1/audio/speech" in sent and b"generate_content tiny" in sent and answer.headers["x-request-id"].encode() in sent
+    assert (
+        b"POST /v1/audio/speech" in sent
+        and b"generate_content tiny" in sent
+        and answer.headers["x-request-id"].encode() in sent
+    )

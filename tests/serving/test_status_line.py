@@ -17,7 +17,10 @@ CONTROL = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 
 
 def stats(audio_s=0.0, first_audio_s=None, running=2, waiting=1, **others):
-    models = {"m": ModelStats(8, running, waiting, 0, 0, audio_s=audio_s, first_audio_s=first_audio_s), **others}
+    models = {
+        "m": ModelStats(8, running, waiting, 0, 0, audio_s=audio_s, first_audio_s=first_audio_s),
+        **others,
+    }
     return Stats(100, 60, 7, 3, 0, models)
 
 
@@ -81,17 +84,29 @@ def test_it_stays_below_the_log_and_is_one(line):
             print(f"line {second}", file=sys.stderr)
         line.show(stats(9.0), 4.0)
         print("no end of a li", end="", file=sys.stderr)
-        assert shown(line) == ["before", *(f"line {i}" for i in range(4)), "2 speaking, 1 waiting   2.2 audio-s/s"]
+        assert shown(line) == [
+            "before",
+            *(f"line {i}" for i in range(4)),
+            "2 speaking, 1 waiting   2.2 audio-s/s",
+        ]
         print("ne yet", file=sys.stderr)
         sys.stderr.write("\x1b[32mgreen\x1b[0m\nlast")
-    assert shown(line) == ["before", *(f"line {i}" for i in range(4)), "no end of a line yet", "green", "last"]
+    assert shown(line) == [
+        "before",
+        *(f"line {i}" for i in range(4)),
+        "no end of a line yet",
+        "green",
+        "last",
+    ]
     assert sys.stderr is not line and "\x1b[32m" in line.console.file.getvalue()
 
 
 def test_a_long_line_of_the_log_is_not_broken_and_a_long_status_is_cut(line):
     command = "curl " + "x" * 300
     with line.open():
-        line.show(stats(**{f"a-long-name-{i}": ModelStats(8, 1, 0, 0, 0, first_audio_s=1.0) for i in range(9)}), 0.0)
+        line.show(
+            stats(**{f"a-long-name-{i}": ModelStats(8, 1, 0, 0, 0, first_audio_s=1.0) for i in range(9)}), 0.0
+        )
         print(command, file=sys.stderr)
         *_, said, last = shown(line)
     assert said == command and len(last) <= 100 and last.endswith("…")
@@ -105,14 +120,24 @@ def test_brackets_in_the_log_are_no_markup(line):
 
 def test_what_children_say_comes_line_by_line(line):
     """In whatever portions, and whole where a line has no end."""
-    child = "import sys, os\nos.write(2, b'one\\ntwo'); os.write(2, b' more\\n\\xff\\n'); os.write(2, b'last')"
+    child = (
+        "import sys, os\nos.write(2, b'one\\ntwo'); os.write(2, b' more\\n\\xff\\n'); os.write(2, b'last')"
+    )
 
     async def scene():
-        found = supervisor.Child("child", [sys.executable, "-c", child], [], dict(os.environ), is_proven=False)
+        found = supervisor.Child(
+            "child", [sys.executable, "-c", child], [], dict(os.environ), is_proven=False
+        )
         found.is_relayed = True
         with line.open():
             line.show(stats(), 0.0)
             assert await found.supervise() == 1
 
     asyncio.run(scene())
-    assert shown(line) == ["one", "two more", "\ufffd", "last", "zoo: the child ended with status 0 before it was ready"]
+    assert shown(line) == [
+        "one",
+        "two more",
+        "\ufffd",
+        "last",
+        "zoo: the child ended with status 0 before it was ready",
+    ]

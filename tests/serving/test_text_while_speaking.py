@@ -138,7 +138,9 @@ def test_whenever_it_is_cancelled_nothing_is_left(server):
     for _ in range(4):
         with session(server) as socket:
             granularity = draw.choice(["token", "sentence"])
-            configure(socket, split_granularity=granularity, barge_in=draw.choice(["queue", "cancel"]), **FIELDS)
+            configure(
+                socket, split_granularity=granularity, barge_in=draw.choice(["queue", "cancel"]), **FIELDS
+            )
             for _ in range(6):
                 words = TEXT[: draw.randrange(3, len(TEXT))]
                 socket.send(json.dumps({"type": "input.text", "text": words}))

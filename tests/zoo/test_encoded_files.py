@@ -112,7 +112,9 @@ def damage(path, how):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["empty", "half", "a bit", "no safetensors", "no metadata", "one tensor more"])
+@pytest.mark.parametrize(
+    "how", ["empty", "half", "a bit", "no safetensors", "no metadata", "one tensor more"]
+)
 def test_what_is_damaged_is_encoded_again_and_says_so(clip, caplog, how):
     file_of(clip).write(VOICE)
     damage(file_of(clip).path, how)

@@ -46,7 +46,18 @@ def test_a_voice_whose_own_name_looks_like_a_mix_is_that_voice():
     assert shares(asked("a+b"), spec) == ()
 
 
-NO_MIX = ["{a}+", "+{a}", "+", "{a}++{b}", "{a}(0)+{b}", "{a}(-1)+{b}", "{a}(1e3)+{b}", "{a}(2000)+{b}", "{a}(x)+{b}", "{a}(1+{b}"]
+NO_MIX = [
+    "{a}+",
+    "+{a}",
+    "+",
+    "{a}++{b}",
+    "{a}(0)+{b}",
+    "{a}(-1)+{b}",
+    "{a}(1e3)+{b}",
+    "{a}(2000)+{b}",
+    "{a}(x)+{b}",
+    "{a}(1+{b}",
+]
 NO_MIX += ["{a}(1)(2)+{b}", "{a}" + 8 * "+{b}", "{a}(nan)+{b}", "{a}()+{b}", "(2)+{b}"]
 
 
@@ -63,7 +74,12 @@ WRONG = [
     (BASE, asked("anna+bert", ANNA), "voice", "no voice 'bert' to mix; it has: anna"),
     (BASE, asked("anna+anna", ANNA, BERT), "references", "leave one out"),
     (BASE, asked("anna+bert", ANNA, replace(BERT, name=None)), "voice", "no voice 'bert'"),
-    (BASE, asked("anna+bert", ANNA, SAID), "voice", "'bert' is a clone.*without a transcript, or set x_vector_only_mode"),
+    (
+        BASE,
+        asked("anna+bert", ANNA, SAID),
+        "voice",
+        "'bert' is a clone.*without a transcript, or set x_vector_only_mode",
+    ),
     (COSY, asked("anna+bert", ANNA, SAID), "voice", "'bert' is a clone.*take one without a transcript$"),
     (family("voxcpm2"), asked("anna+bert", ANNA, BERT), "voice", "mixes no voices.*no speaker vectors"),
     (family("higgs_v3"), asked("anna+bert", ANNA, BERT), "voice", "mixes no voices.*no speaker vectors"),
@@ -105,7 +121,11 @@ def test_cosyvoice_mixes_its_own_voices_and_uploads():
 
 @pytest.mark.parametrize(
     ("model", "voices", "references"),
-    [(PRESETS, (FIRST, SECOND), ()), (BASE, ("anna", "bert"), (ANNA, BERT)), (COSY, ("anna", "bert"), (ANNA, BERT))],
+    [
+        (PRESETS, (FIRST, SECOND), ()),
+        (BASE, ("anna", "bert"), (ANNA, BERT)),
+        (COSY, ("anna", "bert"), (ANNA, BERT)),
+    ],
     ids=["presets", "clones", "cosyvoice2"],
 )
 def test_mixes_speak_and_share_pages_with_equal_mixes_alone(model, voices, references):

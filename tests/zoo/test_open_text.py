@@ -10,7 +10,7 @@ from models import family
 from zoo.open_text import OpenText
 
 PROSE = (
-    'The old man told  3 children: "It\'s 12.5 km, isn\'t it?"\n\nNo! (Caf\u00e9, na\u00efve; e\u0301t\u00e9.) '
+    "The old man told  3 children: \"It's 12.5 km, isn't it?\"\n\nNo! (Caf\u00e9, na\u00efve; e\u0301t\u00e9.) "
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002\uc548\ub155 \u0928\u092e\u0938\u094d\u0924\u0947 \U0001f44d\U0001f3fd a\u200db"
 )
 TAGGED = "Oh [laughter] well <laughter>ha</laughter>, [br] [breath]x [not a tag] < 5 <strong>y</strong>"

@@ -125,7 +125,9 @@ class TransformerBlock(nn.Module):
         self.widen = nn.Linear(channels, 4 * channels)
         self.narrow = nn.Linear(4 * channels, channels)
 
-    def forward(self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor, block: int) -> Tensor:
+    def forward(
+        self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor, block: int
+    ) -> Tensor:
         """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen, or on a GPU None; caches of some layers [_, S, capacity + 1, PAIR,
         2 * inner]: with a mask `block` is this one's, and without one what `layers` names at `block`."""
         q, k, v = self.qkv(self.attention_norm(x))
@@ -173,7 +175,9 @@ class Stage(nn.Module):
 
     # Four blocks and not one: a region begins and ends with launches of its own.
     @torch.compiler.nested_compile_region
-    def _transform(self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor) -> Tensor:
+    def _transform(
+        self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor
+    ) -> Tensor:
         for i, block in enumerate(self.blocks):
             x = block(x, seen, mask, caches, layers, i)
         return x

@@ -267,10 +267,15 @@ class CosyVoice2(Family[CosyVoice2State]):
     def _mixed(self, mix: Sequence[Share]) -> Voice:
         """The sum of speaker vectors by weight, without a prompt to go on from."""
         found = [
-            (share.weight, self.voices[share.name] if share.reference is None else self.cloner(share.reference.clip))
+            (
+                share.weight,
+                self.voices[share.name] if share.reference is None else self.cloner(share.reference.clip),
+            )
             for share in mix
         ]
-        name = blake2b(repr([(weight, voice.name) for weight, voice in found]).encode(), digest_size=16).digest()
+        name = blake2b(
+            repr([(weight, voice.name) for weight, voice in found]).encode(), digest_size=16
+        ).digest()
         speaker = torch.stack([weight * voice.speaker for weight, voice in found]).sum(0)
         first = found[0][1]
         return Voice(name, first.codes[:0], first.mel[:0], speaker)

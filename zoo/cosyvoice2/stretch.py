@@ -94,9 +94,15 @@ class Seen:
             is_there = torch.cat((is_held, own < count), 1)[:, None]
             chunks_back = self.query[:, :, None] // self.grid - key // self.grid  # [B, Q, K]
             is_kept = key < kept[:, :, None]
-            mask = is_there & (chunks_back >= 0) & (is_kept | (chunks_back <= (self.ring // self.grid)[:, :, None]))
+            mask = (
+                is_there
+                & (chunks_back >= 0)
+                & (is_kept | (chunks_back <= (self.ring // self.grid)[:, :, None]))
+            )
             place = torch.arange(key.shape[2], device=start.device)
-            mask = mask | (place == (self.held + own)[:, None])  # padding sees itself: a row of nothing is NaN
+            mask = mask | (
+                place == (self.held + own)[:, None]
+            )  # padding sees itself: a row of nothing is NaN
 
             # before the ring's first chunk
             dropped = ((self.query - kept) // self.grid * self.grid - self.ring).clamp(min=0)[:, :, None]

@@ -115,7 +115,9 @@ def _estimator(config: FlowConfig) -> dict[str, str]:
             pairs |= {f"{block}.norm1": f"{mine}.attention_norm", f"{block}.norm3": f"{mine}.mlp_norm"}
             pairs |= {f"{block}.attn1.to_out.0": f"{mine}.out", f"{block}.ff.net.0.proj": f"{mine}.widen"}
             pairs[f"{block}.ff.net.2"] = f"{mine}.narrow"
-            names |= {f"{block}.attn1.to_{part}.weight": f"{mine}.qkv.weight[{k}]" for k, part in enumerate("qkv")}
+            names |= {
+                f"{block}.attn1.to_{part}.weight": f"{mine}.qkv.weight[{k}]" for k, part in enumerate("qkv")
+            }
     return names | _both(pairs)
 
 

@@ -114,7 +114,9 @@ class Block(nn.Module):
         """[B, C, N] -> [B, C / 2, (N - 1) rate]"""
         if not is_faster(x, self.up):
             return self.up(self.snake(x))
-        return strides_apart(kernels.convolve_snake(x, self.snake.wave, self.up.filters, self.up.biases, 2, 1), self.rate)
+        return strides_apart(
+            kernels.convolve_snake(x, self.snake.wave, self.up.filters, self.up.biases, 2, 1), self.rate
+        )
 
 
 class Decoder(nn.Module):

@@ -156,7 +156,9 @@ def _query_by_query(
     limit = kv_lens[owner] - cu_seqlens[owner + 1] + token + 1  # positions that a query sees
     at = _positions(page_table[owner], page_tokens, page_table.shape[1] * page_tokens)  # [T, n]
     seen = torch.arange(at.shape[1], device=q.device) < limit[:, None]
-    k, v = (kv[rows].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for rows in (at, at + page_tokens))
+    k, v = (
+        kv[rows].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for rows in (at, at + page_tokens)
+    )
     # the queries of a group stand where the query positions of a plain attention would
     grouped = q.unflatten(1, (kv.shape[1], -1))  # [T, Hkv, G, D]
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)

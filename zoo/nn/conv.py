@@ -93,7 +93,9 @@ class CodecState:
         assert layer.state_name is not None and layer.state_dim == 2 and layer.state_name not in self.kept
         past = self.rows[:, self.layout.places[layer.state_name]].unflatten(1, (channels, length))
         valid = self.count * (x.shape[2] // self.frames)
-        index = valid[:, None] - length + torch.arange(length, device=x.device)  # [B, length], in x; below 0 in the past
+        index = (
+            valid[:, None] - length + torch.arange(length, device=x.device)
+        )  # [B, length], in x; below 0 in the past
         stream = torch.arange(len(x), device=x.device)[:, None] * x.shape[2]
         ends = F.embedding(stream + index.clamp(min=0), x.mT.reshape(-1, channels)).mT  # [B, C, length]
         old = (index + length).clamp(max=length - 1)[:, None].expand(-1, channels, -1)

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels_render.cpp"))  # one after the other
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels_render.cpp")
+)  # one after the other
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 _library: CDLL | None = None
@@ -55,7 +57,9 @@ def build() -> None:
         ) from None
     for name in NAMES.values():
         getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
-        getattr(library, f"attend_stretch_{name}").argtypes = [c_void_p] * 8 + [c_int64] * 8 + [c_float, c_int]
+        getattr(library, f"attend_stretch_{name}").argtypes = (
+            [c_void_p] * 8 + [c_int64] * 8 + [c_float, c_int]
+        )
         getattr(library, f"norm_mish_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int]
     for name in ("snake", "snake_of_rows"):
         getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
@@ -142,7 +146,10 @@ def attend_stretch(
         stride = q.shape[2]
     out, (batch, num, keys), dim = q.new_empty(q.shape), mask.shape, q.shape[2] // heads
     lanes, positions = cache.shape[2], cache.shape[1]
-    assert q.shape == k.shape == v.shape == (batch * lanes, num, heads * dim) and cache.shape[3] == 2 * q.shape[2]
+    assert (
+        q.shape == k.shape == v.shape == (batch * lanes, num, heads * dim)
+        and cache.shape[3] == 2 * q.shape[2]
+    )
     pointers = (tensor.data_ptr() for tensor in (q, k, v, cache, slots, index, mask, out))
     sizes = batch, lanes, num, keys - num, positions, heads, dim, stride
     function = getattr(_library, f"attend_stretch_{NAMES[q.dtype]}")
@@ -200,7 +207,9 @@ def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps
     """x [..., C]; weight, bias and shift of C values, all of one dtype -> mish(layer norm x) + shift;
     `cosyvoice2.estimator`."""
     assert _library is not None and x.dtype == weight.dtype == bias.dtype
-    assert shift is None or (shift.dtype == x.dtype and shift.numel() == x.shape[-1] and shift.is_contiguous())
+    assert shift is None or (
+        shift.dtype == x.dtype and shift.numel() == x.shape[-1] and shift.is_contiguous()
+    )
     x = x.contiguous()
     out = torch.empty_like(x)
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in (x, weight, bias, shift, out))
@@ -243,7 +252,9 @@ def nine_filters(weight: Tensor) -> Tensor:
 
 def columns(weight: Tensor) -> Tensor:
     """A product's weight [D, C] as `convolve_snake` reads it, with zeros up to a multiple of COLUMNS outputs [blocks, C, COLUMNS]."""
-    return F.pad(weight.T, (0, -len(weight) % COLUMNS)).unflatten(1, (-1, COLUMNS)).permute(1, 0, 2).contiguous()
+    return (
+        F.pad(weight.T, (0, -len(weight) % COLUMNS)).unflatten(1, (-1, COLUMNS)).permute(1, 0, 2).contiguous()
+    )
 
 
 @dataclass(frozen=True)
@@ -282,7 +293,9 @@ def convolve_snake(
     old, old_step = (None, 0) if past is None else _rows(past)
     assert old is None or (old.dtype == torch.float32 and old.shape[::2] == (batch, channels))
     assert more is None or more.shape == (batch, length, out_channels)
-    assert mask is None or (mask.shape == (batch, before + num) and mask.stride(1) == 1 and mask.dtype == torch.bool)
+    assert mask is None or (
+        mask.shape == (batch, before + num) and mask.stride(1) == 1 and mask.dtype == torch.bool
+    )
     assert then is None or then.columns.shape[1] == out_channels == then.frequency.numel()
     out = x.new_empty(batch, length, out_channels)
     pointwise = (None,) * 4 if then is None else (then.columns, then.bias, then.frequency, then.gain)
@@ -295,7 +308,13 @@ def convolve_snake(
 
 
 def depthwise_unit(
-    x: Tensor, wave: tuple[Tensor, Tensor], taps: Tensor, bias: Tensor, dilation: int, past: Tensor, then: Pointwise
+    x: Tensor,
+    wave: tuple[Tensor, Tensor],
+    taps: Tensor,
+    bias: Tensor,
+    dilation: int,
+    past: Tensor,
+    then: Pointwise,
 ) -> Tensor:
     """x and a convolution of its snake in which channels are apart, behind which a snake and a product are: x [B, C, N], as
     `convolve_snake` takes and gives it; taps [kernel, C]; past [B, C, (kernel - 1) * dilation], what is before the snake of
@@ -309,7 +328,9 @@ def depthwise_unit(
     out = x.new_empty(batch, num, channels)
     tensors = old, x, taps, bias, *wave, then.columns, then.bias, then.frequency, then.gain, out
     sizes = batch, num, channels, len(taps), dilation, old_step, x_step
-    _library.depthwise_unit_of_rows(*(tensor.data_ptr() for tensor in tensors), *sizes, torch.get_num_threads())
+    _library.depthwise_unit_of_rows(
+        *(tensor.data_ptr() for tensor in tensors), *sizes, torch.get_num_threads()
+    )
     return out.mT
 
 

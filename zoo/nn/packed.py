@@ -87,7 +87,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x [B, N, C], a packed weight [out, C, taps], a bias [out] -> [B, N - taps + 1, out]. What the convolution reads is not
     copied side by side first, as it is for a product."""
     ones = [1, 1]
-    y = torch.ops.mkldnn._convolution_pointwise(x.mT[:, :, None], weight, bias, [0, 0], ones, ones, 1, "none", [], "")
+    y = torch.ops.mkldnn._convolution_pointwise(
+        x.mT[:, :, None], weight, bias, [0, 0], ones, ones, 1, "none", [], ""
+    )
     return y[:, :, 0].mT
 
 

@@ -113,12 +113,16 @@ def convolve_snake(x: Tensor, snake: Snake | SnakeBeta, conv: SnakeConv1d, state
     return kernels.convolve_snake(x, snake.wave, conv.filters, conv.bias, width, conv.dilation, past=past)
 
 
-def upsample_snake(x: Tensor, snake: Snake | SnakeBeta, up: SnakeConvTranspose1d, state: CodecState) -> Tensor:
+def upsample_snake(
+    x: Tensor, snake: Snake | SnakeBeta, up: SnakeConvTranspose1d, state: CodecState
+) -> Tensor:
     """up(snake(x)): x [B, C, N] -> [B, Cout, stride * N]"""
     if not is_faster(x, up):
         return up(snake(x), state)
     past = state.past(up, x, snake)
-    return strides_apart(kernels.convolve_snake(x, snake.wave, up.filters, up.biases, 2, 1, past=past), up.stride)
+    return strides_apart(
+        kernels.convolve_snake(x, snake.wave, up.filters, up.biases, 2, 1, past=past), up.stride
+    )
 
 
 def strides_apart(y: Tensor, stride: int) -> Tensor:

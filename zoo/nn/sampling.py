@@ -146,9 +146,7 @@ def _empty_tokens(logits: Tensor, *others: Tensor) -> Tensor:
 
 
 @operator("draw", gives=_empty_tokens)
-def draw_on_gpu(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor
-) -> Tensor:
+def draw_on_gpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
     """In one launch, and without a sort."""
     if _fits_gpu_kernel(logits):
         return kernels.on_gpu("triton_sampling", "draw", logits, temperature, top_k, top_p, noise)

@@ -172,10 +172,14 @@ def _attend(
     for at in range(first, last, BLOCK):
         n = at + tl.arange(0, BLOCK)
         page = tl.load(page_table + b * table_stride + n // PAGE_TOKENS, mask=n < last, other=0)
-        key = (page + own_rows + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM  # int64: an arena has more values than 2^31
+        key = (page + own_rows + n % PAGE_TOKENS) * (
+            KV_HEADS * DIM
+        ) + head * DIM  # int64: an arena has more values than 2^31
         there = (n < last)[:, None] & (d < DIM)[None, :]
         old_k = tl.load(kv + key[:, None] + d[None, :], mask=there, other=0.0)
-        old_v = tl.load(kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], mask=there, other=0.0)
+        old_v = tl.load(
+            kv + (key + PAGE_TOKENS * KV_HEADS * DIM)[:, None] + d[None, :], mask=there, other=0.0
+        )
         is_seen = n[None, :] < limit[:, None]
         top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
     if IS_WRITING:
@@ -331,7 +335,9 @@ def rotary_paged_attention(
     sizes = heads // kv_heads, triton.next_power_of_2(heads // kv_heads), dim
     padded_dim = max(16, triton.next_power_of_2(dim))
     tensors, stride = (q, k, v, cos, sin, kv, kv_write_index, turned), _token_stride(q, k, v)
-    _write[len(q), kv_heads](*tensors, layer, stride, kv_heads, *sizes, padded_dim, page_tokens, table is not None)
+    _write[len(q), kv_heads](
+        *tensors, layer, stride, kv_heads, *sizes, padded_dim, page_tokens, table is not None
+    )
     return _launch(turned, None, None, kv, *rest)
 
 

@@ -84,9 +84,7 @@ def _attend_frame(
     token, member = row // PADDED_GROUP, row % PADDED_GROUP
     is_row = (token < QUERIES) & (member < GROUP)
     place = (b * TOKENS + token) * token_stride + (head * GROUP + member) * DIM
-    query = _turned(
-        q, place, is_row, FIRST + token, q, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True
-    )
+    query = _turned(q, place, is_row, FIRST + token, q, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True)
     n = tl.arange(0, KEYS)[:, None]
     place = (b * TOKENS + n) * token_stride + head * DIM
     key = _turned(k, place, n < TOKENS, n, k, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True)

@@ -34,7 +34,9 @@ def _edge(x: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, width: tl.tensor):
     highest = _ordered(largest.to(tl.int32, bitcast=True))
     low, high = highest * 0 + LOWEST, highest + 1
     num_reaching = tl.where(top_k < width, -1, top_k)  # entries that reach low; all do
-    while (low + 1 < high) & (num_reaching != top_k):  # a value that top_k entries reach; the largest one where some are equal
+    while (low + 1 < high) & (
+        num_reaching != top_k
+    ):  # a value that top_k entries reach; the largest one where some are equal
         middle = (low & high) + ((low ^ high) >> 1)  # rounded down, without a sum that overflows
         num = tl.sum((x >= _value(middle)).to(tl.int32), 0)
         num_reaching = tl.where(num >= top_k, num, num_reaching)
@@ -44,7 +46,9 @@ def _edge(x: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, width: tl.tensor):
         mass = tl.where(x >= by_rank, tl.exp(x - largest), 0.0)
         mass = mass / tl.sum(mass, 0)
         low, high = highest * 0 + LOWEST - 1, highest
-        for _ in range(32):  # the smallest value with less than top_p above it; the largest one stays in any case
+        for _ in range(
+            32
+        ):  # the smallest value with less than top_p above it; the largest one stays in any case
             middle = (low | high) - ((low ^ high) >> 1)  # rounded up
             has_room = tl.sum(tl.where(x > _value(middle), mass, 0.0), 0) < top_p
             low, high = tl.where(has_room, low, middle), tl.where(has_room, middle, high)
@@ -89,7 +93,9 @@ def _draw(
     heat = tl.load(temperature + b * temperature_stride)
     scaled = tl.div_rn(x, tl.where(heat > 0, heat, 1.0))
     k = tl.load(top_k + b * top_k_stride)
-    edge = _edge(scaled, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b * top_p_stride), width)
+    edge = _edge(
+        scaled, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b * top_p_stride), width
+    )
     kept = tl.where(scaled < edge, float("-inf"), scaled)
     noisy = kept + tl.load(noise + b * noise_stride + i, mask=i < width, other=0.0)
     tl.store(out + b, tl.argmax(tl.where(heat > 0, noisy, x), 0).to(tl.int64))

@@ -80,7 +80,9 @@ def _attend_stretch(
     held = tl.where(is_heard, tl.minimum(first, num_places - 1), 0)
     latest = kept + (first - kept - 1) % ring  # the place of the last position in the ring, where it has any
     # int64: caches have more values than 2^31
-    base = ((tl.load(layers + block) * num_slots + slot) * num_places * LANES + lane) * (2 * HEADS * DIM) + head * DIM
+    base = ((tl.load(layers + block) * num_slots + slot) * num_places * LANES + lane) * (
+        2 * HEADS * DIM
+    ) + head * DIM
     for at in range(0, held, BLOCK):
         m = at + column
         is_held = m < held
@@ -92,7 +94,9 @@ def _attend_stretch(
         is_seen = is_held[None, :] & (position[None, :] >= lowest[:, None])
         top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
 
-    end = (first + tl.minimum(begin + ROWS, num) - 1) // chunk * chunk + chunk - first  # of what the tile's last query sees
+    end = (
+        (first + tl.minimum(begin + ROWS, num) - 1) // chunk * chunk + chunk - first
+    )  # of what the tile's last query sees
     end = tl.where(is_heard, tl.minimum(end, there), 0)
     for at in range(0, end, BLOCK):
         m = at + column
@@ -190,7 +194,9 @@ def stretch_attention(
     where, lengths = (slots, start, count, num_kept), (block, num, num_slots, num_places)
     scale = (width // heads) ** -0.5 * math.log2(math.e)
     tiles = triton.cdiv(num, sizes["ROWS"])
-    _attend_stretch[tiles, heads, rows](q, k, v, caches, layers, *where, out, *lengths, chunk, stride, scale, **sizes)
+    _attend_stretch[tiles, heads, rows](
+        q, k, v, caches, layers, *where, out, *lengths, chunk, stride, scale, **sizes
+    )
     sizes = keeping_constants(lanes, width)
     tiles = triton.cdiv(num, sizes["ROWS"])
     _keep_stretch[tiles, rows](k, v, caches, layers, slots, index, *lengths, stride, **sizes)

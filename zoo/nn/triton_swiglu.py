@@ -22,7 +22,9 @@ Tiles = tuple[int, int, int, int, int]
 FEW: dict[int, Tiles] = {16: (16, 32, 128, 4, 4), 32: (32, 32, 128, 4, 4), 64: (64, 32, 128, 4, 3)}
 MANY, LARGE = (128, 64, 64, 8, 3), (128, 128, 64, 8, 4)
 LARGE_ROWS = 512  # below, tiles as large as LARGE are too few for a GPU's processors
-GROUP = 8  # tiles of rows that are gone through together, column by column: what they read stays in the L2 cache
+GROUP = (
+    8  # tiles of rows that are gone through together, column by column: what they read stays in the L2 cache
+)
 
 
 @triton.jit
@@ -91,7 +93,14 @@ def constants(rows: int, inner: int, width: int, shared_bytes: int) -> dict[str,
     if rows >= LARGE_ROWS and _shared_bytes(LARGE) <= shared_bytes:
         tiles = LARGE
     num_rows, columns, step, num_warps, num_stages = tiles
-    sizes = {"INNER": inner, "WIDTH": width, "ROWS": num_rows, "COLUMNS": columns, "STEP": step, "GROUP": GROUP}
+    sizes = {
+        "INNER": inner,
+        "WIDTH": width,
+        "ROWS": num_rows,
+        "COLUMNS": columns,
+        "STEP": step,
+        "GROUP": GROUP,
+    }
     return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
 

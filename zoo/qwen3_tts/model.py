@@ -169,7 +169,9 @@ class Qwen3TTS(Family[Qwen3State]):
                 vectors.append(share.weight * self.talker.codec_embedding(row).float())
                 names.append((share.weight, share.name))
             else:
-                assert self.writer.cloner is not None, "a reference was let through to a model that clones nothing"
+                assert self.writer.cloner is not None, (
+                    "a reference was let through to a model that clones nothing"
+                )
                 encoded = self.writer.cloner(share.reference.clip, x_vector_only=True)
                 vectors.append(share.weight * encoded.speaker)
                 names.append((share.weight, encoded.name))

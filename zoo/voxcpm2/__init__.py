@@ -47,7 +47,9 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     check_boundaries(file, config.vae.boundaries)
     beside = frozenset({weights.BOUNDARIES})
     checkpoint.load_weight_normed(vae, weights.vae(config.vae), file, device, beside)
-    writer = PromptWriter(config, directory, Cloner(config, vae, net.rows, device, dtype, net.encoder, net.from_code))
+    writer = PromptWriter(
+        config, directory, Cloner(config, vae, net.rows, device, dtype, net.encoder, net.from_code)
+    )
     return VoxCPM2(config, spec, net, vae, writer).eval().requires_grad_(False)
 
 

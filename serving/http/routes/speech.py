@@ -116,7 +116,9 @@ def check(data: SpeechRequest, model: Model, server: Server) -> None:
         )
         raise refusal(400, message, "stream")
     if data.timestamp_granularities and data.stream_format != "sse":
-        message = "timestamps are events of stream_format sse: ask for it, or leave timestamp_granularities out"
+        message = (
+            "timestamps are events of stream_format sse: ask for it, or leave timestamp_granularities out"
+        )
         raise refusal(400, message, "timestamp_granularities")
     if data.task_type is not None and TASK_MODE[data.task_type] not in model.modes:
         possible = ", ".join(task for task, mode in TASK_MODE.items() if mode in model.modes)

@@ -58,7 +58,9 @@ def test_what_windows_take_is_learned_with_a_margin(frame_s):
     for frames in chance.integers(1, 100, 300):
         cost.record(float(frames), chance.normal(1, 0.02) * (0.05 + frame_s * frames))
     for frames in (1, 30, 100):
-        assert cost(frames) == pytest.approx(MARGIN * (0.05 + frame_s * frames), abs=0.02 * (0.05 + frame_s * 100))
+        assert cost(frames) == pytest.approx(
+            MARGIN * (0.05 + frame_s * frames), abs=0.02 * (0.05 + frame_s * 100)
+        )
 
 
 def test_windows_of_one_size_say_what_that_size_takes():
@@ -166,7 +168,9 @@ def test_a_second_pass_of_a_speech_is_no_newcomer():
     assert windows(scheduler([25, 25], plays_until_s=[-np.inf, 5.0]), 0.0) == [([0], [25])]
 
 
-@pytest.mark.parametrize(("offset", "ready", "missing"), [(0, 0, 28), (6, 0, 9), (6, 9, 25), (6, 20, 14), (24, 27, 25)])
+@pytest.mark.parametrize(
+    ("offset", "ready", "missing"), [(0, 0, 28), (6, 0, 9), (6, 9, 25), (6, 20, 14), (24, 27, 25)]
+)
 def test_the_steps_to_the_next_point_of_the_grid(offset, ready, missing):
     """A second pass: its listener hears, and its first point may be close."""
     window = Window((25, 50), lookahead=3, grid=25)
@@ -197,7 +201,9 @@ def grid_voice() -> Voice:
 
 def asked(policy: str, arrivals: list[tuple[float, int, int]], cost: Cost = SLOW) -> list[Heard]:
     """arrivals: when, bytes of a text, which set where the grid begins, and frames. Behind some whom the engine has learned from."""
-    simulation = Simulation(grid_voice(), cost, settings={"max_slots": 8, "max_ttfa_s": 600.0, "policy": policy})
+    simulation = Simulation(
+        grid_voice(), cost, settings={"max_slots": 8, "max_ttfa_s": 600.0, "policy": policy}
+    )
     simulation.run([(2.0 * i, Request(text="x" * 12, seed=1000 + i, max_frames=100)) for i in range(6)])
     begins_s = simulation.clock.now_s
     return simulation.run(
@@ -222,7 +228,9 @@ def at_random(rate: float, count: int, seed: int = 0) -> list[tuple[float, int, 
 def test_everybody_hears_all_of_it(arrivals, policy):
     heard = asked(policy, arrivals)
     assert all(isinstance(one.end, Finished) for one in heard)
-    assert sum(one.audio_s for one in heard) == pytest.approx(0.04 * sum(frames for _, _, frames in arrivals), abs=0.01)
+    assert sum(one.audio_s for one in heard) == pytest.approx(
+        0.04 * sum(frames for _, _, frames in arrivals), abs=0.01
+    )
 
 
 @EXAMPLES
@@ -233,7 +241,12 @@ def test_few_listeners_hear_no_gap(arrivals):
 
 def test_near_all_that_there_is_nobody_hears_a_gap_and_in_order_of_arrival_many_do():
     streaming, fifo = (asked(policy, at_random(0.9, 120)) for policy in ("streaming", "fifo"))
-    assert np.mean([one.late_s > 1e-9 for one in streaming]) <= 0.01 < 0.2 <= np.mean([one.late_s > 1e-9 for one in fifo])
+    assert (
+        np.mean([one.late_s > 1e-9 for one in streaming])
+        <= 0.01
+        < 0.2
+        <= np.mean([one.late_s > 1e-9 for one in fifo])
+    )
 
 
 def test_more_than_there_is_makes_newcomers_wait_and_not_for_ever():

@@ -474,10 +474,16 @@ def test_a_number_of_rows_is_not_rendered_for_the_first_time_for_a_listener(warm
     ready, launched = engine(max_slots=5), []
     runner = toy(ready).runner
     launch = runner.launch_render
-    monkeypatch.setattr(runner, "launch_render", lambda view: launched.append((len(view.slots), view.frames)) or launch(view))
+    monkeypatch.setattr(
+        runner, "launch_render", lambda view: launched.append((len(view.slots), view.frames)) or launch(view)
+    )
     ready.warm(lambda progress, stage: None)
     first = {(2, frames) for frames in window.sizes}
-    rest = {(rows, frames) for frames in window.sizes for rows in range(1, min(5, runner.rows_of_launch(frames)) + 1)}
+    rest = {
+        (rows, frames)
+        for frames in window.sizes
+        for rows in range(1, min(5, runner.rows_of_launch(frames)) + 1)
+    }
     assert set(launched) == (first | rest if warm_s else first)
     assert (4, window.sizes[-1]) not in rest and (5, window.sizes[0]) in rest
     launched.clear()

@@ -279,13 +279,17 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
         engine_process.load({"good": str(good), "bad": str(bad)}, "cpu", None, lambda *_: None)
 
 
-@pytest.mark.parametrize(("built_for", "device", "told"), [("13.0", None, 1), ("13.0", "cpu", 0), (None, None, 0)])
+@pytest.mark.parametrize(
+    ("built_for", "device", "told"), [("13.0", None, 1), ("13.0", "cpu", 0), (None, None, 0)]
+)
 def test_who_meant_a_gpu_is_told_that_there_is_none(monkeypatch, built_for, device, told):
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with capture_logs() as lines:
         engine_process.load({"m": str(directory("qwen3_tts", "tiny"))}, device, "float32", lambda *_: None)
-    assert [line["event"] for line in lines] == ["torch was built for CUDA 13.0 and finds no GPU: the CPU is used"] * told
+    assert [line["event"] for line in lines] == [
+        "torch was built for CUDA 13.0 and finds no GPU: the CPU is used"
+    ] * told
 
 
 def test_loading_tells_how_far_it_is():

@@ -62,7 +62,9 @@ print(given_back, faults())
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="a C library of its own ways")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="a C library of its own ways"
+)
 def test_memory_that_is_freed_is_kept():
     ran = subprocess.run([sys.executable, "-c", COUNT_FAULTS], capture_output=True, text=True, check=True)
     given_back, kept = map(int, ran.stdout.split())

@@ -48,7 +48,9 @@ class Two:
                 setattr(runner, name, self.watched(name, getattr(runner, name)))
             return runner
 
-        self.engine = Engine(voices, clock=self.clock, make_runner=make, compile=False, report_lag=0, policy=policy)
+        self.engine = Engine(
+            voices, clock=self.clock, make_runner=make, compile=False, report_lag=0, policy=policy
+        )
         self.num_asked = 0
 
     def watched(self, name: str, launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -98,7 +100,9 @@ class Two:
 
 
 busy_ones = st.lists(
-    st.tuples(st.floats(0, 3), st.just("busy"), st.integers(1, 256), st.integers(1, 80)), min_size=1, max_size=30
+    st.tuples(st.floats(0, 3), st.just("busy"), st.integers(1, 256), st.integers(1, 80)),
+    min_size=1,
+    max_size=30,
 )
 
 
@@ -126,7 +130,9 @@ def test_first_audio_waits_for_no_round_of_another_model(others, tokens, gaps):
 @EXAMPLES
 @given(
     st.lists(
-        st.tuples(st.floats(0, 3), st.sampled_from(["quick", "busy"]), st.integers(1, 256), st.integers(1, 120)),
+        st.tuples(
+            st.floats(0, 3), st.sampled_from(["quick", "busy"]), st.integers(1, 256), st.integers(1, 120)
+        ),
         min_size=1,
         max_size=30,
     )
@@ -192,7 +198,11 @@ def test_without_regard_to_time_all_have_a_round_in_their_order(policy):
 @given(
     st.lists(
         st.tuples(
-            st.floats(0, 1), st.sampled_from(["quick", "busy"]), st.integers(1, 300), st.integers(1, 60), st.floats(0, 1)
+            st.floats(0, 1),
+            st.sampled_from(["quick", "busy"]),
+            st.integers(1, 300),
+            st.integers(1, 60),
+            st.floats(0, 1),
         ),
         min_size=1,
         max_size=25,

@@ -294,7 +294,9 @@ def test_a_flexible_prompt_that_waits_for_long_changes_nothing_for_others():
     assert not scheduler.next_chunks(0.3) and scheduler.next_chunks(0.1)
 
 
-@pytest.mark.parametrize("of", ["rests", "is flexible", "has heard nothing", "a policy without regard to time"])
+@pytest.mark.parametrize(
+    "of", ["rests", "is flexible", "has heard nothing", "a policy without regard to time"]
+)
 def test_a_prompt_does_not_wait_for_who_has_no_deadline(of):
     scheduler = with_a_newcomer()
     if of == "rests":
@@ -485,7 +487,9 @@ def test_windows_of_listeners_who_have_time_are_spread_over_turns():
         report(scheduler, {slot: 50})
         while scheduler.take_due_windows(0.1 * slot):
             pass
-        deliver(scheduler, {slot: 50}, 0.1 * slot)  # it has all it has heard played at 4 s and a tenth for each
+        deliver(
+            scheduler, {slot: 50}, 0.1 * slot
+        )  # it has all it has heard played at 4 s and a tenth for each
     ready = {slot: 75 if slot < 16 else 0 for slot in range(20)}
     report(scheduler, ready | {16: 1})
     at_once = [slots for slots, _ in due(scheduler, 3.35)]
@@ -729,7 +733,15 @@ class Server:
     launched."""
 
     def __init__(
-        self, num_slots, policy, sizes=SIZES, step_s=0.010, prefill_s=0.015, render_s=0.004, context=0, prefill_turns=1
+        self,
+        num_slots,
+        policy,
+        sizes=SIZES,
+        step_s=0.010,
+        prefill_s=0.015,
+        render_s=0.004,
+        context=0,
+        prefill_turns=1,
     ):
         window = Window(sizes, lookahead=context, left=context)
         self.scheduler = Timed(num_slots, policy, window, FRAME_S, prefill_turns=prefill_turns)
@@ -900,7 +912,13 @@ def test_a_window_ends_on_the_grid_which_the_prompt_may_shift():
 @pytest.mark.parametrize(
     ("offset", "turn_s", "latency_s", "hold_s", "first"),
     [
-        (3, 0.01, 0.1, 0.0, 3),  # 240 ms of audio, and the next stretch is there after five turns and a window: 150 ms
+        (
+            3,
+            0.01,
+            0.1,
+            0.0,
+            3,
+        ),  # 240 ms of audio, and the next stretch is there after five turns and a window: 150 ms
         (3, 0.03, 0.1, 0.0, 8),  # after 250 ms
         (3, 0.01, 0.2, 0.0, 8),
         (3, 0.01, 0.1, 0.1, 8),  # the renderer keeps 100 ms back
@@ -908,7 +926,9 @@ def test_a_window_ends_on_the_grid_which_the_prompt_may_shift():
         (0, 0.50, 0.1, 0.0, 5),  # a stretch of the grid is enough, however long turns are
     ],
 )
-def test_a_first_stretch_that_is_played_before_the_next_is_there_waits_for_it(offset, turn_s, latency_s, hold_s, first):
+def test_a_first_stretch_that_is_played_before_the_next_is_there_waits_for_it(
+    offset, turn_s, latency_s, hold_s, first
+):
     scheduler = speaking(sizes=(5, 10), grid=5, slots=())
     scheduler.turn_s, scheduler.latency_s, scheduler.hold_s = turn_s, latency_s, hold_s
     scheduler.open(0, prompt_tokens=0, grid_offset=offset)

@@ -93,7 +93,11 @@ class Room:
                 "max_stall_s": STALL_S,
             },
         )
-        self.engine, self.model, self.clock = self.simulation.engine, self.simulation.model, self.simulation.clock
+        self.engine, self.model, self.clock = (
+            self.simulation.engine,
+            self.simulation.model,
+            self.simulation.clock,
+        )
         self.admitted: list[int] = []  # in order
 
     def submit(self, index: int, one: Asked) -> None:
@@ -191,7 +195,10 @@ def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
             case Failed(code=code):
                 assert code == "stalled" and one.reads < 1
     assert not engine.num_requests and not model.line and not model.running and not engine._known
-    assert pages.free == pages.num_pages and engine.paging.uncommitted == pages.num_pages + engine.paging.max_saved
+    assert (
+        pages.free == pages.num_pages
+        and engine.paging.uncommitted == pages.num_pages + engine.paging.max_saved
+    )
     assert sorted(model.free_slots) == list(range(model.runner.num_slots)) and not model.leaving
     assert not model.scheduler.is_open.any() and not model.scheduler.waiting and not engine._reference_bytes
 
@@ -340,7 +347,9 @@ def slow(jitter: Callable[[], float] = lambda: 1.0) -> Cost:
     return Cost(
         step_s=lambda slots: jitter() * (0.0258 + 0.0019 * slots),
         prefill_s=lambda tokens: jitter() * 0.012,
-        render_s=lambda rows, frames: jitter() * ((0.010 if frames == 1 else 0.012) + (0.003 + 0.0024 * frames) * rows),
+        render_s=lambda rows, frames: (
+            jitter() * ((0.010 if frames == 1 else 0.012) + (0.003 + 0.0024 * frames) * rows)
+        ),
         turn_s=0.001,
     )
 
@@ -426,7 +435,9 @@ def test_windows_that_go_along_leave_time_for_more(monkeypatch):
     """Most of the machine is asked for: with a launch for each listener newcomers wait longer. A window alone takes 20 ms, each
     other row of it 9, as it was measured."""
     facts = []
-    cost = replace(slow(uneven(1)), render_s=lambda rows, frames: 0.011 + (0.004 if frames == 1 else 0.009) * rows)
+    cost = replace(
+        slow(uneven(1)), render_s=lambda rows, frames: 0.011 + (0.004 if frames == 1 else 0.009) * rows
+    )
     for part in (2.0, scheduling.JOINED):
         monkeypatch.setattr(scheduling, "JOINED", part)
         simulation, launches = begun(cost, 8), []

@@ -128,7 +128,12 @@ def test_who_asks_hears_when_each_piece_is_spoken(server, speed, second_s):
     segments = [event for event in events if event["type"] == "speech.audio.segment"]
     assert segments == [
         {"type": "speech.audio.segment", "text": "piece 0", "start_s": 0, "end_s": round(second_s / 2, 6)},
-        {"type": "speech.audio.segment", "text": "piece 1", "start_s": round(second_s / 2, 6), "end_s": round(second_s, 6)},
+        {
+            "type": "speech.audio.segment",
+            "text": "piece 1",
+            "start_s": round(second_s / 2, 6),
+            "end_s": round(second_s, 6),
+        },
     ]
     assert events[-1]["type"] == "speech.audio.done"
     for unasked in (None, []):
@@ -142,7 +147,10 @@ def test_who_asks_hears_when_each_piece_is_spoken(server, speed, second_s):
     ("fields", "says"),
     [
         ({"timestamp_granularities": ["segment"]}, "events of stream_format sse"),
-        ({"timestamp_granularities": ["word"], "stream_format": "sse"}, "no model here tells where its words lie"),
+        (
+            {"timestamp_granularities": ["word"], "stream_format": "sse"},
+            "no model here tells where its words lie",
+        ),
         ({"timestamp_granularities": "segment", "stream_format": "sse"}, '["segment"]'),
     ],
 )
@@ -346,7 +354,10 @@ def test_routes_that_are_not_there(server):
     answer = server.http.get("/v1/audio/speech")
     assert "POST" in answer.headers["allow"]
     wrong = error(answer, 405)
-    assert (wrong["code"], wrong["message"]) == ("method_not_allowed", "this method is not possible here; possible: POST")
+    assert (wrong["code"], wrong["message"]) == (
+        "method_not_allowed",
+        "this method is not possible here; possible: POST",
+    )
 
 
 def test_an_unknown_model_is_a_404_that_names_the_served_one(server):

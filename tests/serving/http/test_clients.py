@@ -79,9 +79,7 @@ def test_open_webui_speaks(keyed, model):
 def test_open_webui_shows_what_is_wrong(keyed):
     """The same: of an answer that is none it shows `error`."""
     payload = {"input": TEXT, "voice": "nobody", "model": "tts-1"}
-    answer = keyed.http.post(
-        "/v1/audio/speech", json=payload, headers={"Authorization": "Bearer sk-key"}
-    )
+    answer = keyed.http.post("/v1/audio/speech", json=payload, headers={"Authorization": "Bearer sk-key"})
     assert "no voice 'nobody'" in error(answer, 400)["message"]
 
 

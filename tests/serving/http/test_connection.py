@@ -119,7 +119,9 @@ def test_a_reader_that_stops_is_left_and_counts_as_cancelled(server):
 
 
 def test_the_engine_is_told_what_clients_took(server):
-    with server.http.stream("POST", "/v1/audio/speech", json=server.body("hold 30")):  # ended ones are not told of
+    with server.http.stream(
+        "POST", "/v1/audio/speech", json=server.body("hold 30")
+    ):  # ended ones are not told of
         until(lambda: list(server.engine.heard.values()) == [30])
     body = server.body("frames 5000", response_format="pcm")
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)

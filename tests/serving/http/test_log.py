@@ -68,7 +68,9 @@ def test_what_is_refused_of_a_batch_is_a_line_each(server):
     answer = server.http.post("/v1/audio/speech/batch", json=shared, headers={"x-request-id": "mine"})
     assert answer.status_code == 200
     until(lambda: len(server.lines) == 4)
-    refused = sorted((line for line in server.lines if line["event"] == "refused"), key=lambda line: line["item"])
+    refused = sorted(
+        (line for line in server.lines if line["event"] == "refused"), key=lambda line: line["item"]
+    )
     server.lines.clear()
     facts = [(line["item"], line["model"], line["status"], line["reason"]) for line in refused]
     assert facts == [(0, "fake", 503, "unavailable"), (2, "fake", 400, "refused"), (3, None, 404, "refused")]

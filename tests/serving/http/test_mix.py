@@ -40,7 +40,11 @@ def test_a_voice_that_is_mixed_with_itself_goes_along_once(mixing):
 MIXES = [
     ("mixer", "anna+clara", "there is no voice 'clara': there is anna, bert"),
     ("cloner", "anna+bert", "model 'cloner' mixes no voices, and 'anna+bert' is a mix"),
-    ("fake", "vivian+ryan", "model 'fake' mixes no voices, and 'vivian+ryan' is a mix: there is vivian, ryan"),
+    (
+        "fake",
+        "vivian+ryan",
+        "model 'fake' mixes no voices, and 'vivian+ryan' is a mix: there is vivian, ryan",
+    ),
 ]
 
 
@@ -52,4 +56,8 @@ def test_what_cannot_be_mixed(mixing, model, voice, says):
 
 def test_models_tell_whether_they_mix(mixing):
     models = mixing.http.get("/v1/models").json()["data"]
-    assert {model["id"]: model["mixes"] for model in models} == {"mixer": True, "cloner": False, "fake": False}
+    assert {model["id"]: model["mixes"] for model in models} == {
+        "mixer": True,
+        "cloner": False,
+        "fake": False,
+    }

@@ -83,7 +83,9 @@ def test_a_whole_answer_is_what_is_streamed(family):
 
 def test_its_events_join_to_the_answer(family):
     *deltas, last = family["events"]
-    assert {event["type"] for event in deltas} == {"speech.audio.delta"} and last["type"] == "speech.audio.done"
+    assert {event["type"] for event in deltas} == {"speech.audio.delta"} and last[
+        "type"
+    ] == "speech.audio.done"
     assert same(b"".join(base64.b64decode(event["audio"]) for event in deltas), audio(family["pcm"]))
     assert last["usage"]["output_tokens"] > 0
 

@@ -322,7 +322,9 @@ def test_more_utterances_than_wait_are_refused(server):
         client.event("audio.start"), client.audio()
         assert client.error()["code"] == "too_many_utterances"
         client.send("input.cancel")
-        assert [client.event("audio.done")["utterance"] for _ in range(MAX_QUEUED)] == [*range(1, MAX_QUEUED + 1)]
+        assert [client.event("audio.done")["utterance"] for _ in range(MAX_QUEUED)] == [
+            *range(1, MAX_QUEUED + 1)
+        ]
 
 
 @pytest.mark.parametrize("model", ["fake", "feeder"])
@@ -616,9 +618,30 @@ def test_a_slow_reader_holds_back_what_it_has_not_read_and_is_left(tmp_path):
 @pytest.mark.slow
 def test_whatever_is_sent_the_server_lives_and_nothing_is_left(server):
     draw = random.Random(1)
-    texts = ["frames 1 of it. ", "hold 1 of it. ", "fail 1 of it. ", "x", "", " ", "reject voice. ", "\u0000", "a" * 500]
+    texts = [
+        "frames 1 of it. ",
+        "hold 1 of it. ",
+        "fail 1 of it. ",
+        "x",
+        "",
+        " ",
+        "reject voice. ",
+        "\u0000",
+        "a" * 500,
+    ]
     values = [None, 1, -1, 1e300, "", "vivian", "fake", "feeder", True, [], {}, "mp3", "x" * 300]
-    names = ["model", "voice", "seed", "speed", "response_format", "audio", "barge_in", "temperature", "type", "input"]
+    names = [
+        "model",
+        "voice",
+        "seed",
+        "speed",
+        "response_format",
+        "audio",
+        "barge_in",
+        "temperature",
+        "type",
+        "input",
+    ]
 
     def message():
         kind = draw.choice(["session.config", "input.text", "input.text", "input.done", "input.cancel", "?"])

@@ -108,7 +108,9 @@ def test_names_are_the_conventions(server, spans):
 def test_a_clients_trace_goes_on(server, spans):
     server.http.post("/v1/audio/speech", json=server.body("frames 1"), headers={"traceparent": PARENT})
     asked, _ = pair(spans)
-    assert f"{asked.context.trace_id:032x}" == PARENT[3:35] and f"{asked.parent.span_id:016x}" == PARENT[36:52]
+    assert (
+        f"{asked.context.trace_id:032x}" == PARENT[3:35] and f"{asked.parent.span_id:016x}" == PARENT[36:52]
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,10 @@ def test_a_session_is_a_span_with_its_utterances_in_it(server, spans):
         until_done(socket)
     until(lambda: len(spans.get_finished_spans()) == 2)
     model, session = spans.get_finished_spans()
-    assert session.name == "GET /v1/audio/speech/stream" and session.attributes["http.response.status_code"] == 101
+    assert (
+        session.name == "GET /v1/audio/speech/stream"
+        and session.attributes["http.response.status_code"] == 101
+    )
     assert model.parent.span_id == session.context.span_id and model.attributes["zoo.frames"] == 3
 
 

@@ -218,7 +218,17 @@ def damage(store, how):
             change(path, b'"F32"', b'"I32"')
 
 
-HOW = ["none", "empty", "half", "longer", "header", "another version", "no rate", "another tensor", "other values"]
+HOW = [
+    "none",
+    "empty",
+    "half",
+    "longer",
+    "header",
+    "another version",
+    "no rate",
+    "another tensor",
+    "other values",
+]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -425,7 +435,10 @@ def test_a_model_without_the_option_gets_a_voice_without_a_text_as_it_is(tmp_pat
         upload(server)
         answer = server.speak("frames 1", voice="anna")
         message = server.engine.messages[answer.headers["x-request-id"]]
-    assert message.references == [Reference(CLIP, kept_in=str(server.voices_dir / "anna"))] and "options" not in message.request
+    assert (
+        message.references == [Reference(CLIP, kept_in=str(server.voices_dir / "anna"))]
+        and "options" not in message.request
+    )
 
 
 def test_a_voice_that_one_of_the_models_cannot_take(tmp_path):

@@ -63,7 +63,11 @@ def told(server, path, *events, **options):
         async with bridge(server, path, **options) as client:
             for event in events:
                 await client.write_event(event.event())
-            ends = [isinstance(event, SynthesizeStop) for event in events if isinstance(event, Synthesize | SynthesizeStop)]
+            ends = [
+                isinstance(event, SynthesizeStop)
+                for event in events
+                if isinstance(event, Synthesize | SynthesizeStop)
+            ]
             last = SynthesizeStopped if any(ends) else AudioStop
             num = sum(ends) if any(ends) else len(ends)
             while num and (event := await client.read_event()) is not None:
@@ -104,7 +108,9 @@ def test_describe(server, tmp_path):
         "deaf": ["default"],
     }
     assert all(program.installed and program.supports_synthesize_streaming for program in programs.values())
-    assert {name: program.voices[0].languages for name, program in programs.items()} == {name: ["en"] for name in programs}
+    assert {name: program.voices[0].languages for name, program in programs.items()} == {
+        name: ["en"] for name in programs
+    }
 
 
 def test_synthesize(server, tmp_path):

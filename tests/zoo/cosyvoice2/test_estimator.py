@@ -17,14 +17,18 @@ def test_mish(dtype):
     torch.testing.assert_close(mish(x), F.mish(x.double()).to(dtype))
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
 def test_attention_with_a_mask_of_each_row(dtype, atol):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 50, 3, 16, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 2, 3, 70, 16, generator=generator, dtype=torch.float64)
     is_seen = torch.rand(2, 1, 50, 70, generator=generator) < 0.5
     is_seen[..., 0] = True
-    q, k, v = (part.to(dtype) for part in (q.transpose(1, 2), k, v))  # queries are not contiguous, as in a block
+    q, k, v = (
+        part.to(dtype) for part in (q.transpose(1, 2), k, v)
+    )  # queries are not contiguous, as in a block
     mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
     truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=is_seen)
     torch.testing.assert_close(attend(q, k, v, mask).double(), truth, rtol=0, atol=atol)

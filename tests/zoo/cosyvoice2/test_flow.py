@@ -69,7 +69,9 @@ def test_a_gpu_s_operator_moves_streams_as_the_plain_lines_do(flow):
         for row, n in enumerate(TOKEN_FRAMES * counts):
             torch.testing.assert_close(found[row, :n], truth[row, :n], rtol=0, atol=1e-10)
         starts = starts + counts
-    torch.testing.assert_close(ours.estimator_past[:, whole.slots[:2]], theirs.estimator_past[:, whole.slots[:2]])
+    torch.testing.assert_close(
+        ours.estimator_past[:, whole.slots[:2]], theirs.estimator_past[:, whole.slots[:2]]
+    )
     assert starts[0] > 2 * CAPACITY - GRID
 
 
@@ -90,7 +92,11 @@ def _as_on_gpu(monkeypatch):
             torch._dynamo.mark_dynamic(tensor, dim)
 
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="aot_eager", fullgraph=True, dynamic=False))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **how: compiled(function, backend="aot_eager", fullgraph=True, dynamic=False),
+    )
     monkeypatch.setattr(lowering, "any_size", mark)
     torch._dynamo.reset()
 
@@ -115,7 +121,9 @@ def test_a_step_of_the_solver_is_one_graph_for_any_number_of_streams_and_frames(
         x = torch.randn(num, TOKEN_FRAMES * tokens, MELS, generator=generator).double()
         pairs = torch.randn(num, 2, TOKEN_FRAMES * tokens, 3 * MELS, generator=generator).double()
 
-        def moved(function: object, k: int = k, given: tuple[object, ...] = (x, pairs), seen: Seen = seen) -> tuple[Tensor, ...]:
+        def moved(
+            function: object, k: int = k, given: tuple[object, ...] = (x, pairs), seen: Seen = seen
+        ) -> tuple[Tensor, ...]:
             past, caches = held.estimator_past[k].clone(), held.estimator[k].clone()
             rest = flow.estimator.shifts[k].clone(), flow.strides[k].clone(), seen, None, past, caches
             return function(*given, *rest), past, caches[:, :, :-1]

@@ -128,7 +128,9 @@ def test_what_is_too_much_for_one_pass_is_rendered_in_several(model):
     state.tape[:rows, :, 0], state.ready[:rows] = codes, 60
     slots = torch.arange(rows).flip(0)
     start, count, is_last = slots * 0, slots * 0 + prompt.grid_offset + 25, slots < 0
-    samples, valid = exact.render(state, View(slots, start, count, is_last, 50, exact.spec.window.length_bucket(60)))
+    samples, valid = exact.render(
+        state, View(slots, start, count, is_last, 50, exact.spec.window.length_bucket(60))
+    )
     alone = exact.state(1, 60)
     for row in (0, rows - 2, rows - 1):
         exact.admit(alone, 0, prompt)

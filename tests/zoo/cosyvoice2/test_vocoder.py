@@ -89,7 +89,11 @@ def test_it_is_one_graph_for_any_number_of_streams_and_frames(vocoder, monkeypat
             torch._dynamo.mark_dynamic(tensor, dim)
 
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="aot_eager", fullgraph=True, dynamic=False))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **how: compiled(function, backend="aot_eager", fullgraph=True, dynamic=False),
+    )
     monkeypatch.setattr(lowering, "any_size", as_on_gpu)
     torch._dynamo.reset()
     fast, before = lower(Speech().say, Parts((VOCODER,))), counts().graphs

@@ -138,7 +138,9 @@ def turning(given_launch: Launch, is_turned: bool) -> tuple[tuple[object, ...], 
     values are parts of one matrix's rows. And which rows it is to write."""
     q, kv, counts = given_launch.q, given_launch.kv, given_launch.counts
     num_tokens, (heads, dim), kv_heads = len(q), q.shape[1:], kv.shape[1]
-    rows = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    rows = torch.randn(
+        num_tokens, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(1)
+    ).to(q.dtype)
     parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
     q, k, v = (part.unflatten(1, (-1, dim)) for part in parts)
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

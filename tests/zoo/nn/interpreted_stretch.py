@@ -53,7 +53,9 @@ class Launch:
         is_padding = (torch.arange(self.num) >= count[:, None]).repeat_interleave(self.lanes, 0)
         product[..., width:][is_padding] = torch.nan
         self.qkv = product.split(width, -1)
-        self.caches = torch.full((LAYERS, SLOTS, places + 1, self.lanes, 2 * width), torch.nan, dtype=self.dtype)
+        self.caches = torch.full(
+            (LAYERS, SLOTS, places + 1, self.lanes, 2 * width), torch.nan, dtype=self.dtype
+        )
         for slot, first in zip(slots.tolist(), self.seen.start.tolist(), strict=True):
             held = self.caches[1, slot, : min(first, places)]
             held.copy_(torch.randn(held.shape, generator=generator))
@@ -61,7 +63,18 @@ class Launch:
 
     def run(self, function, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         seen, caches, layers = self.seen, self.caches.to(dtype, copy=True), torch.tensor([0, 7, 1, 0])
-        where = caches, layers, 2, seen.slots, seen.index, seen.start, seen.count, seen.num_kept, self.chunk, self.heads
+        where = (
+            caches,
+            layers,
+            2,
+            seen.slots,
+            seen.index,
+            seen.start,
+            seen.count,
+            seen.num_kept,
+            self.chunk,
+            self.heads,
+        )
         qkv = self.qkv if dtype == self.dtype else (part.to(dtype).nan_to_num(0) for part in self.qkv)
         return function(*qkv, *where), caches
 
@@ -72,7 +85,9 @@ class Launch:
         at = self.is_real
         torch.testing.assert_close(found[at].double(), expected[at], rtol=0, atol=BOUNDS[self.dtype])
         nobodys = self.capacity * self.chunk  # where padding is written
-        torch.testing.assert_close(ours[:, :, :nobodys].double(), theirs[:, :, :nobodys], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            ours[:, :, :nobodys].double(), theirs[:, :, :nobodys], rtol=0, atol=0, equal_nan=True
+        )
         return found
 
 
@@ -83,7 +98,15 @@ def launches(draw) -> Launch:
     stream = st.tuples(st.integers(0, 3 * capacity), st.integers(0, capacity - 1), st.integers(0, num))
     streams = draw(st.lists(stream, min_size=1, max_size=3))
     shape = draw(st.sampled_from([(1, 8), (3, 20), (2, 64), (1, 100)]))
-    return Launch(streams, num, capacity, chunk, *shape, draw(st.integers(1, 2)), draw(st.sampled_from(sorted(BOUNDS, key=str))))
+    return Launch(
+        streams,
+        num,
+        capacity,
+        chunk,
+        *shape,
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from(sorted(BOUNDS, key=str))),
+    )
 
 
 @given(launches())

@@ -52,7 +52,9 @@ def near(found: Tensor, x: Tensor, weight: Tensor) -> None:
     """Within what rounding the result, and a sum of another order before it, can make."""
     expected, eps = exact(x, weight), torch.finfo(x.dtype).eps
     assert found.shape == expected.shape and found.dtype == x.dtype
-    assert torch.allclose(found.double(), expected, rtol=3 * eps, atol=eps / 4), (found - expected).abs().max()
+    assert torch.allclose(found.double(), expected, rtol=3 * eps, atol=eps / 4), (
+        (found - expected).abs().max()
+    )
 
 
 @given(st.integers(1, 150), st.integers(1, 150), st.integers(1, 200), st.sampled_from([BF16, FP16]))
@@ -70,7 +72,9 @@ def test_behind_a_product_of_cublas(rows, inner, dtype):
 
 
 @pytest.mark.parametrize("card", [SMALL_CARD, LARGE_CARD])
-@pytest.mark.parametrize(("rows", "inner", "width"), [(16, 64, 256), (33, 160, 64), (520, 300, 128), (1300, 130, 70)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "width"), [(16, 64, 256), (33, 160, 64), (520, 300, 128), (1300, 130, 70)]
+)
 def test_every_size_of_tile(rows, inner, width, card, monkeypatch):
     on_card(monkeypatch, card)
     x, weight = operands(rows, inner, width, BF16)
@@ -87,7 +91,9 @@ def test_rows_that_lie_apart_and_more_axes():
 
 def test_a_row_is_the_same_among_any_others_of_its_tile():
     x, weight = operands(200, 70, 96, BF16)
-    assert torch.equal(triton_swiglu.swiglu_linear(x, weight)[65:130], triton_swiglu.swiglu_linear(x[65:130], weight))
+    assert torch.equal(
+        triton_swiglu.swiglu_linear(x, weight)[65:130], triton_swiglu.swiglu_linear(x[65:130], weight)
+    )
 
 
 def test_large_numbers_stay_finite_where_the_plain_operator_does():

@@ -132,11 +132,16 @@ def test_snake_of_what_has_no_phase_stays_within_its_gain():
 @pytest.mark.parametrize("taps", range(1, 14))
 # several tiles, one of less than a tile, and blocks of outputs that are not full
 @pytest.mark.parametrize(("channels", "out_channels", "num"), [(256, 20, 500), (5, 70, 40), (16, 64, 2100)])
-def test_a_snake_and_its_convolution_are_torchs(channels, out_channels, num, taps, dilation, threads, monkeypatch):
+def test_a_snake_and_its_convolution_are_torchs(
+    channels, out_channels, num, taps, dilation, threads, monkeypatch
+):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(taps)
     reach = (taps - 1) * dilation
-    x, more = (torch.randn(2, n, c, generator=generator).mT for n, c in ((num + reach, channels), (num + 6, out_channels)))
+    x, more = (
+        torch.randn(2, n, c, generator=generator).mT
+        for n, c in ((num + reach, channels), (num + 6, out_channels))
+    )
     weight = torch.randn(out_channels, channels, taps, generator=generator) / (channels * taps) ** 0.5
     bias = torch.randn(out_channels, generator=generator)
     frequency, gain = torch.rand(2, channels, generator=generator) + 0.5
@@ -173,7 +178,9 @@ def test_the_nucleus_is_torchs(top_k, top_p):
 def test_noise_is_torchs():
     seed, step = torch.tensor([0, 7, -5, 1 << 40, -(1 << 62)]), torch.tensor([0, 3, 1 << 20, 1 << 35, 5])
     width = 4321
-    assert torch.equal(gumbel(seed, step, range(2, 5), width), plain(lambda: gumbel(seed, step, range(2, 5), width)))
+    assert torch.equal(
+        gumbel(seed, step, range(2, 5), width), plain(lambda: gumbel(seed, step, range(2, 5), width))
+    )
     found, expected = normal(seed, step, width), plain(lambda: normal(seed, step, width))
     torch.testing.assert_close(found, expected, rtol=3e-6, atol=1e-6)
     assert torch.equal(normal(seed[2:3], step[2:3], 100), found[2:3, :100])
@@ -193,7 +200,9 @@ def test_the_normal_quantile_is_right_at_its_ends(monkeypatch):
 def test_a_norm_and_its_mish_are_torchs(dtype, most, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(0)
-    x, (weight, bias, shift) = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, 300, 70), (3, 70)))
+    x, (weight, bias, shift) = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, 300, 70), (3, 70))
+    )
     weight[:3], bias[:3] = 0, torch.tensor([-80.0, 0.0, 90.0]).to(dtype)
     for added in (None, shift):
         found = kernels.norm_mish(x, weight, bias, added, 1e-5)

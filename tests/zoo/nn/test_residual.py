@@ -23,6 +23,7 @@ from zoo.nn.snake import Snake, SnakeBeta
 
 FRAMES, PER_FRAME, STRIDE = 23, 24, 2
 
+
 @pytest.fixture(autouse=True)
 def _built():
     kernels.build()
@@ -60,7 +61,9 @@ class Part(nn.Module):
         return convolve_snake(x, self.last, self.tail, state)
 
 
-def stream(part: Part, x: Tensor, cuts: tuple[int, ...], plain: tuple[bool, ...] = (False,)) -> tuple[Tensor, Tensor]:
+def stream(
+    part: Part, x: Tensor, cuts: tuple[int, ...], plain: tuple[bool, ...] = (False,)
+) -> tuple[Tensor, Tensor]:
     """x [B, C, FRAMES * PER_FRAME] in calls of `cuts` frames, some of which are padding -> all samples, and the state; the calls
     take turns in who computes."""
     batch, start, pieces = len(x), 0, []
@@ -94,11 +97,18 @@ def test_the_kernels_are_torchs_however_a_stream_is_cut(channels, wave, threads,
     part, x = Part(channels, wave), heard(channels)
     truth = stream(Part(channels, wave).double(), x.double(), (FRAMES,))
     theirs = stream(part, x, (FRAMES,), (True,))
-    for cuts, plain in (((FRAMES,), (False,)), ((1,), (False,)), ((5, 1, 8), (False,)), ((4, 1), (False, True, True))):
+    for cuts, plain in (
+        ((FRAMES,), (False,)),
+        ((1,), (False,)),
+        ((5, 1, 8), (False,)),
+        ((4, 1), (False, True, True)),
+    ):
         ours = stream(part, x, cuts, plain)
         for what, exact, expected, found in zip(("samples", "state"), truth, theirs, ours, strict=True):
             error, usual = (found - exact).abs().max(), (expected - exact).abs().max()
-            assert error < 4 * usual + 1e-6, f"{what}, {cuts}: {error:.2g} from the truth, torch's {usual:.2g}"
+            assert error < 4 * usual + 1e-6, (
+                f"{what}, {cuts}: {error:.2g} from the truth, torch's {usual:.2g}"
+            )
 
 
 @torch.inference_mode()
@@ -159,4 +169,6 @@ def test_a_compiler_traces_torchs_operators():
 
     with kernels.plain():
         expected = run(x)
-    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(x), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.compile(run, backend="eager", fullgraph=True)(x), expected, rtol=0, atol=1e-4
+    )

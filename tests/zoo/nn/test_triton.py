@@ -116,7 +116,13 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
 def test_writing_builds_without_spills(is_turned, dtype, card, tmp_path):
     heads, kv_heads, dim = PUBLISHED["voxcpm2"]
     values = dict.fromkeys(("q", "k", "v", "cos", "sin", "kv"), dtype) | {"kv_write_index": torch.int64}
-    values |= {"out": dtype, "layer": "i32", "token_stride": "i32", "KV_HEADS": kv_heads, "GROUP": heads // kv_heads}
+    values |= {
+        "out": dtype,
+        "layer": "i32",
+        "token_stride": "i32",
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+    }
     values |= {"PADDED_GROUP": heads // kv_heads, "DIM": dim, "PADDED_DIM": dim, "PAGE_TOKENS": 16}
     _, stack, _ = build(triton_attention._write, values | {"IS_TURNED": is_turned}, CARDS[card], tmp_path)
     assert stack == 0, f"{stack} bytes a thread do not fit into registers"
@@ -130,7 +136,10 @@ FRAMES = {  # heads as above, tokens of a pass, positions of the cache
     "voxcpm2, last": (PUBLISHED["voxcpm2"], 11, 0),
     "voxcpm2, encoder's last": (PUBLISHED["voxcpm2"], 5, 0),
 }
-KEPT = {"voxcpm2, last": range(7, 11), "voxcpm2, encoder's last": range(1)}  # tokens with queries, where not all
+KEPT = {
+    "voxcpm2, last": range(7, 11),
+    "voxcpm2, encoder's last": range(1),
+}  # tokens with queries, where not all
 
 
 @pytest.mark.compile
@@ -188,24 +197,37 @@ def test_noise_and_the_kept_set_build(card, tmp_path):
 @pytest.mark.compile
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str)  # the first one is published
+@pytest.mark.parametrize(
+    "shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str
+)  # the first one is published
 def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_path):
     lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
     numbers = dict.fromkeys(("layers", "slots", "start", "count", "num_kept"), torch.int64)
-    values = dict.fromkeys(("q", "k", "v", "caches"), dtype) | numbers | {"out": dtype} | lengths | {"scale": "fp32"}
+    values = (
+        dict.fromkeys(("q", "k", "v", "caches"), dtype)
+        | numbers
+        | {"out": dtype}
+        | lengths
+        | {"scale": "fp32"}
+    )
     sizes = triton_stretch.constants(2, *shape, dtype)
     registers, stack, shared = build(triton_stretch._attend_stretch, values | sizes, CARDS[card], tmp_path)
     print(f"{card} {shape} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
     assert stack == 0, f"{stack} bytes a thread do not fit into registers"
     assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
-    values = dict.fromkeys(("k", "v", "caches"), dtype) | dict.fromkeys(("layers", "slots", "index"), torch.int64)
+    values = dict.fromkeys(("k", "v", "caches"), dtype) | dict.fromkeys(
+        ("layers", "slots", "index"), torch.int64
+    )
     values |= {name: lengths[name] for name in ("num", "num_slots", "num_places", "token_stride", "block")}
     sizes = triton_stretch.keeping_constants(2, shape[0] * shape[1])
     assert build(triton_stretch._keep_stretch, values | sizes, CARDS[card], tmp_path)[1] == 0
 
 
 SHARED_BYTES = {"H100": 232448, "RTX 4090": 101376}  # of a program
-GATED = {"voxcpm2's solver": (4096, 1024), "no multiple of a tile": (300, 200)}  # columns of the result, and of x
+GATED = {
+    "voxcpm2's solver": (4096, 1024),
+    "no multiple of a tile": (300, 200),
+}  # columns of the result, and of x
 
 
 @pytest.mark.compile
@@ -219,5 +241,10 @@ def test_gated_products_build_without_spills(shape, card, tmp_path):
         print(f"{card} {shape} of {rows} rows: {registers} registers, {stack} B stack, {shared} B shared")
         assert stack == 0, f"{rows} rows: {stack} bytes a thread do not fit into registers"
         assert shared <= SHARED_BYTES[card], f"{rows} rows: {shared} bytes of shared memory"
-    values = {"gate_up": torch.bfloat16, "out": torch.bfloat16, "INNER": shape[0], "BLOCK": triton_swiglu.GATED_BLOCK}
+    values = {
+        "gate_up": torch.bfloat16,
+        "out": torch.bfloat16,
+        "INNER": shape[0],
+        "BLOCK": triton_swiglu.GATED_BLOCK,
+    }
     assert build(triton_swiglu._gate, values, CARDS[card], tmp_path)[1] == 0
