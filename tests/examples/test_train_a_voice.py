@@ -318,7 +318,10 @@ def test_flite_speaks_and_says_where_its_phones_end(tmp_path: Path) -> None:
     assert utterance.ends_s[0] == pytest.approx(0.06, abs=1e-3)
 
 
-@pytest.mark.skipif(not (library.SYSTEM / library.OBJECTS[-1]).exists(), reason="flite is not installed")
+@pytest.mark.skipif(
+    shutil.which("flite") is None or not (library.SYSTEM / library.OBJECTS[-1]).exists(),
+    reason="the program flite and its library are not both installed",
+)
 def test_flite_s_library_speaks_as_its_program() -> None:
     """To the sample, but for the noise in it, which is another in every speech of a process."""
     flite = library.Flite()

@@ -4,6 +4,7 @@ run ends when it is to end, with its learning rate down."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -301,7 +302,10 @@ def test_more_speech_or_none_a_voice_comes_out(tmp_path: Path, monkeypatch: pyte
     assert len(zoo.generate(family, Request(text="mama", max_frames=3)).frames) <= 3
 
 
-@pytest.mark.skipif(not (library.SYSTEM / library.OBJECTS[-1]).exists(), reason="flite is not installed")
+@pytest.mark.skipif(
+    shutil.which("flite") is None or not (library.SYSTEM / library.OBJECTS[-1]).exists(),
+    reason="the program flite and its library are not both installed",
+)
 def test_a_folder_is_packed_from_nothing(tmp_path: Path) -> None:
     pytest.importorskip("pocketsphinx")
     main(["pack", str(tmp_path), "--quick", "--sentences", "12"])

@@ -201,7 +201,11 @@ def test_a_signal_ends_all_with_open_streams(start, number):
                 assert await task == 0
             assert not children()
 
-    asyncio.run(scene())
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup the tests inherit an ignored SIGHUP
+    try:
+        asyncio.run(scene())
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored(start):

@@ -107,7 +107,8 @@ def test_the_place_changes_with_all_that_compiled_code_depends_on(tmp_path, monk
     places.append(keep(Linear(3, 4), strategy, [code]))
     with torch._inductor.config.patch(max_autotune=True):
         places.append(keep(Linear(3, 4), strategy, [code]))
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    another = "AVX512" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "AVX2"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: another)
     places.append(keep(Linear(3, 4), strategy, [code]))
     monkeypatch.setattr(torch, "__version__", "9.9")
     places.append(keep(Linear(3, 4), strategy, [code]))
