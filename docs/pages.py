@@ -1,5 +1,10 @@
-"""The pages that are made of what is said elsewhere: READMEs, the log of measurements, `--help`, the OpenAPI schema, and
-what each family's demo checkpoint says of itself. A family that is added has its page without a line here."""
+"""Generate the pages in docs/generated: families, commands, routes, metrics, and Markdown from elsewhere in the repository.
+
+    python -m docs.pages
+
+The pages in docs/ are written by hand. Their links are right on GitHub, and `relinked` makes them right on the site. A
+new family gets its page without a change here.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from typing import Any
 
 import typer
 from litestar.serialization import encode_json, get_serializer
+from prometheus_client.core import Metric
 from typer.cli import get_docs_for_click
 
 import zoo
@@ -23,15 +29,13 @@ from serving.engine.engine_process import describe
 from serving.engine_client import EngineClient
 from serving.http import openapi
 from serving.http.app import create_app
+from serving.http.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-# Markdown elsewhere -> its page. What is not here, a link to it is its words alone.
-MOVED = {
-    "README.md": "index.md",
-    "docs/quickstart.md": "quickstart.md",
-    "docs/operations.md": "operations.md",
-    "docs/add_a_family.md": "add_a_family.md",
+# Markdown elsewhere in the repository -> its page on the site.
+COPIED = {
+    "CHANGELOG.md": "generated/changelog.md",
     "CONTRIBUTING.md": "generated/contributing.md",
     "benchmarks/LOG.md": "generated/log.md",
     "examples/README.md": "generated/examples.md",
@@ -39,82 +43,74 @@ MOVED = {
     "tests/parity/README.md": "generated/parity.md",
     "zoo/small_voice/README.md": "generated/small_voice.md",
 }
-WHOLE = {path: page for path, page in MOVED.items() if page.startswith("generated/")}
-LICENCE = "no limits that the loader knows of; the checkpoint's own page says more"
+LICENCE = "no limits that the loader knows of; see the page of the checkpoint"
 
 
 def write(folder: Path) -> None:
-    """All of them, into a folder of their own."""
+    """Write all generated pages into `folder`."""
     (folder / "families").mkdir(parents=True, exist_ok=True)
-    for path, page in WHOLE.items():
-        if (ROOT / path).is_file():
-            put(DOCS / page, moved((ROOT / path).read_text(), path, page))
-    for page, headings in {
-        "http": ["HTTP"],
-        "figures": ["How exact, how fast"],
-        "python": ["Python"],
-    }.items():
-        text = "".join(section((ROOT / "README.md").read_text(), heading) for heading in headings)
-        put(folder / f"{page}.md", moved(text, "README.md", f"generated/{page}.md"))
+    for path, page in COPIED.items():
+        put(DOCS / page, relinked((ROOT / path).read_text(), path, page))
     models = []
     for name in zoo.families():
         found = list(variants(name))
         models += [model for _, model in found]
         put(folder / "families" / f"{name}.md", family_page(name, found))
-    put(folder / "commands.md", commands())
+    put(folder / "commands.md", commands_page())
+    put(folder / "metrics.md", metrics_page())
     schema = served_schema(models)
     put(folder / "openapi.json", json.dumps(schema, indent=1))
-    put(folder / "api.md", api(schema))
+    put(folder / "api.md", api_page(schema))
 
 
 def put(path: Path, text: str) -> None:
-    """Only what is new: Sphinx builds again what was touched."""
+    """Write a file if its text has changed, so that Sphinx rebuilds only changed pages."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
-# --- what stands elsewhere ---
+# --- links ---
 
 
-def section(text: str, heading: str) -> str:
-    """One `##` of a page, as a page."""
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-    assert found is not None, f"README.md has no section {heading!r}"
-    return f"# {heading}\n" + re.sub(r"^###", "##", found[1], flags=re.M)
+def relinked(text: str, path: str, page: str) -> str:
+    """Return the Markdown of `path` with links that work on the site, where it stands at `page`.
 
-
-def moved(text: str, path: str, page: str) -> str:
-    """Markdown of `path` as it stands at `page`: links to what has a page, and pictures, go there."""
+    Links to Markdown with a page lead to that page. Other relative links become plain text."""
 
     def relink(link: re.Match[str]) -> str:
         mark, words, target = link.groups()
-        place, _, anchor = target.partition("#")
-        where = os.path.normpath(ROOT / Path(path).parent / place)
-        name = os.path.relpath(where, ROOT)
-        new = MOVED.get(name) or (family_target(name) if name.startswith("zoo/") else None)
-        if mark:  # a picture
-            new = os.path.relpath(where, DOCS)
+        name, _, anchor = target.partition("#")
+        file = os.path.relpath(os.path.normpath(ROOT / Path(path).parent / name), ROOT)
+        new = file.removeprefix("docs/") if file.startswith("docs/") else page_of(file)
         if new is None:
             return words
-        return f"{mark}[{words}]({os.path.relpath(DOCS / new, (DOCS / page).parent)}{'#' + anchor if anchor else ''})"
+        if file == "README.md":  # the site's first page has other headings
+            anchor = ""
+        new = os.path.relpath(DOCS / new, (DOCS / page).parent)
+        return f"{mark}[{words}]({new}{'#' + anchor if anchor else ''})"
 
     return re.sub(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)", relink, text)
 
 
-def family_target(path: str) -> str | None:
-    name = path.removeprefix("zoo/").removesuffix("/README.md")
-    return f"generated/families/{name}.md" if name in zoo.families() else None
+def page_of(path: str) -> str | None:
+    """Return the page on the site of a file outside docs/, or None if it has none."""
+    if path == "README.md":
+        return "index.md"
+    family = path.removeprefix("zoo/").removesuffix("/README.md")
+    if family in zoo.families():
+        return f"generated/families/{family}.md"
+    return COPIED.get(path)
 
 
 # --- families ---
 
 
 def variants(name: str) -> Iterator[tuple[str, protocol.ModelInfo]]:
-    """The demo checkpoints of a family that differ in what they take, by size."""
+    """Yield the sizes of a family's tiny demo checkpoints that differ in what they accept."""
     seen: list[dict[str, Any]] = []
     folder = zoo.families()[name]
     for size in importlib.import_module(f"zoo.{name}.demo").SIZES:
-        if not size.startswith("tiny"):  # the others take the same, and gigabytes
+        if not size.startswith("tiny"):  # larger ones accept the same, and take gigabytes
             continue
         with tempfile.TemporaryDirectory() as directory:
             spec, _ = folder.survey(folder.write_demo(Path(directory) / "demo", size))
@@ -126,22 +122,19 @@ def variants(name: str) -> Iterator[tuple[str, protocol.ModelInfo]]:
 
 
 def family_page(name: str, found: list[tuple[str, protocol.ModelInfo]]) -> str:
-    """What can be asked for, by variant, and then the family's own README."""
-    own = moved(
-        (ROOT / "zoo" / name / "README.md").read_text(),
-        f"zoo/{name}/README.md",
-        f"generated/families/{name}.md",
-    )
+    """Return a page with facts and options by variant, followed by the family's README."""
+    path = f"zoo/{name}/README.md"
+    own = relinked((ROOT / path).read_text(), path, f"generated/families/{name}.md")
     title, _, rest = own.partition("\n")
-    assert title.startswith("# "), f"zoo/{name}/README.md begins with {title!r}"
+    assert title.startswith("# "), f"{path} begins with {title!r}"
     columns = [f"{info.variant}{' (instructions)' if 'instruct' in info.modes else ''}" for _, info in found]
     facts = {
         "demo checkpoint": [f"`--size {size}`" for size, _ in found],
         "sample rate": [f"{info.sample_rate_hz / 1000:g} kHz" for _, info in found],
         "modes": [", ".join(info.modes) for _, info in found],
-        "voices": [", ".join(info.voices) or "none of its own" for _, info in found],
+        "voices": [", ".join(info.voices) or "no presets" for _, info in found],
         "languages": [
-            ", ".join(info.languages) or "what the checkpoint was trained on; not chosen" for _, info in found
+            ", ".join(info.languages) or "those of the checkpoint; cannot be chosen" for _, info in found
         ],
         "recordings": [recordings(info) for _, info in found],
         "licence of the weights": [info.licence or LICENCE for _, info in found],
@@ -151,15 +144,13 @@ def family_page(name: str, found: list[tuple[str, protocol.ModelInfo]]) -> str:
         "",
         "## At a glance",
         "",
-        *table(["", *columns], ([what, *cells] for what, cells in facts.items())),
-    ]
-    lines += [
+        *table(["", *columns], ([name, *cells] for name, cells in facts.items())),
         "",
-        "Of the demo checkpoints; `zoo inspect MODEL` says it of yours, with how long it speaks at a time and what memory it takes.",
+        "The table describes the demo checkpoints. `zoo inspect MODEL` describes your model, its memory included.",
         "",
         "## Options",
         "",
-        *table(["option", "possible", "default", "", "of"], option_rows(found)),
+        *table(["option", "values", "default", "meaning", "variants"], option_rows(found)),
         "",
         "## The model",
     ]
@@ -170,7 +161,7 @@ def recordings(info: protocol.ModelInfo) -> str:
     if info.reference_s is None:
         return "none"
     number = "one" if info.max_references == 1 else f"up to {info.max_references}"
-    return f"{number}, of up to {info.reference_s[1]:g} s"
+    return f"{number}, at most {info.reference_s[1]:g} s"
 
 
 def option_rows(found: list[tuple[str, protocol.ModelInfo]]) -> Iterator[list[str]]:
@@ -178,12 +169,11 @@ def option_rows(found: list[tuple[str, protocol.ModelInfo]]) -> Iterator[list[st
     for _, info in found:
         for option in info.options:
             default = "the model's" if option.default is None else f"`{json.dumps(option.default)}`"
-            rows.setdefault((f"`{option.name}`", option.possible, default, option.help), []).append(
-                info.variant
-            )
-    everybody = {info.variant for _, info in found}
-    for row, variants_with in rows.items():
-        yield [*row, "all" if set(variants_with) == everybody else ", ".join(dict.fromkeys(variants_with))]
+            row = (f"`{option.name}`", option.possible, default, option.help)
+            rows.setdefault(row, []).append(info.variant)
+    all_variants = {info.variant for _, info in found}
+    for row, names in rows.items():
+        yield [*row, "all" if set(names) == all_variants else ", ".join(dict.fromkeys(names))]
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
@@ -193,30 +183,65 @@ def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
 
 
-# --- commands and routes ---
+# --- commands and metrics ---
 
 
-def commands() -> str:
-    """`--help` of every command, by Typer's own writer."""
+def commands_page() -> str:
+    """Return the `--help` of every command, as Typer writes it."""
     command = typer.main.get_command(app)
-    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="zoo", title="Commands")
-    return re.sub(r"^(#+ `zoo [^`]*`)$", r"\1", text, flags=re.M)
+    return get_docs_for_click(obj=command, ctx=typer.Context(command), name="zoo", title="Commands")
+
+
+def metrics_page() -> str:
+    """Return the table of all metrics at /metrics."""
+    lines = [
+        "# Metrics",
+        "",
+        "All metrics at `/metrics`, generated from `serving/http/metrics.py`. The most important ones are explained in",
+        "[operations](../operations.md#metrics).",
+        "",
+        *table(["metric", "type", "labels", "meaning"], map(metric_row, all_metrics())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def all_metrics() -> list[Metric]:
+    """Return every metric of a server whose engine has reported its numbers, by name."""
+    engine = EngineClient("/nowhere")
+    counts = protocol.ModelStats(slots=0, running=0, waiting=0, underruns=0, graph_misses=0)
+    engine.stats = protocol.Stats(
+        pages=0, pages_free=0, pages_shared=0, pages_evicted=0, compiles_after_warmup=0, models={"m": counts}
+    )
+    metrics = Metrics(engine)
+    metrics.began("m", 0.1)
+    metrics.ended("m", "stop", 1.0, 1.0)
+    return sorted(metrics.registry.collect(), key=lambda metric: metric.name)
+
+
+def metric_row(metric: Metric) -> list[str]:
+    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels)
+    return [f"`{name}`", metric.type, ", ".join(sorted(set(labels) - {"le"})), metric.documentation]
+
+
+# --- routes ---
 
 
 def served_schema(models: list[protocol.ModelInfo]) -> dict[str, Any]:
-    """What /schema answers where a model of each variant is served."""
+    """Return the schema that a server of one model of each variant answers at /schema."""
     litestar = create_app(EngineClient("/nowhere"), voices_dir="/nowhere")
     plain = encode_json(litestar.openapi_schema.to_schema(), serializer=get_serializer())
     return openapi.with_options(plain, models)
 
 
-def api(schema: dict[str, Any]) -> str:
-    """Routes, answers and bodies, from the schema."""
+def api_page(schema: dict[str, Any]) -> str:
+    """Return routes, answers and bodies as Markdown."""
     lines = [
-        "# HTTP API",
+        "# Routes and bodies",
         "",
-        "Made of the schema that a server answers at `/schema` (also as {download}`a file <openapi.json>`). Options of models are in",
-        "it by family; a server says those of the models that it serves. Errors are `ErrorBody` everywhere.",
+        "Generated from the schema that a server answers at `/schema` (also {download}`as a file <openapi.json>`). It lists the",
+        "options of all families; a server lists those of its models. The [HTTP API](../http.md) page explains them.",
+        "Every error has the body `ErrorBody`.",
     ]
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
@@ -232,17 +257,17 @@ def api(schema: dict[str, Any]) -> str:
                 [f"`{status}`", answer["description"], ", ".join(bodies(answer))]
                 for status, answer in sorted(operation["responses"].items())
             )
-            lines += ["", *table(["status", "", "body"], answers)]
+            lines += ["", *table(["status", "meaning", "body"], answers)]
     lines += ["", "## Bodies"]
     for name, body in sorted(schema["components"]["schemas"].items()):
         if "properties" in body:
             lines += ["", f"### {name}", "", " ".join(body.get("description", "").split()), ""]
-            needed = body.get("required", [])
+            required = body.get("required", [])
             rows = (
-                [f"`{field}`", kind_of(one), what(one, field in needed)]
+                [f"`{field}`", type_of(one), description(one, field in required)]
                 for field, one in body["properties"].items()
             )
-            lines += table(["field", "type", ""], rows)
+            lines += table(["field", "type", "meaning"], rows)
     return "\n".join(lines) + "\n"
 
 
@@ -253,26 +278,26 @@ def bodies(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def reference(schema: dict[str, Any]) -> str:
-    """A schema's name as a link, or its type."""
+    """Return a schema's name as a link, or its type."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
-    return kind_of(schema)
+    return type_of(schema)
 
 
-def kind_of(schema: dict[str, Any]) -> str:
-    """The type of a field, in words; null, which means the default, is not said."""
+def type_of(schema: dict[str, Any]) -> str:
+    """Return the type of a field in words. Null is left out, because it means the default."""
     if "$ref" in schema:
         return reference(schema)
     if "anyOf" in schema:
-        kinds = dict.fromkeys(kind_of(one) for one in schema["anyOf"] if one != {"type": "null"})
+        kinds = dict.fromkeys(type_of(one) for one in schema["anyOf"] if one != {"type": "null"})
         return " or ".join(kinds)
     if "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     if schema.get("type") == "array":
         if "prefixItems" in schema:  # a tuple
-            return f"[{', '.join(map(kind_of, schema['prefixItems']))}]"
-        return f"list of {kind_of(schema['items'])}"
+            return f"[{', '.join(map(type_of, schema['prefixItems']))}]"
+        return f"list of {type_of(schema['items'])}"
     bounds = [f"{sign} {schema[name]}" for name, sign in BOUNDS.items() if name in schema]
     return " ".join([schema.get("type", "any"), ", ".join(bounds)]).strip()
 
@@ -287,9 +312,9 @@ BOUNDS = {
 }
 
 
-def what(field: dict[str, Any], is_needed: bool) -> str:
-    said = " ".join(field.get("description", "").split("\n"))
-    return f"**needed.** {said}" if is_needed else said
+def description(field: dict[str, Any], is_required: bool) -> str:
+    text = " ".join(field.get("description", "").split())
+    return f"**Required.** {text}" if is_required else text
 
 
 if __name__ == "__main__":
