@@ -1,7 +1,9 @@
-"""Snippets of the documentation: every fence of sh or python in Markdown, in the order in which a reader meets them.
+"""Find the snippets of the documentation: every sh or python fence in Markdown, in reading order.
 
-<!-- snippet: skip, WHY -->          in the line before a fence: nobody runs it
-<!-- snippet: server=clone -->       it asks a server of a model that clones, not the small voice
+A comment in the line before a fence changes how it is run:
+
+<!-- snippet: skip, WHY -->          it is not run
+<!-- snippet: server=clone -->       its server serves a model that clones, not the small voice
 """
 
 import re
@@ -11,7 +13,7 @@ from pathlib import Path
 from shell import ROOT
 
 FENCE = re.compile(r"(?:<!-- snippet: (.*?) -->\n)?^```(sh|python)\n(.*?)^```$", re.M | re.S)
-ADDRESS = "127.0.0.1:8000"  # of the server in every snippet, by http or ws
+ADDRESS = "127.0.0.1:8000"  # the server in every snippet, over HTTP or WebSocket
 
 
 @dataclass
@@ -24,9 +26,9 @@ class Snippet:
 
     @property
     def skipped(self):
-        """Why nobody runs it, or None."""
-        what, _, why = self.marker.partition(",")
-        return why.strip() if what == "skip" else None
+        """Return the reason why it is not run, or None if it is."""
+        word, _, reason = self.marker.partition(",")
+        return reason.strip() if word == "skip" else None
 
     @property
     def server(self):
@@ -34,7 +36,7 @@ class Snippet:
 
     @property
     def results(self):
-        """The files that it says it writes."""
+        """Return the names of the files that it writes."""
         return re.findall(r"(?:-o |write_to_file\(\"|stream_to_file\(\")([\w.]+\.\w+)", self.code)
 
 

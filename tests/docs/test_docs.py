@@ -1,4 +1,4 @@
-"""The documentation as it is built: strictly, with every family in it."""
+"""The site builds without a warning and has a page for every family, route, command and metric."""
 
 import importlib.util
 import json
@@ -17,9 +17,9 @@ HAS_SPHINX = importlib.util.find_spec("sphinx") and importlib.util.find_spec("my
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A copy is built, so that what lies in docs/ from earlier builds helps nothing."""
+    """Build a copy of the tree, so that files of earlier builds in docs/ are not used."""
     root = tmp_path_factory.mktemp("tree")
-    for name in ("README.md", "CONTRIBUTING.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, root)
     for name in ("docs", "zoo", "serving", "compile_cache", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("generated", "__pycache__"))
@@ -37,11 +37,11 @@ pytestmark = [
 ]
 
 
-def test_every_family_has_its_page(site):
+def test_every_family_has_a_page(site):
     assert len(zoo.families()) >= 5
     for name, folder in zoo.families().items():
         page = (site / "generated" / "families" / f"{name}.html").read_text()
-        assert "At a glance" in page and "Options" in page and "How fast" in page
+        assert "At a glance" in page and "Options" in page
         own = (ROOT / "zoo" / name / "README.md").read_text()
         assert own.splitlines()[0].removeprefix("# ") in page
         assert name == folder.NAME
@@ -66,8 +66,25 @@ def test_every_command_is_on_the_page(site):
     assert "--private-metrics" in page and "--otel" in page
 
 
-def test_links_of_readmes_lead_to_pages(site):
-    """Sphinx itself complains of links to nowhere; those to files outside the site must not be there at all."""
+def test_every_metric_is_on_the_page(site):
+    page = (site / "generated" / "metrics.html").read_text()
+    named = set(re.findall(r'"(zoo_[a-z_]+)"', (ROOT / "serving" / "http" / "metrics.py").read_text()))
+    assert len(named) > 30
+    for name in named:
+        assert re.search(rf">{name}(_total)?<", page), name
+
+
+def test_every_shared_field_is_on_the_page_about_http():
+    """The page is written by hand, so a new field needs a line there."""
+    from serving.http.schemas import FIELDS
+
+    page = (ROOT / "docs" / "http.md").read_text()
+    missing = [field for field in FIELDS["/v1/audio/speech"] if f"`{field}`" not in page]
+    assert not missing, f"docs/http.md does not name: {', '.join(missing)}"
+
+
+def test_no_link_leads_outside_the_site(site):
+    """Sphinx reports links to missing pages. Links to files of the repository must have become plain text."""
     for page in site.rglob("*.html"):
         text = page.read_text()
         targets = [part.partition('"')[0] for part in text.split('href="')[1:]]

@@ -1,4 +1,4 @@
-"""What the documentation tells readers to run, runs."""
+"""The snippets of the documentation run."""
 
 import os
 import re
@@ -18,17 +18,17 @@ COMMAND = re.compile(r"\bzoo ([a-z][a-z-]*)\b([^\n`|]*)")
 
 
 def run_pages():
-    """Those with a snippet to run."""
+    """Return the pages with a snippet to run."""
     return [path for path in pages() if any(one.skipped is None for one in snippets(path))]
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """Of a server by name, which is started when it is first asked for."""
+    """Return a function from the name of a server to its address. A server is started on first use."""
     started, open_ones = {}, []
 
     def address_of(name):
-        """No page finds the voices that another one uploaded."""
+        """Delete the voices that an earlier page uploaded."""
         if name not in started:
             models = {"clone": {"base": "tiny-base"}, "small": {}}[name]
             server = serving(tmp_path_factory.mktemp(name), key=None, **models)
@@ -47,19 +47,19 @@ def address(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """One compile cache for all pages, and not the user's."""
+    """Return a compile cache for all pages, separate from the user's."""
     return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture
 def place(tmp_path):
-    """An empty directory with the recording that readers have, and this project's commands."""
+    """Return a directory with this project's commands, and an empty one with a recording."""
     commands = tmp_path / "bin"
     commands.mkdir()
     shims = {
         "zoo": f'"{sys.executable}" -m serving "$@"',
         "python": f'"{sys.executable}" "$@"',
-        "curl": f'{shutil.which("curl")} --silent --show-error --fail-with-body "$@"',  # a refusal is a failure
+        "curl": f'{shutil.which("curl")} --silent --show-error --fail-with-body "$@"',  # an error status fails
     }
     for name, line in shims.items():
         (commands / name).write_text(f"#!/bin/sh\nexec {line}\n")
@@ -71,8 +71,8 @@ def place(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", run_pages(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_readers_are_told_to_run_runs(path, place, address, compiled):
-    """All snippets of a page, one after the other in one directory, as a reader goes through it."""
+def test_snippets_of_a_page_run_in_order(path, place, address, compiled):
+    """All snippets of a page run in one directory, one after the other, as for a reader."""
     here, servers = place / "here", {}
     variables = {
         **os.environ,
@@ -98,7 +98,7 @@ def test_what_readers_are_told_to_run_runs(path, place, address, compiled):
             assert (here / name).stat().st_size > 0, f"{where}: {name} is empty"
 
 
-def test_what_is_skipped_says_why():
+def test_skipped_snippets_give_a_reason():
     found = [one for path in pages() for one in snippets(path)]
     assert len(found) > 15
     for one in found:
@@ -108,11 +108,11 @@ def test_what_is_skipped_says_why():
     assert sum(one.skipped is None for one in found) > len(found) / 2
 
 
-def test_every_option_that_is_named_is_one():
-    """Of `zoo COMMAND --option` in whatever code of whatever page."""
-    names = set(re.findall(r"^│ ([a-z][a-z-]+) ", zoo("--help").stdout, re.M))
+def test_options_in_the_documentation_exist():
+    """Check every `zoo COMMAND --option` in the code of all pages."""
+    names = commands_in(zoo("--help").stdout)
     assert {"serve", "say", "demo-checkpoint"} <= names
-    known = {name: set(re.findall(r"--[a-z][\w-]*", zoo(name, "--help").stdout)) for name in names}
+    known = {name: options_of(name) for name in names}
     num = 0
     for path in pages():
         for code in re.findall(r"```.*?```|`[^`\n]+`", path.read_text(), re.S):
@@ -123,3 +123,16 @@ def test_every_option_that_is_named_is_one():
                     num += 1
                     assert option in known[name], f"{path.relative_to(ROOT)}: zoo {name} has no {option}"
     assert num > 20
+
+
+def options_of(*command):
+    """Return the options of a command, those of its subcommands included."""
+    text = zoo(*command, "--help").stdout
+    options = set(re.findall(r"--[a-z][\w-]*", text))
+    if len(command) == 1 and "─ Commands ─" in text:
+        options.update(*(options_of(*command, name) for name in commands_in(text)))
+    return options
+
+
+def commands_in(text):
+    return set(re.findall(r"^│ ([a-z][a-z-]+) ", text.partition("─ Commands ─")[2], re.M))
