@@ -1,10 +1,10 @@
-"""A book of Markdown to one file with chapters.
+"""Turn a book in Markdown into one audio file with chapters.
 
     zoo serve
     python -m examples.audiobook book.md book.m4b --voice slt
 
-A chapter begins with a heading. Each is spoken into a file of its own beside the book, so what was ended, or killed, goes on
-where it was; then they are joined. The server cuts long text itself, at sentences, in one voice.
+A chapter begins with a heading. Each chapter is written to a separate file next to the book, so an interrupted run continues
+with the next chapter. At the end the files are joined. The server cuts long text at sentences and keeps one voice.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from av.container.core import Chapter
 
 PARALLEL = 4  # chapters at once
-PIECE_CHARS = 6000  # of a request: a server takes 8000 characters at most
+PIECE_CHARS = 6000  # in a request; a server accepts 8000 by default
 PAUSE_S = 1.0  # between chapters
 CODECS = {
     ".m4b": "aac",
     ".m4a": "aac",
     ".mka": "libopus",
     ".mkv": "libopus",
-}  # whose containers hold chapters
+}  # by the ending of a container that holds chapters
 
 
 def chapters(text: str) -> list[tuple[str, str]]:
-    """-> title and text of each. What stands before the first heading is one, too."""
+    """Return the title and text of each chapter. Text before the first heading is a chapter too."""
     parts = re.split(r"^#+ +(.+?) *#*$", "\n" + text, flags=re.M)
     found = [("Beginning", parts[0]), *zip(parts[1::2], parts[2::2], strict=True)]
     return [(title, spoken(body)) for title, body in found if body.strip()]
 
 
 def spoken(body: str) -> str:
-    """Markdown as it is read aloud: emphasis, links and lines that are only layout go."""
+    """Return Markdown as it is read aloud, without emphasis, links and rules."""
     body = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", body)
     return re.sub(r"[*_`>]+|^[-=]{3,}$", "", body, flags=re.M).strip()
 
 
 def pieces(text: str) -> Iterator[str]:
-    """None longer than a request may be, cut between paragraphs, else sentences. Joined they are the text."""
+    """Yield pieces that fit into a request, cut between paragraphs or sentences. Joined, they are the text."""
     piece = ""
     for part in parts(text):
         if piece and len(piece) + len(part) > PIECE_CHARS:
@@ -71,12 +71,12 @@ def pieces(text: str) -> Iterator[str]:
 def parts(text: str) -> Iterator[str]:
     for paragraph in re.findall(r"[\s\S]+?(?:\n\s*\n|\Z)", text):
         for sentence in [paragraph] if len(paragraph) <= PIECE_CHARS else sentencex.segment("en", paragraph):
-            for at in range(0, len(sentence), PIECE_CHARS):  # one that has no end is cut anywhere
+            for at in range(0, len(sentence), PIECE_CHARS):  # a sentence that is too long is cut anywhere
                 yield sentence[at : at + PIECE_CHARS]
 
 
 async def speak_chapter(client: httpx.AsyncClient, text: str, file: Path, fields: dict[str, Any]) -> None:
-    """Into a FLAC file, which is there whole or not at all."""
+    """Speak a chapter into a FLAC file, which is complete or absent."""
     part = file.with_suffix(".part")
     sound: soundfile.SoundFile | None = None
     for piece in pieces(text):
@@ -93,7 +93,7 @@ async def speak_chapter(client: httpx.AsyncClient, text: str, file: Path, fields
 
 
 def join(files: list[tuple[str, Path]], book: Path) -> None:
-    """Chapters one after the other, with their marks."""
+    """Write the chapters one after the other, with chapter marks."""
     rate_hz = soundfile.info(files[0][1]).samplerate
     at = 0
     marks: list[Chapter] = []
@@ -136,12 +136,11 @@ async def make(text: str, book: Path, server: str, key: str | None, fields: dict
     work.mkdir(exist_ok=True)
     told, turns = chapters(text), asyncio.Semaphore(PARALLEL)
     if not told:
-        raise SystemExit("there is no text in the book")
+        raise SystemExit("the book has no text")
 
     async def chapter(index: int, title: str, words: str) -> tuple[str, Path]:
-        asked = json.dumps(
-            [words, fields], sort_keys=True
-        ).encode()  # another text, or voice, is another file
+        # the name changes with text and voice, so that a changed chapter is made again
+        asked = json.dumps([words, fields], sort_keys=True).encode()
         file = work / f"{index:03d}-{hashlib.sha256(asked).hexdigest()[:12]}.flac"
         async with turns:
             if not file.exists():
@@ -164,10 +163,10 @@ def main() -> None:
     parser.add_argument("--key")
     parser.add_argument("--model")
     parser.add_argument("--voice")
-    parser.add_argument("--seed", type=int, default=1, help="the same for all: one voice")
+    parser.add_argument("--seed", type=int, default=1, help="the seed of all chapters, for one voice")
     given = parser.parse_args()
     if given.book.suffix not in CODECS:
-        parser.error(f"{given.book} is to end in {', '.join(CODECS)}, which hold chapters")
+        parser.error(f"{given.book} must end in one of: {', '.join(CODECS)}")
     fields = {
         name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None
     }

@@ -1,8 +1,9 @@
-"""Many lines through a server that others use too: as many at once as it takes, and nobody waits for them.
+"""Speak many lines through a server that also serves listeners, who are not delayed.
 
     python -m examples.batch lines.txt spoken --voice slt
 
-A full server says when to come again (503 with Retry-After), and is obeyed. On a machine of its own `zoo batch` is faster.
+A full server answers 503 with Retry-After, and this client waits that long. On a machine without listeners, `zoo batch` is
+faster.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_TRIES = 20
 
 
 async def speak(client: httpx.AsyncClient, line: str, file: Path, fields: dict[str, Any]) -> None:
-    """One line into a file, however often the server is full."""
+    """Speak one line into a file. Try again while the server is full."""
     body = {"input": line, "service_tier": "flex", "stream": False, **fields}
     for _ in range(MAX_TRIES):
         answer = await client.post("/v1/audio/speech", json=body, timeout=None)
@@ -37,7 +38,7 @@ async def speak(client: httpx.AsyncClient, line: str, file: Path, fields: dict[s
 async def speak_all(
     lines: list[str], folder: Path, server: str, key: str | None, fields: dict[str, Any]
 ) -> list[str]:
-    """-> what went wrong, a line for each; the others are there."""
+    """Speak all lines and return the errors, one line each."""
     folder.mkdir(parents=True, exist_ok=True)
     places = asyncio.Semaphore(PARALLEL)
     wrong: list[str] = []

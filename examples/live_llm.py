@@ -1,10 +1,10 @@
-"""A language model is heard while it writes: text deltas in, audio out, sentence by sentence.
+"""Speak a language model's answer while it is being written, sentence by sentence.
 
     zoo serve
     python -m examples.live_llm "Tell me of the sea." --chat http://127.0.0.1:11434/v1 --llm llama3.2 --voice slt
     any-program-that-writes | python -m examples.live_llm - --voice slt --out told.wav
 
-The first sentence is spoken when the second one begins, and the next two are made while one is heard.
+The first sentence is spoken when the second one begins. While one sentence plays, the next two are generated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from examples.speaking import connect, listener, run, sample_rate_hz, sentences,
 
 
 async def written(chat: str, llm: str, prompt: str) -> AsyncIterator[str]:
-    """What an OpenAI-compatible chat server writes, delta by delta."""
+    """Yield the answer of an OpenAI-compatible chat server, delta by delta."""
     async with openai.AsyncOpenAI(base_url=chat, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         asked: Any = [{"role": "user", "content": prompt}]
         async with await client.chat.completions.create(model=llm, messages=asked, stream=True) as deltas:
@@ -33,7 +33,7 @@ async def written(chat: str, llm: str, prompt: str) -> AsyncIterator[str]:
 
 
 async def read() -> AsyncIterator[str]:
-    """What comes on stdin, as it comes."""
+    """Yield text from stdin as it arrives."""
     while text := await asyncio.to_thread(os.read, sys.stdin.fileno(), 4096):
         yield text.decode(errors="replace")
 
@@ -57,17 +57,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("prompt", help="what to ask; - speaks what comes on stdin")
+    parser.add_argument("prompt", help="the question; - speaks the text on stdin")
     parser.add_argument(
-        "--chat", help="an OpenAI-compatible server that writes", default="http://127.0.0.1:11434/v1"
+        "--chat", help="an OpenAI-compatible chat server", default="http://127.0.0.1:11434/v1"
     )
-    parser.add_argument("--llm", help="its model", default="llama3.2")
-    parser.add_argument("--server", default="http://127.0.0.1:8000", help="that speaks")
+    parser.add_argument("--llm", help="the model of the chat server", default="llama3.2")
+    parser.add_argument("--server", default="http://127.0.0.1:8000", help="the speech server")
     parser.add_argument("--key")
     parser.add_argument("--model")
     parser.add_argument("--voice")
-    parser.add_argument("--seed", type=int, default=1, help="the same for all sentences: one voice")
-    parser.add_argument("--out", type=Path, help="a WAV file; without it ffplay plays")
+    parser.add_argument("--seed", type=int, default=1, help="the seed of all sentences, for one voice")
+    parser.add_argument("--out", type=Path, help="a WAV file; by default ffplay plays")
     given = parser.parse_args()
     fields = {
         name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None

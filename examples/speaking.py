@@ -1,4 +1,4 @@
-"""What the examples share: sentences out of a stream of text, and their speech, in order, from a server."""
+"""Shared code of the examples: split a stream of text into sentences, and have a server speak them in order."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ import soundfile
 
 T = TypeVar("T")
 Hear = Callable[[bytes], Awaitable[None]]
-AHEAD = 2  # sentences that are being made while one is heard
+AHEAD = 2  # sentences that are generated while one is played
 
 
 def connect(server: str, key: str | None = None) -> httpx.AsyncClient:
-    """To a speech server. An answer may take long, but not stand still."""
+    """Return a client of a speech server. An answer may take long, but not stall for a minute."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(base_url=server, headers=headers, timeout=httpx.Timeout(60, connect=5))
 
 
 class Refused(Exception):
-    """What a server says is wrong."""
+    """The server refused a request; the message is the server's."""
 
 
 async def checked(answer: httpx.Response) -> None:
-    """Raises Refused."""
+    """Raise Refused if the answer is an error."""
     if answer.is_error:
         await answer.aread()
         try:
             said = answer.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):  # no server of OpenAI's kind
+        except (ValueError, KeyError, TypeError):  # not an error in OpenAI's shape
             said = f"status {answer.status_code}"
         raise Refused(f"{answer.url} says: {said}")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run; what a server or the way to it got wrong is one line."""
+    """Run a coroutine. An error of a server or the connection ends the program with one line."""
     try:
         return asyncio.run(work)
     except* (Refused, httpx.HTTPError, openai.OpenAIError) as errors:
@@ -52,7 +52,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def sample_rate_hz(client: httpx.AsyncClient, model: str | None = None) -> int:
-    """Of a served model; of the first one without a name."""
+    """Return the sample rate of a served model, by default the first one."""
     answer = await client.get("/v1/models")
     await checked(answer)
     models = answer.json()["data"]
@@ -60,7 +60,7 @@ async def sample_rate_hz(client: httpx.AsyncClient, model: str | None = None) ->
 
 
 async def sentences(deltas: AsyncIterator[str], language: str = "en") -> AsyncIterator[str]:
-    """Each as soon as the next one begins, or the text ends. Joined they are the text."""
+    """Yield each sentence as soon as the next one begins, or the text ends. Joined, they are the text."""
     text = ""
     async for delta in deltas:
         text += delta
@@ -78,8 +78,10 @@ async def speak(
     began: Callable[[str], None] = lambda line: None,
     **fields: Any,
 ) -> None:
-    """Every line, in one stream of 16-bit PCM; `began` is told of each when it begins to be heard. The next lines are
-    made while one is heard; whoever cancels this cancels them too, and the server frees their places at once."""
+    """Speak every line, in one stream of 16-bit PCM, and call `began` when a line begins to play.
+
+    The next lines are generated while one plays. If this is cancelled, their requests are cancelled too, and the server
+    frees their slots immediately."""
     speeches: asyncio.Queue[tuple[str, asyncio.Queue[bytes]] | None] = asyncio.Queue(AHEAD)
 
     async def ask(line: str, chunks: asyncio.Queue[bytes]) -> None:
@@ -109,7 +111,7 @@ async def speak(
 
 @contextlib.asynccontextmanager
 async def listener(out: Path | None, rate_hz: int) -> AsyncIterator[Hear]:
-    """Where PCM goes: a sound file, or without one ffplay, which plays to the end."""
+    """Yield a function that takes PCM: it writes a sound file, or plays with ffplay if `out` is None."""
     if out is not None:
         with soundfile.SoundFile(out, "w", rate_hz, 1, subtype="PCM_16") as file:
 
@@ -119,9 +121,7 @@ async def listener(out: Path | None, rate_hz: int) -> AsyncIterator[Hear]:
             yield whole_samples(write)
         return
     if shutil.which("ffplay") is None:
-        raise SystemExit(
-            "there is no ffplay (it comes with ffmpeg) to play with; --out FILE.wav writes a file"
-        )
+        raise SystemExit("ffplay is not installed (it comes with ffmpeg); use --out FILE.wav to write a file")
     command = f"ffplay -nodisp -autoexit -loglevel error -f s16le -ar {rate_hz} -".split()
     player = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
     assert player.stdin is not None, "ffplay was started with a pipe"
@@ -129,7 +129,7 @@ async def listener(out: Path | None, rate_hz: int) -> AsyncIterator[Hear]:
 
     async def play(chunk: bytes) -> None:
         pipe.write(chunk)
-        await pipe.drain()  # no more than it can play soon
+        await pipe.drain()  # do not run ahead of the player
 
     try:
         yield play
@@ -139,7 +139,7 @@ async def listener(out: Path | None, rate_hz: int) -> AsyncIterator[Hear]:
 
 
 def whole_samples(write: Hear) -> Hear:
-    """Chunks of a stream may end within a sample."""
+    """Return `write` for chunks that may end within a sample."""
     rest = b""
 
     async def hear(chunk: bytes) -> None:

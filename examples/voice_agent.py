@@ -1,11 +1,11 @@
-"""An agent that is spoken with, and may be interrupted: recordings or lines in, speech out.
+"""A voice agent that can be interrupted: recordings or lines of text in, speech out.
 
-    python -m examples.voice_agent --voice slt                       type; a new line interrupts what is being said
+    python -m examples.voice_agent --voice slt                       type; a new line interrupts the answer
     python -m examples.voice_agent --voice slt --stt http://127.0.0.1:9000/v1     a line may be the path of a recording
 
-Three services, each behind OpenAI's API: one that understands speech (--stt), one that answers (--chat), and ours, that
-speaks. What was interrupted is cancelled everywhere, so that its places are free at once, and the agent remembers
-only as much of its answer as was spoken.
+It uses three services, each behind OpenAI's API: speech to text (--stt), chat (--chat), and this project's server for speech. An
+interrupted answer is cancelled in all of them, so its slots are freed immediately. The agent remembers only the part of the answer
+that was spoken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".m4a", ".webm")
 
 
 class Agent:
-    """Hears a turn at a time, and answers aloud until the next one comes."""
+    """An agent that answers each turn aloud, until the next turn interrupts it."""
 
     def __init__(
         self,
@@ -39,21 +39,19 @@ class Agent:
         hear: Hear,
         fields: dict[str, Any],
     ) -> None:
-        self.chat, self.llm, self.stt, self.voice, self.hear, self.fields = (
-            chat,
-            llm,
-            stt,
-            voice,
-            hear,
-            fields,
-        )
+        self.chat = chat
+        self.llm = llm
+        self.stt = stt
+        self.voice = voice
+        self.hear = hear
+        self.fields = fields
         self.history: list[Any] = [
             {"role": "system", "content": "You are spoken with: answer in a few plain sentences."}
         ]
         self.answering: asyncio.Task[None] | None = None
 
     async def turn(self, said: str) -> None:
-        """Somebody said something: a text, or the path of a recording."""
+        """Begin to answer a turn: a text, or the path of a recording."""
         await self.stop()
         if said.lower().endswith(SOUNDS) and self.stt is not None:
             heard = await self.stt.audio.transcriptions.create(model="whisper-1", file=Path(said))
@@ -62,7 +60,7 @@ class Agent:
         self.answering = asyncio.create_task(self.answer())
 
     async def stop(self) -> None:
-        """Silence, now."""
+        """Stop the answer that is being spoken."""
         if self.answering is not None:
             self.answering.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -100,7 +98,7 @@ async def lines() -> AsyncIterator[str]:
 
 
 async def converse(turns: AsyncIterator[str], given: argparse.Namespace) -> Agent:
-    """Until there are no more turns, and the last one is answered."""
+    """Answer all turns, the last one to its end."""
     fields = {
         name: value for name in ("model", "voice", "seed") if (value := getattr(given, name)) is not None
     }
@@ -122,15 +120,15 @@ async def converse(turns: AsyncIterator[str], given: argparse.Namespace) -> Agen
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--stt", help="an OpenAI-compatible server that understands recordings")
-    made.add_argument("--chat", help="one that answers", default="http://127.0.0.1:11434/v1")
-    made.add_argument("--llm", help="its model", default="llama3.2")
-    made.add_argument("--server", default="http://127.0.0.1:8000", help="that speaks")
+    made.add_argument("--stt", help="an OpenAI-compatible transcription server")
+    made.add_argument("--chat", help="an OpenAI-compatible chat server", default="http://127.0.0.1:11434/v1")
+    made.add_argument("--llm", help="the model of the chat server", default="llama3.2")
+    made.add_argument("--server", default="http://127.0.0.1:8000", help="the speech server")
     made.add_argument("--key")
     made.add_argument("--model")
     made.add_argument("--voice")
-    made.add_argument("--seed", type=int, default=1, help="the same for all sentences: one voice")
-    made.add_argument("--out", type=Path, help="a WAV file; without it ffplay plays")
+    made.add_argument("--seed", type=int, default=1, help="the seed of all sentences, for one voice")
+    made.add_argument("--out", type=Path, help="a WAV file; by default ffplay plays")
     return made
 
 

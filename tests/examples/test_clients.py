@@ -1,4 +1,4 @@
-"""The examples that are clients, against a server of the small voice, and stand-ins for the services that they use beside it."""
+"""The example clients work with a server of the small voice and stand-ins for chat and transcription."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ def url(tmp_path_factory):
 
 
 class Services(BaseHTTPRequestHandler):
-    """A chat that writes what it is told to write, word by word, and a transcriber that hears what it is told to hear."""
+    """A chat server with prepared answers, word by word, and a transcriber with a prepared text."""
 
     protocol_version = "HTTP/1.1"
 
@@ -111,7 +111,7 @@ def test_sentences_come_when_the_next_one_begins():
     assert collected([]) == [] and collected([" "]) == []
 
 
-def test_a_book_has_its_chapters(tmp_path, url, monkeypatch, capsys):
+def test_a_book_has_chapter_marks(tmp_path, url, monkeypatch, capsys):
     (tmp_path / "book.md").write_text(BOOK)
     for name in ("book.m4b", "book.mka"):
         given = [tmp_path / "book.md", tmp_path / name, "--server", url, "--voice", "slt"]
@@ -119,7 +119,7 @@ def test_a_book_has_its_chapters(tmp_path, url, monkeypatch, capsys):
         told = capsys.readouterr().err
         assert told.count(" s\n") == (
             3 if name == "book.m4b" else 0
-        )  # they are there already, by the text and the voice
+        )  # the second time, the chapters exist already
         files = sorted((tmp_path / "book.chapters").glob("*.flac"))
         with av.open(tmp_path / name) as book:
             marks = book.chapters()
@@ -145,7 +145,7 @@ def test_a_book_is_read_without_its_layout():
     ["\n\n".join(["word " * 500] * 9), "A sentence. " * 2000, "字" * 13_000, "这是一句话。" * 3000, "short"],
     ids=["paragraphs", "sentences", "no end", "chinese", "short"],
 )
-def test_a_chapter_is_cut_and_loses_nothing(text):
+def test_pieces_of_a_chapter_join_to_its_text(text):
     found = list(audiobook.pieces(text))
     assert "".join(found) == text and max(map(len, found)) <= audiobook.PIECE_CHARS
     assert len(found) <= len(text) // audiobook.PIECE_CHARS + 2
@@ -153,7 +153,7 @@ def test_a_chapter_is_cut_and_loses_nothing(text):
         assert all(piece.endswith("。") for piece in found)
 
 
-def test_a_language_model_is_heard_while_it_writes(tmp_path, url, services, monkeypatch, capsys):
+def test_an_answer_is_spoken_while_it_is_written(tmp_path, url, services, monkeypatch, capsys):
     services.answers = ["The sea is wide. It has no end."]
     given = [
         "Tell me.",
@@ -173,7 +173,7 @@ def test_a_language_model_is_heard_while_it_writes(tmp_path, url, services, monk
     assert services.asked == [[{"role": "user", "content": "Tell me."}]]
 
 
-def test_it_equals_its_sentences_one_after_the_other(tmp_path, url, monkeypatch):
+def test_the_answer_equals_its_sentences_spoken_one_by_one(tmp_path, url, monkeypatch):
     read_end, write_end = os.pipe()
     os.write(write_end, b"The sea is wide. It has no end.")
     os.close(write_end)
@@ -191,8 +191,8 @@ def test_it_equals_its_sentences_one_after_the_other(tmp_path, url, monkeypatch)
     assert len(told) == len(alone) // 2
 
 
-def test_ffplay_gets_what_a_file_would(tmp_path, url, services, monkeypatch):
-    """By a stand-in of that name, which keeps what it is given to play."""
+def test_ffplay_gets_the_same_samples_as_a_file(tmp_path, url, services, monkeypatch):
+    """A stand-in for ffplay keeps the samples that it is given."""
     player = tmp_path / "ffplay"
     player.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/how\nexec cat > {tmp_path}/played\n')
     player.chmod(0o755)
@@ -203,7 +203,7 @@ def test_ffplay_gets_what_a_file_would(tmp_path, url, services, monkeypatch):
     assert (tmp_path / "played").stat().st_size > RATE_HZ
 
 
-def test_every_line_is_a_file_and_what_is_wrong_is_said(tmp_path, url, monkeypatch):
+def test_every_line_is_a_file_and_errors_are_reported(tmp_path, url, monkeypatch):
     (tmp_path / "lines.txt").write_text("Good morning.\n\nGood night.\n" + "x" * 9000)
     given = [tmp_path / "lines.txt", tmp_path / "out", "--server", url, "--voice", "slt", "--format", "wav"]
     with pytest.raises(SystemExit, match=r"line 4: .*input has 9000 characters"):
@@ -226,14 +226,14 @@ def test_a_full_server_is_obeyed(tmp_path, monkeypatch):
     assert waited == [2.0] and (tmp_path / "a.mp3").read_bytes() == b"sound"
 
 
-def test_a_server_that_is_away_is_one_line(tmp_path, monkeypatch):
+def test_an_unreachable_server_is_reported_in_one_line(tmp_path, monkeypatch):
     given = ["Hm?", "--server", "http://127.0.0.1:9", "--out", tmp_path / "told.wav"]
     with pytest.raises(SystemExit, match="ConnectError: All connection attempts failed"):
         run(live_llm.main, monkeypatch, *given)
 
 
 def test_an_agent_answers_and_is_interrupted(tmp_path, url, services):
-    """The second turn is a recording, and comes while the first answer is spoken."""
+    """The second turn is a recording that arrives while the first answer is spoken."""
     services.answers = ["This is a very long answer. " * 12, "Well, good night."]
     services.heard = "Please stop."
     soundfile.write(tmp_path / "turn.wav", np.zeros(RATE_HZ, np.float32), RATE_HZ)
@@ -243,14 +243,14 @@ def test_an_agent_answers_and_is_interrupted(tmp_path, url, services):
 
     async def turns():
         yield "Tell me something."
-        while not (tmp_path / "heard.wav").stat().st_size > 2 * RATE_HZ:  # something of it was heard
+        while not (tmp_path / "heard.wav").stat().st_size > 2 * RATE_HZ:  # some of it was played
             await asyncio.sleep(0.05)
         yield str(tmp_path / "turn.wav")
 
     agent = asyncio.run(voice_agent.converse(turns(), given))
     system, first, cut, second, last = agent.history
     assert system["role"] == "system" and first["content"] == "Tell me something."
-    assert 1 <= cut["content"].count("long answer") < 12  # what was not spoken is not remembered
+    assert 1 <= cut["content"].count("long answer") < 12  # the part that was not spoken is not remembered
     assert second == {"role": "user", "content": "Please stop."}
     assert last["content"].strip() == "Well, good night."
     assert services.asked[1] == [system, first, cut, second]

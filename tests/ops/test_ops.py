@@ -1,5 +1,4 @@
-"""What is in ops/: files for tools that are not part of this project, checked against what the server really has, and
-by those tools where they are installed."""
+"""The files in ops/ agree with the server, and the tools that read them accept them if they are installed."""
 
 import json
 import re
@@ -30,7 +29,7 @@ def alerts():
 
 
 def queries():
-    """Every query of the dashboard and of the alerts, with its title."""
+    """Return every query of the dashboard and the alerts, with its title."""
     page = dashboard()
     asked = [
         (panel["title"], target["expr"]) for panel in page["panels"] for target in panel.get("targets", [])
@@ -46,7 +45,7 @@ def queries():
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory):
-    """What /metrics has: name -> labels -> values, after a request."""
+    """Return the content of /metrics after a request: name -> labels -> values."""
     with Server(tmp_path_factory.mktemp("s")) as server:
         server.speak("frames 3")
         until(lambda: ("zoo_pages",) in metrics.samples(server))
@@ -60,8 +59,7 @@ def exposed(tmp_path_factory):
     return found
 
 
-def test_every_query_asks_for_what_there_is(exposed):
-    """Metrics by name, labels by name, and the values that are named."""
+def test_queries_name_existing_metrics_labels_and_values(exposed):
     assert len(queries()) > 40
     for title, query in queries():
         selectors = SELECTOR.findall(query)
@@ -80,7 +78,7 @@ def test_every_query_asks_for_what_there_is(exposed):
             assert set(group.split(", ")) <= labels | {"instance"}, f"{title}: {query}"
 
 
-def test_every_metric_of_ours_is_on_the_dashboard(exposed):
+def test_the_dashboard_shows_every_metric(exposed):
     alerting = {rule["alert"] for rule in alerts()}
     shown_queries = [query for title, query in queries() if title not in alerting]
     asked = {name for query in shown_queries for name, _ in SELECTOR.findall(query)}
@@ -90,7 +88,7 @@ def test_every_metric_of_ours_is_on_the_dashboard(exposed):
     assert shown - asked == {"zoo_build_info"}
 
 
-def test_panels_lie_beside_each_other():
+def test_panels_do_not_overlap():
     taken, ids = set(), []
     for panel in dashboard()["panels"]:
         place = panel["gridPos"]
@@ -120,7 +118,7 @@ def run(*command):
 
 
 @pytest.mark.parametrize("promtool", [tool("promtool")])
-def test_prometheus_reads_every_query(promtool, tmp_path):
+def test_prometheus_accepts_every_query(promtool, tmp_path):
     rules = []
     for number, (_, query) in enumerate(queries()):
         for name, value in VARIABLES.items():
@@ -133,26 +131,26 @@ def test_prometheus_reads_every_query(promtool, tmp_path):
 
 
 @pytest.mark.parametrize("hadolint", [tool("hadolint")])
-def test_the_dockerfile_is_tidy(hadolint):
+def test_hadolint_accepts_the_dockerfile(hadolint):
     run(hadolint, OPS / "Dockerfile")
 
 
 @pytest.mark.parametrize("compose", [tool("docker-compose"), tool("podman-compose")])
 @pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]])
-def test_compose_reads_its_files(compose, files):
+def test_compose_accepts_its_files(compose, files):
     run(compose, *(part for file in files for part in ("-f", OPS / file)), "config", "-q")
 
 
 @pytest.mark.parametrize("analyze", [tool("systemd-analyze")])
-def test_systemd_reads_the_unit(analyze, tmp_path):
+def test_systemd_accepts_the_unit(analyze, tmp_path):
     unit = (OPS / "zoo.service").read_text()
     assert "ExecStart=/opt/speechzoo/bin/zoo serve" in unit
     (tmp_path / "zoo.service").write_text(unit.replace("/opt/speechzoo/bin/zoo", sys.executable))
     assert not run(analyze, "verify", tmp_path / "zoo.service").strip()
 
 
-def test_what_the_image_copies_is_there_and_not_left_out():
-    """COPY of files, against the tree and .dockerignore; both targets end alike."""
+def test_files_that_the_image_copies_exist_and_are_not_ignored():
+    """COPY, the tree and .dockerignore agree, and both targets end in the same way."""
     text = (OPS / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
@@ -161,7 +159,7 @@ def test_what_the_image_copies_is_there_and_not_left_out():
     assert re.sub("^#.*\n", "", cpu, flags=re.M).strip() == cuda.strip()
 
 
-def test_compose_mounts_what_there_is():
+def test_files_that_compose_mounts_exist():
     services = yaml.safe_load((OPS / "compose.yaml").read_text())["services"]
     mounted = [
         volume.split(":")[0]
@@ -176,7 +174,7 @@ def test_compose_mounts_what_there_is():
 
 
 def health_checks():
-    """Of the images, and of compose: the command, and the route that it asks."""
+    """Return the route and command of each health check, of the images and of compose."""
     text = (OPS / "Dockerfile").read_text()
     found = [
         ("/health", json.loads(command))
@@ -190,8 +188,8 @@ def health_checks():
 
 
 def test_health_checks_ask_the_server(tmp_path):
-    """The very commands, of another port and with time for a busy machine: the images ask whether it is alive, compose
-    whether it is ready."""
+    """The images check that the server is alive, compose that it is ready. The commands run here with another port and a
+    longer timeout."""
     assert [route for route, _ in health_checks()] == ["/health", "/health", "/ready"]
 
     def statuses(url):
