@@ -172,8 +172,8 @@ def option_rows(found: list[tuple[str, protocol.ModelInfo]]) -> Iterator[list[st
             row = (f"`{option.name}`", option.possible, default, option.help)
             rows.setdefault(row, []).append(info.variant)
     all_variants = {info.variant for _, info in found}
-    for row, names in rows.items():
-        yield [*row, "all" if set(names) == all_variants else ", ".join(dict.fromkeys(names))]
+    for cells, names in rows.items():
+        yield [*cells, "all" if set(names) == all_variants else ", ".join(dict.fromkeys(names))]
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
