@@ -1,5 +1,5 @@
-"""Qwen3-TTS 12 Hz (Qwen team, Apache-2.0): text to 24 kHz speech, 16 codes per 80 ms frame. See README.md
-beside this file."""
+"""Qwen3-TTS 12 Hz (Qwen team, Apache-2.0): text to 24 kHz speech, 16 codes per 80 ms frame. See README.md in
+this folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAME = "qwen3_tts"
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot
-    be read."""
+    """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
+    read."""
     from zoo.nn.json_files import read_config
 
     config = read_config(path)
-    # Codecs alone are claimed too, to be refused by name.
+    # A directory that holds only a codec is claimed too, so that `load` can refuse it with a clear message.
     codecs = ("qwen3_tts_tokenizer_12hz", "qwen3_tts_tokenizer_25hz")
     known = ("qwen3_tts", *codecs)
     return config.get("model_type") in known or config.get("architectures") == [
@@ -29,8 +29,8 @@ def claims(path: Path) -> bool:
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> Qwen3TTS:
-    """The family with its weights: the talker in `dtype`, codec and speaker encoder in fp32. Raises
-    ValueError that names what is wrong."""
+    """Return the family with its weights: the talker in `dtype`, the codec and the speaker encoder in fp32.
+    Raises ValueError with the file and the problem."""
     import torch
 
     from zoo.nn import checkpoint
@@ -40,7 +40,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     from zoo.qwen3_tts.prompt import PromptWriter
 
     if adapter is not None:
-        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
+        raise ValueError(f"{NAME} does not support adapters; load the model without {adapter}")
     config, defaults, codec_configs, spec = describe(directory)
     talker, codec = build(config, codec_configs)
     checkpoint.load(talker, weights.root(config), directory, device, dtype)
@@ -50,7 +50,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     )
     codec.decoder.prepare()
     if talker.speaker is None:
-        codec.encoder = None  # only references need it; its tensors were checked above
+        codec.encoder = None  # only references need it; `checkpoint.load` checked its tensors
         cloner = None
     else:
         codec.encoder.prepare()
@@ -63,7 +63,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
 
 
 def build(config, codec_configs):
-    """Talker and codec on `meta`: names and shapes, no memory."""
+    """Return talker and codec on the `meta` device, where tensors have names and shapes but no memory."""
     import torch
 
     from zoo.qwen3_tts.codec import Codec
@@ -74,7 +74,7 @@ def build(config, codec_configs):
 
 
 def describe(directory: Path):
-    """Config, defaults, codec configs and Spec, read from the JSON files alone."""
+    """Return config, defaults, codec configs and Spec. Only the JSON files are read."""
     import torch
 
     from zoo.contract import KV, Spec
@@ -114,21 +114,21 @@ def describe(directory: Path):
         name=f"Qwen3-TTS {SIZES.get(config.size, config.size)} {config.variant}",
         feeds=defaults.feeds,
         mixes=config.variant != "voice_design",
-        # a voice that is made from instructions is another one in the next pass, and nothing clones it
+        # A designed voice would change from pass to pass, and the model has no encoder to clone the first one.
         piece_s=None if config.variant == "voice_design" else min(PIECE_S, max(1.0, longest_s / 3)),
     )
     return config, defaults, (decoder, encoder), spec
 
 
 def survey(directory: Path):
-    """Spec and number of parameters, weights unread."""
+    """Return the Spec and the number of parameters without reading the weights."""
     config, _, codec_configs, spec = describe(directory)
     modules = build(config, codec_configs)
     return spec, sum(p.numel() for module in modules for p in module.parameters())
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or OSError."""
     import torch
 
     from zoo.qwen3_tts.demo import write

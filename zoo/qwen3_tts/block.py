@@ -1,4 +1,4 @@
-"""What the talker's and the code predictor's blocks have in common: all but how they attend."""
+"""The transformer block that the talker and the code predictor share: everything except attention itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from zoo.qwen3_tts.config import StackConfig
 
 
 class Qwen3Block(nn.Module):
-    """Grouped-query attention with a norm per head, then a gated MLP, each behind a norm and added to its
-    input.
+    """Grouped-query attention with a norm per head, then a gated MLP. Both are pre-norm and residual.
 
     Source: transformers, models/qwen3, Qwen3DecoderLayer.
     """
@@ -29,16 +28,16 @@ class Qwen3Block(nn.Module):
         self.mlp = SwiGLU(config.hidden, config.inner)
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., D] -> normed queries [..., H, dim] and keys [..., Hkv, dim], and values [..., Hkv, dim]."""
+        """x [..., D] -> normalised queries [..., H, dim] and keys [..., Hkv, dim], and values [..., Hkv, dim]."""
         q, k, v = self.project_plain_qkv(x)
         return self.q_norm(q), self.k_norm(k), v
 
     def project_plain_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `project_qkv`, before the norms of heads."""
+        """Return the same as `project_qkv`, but without the norm per head."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
         return q, k, v
 
     def project_output(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """x [..., D] and what its heads made of it [..., H * dim] -> the block's output [..., D]."""
+        """x [..., D] and the attention output of its heads [..., H * dim] -> the block's output [..., D]."""
         x = x + self.out(mixed)
         return x + self.mlp(self.mlp_norm(x))

@@ -1,8 +1,8 @@
-"""What a clone needs of its reference: the sound of the voice, and for cloning with a transcript the codes
-and where the codec stands after them. All of it is encoded once, in fp32, and kept.
+"""Encodes a reference recording for cloning. Every clone needs the speaker vector; a clone with a transcript
+also needs the codes, and the codec decoder's state after them. A clip is encoded once, in fp32, and cached.
 
     clip ─ mono, 24 kHz ─┬─ log mel ─ speaker encoder ─────────> speaker [D]
-                         └─ codec encoder ─> codes [F, K] ─ prime ─> codec_state: new frames go on from the reference without a seam
+                         └─ codec encoder ─> codes [F, K] ─ prime ─> codec_state: new frames continue the reference without a seam
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
 FAMILY = "qwen3_tts"
-FFT, HOP = 1024, 256  # samples of a mel frame, and between two
-LONGEST_S = 60.0  # the talker reads 12.5 positions a second; the model was made for a few seconds
+FFT, HOP = 1024, 256  # samples in a mel frame, and from one mel frame to the next
+LONGEST_S = 60.0  # the talker reads 12.5 positions per second; the model is meant for a few seconds
 
 
 def reference_s(config: SpeakerConfig) -> tuple[float, float]:
-    """The shortest and the longest reference."""
+    """Return the shortest and the longest accepted reference, in seconds."""
     return math.ceil(1000 * config.min_frames * HOP / SAMPLE_RATE_HZ) / 1000, LONGEST_S
 
 
 @dataclass(frozen=True)
 class EncodedReference:
-    """codes and codec_state are there where the reference is cloned with its transcript."""
+    """An encoded clip. Without a transcript `codes` is empty and `codec_state` is None."""
 
     name: bytes  # equal for equal clips
     speaker: Tensor  # [D] fp32
-    codes: Tensor  # [F, K]; F is 0 for the sound of the voice alone
-    codec_state: Tensor | None  # [values], the codec decoder's after these codes
+    codes: Tensor  # [F, K]; F is 0 without a transcript
+    codec_state: Tensor | None  # [values], the codec decoder's state after these codes
 
     def tensors(self) -> dict[str, Tensor]:
         state = {} if self.codec_state is None else {"codec_state": self.codec_state}
@@ -50,7 +50,7 @@ class EncodedReference:
 
 
 class Cloner:
-    """AudioClip -> EncodedReference. May be called from several threads."""
+    """Encodes an AudioClip to an EncodedReference. Thread-safe."""
 
     def __init__(self, speaker: SpeakerEncoder, codec: Codec, device: torch.device):
         self.speaker, self.codec, self.device = speaker, codec, device
@@ -61,7 +61,8 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, speaker.config, *modules))
 
     def __call__(self, clip: AudioClip, x_vector_only: bool) -> EncodedReference:
-        """Raises ValueError (`param` "references") for audio that is no reference."""
+        """Return the clip's encoding, from the cache if possible. Raises ValueError (`param` "references") for
+        unusable audio."""
         name = content(clip, x_vector_only)
         file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
         return self.references.get(name, lambda: self._encode(name, clip, x_vector_only), file)
@@ -78,6 +79,6 @@ class Cloner:
         if x_vector_only:
             none = torch.empty(0, self.codec.decoder.config.codebooks, dtype=torch.int64, device=self.device)
             return EncodedReference(name, speaker, none, None)
-        assert self.codec.encoder is not None, "a model that clones keeps its codec's encoder"
+        assert self.codec.encoder is not None, "a model that clones must keep its codec's encoder"
         codes = self.codec.encoder(samples)  # [1, F, K]
         return EncodedReference(name, speaker, codes[0], self.codec.decoder.prime(codes)[0])

@@ -1,13 +1,13 @@
-"""The 12 Hz codec. The decoder turns frames of 16 codes (80 ms) into 24 kHz samples, exactly, however the
-frames are cut into calls.
+"""The 12 Hz codec. Its decoder turns frames of 16 codes (80 ms) into 24 kHz samples. The samples do not
+depend on how the frames are split into calls.
 
     codes [B, F, K] ─ codebooks ─ conv ─ transformer ─ upsample x2 x2 ─ conv ─ x8 ─ x5 ─ x4 ─ x3 ─ conv ─ samples [B, 1920 F]
                         512       1024   8 layers          1024         1536  768  384  192   96     1     channels
                                          12.5 Hz          25, 50 Hz           0.4   2    8    24  kHz
 
-Every layer looks back only. What the layers must remember of a stream, their inputs' ends and the last 71
-keys and values, is one row of `state_size` values: zeros for a new stream, handed in and out. Source:
-QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py, whose own streaming (300
+Every layer is causal. The state of a stream is one row of `state_size` values: the ends of the layers' inputs
+and the last 71 keys and values. A new stream starts with zeros; each call takes the row and returns the next one.
+Source: QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py. The streaming there (300
 frames with 25 of context) is an approximation.
 """
 
@@ -33,21 +33,21 @@ from zoo.nn.vq import SplitVQ
 from zoo.qwen3_tts.config import StackConfig
 from zoo.qwen3_tts.encoder import CODEC_FILE, Encoder, EncoderConfig
 
-WINDOW = (1, 1024)  # frames: every stream holds as many keys and values in every layer
-DILATIONS = (1, 3, 9)  # of a block's residual units
-KERNEL = 7  # of every convolution that is neither 1 wide nor named in the checkpoint's config
+WINDOW = (1, 1024)  # frames; every layer keeps this many keys and values per stream
+DILATIONS = (1, 3, 9)  # one per residual unit of a block
+KERNEL = 7  # for every convolution that is wider than 1 and not described in the checkpoint's config
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     codebooks: int
     codebook_size: int
-    codebook_width: int  # of the latent that the codebooks add up to; a row has half of it
+    codebook_width: int  # of the latent that the codebooks sum to; a codebook row is half as wide
     latent: int  # channels around the transformer
     transformer: StackConfig
-    window: int  # frames that a frame attends to, itself included
+    window: int  # frames that a frame attends to, including itself
     ratios: tuple[int, ...]  # upsampling after the transformer
-    channels: int  # of the first block, halved by each
+    channels: int  # of the first block; each block halves them
     rates: tuple[int, ...]  # upsampling of the blocks
     rate_hz: int
 
@@ -57,7 +57,8 @@ class DecoderConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> DecoderConfig:
-        """The codec's whole config.json. Raises ValueError for what is missing, out of range or not known."""
+        """Read the decoder's part of the codec's config.json. Raises ValueError for a missing, out-of-range or
+        unsupported value."""
         root = ConfigBlock(config, file=CODEC_FILE)
         block = root.block("decoder_config")
         rates = block.integers("upsample_rates", *STRIDE)
@@ -75,13 +76,13 @@ class DecoderConfig:
         )
         root.expect_product("decode_upsample_rate", read.frame_samples)
         if read.transformer.heads != read.transformer.kv_heads:
-            known = f"only num_attention_heads is known, {read.transformer.heads}"
+            known = f"only num_attention_heads, {read.transformer.heads}, is supported"
             raise block.refuse("num_key_value_heads", known)
         return read
 
 
 class Layer(Stateful):
-    """A transformer layer over a sliding window. It keeps keys and values."""
+    """A transformer layer with sliding-window attention. Its state is the window's keys and values."""
 
     def __init__(self, config: StackConfig, window: int):
         width = config.heads * config.head_dim
@@ -96,8 +97,8 @@ class Layer(Stateful):
         self.mlp_scale = nn.Parameter(torch.empty(config.hidden))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, state: CodecState) -> Tensor:
-        """x [B, F, D]; cos and sin [B, F, 1, head_dim]; seen [B, 1, F, window - 1 + F]: which key a frame may
-        read."""
+        """x [B, F, D] -> [B, F, D]; cos and sin [B, F, 1, head_dim]; seen [B, 1, F, window - 1 + F] marks the
+        keys that each frame may attend to."""
         # [B, F, H, head_dim]
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.attention_norm(x)))
         k = rotate(k, cos, sin)
@@ -109,7 +110,7 @@ class Layer(Stateful):
 
 
 class Transformer(nn.Module):
-    """latent -> latent, [B, F, C]. Positions count from the start of the stream."""
+    """The sliding-window transformer, [B, F, C] -> [B, F, C]. Positions count from the start of the stream."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -123,8 +124,8 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         frame = torch.arange(x.shape[1], device=x.device)
         cos, sin = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
-        # Key j stands window - 1 - j frames before this call's first frame. Zeros before the stream began are
-        # no keys: they are masked.
+        # Key j lies window - 1 - j frames before this call's first frame. The zeros from before the start of the
+        # stream are masked.
         kept = self.window - 1
         key = torch.arange(kept + x.shape[1], device=x.device)
         window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [F, window - 1 + F]
@@ -136,7 +137,7 @@ class Transformer(nn.Module):
 
 
 class Upsample(nn.Module):
-    """A transposed convolution, then a ConvNeXt block (Liu et al. 2022). [B, C, N] -> [B, C, ratio N]."""
+    """A transposed convolution followed by a ConvNeXt block (Liu et al. 2022): [B, C, N] -> [B, C, ratio N]."""
 
     def __init__(self, channels: int, ratio: int):
         super().__init__()
@@ -167,7 +168,7 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """[B, C, N] -> [B, C / 2, rate N]."""
+    """An upsampling block with three residual units: [B, C, N] -> [B, C / 2, rate N]."""
 
     def __init__(self, channels: int, rate: int):
         super().__init__()
@@ -183,7 +184,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Codes to samples, in the dtype of its weights. Call `prepare` once they are in place."""
+    """Decodes codes to samples, in the dtype of its weights. Call `prepare` once after loading them."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -201,7 +202,7 @@ class Decoder(nn.Module):
 
     @property
     def state_size(self) -> int:
-        """Values that one stream carries from call to call."""
+        """Number of values that one stream carries from call to call."""
         return self.layout.size
 
     @property
@@ -209,23 +210,27 @@ class Decoder(nn.Module):
         return self.tail.weight.dtype
 
     def prepare(self) -> None:
-        """Compute once what follows from the weights alone."""
+        """Precompute the tensors that depend only on the weights."""
         for module in self.modules():
             if isinstance(module, SnakeBeta | SplitVQ):
                 module.prepare()
 
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """codes [B, F, K] int64; rows [B, state_size], zeros for a new stream; start [B], frames of the
-        stream before these; count [B], how many of the F frames are valid (0 to F) -> samples [B, F *
-        frame_samples] in [-1, 1], and the rows for the next call. Samples of frames that are not valid mean
-        nothing."""
+        """Decode codes [B, F, K] int64 to samples [B, F * frame_samples] in [-1, 1].
+
+        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in earlier
+        calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the others. Also returns
+        the rows for the next call.
+        """
         state = CodecState(self.layout, rows, codes.shape[1], count)
         return self._speak(self._read(codes, start, state), state), state.next()
 
     def prime(self, codes: Tensor) -> Tensor:
-        """codes [B, F, K] -> the rows [B, state_size] of streams that have said them. Their samples are not
-        made: behind the transformer, where nearly all of the work is, only the last frames are needed, as far
-        as the convolutions look back."""
+        """Return the states [B, state_size] of streams that have already spoken codes [B, F, K].
+
+        No samples are made. Nearly all of the work is in the convolutions after the transformer, and they run only
+        on the last `reach` frames.
+        """
         start = codes.new_zeros(codes.shape[0])
         rows = codes.new_zeros(codes.shape[0], self.state_size, dtype=self.dtype)
         state = CodecState(self.layout, rows, codes.shape[1], start + codes.shape[1])
@@ -236,18 +241,17 @@ class Decoder(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Frames that the convolutions behind the transformer look back from the first sample of a new
-        one."""
+        """Number of frames that the convolutions after the transformer look back from the start of a new frame."""
         parts = (*self.upsample, self.stem, *self.blocks, self.tail)
         return reach(layer for part in parts for layer in part.modules())
 
     def _read(self, codes: Tensor, start: Tensor, state: CodecState) -> Tensor:
-        """-> [B, C, F] at the frame rate"""
+        """Return the latent [B, C, F] at the frame rate."""
         x = self.conv(self.quantizer.decode(codes), state)
         return self.transformer(x.mT, start, state).mT
 
     def _speak(self, x: Tensor, state: CodecState) -> Tensor:
-        """-> samples [B, F * frame_samples]"""
+        """Return samples [B, F * frame_samples]."""
         for upsample in self.upsample:
             x = upsample(x, state)
         x = self.stem(x, state)
@@ -258,7 +262,7 @@ class Decoder(nn.Module):
 
 
 class Codec(nn.Module):
-    """What speech_tokenizer/model.safetensors holds: the decoder, and the encoder for references."""
+    """The modules of speech_tokenizer/model.safetensors: the decoder, and the encoder for references."""
 
     def __init__(self, decoder: DecoderConfig, encoder: EncoderConfig):
         super().__init__()

@@ -1,5 +1,5 @@
-"""The checkpoint's config.json as frozen dataclasses. A key that is missing or out of range is an error that
-names it; unknown keys are ignored."""
+"""The checkpoint's config.json as frozen dataclasses. A missing or out-of-range key raises an error that names
+it; unknown keys are ignored."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from zoo.nn.config import (
 VARIANTS = ("base", "custom_voice", "voice_design")
 CODEC = "qwen3_tts_tokenizer_12hz"
 SAMPLE_RATE_HZ = 24_000
-CONTROL_IDS = 1024  # the last ids of the codec vocabulary are no codes; of them the end alone is ever sampled
-NEW_TOKENS = (2, 1 << 17)  # the first of them ends the prefill and is no frame
-NARROW = (1, 64)  # kernels and dilations of the speaker encoder: wider ones would need long references
-# Of the defaults, as of a request: zoo.request.sampling_options
+# The last 1024 ids of the codec vocabulary are control ids; the model samples only one of them, the end.
+CONTROL_IDS = 1024
+NEW_TOKENS = (2, 1 << 17)  # the reference counts one token more than frames
+NARROW = (1, 64)  # kernels and dilations of the speaker encoder; wider ones would need long references
+# The same limits apply to a request's values: see zoo.request.sampling_options.
 TEMPERATURE, TOP_K, TOP_P, PENALTY = (0.0, 2.0), (0, 1_000_000), (1e-6, 1.0), (0.5, 2.0)
-# Published configs name the speaker encoder's width and rate alone; the rest is the reference's
-# (configuration_qwen3_tts.py).
+# Published configs give only the speaker encoder's width and sample rate. These are the reference's class
+# defaults for the other keys (configuration_qwen3_tts.py).
 SPEAKER: dict[str, Any] = {
     "mel_dim": 128,
     "enc_channels": [512, 512, 512, 512, 1536],
@@ -101,16 +102,16 @@ class Control:
 class SpeakerConfig:
     width: int
     mels: int
-    channels: tuple[int, ...]  # of the first convolution, of the blocks, of the one that joins the blocks
-    kernels: tuple[int, ...]  # likewise
-    dilations: tuple[int, ...]  # likewise
-    attention: int  # channels in the middle of the pooling's attention
-    parts: int  # of a block's chain
-    gate: int  # channels in the middle of a block's gate
+    channels: tuple[int, ...]  # of the first convolution, the blocks, and the joining convolution
+    kernels: tuple[int, ...]  # in the same order
+    dilations: tuple[int, ...]  # in the same order
+    attention: int  # bottleneck channels of the pooling's attention
+    parts: int  # into which a block's chain splits its channels
+    gate: int  # bottleneck channels of a block's gate
 
     @property
     def min_frames(self) -> int:
-        """Frames that the mirrored ends of every convolution need."""
+        """Fewest mel frames that are enough for the reflect padding of every convolution."""
         return 1 + max(
             (kernel - 1) * dilation // 2
             for kernel, dilation in zip(self.kernels, self.dilations, strict=True)
@@ -118,11 +119,11 @@ class SpeakerConfig:
 
     @classmethod
     def read(cls, block: ConfigBlock, talker_width: int) -> SpeakerConfig:
-        """Raises ValueError for what is missing and for what does not fit together."""
+        """Read the block. Raises ValueError for a missing key, and for values that do not fit together."""
         block.expect(sample_rate=SAMPLE_RATE_HZ)
         width = block.integer("enc_dim", *WIDTH)
         if width != talker_width:
-            raise block.refuse("enc_dim", f"the talker that reads it has hidden_size={talker_width}")
+            raise block.refuse("enc_dim", f"it must equal the talker's hidden_size, {talker_width}")
         block = block.with_defaults(SPEAKER)
         parts = block.integer("enc_res2net_scale", 2, 64)
         read = cls(
@@ -142,10 +143,12 @@ class SpeakerConfig:
             or last != len(middle) * first
         ):
             counts = f"there are {len(read.kernels)} enc_kernel_sizes and {len(read.dilations)} enc_dilations"
-            known = "known are equal blocks, all of which the last convolution joins"
+            known = "only equal blocks that the last convolution joins are supported"
             raise block.refuse("enc_channels", f"{counts}; {known}")
         if first % parts:
-            raise block.refuse("enc_res2net_scale", f"a block's {first} channels are not so many equal parts")
+            raise block.refuse(
+                "enc_res2net_scale", f"a block's {first} channels do not divide into that many equal parts"
+            )
         return read
 
 
@@ -153,7 +156,7 @@ class SpeakerConfig:
 class Config:
     variant: str
     size: str
-    speaker: SpeakerConfig | None  # of the Base models
+    speaker: SpeakerConfig | None  # only Base models have one
     talker: StackConfig
     depth: StackConfig
     vocab: int  # codes and control ids of the first codebook
@@ -180,19 +183,19 @@ class Config:
 
     @property
     def takes_instructions(self) -> bool:
-        """The 0.6B models were not trained for them and neither were the Base models: the reference drops
-        them."""
+        """Whether the checkpoint was trained to follow instructions. The 0.6B and Base models were not; the
+        reference drops their instructions."""
         return self.variant == "voice_design" or (self.variant == "custom_voice" and self.size != "0b6")
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """As in zoo.contract.Spec."""
+        """The voice modes, as in zoo.contract.Spec."""
         if self.variant == "custom_voice":
             return ("voice", "instruct") if self.takes_instructions else ("voice",)
         return ("clone",) if self.variant == "base" else ("design",)
 
     def check_codes(self, codebooks: int, size: int, where: str) -> None:
-        """Raises ValueError where a half of the codec has other codes than the model."""
+        """Raise ValueError if the codec's encoder or decoder has other codes than the model."""
         first = self.vocab - CONTROL_IDS
         if (self.codebooks, first, self.depth_vocab) != (codebooks, size, size):
             model = f"{self.codebooks}: {first} codes in the first, {self.depth_vocab} in the others"
@@ -200,11 +203,11 @@ class Config:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Raises ValueError for what is missing or out of range, and by name for models that cannot run."""
+        """Read config.json. Raises ValueError for a missing or out-of-range key, and for an unsupported model."""
         root = ConfigBlock(config)
         if (model := str(config.get("model_type"))).startswith("qwen3_tts_tokenizer"):
             raise ValueError(
-                f"this directory is a codec alone ({model}) and cannot speak; a model has it as speech_tokenizer/"
+                f"this directory holds only a codec ({model}); load the model that contains it as speech_tokenizer/"
             )
         tokenizer, variant = root.string("tokenizer_type"), root.string("tts_model_type")
         if tokenizer != CODEC:
@@ -218,15 +221,14 @@ class Config:
         codebooks = talker.integer("num_code_groups", 2, CODEBOOKS[1])
         depth.expect(num_code_groups=codebooks)
         stack, speaker = StackConfig.read(talker), None
-        # fine-tuned CustomVoice directories keep the block of the Base model they come from, but not its
-        # tensors
+        # A fine-tuned CustomVoice directory keeps its Base model's speaker_encoder_config, but not the tensors.
         if variant == "base":
             speaker = SpeakerConfig.read(root.block("speaker_encoder_config"), stack.hidden)
         vocab = talker.integer("vocab_size", CONTROL_IDS + 1, VOCABULARY[1])
         text_vocab = talker.integer("text_vocab_size", *VOCABULARY)
         languages, voices = talker.ids("codec_language_id", vocab), talker.ids("spk_id", vocab)
         if variant == "custom_voice" and not voices:
-            raise talker.refuse("spk_id", "a custom_voice model needs a voice at least")
+            raise talker.refuse("spk_id", "a custom_voice model needs at least one voice")
 
         def text_row(key: str) -> int:
             return root.integer(key, 0, text_vocab - 1)
@@ -257,23 +259,24 @@ class Config:
 
 
 def _dialects(block: ConfigBlock, languages: dict[str, int]) -> dict[str, str]:
-    """Voice -> its dialect, of those that have one; the others have false."""
+    """Return the dialect of each voice that has one. The config has false for the others."""
     dialects: dict[str, str] = {}
     for name, dialect in block.values.items():
         if dialect is False:
             continue
         if not isinstance(dialect, str) or dialect not in languages:
-            raise block.refuse(name, "false or a key of codec_language_id is possible")
+            raise block.refuse(name, "use false or a key of codec_language_id")
         dialects[name.lower()] = dialect
     return dialects
 
 
-FEEDS = "interleaved_text"  # of our own checkpoints: false where they were trained on whole texts alone
+# A key of our own checkpoints: false if the model was trained only on complete texts.
+FEEDS = "interleaved_text"
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """generation_config.json: what a request gets that does not say."""
+    """The defaults for a request, from generation_config.json."""
 
     temperature: float
     top_k: int
@@ -283,11 +286,11 @@ class Defaults:
     depth_top_k: int
     depth_top_p: float
     max_new_tokens: int
-    feeds: bool  # whether it has learned to speak while text arrives, as all published ones have
+    feeds: bool  # whether the model can speak while text arrives; all published ones can
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Defaults:
-        """Raises ValueError for what is missing or out of range."""
+        """Read the file. Raises ValueError for a missing or out-of-range key."""
         root = ConfigBlock(config, file="generation_config.json")
         draws, depth_draws = root.flag("do_sample"), root.flag("subtalker_dosample")
         return cls(

@@ -1,11 +1,11 @@
-"""Random checkpoints in the published layout: every file, no trained weight. For tests, first tries, and
-speed work without weights.
+"""Random checkpoints in the published layout: every file, but no trained weights. They serve tests, first tries
+and speed measurements.
 
     write("demo", "tiny")    # a few hundred kilobytes, runs anywhere
-    write("full", "0.6b")    # the published shapes and sizes; also "0.6b-base", which clones, and "1.7b-design", see SIZES
+    write("full", "0.6b")    # the published shapes and sizes; see SIZES for others, such as "0.6b-base", which clones
 
-A tensor's values follow from (seed, published name, shape) alone, by integer arithmetic, so they are the same
-on every machine.
+A tensor's values depend only on (seed, published name, shape). Integer arithmetic makes them the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ def _root(
     text_vocab: int,
     ids,
 ) -> dict[str, Any]:
-    """config.json of a CustomVoice model. ids: where a published codec id that is not a code lies in this
-    vocabulary."""
-    # inert: all three count the same positions
+    """Return config.json of a CustomVoice model. ids: maps a published control id to its id in this vocabulary."""
+    # no effect: all three sections count the same positions
     sections = [24, 20, 20] if talker["head_dim"] == 128 else [2, 1, 1]
     return {
         "architectures": ["Qwen3TTSForConditionalGeneration"],
@@ -136,7 +135,7 @@ def _root(
             "vocab_size": codes + 1024,
         },
         "tokenizer_type": "qwen3_tts_tokenizer_12hz",
-        # from 4.57.3 on, the reference swaps in another model's text splitting for large vocabularies
+        # With 4.57.3 or later, the reference splits text like another model if the vocabulary is large.
         "transformers_version": "4.57.1",
         "tts_bos_token_id": text["<tts_text_bos>"],
         "tts_eos_token_id": text["<tts_text_eod>"],
@@ -307,8 +306,8 @@ def _tiny(size: str, depth_hidden: int) -> dict[str, Any]:
 
 
 def _mid() -> dict[str, Any]:
-    """About a fifth of the 0.6B model, with all of its codes and positions: for comparing speed where the
-    published size is too slow."""
+    """Return the config of a model with about a fifth of the 0.6B's parameters and all of its codes and positions.
+    It is for speed comparisons on machines where the published size is too slow."""
     talker, depth = _stack(512, 1536, 16, 8, head_dim=64), _stack(512, 1536, 5, 8, head_dim=64)
     return _root(
         "0b6",
@@ -343,8 +342,7 @@ def _files(config: dict[str, Any], codec: dict[str, Any], max_new_tokens: int) -
 def _variant(
     custom_voice: dict[str, dict[str, Any]], variant: str, **speaker: Any
 ) -> dict[str, dict[str, Any]]:
-    """The files of a variant that has no voices of its own. speaker: further keys of the speaker encoder's
-    block."""
+    """Return the files of a variant without built-in voices. speaker: further keys of speaker_encoder_config."""
     files = copy.deepcopy(custom_voice)
     config = files["config.json"]
     talker = config["talker_config"]
@@ -364,9 +362,9 @@ def _variant(
 
 TINY_SPEAKER = {"enc_channels": [16, 16, 16, 16, 48], "enc_attention_channels": 8, "enc_se_channels": 8}
 
-# Every JSON file of each size but the vocabulary. "tiny" is built like the 0.6B model, "tiny-1.7b" (narrower
-# code predictor) like the 1.7B; "mid" is for speed alone. Without a suffix a model is CustomVoice, "-base"
-# clones and "-design" makes voices from descriptions; there is no design of the 0.6B.
+# The JSON files of each size, except the vocabulary. "tiny" is built like the 0.6B model and "tiny-1.7b", which has a
+# narrower code predictor, like the 1.7B model; "mid" is only for speed. A model without a suffix is CustomVoice,
+# "-base" clones, and "-design" makes voices from descriptions; the 0.6B has no such variant.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": _files(_tiny("0b6", 32), TINY_CODEC, 250),
     "tiny-1.7b": _files(_tiny("1b7", 16), TINY_CODEC, 250),
@@ -391,9 +389,9 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (where the published name matches, middle, deviation, whether the deviation is divided by the root of the
-# fan-in); the first match counts. The values are meant to catch errors: nothing is one, zero or so small that
-# a branch of the network could be left out unnoticed.
+# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in). The
+# first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a missing
+# branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"\.initialized$", 1.0, 0.0, False),
     (r"\.cluster_usage$", 1.5, 0.25, False),  # ones would hide the division
@@ -402,21 +400,26 @@ RULES: tuple[Rule, ...] = (
     (r"\.(scale|gamma|alpha|beta)$", 0.0, 0.3, False),  # trained scales start at 0.01 and 1e-6
     (r"^decoder\.decoder\.6\.conv\.bias$", 0.0, 0.001, False),
     (r"\.bias$", 0.0, 0.1, False),
-    (r"code_predictor\.model\.codec_embedding\.", 0.0, 0.25, False),  # fifteen of these meet one text row
+    (
+        r"code_predictor\.model\.codec_embedding\.",
+        0.0,
+        0.25,
+        False,
+    ),  # fifteen of these are added to one text row
     (r"embedding\.weight$", 0.0, 1.0, False),
-    (r"(codec_head|lm_head\.\d+)\.weight$", 0.0, 2.0, True),  # logits of a few units
-    (r"^decoder\.decoder\.6\.conv\.weight$", 0.0, 0.01, True),  # soft audio, far from the clamp
+    (r"(codec_head|lm_head\.\d+)\.weight$", 0.0, 2.0, True),  # for logits of a few units
+    (r"^decoder\.decoder\.6\.conv\.weight$", 0.0, 0.01, True),  # quiet audio, far from the clamp
     (r"^decoder\.decoder\.\d\.block\.\d\.conv2\.conv\.weight$", 0.0, 0.5, True),
     (r"^encoder\.(encoder|downsample)\..*weight$", 0.0, 1.4, True),
-    (r"^speaker_encoder\.fc\.weight$", 0.0, 0.15, True),  # as loud as a row of a table
+    (r"^speaker_encoder\.fc\.weight$", 0.0, 0.15, True),  # as large as a row of the embedding
     (r"^speaker_encoder\..*weight$", 0.0, 1.4, True),
     (r"\.weight$", 0.0, 1.0, True),
 )
 
 
 def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
-    knows."""
+    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule matches
+    the name."""
     shape = tuple(shape)
     return synthetic.fill(name, shape, f"qwen3_tts:{seed}", RULES, _fan_in(name, shape))
 
@@ -439,14 +442,14 @@ def write(
     dtype: torch.dtype = torch.bfloat16,
     **config: Any,
 ) -> Path:
-    """A checkpoint with every file of the published layout. dtype: of the root's tensors (the codec's are
-    float32).
+    """Write a checkpoint with every file of the published layout and return its directory.
 
-    config: changes to config.json, merged into its blocks: `talker_config={"num_hidden_layers": 1}`. Tensors
-    are made and written one at a time. Raises ValueError for an unknown size, key or dtype, and for a
-    directory that is not empty.
+    dtype: of the tensors in model.safetensors; the codec's are always float32. config: changes to config.json,
+    merged into its blocks, such as `talker_config={"num_hidden_layers": 1}`. Tensors are made and written one at a
+    time. Raises ValueError for an unknown size, key or dtype, and if the directory is not empty.
     """
-    from zoo.nn.checkpoint import published  # here, so that configs and values can be had without the model
+    # Imported here, so that this module's configs and values do not need the model.
+    from zoo.nn.checkpoint import published
     from zoo.qwen3_tts import build, describe, weights
 
     synthetic.check_dtype(dtype)
@@ -465,11 +468,11 @@ def write(
 
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
-    """The JSON files and the tokenizer of a checkpoint, without its tensors; arguments and errors as in
+    """Write the JSON files and the tokenizer of a checkpoint, without its tensors. Arguments and errors are those of
     `write`."""
     directory, files = synthetic.begin(directory, size, CONFIGS)
     change(files["config.json"], config, "config.json")
-    Config.read(files["config.json"])  # before anything is written
+    Config.read(files["config.json"])  # raises an error before anything is written
     (directory / "speech_tokenizer").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         synthetic.write_json(directory / name, content)

@@ -1,14 +1,14 @@
-"""The code predictor: from the talker's hidden state and a frame's first code to its other fifteen.
+"""The code predictor: it makes a frame's other fifteen codes from the talker's hidden state and the first code.
 
-A small transformer with a fresh cache every frame. Position 0 is the talker's hidden state, position 1 the
-talker's embedding of the first code, position g+1 this module's embedding of code g; the output there,
-through head g, gives code g+1. The last code is never fed back.
+It is a small transformer whose cache starts empty in every frame. Position 0 reads the talker's hidden state,
+position 1 the talker's embedding of the first code, and position g+1 this module's embedding of code g. The output
+at position g+1, through head g, gives code g+1. The last code is never fed back.
 
     position   0       1    2    3   ...  15
     input      hidden  c0   c1   c2  ...  c14
     gives      -       c1   c2   c3  ...  c15
 
-Norms' variances, RoPE and attention stay in fp32: bf16 there is audible (vllm-omni #2274).
+The variances of the norms, RoPE and attention stay in fp32, because bf16 is audible there (vllm-omni #2274).
 Source: QwenLM/Qwen3-TTS, modeling_qwen3_tts.py, Qwen3TTSTalkerCodePredictorModelForConditionalGeneration.
 """
 
@@ -30,18 +30,18 @@ from zoo.qwen3_tts.config import Config
 
 
 class DepthBlock(Qwen3Block):
-    """A block over a dense cache. Its place in the frame comes in as tensors: all blocks and steps are one
-    compiled region."""
+    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and steps
+    share one compiled region."""
 
     @torch.compiler.nested_compile_region
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, L, D] at the positions of cos and sin [L, dim] -> x, and the cache k, v [B, Hkv, K, dim] fp32
-        with these positions in it.
+        """Run the block on x [B, L, D] at the positions of cos and sin [L, dim]. Return x, and the cache k, v
+        [B, Hkv, K, dim] fp32 with these positions added.
 
-        seen [L, K] bool: what each position sees; its last one is its own. L is 2 at the frame's start, then
-        1.
+        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at the
+        frame's start and 1 after that.
         """
         length = x.shape[1]
         # [B, H or Hkv, L, dim]
@@ -62,8 +62,8 @@ class DepthBlock(Qwen3Block):
     def on_gpu(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same with one launch between its matrices: x [B, L, D] from position [1] on, cos and sin [K, dim], the
-        cache [B, 2, Hkv, K, dim] fp32 -> x, and the cache with these positions in it."""
+        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position [1];
+        cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these positions added."""
         q, k, v = self.project_plain_qkv(x)
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         mixed, cache = attend_and_grow(q, k, v, cos, sin, self.head_dim**-0.5, position, cache, norms=norms)
@@ -76,7 +76,7 @@ class CodePredictor(nn.Module):
         depth = config.depth
         self.config = depth
         self.codebooks = config.codebooks
-        # of the talker's width
+        # [K - 1, V, D]: as wide as the talker
         self.embeddings = Tables(config.codebooks - 1, config.depth_vocab, config.talker.hidden)
         self.project = nn.Linear(config.talker.hidden, depth.hidden) if config.projects else nn.Identity()
         self.layers = nn.ModuleList(DepthBlock(depth) for _ in range(depth.layers))
@@ -88,10 +88,10 @@ class CodePredictor(nn.Module):
     def forward(
         self, hidden: Tensor, first: Tensor, first_row: Tensor, noise: Tensor, pick: Callable[..., Tensor]
     ) -> Tensor:
-        """hidden [B, D] after the talker's final norm, first [B] code 0, first_row [B, D] its embedding ->
-        the frame's codes [B, K].
+        """Return the frame's codes [B, K].
 
-        pick(logits=, noise=) [B, V] fp32 -> [B] chooses each code; noise [B, K - 1, V].
+        hidden [B, D] comes after the talker's final norm; first [B] is code 0 and first_row [B, D] its embedding.
+        pick(logits=, noise=) chooses each code: [B, V] fp32 -> [B]; noise [B, K - 1, V].
         """
         stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
         codes = [first]
@@ -108,12 +108,12 @@ class CodePredictor(nn.Module):
         return torch.stack(codes, 1)
 
     def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """-> cos, sin [K, dim]"""
+        """Return cos and sin, [K, dim] each."""
         positions = torch.arange(self.codebooks, device=device)
         return rope_table(positions, self.config.head_dim, self.config.rope_theta, torch.float32)
 
     def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """All layers over an empty cache, for as many frames as hidden has rows: x [B, L, D] and its positions -> x."""
+        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts empty."""
         c = self.config
         cos, sin = self._rope(hidden.device)
         # [K, K]
@@ -132,7 +132,7 @@ class CodePredictor(nn.Module):
         return stack
 
     def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """The same."""
+        """Return the same function for a GPU."""
         c = self.config
         cos, sin = self._rope(hidden.device)
         shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim

@@ -1,4 +1,4 @@
-"""The codec's encoder: reference audio to codes, all of it at once. It is Mimi's.
+"""The codec's encoder, which is Mimi's. It turns a whole reference recording into codes in one call.
 
     samples [B, N] ─ conv ─ (residual, strided conv) x4 ─ conv ─ transformer ─ downsample ─ codebooks ─ codes [B, N / 1920, K]
                                 4, 5, 6, 8: 24 kHz to 25 Hz       25 Hz         12.5 Hz
@@ -38,7 +38,7 @@ from zoo.nn.rope import rope_table, rotate
 from zoo.nn.vq import SplitVQ
 
 CODEC_FILE = "speech_tokenizer/config.json"
-# What this file builds; a config that says otherwise is of another model.
+# The only architecture that this file builds. A config with other values is refused.
 FIXED = {
     "audio_channels": 1,
     "use_causal_conv": True,
@@ -53,12 +53,12 @@ FIXED = {
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    filters: int  # channels of the first convolution, doubled by each strided one
+    filters: int  # channels of the first convolution; each strided one doubles them
     kernel: int
     residual_kernel: int
     last_kernel: int
-    compress: int  # a residual's middle has this many times fewer channels
-    strides: tuple[int, ...]  # in the order of the audio's way
+    compress: int  # how many times fewer channels the middle of a residual unit has
+    strides: tuple[int, ...]  # in the order in which audio passes them
     hidden: int
     inner: int
     layers: int
@@ -66,9 +66,9 @@ class EncoderConfig:
     head_dim: int
     eps: float
     rope_theta: float
-    window: int  # stated, but the reference reads all of the past unless its attention is FlashAttention
+    window: int  # unused by default: the reference applies it only with FlashAttention
     codebooks: int  # in the checkpoint
-    used: int  # by the model
+    used: int  # codebooks that the model reads
     codebook_size: int
     codebook_dim: int
 
@@ -78,7 +78,8 @@ class EncoderConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> EncoderConfig:
-        """The codec's whole config.json. Raises ValueError for what is missing, out of range or not known."""
+        """Read the encoder's part of the codec's config.json. Raises ValueError for a missing, out-of-range or
+        unsupported value."""
         root = ConfigBlock(config, file=CODEC_FILE)
         block = root.block("encoder_config")
         block.expect(**FIXED)
@@ -107,13 +108,13 @@ class EncoderConfig:
         )
         root.expect_product("encode_downsample_rate", read.frame_samples)
         if block.get("num_key_value_heads") != read.heads:
-            raise block.refuse("num_key_value_heads", f"only num_attention_heads is known, {read.heads}")
+            raise block.refuse("num_key_value_heads", f"only num_attention_heads, {read.heads}, is supported")
         return read
 
 
 class Conv(nn.Conv1d):
-    """Causal: padded on the left by kernel - stride, and on the right to a whole stride. [B, C, N] -> [B,
-    Cout, ceil(N / stride)]."""
+    """A causal convolution: [B, C, N] -> [B, Cout, ceil(N / stride)]. It pads kernel - stride values on the left,
+    and on the right up to a whole stride."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class Residual(nn.Sequential):
 
 
 class Layer(nn.Module):
-    """A transformer layer."""
+    """A pre-norm transformer layer with layer scale."""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
@@ -157,7 +158,7 @@ class Layer(nn.Module):
         self.mlp_scale = nn.Parameter(torch.empty(config.hidden))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None) -> Tensor:
-        """x [B, T, D]; seen [T, T], or None for all of the past."""
+        """x [B, T, D] -> [B, T, D]; seen [T, T] is the attention mask, or None for the whole past."""
         parts = self.qkv(self.attention_norm(x))
         q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, dim]
         y = F.scaled_dot_product_attention(
@@ -168,8 +169,8 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Samples to codes. Run it in fp32: in less, near ties between rows fall the other way. Call `prepare`
-    once the weights are in."""
+    """Encodes samples to codes. Run it in fp32: with less precision, near ties between codebook rows resolve
+    differently. Call `prepare` once after loading the weights."""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
@@ -186,19 +187,19 @@ class Encoder(nn.Module):
         self.quantizer = SplitVQ(
             config.codebooks, config.used, config.codebook_size, config.codebook_dim, config.hidden
         )
-        # of the codebooks; published, read by nothing
+        # one flag per codebook; the checkpoint has them, but nothing reads them
         self.initialized = nn.ParameterList(torch.empty(1) for _ in range(config.codebooks))
 
     def prepare(self) -> None:
-        """Compute once what follows from the weights alone."""
+        """Precompute the tensors that depend only on the weights."""
         self.quantizer.prepare()
 
     def forward(self, samples: Tensor, window: int | None = None) -> Tensor:
-        """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes no code but
-        that of a last, partial frame.
+        """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes only the codes of
+        a partial last frame.
 
-        window: how many positions (40 ms each) a position attends to, itself included; None is all, as in the
-        reference.
+        window: how many positions (40 ms each) a position attends to, including itself; None is the whole past, as
+        in the reference.
         """
         x = self.convs(samples[:, None]).mT  # [B, T, D]
         position = torch.arange(x.shape[1], device=x.device)

@@ -35,17 +35,18 @@ from zoo.qwen3_tts.speaker import SpeakerEncoder
 from zoo.qwen3_tts.strategy import STRATEGY
 from zoo.request import Share, check, shares
 
-MIN_NEW_TOKENS = 2  # the end is banned before: without it some requests come out empty (vllm-omni #4962)
-# the guard against a voice that never ends, where the request sets no cap
-FRAMES_PER_TEXT_TOKEN, MIN_FRAMES = 12, 192
+MIN_NEW_TOKENS = 2  # the end is banned until then; otherwise some requests come out empty (vllm-omni #4962)
+# The cap for a request that sets none: it stops speech that would never end.
+FRAMES_PER_TEXT_TOKEN = 12
+MIN_FRAMES = 192
 
 
 class Block(Qwen3Block):
-    """A block over pages."""
+    """A talker block with paged attention."""
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D], cos and sin [T, 1, dim]"""
+        """x [T, D] -> [T, D]; cos and sin [T, 1, dim]."""
         q, k, v = self.project_qkv(x)
         return self.project_output(
             x, attend(rotate(q, cos, sin), rotate(k, cos, sin), v, paged, self.head_dim**-0.5).flatten(1)
@@ -53,7 +54,7 @@ class Block(Qwen3Block):
 
 
 class TextProjection(nn.Module):
-    """A text token's row, brought to the talker's width."""
+    """Embeds text tokens and projects them to the talker's width."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -66,7 +67,7 @@ class TextProjection(nn.Module):
 
 
 class Talker(nn.Module):
-    """All of the root file's tensors."""
+    """The modules of model.safetensors: talker, code predictor and, in Base models, speaker encoder."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -79,16 +80,21 @@ class Talker(nn.Module):
         self.speaker = SpeakerEncoder(config.speaker) if config.speaker else None
 
     def frames(self, codes: Tensor) -> Tensor:
-        """codes [..., K] -> a frame's codes as one row each [..., D]."""
+        """Embed frames of codes [..., K] as one row each, [..., D]: the sum over the codebooks."""
         # [..., K, D]
         rows = torch.cat((self.codec_embedding(codes[..., :1]), self.depth.embeddings(codes[..., 1:])), -2)
         return rows.sum(-2)
 
 
 class Qwen3State(State):
-    """Adds: trailing text ids [S+1, M], their count, and whether more are fed [S+1]; sampling values [S+1, 2]
-    (first code, depth codes); codes seen so far [S+1, V], for the repetition penalty; the codec decoder's
-    state [S+1, values], and the reference's frames in it [S+1], which come before the tape's."""
+    """The state of a slot, with these tensors added:
+
+    - the trailing text ids [S+1, M] and their count [S+1];
+    - the sampling values [S+1, 2], for the first code and for the depth codes;
+    - the codes seen so far [S+1, V], for the repetition penalty;
+    - the codec decoder's state [S+1, values], and the number of reference frames in it [S+1]. These frames come
+      before those of the tape.
+    """
 
     text: Tensor
     text_count: Tensor
@@ -112,7 +118,7 @@ class Qwen3State(State):
         self.add("seen_codes", family.config.vocab, dtype=torch.bool)
         self.add("codec_state", decoder.state_size, dtype=decoder.dtype)
         self.add("num_prompt_frames", dtype=torch.int64)
-        self.num_text = [0] * (slots + 1)  # text_count, known to the host: who feeds need not ask the device
+        self.num_text = [0] * (slots + 1)  # text_count on the host, so that `feed` does not read the device
 
 
 class Qwen3TTS(Family[Qwen3State]):
@@ -135,7 +141,7 @@ class Qwen3TTS(Family[Qwen3State]):
         never[config.control.eos] = False
         self.never = nn.Buffer(never, persistent=False)  # [V]
 
-    # host, off the loop
+    # on the host, outside the engine's loop
 
     @torch.inference_mode()
     def prompt(self, request: Request) -> Prompt:
@@ -160,7 +166,7 @@ class Qwen3TTS(Family[Qwen3State]):
         )
 
     def _mixed(self, mix: Sequence[Share]) -> EncodedReference:
-        """The sum of speaker vectors by weight: the checkpoint's rows, and what the speaker encoder makes of references."""
+        """Return the weighted sum of speaker vectors: the checkpoint's rows, and the encoded references."""
         vectors: list[Tensor] = []
         names: list[tuple[float, str | bytes]] = []
         for share in mix:
@@ -169,9 +175,7 @@ class Qwen3TTS(Family[Qwen3State]):
                 vectors.append(share.weight * self.talker.codec_embedding(row).float())
                 names.append((share.weight, share.name))
             else:
-                assert self.writer.cloner is not None, (
-                    "a reference was let through to a model that clones nothing"
-                )
+                assert self.writer.cloner is not None, "this model does not clone, but got a reference"
                 encoded = self.writer.cloner(share.reference.clip, x_vector_only=True)
                 vectors.append(share.weight * encoded.speaker)
                 names.append((share.weight, encoded.name))
@@ -180,8 +184,8 @@ class Qwen3TTS(Family[Qwen3State]):
         return EncodedReference(name, torch.stack(vectors).sum(0), none, None)
 
     def _slot(self, request: Request, values: dict[str, Any], script: Script) -> dict[str, Any]:
-        """Rows of the state. Greedy first codes make the depth codes greedy too, unless the request says
-        otherwise."""
+        """Return the slot's initial state. If the first codes are greedy, the depth codes are too, unless the
+        request sets depth_temperature."""
         if request.temperature == 0 and "depth_temperature" not in request.options:
             values = values | {"depth_temperature": 0.0}
         rows: dict[str, Any] = {
@@ -197,7 +201,7 @@ class Qwen3TTS(Family[Qwen3State]):
             rows["codec_state"] = script.reference.codec_state
         return rows
 
-    # at the door
+    # on the host, at admission
 
     def state(self, slots: int, max_frames: int | None = None) -> Qwen3State:
         return Qwen3State(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
@@ -210,25 +214,24 @@ class Qwen3TTS(Family[Qwen3State]):
         return self.writer.tokenize(text)
 
     def feed(self, state: Qwen3State, slot: int, tokens: Sequence[int], is_last: bool) -> int:
-        """A frame reads a token, and after the last one the end of the text."""
+        """Append text tokens to the slot, and the end of the text if they are the last. Return how many more steps
+        they allow: each frame reads one token."""
         if wrong := [token for token in tokens if not 0 <= token < self.config.text_vocab]:
-            possible = f"ids from 0 to {self.config.text_vocab - 1} are possible"
-            raise RequestError("text", f"{wrong[0]} is no token of the text; {possible}")
+            possible = f"use ids from 0 to {self.config.text_vocab - 1}"
+            raise RequestError("text", f"{wrong[0]} is not a text token; {possible}")
         more = [*tokens, self.config.tts_eos] if is_last else list(tokens)
         start = state.num_text[slot]
         stop = start + len(more)
         if stop > MAX_TEXT_TOKENS:
-            raise RequestError(
-                "text", f"the text has {stop} tokens so far; at most {MAX_TEXT_TOKENS} are possible"
-            )
+            raise RequestError("text", f"the text has {stop} tokens so far; the limit is {MAX_TEXT_TOKENS}")
         state.text[slot, start:stop] = to_device(torch.tensor(more, dtype=torch.int64), self.device)
         state.text_count[slot] = state.num_text[slot] = stop
         return len(more)
 
-    # device
+    # on the device
 
     def embed(self, state: Qwen3State, slots: Tensor) -> Tensor:
-        """The last frame's sixteen codes as one row, plus the text token that follows that frame."""
+        """Return [B, D]: the sum of the last frame's sixteen code rows and the row of the next text token."""
         codes = state.last_frame(slots)  # [B, K]
         frame = (state.steps[slots] - 1).clamp(min=0, max=MAX_TEXT_TOKENS - 1)
         # [B]
@@ -245,14 +248,12 @@ class Qwen3TTS(Family[Qwen3State]):
         return self.talker.norm(x)
 
     def emit(self, state: Qwen3State, slots: Tensor, h: Tensor) -> None:
-        """One frame of 16 codes (80 ms) per slot, or the end. h [B, D], the talker's hidden state at each
-        last position."""
-        alive, steps, seed, seen = (
-            ~state.done[slots],
-            state.steps[slots],
-            state.seed[slots],
-            state.seen_codes[slots],
-        )
+        """Append one frame of 16 codes (80 ms) per slot, or the end. h [B, D] is the talker's hidden state at each
+        slot's last position."""
+        alive = ~state.done[slots]
+        steps = state.steps[slots]
+        seed = state.seed[slots]
+        seen = state.seen_codes[slots]
         # [B, 2] each
         temperature, top_k, top_p = state.temperature[slots], state.top_k[slots], state.top_p[slots]
 
@@ -270,8 +271,8 @@ class Qwen3TTS(Family[Qwen3State]):
         state.append(slots, frame, ended)
 
     def scores(self, h: Tensor, seen: Tensor, penalty: Tensor, steps: Tensor) -> Tensor:
-        """First code's logits [B, V] in fp32: repetition penalty over every code seen so far, no end before
-        its time, codes alone."""
+        """Return the first code's logits [B, V] in fp32. All codes seen so far are penalised; control ids, and the
+        end before MIN_NEW_TOKENS steps, are -inf."""
         logits = penalise(self.talker.codec_head(h).float(), seen, penalty)
         early = (steps < MIN_NEW_TOKENS)[:, None] & (
             torch.arange(self.config.vocab, device=h.device) == self.config.control.eos
@@ -279,7 +280,7 @@ class Qwen3TTS(Family[Qwen3State]):
         return logits.masked_fill(early | self.never, -torch.inf)
 
     def render(self, state: Qwen3State, view: View) -> tuple[Tensor, Tensor]:
-        start = state.num_prompt_frames[view.slots] + view.start  # frames that the codec has heard
+        start = state.num_prompt_frames[view.slots] + view.start  # frames that the codec has decoded
         samples, after = self.codec.decoder(
             state.window(view), state.codec_state[view.slots], start, view.count
         )
@@ -288,9 +289,9 @@ class Qwen3TTS(Family[Qwen3State]):
 
 
 def key(text_id: int, codec_id: int, reference: EncodedReference | None) -> int:
-    """What names a position: its ids, which make a number that is not negative; or, negative, a hash of them
-    and of the reference."""
+    """Return the prefix-cache key of a position. Two ids give a number >= 0. If the position depends on the
+    reference, the key is negative: a hash of the ids and the reference."""
     if codec_id >= NOTHING:
         return text_id << 32 | codec_id + 1
-    assert reference is not None, f"codec id {codec_id} is of a reference, and there is none"
+    assert reference is not None, f"codec id {codec_id} needs a reference, but the request has none"
     return prefix_key(reference.name, text_id, codec_id)

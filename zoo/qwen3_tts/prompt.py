@@ -1,20 +1,19 @@
-"""From a request to what the talker reads before the first frame.
+"""Builds the prompt: the positions that the talker reads before the first frame.
 
-Every position is the sum of a text row and, after the role, a codec row ("." stands for tts_pad, "-" for
-nothing):
+Every position is the sum of a text row and, after the role, a codec row ("." is tts_pad, "-" is no row):
 
     text   instruction…  <|im_start|> assistant \\n  .      .          .         .          .      tts_bos  ┬ text…  tts_eos  . (full)
     codec  -             -                         think  think_bos  language  think_eos  voice  pad      │ pad…   pad      bos
                                                                                                           └ text[0] (interleaved)
                                                                                                             bos
 
-With language "auto" the four control ids are three: nothink, think_bos, think_eos. The voice is a row of the
-checkpoint, or what the speaker encoder made of a reference; a model that designs voices has no such position.
-In the interleaved mode the rest of the text, and tts_eos, is added to the frames that follow, a token a
-frame.
+With language "auto" there are three control ids instead of four: nothink, think_bos, think_eos. The voice is a row
+of the checkpoint or the speaker vector of a reference; a voice_design model has no such position. In the
+interleaved mode the rest of the text, followed by tts_eos, is added to the next frames, one token per frame.
 
-A reference with its transcript stands where the text begins, as what has been said already. The interleaved
-mode reads both sides at once; whichever is longer goes on, the text beside the frames that follow:
+A reference with its transcript comes first, as if the model had already said it. In the interleaved mode text
+and reference frames run in parallel. If the frames are longer, tts_pad fills the text side; if the text is
+longer, its rest is added to the next frames:
 
     text   reference text…  text…  tts_eos   .    .  .  .… (full)       reference text…  text…  tts_eos  .…
     codec  pad…             pad…   pad       bos  frames…               bos  frames…                            (interleaved)
@@ -35,44 +34,49 @@ from zoo.qwen3_tts.clone import Cloner, EncodedReference
 from zoo.qwen3_tts.config import Config, Defaults
 from zoo.request import Option, Request, RequestError, sampling_options
 
-# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation | line
-# ends | spaces
+# Qwen2's split: contractions | letters after at most one other character | single digits | punctuation |
+# line ends | spaces
 _SPLIT = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MAX_TEXT_TOKENS = 8192
-PIECE_S = 45.0  # a longer text drifts, speeds up or loses its end: as its users report from a minute on
+PIECE_S = 45.0  # users report that speech over a minute drifts, speeds up or loses its end
 SIZES = {"0b6": "0.6B", "1b7": "1.7B"}
 
 
 def options(config: Config, defaults: Defaults) -> tuple[Option, ...]:
-    """What a request to this checkpoint may set, with the checkpoint's defaults."""
+    """Return the options that a request to this checkpoint may set, with their defaults."""
     d, clones = defaults, config.variant == "base"
-    mode = "full: the model reads all of the text first; interleaved: a token with every frame"
-    after = "of a frame's codes after the first"
+    mode = "full: the model reads the whole text first; interleaved: it reads one token with every frame"
+    after = "for every code of a frame except the first"
     own = [
         Option(
             "depth_temperature",
             float,
-            f"temperature {after}; 0 where temperature is",
+            f"temperature {after}; 0 if temperature is 0",
             d.depth_temperature,
             (0, 2),
         ),
-        Option("depth_top_k", int, f"top_k {after}; 0 is all", d.depth_top_k, (0, 1_000_000)),
-        Option("depth_top_p", float, f"top_p {after}; 1 is all", d.depth_top_p, (1e-6, 1)),
+        Option("depth_top_k", int, f"top_k {after}; 0 keeps all codes", d.depth_top_k, (0, 1_000_000)),
+        Option("depth_top_p", float, f"top_p {after}; 1 keeps all codes", d.depth_top_p, (1e-6, 1)),
         Option("text_mode", str, mode, "interleaved" if clones else "full", choices=("full", "interleaved")),
     ]
     if clones:
         own.append(
-            Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False)
+            Option(
+                "x_vector_only_mode",
+                bool,
+                "clone only the voice of the reference, without its transcript",
+                False,
+            )
         )
     return (*sampling_options(d.temperature, d.top_k, d.top_p, d.repetition_penalty), *own)
 
 
 def hints(config: Config) -> dict[str, str]:
-    """What to do instead of what the checkpoint does not take."""
+    """Return what to use instead of each parameter that the checkpoint does not support."""
     instead = {"base": "it clones a reference", "voice_design": "it makes a voice from instructions"}
-    follows = "1.7B custom_voice and voice_design do" if config.variant == "base" else "the 1.7B one does"
+    follows = "1.7B custom_voice and voice_design do" if config.variant == "base" else "the 1.7B model does"
     hints = {"instructions": follows, "references": "Qwen3-TTS base clones"}
     if config.variant in instead:
         hints["voice"] = instead[config.variant]
@@ -80,8 +84,8 @@ def hints(config: Config) -> dict[str, str]:
 
 
 class TextTokenizer:
-    """Byte-level BPE with Qwen2's split. Special tokens are never read out of a user's text: `<|im_end|>`
-    there is ordinary text."""
+    """Byte-level BPE with Qwen2's split. A special token in a user's text, such as `<|im_end|>`, is tokenized as
+    ordinary text."""
 
     def __init__(self, directory: Path):
         vocab, merges = directory / "vocab.json", directory / "merges.txt"
@@ -106,14 +110,15 @@ class TextTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
-# What stands beside a text row where no codec id does
-NOTHING, SPEAKER, FRAME = -1, -2, -3  # nothing; the reference's speaker; the reference's frame f is FRAME - f
+# Values of a position's codec id that are not ids: no row, the speaker vector, and the reference's frames.
+# Frame f is FRAME - f.
+NOTHING, SPEAKER, FRAME = -1, -2, -3
 
 
 @dataclass(frozen=True)
 class Script:
-    """A prompt as ids: pairs[t] = (text id, codec id or one of the above), and the text ids that follow the
-    first frames."""
+    """A prompt as ids. pairs[t] is (text id, codec id or one of the values above); trailing holds the text ids that
+    are added to the first frames."""
 
     pairs: tuple[tuple[int, int], ...]
     trailing: tuple[int, ...]
@@ -122,10 +127,10 @@ class Script:
 
 
 class PromptWriter:
-    """Request -> Script. Raises RequestError for what a user got wrong.
+    """Turns a Request into a Script. Raises RequestError for a mistake in the request.
 
-    cloner: of the Base models, which have no voice of their own. A reference is encoded last, when all else
-    is known to be right.
+    cloner: only for Base models, which have no built-in voices. A reference is encoded last, after everything else
+    has been checked.
     """
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner | None):
@@ -139,7 +144,8 @@ class PromptWriter:
         self.user = self.tokenize("user")
 
     def __call__(self, request: Request, values: Mapping[str, Any], is_mixed: bool = False) -> Script:
-        """values: of the model's options, as `zoo.request.check` gives them. is_mixed: the speaker is a mix of voices."""
+        """Return the request's prompt. values: the model's options, from `zoo.request.check`. is_mixed: whether the
+        speaker is a mix of voices."""
         c, control = self.config, self.config.control
         is_full = values["text_mode"] == "full"
         if request.is_open and is_full:
@@ -175,19 +181,17 @@ class PromptWriter:
             pairs += [(token, control.pad) for token in words]
             words = []
         if request.is_open and len(words) < len(sounds):
-            missing = f"the reference has {len(sounds) - 1} frames, and transcript and text have {len(words)} tokens"
-            raise RequestError(
-                "text", f"{missing}: give {len(sounds) - len(words)} tokens more, or x_vector_only_mode"
-            )
+            has = f"the reference has {len(sounds) - 1} frames, but transcript and text have {len(words)} tokens"
+            missing = len(sounds) - len(words)
+            more = "1 more token" if missing == 1 else f"{missing} more tokens"
+            raise RequestError("text", f"{has}; send {more} or set x_vector_only_mode")
         pairs += [(words[i] if i < len(words) else c.tts_pad, index) for i, index in enumerate(sounds)]
         return Script(tuple(pairs), tuple(words[len(sounds) :]), len(text), reference)
 
     def _tokens(self, param: str, text: str) -> list[int]:
         tokens = self.tokenize(text.strip())
         if len(tokens) > MAX_TEXT_TOKENS:
-            raise RequestError(
-                param, f"{param}: {len(tokens)} tokens are given; at most {MAX_TEXT_TOKENS} are possible"
-            )
+            raise RequestError(param, f"{param} has {len(tokens)} tokens; the limit is {MAX_TEXT_TOKENS}")
         return tokens
 
     def _instruction(self, request: Request) -> list[int]:
@@ -197,31 +201,31 @@ class PromptWriter:
         return [self.config.im_start, *self.user, *self.newline, *tokens, self.config.im_end, *self.newline]
 
     def _voice(self, request: Request) -> str | None:
-        """One of the checkpoint's voices; None where a reference, or the instructions, are the voice."""
+        """Return one of the checkpoint's voices, or None if a reference or the instructions define the voice."""
         if self.config.variant != "custom_voice":
             return None
         return request.voice.lower() if request.voice is not None else next(iter(self.config.voices))
 
     def _language(self, request: Request, voice: str | None) -> int | None:
-        """The codec id of the language, None for auto. A voice of a dialect speaks it where Chinese is asked
-        for, or nothing is."""
+        """Return the codec id of the language, or None for auto. A voice with a dialect speaks it if the request
+        asks for Chinese or for no language."""
         language = (request.language or "auto").lower()
         if language in ("auto", "chinese") and voice in self.config.dialects:
             language = self.config.dialects[voice]
         return None if language == "auto" else self.config.languages[language]
 
     def _transcript(self, request: Request, values: Mapping[str, Any], text_tokens: int) -> list[int]:
-        """What the reference says, where it is cloned with its words."""
+        """Return the tokens of the reference's transcript, or none if only its voice is cloned."""
         if not request.references or values["x_vector_only_mode"]:
             return []
         tokens = self._tokens("transcript", request.references[0].transcript or "")
         if not tokens:
-            needed = "a transcript (what the reference says) is needed, or x_vector_only_mode, to take its sound alone"
+            needed = "transcript is missing; give the words of the reference, or set x_vector_only_mode to clone only the voice"
             raise RequestError("transcript", needed)
         if (both := text_tokens + len(tokens)) > MAX_TEXT_TOKENS:
             raise RequestError(
                 "transcript",
-                f"text and transcript have {both} tokens together; at most {MAX_TEXT_TOKENS} are possible",
+                f"text and transcript have {both} tokens together; the limit is {MAX_TEXT_TOKENS}",
             )
         return tokens
 

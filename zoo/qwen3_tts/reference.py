@@ -1,8 +1,7 @@
-"""The reference implementation of Qwen3-TTS, qwen-tts 0.1.1, as serving/tools/reference.py orders it: for
-`zoo bench --against reference` and `zoo parity`. It runs as a script in an environment of its own, which
-tests/parity/remake.sh builds.
+"""Runs the reference implementation, qwen-tts 0.1.1, for `zoo bench --against reference` and `zoo parity`.
+serving/tools/reference.py starts this script in a separate environment, which tests/parity/remake.sh builds.
 
-It has no server and no streaming: `streams` texts are one static batch, and first audio is all audio.
+The reference has no server and no streaming: `streams` texts form one static batch, and audio arrives only at the end.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import numpy as np
 import torch
 
 NAME = "qwen-tts 0.1.1"
-# Only its code for 25 Hz uses these
+# Modules that only the reference's 25 Hz code uses; empty modules take their place.
 ABSENT = ("sox", "onnxruntime", "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi")
 FRAME_SAMPLES, RATE_HZ = 1920, 24000
 
 
 def load(directory: str, dtype: str) -> Any:
-    """-> a Qwen3TTSModel."""
+    """Return a Qwen3TTSModel."""
     for absent in ABSENT:
         sys.modules[absent] = types.ModuleType(absent)
         sys.modules[absent].__spec__ = importlib.machinery.ModuleSpec(absent, None)
@@ -35,10 +34,10 @@ def load(directory: str, dtype: str) -> Any:
 
 
 def speak(model: Any, request: dict[str, Any], streams: int = 1) -> list[np.ndarray]:
-    """The same request `streams` times in a batch -> the samples [N] of each."""
+    """Run the request `streams` times in one batch. Return the samples [N] of each."""
     options, language = request["options"], request["language"] or "auto"
     how: dict[str, Any] = {"text": [request["text"]] * streams, "language": [language] * streams}
-    how["max_new_tokens"] = request["max_frames"] + 1  # it counts the end
+    how["max_new_tokens"] = request["max_frames"] + 1  # the reference counts the end too
     if request["temperature"] == 0:
         how |= {"do_sample": False, "subtalker_dosample": False}
     if "text_mode" in options:
@@ -52,8 +51,8 @@ def speak(model: Any, request: dict[str, Any], streams: int = 1) -> list[np.ndar
 
 
 def clone(model: Any, request: dict[str, Any], how: dict[str, Any]) -> list[np.ndarray]:
-    """It cuts the reference off the front of what it decodes, a sample early where its division rounds down:
-    that one goes too."""
+    """Return the samples of cloned speech. The reference cuts the prompt's audio off the front; its division can
+    leave one sample too many, which is dropped here."""
     [reference] = request["references"]
     clip = np.load(reference["clip"])
     waves, _ = model.generate_voice_clone(
@@ -66,6 +65,7 @@ def clone(model: Any, request: dict[str, Any], how: dict[str, Any]) -> list[np.n
 
 
 def measure(model: Any, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
+    """Return the speed of `rounds` batches of `streams` requests, after a short warm-up."""
     speak(model, request | {"max_frames": 4}, streams)
     began_s, samples = time.perf_counter(), 0
     for _ in range(rounds):

@@ -1,11 +1,10 @@
-"""The speaker encoder of the Base models: how a voice sounds, as one row that the talker reads. It is
+"""The speaker encoder of the Base models. It turns a voice into one row that the talker reads. The network is
 ECAPA-TDNN without batch norms.
 
-    mel [B, 128, T] ─ conv ─ block ─ block ─ block ─ conv over all three ─ mean and deviation, attended ─ linear ─ [B, D]
+    mel [B, 128, T] ─ conv ─ block ─ block ─ block ─ conv over all three ─ attentive mean and deviation ─ linear ─ [B, D]
                              └── each: conv, eight convs in a chain, conv, gate by channel, + its input
 
-Every convolution is as long as its input, which is mirrored at its ends. The vector is used as it is, without
-a norm.
+The output of every convolution is as long as its input, which has reflect padding. The vector is not normalised.
 Source: Desplanques et al. 2020 (arXiv 2005.07143); QwenLM/Qwen3-TTS, modeling_qwen3_tts.py,
 Qwen3TTSSpeakerEncoder.
 """
@@ -19,7 +18,7 @@ from zoo.qwen3_tts.config import SpeakerConfig
 
 
 class Conv(nn.Conv1d):
-    """[B, C, T] -> [B, Cout, T], T above (kernel - 1) * dilation / 2."""
+    """[B, C, T] -> [B, Cout, T]. T must exceed (kernel - 1) * dilation / 2."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int = 1, dilation: int = 1):
         super().__init__(
@@ -28,8 +27,8 @@ class Conv(nn.Conv1d):
 
 
 class Chain(nn.Module):
-    """Res2Net: the channels in equal parts, each convolved after the one before was added to it, so that
-    parts see further and further."""
+    """A Res2Net chain: it splits the channels into equal parts. Each part is added to the previous part's output
+    and convolved, so later parts have a wider receptive field."""
 
     def __init__(self, channels: int, parts: int, kernel: int, dilation: int):
         super().__init__()
@@ -62,8 +61,7 @@ class Block(nn.Module):
 
 
 class Pooling(nn.Module):
-    """[B, C, T] -> [B, 2C, 1]: each channel's mean and deviation, over the frames that an attention of its
-    own picks."""
+    """Attentive statistics pooling, [B, C, T] -> [B, 2C, 1]: each channel's weighted mean and standard deviation."""
 
     def __init__(self, channels: int, attention: int):
         super().__init__()
@@ -78,14 +76,14 @@ class Pooling(nn.Module):
 
 
 def moments(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B, C, T] -> its weighted mean and deviation over T, [B, C, 1] each."""
+    """Return the weighted mean and standard deviation over T of x [B, C, T], [B, C, 1] each."""
     mean = (weights * x).sum(2, keepdim=True)
     variance = (weights * (x - mean).square()).sum(2, keepdim=True)
     return mean, variance.clamp(min=1e-12).sqrt()
 
 
 class SpeakerEncoder(nn.Module):
-    """Run it in fp32. See the picture above."""
+    """The whole network of the drawing above. Run it in fp32."""
 
     def __init__(self, config: SpeakerConfig):
         super().__init__()
@@ -102,7 +100,7 @@ class SpeakerEncoder(nn.Module):
         self.out = Conv(2 * wide, config.width)
 
     def forward(self, mel: Tensor) -> Tensor:
-        """mel [B, M, T], T of `config.min_frames` and more -> [B, D]."""
+        """mel [B, M, T] -> speaker vectors [B, D]. T must be at least `config.min_frames`."""
         x = self.stem(mel).relu()
         seen = [x := block(x) for block in self.blocks]
         return self.out(self.pooling(self.join(torch.cat(seen, 1)).relu()))[:, :, 0]

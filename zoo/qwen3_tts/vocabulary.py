@@ -1,5 +1,5 @@
-"""The text vocabulary of the demo checkpoints: a small byte-level BPE that is made here, at the published
-place and size."""
+"""The text vocabulary of the demo checkpoints: a small byte-level BPE, with the published ids and, if asked, the
+published size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SPECIAL = """
 <tts_pad> <tts_text_bos> <tts_text_eod>
 """
 SPECIAL = tuple(_SPECIAL.split())
-ROLES = ("assistant", "user", "system")  # a header must be one token: prompts are cut at fixed places
-# Pieces that show how a text was split: five that only a wrong split (or no NFC) can make, then some of the
-# right one.
+ROLES = ("assistant", "user", "system")  # each must be one token, because the prompt's layout is fixed
+# Pieces that reveal how a text was split. Only a wrong split, or no NFC, makes the first five; a right split makes
+# the others.
 TRAPS = ("12", "n't", "Tis", " 1", "e\u0301", "iPhone", ".\n", "\n\n", "  ", " !", "'s")
-# the rest of the published vocabulary is filler here
+# The published ids of the roles. Filler takes most of the other published ids.
 PUBLISHED_IDS = {"assistant": 77091, "user": 872, "system": 8948}
 PUBLISHED_WORDS = 151643
 NUM_MERGES = 400
@@ -34,16 +34,16 @@ naïve café déjà vu über straße señor mañana 你好 世界 今天 天气 
 
 @cache
 def merges() -> tuple[Pair, ...]:
-    """The BPE merges: chains that make each of ROLES and TRAPS one piece, then the most frequent pairs of
-    WORDS."""
+    """Return the BPE merges. The first ones join each of ROLES and TRAPS into one piece; the rest are the most
+    frequent pairs of WORDS."""
     pieces = [in_symbols(text) for text in (*ROLES, *TRAPS)]
     return learn(pieces, [in_symbols(f" {word}") for word in WORDS.split()], NUM_MERGES, is_last_first=True)
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """vocab.json: bytes, merged pieces and, at the published size, filler that no merge can reach."""
+    """Return vocab.json: bytes, merged pieces and, if `full`, filler up to the published size that no merge makes."""
     pieces = [left + right for left, right in merges()]
-    tokens = list(dict.fromkeys([*byte_symbols().values(), *pieces]))  # two merges can make one piece
+    tokens = list(dict.fromkeys([*byte_symbols().values(), *pieces]))  # two merges can make the same piece
     if not full:
         return {token: index for index, token in enumerate(tokens)}
     fixed = {index: token for token, index in PUBLISHED_IDS.items()}
@@ -52,13 +52,13 @@ def vocabulary(full: bool) -> dict[str, int]:
 
 
 def text_ids(full: bool) -> dict[str, int]:
-    """The ids that config.json names: each special token, and `assistant`."""
+    """Return the ids that config.json needs: every special token, and `assistant`."""
     words = vocabulary(full)
     return {"assistant": words["assistant"], **{token: len(words) + i for i, token in enumerate(SPECIAL)}}
 
 
 def tokenizer_config(first: int) -> dict[str, Any]:
-    """tokenizer_config.json. first: the id of the first of SPECIAL."""
+    """Return tokenizer_config.json. first: the id of the first special token."""
     plain = {
         token for token in SPECIAL if token.startswith(("<|fim", "<|repo", "<|file", "<tool", "</", "<think"))
     }

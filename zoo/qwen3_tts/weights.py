@@ -1,4 +1,4 @@
-"""Published name -> our name, as tables (see zoo.nn.checkpoint)."""
+"""Tables from published tensor names to ours (see zoo.nn.checkpoint)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def root(config: Config) -> dict[str, str]:
-    """model.safetensors -> Talker."""
+    """Return the table for model.safetensors, whose tensors go to `Talker`."""
     names = {
         "talker.model.text_embedding.weight": "text.embedding.weight",
         "talker.model.codec_embedding.weight": "codec_embedding.weight",
@@ -64,7 +64,7 @@ def _speaker(config: SpeakerConfig) -> dict[str, str]:
 
 
 def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
-    """speech_tokenizer/model.safetensors -> zoo.qwen3_tts.codec.Codec."""
+    """Return the table for speech_tokenizer/model.safetensors, whose tensors go to `Codec`."""
     table: dict[str, str] = {}
 
     def both(theirs: str, ours: str) -> None:
@@ -145,7 +145,7 @@ def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
 
 
 def _attention(theirs: str, ours: str) -> dict[str, str]:
-    """What the layers of both transformers of the codec have in common."""
+    """Return the names that the layers of the codec's two transformers share."""
     return qkv(theirs, ours) | {
         f"{theirs}.self_attn.o_proj.weight": f"{ours}.out.weight",
         f"{theirs}.self_attn_layer_scale.scale": f"{ours}.attention_scale",

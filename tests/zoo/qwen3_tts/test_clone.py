@@ -1,5 +1,5 @@
-"""Clones and designed voices: what stands where in their prompts, what is refused, and the engine's promises
-with references in play."""
+"""Cloned and designed voices: the layout of their prompts, refused requests, and the engine's promises for
+requests with references."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLES = {"rtol": 0, "atol": 5e-5}
 
 
 def clip(seed: int = 0, seconds: float = 0.7, rate_hz: int = 24000, channels: int = 1) -> AudioClip:
-    """A buzz of its own pitch."""
+    """A noisy buzz. The seed sets its pitch."""
     at = np.arange(round(seconds * rate_hz)) / rate_hz
     voices = [
         sum(np.sin(2 * np.pi * (100 + 37 * seed + c) * k * at) / k for k in range(1, 9))
@@ -56,7 +56,7 @@ PREFIX = (
 
 
 def with_clip(request: Request, clip: AudioClip, **fields: Any) -> Request:
-    """The same voice's words from another recording."""
+    """The request with another recording and the same transcript."""
     [reference] = request.references
     return replace(request, references=(replace(reference, clip=clip),), **fields)
 
@@ -67,7 +67,7 @@ def with_words(request: Request, transcript: str | None, **fields: Any) -> Reque
 
 
 def requests() -> list[Request]:
-    """Clones with and without words, of clips of every kind, in both text modes; one clip twice."""
+    """Clones with and without a transcript, from all kinds of clips, in both text modes. One clip comes twice."""
     return [
         replace(ICL, max_frames=13),
         replace(SOUND, max_frames=9),
@@ -95,11 +95,11 @@ def requests() -> list[Request]:
     ]
 
 
-# what stands where
+# the layout of prompts
 
 
-def test_a_clone_with_its_words_interleaved():
-    """Both sides at once; here the codes are the longer one."""
+def test_an_interleaved_clone_reads_transcript_and_codes_in_parallel():
+    """Here the codes are longer than the text."""
     script = write(BASE, ICL)
     sounds = (CONTROL.bos, *(FRAME - f for f in range(13)))
     assert len(WORDS) < len(sounds)
@@ -107,20 +107,20 @@ def test_a_clone_with_its_words_interleaved():
     assert script.pairs == (*PREFIX, *zip(words, sounds, strict=True)) and script.trailing == ()
 
 
-def test_text_that_is_longer_than_the_codes_follows_with_the_frames():
+def test_text_longer_than_the_codes_is_added_to_the_new_frames():
     script = write(BASE, with_clip(ICL, clip(seconds=0.2)))
     sounds = (CONTROL.bos, FRAME, FRAME - 1, FRAME - 2)
     assert script.pairs == (*PREFIX, *zip(WORDS[:4], sounds, strict=True)) and script.trailing == WORDS[4:]
 
 
-def test_a_clone_with_its_words_in_full():
+def test_a_full_clone_reads_all_text_before_the_codes():
     script = write(BASE, replace(ICL, options=FULL))
     sounds = (CONTROL.bos, *(FRAME - f for f in range(13)))
     body = (*((token, CONTROL.pad) for token in WORDS), *((CONFIG.tts_pad, sound) for sound in sounds))
     assert script.pairs == (*PREFIX, *body) and script.trailing == ()
 
 
-def test_the_sound_of_a_voice_alone_is_one_position():
+def test_a_clone_without_transcript_takes_one_position():
     words = WORDS[len(TOKENIZE("Good evening.")) :]
     streaming, whole = write(BASE, SOUND), write(BASE, replace(SOUND, options=SOUND.options | FULL))
     assert streaming.pairs == (*PREFIX, (words[0], CONTROL.bos)) and streaming.trailing == words[1:]
@@ -128,7 +128,7 @@ def test_the_sound_of_a_voice_alone_is_one_position():
     assert write(BASE, with_words(SOUND, "These words are not read.")) == streaming
 
 
-def test_a_designed_voice_has_no_position_and_reads_all_of_the_text_first():
+def test_a_designed_voice_has_no_voice_position_and_reads_all_text_first():
     pairs = write(DESIGN, DESIGNED).pairs
     config, control = DESIGN.config, DESIGN.config.control
     instruction = (config.im_start, *TOKENIZE("user\nA slow old man."), config.im_end, *TOKENIZE("\n"))
@@ -140,9 +140,8 @@ def test_a_designed_voice_has_no_position_and_reads_all_of_the_text_first():
     assert pairs == (*((token, -1) for token in instruction), *prefix, *body)
 
 
-def test_inputs_of_a_reference():
-    """The speaker's vector and the frames' codes, in tables of the talker's width, each beside its text
-    row."""
+def test_inputs_of_a_reference_are_sums_of_rows():
+    """The speaker vector, and the sum of a frame's code embeddings, are each added to a text row."""
     script, prompt, talker = write(BASE, ICL), BASE.prompt(ICL), BASE.talker
     reference = script.reference
     for row, (text, codec) in zip(prompt.inputs, script.pairs, strict=True):
@@ -159,7 +158,7 @@ def test_inputs_of_a_reference():
     assert prompt.slot["num_prompt_frames"] == len(reference.codes) == 13
 
 
-def test_equal_keys_mean_equal_inputs_and_only_they():
+def test_keys_are_equal_exactly_when_inputs_are():
     rows: dict[int, torch.Tensor] = {}
     for request in (
         *requests(),
@@ -173,12 +172,11 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
             torch.testing.assert_close(rows.setdefault(key, row), row, rtol=0, atol=1e-6)
     distinct = torch.stack(list(rows.values()))
     apart = torch.cdist(distinct, distinct) + 10 * torch.eye(len(distinct))
-    assert (
-        apart < 1e-3
-    ).sum() <= 2  # one clip's speaker, with and without words, is one vector under two keys
+    # A clip's speaker vector has two keys: one with and one without a transcript.
+    assert (apart < 1e-3).sum() <= 2
 
 
-# what is refused
+# refused requests
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
             BASE,
             with_words(ICL, " "),
             "transcript",
-            r"a transcript \(what .*\) is needed, or x_vector_only_mode",
+            r"transcript is missing; .*, or set x_vector_only_mode",
         ),
         (
             BASE,
@@ -228,12 +226,12 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
             "references",
             "samples that are no numbers",
         ),
-        (BASE, with_words(ICL, "1" * 8193), "transcript", "8193 tokens are given; at most 8192 are possible"),
+        (BASE, with_words(ICL, "1" * 8193), "transcript", "transcript has 8193 tokens; the limit is 8192"),
         (
             BASE,
             with_words(ICL, "1" * 193, text="1" * 8000),
             "transcript",
-            "have 8193 tokens together; at most 8192",
+            "have 8193 tokens together; the limit is 8192",
         ),
         (BASE, replace(ICL, options={"x_vector_only_mode": 1}), "x_vector_only_mode", "is 1; possible: "),
         (
@@ -269,13 +267,13 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_what_a_user_got_wrong_names_the_field(model, request_, param, message):
+def test_errors_name_the_wrong_parameter(model, request_, param, message):
     with pytest.raises(RequestError, match=message) as refused:
         model.prompt(request_)
     assert refused.value.param == param
 
 
-def test_a_reference_is_encoded_only_when_all_else_is_right():
+def test_a_reference_is_encoded_only_if_the_rest_of_the_request_is_valid():
     new, before = with_clip(ICL, clip(50)), CLONER.references.num_encoded
     wrong = ({"text": ""}, {"language": "klingon"}, {"options": {"text_mode": "diagonal"}}, {"voice": "ryan"})
     for request in (with_words(new, None), *(replace(new, **fields) for fields in wrong)):
@@ -284,21 +282,20 @@ def test_a_reference_is_encoded_only_when_all_else_is_right():
     assert CLONER.references.num_encoded == before
 
 
-def test_the_longest_words_fit():
+def test_the_longest_text_and_transcript_fit():
     prompt = BASE.prompt(
         with_clip(with_words(ICL, "1" * 9), clip(seconds=0.06), text="1" * (MAX_TEXT_TOKENS - 9))
     )
     state = BASE.state(1, 1)
     BASE.admit(state, 0, prompt)
-    assert (
-        state.text_count[0] == MAX_TEXT_TOKENS + 1 - 2
-    )  # and the end, less what stands beside bos and the one frame
+    # One more for the end of the text; two fewer, which are added to bos and to the one reference frame.
+    assert state.text_count[0] == MAX_TEXT_TOKENS + 1 - 2
 
 
 # models
 
 
-def test_the_facts_of_each_variant():
+def test_each_variant_reports_its_modes_and_reference_lengths():
     facts = {
         size: family("qwen3_tts", size=size).spec
         for size in ("tiny", "tiny-base", "tiny-1.7b-base", "tiny-1.7b-design")
@@ -314,17 +311,17 @@ def test_the_facts_of_each_variant():
     ("size", "parameters"),
     [("0.6b-base", 914_643_008), ("1.7b-base", 1_928_677_440), ("1.7b-design", 1_916_676_352)],
 )
-def test_published_parameters(size, parameters, tmp_path):
+def test_published_sizes_have_the_published_number_of_parameters(size, parameters, tmp_path):
     assert zoo.inspect(demo.write_texts(tmp_path / "model", size))["parameters"] == parameters + 170_557_441
 
 
 @pytest.mark.parametrize("codec", ["qwen3_tts_tokenizer_12hz", "qwen3_tts_tokenizer_25hz"])
-def test_a_codec_alone_is_refused_by_name(codec, tmp_path):
+def test_a_directory_with_only_a_codec_is_refused(codec, tmp_path):
     path = shutil.copytree(directory("qwen3_tts", "tiny-base") / "speech_tokenizer", tmp_path / "codec")
     config = json.loads((path / "config.json").read_text()) | {"model_type": codec}
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ValueError, match=rf"a codec alone \({codec}\) and cannot speak; a model has it as speech_tokenizer/"
+        ValueError, match=rf"only a codec \({codec}\); load the model that contains it as speech_tokenizer/"
     ):
         zoo.load(path, "cpu")
 
@@ -342,7 +339,7 @@ def test_a_base_model_without_its_speaker_encoder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("request_", [ICL, SOUND], ids=["words", "sound"])
-def test_a_second_use_encodes_nothing(request_, monkeypatch):
+def test_a_reference_is_not_encoded_twice(request_, monkeypatch):
     store = CLONER.references
     asked = with_clip(request_, clip(60 + len(request_.options)))
     before = store.num_encoded
@@ -361,7 +358,7 @@ def test_a_second_use_encodes_nothing(request_, monkeypatch):
         assert again.slot.get(name) is first.slot.get(name), name
 
 
-def test_prompts_of_equal_references_from_many_threads():
+def test_many_threads_encode_equal_references_once():
     store, asked = CLONER.references, with_clip(ICL, clip(70))
     before, prompts = store.num_encoded, []
     threads = [threading.Thread(target=lambda: prompts.append(BASE.prompt(asked))) for _ in range(6)]
@@ -373,11 +370,11 @@ def test_prompts_of_equal_references_from_many_threads():
     assert all(torch.equal(prompt.inputs, prompts[0].inputs) for prompt in prompts)
 
 
-# the codec goes on from the reference
+# the codec continues from the reference
 
 
 @pytest.mark.parametrize("frames", [1, 2, 9, 10, 11, 12, 40])
-def test_priming_is_decoding_without_the_samples(frames):
+def test_priming_leaves_the_state_that_decoding_leaves(frames):
     decoder = family("qwen3_tts", "float64", "tiny-base").codec.decoder
     codes = torch.randint(64, (2, frames, 16), generator=torch.Generator().manual_seed(frames))
     none = torch.zeros(2, dtype=torch.int64)
@@ -386,9 +383,9 @@ def test_priming_is_decoding_without_the_samples(frames):
 
 
 @pytest.mark.parametrize("sizes", [[1], [4], [25], [1, 4, 25]], ids=str)
-def test_the_join_is_exact_and_windows_do_not_show(sizes):
-    """Against the reference's frames and the new ones decoded at once, of which the reference's samples are
-    cut off. In float64; beside it in the batch is a voice that goes on from nothing."""
+def test_continuing_a_reference_is_exact_for_any_window(sizes):
+    """Compared with decoding reference and new frames in one call and cutting off the reference's samples, in
+    float64. A stream that starts from nothing is batched with it."""
     exact = family("qwen3_tts", "float64", "tiny-base")
     codes = write(BASE, ICL).reference.codes
     random = torch.Generator().manual_seed(1)
@@ -429,8 +426,8 @@ def test_the_join_is_exact_and_windows_do_not_show(sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize("policy", ["streaming", "throughput"])
-def test_streamed_and_batched_equals_alone(policy, report_lag):
-    """More clones than slots, so slots are used again, with words after sounds and sounds after words."""
+def test_a_batched_stream_equals_the_request_alone(policy, report_lag):
+    """There are more clones than slots, so slots are reused, by clones with and without a transcript."""
     asked = requests()
     engine = Engine(BASE, max_slots=3, compile=False, report_lag=report_lag, policy=policy, clock=Clock())
     [model] = engine.models.values()
@@ -448,14 +445,14 @@ def num_equal(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("text_mode", ["full", "interleaved"])
 @pytest.mark.parametrize("report_lag", [0, 1])
-def test_the_engine_shares_the_pages_of_equal_references(text_mode, report_lag):
-    """As far as the prompts are equal, for clips that are equal and not the same; and of other clips none."""
+def test_requests_with_equal_references_share_pages(text_mode, report_lag):
+    """Equal clips in different arrays share pages as far as the prompts are equal. Different clips share none."""
     words = "one two three four five six seven eight nine ten"
     first = with_words(ICL, words, options={"text_mode": text_mode}, max_frames=4)
     again = with_clip(first, AudioClip(CLIP.samples.copy(), 24000), text="hello there", seed=7)
     other = with_clip(first, clip(5))
     keys = [BASE.prompt(request).prefix_keys for request in (first, again, other)]
-    equal = min(num_equal(keys[0], keys[1]), len(keys[1]) - 1)  # the last input is read by the first step
+    equal = min(num_equal(keys[0], keys[1]), len(keys[1]) - 1)  # the first step reads the last input
     engine = Engine(BASE, max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
     listeners = serve(engine, {0: [first], 2: [again], 60: [other]})
     assert engine.stats()["pages_shared"] == equal // PAGE_TOKENS > 0
@@ -466,7 +463,7 @@ def test_the_engine_shares_the_pages_of_equal_references(text_mode, report_lag):
         np.testing.assert_allclose(listener.samples, zoo.generate(BASE, request).samples, **SAMPLES)
 
 
-def test_designs_are_served_too():
+def test_the_engine_serves_designed_voices():
     asked = [
         DESIGNED,
         replace(
@@ -479,8 +476,8 @@ def test_designs_are_served_too():
 
 
 @pytest.mark.compile
-def test_lowered_equals_eager_with_references_in_play(monkeypatch):
-    """One graph serves clones with words, by sound, and those whose first pages are another's."""
+def test_lowered_clones_equal_eager_ones(monkeypatch):
+    """One graph serves clones with and without a transcript, and requests that share their first pages."""
     torch._dynamo.reset()
 
     def lower(verb, how):

@@ -1,5 +1,5 @@
-"""The codec at a tiny size: streamed equals one-shot, the encoder is causal, names and shapes are the
-published ones."""
+"""The tiny codec: streamed audio equals one-shot audio, and the encoder is causal. The published names and shapes
+are checked too."""
 
 import copy
 import hashlib
@@ -17,7 +17,7 @@ from zoo.qwen3_tts.codec import Codec, DecoderConfig
 from zoo.qwen3_tts.demo import CODEC, TINY_CODEC, fill
 from zoo.qwen3_tts.encoder import EncoderConfig
 
-# Source: hashes of the published file's header, taken by kadirnar/voicehub,
+# Source: hashes of the published file's header, from kadirnar/voicehub,
 # voicehub/models/qwen3tts/native/metadata.py.
 FINGERPRINTS = {
     "": (496, "b0493e243c89bbf06ef06ecf80e2a06152fcf2802add4da2915992db4de3542e"),
@@ -33,7 +33,7 @@ def configs(config):
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory):
-    """Tiny, with random weights; the decoder in fp64, the encoder in fp32."""
+    """A tiny codec with random weights. The decoder is in fp64, the encoder in fp32."""
     directory = tmp_path_factory.mktemp("codec")
     decoder, encoder = configs(TINY_CODEC)
     with torch.device("meta"):
@@ -61,7 +61,7 @@ def one_shot(decoder, codes):
     return decoder(codes, past, start, torch.full_like(start, codes.shape[1]))[0]
 
 
-def test_published_names_and_shapes():
+def test_names_and_shapes_are_the_published_ones():
     decoder, encoder = configs(CODEC)
     with torch.device("meta"):
         codec = Codec(decoder, encoder)
@@ -74,7 +74,7 @@ def test_published_names_and_shapes():
             if name.startswith(prefix)
         )
         assert (len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()) == (count, fingerprint)
-    # keys and values of 8 layers; the inputs' ends of the plain convolutions; the last inputs of the
+    # keys and values of 8 layers, the ends of the plain convolutions' inputs, and the last inputs of the
     # transposed ones
     assert codec.decoder.state_size == 8 * 71 * 2 * 1024 + (2 * 512 + 18 * 1024 + 78 * 1440 + 6 * 96) + 2880
 
@@ -82,8 +82,8 @@ def test_published_names_and_shapes():
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes", [(1,), (2,), (4,), (25,), (1, 4, 25), (60,)])
 def test_streamed_equals_one_shot(codec, shapes):
-    """Three streams, each with its own share of every call (none at all sometimes), rubbish behind the valid
-    frames; then the same rows for three new streams."""
+    """Three streams get different numbers of frames per call, sometimes none. Random frames follow the valid ones.
+    Then three new streams reuse the rows."""
     decoder = codec.decoder
     torch.manual_seed(1)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_streamed_equals_one_shot(codec, shapes):
             torch.testing.assert_close(torch.cat(parts[b]), whole[b], rtol=0, atol=1e-10)
 
 
-def test_no_valid_frame_changes_nothing(codec):
+def test_a_call_without_valid_frames_leaves_the_state_unchanged(codec):
     torch.manual_seed(2)
     past = torch.randn(2, codec.decoder.state_size, dtype=torch.float64)
     _, after = codec.decoder(random_codes(2, 4, 16), past, torch.tensor([9, 3]), torch.tensor([0, 2]))
@@ -117,9 +117,9 @@ def test_no_valid_frame_changes_nothing(codec):
 
 
 @pytest.mark.parametrize(("window", "last"), [(5, 20), (6, 22), (FRAMES, FRAMES - 1)])
-def test_decoder_window(codec, window, last):
-    """The last frame that hears the first: 2 through the first convolution, window - 1 through each of two
-    layers, 10 in the rest."""
+def test_decoder_looks_back_exactly_one_window(codec, window, last):
+    """`last` is the last frame that the first one affects: 2 frames through the first convolution, window - 1
+    through each of two layers, and 10 through the other convolutions."""
     config = copy.deepcopy(TINY_CODEC)
     config["decoder_config"]["sliding_window"] = window
     decoder = Codec(*configs(config)).decoder.double().eval().requires_grad_(False)
@@ -133,8 +133,8 @@ def test_decoder_window(codec, window, last):
     assert changed.nonzero().max() == last
 
 
-def test_decoder_knows_where_it_is(codec):
-    """Zeros before the start are no keys, and zeros after it are."""
+def test_decoder_masks_the_zeros_before_a_stream(codec):
+    """Zeros after the start of the stream are not masked."""
     decoder = codec.decoder
     codes = random_codes(1, 1, 16).expand(2, -1, -1)
     past, _ = fresh(decoder, 2)
@@ -163,7 +163,7 @@ def test_one_graph_for_every_batch_size(codec):
 
 
 @pytest.mark.parametrize("samples", [1, 960, 1919, 1920, 1921, 40000])
-def test_encoder_frames(codec, samples):
+def test_encoder_rounds_up_to_whole_frames(codec, samples):
     codes = codec.encoder(torch.randn(2, samples))
     assert codes.shape == (2, -(-samples // 1920), 16)
     assert codes.dtype == torch.int64 and codes.min() >= 0 and codes.max() < 64
@@ -176,14 +176,13 @@ def test_encoder_is_causal(codec):
     assert len(whole.unique()) > 30
     for frames in (1, 7, 19):
         assert torch.equal(codec.encoder(audio[:, : frames * 1920]), whole[:, :frames])
-    # a last frame that is partial, and its padding
+    # a partial last frame, and its padding
     padded = torch.cat((audio[:, : 7 * 1920 + 500], torch.zeros(1, 5000)), 1)
     assert torch.equal(codec.encoder(padded)[:, :7], whole[:, :7])
 
 
-def test_encoder_window(codec):
-    """Codes are the same until the audio is longer than the window (10 positions, two per frame), and differ
-    after."""
+def test_encoder_window_limits_how_far_it_looks_back(codec):
+    """The codes are the same up to the length of the window (10 positions, two per frame) and differ later."""
     torch.manual_seed(5)
     audio = torch.randn(1, 40 * 1920)
     whole, windowed = codec.encoder(audio), codec.encoder(audio, window=codec.encoder.config.window)
@@ -193,7 +192,7 @@ def test_encoder_window(codec):
 
 
 def test_quantizer_finds_the_nearest_row(codec):
-    """Against the definition: the least distance to the mean of the vectors that a row stands for."""
+    """Compared with the definition: the nearest row, where a row is the sum of its vectors divided by its usage."""
     quantizer = codec.encoder.quantizer
     torch.manual_seed(6)
     latent = torch.randn(2, 32, 11)
@@ -209,8 +208,8 @@ def test_quantizer_finds_the_nearest_row(codec):
         rest = rest - rows[k][code]
 
 
-def test_usage_of_zero():
-    """A row that training never used is divided by 1e-5, not by zero."""
+def test_a_codebook_row_with_zero_usage_is_finite():
+    """A row that training never used is divided by 1e-5 instead of zero."""
     quantizer = SplitVQ(2, 2, 4, 3, 5).requires_grad_(False)
     quantizer.sums.fill_(2e-5)
     quantizer.usage.copy_(torch.tensor([0.0, 1e-5, 2e-5, 1.0] * 2))
@@ -219,7 +218,7 @@ def test_usage_of_zero():
 
 
 @pytest.mark.parametrize("block", ["decoder_config", "encoder_config"])
-def test_missing_key_is_named(block):
+def test_errors_name_a_missing_key(block):
     read = DecoderConfig if block == "decoder_config" else EncoderConfig
     for key in ("hidden_size", "sliding_window", "num_quantizers"):
         config = copy.deepcopy(CODEC)
@@ -234,13 +233,13 @@ def test_missing_key_is_named(block):
     ("block", "key", "value", "message"),
     [
         ("decoder_config", "upsample_rates", [8, 5, 4], "^speech_tokenizer/config.json: .*=1920; .* 640"),
-        ("decoder_config", "num_key_value_heads", 8, "only num_attention_heads is known"),
+        ("decoder_config", "num_key_value_heads", 8, "only num_attention_heads, 16, is supported"),
         ("encoder_config", "upsampling_ratios", [8, 6, 5], "encode_downsample_rate=1920; .* 480"),
-        ("encoder_config", "num_key_value_heads", 4, "only num_attention_heads is known"),
+        ("encoder_config", "num_key_value_heads", 4, "only num_attention_heads, 8, is supported"),
         ("encoder_config", "use_causal_conv", False, "use_causal_conv=False; only True is known"),
     ],
 )
-def test_unknown_config_is_refused(block, key, value, message):
+def test_unsupported_configs_are_refused(block, key, value, message):
     config = copy.deepcopy(CODEC)
     config[block][key] = value
     read = DecoderConfig if block == "decoder_config" else EncoderConfig

@@ -1,5 +1,5 @@
-"""Text that arrives while Qwen3-TTS speaks: a token a frame, in whatever portions, it says what it says of
-the whole text."""
+"""Text that arrives while Qwen3-TTS speaks. The model reads one token per frame, and the speech equals that of the
+whole text however the tokens are portioned."""
 
 from __future__ import annotations
 
@@ -42,24 +42,21 @@ TRANSCRIBED = replace(
 
 
 def cut(ours: Qwen3TTS, request: Request) -> tuple[Request, list[int]]:
-    """The request open with its first word alone, and the tokens that follow."""
+    """Return the request with only its first word and open text, and the tokens that follow."""
     tokenize = ours.writer.tokenize
     whole, first = tokenize(request.text), request.text.split()[0]
     head = tokenize(first)
-    assert whole[: len(head)] == head and len(whole) > len(head) + 4, (
-        f"{first!r} is not cut off where tokens meet"
-    )
+    assert whole[: len(head)] == head and len(whole) > len(head) + 4, f"{first!r} does not end at a token"
     return replace(request, text=first, is_open=True), whole[len(head) :]
 
 
 def agrees(ours: Qwen3TTS, listener: Listener, whole: Request) -> None:
-    """With the whole text given at once, alone."""
+    """Assert that the listener got the speech of the whole text, generated alone."""
     truth = zoo.generate(ours, whole)
     assert isinstance(listener.end, Finished), listener.end
     assert listener.frames == len(truth.frames) > 4
-    np.testing.assert_allclose(
-        listener.samples, truth.samples, rtol=0, atol=5e-5
-    )  # windows and one launch round otherwise: 2e-5 measured
+    # Windows and a single launch round differently; the measured difference is 2e-5.
+    np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
 
 
 @pytest.mark.slow
@@ -67,9 +64,9 @@ def agrees(ours: Qwen3TTS, listener: Listener, whole: Request) -> None:
 @pytest.mark.parametrize(
     ("ours", "whole"),
     [(VOICE, NAMED), (VOICE, SAMPLED), (BASE, CLONED), (BASE, TRANSCRIBED)],
-    ids=["custom_voice", "sampled", "by its sound", "with its words"],
+    ids=["custom_voice", "sampled", "clone without transcript", "clone with transcript"],
 )
-def test_fed_equals_the_whole_text_at_once(ours, whole, portions):
+def test_fed_text_equals_the_whole_text_at_once(ours, whole, portions):
     speaking = Speaking(ours)
     tapes: list[torch.Tensor] = []
     release = speaking.model.release
@@ -87,8 +84,8 @@ def test_fed_equals_the_whole_text_at_once(ours, whole, portions):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("report_lag", [0, 1])
-def test_who_starves_takes_no_step_and_the_others_go_on(report_lag):
-    """And is heard to the last of what its text allowed while it waits."""
+def test_a_slot_without_text_waits_while_others_go_on(report_lag):
+    """While it waits, the listener already has every frame that the text allowed."""
     speaking = Speaking(VOICE, report_lag=report_lag)
     request, rest = cut(VOICE, NAMED)
     hungry, other = speaking.begin(request, "hungry"), None
@@ -98,7 +95,7 @@ def test_who_starves_takes_no_step_and_the_others_go_on(report_lag):
     assert hungry.frames == allowed and hungry.end is None
     before = len(speaking.steps)
     speaking.turn(20)
-    assert len(speaking.steps) == before and speaking.model.is_idle  # nobody has anything to do
+    assert len(speaking.steps) == before and speaking.model.is_idle  # no slot has work
     other = speaking.begin(SAMPLED, "other")
     while other.end is None:
         speaking.turn()
@@ -113,7 +110,7 @@ def test_who_starves_takes_no_step_and_the_others_go_on(report_lag):
     agrees(VOICE, hungry, NAMED)
 
 
-def test_an_engine_with_none_but_starving_slots_sleeps_and_the_next_token_wakes_it():
+def test_an_engine_whose_slots_all_wait_for_text_sleeps_until_the_next_token():
     engine = Engine(VOICE, max_slots=2, compile=False)
     request, rest = cut(VOICE, NAMED)
     listener, asleep, turn = Listener(), threading.Event(), engine.turn
@@ -129,7 +126,7 @@ def test_an_engine_with_none_but_starving_slots_sleeps_and_the_next_token_wakes_
     engine.speak("a", request, listener)
     thread.start()
     for i, token in enumerate(rest):
-        assert asleep.wait(60), "it is busy though there is no text"
+        assert asleep.wait(60), "the engine is busy although no text is left"
         time.sleep(0.01)
         asleep.clear()
         engine.feed("a", [token], is_last=i == len(rest) - 1)
@@ -141,8 +138,8 @@ def test_an_engine_with_none_but_starving_slots_sleeps_and_the_next_token_wakes_
     agrees(VOICE, listener, NAMED)
 
 
-def test_the_end_may_come_without_a_token():
-    """The text is over, and was not known to be: then comes what follows a text."""
+def test_the_end_of_the_text_may_come_without_a_token():
+    """The slot waits after its last token. When the client ends the text, the slot speaks its last frames."""
     speaking = Speaking(VOICE)
     request, rest = cut(VOICE, NAMED)
     listener = speaking.begin(request)
@@ -156,14 +153,14 @@ def test_the_end_may_come_without_a_token():
     agrees(VOICE, listener, NAMED)
 
 
-def test_a_cancel_while_starving_gives_the_slot_to_who_waits():
+def test_cancelling_a_waiting_slot_frees_it_for_the_next_request():
     speaking = Speaking(VOICE, max_slots=1)
     request, rest = cut(VOICE, NAMED)
     gone, next_ = speaking.begin(request, "gone"), speaking.begin(SAMPLED, "next")
     speaking.turn(10)
     assert next_.frames == 0 and gone.end is None
     speaking.engine.cancel("gone")
-    speaking.engine.feed("gone", rest, is_last=True)  # comes too late, and is no error
+    speaking.engine.feed("gone", rest, is_last=True)  # too late, but not an error
     while next_.end is None:
         speaking.turn()
     assert isinstance(gone.end, Finished) and gone.end.reason == "cancelled"
@@ -171,7 +168,7 @@ def test_a_cancel_while_starving_gives_the_slot_to_who_waits():
     assert speaking.engine.stats()["models"]["qwen3_tts"]["running"] == 0
 
 
-def test_text_for_who_has_no_slot_yet_waits_with_it():
+def test_text_for_a_queued_request_waits_with_it():
     speaking = Speaking(VOICE, max_slots=1)
     request, rest = cut(VOICE, NAMED)
     first, listener = speaking.begin(SAMPLED, "first"), speaking.begin(request, "a")
@@ -186,7 +183,7 @@ def test_text_for_who_has_no_slot_yet_waits_with_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["speaking", "waiting"])
-def test_too_many_tokens_fail_that_request_alone(is_waiting):
+def test_too_many_tokens_fail_only_that_request(is_waiting):
     speaking = Speaking(VOICE, max_slots=1 if is_waiting else 2)
     request, rest = cut(VOICE, NAMED)
     other, greedy = speaking.begin(SAMPLED, "other"), speaking.begin(request, "greedy")
@@ -195,14 +192,13 @@ def test_too_many_tokens_fail_that_request_alone(is_waiting):
     speaking.engine.feed("greedy", [5] * MAX_TEXT_TOKENS)
     while other.end is None or greedy.end is None:
         speaking.turn()
-    assert isinstance(greedy.end, Failed) and f"at most {MAX_TEXT_TOKENS} are possible" in greedy.end.message
+    assert isinstance(greedy.end, Failed) and f"the limit is {MAX_TEXT_TOKENS}" in greedy.end.message
     agrees(VOICE, other, SAMPLED)
-    agrees(
-        VOICE, speak_in_portions(speaking, request, rest, [(0, 60)], "again"), NAMED
-    )  # the slot is as good as new
+    # The slot can be used again.
+    agrees(VOICE, speak_in_portions(speaking, request, rest, [(0, 60)], "again"), NAMED)
 
 
-def test_tokens_that_are_none_fail_that_request_alone():
+def test_invalid_tokens_fail_only_that_request():
     speaking = Speaking(VOICE)
     request, _ = cut(VOICE, NAMED)
     other, wrong = speaking.begin(SAMPLED, "other"), [speaking.begin(request, f"wrong {i}") for i in range(2)]
@@ -212,13 +208,13 @@ def test_tokens_that_are_none_fail_that_request_alone():
     while other.end is None:
         speaking.turn()
     for listener in wrong:
-        assert isinstance(listener.end, Failed) and "is no token of the text" in listener.end.message
+        assert isinstance(listener.end, Failed) and "is not a text token" in listener.end.message
     agrees(VOICE, other, SAMPLED)
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["after the last", "not open"])
-def test_text_behind_the_end_of_the_text_fails_that_request_alone(is_open):
-    """It can follow nothing, and to drop it would be silent."""
+def test_text_after_its_end_fails_only_that_request(is_open):
+    """Dropping the text silently would hide the client's mistake."""
     speaking = Speaking(VOICE)
     request, rest = cut(VOICE, NAMED)
     other, wrong = speaking.begin(SAMPLED, "other"), speaking.begin(request if is_open else NAMED, "wrong")
@@ -234,14 +230,14 @@ def test_text_behind_the_end_of_the_text_fails_that_request_alone(is_open):
     agrees(VOICE, other, SAMPLED)
 
 
-def test_who_reaches_its_cap_while_text_comes_ends_there():
+def test_a_request_ends_at_its_frame_cap_while_text_still_arrives():
     speaking = Speaking(VOICE)
     request, rest = cut(VOICE, replace(NAMED, max_frames=6))
     listener = speak_in_portions(speaking, request, rest, PORTIONS["one by one"])
     assert isinstance(listener.end, Finished) and (listener.end.reason, listener.end.frames) == ("length", 6)
 
 
-# what is refused
+# refused requests
 
 
 def test_open_text_needs_text_mode_interleaved():
@@ -253,18 +249,18 @@ def test_open_text_needs_text_mode_interleaved():
         assert error.value.param == "text_mode"
 
 
-def test_a_reference_with_its_words_needs_as_many_tokens_as_frames_at_once():
-    """Its frames stand beside text, which is not there yet."""
+def test_a_clone_with_transcript_needs_one_token_per_reference_frame_at_the_start():
+    """The prompt adds each reference frame to a text token."""
     long = replace(TRANSCRIBED, text="a", references=(Reference(CLIP, "Hm."),), is_open=True)
     with pytest.raises(
         RequestError,
-        match=r"has 5 frames, .* have 4 tokens: give 2 tokens more, or x_vector_only_mode",
+        match=r"has 5 frames, .* have 4 tokens; send 2 more tokens or set x_vector_only_mode",
     ) as error:
         BASE.prompt(long)
     assert error.value.param == "text"
 
 
-def test_the_plain_loop_takes_all_of_the_text():
+def test_the_plain_loop_refuses_open_text():
     with pytest.raises(RequestError, match=r"zoo\.generate takes all of it at once") as error:
         zoo.generate(VOICE, replace(NAMED, is_open=True))
     assert error.value.param == "is_open"

@@ -1,4 +1,4 @@
-"""Loading a directory: what it gives, and what is said of one that is not a model we can run."""
+"""Loading a model directory, and the errors for directories that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def copied(tmp_path) -> Path:
 
 
 def change(file: Path, **values: Any) -> None:
-    """Set keys of a JSON file; None takes one away."""
+    """Set keys of a JSON file. None removes a key."""
     content = json.loads(file.read_text()) | values
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-# what it gives
+# loaded models
 
 
 def test_every_folder_is_a_family():
@@ -53,14 +53,14 @@ def test_every_folder_is_a_family():
     ],
 )
 def test_at_most_one_family_claims_a_directory(config, claimed_by, tmp_path):
-    """By what lies in it; there may be no config.json at all."""
+    """The files decide. A directory without config.json is possible."""
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     claims = [name for name, module in zoo.families().items() if module.claims(tmp_path)]
     assert claims == ([claimed_by] if claimed_by else [])
 
 
-def test_a_family_is_found_by_files_other_than_a_config(tmp_path, monkeypatch):
+def test_a_family_can_be_found_by_files_other_than_config_json(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "family.yaml").write_text("")
     family = types.ModuleType("by_its_yaml")
@@ -71,8 +71,8 @@ def test_a_family_is_found_by_files_other_than_a_config(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
-    """The talker in the dtype asked for, the codec in float32 always, each holding what the files hold."""
+def test_every_tensor_is_loaded(dtype):
+    """The talker has the requested dtype, the codec is always float32, and both have the values of the files."""
     loaded = family("qwen3_tts", dtype)
     for module, expected in ((loaded.talker, getattr(torch, dtype)), (loaded.codec, torch.float32)):
         tensors = dict(module.named_parameters())
@@ -87,7 +87,7 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
     assert (loaded.dtype, loaded.device.type) == (getattr(torch, dtype), "cpu")
 
 
-def test_the_facts_of_a_model():
+def test_the_spec_describes_the_model():
     spec = family("qwen3_tts").spec
     assert (spec.family, spec.variant, spec.frame_shape, spec.frame_samples, spec.sample_rate_hz) == (
         "qwen3_tts",
@@ -107,7 +107,7 @@ def test_the_facts_of_a_model():
 
 @pytest.mark.parametrize(("size", "parameters"), [("0.6b", 905_788_672), ("1.7b", 1_916_676_352)])
 def test_inspect_reads_no_weights(size, parameters, tmp_path):
-    """As many parameters as the published files have, the codec's 170,557,441 among them."""
+    """The count equals that of the published files, including the codec's 170,557,441 parameters."""
     found = zoo.inspect(demo.write_texts(tmp_path / "model", size))
     assert found["parameters"] == parameters + 170_557_441
     assert (found["family"], found["variant"]) == ("qwen3_tts", "custom_voice")
@@ -116,8 +116,8 @@ def test_inspect_reads_no_weights(size, parameters, tmp_path):
 
 
 @pytest.mark.parametrize("dialect", [False, "sichuan_dialect"])
-def test_a_fine_tuned_directory_has_one_voice_and_needs_no_name_for_it(dialect, copied):
-    """It keeps a block of the Base model that it comes from, without the tensors."""
+def test_a_fine_tuned_model_with_one_voice_needs_no_voice_name(dialect, copied):
+    """Its config keeps the Base model's speaker_encoder_config, although the tensors are gone."""
     config = json.loads((copied / "config.json").read_text())
     talker = config["talker_config"] | {"spk_id": {"Anna": 100}, "spk_is_dialect": {"Anna": dialect}}
     change(
@@ -131,7 +131,7 @@ def test_a_fine_tuned_directory_has_one_voice_and_needs_no_name_for_it(dialect, 
     assert named.prefix_keys == unnamed.prefix_keys and torch.equal(named.inputs, unnamed.inputs)
 
 
-# what is said
+# errors
 
 
 def refused(path: Path | str, message: str, **arguments: Any) -> None:
@@ -140,7 +140,7 @@ def refused(path: Path | str, message: str, **arguments: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_what_is_no_model(tmp_path, copied):
+def test_a_directory_without_a_model_is_refused(tmp_path, copied):
     possible = "a model is a directory, or a repository ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub"
     refused(tmp_path / "nothing", f"nothing' is not a directory; {possible}")
     refused(TINY / "config.json", f"config.json' is not a directory; {possible}")
@@ -150,7 +150,7 @@ def test_what_is_no_model(tmp_path, copied):
     refused(copied, r"config.json cannot be read: Expecting property name")
 
 
-def test_what_no_family_claims(copied):
+def test_an_unknown_model_type_is_refused(copied):
     change(copied / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
     refused(copied, "has model_type 'llama'; known families: .*qwen3_tts")
     change(copied / "config.json", model_type=None, architectures=None)
@@ -170,7 +170,7 @@ def test_what_no_family_claims(copied):
     ],
     ids=["25 Hz", "variant", "no key", "no block"],
 )
-def test_what_the_family_cannot_run(values, message, copied):
+def test_unsupported_configs_are_refused(values, message, copied):
     change(copied / "config.json", **values)
     refused(copied, message)
 
@@ -186,17 +186,17 @@ def test_what_the_family_cannot_run(values, message, copied):
         "speech_tokenizer/model.safetensors",
     ],
 )
-def test_a_missing_file_is_named(name, copied):
+def test_errors_name_a_missing_file(name, copied):
     (copied / name).unlink()
     refused(copied, f"{name} does not exist")
 
 
-def test_a_vocabulary_that_is_none(copied):
+def test_an_invalid_vocabulary_is_refused(copied):
     (copied / "merges.txt").write_text("#version: 0.2\nnot in the vocabulary at all\n")
     refused(copied, r"vocab.json and merges.txt are not a byte-level BPE: ")
 
 
-def test_a_config_that_does_not_fit_the_tensors(copied):
+def test_a_config_that_does_not_match_the_tensors_is_refused(copied):
     config = json.loads((copied / "config.json").read_text())
     change(copied / "config.json", talker_config=config["talker_config"] | {"num_hidden_layers": 4})
     refused(
@@ -212,9 +212,13 @@ def test_a_config_that_does_not_fit_the_tensors(copied):
         ("talker_config", {"num_hidden_layers": 10**9}, "=1000000000; an integer from 1 to 1000 is possible"),
         ("talker_config", {"codec_bos_id": 1088}, "codec_bos_id=1088; an integer from 0 to 1087"),
         ("talker_config", {"spk_id": {"anna": 1088}}, "spk_id has anna=1088; an integer from 0 to 1087"),
-        ("talker_config", {"spk_id": {}}, "spk_id={}; a custom_voice model needs a voice at least"),
+        ("talker_config", {"spk_id": {}}, "spk_id={}; a custom_voice model needs at least one voice"),
         ("talker_config", {"codec_language_id": {"thai": True}}, "has thai=True; an integer from 0 to 1087"),
-        ("talker_config", {"spk_is_dialect": {"eric": "wu"}}, "eric='wu'; false or a key of codec_language"),
+        (
+            "talker_config",
+            {"spk_is_dialect": {"eric": "wu"}},
+            "eric='wu'; use false or a key of codec_language",
+        ),
         ("talker_config", {"num_attention_heads": 3}, "_heads=3; a multiple of 2 from 1 to 1024 is possible"),
         ("talker_config", {"head_dim": 7}, "head_dim=7; a multiple of 2 from 2 to 1024 is possible"),
         (
@@ -231,7 +235,7 @@ def test_a_config_that_does_not_fit_the_tensors(copied):
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
-def test_a_value_out_of_range_is_named_with_what_is_possible(block, values, message, copied):
+def test_errors_name_a_value_out_of_range_and_the_possible_values(block, values, message, copied):
     file = block if block.endswith(".json") else "config.json"
     if block == "talker_config":
         values = {block: json.loads((copied / file).read_text())[block] | values}
@@ -239,25 +243,25 @@ def test_a_value_out_of_range_is_named_with_what_is_possible(block, values, mess
     refused(copied, message)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(copied):
+def test_a_tokenizer_with_more_tokens_than_embedding_rows_is_refused(copied):
     vocab = json.loads((copied / "vocab.json").read_text()) | {"beyond": 768}
     (copied / "vocab.json").write_text(json.dumps(vocab))
     refused(copied, "vocab.json has ids up to 768, but the model has 768 text rows")
 
 
 @pytest.mark.parametrize("dtype", zoo.DTYPES)
-def test_a_dtype_by_name_or_as_torchs(dtype):
+def test_a_dtype_is_a_name_or_a_torch_dtype(dtype):
     expected = getattr(torch, dtype)
     assert {zoo.load(TINY, "cpu", asked).dtype for asked in (dtype, expected)} == {expected}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, 32, "", "torch.float32"])
-def test_a_dtype_that_is_none(dtype):
+def test_an_unknown_dtype_is_refused(dtype):
     refused(TINY, f"^dtype {dtype!r} is not possible; possible: float32, bfloat16$", dtype=dtype)
 
 
-def test_dtype_and_device():
+def test_an_unavailable_dtype_or_device_is_refused():
     refused(TINY, "dtype 'float16' is not possible; possible: float32, bfloat16", dtype="float16")
-    refused(TINY, "device 'tpu' is not to be had here: ", device="tpu")
-    refused(TINY, "device 'cuda:99' is not to be had here: ", device="cuda:99")
-    assert zoo.load(TINY, "cpu").dtype == torch.float32  # what a CPU has unless told otherwise
+    refused(TINY, "device 'tpu' is not ", device="tpu")
+    refused(TINY, "device 'cuda:99' is not ", device="cuda:99")
+    assert zoo.load(TINY, "cpu").dtype == torch.float32  # the default on a CPU

@@ -1,4 +1,4 @@
-"""From a request to positions: what stands where, in every mode, and what a user may get wrong."""
+"""Prompts: the layout of positions in every mode, and the errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def spoken(language: str) -> tuple[int, ...]:
 
 
 def control(**fields: str) -> tuple[int, ...]:
-    """The codec ids between the role and the voice."""
+    """Return the codec ids between the role and the voice."""
     pairs = write(SMALL, replace(ASKED, **fields)).pairs[3:]
     end = next(i for i, (_, codec) in enumerate(pairs) if codec in CONFIG.voices.values())
     assert all(text == CONFIG.tts_pad for text, _ in pairs[: end + 1])
     return tuple(codec for _, codec in pairs[:end])
 
 
-# what stands where
+# the layout of prompts
 
 
 @pytest.mark.parametrize("options", [{}, {"text_mode": "full"}], ids=["default", "full"])
-def test_text_mode_full(options):
+def test_full_mode_puts_all_text_in_the_prompt(options):
     script = write(SMALL, replace(ASKED, options=options))
     body = (
         (CONFIG.tts_bos, CONTROL.pad),
@@ -51,14 +51,14 @@ def test_text_mode_full(options):
     assert script.trailing == () and script.text_tokens == len(TEXT)
 
 
-def test_text_mode_interleaved():
+def test_interleaved_mode_puts_one_text_token_in_the_prompt():
     script = write(SMALL, replace(ASKED, options={"text_mode": "interleaved"}))
     body = ((CONFIG.tts_bos, CONTROL.pad), (TEXT[0], CONTROL.bos))
     assert script.pairs == (*ROLE, *pads(*AUTO, CONFIG.voices["ryan"]), *body)
     assert script.trailing == (*TEXT[1:], CONFIG.tts_eos)
 
 
-def test_a_text_of_one_token_is_followed_by_its_end():
+def test_only_the_end_follows_a_text_of_one_token():
     assert write(SMALL, replace(ASKED, text="a", options={"text_mode": "interleaved"})).trailing == (
         CONFIG.tts_eos,
     )
@@ -87,13 +87,13 @@ def test_text_is_stripped():
         ("ryan", "chinese", spoken("chinese")),
         ("dylan", None, spoken("beijing_dialect")),
         ("dylan", "auto", spoken("beijing_dialect")),
-        ("dylan", "chinese", spoken("beijing_dialect")),  # as the reference does, though other engines do not
+        ("dylan", "chinese", spoken("beijing_dialect")),  # like the reference; some other engines differ
         ("eric", "chinese", spoken("sichuan_dialect")),
         ("eric", "english", spoken("english")),
         ("eric", "japanese", spoken("japanese")),
     ],
 )
-def test_a_voice_of_a_dialect_speaks_it_where_chinese_is_meant(voice, language, expected):
+def test_a_voice_with_a_dialect_speaks_it_for_chinese_and_auto(voice, language, expected):
     assert control(voice=voice, language=language) == expected
 
 
@@ -119,7 +119,7 @@ def test_inputs_are_sums_of_a_text_row_and_a_codec_row():
     assert prompt.usage == {"input_tokens": len(TEXT), "prompt_positions": len(script.pairs)}
 
 
-def test_equal_keys_mean_equal_inputs_and_only_they():
+def test_keys_are_equal_exactly_when_inputs_are():
     changes = ({}, {"voice": "eric"}, {"language": "french"}, {"instructions": "Sing."})
     prompts = [LARGE.prompt(replace(ASKED, **change)) for change in changes]
     rows: dict[int, torch.Tensor] = {}
@@ -133,13 +133,13 @@ def test_equal_keys_mean_equal_inputs_and_only_they():
 
 
 def sampling(slot: dict[str, Any]) -> list[list[float]]:
-    """Of the first code and of the depth codes."""
+    """Return the sampling values, each for the first code and for the depth codes."""
     return [
         [pytest.approx(value) for value in slot[name].tolist()] for name in ("temperature", "top_k", "top_p")
     ]
 
 
-def test_sampling_values_are_the_checkpoints_unless_the_request_says_otherwise():
+def test_sampling_values_default_to_the_checkpoints():
     slot = SMALL.prompt(ASKED).slot
     assert slot["seed"] == 0 and slot["penalty"] == 1.05
     assert sampling(slot) == [[0.9, 0.9], [50, 50], [1.0, 1.0]]
@@ -160,7 +160,7 @@ def test_a_temperature_of_zero_is_greedy_in_every_codebook():
     assert found == [[0.0, 0.0], [0.0, 1.0], [0.5, 0.9]]
 
 
-# what a user may get wrong
+# invalid requests
 
 
 TAKES = (
@@ -173,7 +173,7 @@ VOICES = "aiden, dylan, eric, ono_anna, ryan, serena, sohee, uncle_fu, vivian"
     ("fields", "param", "message"),
     [
         ({"text": " \n"}, "text", "text is empty"),
-        ({"text": "1" * (MAX_TEXT_TOKENS + 1)}, "text", "8193 tokens are given; at most 8192 are possible"),
+        ({"text": "1" * (MAX_TEXT_TOKENS + 1)}, "text", "text has 8193 tokens; the limit is 8192"),
         ({"voice": "alloy"}, "voice", f"has no voice 'alloy'; it has: {VOICES}"),
         ({"voice": None}, "voice", f"a voice is needed; Qwen3-TTS 0.6B custom_voice has: {VOICES}"),
         (
@@ -181,15 +181,12 @@ VOICES = "aiden, dylan, eric, ono_anna, ryan, serena, sohee, uncle_fu, vivian"
             "language",
             "has no language 'klingon'; possible: auto, chinese, english, french",
         ),
-        (
-            {"language": "beijing_dialect"},
-            "language",
-            "has no language 'beijing_dialect'",
-        ),  # it comes with a voice
+        # a dialect comes only with its voice
+        ({"language": "beijing_dialect"}, "language", "has no language 'beijing_dialect'"),
         (
             {"instructions": "Sing."},
             "instructions",
-            "0.6B custom_voice takes no instructions: the 1.7B one does",
+            "0.6B custom_voice takes no instructions: the 1.7B model does",
         ),
         (
             {"options": {"text_mode": "diagonal"}},
@@ -212,18 +209,18 @@ VOICES = "aiden, dylan, eric, ono_anna, ryan, serena, sohee, uncle_fu, vivian"
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_what_a_user_got_wrong_names_the_field(fields, param, message):
+def test_errors_name_the_wrong_parameter(fields, param, message):
     with pytest.raises(RequestError, match=message) as refused:
         SMALL.prompt(replace(ASKED, **fields))
     assert refused.value.param == param
 
 
 def test_long_instructions_are_refused():
-    with pytest.raises(ValueError, match="8193 tokens are given; at most 8192 are possible"):
+    with pytest.raises(ValueError, match="instructions has 8193 tokens; the limit is 8192"):
         LARGE.prompt(replace(ASKED, instructions="1" * (MAX_TEXT_TOKENS + 1)))
 
 
-def test_the_longest_text_fits_but_for_the_models_positions():
+def test_the_longest_text_fits_the_state():
     asked = replace(ASKED, text="1" * MAX_TEXT_TOKENS)
     assert len(SMALL.prompt(asked).inputs) == MAX_TEXT_TOKENS + 10
     prompt = SMALL.prompt(replace(asked, options={"text_mode": "interleaved"}))

@@ -1,5 +1,5 @@
-"""The speaker encoder and its mel spectrogram, against their definitions; the parity tests have the
-reference's numbers."""
+"""The speaker encoder and its mel spectrogram, compared with their definitions. The parity tests compare them with
+the reference."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_filters_are_triangles_of_equal_area_evenly_spaced_in_mel():
 
 
 @pytest.mark.parametrize("samples", [385, 511, 512, 1280, 24001])
-def test_mel_frames(samples):
+def test_the_mel_has_one_frame_per_whole_hop(samples):
     mel = LogMel(24000, 1024, 256, 128, torch.device("cpu"))
     assert mel(torch.randn(2, samples)).shape == (2, 128, samples // 256)
 
 
-def test_a_tone_is_loud_in_its_filter_and_silence_is_the_floor():
+def test_a_tone_is_loudest_in_its_filter_and_silence_is_the_floor():
     mel = LogMel(24000, 1024, 256, 128, torch.device("cpu"))
     tone = torch.sin(2 * torch.pi * 2000 * torch.arange(24000) / 24000)[None]
     edges = torch.linspace(0, mel_of(12000), 130)
@@ -54,20 +54,20 @@ def test_a_tone_is_loud_in_its_filter_and_silence_is_the_floor():
 # encoder
 
 
-def test_it_stays_in_float32():
+def test_the_speaker_encoder_stays_in_float32():
     rounded = family("qwen3_tts", "bfloat16", size="tiny-base")
     assert {p.dtype for p in rounded.talker.speaker.parameters()} == {torch.float32}
     assert rounded.talker.codec_head.weight.dtype == torch.bfloat16
 
 
-def test_the_least_frames():
+def test_the_fewest_mel_frames_are_enough():
     least = ENCODER.config.min_frames
     assert least == 5 and ENCODER(torch.randn(2, 128, least)).shape == (2, 32)
     with pytest.raises(RuntimeError, match="Padding size should be less"):
         ENCODER(torch.randn(1, 128, least - 1))
 
 
-def test_parts_of_a_chain_hear_the_ones_before():
+def test_each_part_of_a_chain_reads_the_previous_part():
     chain = Chain(16, 8, kernel=3, dilation=2).requires_grad_(False)
     x = torch.randn(1, 16, 20)
     parts = list(chain(x).chunk(8, 1))
@@ -80,7 +80,7 @@ def test_parts_of_a_chain_hear_the_ones_before():
         torch.testing.assert_close(parts[k], expected, rtol=0, atol=1e-6)
 
 
-def test_pooling_attends_by_channel():
+def test_pooling_weights_frames_per_channel():
     pooling = Pooling(6, 4).requires_grad_(False)
     x = torch.randn(2, 6, 30)
     mean, deviation = x.mean(2, keepdim=True), x.var(2, keepdim=True, correction=0).sqrt()
@@ -92,7 +92,7 @@ def test_pooling_attends_by_channel():
     assert torch.isfinite(pooling(torch.ones(1, 6, 30))).all()
 
 
-def test_a_batch_is_its_rows():
+def test_rows_of_a_batch_are_independent():
     mel = torch.randn(3, 128, 40)
     together = ENCODER(mel)
     for row, alone in zip(together, mel.split(1), strict=True):
@@ -103,7 +103,7 @@ def test_a_batch_is_its_rows():
 # config
 
 
-def test_what_published_configs_leave_out_is_the_references():
+def test_keys_missing_from_published_configs_default_to_the_references():
     config = SpeakerConfig.read(ConfigBlock({"enc_dim": 2048, "sample_rate": 24000}), 2048)
     with torch.device("meta"):
         assert sum(p.numel() for p in SpeakerEncoder(config).parameters()) == 12_001_088  # as published, 1.7B
@@ -121,25 +121,25 @@ def test_what_published_configs_leave_out_is_the_references():
         ({"sample_rate": 24000}, "speaker_encoder_config has no 'enc_dim'"),
         ({"enc_dim": 32}, "speaker_encoder_config has no 'sample_rate'"),
         ({"enc_dim": 32, "sample_rate": 16000}, "sample_rate=16000; only 24000 is known"),
-        ({"enc_dim": 64, "sample_rate": 24000}, "enc_dim=64; the talker that reads it has hidden_size=32"),
+        ({"enc_dim": 64, "sample_rate": 24000}, "enc_dim=64; it must equal the talker's hidden_size, 32"),
         (
             {"enc_dim": 32, "sample_rate": 24000, "enc_res2net_scale": 7},
-            "channels are not so many equal parts",
+            "channels do not divide into that many equal parts",
         ),
         (
             {"enc_dim": 32, "sample_rate": 24000, "enc_channels": [512, 256, 512, 512, 1536]},
-            "known are equal blocks",
+            "only equal blocks",
         ),
         (
             {"enc_dim": 32, "sample_rate": 24000, "enc_channels": [512, 512, 512, 512, 1024]},
-            "known are equal blocks",
+            "only equal blocks",
         ),
         (
             {"enc_dim": 32, "sample_rate": 24000, "enc_dilations": SPEAKER["enc_dilations"][:-1]},
-            "and 4 enc_dilations; known are",
+            "and 4 enc_dilations; only equal blocks",
         ),
     ],
 )
-def test_configs_that_are_refused(config, message):
+def test_inconsistent_configs_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         SpeakerConfig.read(ConfigBlock(config, "speaker_encoder_config"), 32)
