@@ -1,5 +1,5 @@
-"""Higgs Audio V3 TTS (Boson AI): text to 24 kHz speech, 8 codes per 40 ms frame. See README.md beside this
-file."""
+"""Higgs Audio V3 TTS (Boson AI): text to 24 kHz speech, 8 codes per 40 ms frame. See README.md in this
+folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ NAME = "higgs_v3"
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot
-    be read."""
+    """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
+    read."""
     from zoo.higgs_v3.config import CODEC_ALONE, MODEL, V2
     from zoo.nn.json_files import read_config
 
-    refused = (*V2, CODEC_ALONE)  # they are claimed too, to be refused by name
+    # These are claimed too, so that `load` can refuse them with a clear message.
+    refused = (*V2, CODEC_ALONE)
     return read_config(path).get("model_type") in (MODEL, *refused)
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> HiggsV3:
-    """The family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError that names what is
-    wrong."""
+    """Return the family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError with the file and
+    the problem."""
     from zoo.higgs_v3 import weights
     from zoo.higgs_v3.clone import Cloner
     from zoo.higgs_v3.model import HiggsV3
@@ -34,12 +35,12 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     from zoo.nn import checkpoint, tensor_files
 
     if adapter is not None:
-        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
+        raise ValueError(f"{NAME} does not support adapters; load the model without {adapter}")
     config, spec = describe(directory)
     if any(name.startswith(("audio_embedding.", "audio_head.")) for name in tensor_files.contents(directory)):
         raise ValueError(
-            f"{directory} names its tensors as fine-tuning tools do (audio_embedding.*, model.*), and has no codec; needed are the "
-            "published names (body.*, tied.embedding.*)"
+            f"{directory} has the tensor names of fine-tuning tools (audio_embedding.*, model.*) and no codec; use a "
+            "checkpoint with the published names (body.*, tied.embedding.*)"
         )
     module = build(config)
     checkpoint.load(
@@ -59,7 +60,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
 
 
 def build(config):
-    """All of the checkpoint on `meta`: names and shapes, no memory."""
+    """Return the checkpoint's modules on the `meta` device, where tensors have names and shapes but no memory."""
     import torch
 
     from zoo.higgs_v3.weights import Checkpoint
@@ -69,7 +70,7 @@ def build(config):
 
 
 def describe(directory: Path):
-    """Config and Spec, read from config.json alone."""
+    """Return Config and Spec. Only config.json is read."""
     import torch
 
     from zoo.contract import KV, Spec
@@ -106,14 +107,15 @@ def describe(directory: Path):
 
 
 def survey(directory: Path):
-    """Spec and number of parameters, weights unread. The heads are copies, and counted once."""
+    """Return the Spec and the number of parameters without reading the weights. The heads are copies of the
+    embeddings and are not counted."""
     config, spec = describe(directory)
     module = build(config)
     return spec, sum(p.numel() for part in (module.backbone, module.codec) for p in part.parameters())
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or OSError."""
     import torch
 
     from zoo.higgs_v3.demo import write

@@ -1,7 +1,7 @@
-"""What a clone needs of its reference: its codes, as the rows that the LM reads. They are encoded once, in
-fp32, and kept.
+"""Encodes a reference recording into the rows of codes that the LM reads. A clip is encoded once, in fp32, and
+cached.
 
-clip ─ mono, 24 kHz, a second at least ─ codec encoder ─> codes [F, K] ─ staggered ─> rows [F + 7, K]
+    clip ─ mono, 24 kHz, at least a second ─ codec encoder ─> codes [F, K] ─ stagger ─> rows [F + 7, K]
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
 FAMILY = "higgs_v3"
-# the longest: sglang-omni 0.1.9, models/higgs_tts/stages.py; with less than the shortest there is no voice
+# The upper limit and MIN_SAMPLES are those of sglang-omni 0.1.9, models/higgs_tts/stages.py. A clip below the lower
+# limit is too short to contain a voice.
 REFERENCE_S = (0.1, 100.0)
-MIN_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are filled up with zeros at their end: likewise
+MIN_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are padded with zeros at the end
 
 
 @dataclass(frozen=True)
 class EncodedReference:
     rows: Tensor  # [F + K - 1, K]
-    keys: tuple[int, ...]  # one per row, negative: text ids are not
+    keys: tuple[int, ...]  # one per row; negative, unlike text ids
 
     def tensors(self) -> dict[str, Tensor]:
         return {"rows": self.rows}
@@ -40,7 +41,7 @@ class EncodedReference:
 
 
 class Cloner:
-    """AudioClip -> EncodedReference. May be called from several threads."""
+    """Encodes an AudioClip to an EncodedReference. Thread-safe."""
 
     def __init__(self, config: Config, codec: Codec, device: torch.device):
         self.config, self.codec, self.device = config, codec, device
@@ -48,7 +49,8 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, config, codec))
 
     def __call__(self, clip: AudioClip) -> EncodedReference:
-        """Raises ValueError (`param` "references") for audio that is no reference."""
+        """Return the clip's encoding, from the cache if possible. Raises ValueError (`param` "references") for
+        unusable audio."""
         name = content(clip)
         file = self.files.of(clip, name, lambda tensors: self._keyed(tensors["rows"]))
         return self.references.get(name, lambda: self._encode(clip), file)
@@ -60,7 +62,7 @@ class Cloner:
         return self.rows(self.codec.encode(samples)[0])
 
     def rows(self, codes: Tensor) -> EncodedReference:
-        """codes [F, K], wherever they are."""
+        """Return codes [F, K], on any device, as a reference."""
         return self._keyed(stagger(codes, self.config.begin, self.config.end))
 
     def _keyed(self, rows: Tensor) -> EncodedReference:

@@ -1,14 +1,14 @@
-"""The codec at 25 Hz. The decoder turns frames of 8 codes (40 ms) into 24 kHz samples, exactly, however the
-frames are cut into windows.
+"""The 25 Hz codec. Its decoder turns frames of 8 codes (40 ms) into 24 kHz samples. The samples do not depend on
+how the frames are split into windows.
 
     codes [B, 10 + F + 10, K] ─ tables ─ conv ─ x8 ─ x5 ─ x4 ─ x2 ─ x3 ─ conv ─ samples [B, 960 F]
                                  256     1024   512  256  128   64   32     1    channels
                                          25 Hz  0.2    1    4    8   24   kHz
 
-A frame is heard ten frames early and ten frames late, so a window comes with ten more frames on both sides,
-and every convolution gives only what it knows in full: each layer's stretch is a little shorter than the one
-before, until the window alone is left. Where the tape begins and where it ends the layers see zeros, as the
-padding of a decoder that is given the whole tape.
+A frame affects the samples of ten frames before it and ten after it, so a window comes with ten extra frames on
+both sides. Every convolution returns only the positions whose inputs are all present. The stretch gets shorter from
+layer to layer, until only the window is left. Before and after the tape the layers see zeros, like the padding of a
+decoder that gets the whole tape.
 Source: transformers 5.23, models/higgs_audio_v2_tokenizer and models/dac; Kumar et al. 2023 (arXiv
 2306.06546).
 """
@@ -28,11 +28,11 @@ from zoo.nn.snake import Snake
 
 
 class Stretch:
-    """Where a tensor's positions lie on the tape, at a layer's rate: `before` of them before the window's
-    frames, `after` after.
+    """The positions of a tensor on the tape, at a layer's rate: `before` of them precede the window and `after`
+    follow it.
 
-    start [B], end [B]: the window's first frame, and how many the tape holds. taped [B, 1, N] bool: which
-    positions lie on the tape.
+    start [B] is the window's first frame and end [B] the number of frames on the tape. taped [B, 1, N] bool marks the
+    positions that lie on the tape.
     """
 
     def __init__(self, start: Tensor, end: Tensor, frames: int, context: int):
@@ -50,26 +50,26 @@ class Stretch:
         self.taped = self.taped[..., edge : self.taped.shape[2] - edge]
 
     def upsample(self, stride: int, padding: int) -> None:
-        """A transposed convolution of two strides, `padding` positions of whose output are cut off: a
-        position is known in full from the second input on, and up to the last."""
+        """Apply a transposed convolution whose kernel is two strides wide, and drop `padding` positions of its output.
+        Only positions between the second input and the last one have all their inputs."""
         self.rate *= stride
         self.before, self.after = (self.before - 1) * stride + padding, self.after * stride - padding
         self.taped = self._taped()
 
     def silence(self, x: Tensor) -> Tensor:
-        """x [B, C, N] with zeros where there is no tape, in place."""
+        """Zero the positions of x [B, C, N] that do not lie on the tape, in place."""
         return x.mul_(self.taped)
 
 
 class Conv(nn.Conv1d, ShortFilters):
-    """Behind a snake, over what it knows in full: no padding."""
+    """A convolution after a snake, without padding."""
 
     weight: nn.Parameter
     bias: nn.Parameter
 
 
 class Unit(Residual):
-    """The same, in one kernel where a CPU has it; the encoder's gain nothing by that."""
+    """The decoder's residual unit. On a CPU that supports it, it is one kernel; the encoder gains nothing from that."""
 
     conv = Conv
     conv1: Conv
@@ -85,20 +85,21 @@ class Unit(Residual):
 
 
 class Upsampling(nn.ConvTranspose1d, UpsamplingFilters):
-    """Behind a snake."""
+    """A transposed convolution after a snake."""
 
     weight: nn.Parameter
     bias: nn.Parameter
 
 
 class Block(nn.Module):
-    """[B, C, N] -> [B, C / 2, about rate N]"""
+    """An upsampling block with three residual units: [B, C, N] -> [B, C / 2, about rate N]."""
 
     def __init__(self, channels: int, rate: int):
         super().__init__()
         self.rate, self.padding = rate, -(-rate // 2)
         self.snake = Snake(channels)
-        # of its output, the halves that the first and the last input would share with neighbours are cut off
+        # The padding drops the ends of the output, which the missing neighbours of the first and last input would
+        # share.
         self.up = Upsampling(channels, channels // 2, 2 * rate, rate, padding=rate)
         self.residuals = nn.ModuleList(Unit(channels // 2, dilation) for dilation in DILATIONS)
 
@@ -120,10 +121,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Codes to samples, in the dtype of its weights. Call `prepare` once they are in place."""
+    """Decodes codes to samples, in the dtype of its weights. Call `prepare` once after loading them."""
 
-    tables: Tensor  # [K * V, C], after prepare(): a code's row behind its way out and the projection
-    bias: Tensor  # [C, 1], all codebooks' and the projection's
+    tables: Tensor  # [K * V, C], set by prepare(): a code's row after project_out and project
+    bias: Tensor  # [C, 1], set by prepare(): the bias of all codebooks and the projection
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -134,7 +135,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(channels >> i, rate) for i, rate in enumerate(config.ratios))
         self.snake = Snake(channels >> len(config.ratios))
         self.tail = Conv(channels >> len(config.ratios), 1, KERNEL)
-        need = KERNEL // 2  # positions on each side, from the samples back to the frames
+        need = KERNEL // 2  # extra positions on each side, computed from the samples back to the frames
         for rate in reversed(config.ratios):
             need, padding = need + sum(EDGES), -(-rate // 2)
             need = max(-(-(need - padding) // rate) + 1, -(-(need + padding) // rate))
@@ -142,8 +143,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def prepare(self, quantizer: Quantizer) -> None:
-        """Codebook, way out and projection are linear, one after the other: a row per code is left of them.
-        In fp64, then rounded once."""
+        """Fold each codebook, its project_out and the final projection into one row per code. All of them are linear.
+        The product is computed in fp64 and rounded once."""
         project = self.project.weight.double()
         # [C, V] each
         tables = [project @ book.project_out.weight.double() @ book.rows.double().T for book in quantizer]
@@ -157,8 +158,11 @@ class Decoder(nn.Module):
         self.register_buffer("bias", bias[:, None].to(self.project.weight.dtype), persistent=False)
 
     def forward(self, codes: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """codes [B, context + F + context, K] int64, of which the tape holds those of frames 0 .. end [B];
-        the F in the middle are frames start [B] .. start + F -> their samples [B, F * frame_samples]."""
+        """Return the samples [B, F * frame_samples] of frames start [B] .. start + F.
+
+        codes [B, context + F + context, K] int64 has the codes of these frames in the middle. The tape holds frames
+        0 .. end [B]; codes outside of it are ignored.
+        """
         frames = codes.shape[1] - 2 * self.context
         stretch = Stretch(start, end, frames, self.context)
         first = torch.arange(self.books, device=codes.device) * self.size
@@ -180,7 +184,7 @@ class Decoder(nn.Module):
 
 
 class Codec(nn.Module):
-    """Decoder and encoder over the same codebooks."""
+    """Decoder and encoder, which share the codebooks."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -189,10 +193,10 @@ class Codec(nn.Module):
         self.encoder = Encoder(config)
 
     def prepare(self) -> None:
-        """Compute once what follows from the weights alone."""
+        """Precompute the tensors that depend only on the weights."""
         self.decoder.prepare(self.quantizer)
         self.encoder.prepare()
 
     def encode(self, samples: Tensor) -> Tensor:
-        """samples [B, N] -> codes [B, F, K]"""
+        """Encode samples [B, N] to codes [B, F, K]."""
         return self.quantizer.encode(self.encoder(samples))

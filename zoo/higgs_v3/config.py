@@ -1,5 +1,5 @@
-"""The checkpoint's config.json as frozen dataclasses. A key that is missing or out of range is an error that
-names it; unknown keys are ignored."""
+"""The checkpoint's config.json as frozen dataclasses. A missing or out-of-range key raises an error that names
+it; unknown keys are ignored."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from zoo.nn.config import (
 MODEL = "higgs_multimodal_qwen3"
 V2 = ("higgs_audio", "higgs_audio_v2")
 CODEC_ALONE = "higgs_audio_v2_tokenizer"
-ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}  # the first published configs name none
-CONTEXT = 8192  # positions that the model was trained with (model card); config.json has room for more
-MAX_ROWS = 2048  # steps that a request takes at most in sglang-omni 0.1.9
-SPECIALS = 2  # of a codebook's vocabulary, at its end: "begin of codes" and "end of codes"
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1_000_000.0,
+}  # the defaults for the first published configs, which have no rope_parameters
+CONTEXT = 8192  # positions in training (model card); config.json allows more
+MAX_ROWS = 2048  # most steps of a request in sglang-omni 0.1.9
+SPECIALS = 2  # the last ids of a codebook's vocabulary: "begin of codes" and "end of codes"
 SAMPLE_RATE_HZ = 24_000
 SEMANTIC_RATE_HZ = 16_000
 
-# No published file names the codec's shape: it is that of bosonai/higgs-audio-v2-tokenizer, config.json,
-# whose names these are. A demo checkpoint of another size says so in `audio_encoder_config.codec_config`.
+# No published file describes the codec's shape. It is that of bosonai/higgs-audio-v2-tokenizer; the keys are those of
+# its config.json. A demo checkpoint of another size has `audio_encoder_config.codec_config`.
 CODEC: dict[str, Any] = {
     "codebook_size": 1024,
     "codebook_dim": 64,
@@ -60,7 +63,7 @@ CODEC: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StackConfig:
-    """The Qwen3 blocks."""
+    """The sizes of the Qwen3 blocks."""
 
     hidden: int
     inner: int
@@ -93,7 +96,7 @@ class StackConfig:
 
 @dataclass(frozen=True)
 class SemanticConfig:
-    """HuBERT: it hears what is said, for the codes of a reference."""
+    """The sizes of HuBERT, the semantic branch of the reference encoder."""
 
     hidden: int
     inner: int
@@ -133,9 +136,9 @@ class CodecConfig:
     codebook_size: int
     codebook_width: int
     latent: int  # channels between the codebooks and the acoustic decoder
-    encoder_channels: int  # of the encoder's first convolution, doubled by each block
-    decoder_channels: int  # of the decoder's first block, halved by each
-    # samples to frames in the encoder, frames to samples in the decoder, in this order in both
+    encoder_channels: int  # of the encoder's first convolution; each block doubles them
+    decoder_channels: int  # of the decoder's first block; each block halves them
+    # the strides of the encoder and of the decoder, both in this order
     ratios: tuple[int, ...]
     semantic: SemanticConfig
 
@@ -145,17 +148,18 @@ class CodecConfig:
 
     @property
     def width(self) -> int:
-        """Of what the codebooks quantise: acoustic and semantic latent side by side."""
+        """Channels of the latent that the codebooks quantise: the acoustic and the semantic latent, concatenated."""
         return self.latent + self.semantic.hidden
 
     @classmethod
     def read(cls, block: ConfigBlock, codebooks: int, codebook_size: int) -> CodecConfig:
-        """Raises ValueError for what is missing, out of range, or does not fit the LM's vocabulary."""
+        """Read the codec's shape. Raises ValueError for a missing or out-of-range key, and for codes that do not fit the
+        LM's vocabulary."""
         acoustic = block.block("acoustic_model_config")
         acoustic.expect(downsampling_ratios=CODEC["acoustic_model_config"]["downsampling_ratios"])
         ratios = tuple(acoustic.get("downsampling_ratios"))
         if (size := block.integer("codebook_size", *VOCABULARY)) != codebook_size:
-            codes = f"the LM has {codebook_size} codes per codebook, and the codec {size}"
+            codes = f"the LM has {codebook_size} codes per codebook, but the codec has {size}"
             raise ValueError(f"{block.file}: {codes}")
         return cls(
             codebooks=codebooks,
@@ -180,12 +184,12 @@ class Config:
 
     @property
     def begin(self) -> int:
-        """Stands where a codebook has not begun yet."""
+        """The id for a codebook that has not begun yet."""
         return self.vocab - 2
 
     @property
     def end(self) -> int:
-        """Stands where a codebook has ended; the first codebook's ends the speech."""
+        """The id for a codebook that has ended. In the first codebook it ends the speech."""
         return self.vocab - 1
 
     @property
@@ -195,28 +199,28 @@ class Config:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Raises ValueError for what is missing or out of range, and by name for models that cannot run."""
+        """Read config.json. Raises ValueError for a missing or out-of-range key, and for an unsupported model."""
         model = config.get("model_type")
         if model in V2:
             raise ValueError(
-                f"this is Higgs Audio V2 ({model}): a Llama with a second set of layers for audio and a codec of its own; only Higgs Audio "
-                f"V3 TTS ({MODEL}) is supported"
+                f"this is Higgs Audio V2 ({model}), which has another architecture and codec; only Higgs Audio V3 TTS "
+                f"({MODEL}) is supported"
             )
         if model == CODEC_ALONE:
             raise ValueError(
-                f"this directory is a codec alone ({model}) and cannot speak; Higgs Audio V3 TTS has it inside its own weights"
+                f"this directory holds only a codec ({model}); load Higgs Audio V3 TTS, which contains it"
             )
         if model != MODEL:
             raise ValueError(f"model_type {model!r} is not supported; supported: {MODEL}")
         root = ConfigBlock(config)
         audio, text = root.block("audio_encoder_config"), root.block("text_config")
         if audio.get("encoder_type") != "discrete":
-            listens = "a model that listens; only models that speak ('discrete') are known"
+            listens = "that model understands speech; only speech synthesis ('discrete') is supported"
             raise audio.refuse("encoder_type", listens)
         audio.expect(tie_word_embeddings=True, use_delay_pattern=True)
         stack = StackConfig.read(text)
         if audio.integer("out_dim", *WIDTH) != stack.hidden:
-            raise audio.refuse("out_dim", f"the LM that reads it has hidden_size={stack.hidden}")
+            raise audio.refuse("out_dim", f"it must equal the LM's hidden_size, {stack.hidden}")
         codebooks = audio.integer("num_codebooks", *CODEBOOKS)
         vocab = audio.integer("vocab_size", SPECIALS + 1, VOCABULARY[1])
         stated = audio.values.get("codec_config") is not None

@@ -1,12 +1,12 @@
-"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work
-without weights.
+"""Random checkpoints in the published layout, without trained weights. They serve tests, first tries and speed
+measurements.
 
     write("demo", "tiny")    # about a megabyte, runs anywhere
-    write("mid", "mid")      # 150 million parameters; the decoder of the codec as published
+    write("mid", "mid")      # 150 million parameters, for speed measurements
     write("full", "full")    # the published shapes and sizes, 9.3 GB
 
-A tensor's values follow from (seed, published name, shape) alone. All tensors are of one dtype, the codec's
-too, as published.
+A tensor's values depend only on (seed, published name, shape). All tensors have the same dtype, including those of
+the codec, as in the published file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _text(
     rows: int,
     positions: int,
 ) -> dict[str, Any]:
-    """words: of the tokenizer, before the added tokens; rows: of the embedding."""
+    """Return text_config. words: tokens of the tokenizer without the added ones; rows: rows of the embedding."""
     return {
         "_name_or_path": "Qwen/Qwen3-4B-Base",
         "architectures": ["Qwen3ForCausalLM"],
@@ -72,7 +72,7 @@ def _text(
 
 
 def _config(text: dict[str, Any], codec: dict[str, Any] | None) -> dict[str, Any]:
-    """codec None: the published one, which no published file describes."""
+    """Return config.json. codec None is the published codec, which no published file describes."""
     codes = (codec or CODEC)["codebook_size"]
     audio = {
         "encoder_type": "discrete",
@@ -102,7 +102,7 @@ def _config(text: dict[str, Any], codec: dict[str, Any] | None) -> dict[str, Any
 
 
 def _codec(size: int, width: int, acoustic: dict[str, int], semantic: dict[str, Any]) -> dict[str, Any]:
-    """Another size of the codec; ratios, kernels and strides as published."""
+    """Return the config of a codec of another size. Ratios, kernels and strides are the published ones."""
     return {
         **CODEC,
         "codebook_size": size,
@@ -149,8 +149,9 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be
-# left out unnoticed.
+# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in). The
+# first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a missing
+# branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"\.inited$", 1.0, 0.0, False),
     (r"\.cluster_size$", 1.5, 0.25, False),
@@ -163,12 +164,17 @@ RULES: tuple[Rule, ...] = (
     (r"\.acoustic_decoder\.conv2\.bias$", 0.0, 0.001, False),
     (r"\.bias$", 0.0, 0.1, False),
     (r"text_embedding\.weight$", 0.0, 0.5, False),
-    (r"modality_embeddings\.0\.embedding\.weight$", 0.0, 2.0, True),  # as a head: logits of a few units
-    # louder than the codes read, or the tied head would say them again and again
+    (r"modality_embeddings\.0\.embedding\.weight$", 0.0, 2.0, True),  # as a head, for logits of a few units
+    # larger than the embedded codes; otherwise the tied head would repeat them again and again
     (r"\.(o_proj|down_proj)\.weight$", 0.0, 3.0, True),
-    (r"\.acoustic_decoder\.conv2\.weight$", 0.0, 0.01, True),  # soft audio
+    (r"\.acoustic_decoder\.conv2\.weight$", 0.0, 0.01, True),  # quiet audio
     (r"\.acoustic_(en|de)coder\..*\.res_unit\d\.conv2\.weight$", 0.0, 0.5, True),
-    (r"\.conv_t1\.weight$", 0.0, 1.4, True),  # transposed: its fan-in is two thirds of this, or less
+    (
+        r"\.conv_t1\.weight$",
+        0.0,
+        1.4,
+        True,
+    ),  # transposed: its fan-in is at most two thirds of that assumed here
     (r"\.feature_extractor\..*\.weight$", 0.0, 1.4, True),
     (r"\.weight$", 0.0, 1.0, True),
 )
@@ -180,12 +186,12 @@ COPIES = {
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
-    knows."""
+    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule matches
+    the name."""
     name = COPIES.get(name, name)
     values = synthetic.fill(name, shape, f"higgs_v3:{seed}", RULES)
     if name == CODES:
-        # the end of codebook 0, less likely: a voice made by chance would have little to say
+        # Makes the end less likely in codebook 0; a random voice would otherwise stop early.
         values[shape[0] // 8 - 1] *= 0.3
     return values
 
@@ -200,12 +206,12 @@ def write(
     dtype: torch.dtype = torch.bfloat16,
     **config: Any,
 ) -> Path:
-    """A checkpoint with every file of the published layout.
+    """Write a checkpoint with every file of the published layout and return its directory.
 
-    config: changes to config.json, merged into its blocks: `text_config={"num_hidden_layers": 1}`. Raises
-    ValueError for an unknown size, key or dtype, and for a directory that is not empty.
+    config: changes to config.json, merged into its blocks, such as `text_config={"num_hidden_layers": 1}`. Raises
+    ValueError for an unknown size, key or dtype, and if the directory is not empty.
     """
-    # here, so that configs and values can be had without the model
+    # Imported here, so that this module's configs and values do not need the model.
     from zoo.higgs_v3 import build, describe, weights
     from zoo.nn.checkpoint import published
 
@@ -214,7 +220,7 @@ def write(
     model, _ = describe(directory)
     shapes = published(build(model), weights.table(model))
     synthetic.write_tensors(directory / "model.safetensors", shapes, partial(fill, seed=seed), dtype)
-    # as published: the copies are in the file alone
+    # As in the published index, the copies are only in the file.
     indexed = sorted(name for name in shapes if name not in COPIES)
     total = sum(math.prod(shapes[name]) for name in indexed) * dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(indexed, "model.safetensors")}
@@ -223,10 +229,10 @@ def write(
 
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
-    """The JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
+    """Write the JSON files of a checkpoint, without its tensors. Arguments and errors are those of `write`."""
     directory, content = synthetic.begin(directory, size, CONFIGS)
     change(content, config, "config.json")
-    Config.read(content)  # before anything is written
+    Config.read(content)  # raises an error before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     synthetic.write_json(directory / "config.json", content)
     synthetic.write_json(directory / "tokenizer.json", tokenizer(full=size == "full"))

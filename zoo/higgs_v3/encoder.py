@@ -1,10 +1,11 @@
-"""The codec's encoder: reference audio to what the codebooks quantise, all of it at once, in two branches.
+"""The codec's encoder. It turns a whole reference recording into the latent that the codebooks quantise, in two
+branches.
 
     samples [B, N] ─┬─ conv ─ (residual x3, strided conv) x5 ─ conv ──────────────────────────> acoustic [B, 256, F] ┐
                     │              24 kHz to 25 Hz                                                                   ├ linear ─ [B, F, 1024]
                     └─ 16 kHz ─ HuBERT, 50 Hz ─ every second frame ─ conv ─ (residual x2, conv) x2 ─> semantic [B, 768, F] ┘
 
-Run it in fp32: in less, near ties between the codebooks' rows fall the other way.
+Run it in fp32: with less precision, near ties between codebook rows resolve differently.
 Source: transformers 5.23, models/higgs_audio_v2_tokenizer.
 """
 
@@ -20,11 +21,11 @@ from zoo.higgs_v3.semantic import Hubert, Position
 from zoo.nn.resample import Resample
 from zoo.nn.snake import Snake
 
-SEMANTIC_PAD = 160  # zeros on both sides, at 16 kHz: half a frame of HuBERT's
+SEMANTIC_PAD = 160  # zeros on both sides, at 16 kHz: half a HuBERT frame
 
 
 class AcousticBlock(nn.Module):
-    """[B, C, N] -> [B, 2C, about N / rate]"""
+    """Three residual units and a strided convolution: [B, C, N] -> [B, 2C, about N / rate]."""
 
     def __init__(self, channels: int, rate: int):
         super().__init__()
@@ -39,7 +40,7 @@ class AcousticBlock(nn.Module):
 
 
 class Acoustic(nn.Module):
-    """What a recording sounds like: samples [B, 1, N] -> [B, C, F]."""
+    """The acoustic branch: samples [B, 1, N] -> [B, C, F]."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -52,7 +53,7 @@ class Acoustic(nn.Module):
         self.tail = nn.Conv1d(channels << len(config.ratios), config.latent, 3, padding=1)
 
     def frames(self, samples: int) -> int:
-        """How many frames `samples` samples give."""
+        """Return the number of frames for `samples` samples."""
         for rate in self.ratios:
             samples = (samples + 2 * -(-rate // 2) - 2 * rate) // rate + 1
         return samples
@@ -82,7 +83,7 @@ class SemanticBlock(nn.Sequential):
 
 
 class Encoder(nn.Module):
-    """Call `prepare` once the weights are in place."""
+    """The two branches, joined. Call `prepare` once after loading the weights."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -96,17 +97,17 @@ class Encoder(nn.Module):
         self.join = nn.Linear(config.width, config.width)
 
     def prepare(self) -> None:
-        """Compute once what follows from the weights alone."""
+        """Precompute the tensors that depend only on the weights."""
         for module in self.modules():
             if isinstance(module, Position):
                 module.prepare()
         self.resample = Resample(SAMPLE_RATE_HZ, SEMANTIC_RATE_HZ).to(self.join.weight.device)
 
     def forward(self, samples: Tensor) -> Tensor:
-        """samples [B, N] at 24 kHz -> [B, F, W].
+        """Encode samples [B, N] at 24 kHz to latents [B, F, W].
 
-        The semantic branch says how many frames there are. Where the acoustic one would give another number,
-        which is where N mod 960 lies in 119 .. 631, its samples get half a frame of zeros on both sides.
+        The semantic branch determines F. If N mod 960 is in 119 .. 631, the acoustic branch would give another number
+        of frames. In that case its samples get half a frame of zeros on both sides.
         """
         heard = self.hubert(F.pad(self.resample(samples), (SEMANTIC_PAD, SEMANTIC_PAD)))[:, ::2]  # [B, F, D]
         semantic = self.semantic(heard.mT)  # [B, D, F]

@@ -1,4 +1,4 @@
-"""What both halves of the codec are made of. Source: transformers 5.23, models/dac and
+"""Layers that the codec's encoder and decoder share. Source: transformers 5.23, models/dac and
 models/higgs_audio_v2_tokenizer."""
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from zoo.higgs_v3.config import CodecConfig
 from zoo.nn.snake import Snake
 
 KERNEL = 7
-DILATIONS = (1, 3, 9)  # of a block's residual units
-EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)  # how far each looks to both sides
+DILATIONS = (1, 3, 9)  # one per residual unit of a block
+EDGES = tuple(
+    KERNEL // 2 * dilation for dilation in DILATIONS
+)  # positions that each unit looks at on both sides
 
 
 class Residual(nn.Module):
-    """x [B, C, N] -> [B, C, N - 2 edge]: what it knows in full. For as many as came in, pad x with `edge`
-    zeros on both sides first."""
+    """A residual unit, [B, C, N] -> [B, C, N - 2 edge]: it returns only positions whose inputs are all present. To keep
+    the length, pad the input with `edge` zeros on both sides."""
 
     conv: type[nn.Conv1d] = nn.Conv1d
 
@@ -38,8 +40,8 @@ class Residual(nn.Module):
 
 
 class Codebook(nn.Module):
-    """One level: a way in, rows to choose from, and a way out. Distances are Euclidean, between vectors as
-    they are."""
+    """One level: an input projection, the codebook's rows, and an output projection. The nearest row is the one with
+    the smallest Euclidean distance; nothing is normalised."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -48,18 +50,18 @@ class Codebook(nn.Module):
         self.project_out = nn.Linear(config.codebook_width, config.width)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """x [B, F, W] -> [B, F]. |x - c|^2 is least where x c - |c|^2 / 2 is greatest."""
+        """Return the nearest codes [B, F] of x [B, F, W]: |x - c|^2 is least where x c - |c|^2 / 2 is greatest."""
         return F.linear(self.project_in(x), self.rows, -self.rows.square().sum(-1) / 2).argmax(-1)
 
     def forward(self, code: Tensor) -> Tensor:
-        """[B, F] -> [B, F, W]"""
+        """Return the vectors [B, F, W] of codes [B, F]."""
         return self.project_out(F.embedding(code, self.rows))
 
 
 class Quantizer(nn.Module):
-    """Residual vector quantisation: each level quantises what the ones before left over.
+    """Residual vector quantisation: each level quantises the remainder of the levels before it.
 
-    vector-quantize-pytorch's ResidualVQ is not used: it has no ways in and out of each level
+    vector-quantize-pytorch's ResidualVQ does not fit, because it has no projections per level
     (tests/zoo/nn/test_vq.py compares the levels).
     """
 
@@ -71,7 +73,7 @@ class Quantizer(nn.Module):
         return iter(self.books)  # type: ignore[arg-type]
 
     def encode(self, latent: Tensor) -> Tensor:
-        """latent [B, F, W] -> codes [B, F, K]"""
+        """Quantise latent [B, F, W] to codes [B, F, K]."""
         codes = []
         for book in self:
             codes.append(book.nearest(latent))

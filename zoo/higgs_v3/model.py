@@ -1,6 +1,6 @@
 """Higgs Audio V3 as a family: embed, hidden, emit, render.
 
-    slot ── embed ──> [B, D] ── hidden: 36 paged blocks ──> [B, D] ── emit ──> 8 codes, each to its frame's place ── render ──> 24 kHz
+    slot ── embed ──> [B, D] ── hidden: 36 paged blocks ──> [B, D] ── emit ──> 8 codes, each to its own frame ── render ──> 24 kHz
              │ codes of the last step, summed                         │ the same table as a head, 8 draws
 
 Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts; transformers, models/qwen3.
@@ -25,14 +25,14 @@ from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
 from zoo.request import check
 
-GREEDY = 1e-5  # at a temperature this low the reference takes the likeliest code
-# the guard against a voice that never ends, where the request sets no cap
-FRAMES_PER_TEXT_TOKEN, MIN_FRAMES = 24, 384
+GREEDY = 1e-5  # up to this temperature the reference takes the likeliest code
+# The cap for a request that sets none: it stops speech that would never end.
+FRAMES_PER_TEXT_TOKEN = 24
+MIN_FRAMES = 384
 
 
 class Block(nn.Module):
-    """Grouped-query attention over pages with a norm per head, then a gated MLP, each behind a norm and added
-    to its input.
+    """Grouped-query attention over pages with a norm per head, then a gated MLP. Both are pre-norm and residual.
 
     Source: transformers, models/qwen3, Qwen3DecoderLayer.
     """
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, D], cos and sin [T, 1, dim]"""
+        """x [T, D] -> [T, D]; cos and sin [T, 1, dim]."""
         # [T, H or Hkv, dim]
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The LM: two tables, of text and of codes, and the blocks. A step's codes are read as the sum of their
+    """The LM: the text embedding, the code embeddings, and the blocks. A step's codes are read as the sum of their
     rows."""
 
     def __init__(self, config: Config):
@@ -71,12 +71,12 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.stack.hidden, config.stack.eps)
 
     def rows(self, codes: Tensor) -> Tensor:
-        """codes [..., K] -> [..., D]"""
+        """Embed codes [..., K] as the sum of their rows, [..., D]."""
         return self.codes(codes).sum(-2)
 
 
 class HiggsState(DelayState):
-    """Adds: sampling values [S+1] each, the same for all codebooks."""
+    """The state of a slot, with its sampling values [S+1] added. They apply to all codebooks."""
 
     temperature: Tensor
     top_k: Tensor
@@ -101,10 +101,10 @@ class HiggsV3(Family[HiggsState]):
         table = backbone.codes.weight
         self.dtype, self.device = table.dtype, table.device
         self.head = nn.Linear(config.stack.hidden, config.codebooks * config.vocab, bias=False, device="meta")
-        # tied: a code is scored by the row it is read as. The text's head is never run
+        # Tied: the row that embeds a code also scores it. The text head is never run.
         self.head.weight = table
 
-    # host, off the loop
+    # on the host, outside the engine's loop
 
     def prompt(self, request: Request) -> Prompt:
         return self._prompt(request)
@@ -120,7 +120,8 @@ class HiggsV3(Family[HiggsState]):
         inputs = self.backbone.text(ids.clamp(min=0))  # [T, D]
         if script.reference is not None:
             inputs[ids < 0] = self.backbone.rows(script.reference.rows)
-        guard, delay = max(MIN_FRAMES, FRAMES_PER_TEXT_TOKEN * script.text_tokens), self.config.delay
+        guard = max(MIN_FRAMES, FRAMES_PER_TEXT_TOKEN * script.text_tokens)
+        delay = self.config.delay
         max_frames = frame_cap(self.spec, request, len(script.ids), guard, extra_steps=delay)
         temperature = values["temperature"]
         return Prompt(
@@ -137,19 +138,19 @@ class HiggsV3(Family[HiggsState]):
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.ids)},
         )
 
-    # at the door
+    # on the host, at admission
 
     def state(self, slots: int, max_frames: int | None = None) -> HiggsState:
         return HiggsState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
 
-    # device
+    # on the device
 
     def embed(self, state: HiggsState, slots: Tensor) -> Tensor:
         return self.backbone.rows(state.row[slots])
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
         stack = self.config.stack
-        # In bf16 the table is rounded too, as it was in training (sglang-omni 0.1.9,
+        # In bf16 the RoPE table is rounded too, as in training (sglang-omni 0.1.9,
         # models/higgs_tts/utils.py, truncate_rope_to_bf16).
         cos, sin = rope_table(batch.positions, stack.head_dim, stack.rope_theta, inputs.dtype)
         cos, sin = cos[:, None], sin[:, None]  # [T, 1, dim]
@@ -159,11 +160,13 @@ class HiggsV3(Family[HiggsState]):
         return self.backbone.norm(x)
 
     def emit(self, state: HiggsState, slots: Tensor, h: Tensor) -> None:
-        """Eight codes per slot, drawn independently, each to the frame it belongs to (40 ms). h [B, D]."""
+        """Draw eight codes per slot independently and write each to its own frame (40 ms). h [B, D]."""
         c = self.config
         steps = state.steps[slots]
         logits = self.head(h).float().unflatten(-1, (c.codebooks, c.vocab))  # [B, K, V]
-        logits[:, 0, c.end].masked_fill_(steps == 0, -torch.inf)  # an end there would leave nothing to hear
+        logits[:, 0, c.end].masked_fill_(
+            steps == 0, -torch.inf
+        )  # an end in the first step would leave no audio
         noise = gumbel(state.seed[slots], steps, range(c.codebooks), c.vocab)  # [B, K, V]
         settings = (state.temperature, state.top_k, state.top_p)
         how = (repeat(value[slots], "b -> (b k)", k=c.codebooks) for value in settings)
@@ -172,8 +175,8 @@ class HiggsV3(Family[HiggsState]):
         state.step(slots, drawn, c.begin, c.end)
 
     def render(self, state: HiggsState, view: View) -> tuple[Tensor, Tensor]:
-        """The codec looks ten frames to both sides: they are read from the tape, whose end is where no more
-        frames are ready."""
+        """Render a window. The codec also reads ten frames on each side of it from the tape, which ends after the last
+        ready frame."""
         window = self.spec.window
         codes = state.window(view, window.left, window.lookahead)  # [B, F + 20, K]
         samples = self.codec.decoder(codes, view.start, state.ready[view.slots])

@@ -1,14 +1,14 @@
-"""From a request to what the LM reads before the first frame: text tokens, and a reference's rows of codes
-(R, one position each).
+"""Builds the prompt: the text tokens and the reference's rows of codes (R, one position each) that the LM reads
+before the first frame.
 
     zero-shot                 <|tts|>                                               <|text|> text… <|audio|>
     reference                 <|tts|>                           <|ref_audio|> R…    <|text|> text… <|audio|>
     reference, transcript     <|tts|> <|ref_text|> transcript…  <|ref_audio|> R…    <|text|> text… <|audio|>
 
-There is no chat template, no system prompt and no token that ends the reference. The hidden state at
+The prompt has no chat template, no system prompt, and no token at the end of the reference. The hidden state at
 <|audio|> gives the first codes.
-Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts/text_tokenizer.py; vllm-omni 0.30.0,
-higgs_audio_v3_tokenizer.py, says the same.
+Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts/text_tokenizer.py. vllm-omni 0.30.0,
+higgs_audio_v3_tokenizer.py, has the same layout.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from zoo.request import Option, Request, RequestError, sampling_options
 ROW = -1  # stands for a row of the reference
 STRUCTURE = ("<|tts|>", "<|ref_text|>", "<|ref_audio|>", "<|text|>", "<|audio|>")
 _TAG = re.compile("(" + "|".join(re.escape(tag) for tag in CONTROL_TAGS) + ")")
-# 300 to 500 characters are what its users give it at a time; a pass holds 80 s
+# Users of the model send 300 to 500 characters at a time. A pass holds at most 80 s.
 PIECE_S = 30.0
-LEAD = r"(?:\s*<\|(?:emotion|style|prosody):[^|<>]*\|>)+"  # what stands first holds for the whole text
-VOICE = "default"  # a voice by chance; OpenAI's clients must name one
-# What sglang-omni 0.1.9 gives to speech requests; the checkpoint names no defaults.
+LEAD = r"(?:\s*<\|(?:emotion|style|prosody):[^|<>]*\|>)+"  # tags at the start apply to the whole text
+VOICE = "default"  # a random voice; OpenAI's clients must name one
+# The defaults of sglang-omni 0.1.9 for speech requests; the checkpoint has none.
 TEMPERATURE, TOP_K, TOP_P = 0.8, 30, 0.8
 OPTIONS = (
     *sampling_options(TEMPERATURE, TOP_K, TOP_P),
-    Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False),
+    Option(
+        "x_vector_only_mode", bool, "clone only the voice of the reference, without its transcript", False
+    ),
 )
 HINTS = {
     "voice": "or give a reference",
-    "language": "it hears the language from the text",
-    "instructions": "control tags in the text, such as <|emotion:awe|>, say how to speak",
+    "language": "it infers the language from the text",
+    "instructions": "use control tags in the text, such as <|emotion:awe|>",
 }
 
 
 class TextTokenizer:
-    """The checkpoint's byte-level BPE. Of its added tokens, a user's text may hold the documented control
-    tags alone: whatever else looks like a special token there is ordinary text, and cannot change the
-    prompt's structure."""
+    """The checkpoint's byte-level BPE. In a user's text it recognises only the documented control tags. Any other
+    special token there is tokenized as ordinary text and cannot change the prompt's structure."""
 
     def __init__(self, directory: Path):
         path = directory / "tokenizer.json"
@@ -70,7 +71,7 @@ class TextTokenizer:
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = []
-        for i, part in enumerate(_TAG.split(text)):  # text and tags in turn
+        for i, part in enumerate(_TAG.split(text)):  # text and tags alternate
             ids += (
                 [self.special[part]] if i % 2 else self._tokenizer.encode(part, add_special_tokens=False).ids
             )
@@ -79,7 +80,7 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-    """A prompt as ids: text ids, and ROW where the reference's rows stand. keys: as Prompt.prefix_keys."""
+    """A prompt as ids: text ids, and ROW for each row of the reference. keys are the Prompt.prefix_keys."""
 
     ids: tuple[int, ...]
     keys: tuple[int, ...]
@@ -88,8 +89,8 @@ class Script:
 
 
 class PromptWriter:
-    """Request -> Script. Raises ValueError for what a user got wrong. A reference is encoded last, when all
-    else is known to be right."""
+    """Turns a Request into a Script. Raises ValueError for a mistake in the request. A reference is encoded last, after
+    everything else has been checked."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.cloner = cloner
@@ -101,8 +102,8 @@ class PromptWriter:
             )
 
     def __call__(self, request: Request, values: Mapping[str, Any], said: Said | None = None) -> Script:
-        """values: of the model's options, as `zoo.request.check` gives them. said: what stands in for a
-        reference."""
+        """Return the request's prompt. values: the model's options, from `zoo.request.check`. said: earlier speech of the
+        same voice, which takes the place of a reference."""
         text = self._tokens("text", request.text)
         if not text:
             raise RequestError("text", "text is empty")
@@ -131,6 +132,7 @@ class PromptWriter:
         tokens = self.tokenize(text.strip())
         if len(tokens) > self.max_tokens:
             raise RequestError(
-                param, f"{param} has {len(tokens)} tokens; the model reads {self.max_tokens} positions in all"
+                param,
+                f"{param} has {len(tokens)} tokens; the model reads at most {self.max_tokens} positions",
             )
         return tokens

@@ -1,10 +1,10 @@
-"""Higgs Audio V3 as a plain loop around transformers' classes, as serving/tools/reference.py orders it: for
-`zoo bench --against reference` and `zoo parity`. It runs as a script in an environment of its own, which
-tests/parity/remake.sh builds. No package runs the whole model outside a server.
+"""Runs Higgs Audio V3 as a plain loop around transformers' classes, for `zoo bench --against reference` and `zoo
+parity`. serving/tools/reference.py starts this script in a separate environment, which tests/parity/remake.sh
+builds. No package runs the whole model outside a server.
 
-Backbone and codec are Qwen3Model and HiggsAudioV2TokenizerModel. `streams` requests are one static batch, a
-step draws for all of them, and the codec decodes each at the end. The stop rule is left out of the benchmark,
-whose length is fixed, and followed in parity.
+Backbone and codec are Qwen3Model and HiggsAudioV2TokenizerModel. `streams` requests form one static batch; each step
+draws for all of them, and the codec decodes each one at the end. The benchmark has a fixed length and ignores the stop
+rule; parity follows it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from transformers import (
 NAME = "transformers 5.23"
 RATE_HZ = 24000
 TEXT = "tied.embedding.text_embedding.weight"
-PUBLISHED = {  # of bosonai/higgs-audio-v2-tokenizer, which the checkpoint does not name
+# The config of bosonai/higgs-audio-v2-tokenizer. The checkpoint does not include it.
+PUBLISHED = {
     "codebook_size": 1024,
     "codebook_dim": 64,
     "acoustic_model_config": {"encoder_hidden_size": 64, "decoder_hidden_size": 1024, "hidden_size": 256},
@@ -52,7 +53,7 @@ class Model:
         self.books, self.size = audio["num_codebooks"], audio["vocab_size"]
         self.begin, self.end = self.size - 2, self.size - 1
         files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
-        tensors = {name: file.get_tensor(name) for file in files for name in file.keys()}  # noqa: SIM118  (it is no dict)
+        tensors = {name: file.get_tensor(name) for file in files for name in file.keys()}  # noqa: SIM118  (not a dict)
         prefix = "tied.embedding.modality_embeddings.0."
         codes = next(
             name
@@ -84,13 +85,13 @@ class Model:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [..., K] -> [..., D]"""
+        """Embed rows of codes [..., K] as [..., D]."""
         return F.embedding(rows + torch.arange(self.books) * self.size, self.table).sum(-2)
 
     def prompt(
         self, text: str, rows: torch.Tensor | None = None, reference_text: str | None = None
     ) -> torch.Tensor:
-        """-> [1, T, D]"""
+        """Return the prompt [1, T, D]."""
         parts = [self.words("<|tts|>")]
         if rows is not None:
             parts += [self.words("<|ref_text|>" + reference_text)] if reference_text else []
@@ -103,7 +104,7 @@ class Model:
 
     @torch.inference_mode()
     def speak(self, prompt: torch.Tensor, frames: int, greedy: bool) -> list[torch.Tensor]:
-        """prompt [B, T, D] -> the samples [N] of each."""
+        """Speak prompts [B, T, D]. Return the samples [N] of each."""
         cache, x, end = DynamicCache(), prompt, frames
         rows: list[torch.Tensor] = []  # of [B, K]
         book = torch.arange(self.books)
@@ -165,7 +166,7 @@ def fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def prompt_of(model: Model, request: dict[str, Any]) -> torch.Tensor:
-    """-> [1, T, D]"""
+    """Return the request's prompt [1, T, D]."""
     if not request["references"]:
         return model.prompt(request["text"])
     [reference] = request["references"]
@@ -175,10 +176,10 @@ def prompt_of(model: Model, request: dict[str, Any]) -> torch.Tensor:
 
 @torch.inference_mode()
 def reference_rows(model: Model, path: str) -> torch.Tensor:
-    """The codes of a clip, each codebook a row later than the one before. [F + K - 1, K]"""
+    """Return the codes of a clip as rows [F + K - 1, K]: each codebook starts one row after the previous one."""
     clip = np.load(path)
     rate_hz = int(clip["rate_hz"])
-    assert rate_hz == RATE_HZ, f"a clip of {rate_hz} Hz: the plain loop does not resample"
+    assert rate_hz == RATE_HZ, f"the clip has {rate_hz} Hz; the plain loop needs {RATE_HZ} Hz"
     codes = model.codec.encode(torch.from_numpy(clip["samples"])[None, None]).audio_codes[0].T  # [F, K]
     rows = torch.full((len(codes) + model.books - 1, model.books), model.end)
     for k in range(model.books):
@@ -198,7 +199,7 @@ def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) ->
 
 
 def speak(model: Model, request: dict[str, Any]) -> np.ndarray:
-    """A greedy request -> its samples [N]."""
+    """Return the samples [N] of a greedy request."""
     return model.speak(prompt_of(model, request), request["max_frames"], greedy=True)[0].numpy()
 
 

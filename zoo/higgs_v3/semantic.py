@@ -1,6 +1,6 @@
-"""HuBERT: what is said in a recording, as 50 vectors a second. Here the mean of all its layers is used.
+"""HuBERT, which represents the content of a recording as 50 vectors per second. The codec uses the mean of all layers.
 
-    samples [B, N] at 16 kHz ─ 7 strided convs ─ linear ─ + a wide conv (position) ─ norm ─ 12 layers, norms behind ─ mean of all [B, T, D]
+    samples [B, N] at 16 kHz ─ 7 strided convs ─ linear ─ + a wide conv (position) ─ norm ─ 12 post-norm layers ─ mean of all [B, T, D]
 
 Source: Hsu et al. 2021 (arXiv 2106.07447); transformers 5.23, models/hubert.
 """
@@ -26,7 +26,7 @@ class Layer(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.hidden, config.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]; everybody attends to everybody."""
+        """[B, T, D] -> [B, T, D]. Attention has no mask."""
         parts = (self.q(x), self.k(x), self.v(x))
         q, k, v = (rearrange(part, "b t (h d) -> b h t d", h=self.heads) for part in parts)  # [B, H, T, dim]
         y = rearrange(F.scaled_dot_product_attention(q, k, v), "b h t d -> b t (h d)")
@@ -35,10 +35,10 @@ class Layer(nn.Module):
 
 
 class Position(nn.Module):
-    """A convolution wide enough to tell where a frame is. Its kernel is published as a direction and, per
-    tap, a length."""
+    """The positional encoding: a wide convolution with weight norm. Its kernel is published as a direction, and a
+    length for each tap."""
 
-    weight: Tensor  # [D, D / groups, kernel], after prepare()
+    weight: Tensor  # [D, D / groups, kernel], set by prepare()
 
     def __init__(self, config: SemanticConfig):
         super().__init__()
@@ -51,25 +51,25 @@ class Position(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, with the weights in place."""
+        """Compute the kernel. Call this once after loading the weights."""
         weight = self.direction * (self.length / self.direction.norm(dim=(0, 1), keepdim=True))
         self.register_buffer("weight", weight, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]. An even kernel makes one frame too many: the last one goes."""
+        """[B, T, D] -> [B, T, D]. An even kernel makes one frame too many, and the last one is dropped."""
         y = F.conv1d(x.mT, self.weight, self.bias, padding=self.kernel // 2, groups=self.groups)
         return F.gelu(y[..., : x.shape[1]]).mT
 
 
 class Hubert(nn.Module):
-    """Run it in fp32. Call `prepare` once the weights are in place."""
+    """The whole network. Run it in fp32."""
 
     def __init__(self, config: SemanticConfig):
         super().__init__()
         widths = (1, *config.conv_widths)
         shapes = zip(widths[:-1], widths[1:], config.conv_kernels, config.conv_strides, strict=True)
         self.convs = nn.ModuleList(nn.Conv1d(*shape, bias=False) for shape in shapes)
-        # each channel by itself, over time, behind the first convolution
+        # normalises each channel over time, after the first convolution
         self.conv_norm = nn.GroupNorm(widths[1], widths[1])
         self.input_norm = nn.LayerNorm(widths[-1], config.eps)
         self.input = nn.Linear(widths[-1], config.hidden)
@@ -78,8 +78,8 @@ class Hubert(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """samples [B, N] at 16 kHz, as loud as they are -> [B, T, D], the mean of what goes into the first
-        layer and of what each makes."""
+        """Encode samples [B, N] at 16 kHz, with their loudness unchanged. Return [B, T, D], the mean of the first layer's
+        input and all layers' outputs."""
         x = samples[:, None]
         for i, conv in enumerate(self.convs):
             x = conv(x)

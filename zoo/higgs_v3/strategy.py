@@ -1,9 +1,9 @@
-"""How Higgs Audio V3 is lowered; data only."""
+"""The compile strategy of Higgs Audio V3, as data."""
 
 from compile_cache.strategy import Strategy, Whole
 from zoo.contract import Window
 
-# the codec looks as far to the left as to the right: render reads both from the tape
+# The codec needs as many frames on the left as on the right; render reads both from the tape.
 WINDOW = Window(sizes=(4, 25, 75), lookahead=10, left=10)
 STRATEGY = Strategy(
     step=Whole(),  # prefill and render stay eager

@@ -1,5 +1,5 @@
-"""The model's special tokens; and for the demo checkpoints a small byte-level BPE that is made here, at the
-published place and size."""
+"""The model's special tokens, and the text vocabulary of the demo checkpoints: a small byte-level BPE with, if asked,
+the published ids and size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from zoo.nn.bpe import Pair, byte_symbols, chain, in_symbols
 
-# The 43 control tags that the model card documents. They are all that a user's text may hold of the special
-# tokens.
+# The 43 control tags that the model card documents. A user's text may contain no other special tokens.
 _EMOTIONS = """
 elation amusement enthusiasm determination pride contentment affection relief contemplation confusion surprise awe longing arousal anger
 fear disgust bitterness sadness shame helplessness
@@ -32,7 +31,7 @@ CONTROL_TAGS = (
     *_tags("prosody", _PROSODY),
     *_tags("prosody", _EXPRESSIVENESS),
 )
-# Added tokens in the order of their ids: those of Qwen2.5, then those of Higgs, which are from 151665 on.
+# Added tokens in the order of their ids: those of Qwen2.5, then those of Higgs, which start at 151665.
 _QWEN = """
 <|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|>
 <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
@@ -55,8 +54,8 @@ HIGGS = (
 ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *HIGGS)
 
 PUBLISHED_WORDS = 151643
-# The pieces of the one text whose published ids are known: "Hello from PegaInfer." (a public golden). All
-# others are filler at that size.
+# The pieces of "Hello from PegaInfer.", the only text whose published ids are known (a public golden test). All other
+# pieces are filler at that size.
 PUBLISHED_IDS = {"Hello": 9707, " from": 504, " P": 393, "ega": 11188, "In": 641, "fer": 802, ".": 13}
 WORDS = (" the", " to", " h", " s", " w", "ing", "er", "ou", "th", "'s", "n't")
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -64,13 +63,13 @@ SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L
 
 @cache
 def merges() -> tuple[Pair, ...]:
-    """The BPE merges: for each known piece and word the chain that makes it, letter by letter."""
+    """Return the BPE merges: for each known piece and word, the chain that joins its letters one by one."""
     chains = [chain(in_symbols(piece)) for piece in (*PUBLISHED_IDS, *WORDS)]
     return tuple(dict.fromkeys(concatenate(*chains)))
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """Token -> id: bytes, merged pieces and, at the published size, filler that no merge can reach."""
+    """Return token ids: bytes, merged pieces and, if `full`, filler up to the published size that no merge makes."""
     tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))
     if not full:
         return {token: index for index, token in enumerate(tokens)}
@@ -80,7 +79,7 @@ def vocabulary(full: bool) -> dict[str, int]:
 
 
 def tokenizer(full: bool) -> dict[str, Any]:
-    """tokenizer.json"""
+    """Return tokenizer.json."""
     words = vocabulary(full)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -118,7 +117,7 @@ def tokenizer(full: bool) -> dict[str, Any]:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """tokenizer_config.json: the special tokens of Higgs as a list."""
+    """Return tokenizer_config.json, which lists the special tokens of Higgs."""
     return {
         "add_prefix_space": False,
         "backend": "tokenizers",

@@ -1,4 +1,4 @@
-"""Published name -> our name, as one table (see zoo.nn.checkpoint)."""
+"""The table from published tensor names to ours (see zoo.nn.checkpoint)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from zoo.higgs_v3.model import Backbone
 from zoo.nn.names import decoder_block
 
 CODEC = "tied.embedding.modality_embeddings.0.model"
-# Copies of the two embeddings. The file holds them, the index does not name them, so who walks the index
-# leaves them behind.
+# Copies of the two embeddings. The file contains them but the index does not name them, so a loader that follows the
+# index does not read them.
 HEADS = ("tied.head.text_head.weight", "tied.head.modality_heads.0.weight")
 
 
 class Checkpoint(nn.Module):
-    """All that model.safetensors holds. `unread` stays on meta: it is checked, and nobody needs it."""
+    """The modules of model.safetensors. The loader checks the tensors of `unread`, but leaves them on meta because
+    nothing uses them."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -27,7 +28,7 @@ class Checkpoint(nn.Module):
 
 
 def table(config: Config) -> dict[str, str]:
-    """model.safetensors -> Checkpoint."""
+    """Return the table for model.safetensors, whose tensors go to `Checkpoint`."""
     names = {
         "tied.embedding.text_embedding.weight": "backbone.text.weight",
         "tied.embedding.modality_embeddings.0.embedding.weight": "backbone.codes.weight",
@@ -40,8 +41,8 @@ def table(config: Config) -> dict[str, str]:
 
 
 def unread(config: Config) -> dict[str, tuple[int, ...]]:
-    """Published name -> shape of what nobody reads: heads that are copies, the codec's semantic decoder, its
-    codebooks' counts."""
+    """Return the names and shapes of the tensors that nothing reads: the copied heads, the codec's semantic decoder, and
+    the training counts of its codebooks."""
     codec = config.codec
     width, hidden = codec.width, codec.semantic.hidden
     shapes = {
@@ -56,7 +57,7 @@ def unread(config: Config) -> dict[str, tuple[int, ...]]:
     for k in range(codec.codebooks):
         book = f"quantizer.quantizers.{k}.codebook"
         rest |= {f"{book}.inited": (1,), f"{book}.cluster_size": (codec.codebook_size,)}
-        # a sum that nobody divided: no codebook
+        # a running sum from training, not the codebook
         rest[f"{book}.embed_avg"] = (codec.codebook_size, codec.codebook_width)
     rest |= {f"decoder_semantic.{conv}.weight": (hidden, hidden, 3) for conv in ("conv1", "conv2")}
     for i in range(2):
@@ -68,7 +69,7 @@ def unread(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _codec(config: CodecConfig) -> dict[str, str]:
-    """Names within the codec -> within zoo.higgs_v3.codec.Codec."""
+    """Return the table for the codec, whose tensors go to `Codec`. Both names are relative to the codec."""
     names: dict[str, str] = {}
 
     def both(theirs: str, ours: str) -> None:

@@ -1,4 +1,4 @@
-"""The codec of Higgs Audio V3: streamed equals whole, and what it needs for that."""
+"""The codec of Higgs Audio V3: windows with enough context equal decoding the whole tape."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def codes(frames: int = FRAMES, seed: int = 0) -> Tensor:
 def window(
     decoder: Decoder, tape: Tensor, start: int, frames: int, left: int = 10, right: int = 10
 ) -> Tensor:
-    """Frames start .. start + frames of a tape [F, 8], of which the decoder sees `left` and `right` more;
-    noise stands for the rest."""
+    """Decode frames start .. start + frames of a tape [F, 8]. The decoder sees `left` and `right` more frames of the
+    tape, and noise beyond them."""
     at = torch.arange(start - 10, start + frames + 10)
     seen = (at >= start - left) & (at < start + frames + right) & (at >= 0) & (at < len(tape))
     noise = torch.randint(64, (len(at), 8), generator=torch.Generator().manual_seed(9))
@@ -43,7 +43,7 @@ def whole(decoder: Decoder, tape: Tensor) -> Tensor:
     return window(decoder, tape, 0, len(tape))
 
 
-def test_the_context_follows_from_the_strides_and_is_the_window():
+def test_the_window_has_the_context_that_the_strides_need():
     ours = family("higgs_v3")
     assert ours.codec.decoder.context == ours.spec.window.lookahead == 10
 
@@ -52,8 +52,8 @@ def test_the_context_follows_from_the_strides_and_is_the_window():
 @pytest.mark.parametrize(
     ("dtype", "atol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
 )
-def test_streamed_equals_whole(sizes, dtype, atol):
-    """Measured: 1e-14 and 2e-6."""
+def test_streamed_windows_equal_the_whole_tape(sizes, dtype, atol):
+    """The measured differences are 1e-14 and 2e-6."""
     tape, start, pieces = codes(), 0, []
     while start < FRAMES:
         size = sizes[len(pieces) % len(sizes)]
@@ -63,20 +63,20 @@ def test_streamed_equals_whole(sizes, dtype, atol):
 
 
 def test_ten_frames_on_both_sides_are_needed():
-    """With nine on either side something is missing."""
+    """Nine frames are too few on either side."""
     tape = codes()
     exact = whole(decoder(), tape)[20 * 960 : 24 * 960]
     assert (window(decoder(), tape, 20, 4) - exact).abs().max() < 1e-10
     for less in ({"left": 9}, {"right": 9}):
         assert (window(decoder(), tape, 20, 4, **less) - exact).abs().max() > 1e-4, less
-    # as far off as servers are that look only back
+    # the error of a server that looks only back
     assert (window(decoder(), tape, 20, 4, right=0) - exact).abs().max() > 0.1
 
 
-def test_the_layers_as_the_reference_runs_them():
-    """Zeros around every convolution, the whole tape at once, no tables: in float64 the same."""
+def test_windows_equal_the_references_layers():
+    """Compared in float64 with decoding the whole tape, with zeros around every convolution and unfolded codebooks."""
     codec, tape = copy.deepcopy(family("higgs_v3").codec).double(), codes(13)
-    codec.prepare()  # the tables in float64 too
+    codec.prepare()  # makes the tables in float64 too
     ours = codec.decoder
     x = sum(book(tape[None, :, k]) for k, book in enumerate(codec.quantizer.books))
     x = F.conv1d(ours.project(x).mT, ours.stem.weight, ours.stem.bias, padding=3)
@@ -98,8 +98,8 @@ def test_the_layers_as_the_reference_runs_them():
 
 
 def test_render_reads_the_tape_on_both_sides_and_stops_at_its_end():
-    """Slots with tapes of different lengths in one launch; what lies beyond a tape's end, codes of unfinished
-    frames, is not heard."""
+    """Slots with tapes of different lengths share a launch. The codes of unfinished frames after a tape's end have no
+    effect."""
     model = family("higgs_v3", "float64")
     state, tapes = model.state(3, 60), {0: codes(40, 1), 2: codes(9, 2), 1: codes(31, 3)}
     for slot, tape in tapes.items():
@@ -116,8 +116,7 @@ def test_render_reads_the_tape_on_both_sides_and_stops_at_its_end():
 
 
 def test_samples_of_a_window_do_not_change_when_the_tape_grows():
-    """Lookahead there is enough of: what is rendered while a voice speaks is what is rendered when it has
-    ended."""
+    """With enough lookahead, a window sounds the same during the speech and after its end."""
     model, tape = family("higgs_v3", "float64"), codes(60)
     heard = []
     for ready in (24, 25, 60):

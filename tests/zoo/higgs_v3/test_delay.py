@@ -1,4 +1,4 @@
-"""The delay pattern of Higgs Audio V3: where a step's codes go, when frames are whole, and where speech
+"""The delay pattern of Higgs Audio V3: to which frames a step's codes go, when a frame is complete, and where speech
 ends."""
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def state(ours, slots: int, most: int = 40) -> DelayState:
 
 
 def script(frames: int, seed: int = 0) -> Tensor:
-    """Codes of whole frames [F, 8]."""
+    """Return random codes of complete frames [F, 8]."""
     return torch.randint(64, (frames, 8), generator=torch.Generator().manual_seed(seed))
 
 
 def run(state: DelayState, rows: dict[int, Tensor]) -> dict[int, list[int]]:
-    """Rows [R, 8] for each slot, a step each, side by side -> frames ready after each step."""
+    """Step all slots together through their rows [R, 8]. Return each slot's number of ready frames after each step."""
     slots, ready = torch.tensor(sorted(rows)), {slot: [] for slot in rows}
     for step in range(max(len(value) for value in rows.values())):
         drawn = torch.stack([rows[int(slot)][min(step, len(rows[int(slot)]) - 1)] for slot in slots])
@@ -46,16 +46,15 @@ def run(state: DelayState, rows: dict[int, Tensor]) -> dict[int, list[int]]:
     return ready
 
 
-def test_rows_of_a_reference():
+def test_a_references_codes_are_staggered():
     rows = stagger(torch.arange(16).view(2, 8), BEGIN, END)
     assert rows.shape == (9, 8)
     assert rows[:, 0].tolist() == [0, 8, *[END] * 7] and rows[:, 7].tolist() == [*[BEGIN] * 7, 7, 15]
     assert rows[3].tolist() == [END, END, 10, 3, BEGIN, BEGIN, BEGIN, BEGIN]
 
 
-def test_staggered_codes_land_where_they_came_from(ours):
-    """What a reference's rows say, spoken step by step, is the reference; and a frame is whole seven steps
-    after it began."""
+def test_speaking_staggered_codes_restores_their_frames(ours):
+    """A frame is complete seven steps after its first code."""
     there, codes = state(ours, 1), script(12)
     ready = run(there, {0: stagger(codes, BEGIN, END)})
     assert torch.equal(there.tape[0, :12], codes)
@@ -63,7 +62,7 @@ def test_staggered_codes_land_where_they_came_from(ours):
     assert there.tape[0, 12:].sum() == 0
 
 
-def test_what_is_drawn_before_a_codebook_begins_is_dropped_and_not_fed_back(ours):
+def test_codes_drawn_before_their_codebook_begins_are_dropped_and_not_fed_back(ours):
     there, drawn = state(ours, 1), script(3)
     for step in range(3):
         there.step(torch.tensor([0]), drawn[step : step + 1], BEGIN, END)
@@ -73,9 +72,8 @@ def test_what_is_drawn_before_a_codebook_begins_is_dropped_and_not_fed_back(ours
 
 
 @pytest.mark.parametrize("frames", [1, 2, 7, 8, 9])
-def test_the_cap(frames, ours):
-    """As many frames as asked for, each with its own codes, and seven more steps; the tape may be no longer
-    than that."""
+def test_speech_stops_seven_steps_after_its_last_capped_frame(frames, ours):
+    """The tape need not be longer than the capped frames."""
     there, codes = state(ours, 1, frames), script(30)
     rows = stagger(codes, BEGIN, END)[:30]
     for step in range(frames + 7):
@@ -85,7 +83,7 @@ def test_the_cap(frames, ours):
     assert torch.equal(there.tape[0], codes[:frames])
 
 
-def test_specials_in_kept_frames_become_code_0_and_are_fed_back_as_they_are(ours):
+def test_special_ids_become_code_0_on_the_tape_and_are_fed_back_unchanged(ours):
     there, rows = state(ours, 1), stagger(script(12) + 0, BEGIN, END).clamp(max=63) + 1
     rows[9, 3], rows[10, 0] = BEGIN, BEGIN
     run(there, {0: rows[:11]})
@@ -93,7 +91,7 @@ def test_specials_in_kept_frames_become_code_0_and_are_fed_back_as_they_are(ours
     assert there.row[0, 0] == BEGIN
 
 
-def test_only_the_first_codebook_ends_speech_and_only_once(ours):
+def test_only_the_first_end_in_codebook_0_ends_the_speech(ours):
     there, rows = state(ours, 1), script(40)
     rows[9, 5] = END
     rows[12, 0] = rows[14, 0] = END
@@ -102,8 +100,8 @@ def test_only_the_first_codebook_ends_speech_and_only_once(ours):
     assert ready[0][18:] == [12] * 22
 
 
-def test_slots_step_side_by_side_each_at_its_own_time(ours):
-    """One begins while another speaks and a third has ended: all as if they were alone."""
+def test_slots_at_different_steps_do_not_affect_each_other(ours):
+    """One slot begins while another speaks and a third has ended. Each equals a run alone."""
     one = script(20, 1)
     one[11, 0] = END
     rows = {0: one, 1: script(20, 2), 2: stagger(script(5, 3), BEGIN, END)}
@@ -117,8 +115,8 @@ def test_slots_step_side_by_side_each_at_its_own_time(ours):
             assert torch.equal(getattr(together, field)[slot], getattr(there, field)[slot]), (slot, field)
 
 
-def test_a_model_that_ends_at_once_says_one_frame(ours):
-    """From the request to the samples, alone and in the engine: the end cannot be drawn in the first row."""
+def test_a_model_that_ends_at_once_speaks_one_frame(ours):
+    """The end cannot be drawn in the first step, either in the plain loop or in the engine."""
     asked = Request(text="a", max_frames=9)
     hook = ours.head.register_forward_hook(
         lambda module, args, out: out.index_fill(1, torch.tensor(END), 1e4)
@@ -132,8 +130,8 @@ def test_a_model_that_ends_at_once_says_one_frame(ours):
 
 
 @pytest.mark.parametrize(("text", "seed"), [("a", 200), ("a", 2338), ("𝔘𝔫𝔦", 2512)])  # noqa: RUF001
-def test_requests_whose_first_row_would_end_are_heard(text, seed, ours):
-    """Of these chance falls on the end of codebook 0 in the first row; the answer was empty."""
+def test_requests_that_would_draw_the_end_first_still_speak(text, seed, ours):
+    """Without the ban, these seeds draw the end of codebook 0 in the first step, which makes an empty answer."""
     asked = Request(text=text, temperature=1.0, top_k=0, top_p=1.0, seed=seed, max_frames=5)
     heads: list[Tensor] = []
     hook = ours.head.register_forward_hook(lambda module, args, out: heads.append(out.clone()))
@@ -144,9 +142,9 @@ def test_requests_whose_first_row_would_end_are_heard(text, seed, ours):
     assert len(speech.frames) > 0 and len(speech.samples) == 960 * len(speech.frames)
 
 
-def test_the_engine_keeps_positions_for_the_steps_behind_the_last_frame(ours):
-    """Prompt and frames fill a page to the brim, so the seven steps more are on a page that must be each
-    request's own."""
+def test_the_engine_reserves_positions_for_the_steps_after_the_last_frame(ours):
+    """Prompt and frames fill a page completely, so each request needs another page of its own for the last seven
+    steps."""
     asked = [Request(text="a", max_frames=PAGE_TOKENS - 4, seed=seed) for seed in range(3)]
     assert len(ours.prompt(asked[0]).inputs) + asked[0].max_frames == PAGE_TOKENS
     listeners = serve(Engine(ours, max_slots=3, compile=False, clock=Clock()), {0: asked})
@@ -157,7 +155,7 @@ def test_the_engine_keeps_positions_for_the_steps_behind_the_last_frame(ours):
 
 
 @pytest.mark.parametrize("end", [1, 2, 8])
-def test_a_model_that_ends_soon_says_as_many_frames(end, ours):
+def test_the_step_of_the_end_is_the_number_of_frames(end, ours):
     seen = []
 
     def force(module, args, out):

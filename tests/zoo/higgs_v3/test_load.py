@@ -1,4 +1,4 @@
-"""Loading Higgs Audio V3: what a directory gives, what may be missing from it, and what is said of others."""
+"""Loading Higgs Audio V3: complete and partial directories, and the errors for directories that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def copied(tmp_path) -> Path:
 
 
 def change(file: Path, block: str | None = None, **values: Any) -> None:
-    """Set keys of a JSON file, or of one of its blocks; None takes one away."""
+    """Set keys of a JSON file or of one of its blocks. None removes a key."""
     content = json.loads(file.read_text())
     inner = content if block is None else content[block]
     inner |= values
@@ -41,12 +41,12 @@ def refused(path: Path, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-# what it gives
+# loaded models
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
-    """The LM in the dtype asked for, the codec in float32 always; heads and whatever nobody runs are gone."""
+def test_every_tensor_is_loaded(dtype):
+    """The LM has the requested dtype, the codec is always float32, and the unused tensors are gone."""
     loaded = family("higgs_v3", dtype)
     for module, expected in ((loaded.backbone, getattr(torch, dtype)), (loaded.codec, torch.float32)):
         tensors = dict(module.named_parameters())
@@ -66,7 +66,7 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
     assert sum(p.numel() for p in loaded.parameters()) == zoo.inspect(TINY)["parameters"]
 
 
-def test_the_facts_of_a_model():
+def test_the_spec_describes_the_model():
     spec = family("higgs_v3").spec
     assert (spec.family, spec.variant, spec.frame_shape, spec.frame_samples, spec.sample_rate_hz) == (
         "higgs_v3",
@@ -80,18 +80,18 @@ def test_the_facts_of_a_model():
 
 
 def test_inspect_of_the_published_size_reads_no_weights(tmp_path):
-    """Layers, two tables and the codec, but for its 31 M values that nobody runs (and the heads, which are
-    copies)."""
+    """The count has the layers, the two embeddings and the codec. It leaves out values that nothing uses, and
+    the heads, which are copies."""
     found = zoo.inspect(demo.write_texts(tmp_path / "model", "full"))
     unread = 16_516_608 + 787_200 + 768 + 8 * (1 + 1024 + 1024 * 64)
     assert found["parameters"] == 3_633_511_936 + 388_956_160 + 21_012_480 + 201_401_321 - unread
     assert found["kv_bytes_per_audio_s"] == 147_456 * 25
 
 
-# both layouts that are about, and older configs
+# other published layouts and older configs
 
 
-def test_the_index_names_all_but_the_heads_which_may_be_absent(copied):
+def test_the_heads_are_not_in_the_index_and_may_be_absent(copied):
     indexed = json.loads((copied / "model.safetensors.index.json").read_text())["weight_map"]
     tensors = load_file(copied / "model.safetensors")
     assert tensors.keys() - indexed.keys() == set(weights.HEADS) and indexed.keys() <= tensors.keys()
@@ -104,20 +104,20 @@ def test_the_index_names_all_but_the_heads_which_may_be_absent(copied):
     )
 
 
-def test_a_directory_without_an_index(copied):
+def test_a_directory_without_an_index_loads(copied):
     (copied / "model.safetensors.index.json").unlink()
     assert zoo.load(copied, "cpu").spec == family("higgs_v3").spec
 
 
-def test_a_config_that_names_no_rope_theta_means_a_million(copied):
+def test_rope_theta_defaults_to_a_million(copied):
     change(copied / "config.json", "text_config", rope_parameters=None)
     assert zoo.load(copied, "cpu").config == family("higgs_v3").config
 
 
-# what is said
+# errors
 
 
-def test_claims(copied):
+def test_the_family_claims_only_its_model_type(copied):
     assert claims(copied)
     for model_type in ("qwen3", None):
         change(copied / "config.json", model_type=model_type)
@@ -130,22 +130,30 @@ def test_claims(copied):
         (
             None,
             {"model_type": "higgs_audio"},
-            r"this is Higgs Audio V2 \(higgs_audio\): .*; only Higgs Audio V3 TTS .* is supported",
+            r"this is Higgs Audio V2 \(higgs_audio\), .*; only Higgs Audio V3 TTS .* is supported",
         ),
         (None, {"model_type": "higgs_audio_v2"}, r"this is Higgs Audio V2 \(higgs_audio_v2\)"),
-        (None, {"model_type": "higgs_audio_v2_tokenizer"}, "this directory is a codec alone .* cannot speak"),
-        ("audio_encoder_config", {"encoder_type": "whisper"}, "encoder_type='whisper'; a model that listens"),
+        (
+            None,
+            {"model_type": "higgs_audio_v2_tokenizer"},
+            "this directory holds only a codec .*; load Higgs Audio V3 TTS",
+        ),
+        (
+            "audio_encoder_config",
+            {"encoder_type": "whisper"},
+            "encoder_type='whisper'; that model understands speech",
+        ),
         ("audio_encoder_config", {"use_delay_pattern": False}, "use_delay_pattern=False; only True is known"),
         (
             "audio_encoder_config",
             {"tie_word_embeddings": False},
             "tie_word_embeddings=False; only True is known",
         ),
-        ("audio_encoder_config", {"out_dim": 128}, "out_dim=128; the LM that reads it has hidden_size=64"),
+        ("audio_encoder_config", {"out_dim": 128}, "out_dim=128; it must equal the LM's hidden_size, 64"),
         (
             "audio_encoder_config",
             {"vocab_size": 1026},
-            "the LM has 1024 codes per codebook, and the codec 64",
+            "the LM has 1024 codes per codebook, but the codec has 64",
         ),
         ("audio_encoder_config", {"num_codebooks": None}, "audio_encoder_config has no 'num_codebooks'"),
         ("text_config", {"model_type": "llama"}, "text_config has model_type='llama'; only 'qwen3' is known"),
@@ -155,12 +163,12 @@ def test_claims(copied):
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
-def test_what_the_family_cannot_run(block, values, message, copied):
+def test_unsupported_configs_are_refused(block, values, message, copied):
     change(copied / "config.json", block, **values)
     refused(copied, message)
 
 
-def test_a_codec_that_is_cut_into_other_frames(copied):
+def test_a_codec_with_other_strides_is_refused(copied):
     config = json.loads((copied / "config.json").read_text())["audio_encoder_config"]["codec_config"]
     config["acoustic_model_config"]["downsampling_ratios"] = [8, 5, 4, 2]
     change(copied / "config.json", "audio_encoder_config", codec_config=config)
@@ -168,12 +176,12 @@ def test_a_codec_that_is_cut_into_other_frames(copied):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
-def test_a_missing_file_is_named(name, copied):
+def test_errors_name_a_missing_file(name, copied):
     (copied / name).unlink()
     refused(copied, f"{name} does not exist")
 
 
-def test_a_tokenizer_of_another_model(copied):
+def test_a_tokenizer_of_another_model_is_refused(copied):
     content = json.loads((copied / "tokenizer.json").read_text())
     kept = [token for token in content["added_tokens"] if token["content"] != "<|audio|>"]
     change(copied / "tokenizer.json", added_tokens=kept)
@@ -189,7 +197,7 @@ def test_a_tokenizer_of_another_model(copied):
 def test_loading_is_strict(change_of, copied):
     (copied / "model.safetensors.index.json").unlink()
     tensors = load_file(copied / "model.safetensors")
-    name = f"{weights.CODEC}.fc1.weight"  # read by nobody, and checked all the same
+    name = f"{weights.CODEC}.fc1.weight"  # not used, but still checked
     if change_of == "missing":
         del tensors[name]
     elif change_of == "unknown":
@@ -205,14 +213,14 @@ def test_loading_is_strict(change_of, copied):
     refused(copied, messages[change_of])
 
 
-def test_the_layout_of_fine_tuning_tools_is_known_by_name(copied):
+def test_the_layout_of_fine_tuning_tools_is_refused(copied):
     (copied / "model.safetensors.index.json").unlink()
     tensors = load_file(copied / "model.safetensors")
     tensors["audio_embedding.weight"] = tensors.pop(demo.CODES)
     save_file(tensors, copied / "model.safetensors")
     refused(
         copied,
-        r"names its tensors as fine-tuning tools do .*; needed are the published names \(body\.\*, tied\.embedding\.\*\)",
+        r"has the tensor names of fine-tuning tools .*; use a checkpoint with the published names \(body\.\*, tied\.embedding\.\*\)",
     )
 
 
@@ -231,19 +239,19 @@ def test_the_layout_of_fine_tuning_tools_is_known_by_name(copied):
         ({"text_config": {"layers": 1}}, "text_config has no 'layers'; it has: .*num_hidden_layers"),
     ],
 )
-def test_write_says_what_is_wrong_and_leaves_nothing(arguments, message, tmp_path):
+def test_invalid_arguments_write_nothing(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         demo.write(tmp_path / "demo", **arguments)
     assert not (tmp_path / "demo").exists()
 
 
-def test_write_does_not_write_over_anything(tmp_path):
+def test_write_does_not_overwrite_files(tmp_path):
     (tmp_path / "kept").write_text("kept")
     with pytest.raises(ValueError, match="exists and is not an empty directory"):
         demo.write(tmp_path)
 
 
-def test_the_seed_the_dtype_and_the_copies_of_the_demo(tmp_path):
+def test_a_demo_has_the_requested_seed_dtype_and_layers_and_copied_heads(tmp_path):
     half, other = (
         demo.write(tmp_path / "half"),
         demo.write(tmp_path / "other", seed=1, text_config={"num_hidden_layers": 1}),
@@ -256,7 +264,7 @@ def test_the_seed_the_dtype_and_the_copies_of_the_demo(tmp_path):
     assert len(zoo.load(other, "cpu").backbone.layers) == 1
 
 
-def test_the_middle_size(tmp_path):
+def test_the_mid_size_has_about_150_million_parameters(tmp_path):
     found = zoo.inspect(demo.write_texts(tmp_path / "mid", "mid"))
     assert 120e6 < found["parameters"] < 200e6
     with pytest.raises(ValueError, match=r"no rule says how to fill 'body\.nothing'"):

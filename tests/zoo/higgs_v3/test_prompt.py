@@ -1,4 +1,4 @@
-"""Requests to Higgs Audio V3: what the prompt holds, what is refused and by which name, and references."""
+"""Prompts of Higgs Audio V3: their layout, the errors for invalid requests, and references."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ours():
 
 
 def clip(seconds: float = 0.6, rate_hz: int = 24_000, channels: int = 1, hz: float = 130.0) -> AudioClip:
-    """A buzz, a little different in each channel."""
+    """A buzz. Its pitch differs a little between channels."""
     at = np.arange(round(seconds * rate_hz)) / rate_hz
     sound = np.stack(
         [sum(np.sin(2 * np.pi * k * (hz + 3 * c) * at) / k for k in range(1, 9)) for c in range(channels)]
@@ -35,7 +35,7 @@ def clip(seconds: float = 0.6, rate_hz: int = 24_000, channels: int = 1, hz: flo
 
 
 def names(ours, request: Request) -> list[str]:
-    """A prompt's ids as words: special tokens by name, text tokens as "t", rows of the reference as "R"."""
+    """Return a prompt's ids as words: special tokens by name, text tokens as "t", rows of the reference as "R"."""
     by_id = {index: token for token, index in ours.writer.tokenize.special.items()}
     return ["R" if index < 0 else by_id.get(index, "t") for index in write(ours, request).ids]
 
@@ -43,8 +43,11 @@ def names(ours, request: Request) -> list[str]:
 # prompts
 
 
-def test_three_forms(ours):
-    text, rows = ours.writer.tokenize("Hello."), ["R"] * 32  # 25 frames, one second at least, and seven
+def test_the_prompt_has_three_forms(ours):
+    text, rows = (
+        ours.writer.tokenize("Hello."),
+        ["R"] * 32,
+    )  # the clip becomes one second: 25 frames, and seven more rows
     said = ours.writer.tokenize("It hums.")
     assert names(ours, Request(text="Hello.")) == ["<|tts|>", "<|text|>", *"t" * len(text), "<|audio|>"]
     cloned = Request(text="Hello.", references=(Reference(clip()),))
@@ -58,7 +61,7 @@ def test_three_forms(ours):
     ]
     with_words = replace(cloned, references=(Reference(clip(), "It hums."),))
     by_sound = replace(with_words, options={"x_vector_only_mode": True})
-    assert names(ours, by_sound) == names(ours, cloned)  # though its words are given
+    assert names(ours, by_sound) == names(ours, cloned)  # although the request has a transcript
     head = ["<|tts|>", "<|ref_text|>", *"t" * len(said), "<|ref_audio|>"]
     assert names(ours, with_words) == [*head, *rows, "<|text|>", *"t" * len(text), "<|audio|>"]
 
@@ -85,23 +88,22 @@ def test_text_is_stripped(ours):
     assert write(ours, Request(text="  Hello.\n")).ids == write(ours, Request(text="Hello.")).ids
 
 
-def test_defaults(ours):
+def test_sampling_values_and_the_frame_cap_have_defaults(ours):
     prompt = ours.prompt(Request(text="a"))
     assert prompt.slot == {"seed": 0, "temperature": 0.8, "top_k": 30, "top_p": 0.8}
     assert prompt.max_frames == 384 and prompt.usage == {"input_tokens": 1, "prompt_positions": 4}
     assert ours.prompt(Request(text="xyz" * 7)).max_frames == 21 * 24
-    assert ours.prompt(Request(text="xyz" * 20)).max_frames == 1024 - 63 - 7  # what there is room for
+    assert ours.prompt(Request(text="xyz" * 20)).max_frames == 1024 - 63 - 7  # the rest of the positions
     set_ = Request(text="a", seed=5, temperature=1.0, top_k=0, top_p=0.5, max_frames=3)
     assert (
         ours.prompt(set_).slot == {"seed": 5, "temperature": 1.0, "top_k": 0, "top_p": 0.5}
         and ours.prompt(set_).max_frames == 3
     )
-    assert (
-        ours.prompt(Request(text="a", temperature=1e-5)).slot["temperature"] == 0
-    )  # greedy, as in the reference
+    # greedy, as in the reference
+    assert ours.prompt(Request(text="a", temperature=1e-5)).slot["temperature"] == 0
 
 
-def test_what_says_nothing_new_is_taken(ours):
+def test_parameters_without_effect_are_accepted(ours):
     same = Request(
         text="a",
         language="Auto",
@@ -129,12 +131,12 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
         (
             "instructions",
             {"instructions": "slowly"},
-            r"takes no instructions: control tags in the text, such as <\|emotion:awe\|>",
+            r"takes no instructions: use control tags in the text, such as <\|emotion:awe\|>",
         ),
         (
             "language",
             {"language": "german"},
-            "no language 'german'; possible: auto: it hears the language from the text",
+            "no language 'german'; possible: auto: it infers the language from the text",
         ),
         (
             "repetition_penalty",
@@ -158,7 +160,7 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
             {"references": 2 * (Reference(clip()),)},
             "2 references are given; Higgs Audio V3 takes up to 1",
         ),
-        ("text", {"text": "x" * 1100}, "text has 1100 tokens; the model reads 1024 positions in all"),
+        ("text", {"text": "x" * 1100}, "text has 1100 tokens; the model reads at most 1024 positions"),
         (
             "text",
             {"text": "x" * 1014, "max_frames": 5},
@@ -177,18 +179,18 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_what_is_refused_says_by_which_field(param: str, fields: dict[str, Any], message: str, ours):
+def test_errors_name_the_wrong_parameter(param: str, fields: dict[str, Any], message: str, ours):
     with pytest.raises(RequestError, match=message) as error:
         ours.prompt(Request(**{"text": "a", **fields}))
     assert error.value.param == param
 
 
-def test_the_longest_prompt_that_fits(ours):
+def test_the_longest_prompt_fits_the_models_positions(ours):
     prompt = ours.prompt(Request(text="x" * 1000, max_frames=14))
     assert prompt.max_positions == (ours.spec.max_positions,) == (len(prompt.inputs) + 14 + 7,)
 
 
-def test_the_published_context_is_what_the_model_was_trained_with():
+def test_the_published_model_is_limited_to_its_training_context():
     config = Config.read(CONFIGS["full"])
     assert config.max_positions == 8192 and CONFIGS["full"]["text_config"]["max_position_embeddings"] == 32768
 
@@ -200,19 +202,15 @@ def rows(ours, reference: AudioClip) -> list[list[int]]:
     return write(ours, Request(text="a", **voice_of(reference))).reference.rows.tolist()
 
 
-def test_other_rates_and_channels_are_heard(ours):
-    """Channels are averaged, rates resampled: as the averaged, resampled clip."""
+def test_clips_are_averaged_and_resampled(ours):
+    """A stereo clip equals its mean, and clips of other rates have the same length."""
     stereo = clip(1.1, 24000, channels=2)
     assert rows(ours, stereo) == rows(ours, AudioClip(stereo.samples.mean(0), 24000))
-    assert (
-        len(rows(ours, clip(1.1, 44100)))
-        == len(rows(ours, clip(1.1, 16000)))
-        == len(rows(ours, clip(1.1)))
-        == 28 + 7
-    )  # 27.5 frames
+    for rate_hz in (44100, 16000, 24000):
+        assert len(rows(ours, clip(1.1, rate_hz))) == 28 + 7  # 27.5 frames
 
 
-def test_a_short_clip_is_filled_up_to_a_second(ours):
+def test_a_short_clip_is_padded_to_one_second(ours):
     short = clip(0.5)
     assert rows(ours, short) == rows(ours, AudioClip(np.pad(short.samples, (0, 12000)), 24000))
     assert len(rows(ours, short)) == 25 + 7
@@ -229,9 +227,8 @@ def test_a_reference_is_encoded_once():
     assert store.num_encoded == 2
 
 
-def test_keys_are_of_what_is_read(ours):
-    """Equal where the reference's codes are equal, whatever the text behind; different from the first row
-    whose codes differ."""
+def test_prefix_keys_depend_on_the_codes_and_the_text(ours):
+    """Keys of reference rows are equal exactly when the codes are. The text after them does not matter."""
     asked = (("a", 130.0), ("b", 130.0), ("a", 200.0))
     one, same, other = (ours.prompt(Request(text=text, **voice_of(clip(hz=hz)))) for text, hz in asked)
     assert len(one.prefix_keys) == len(one.inputs) == 4 + 32 + 1
@@ -245,11 +242,11 @@ def test_keys_are_of_what_is_read(ours):
 
 
 def test_equal_references_share_pages_in_the_engine(ours):
-    """And speak as they speak alone."""
+    """Each request still sounds as it does alone."""
     asked = [Request(text=text, **voice_of(clip(1.0), "It hums."), max_frames=5) for text in ("a", "Hello.")]
     engine = Engine(ours, max_slots=2, compile=False, clock=Clock())
     listeners = serve(engine, {0: asked[:1], 30: asked[1:]})
-    assert engine.stats()["pages_shared"] == 2  # of 16 positions each
+    assert engine.stats()["pages_shared"] == 2  # 16 positions each
     for listener, request in zip(listeners, asked, strict=True):
         assert listener.frames == 5
         np.testing.assert_allclose(listener.samples, zoo.generate(ours, request).samples, rtol=0, atol=5e-5)
