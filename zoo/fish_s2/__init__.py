@@ -1,5 +1,5 @@
 """Fish Audio S2 Pro and OpenAudio S1-mini (Fish Audio, non-commercial licences): text to 44.1 kHz speech, 10
-codes per 46.4 ms frame. See README.md beside this file."""
+codes per 46.4 ms frame. See README.md in this folder."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 NAME = "fish_s2"
 LICENCE = (
-    "Fish Audio Research License (2026-03-07): research and non-commercial use alone; say 'Built with Fish "
+    "Fish Audio Research License (2026-03-07): only research and non-commercial use; state 'Built with Fish "
     "Audio'; outputs may not train other foundation models"
 )
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot
-    be read."""
+    """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
+    read."""
     from zoo.fish_s2.config import DRAMA, MODEL, S1
     from zoo.nn.json_files import read_config
 
-    known = (MODEL, S1, DRAMA)  # the last one is claimed to be refused by name
+    known = (MODEL, S1, DRAMA)  # DRAMA is claimed so that `load` can refuse it with a clear message
     return read_config(path).get("model_type") in known
 
 
 def load(
     directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
 ) -> FishFamily:
-    """The family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError that names
-    what is wrong."""
+    """Return the family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError with the file
+    and the problem."""
     from zoo.fish_s2 import weights
     from zoo.fish_s2.clone import Cloner
     from zoo.fish_s2.config import CODEC_FILE
@@ -47,7 +47,7 @@ def load(
     from zoo.nn.tensor_files import open_file
 
     if adapter is not None:
-        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
+        raise ValueError(f"{NAME} does not support adapters; load the model without {adapter}")
     config, codec_config, spec = describe(directory)
     logging.getLogger(__name__).info("%s: %s", spec.name, spec.licence)
     lm, codec = build(config, codec_config)
@@ -71,7 +71,7 @@ def load(
 
 
 def build(config: Config, codec_config: CodecConfig) -> tuple[DualAR, Codec]:
-    """Both stacks, and the codec, on `meta`: names and shapes, no memory."""
+    """Return both stacks and the codec on the `meta` device, where tensors have names and shapes but no memory."""
     import torch
 
     from zoo.fish_s2.codec import Codec
@@ -82,7 +82,7 @@ def build(config: Config, codec_config: CodecConfig) -> tuple[DualAR, Codec]:
 
 
 def read_configs(directory: Path) -> Config:
-    """What the JSON files say of the LM. Raises ValueError."""
+    """Read the LM's config from the JSON files. Raises ValueError."""
     from zoo.fish_s2 import s1
     from zoo.fish_s2.config import S1, Config
     from zoo.nn.json_files import read_json
@@ -94,14 +94,14 @@ def read_configs(directory: Path) -> Config:
 
 
 def describe(directory: Path) -> tuple[Config, CodecConfig, Spec]:
-    """Config, the codec's sizes and Spec, from the JSON files and the names and shapes of codec.pth."""
+    """Return Config, the codec's sizes and Spec, from the JSON files and the tensor shapes of codec.pth."""
     from zoo.fish_s2.config import CODEC_FILE, CodecConfig
     from zoo.nn.tensor_files import open_file
 
     config = read_configs(directory)
     if (directory / "codec.safetensors").exists() and not (directory / CODEC_FILE).exists():
-        needed = f"needed are the published files, with {CODEC_FILE}"
-        raise ValueError(f"{directory} is a conversion, with codec.safetensors; {needed}")
+        needed = f"use the published files with {CODEC_FILE}"
+        raise ValueError(f"{directory} is a conversion with codec.safetensors; {needed}")
     headers = open_file(directory / CODEC_FILE).headers
     codec_config = CodecConfig.read({name: header.shape for name, header in headers.items()})
     config.check_codec(codec_config)
@@ -142,18 +142,18 @@ def specify(config: Config, codec_config: CodecConfig) -> Spec:
         licence=S1_LICENCE if config.is_s1 else LICENCE,
         piece_s=PIECE_S,
         keeps_voice=True,
-        unsplit=SPEAKER.pattern,  # a text of several speakers is spoken turn by turn
+        unsplit=SPEAKER.pattern,  # a text with several speakers is spoken turn by turn
     )
 
 
 def survey(directory: Path) -> tuple[Spec, int]:
-    """Spec and number of parameters, weights unread."""
+    """Return the Spec and the number of parameters without reading the weights."""
     config, codec_config, spec = describe(directory)
     return spec, sum(p.numel() for module in build(config, codec_config) for p in module.parameters())
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or OSError."""
     import torch
 
     from zoo.fish_s2.demo import write

@@ -1,7 +1,7 @@
-"""What a clone needs of its reference: its codes, which the LM reads as something that was said. They are
-encoded once, in fp32, and kept.
+"""Encodes a reference recording into codes, which the LM reads as earlier speech. A clip is encoded once, in fp32,
+and cached.
 
-clip ─ mono, 44.1 kHz ─ codec encoder ─> codes [F, K]
+    clip ─ mono, 44.1 kHz ─ codec encoder ─> codes [F, K]
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EncodedReference:
 
 
 class Cloner:
-    """AudioClip -> codes [F, K] on the CPU. May be called from several threads."""
+    """Encodes an AudioClip to codes [F, K] on the CPU. Thread-safe."""
 
     def __init__(self, codec: Codec, device: torch.device):
         self.codec, self.device = codec, device
@@ -43,7 +43,8 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (), codec))
 
     def __call__(self, clip: AudioClip) -> Tensor:
-        """Raises ValueError (`param` "references") for audio that is no reference."""
+        """Return the clip's codes, from the cache if possible. Raises ValueError (`param` "references") for unusable
+        audio."""
         name = content(clip)
         file = self.files.of(clip, name, lambda tensors: EncodedReference(tensors["codes"]))
         return self.references.get(name, lambda: self._encode(clip), file).codes

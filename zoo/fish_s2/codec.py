@@ -1,13 +1,13 @@
-"""The codec, a modified DAC. The decoder turns frames of 10 codes (46.4 ms) into 44.1 kHz samples, exactly,
-however the frames are cut into calls.
+"""The codec, a modified DAC. Its decoder turns frames of 10 codes (46.4 ms) into 44.1 kHz samples. The samples do
+not depend on how the frames are split into calls.
 
     codes ─ codebooks ─ transformer ─ upsample x2 x2 ─ conv ─ x8 ─ x8 ─ x4 ─ x2 ─ conv ─ tanh ─ samples
   [B, F, K]   1024       8 layers          1024        1536  768  384  192   96     1         [B, 2048 F]
                          21.5 Hz         43, 86 Hz           0.7  5.5   22   44    kHz
 
-What the layers must remember of a stream, their inputs' ends and the last 127 keys and values, is one row of
-`state_size` values: zeros for a new stream, handed in and out. Sources: facts of vllm-omni 0.30.0,
-model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
+The state of a stream is one row of `state_size` values: the ends of the layers' inputs and the last 127 keys and
+values. A new stream starts with zeros; each call takes the row and returns the next one. Sources: facts of
+vllm-omni 0.30.0, model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zoo.nn.snake import Snake
 
 
 class Upsample(nn.Module):
-    """[B, C, N] -> [B, C, ratio N]"""
+    """A transposed convolution and a ConvNeXt block: [B, C, N] -> [B, C, ratio N]."""
 
     def __init__(self, channels: int, ratio: int):
         super().__init__()
@@ -37,7 +37,7 @@ class Upsample(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """[B, C, N] -> [B, C / 2, rate N]"""
+    """An upsampling block with three residual units: [B, C, N] -> [B, C / 2, rate N]."""
 
     def __init__(self, channels: int, rate: int):
         super().__init__()
@@ -53,11 +53,12 @@ class UpBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Codes to samples, in the dtype of its weights."""
+    """Decodes codes to samples, in the dtype of its weights."""
 
-    table: Tensor  # [rows of all codebooks, C], what each code stands for, after Codec.prepare()
-    first: Tensor  # [K], where each codebook begins in it
-    last: Tensor  # [K], its greatest code
+    # set by Codec.prepare()
+    table: Tensor  # [rows of all codebooks, C], the latent vector of each code
+    first: Tensor  # [K], each codebook's first row in the table
+    last: Tensor  # [K], each codebook's greatest code
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -73,7 +74,7 @@ class Decoder(nn.Module):
 
     @property
     def state_size(self) -> int:
-        """Values that one stream carries from call to call."""
+        """Number of values that one stream carries from call to call."""
         return self.layout.size
 
     @property
@@ -81,11 +82,12 @@ class Decoder(nn.Module):
         return self.tail.weight.dtype
 
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """codes [B, F, K] int64; rows [B, state_size], zeros for a new stream; start [B], frames of the
-        stream before these; count [B],
-        how many of the F frames are valid (0 to F) -> samples [B, F * frame_samples] in [-1, 1], and the rows
-        for the next call. Samples of frames that are not valid mean nothing. A code beyond its codebook's end
-        is its last one: the LM's heads are wider."""
+        """Decode codes [B, F, K] int64 to samples [B, F * frame_samples] in [-1, 1].
+
+        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in earlier
+        calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the others. Also returns
+        the rows for the next call. The LM's heads are wider than the codebooks: greater codes become the last one.
+        """
         state = CodecState(self.layout, rows, codes.shape[1], count)
         at = codes.clamp(min=0).minimum(self.last) + self.first
         x = self.post(F.embedding(at, self.table).sum(2).mT, start, state)
@@ -98,7 +100,7 @@ class Decoder(nn.Module):
 
 
 class Codec(nn.Module):
-    """What codec.pth holds."""
+    """The modules of codec.pth."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -111,7 +113,7 @@ class Codec(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, with the weights in place: what follows from them alone."""
+        """Precompute the tensors that depend only on the weights. Call this once after loading them."""
         for transformer in transformers(self):
             transformer.prepare()
         sizes = torch.tensor(self.config.codebook_sizes, device=self.decoder.tail.weight.device)
@@ -120,7 +122,7 @@ class Codec(nn.Module):
             self.decoder.register_buffer(name, value, persistent=False)
 
     def encode(self, samples: Tensor) -> Tensor:
-        """samples [B, N] at 44.1 kHz -> codes [B, F, K]."""
+        """Encode samples [B, N] at 44.1 kHz to codes [B, F, K]."""
         residual, codes = self.encoder(samples), []
         for codebook in self.codebooks:
             found, latent = codebook(residual)

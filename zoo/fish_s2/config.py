@@ -1,5 +1,5 @@
-"""What the checkpoint's files say of the model: the LM's config.json, and the codec's sizes, which no file
-names and its tensors show."""
+"""The model's configuration: the LM's config.json, and the codec's sizes. No file gives the codec's sizes, so they are
+read from its tensor shapes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from zoo.nn.config import (
 MODEL, S1, DRAMA = "fish_qwen3_omni", "dual_ar", "fish_omni"
 CODEC_FILE = "codec.pth"
 SAMPLE_RATE_HZ = 44_100
-CODEC_HEAD_DIM = 64  # where the file does not hold the rotary tables that show it
-LONGEST_POSITIONS = 32_768  # of the codec's transformers: 380 s of a reference, 25 minutes of speech
-MAX_FRAMES = 2048  # of a pass: the original keeps as many positions free behind a prompt
+CODEC_HEAD_DIM = 64  # used if the file lacks the RoPE tables, whose shape gives the width
+LONGEST_POSITIONS = 32_768  # of the codec's transformers: a reference of 380 s, or 25 minutes of speech
+MAX_FRAMES = 2048  # per pass; the original keeps this many positions free after a prompt
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -48,7 +48,7 @@ class StackConfig:
 
     @classmethod
     def read(cls, block: ConfigBlock, rope_theta: float, eps: float, has_qk_norm: bool) -> StackConfig:
-        """Raises ValueError for what is missing, out of range or not known."""
+        """Read the block. Raises ValueError for a missing, out-of-range or unsupported value."""
         block.expect(attention_qk_norm=has_qk_norm, attention_qkv_bias=False, attention_o_bias=False)
         read = cls(
             hidden=block.integer("dim", *WIDTH),
@@ -62,35 +62,35 @@ class StackConfig:
             has_qk_norm=has_qk_norm,
         )
         if read.heads % read.kv_heads:
-            raise block.refuse("n_local_heads", f"a divisor of n_head, {read.heads}, is possible")
+            raise block.refuse("n_local_heads", f"use a divisor of n_head, {read.heads}")
         return read
 
 
 @dataclass(frozen=True)
 class Config:
-    """config.json."""
+    """The LM's configuration."""
 
     slow: StackConfig  # over time
     fast: StackConfig  # over the codes of a frame
     vocab: int
     codebooks: int
-    codebook_size: int  # rows of each table of codes, whatever the codec's codebook has
+    codebook_size: int  # codes in each codebook of the LM; a codebook of the codec may have fewer
     max_positions: int
     end: int  # <|im_end|>
-    semantic_start: int  # the id of code 0; those of the others follow
-    num_residual_codes: int  # entries of the fast head that a code behind the first is drawn from
+    semantic_start: int  # the token id of semantic code 0; the others follow
+    num_residual_codes: int  # entries of the fast head from which residual codes are drawn
     is_s1: bool = False  # OpenAudio S1-mini: see s1.py
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Raises ValueError for what is missing, out of range or not known."""
+        """Read S2's config.json. Raises ValueError for a missing, out-of-range or unsupported value."""
         root = ConfigBlock(config)
         _refuse_other_models(root)
         text, audio = root.block("text_config"), root.block("audio_decoder_config")
         text.expect(tie_word_embeddings=True)
         audio.expect(tie_word_embeddings=False)
         theta, eps = text.number("rope_base", *ROPE_THETA), text.number("norm_eps", *EPS)
-        # The original gives the text's two values to both stacks.
+        # The original uses text_config's rope_base and norm_eps for both stacks.
         audio.expect(
             rope_base=text.get("rope_base"),
             norm_eps=text.get("norm_eps"),
@@ -101,7 +101,7 @@ class Config:
         start = root.integer("semantic_start_token_id", 0, vocab - size)
         if root.get("semantic_end_token_id") != start + size - 1:
             raise root.refuse(
-                "semantic_end_token_id", f"{size} codes from {start} on end at {start + size - 1}"
+                "semantic_end_token_id", f"{size} codes from {start} on must end at {start + size - 1}"
             )
         return cls(
             slow=StackConfig.read(text, theta, eps, has_qk_norm=True),
@@ -116,46 +116,46 @@ class Config:
         )
 
     def check_codec(self, codec: CodecConfig) -> None:
-        """Raises ValueError where the codec does not speak what the LM says."""
+        """Raise ValueError if the codec cannot decode the LM's codes."""
         sizes = codec.codebook_sizes
         if len(sizes) != self.codebooks or sizes[0] != self.codebook_size or max(sizes) > self.codebook_size:
-            says = f"config.json: {self.codebooks} codebooks of {self.codebook_size}"
-            needed = "the first must be as large, and none larger"
-            raise ValueError(f"{says}; {CODEC_FILE} has {len(sizes)} of {sizes}: {needed}")
+            says = f"config.json has {self.codebooks} codebooks of {self.codebook_size}"
+            needed = "the first must have the same size, and none may be larger"
+            raise ValueError(f"{says}, but {CODEC_FILE} has {len(sizes)} of {sizes}; {needed}")
 
 
 def _refuse_other_models(root: ConfigBlock) -> None:
     if root.get("model_type") == DRAMA:
-        known = f"known are {MODEL!r}, Fish Audio S2, and {S1!r}, OpenAudio S1-mini"
-        drama = f"model_type {DRAMA!r} is Fish Audio Drama, another architecture"
+        known = f"supported: {MODEL!r} (Fish Audio S2), {S1!r} (OpenAudio S1-mini)"
+        drama = f"model_type {DRAMA!r} is Fish Audio Drama, which has another architecture"
         raise ValueError(f"config.json: {drama}; {known}")
     root.expect(model_type=MODEL)
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A transformer of the codec: as wide as its latent, over a causal window."""
+    """A causal sliding-window transformer of the codec, as wide as the codec's latent."""
 
     width: int
     layers: int
     inner: int
     head_dim: int
-    window: int  # positions that one attends to, itself included
+    window: int  # positions that one attends to, including itself
     max_positions: int
 
 
 @dataclass(frozen=True)
 class CodecConfig:
-    channels: int  # of the encoder behind its first convolution; doubled by each block
+    channels: int  # of the encoder after its first convolution; each block doubles them
     strides: tuple[int, ...]  # of the encoder's blocks
     latent: int
-    ratios: tuple[int, ...]  # further down to a frame, and up again behind the codebooks
+    ratios: tuple[int, ...]  # further downsampling to the frame rate, and upsampling after the codebooks
     hear: TransformerConfig | None  # inside the encoder's last block
     pre: TransformerConfig  # before the codebooks
-    post: TransformerConfig  # behind them
+    post: TransformerConfig  # after the codebooks
     codebook_dim: int
     codebook_sizes: tuple[int, ...]  # the semantic one first
-    decoder_channels: int  # halved by each block
+    decoder_channels: int  # of the first block; each block halves them
     rates: tuple[int, ...]  # of the decoder's blocks
 
     @property
@@ -164,7 +164,7 @@ class CodecConfig:
 
     @classmethod
     def read(cls, shapes: Shapes) -> CodecConfig:
-        """From the names and shapes of codec.pth. Raises ValueError for what is not there or cannot be."""
+        """Read the sizes from the tensor shapes of codec.pth. Raises ValueError for missing or inconsistent tensors."""
         file = _Sizes(shapes)
         num_blocks = file.count(r"encoder\.block\.(\d+)\.block\.4\..*original1")
         num_rates = file.count(r"decoder\.model\.(\d+)\.block\.1\..*original1")
@@ -193,13 +193,13 @@ class CodecConfig:
         )
         if prod(strides + ratios) != read.frame_samples or 0 in (*strides, *ratios, *rates):
             cut, joined = (*strides, *ratios), (*rates, *ratios)
-            says = f"encoding divides by {cut}, decoding multiplies by {joined}"
-            raise ValueError(f"{CODEC_FILE}: {says}; their products must be equal")
+            says = f"the encoder divides by {cut} and the decoder multiplies by {joined}"
+            raise ValueError(f"{CODEC_FILE}: {says}; the products must be equal")
         return read
 
 
 class _Sizes:
-    """What the shapes of codec.pth say."""
+    """Reads sizes from the tensor shapes of codec.pth."""
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
@@ -209,7 +209,7 @@ class _Sizes:
         if len(shape) != num_axes:
             came = f"has shape {list(shape)}" if name in self.shapes else "is missing"
             raise ValueError(
-                f"{CODEC_FILE} is not the codec of Fish Audio S2: {name} {came}, {num_axes} axes are needed"
+                f"{CODEC_FILE} is not the codec of Fish Audio S2: {name} {came}; it must have {num_axes} axes"
             )
         return shape
 
@@ -226,8 +226,8 @@ class _Sizes:
         return read
 
     def transformer(self, name: str, window: int) -> TransformerConfig | None:
-        """None where there is none. The rotary table shows the width of a head; its values follow from the
-        positions."""
+        """Return the transformer's sizes, or None if it is absent. The shape of its RoPE table gives the width of a
+        head."""
         layers = self.count(name.replace(".", r"\.") + r"\.layers\.(\d+)\.attention\.wqkv\.weight")
         if layers == 0:
             return None
@@ -235,5 +235,7 @@ class _Sizes:
         table = self.shapes.get(f"{name}.freqs_cis", (0, CODEC_HEAD_DIM // 2, 2))
         head_dim = 2 * table[1] if len(table) == 3 else 0
         if head_dim == 0 or width % head_dim:
-            raise ValueError(f"{CODEC_FILE}: {name} is {width} wide, which heads of {head_dim} do not divide")
+            raise ValueError(
+                f"{CODEC_FILE}: {name} is {width} wide, which is not a multiple of its head width {head_dim}"
+            )
         return TransformerConfig(width, layers, inner, head_dim, window, LONGEST_POSITIONS)

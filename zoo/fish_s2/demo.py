@@ -1,8 +1,8 @@
-"""Random checkpoints in the published layout: every file, no trained weight. For tests, first tries, and
-speed work without weights.
+"""Random checkpoints in the published layout: every file, but no trained weights. They serve tests, first tries
+and speed measurements.
 
-write("demo", "tiny")    # a few megabytes, runs anywhere
-write("full", "full")    # the published shapes and sizes: 11 GB
+    write("demo", "tiny")    # a few megabytes, runs anywhere
+    write("full", "full")    # the published shapes and sizes, 11 GB
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zoo.nn.synthetic import Rule
 
 
 def _stack(dim: int, inner: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """The keys that both stacks share."""
+    """Return the keys that both stacks share."""
     return {
         "attention_o_bias": False,
         "attention_qkv_bias": False,
@@ -129,7 +129,7 @@ MID_CODEC = replace(
 def _s1_config(
     stack: dict[str, int], fast: dict[str, int], positions: int, codebooks: int, codes: int, is_full: bool
 ) -> dict[str, Any]:
-    """Of OpenAudio S1-mini."""
+    """Return config.json of OpenAudio S1-mini."""
     return {
         "model_type": S1,
         **stack,
@@ -152,7 +152,7 @@ def _s1_config(
         "scale_codebook_embeddings": True,
         "tie_word_embeddings": False,
         "use_gradient_checkpointing": True,
-        # the published table ends 22 rows behind the last code
+        # the published embedding has 22 more rows after the last code
         "vocab_size": token_ids(is_full, codes, S1_ADDED)[semantic(codes - 1)] + (23 if is_full else 1),
     }
 
@@ -162,8 +162,8 @@ def _s1_stack(dim: int, inner: int, layers: int, heads: int, head_dim: int) -> d
     return sizes | {"n_head": heads, "n_local_heads": heads // 2, "head_dim": head_dim}
 
 
-# "mid" is about a tenth of the published model, for comparing speed where that is too slow; "s1" are of
-# OpenAudio S1-mini.
+# "mid" has about a tenth of the published parameters, for speed comparisons on slow machines. The sizes with "s1" are
+# of OpenAudio S1-mini.
 CONFIGS: dict[str, tuple[dict[str, Any], CodecConfig]] = {
     "tiny": (
         _config(_stack(64, 96, 3, 4, 16), _stack(64, 80, 2, 4, 16), 512, 4, 64, is_full=False),
@@ -191,52 +191,45 @@ CONFIGS: dict[str, tuple[dict[str, Any], CodecConfig]] = {
     ),
 }
 SIZES = tuple(CONFIGS)
+# Positions in the unused buffers of codec.pth: those of the encoder's transformer, then those of the other two.
 UNUSED_POSITIONS = {
     "tiny": (64, 64),
     "mid": (256, 256),
     "full": (16384, 4096),
     "tiny-s1": (64, 64),
     "full-s1": (16384, 4096),
-}  # of the encoder's buffers, and the other two's
+}
 
 # --- values ---
 
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be
-# left out unnoticed.
+# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in). The
+# first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a missing
+# branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"\.gamma$", 0.0, 0.3, False),  # trained scales start at 0.01
     (r"\.alpha$", 1.0, 0.2, False),
-    (r"^decoder\.model\.6\.conv\..*original0$", 0.05, 0.005, False),  # soft audio, far from where tanh bends
-    (
-        r"block\.3\.conv\..*original0$",
-        0.4,
-        0.1,
-        False,
-    ),  # residual units, of which each adds to what the ones before made
+    (r"^decoder\.model\.6\.conv\..*original0$", 0.05, 0.005, False),  # quiet audio, in tanh's linear range
+    (r"block\.3\.conv\..*original0$", 0.4, 0.1, False),  # small, because residual units add up
     (r"(\.original0|\.weight_g)$", 1.0, 0.2, False),
     (r"(\.original1|\.weight_v)$", 0.0, 1.0, False),
     (r"^decoder\.model\.6\.conv\.bias$", 0.0, 0.001, False),
     (r"\.bias$", 0.0, 0.1, False),
     (r"\.codebook\.weight$", 0.0, 1.0, False),
     (r"(codebook_)?embeddings\.weight$", 0.0, 0.5, False),
-    (r"(^|_|\.)output\.weight$", 0.0, 2.0, True),  # logits of a few units
-    (
-        r"text_model\..*\.(wo|w2)\.weight$",
-        0.0,
-        3.0,
-        True,
-    ),  # louder than what is read, or the tied head would say it again and again
+    (r"(^|_|\.)output\.weight$", 0.0, 2.0, True),  # for logits of a few units
+    # larger than the embeddings; otherwise the tied head would repeat its input again and again
+    (r"text_model\..*\.(wo|w2)\.weight$", 0.0, 3.0, True),
     (r"\.weight$", 0.0, 1.0, True),
 )
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
-    knows."""
-    fan_in = (
-        shape[0] if re.match(r"quantizer\.upsample\.\d\.0\.conv", name) and len(shape) == 3 else None
-    )  # transposed, stride = kernel
+    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule matches
+    the name."""
+    # a transposed convolution whose stride is its kernel
+    is_upsampling = re.match(r"quantizer\.upsample\.\d\.0\.conv", name) and len(shape) == 3
+    fan_in = shape[0] if is_upsampling else None
     return synthetic.fill(name, shape, f"fish_s2:{seed}", RULES, fan_in)
 
 
@@ -250,11 +243,11 @@ def write(
     dtype: torch.dtype = torch.bfloat16,
     **config: Any,
 ) -> Path:
-    """A checkpoint with every file of the published layout. dtype: of the LM's tensors (the codec's are
-    float32).
+    """Write a checkpoint with every file of the published layout and return its directory.
 
-    config: changes to config.json, merged into its blocks: `text_config={"n_layer": 1}`. Raises ValueError
-    for an unknown size, key or dtype, and for a directory that is not empty.
+    dtype: of the LM's tensors; the codec's are always float32. config: changes to config.json, merged into its blocks,
+    such as `text_config={"n_layer": 1}`. Raises ValueError for an unknown size, key or dtype, and if the directory is
+    not empty.
     """
     from zoo.fish_s2 import build, read_configs
     from zoo.nn.checkpoint import published
@@ -278,12 +271,12 @@ def write(
 
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
-    """The JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
+    """Write the texts of a checkpoint, without its tensors. Arguments and errors are those of `write`."""
     directory, (content, _) = synthetic.begin(directory, size, CONFIGS)
     change(content, config, "config.json")
     if content["model_type"] == S1:
         return _write_s1_texts(directory, content, size == "full-s1")
-    Config.read(content)  # before anything is written
+    Config.read(content)  # raises an error before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     synthetic.write_json(directory / "config.json", content)
     synthetic.write_json(
@@ -295,7 +288,7 @@ def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
 
 def _write_s1_texts(directory: Path, content: dict[str, Any], is_full: bool) -> Path:
     special = token_ids(is_full, content["codebook_size"], S1_ADDED)
-    read_s1_config(content, special)  # before anything is written
+    read_s1_config(content, special)  # raises an error before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     synthetic.write_json(directory / "config.json", content)
     synthetic.write_json(directory / SPECIAL_FILE, special)
@@ -304,7 +297,7 @@ def _write_s1_texts(directory: Path, content: dict[str, Any], is_full: bool) -> 
 
 
 def unused(config: CodecConfig, encoder_positions: int, positions: int) -> dict[str, Tensor]:
-    """The buffers of codec.pth that nothing reads but the width of a head."""
+    """Return the unused buffers of codec.pth. The loader reads only their shape, for the width of a head."""
     from zoo.fish_s2.block import rope_table
 
     buffers: dict[str, Tensor] = {}
@@ -324,7 +317,7 @@ def unused(config: CodecConfig, encoder_positions: int, positions: int) -> dict[
 def _write_shards(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], values: synthetic.Fill, dtype: torch.dtype
 ) -> None:
-    """Two, of which the first takes a little more than half, and their index."""
+    """Write two shards and their index. The first shard has a little more than half of the bytes."""
     sizes = {name: math.prod(shapes[name]) * dtype.itemsize for name in sorted(shapes)}
     total, written = sum(sizes.values()), 0
     shards: tuple[dict[str, tuple[int, ...]], ...] = ({}, {})

@@ -1,4 +1,4 @@
-"""The codec's encoder: reference audio to codes, all of it at once.
+"""The codec's encoder. It turns a whole reference recording into codes in one call.
 
     samples ─ conv ─ (residual x3, strided conv) x4 ─ transformer ─ conv ─┐
     [B, N]     64        128, 256, 512, 1024           4 layers     1024  │
@@ -8,7 +8,7 @@
                       1024                 8 layers        10
                                 21.5 Hz
 
-Run it in fp32 without TF32: in less, near ties between the codebooks' rows fall the other way.
+Run it in fp32 without TF32: with less precision, near ties between codebook rows resolve differently.
 Source: facts of vllm-omni 0.30.0, model_executor/models/fish_speech (the modified DAC); Kumar et al. 2023
 (arXiv 2306.06546).
 """
@@ -26,8 +26,8 @@ from zoo.nn.snake import Snake
 
 
 class StridedConv(nn.Module):
-    """[B, C, N] -> [B, Cout, N / stride], N a multiple of the stride; it looks back only, over zeros before
-    the start."""
+    """A causal strided convolution with zeros before the start: [B, C, N] -> [B, Cout, N / stride]. N must be a multiple
+    of the stride."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, stride: int):
         super().__init__()
@@ -41,7 +41,7 @@ class StridedConv(nn.Module):
 
 
 class DownBlock(nn.Module):
-    """[B, C, N] -> [B, 2C, N / stride]"""
+    """Three residual units and a strided convolution: [B, C, N] -> [B, 2C, N / stride]."""
 
     def __init__(self, channels: int, stride: int):
         super().__init__()
@@ -56,7 +56,7 @@ class DownBlock(nn.Module):
 
 
 class Downsample(nn.Module):
-    """[B, C, N] -> [B, C, N / ratio]"""
+    """A strided convolution and a ConvNeXt block: [B, C, N] -> [B, C, N / ratio]."""
 
     def __init__(self, channels: int, ratio: int):
         super().__init__()
@@ -68,8 +68,8 @@ class Downsample(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A table of short rows with a way in and out of the latent. Nearest is by direction. Source: VQGAN's
-    improved quantiser (arXiv 2110.04627), section 3.2; a row comes out as it is, not normalised."""
+    """A codebook of short rows with an input and an output projection. The nearest row has the most similar direction;
+    the output is the row itself, not normalised. Source: improved VQGAN (arXiv 2110.04627), section 3.2."""
 
     def __init__(self, size: int, dim: int, latent: int):
         super().__init__()
@@ -78,16 +78,16 @@ class Codebook(nn.Module):
         self.out = nn.Conv1d(dim, latent, 1)
 
     def forward(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """latent [B, C, F] -> codes [B, F], and what they stand for [B, C, F]."""
+        """Quantise latent [B, C, F]. Return the codes [B, F] and their latent vectors [B, C, F]."""
         into = self.into(latent)  # [B, dim, F]
         direction, rows = F.normalize(into.mT.flatten(0, 1)), F.normalize(self.rows.weight)
         distance = direction.square().sum(1, keepdim=True) - 2 * direction @ rows.T + rows.square().sum(1)
         codes = (-distance).argmax(1).unflatten(0, (len(latent), -1))  # [B, F]
         row = self.rows(codes).mT
-        return codes, self.out(into + (row - into))  # the sum is the training's, and rounds as it did there
+        return codes, self.out(into + (row - into))  # this sum rounds as in training
 
     def table(self) -> Tensor:
-        """What each row stands for [V, C]."""
+        """Return the latent vector of each row, [V, C]."""
         return F.linear(self.rows.weight, self.out.weight[:, :, 0], self.out.bias)
 
 
@@ -108,7 +108,7 @@ class Encoder(nn.Module):
         self.layout = StateLayout(self)
 
     def forward(self, samples: Tensor) -> Tensor:
-        """samples [B, N] at 44.1 kHz -> latent [B, C, F], a frame for every started 2048 samples."""
+        """Encode samples [B, N] at 44.1 kHz to latents [B, C, F], with F = ceil(N / 2048)."""
         samples = F.pad(samples, (0, -samples.shape[1] % self.config.frame_samples))
         num_frames = samples.shape[1] // self.config.frame_samples
         start = torch.zeros(len(samples), dtype=torch.int64, device=samples.device)

@@ -1,6 +1,5 @@
-"""Layers that the codec's encoder and decoder share. Every one looks back only; what it must remember of a
-stream it takes from and leaves in a `CodecState`: the whole of a recording is a stream that is heard in one
-call.
+"""Causal layers that the codec's encoder and decoder share. They read and write a stream's past in a `CodecState`.
+The encoder passes a whole recording as a stream of one call.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from zoo.nn.norm import RMSNorm
 from zoo.nn.residual import SnakeConv1d, residual_unit
 from zoo.nn.snake import Snake
 
-DILATIONS = (1, 3, 9)  # of a block's residual units
-KERNEL = 7  # of every convolution that is neither 1 wide nor a stride
+DILATIONS = (1, 3, 9)  # one per residual unit of a block
+KERNEL = 7  # for every convolution that is wider than 1 and not strided
 EPS, ROPE_THETA = 1e-5, 10_000.0  # of the transformers
 
 
 class Residual(nn.Module):
-    """[B, C, N] -> [B, C, N]"""
+    """A residual unit: [B, C, N] -> [B, C, N]."""
 
     def __init__(self, channels: int, dilation: int):
         super().__init__()
@@ -40,7 +39,7 @@ class Residual(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """Liu et al. 2022 (arXiv 2201.03545), causal. [B, C, N] -> [B, C, N]"""
+    """A causal ConvNeXt block (Liu et al. 2022, arXiv 2201.03545): [B, C, N] -> [B, C, N]."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -57,7 +56,7 @@ class ConvNeXt(nn.Module):
 
 
 class Layer(Stateful):
-    """A transformer layer over a sliding window. It keeps keys and values."""
+    """A transformer layer with sliding-window attention. Its state is the window's keys and values."""
 
     def __init__(self, config: TransformerConfig):
         width = config.width
@@ -72,8 +71,8 @@ class Layer(Stateful):
         self.mlp_scale = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor, table: Tensor, seen: Tensor, state: CodecState) -> Tensor:
-        """x [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N]: which key a position may
-        read."""
+        """x [B, N, D] -> [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N] marks the keys that each
+        position may attend to."""
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = rearrange(qkv, "b n (three h d) -> three b n h d", three=3, h=self.heads)
         k = rotate_pairs(k, table)
@@ -85,9 +84,9 @@ class Layer(Stateful):
 
 
 class Transformer(nn.Module):
-    """[B, D, N] -> [B, D, N]. Positions count from the start of the stream."""
+    """The sliding-window transformer, [B, D, N] -> [B, D, N]. Positions count from the start of the stream."""
 
-    rope: Tensor  # [positions, 2, dim / 2] bf16, after prepare()
+    rope: Tensor  # [positions, 2, dim / 2] bf16, set by prepare()
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -102,12 +101,13 @@ class Transformer(nn.Module):
         )
 
     def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
-        """start [B], positions of the stream before these."""
+        """x [B, D, N] -> [B, D, N]; start [B] is the number of positions in earlier calls."""
         x = x.mT
-        frame, kept = torch.arange(x.shape[1], device=x.device), self.config.window - 1
+        frame = torch.arange(x.shape[1], device=x.device)
+        kept = self.config.window - 1
         table = self.rope[start[:, None] + frame]  # [B, N, 2, dim / 2]
-        # Key j stands window - 1 - j positions before this call's first one. Zeros before the stream began
-        # are no keys: they are masked.
+        # Key j lies window - 1 - j positions before this call's first one. The zeros from before the start of the
+        # stream are masked.
         key = torch.arange(kept + x.shape[1], device=x.device)
         window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [N, window - 1 + N]
         seen = window & (key >= kept - start[:, None])[:, None]  # [B, N, window - 1 + N]

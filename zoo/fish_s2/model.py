@@ -34,26 +34,28 @@ from zoo.request import check
 from zoo.text import most_s
 
 AnyWriter = TypeVar("AnyWriter", bound=Writer)
-# Where the request sets no cap: that of the original's server, or less where the text is short, since the model may find no end
+# The cap of the original's server, for a request that sets none. A short text gets less, because the model may never
+# emit the end.
 DEFAULT_FRAMES = 1024
 
 
 class SlowBlock(DualARBlock):
-    """A block over pages."""
+    """A block of the slow stack, with paged attention."""
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, table: Tensor, paged: Paged) -> Tensor:
-        """x [T, D], table [T, 2, dim / 2]"""
+        """x [T, D] -> [T, D]; table [T, 2, dim / 2]."""
         q, k, v = self.project_qkv(x, table)
         return self.project_output(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
 
 
 class DualAR(nn.Module):
-    """All of the shards' tensors."""
+    """The modules of the shards: the slow AR and the fast AR."""
 
-    head: Tensor  # [V + 1, D] of the semantic codes, then the end, after prepare()
+    # set by prepare()
+    head: Tensor  # [V + 1, D]: the rows of the semantic codes, then the end
     rope: Tensor  # [positions, 2, dim / 2] bf16
-    first: Tensor  # [K], where each codebook's rows begin
+    first: Tensor  # [K], each codebook's first row in the embedding
 
     def __init__(self, config: Config):
         super().__init__()
@@ -68,9 +70,12 @@ class DualAR(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, with the weights in place. Both heads are gathered to the rows that may be drawn: all
-        others' logits are -inf."""
-        c, slow, fast, rows = self.config, self.config.slow, self.config.fast, self.embedding.weight
+        """Gather both heads' rows that may be drawn, because all other logits would be -inf, and compute the RoPE tables.
+        Call this once after loading the weights."""
+        c = self.config
+        slow = c.slow
+        fast = c.fast
+        rows = self.embedding.weight
         if c.is_s1:
             rows = self.output.weight
             del self.output
@@ -89,8 +94,8 @@ class DualAR(nn.Module):
             self.get_submodule(owner).register_buffer(leaf, value, persistent=False)
 
     def read(self, columns: Tensor) -> Tensor:
-        """columns [..., 1 + K], a token and a frame's codes -> [..., D]. Beside text the codes are not
-        read."""
+        """Embed columns [..., 1 + K], each a token and a frame's codes, as [..., D]. The codes of a text column are
+        ignored."""
         token, codes = columns[..., 0], columns[..., 1:]
         text, start = self.embedding(token), self.config.semantic_start
         frame = (text + self.codes(codes + self.first).sum(-2)) / sqrt(1 + self.config.codebooks)
@@ -99,8 +104,8 @@ class DualAR(nn.Module):
 
 
 class FishState(State):
-    """Adds: sampling values [S+1]; the latest semantic codes [S+1, RAS_WINDOW], -1 where there is none; the
-    codec decoder's state [S+1, values]."""
+    """The state of a slot, with these tensors added: the sampling values [S+1], the latest semantic codes
+    [S+1, RAS_WINDOW] (-1 for none), and the codec decoder's state [S+1, values]."""
 
     temperature: Tensor
     top_k: Tensor
@@ -119,9 +124,9 @@ class FishState(State):
 
 
 class FishFamily(Family[FishState], Generic[AnyWriter]):
-    """What S2 and S1 share."""
+    """The parts of the family that S2 and S1 share."""
 
-    sampled: tuple[str, ...] = ("temperature", "top_k", "top_p")  # options that are rows of the state
+    sampled: tuple[str, ...] = ("temperature", "top_k", "top_p")  # options that the state stores
 
     def __init__(self, config: Config, spec: Spec, lm: DualAR, codec: Codec, writer: AnyWriter):
         super().__init__()
@@ -129,11 +134,11 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
         self.lm, self.codec, self.writer = lm, codec, writer
         self.dtype, self.device = lm.head.dtype, lm.head.device
 
-    # host, off the loop
+    # on the host, outside the engine's loop
 
     @torch.inference_mode()
     def _pass(self, request: Request, values: dict[str, Any], text: str, read: Tensor, seed: int) -> Prompt:
-        """text: what is spoken. read [T, 1 + K]: the columns so far."""
+        """Return the prompt of one pass. text: the text that it speaks. read [T, 1 + K]: the columns that the LM reads."""
         sampling = {name: values[name] for name in self.sampled}
         expected = min(DEFAULT_FRAMES, ceil(most_s(text) * self.spec.frame_rate_hz))
         return Prompt(
@@ -144,26 +149,27 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
             usage={"input_tokens": len(self.writer.tokenize(text)), "prompt_positions": len(read)},
         )
 
-    # at the door
+    # on the host, at admission
 
     def state(self, slots: int, max_frames: int | None = None) -> FishState:
         return FishState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
 
-    # device
+    # on the device
 
     def embed(self, state: FishState, slots: Tensor) -> Tensor:
         codes = state.last_frame(slots)  # [B, K]
         return self.lm.read(torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1))
 
     def stack(self, inputs: Tensor, batch: Batch) -> Tensor:
-        table, x = self.lm.rope[batch.positions], inputs  # [T, 2, dim / 2]
+        table = self.lm.rope[batch.positions]  # [T, 2, dim / 2]
+        x = inputs
         for i, layer in enumerate(self.lm.layers):
             x = layer(x, table, Paged(batch, i))
         return x
 
     def scores(self, h: Tensor, steps: Tensor) -> Tensor:
-        """Logits [B, V + 1] in fp32 of code 0 and, last, of the end. The end is not drawn first: there the
-        original would speak on."""
+        """Return logits [B, V + 1] in fp32 for code 0 and, last, the end. The end is banned in the first step, where the
+        original would ignore it."""
         logits = F.linear(h, self.lm.head).float()
         is_end = torch.arange(logits.shape[1], device=h.device) == self.config.codebook_size
         return logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
@@ -180,10 +186,11 @@ class FishS2(FishFamily[PromptWriter]):
         return next(self.prompts(request))
 
     def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """A pass reads what was said before it, as far back as the positions reach."""
+        """Yield one prompt per pass. Each reads the messages of earlier passes, as far back as the positions allow."""
         values = check(request, self.spec)
         texts = passes(request.text, int(values["chunk_length"]))
-        system, messages = self.writer.system(request.references), list[Tensor]()
+        system = self.writer.system(request.references)
+        messages: list[Tensor] = []
         for i, text in enumerate(texts):
             messages.append(self.writer.user(text))
             messages = self._latest(request, len(system), messages)
@@ -195,8 +202,8 @@ class FishS2(FishFamily[PromptWriter]):
             messages.append(self.writer.said(frames))
 
     def later_prompt(self, request: Request, said: Said) -> Prompt:
-        """After what was said first, as the original goes on with a text in turns; what was said between is
-        left out, so that no piece costs more than another."""
+        """Return the prompt of a later piece, which follows only the first piece, like a second turn in the original. The
+        pieces in between are left out, so that all pieces cost the same."""
         writer, values = self.writer, check(request, self.spec)
         messages = writer.user(said.text), writer.said(said.frames), writer.user(request.text)
         read = torch.cat((writer.system(()), *messages))
@@ -204,8 +211,7 @@ class FishS2(FishFamily[PromptWriter]):
         return prompt
 
     def _latest(self, request: Request, num_before: int, messages: list[Tensor]) -> list[Tensor]:
-        """The latest of the messages, a user's always first: as many as leave room for the frames behind
-        them."""
+        """Return the latest messages, starting with a user's. They leave enough positions for the frames that follow."""
         wanted = min(request.max_frames or DEFAULT_FRAMES, self.spec.max_frames)
         while len(messages) > 1 and num_before + sum(map(len, messages)) + wanted > self.spec.max_positions:
             messages = messages[2:]
@@ -215,14 +221,12 @@ class FishS2(FishFamily[PromptWriter]):
         return self.lm.norm(self.stack(inputs, batch))
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
-        """One frame of codes (46.4 ms) per slot, or the end. h [B, D], the slow AR's hidden state at each
+        """Append one frame of codes (46.4 ms) per slot, or the end. h [B, D] is the slow AR's hidden state at each slot's
         last position."""
-        alive, steps, seed, recent = (
-            ~state.done[slots],
-            state.steps[slots],
-            state.seed[slots],
-            state.recent[slots],
-        )
+        alive = ~state.done[slots]
+        steps = state.steps[slots]
+        seed = state.seed[slots]
+        recent = state.recent[slots]
         sampling = state.temperature[slots], state.top_k[slots], state.top_p[slots]  # [B] each
         size, codebooks = self.config.codebook_size, self.config.codebooks
 
@@ -235,6 +239,6 @@ class FishS2(FishFamily[PromptWriter]):
             return draw(logits, *sampling, noise[:, k - 1])
 
         frame = self.lm.fast(h, token.clamp(max=size - 1), pick)  # [B, K]
-        # As in the original, the first frame's code is in no window.
+        # As in the original, the first frame's code does not enter the window.
         state.recent[slots] = remember(recent, token, alive & (steps > 0))
         state.append(slots, frame, token == size)

@@ -1,6 +1,6 @@
-"""From a request to what the LM reads before the first frame. Each position is a column: a token id, then the
-codes of a frame, which are zeros beside text. A frame's token is that of its first code. What stands between
-two · is encoded by itself:
+"""Builds the prompt: the columns that the LM reads before the first frame. Each position is a column: a token id,
+then the codes of a frame, which are zeros for text. A frame's token is that of its first code. The segments between
+two · are tokenized separately:
 
     system     <|im_start|>system\\n · convert the provided text to speech · <|im_end|>\\n
       or       <|im_start|>system\\n · convert the provided text to speech reference to the following:
@@ -8,12 +8,12 @@ two · is encoded by itself:
     user       <|im_start|>user\\n · text · <|im_end|>\\n
     assistant  <|im_start|>assistant\\n<|voice|> · frames… · <|im_end|>\\n          user, assistant and so on
 
-A transcript begins with <|speaker:i|>, i being its place among the references; the text says with the same
-tag who speaks. Emotion tags, [whisper], are text like any other. A text with speaker tags is spoken a few
-turns at a time, each pass after what the ones before said.
+A transcript begins with <|speaker:i|>, where i is its index among the references. The same tags in the text set the
+speaker. Emotion tags such as [whisper] are ordinary text. A text with speaker tags is spoken a few turns at a time;
+each pass reads the turns and the speech of earlier passes.
 
-Source: facts of fishaudio/fish-speech, content_sequence.py and models/text2semantic/inference.py. Unlike
-there, a user's text holds no special token but the phoneme pair, and what stands before the first speaker tag
+Source: facts of fishaudio/fish-speech, content_sequence.py and models/text2semantic/inference.py. There are two
+differences: a user's text can contain no special tokens except the phoneme pair, and text before the first speaker tag
 is spoken too.
 """
 
@@ -39,32 +39,32 @@ TASK = "convert the provided text to speech"
 WITH_REFERENCE = f"{TASK} reference to the following:\n\nText:\n"
 SPEAKER = re.compile(r"<\|speaker:\d+\|>")
 _TURN = re.compile(rf"(?={SPEAKER.pattern})")
-MAX_TURNS = 5  # of a pass
-PIECE_S = 30.0  # without speaker tags; a pass holds 47 s by default, as in the original's server
-DEFAULT_VOICE = "default"  # a voice by chance; OpenAI's clients must name one
-# What the original's HTTP server gives to requests; the checkpoint names no defaults.
+MAX_TURNS = 5  # per pass
+PIECE_S = 30.0  # for texts without speaker tags; a pass holds 47 s by default, as in the original's server
+DEFAULT_VOICE = "default"  # a random voice; OpenAI's clients must name one
+# The defaults of the original's HTTP server; the checkpoint has none.
 TEMPERATURE, TOP_K, TOP_P, CHUNK_BYTES = 0.8, 30, 0.8, 200
 OPTIONS = (
     *sampling_options(TEMPERATURE, TOP_K, TOP_P),
     Option(
         "chunk_length",
         int,
-        "UTF-8 bytes of a text with speaker tags that are spoken at a time",
+        "most UTF-8 bytes per pass, for a text with speaker tags",
         CHUNK_BYTES,
         (100, 1000),
     ),
 )
 HINTS = {
     "voice": "or give a reference",
-    "language": "it hears the language from the text",
-    "instructions": "tags in the text, such as [whisper], say how to speak",
-    "repetition_penalty": "it draws again where it would repeat itself",
+    "language": "it infers the language from the text",
+    "instructions": "use tags in the text, such as [whisper]",
+    "repetition_penalty": "it draws again instead of repeating itself",
 }
 
 
 class TextTokenizer:
-    """The checkpoint's byte-level BPE. Of its added tokens, a text may hold the phoneme pair alone: whatever
-    else looks like a special token there is ordinary text, and cannot change the prompt's structure."""
+    """The checkpoint's byte-level BPE. In a user's text it recognises only the two phoneme tokens. Any other special
+    token there is tokenized as ordinary text and cannot change the prompt's structure."""
 
     def __init__(
         self,
@@ -74,8 +74,7 @@ class TextTokenizer:
         config: Config,
         needed: tuple[str, ...],
     ):
-        """special: the added tokens, of which the prompt has those `needed`. path: of the file that they are
-        in."""
+        """special: the added tokens, from the file `path`. needed: those that the prompt uses."""
         self.special, self._tokenizer = special, tokenizer
         self._check(path, config, needed)
         greatest = max((*self.special.values(), *self._tokenizer.get_vocab().values()))
@@ -86,7 +85,7 @@ class TextTokenizer:
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = []
-        for i, part in enumerate(self._phonemes.split(text)):  # text and tokens in turn
+        for i, part in enumerate(self._phonemes.split(text)):  # text and tokens alternate
             ids += (
                 [self.special[part]] if i % 2 else self._tokenizer.encode(part, add_special_tokens=False).ids
             )
@@ -94,7 +93,7 @@ class TextTokenizer:
 
     @classmethod
     def read(cls, directory: Path, config: Config) -> TextTokenizer:
-        """From tokenizer.json. Raises ValueError."""
+        """Read tokenizer.json. Raises ValueError."""
         path = directory / "tokenizer.json"
         content = read_json(path)
         special = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
@@ -106,7 +105,7 @@ class TextTokenizer:
         return cls(path, special, tokenizer, config, (START, VOICE))
 
     def _check(self, path: Path, config: Config, needed: tuple[str, ...]) -> None:
-        """That the ids of the config are the tokenizer's."""
+        """Check that the tokenizer has the needed tokens, with the ids of the config."""
         wanted = {END: config.end} | {
             semantic(code): config.semantic_start + code for code in range(config.codebook_size)
         }
@@ -116,19 +115,18 @@ class TextTokenizer:
             raise ValueError(f"{path} lacks tokens of {model}: {', '.join(missing[:8])}")
         for token, index in wanted.items():
             if self.special[token] != index:
-                source = "its place" if config.is_s1 else "config.json"
-                given = f"{path} gives {token} the id {self.special[token]}, {source} {index}"
-                raise ValueError(f"{given}; they must be equal")
+                source = "by its order it must have" if config.is_s1 else "config.json has"
+                raise ValueError(f"{path} gives {token} the id {self.special[token]}, but {source} {index}")
 
 
 class Writer:
-    """Text and frames -> columns [T, 1 + K] int64 on the CPU."""
+    """Turns text and frames into columns [T, 1 + K] int64 on the CPU."""
 
     def __init__(self, config: Config, tokenize: TextTokenizer, cloner: Cloner):
         self.config, self.tokenize, self.cloner = config, tokenize, cloner
 
     def frames(self, codes: Tensor) -> Tensor:
-        """codes [F, K] -> columns."""
+        """Return the columns of codes [F, K]."""
         return torch.cat((codes[:, :1] + self.config.semantic_start, codes), 1)
 
     def _text(self, *parts: list[int]) -> Tensor:
@@ -137,7 +135,7 @@ class Writer:
 
 
 class PromptWriter(Writer):
-    """The messages of a chat. A reference is encoded when `system` is asked for."""
+    """Writes the messages of S2's chat. `system` encodes the references."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         super().__init__(config, TextTokenizer.read(directory, config), cloner)
@@ -148,7 +146,7 @@ class PromptWriter(Writer):
         self._end = [config.end, *self.tokenize("\n")]
 
     def system(self, references: Sequence[Reference]) -> Tensor:
-        """Raises RequestError for what is no reference."""
+        """Return the system message. Raises RequestError for an invalid reference."""
         if not references:
             return self._text(self._headers["system"], self.tokenize(TASK), self._end)
         transcripts = "\n".join(_transcript(reference, i) for i, reference in enumerate(references))
@@ -158,34 +156,33 @@ class PromptWriter(Writer):
         return torch.cat((before, *frames, self._text(self._end)))
 
     def user(self, text: str) -> Tensor:
-        """What a user says, up to where the model begins to speak."""
+        """Return a user's message, and the header of the model's answer."""
         assistant = [*self._headers["assistant"], self.tokenize.special[VOICE]]
         return self._text(self._headers["user"], self.tokenize(text), self._end, assistant)
 
     def said(self, codes: Tensor) -> Tensor:
-        """The rest of the model's own message: codes [F, K]."""
+        """Return the rest of the model's answer, from its codes [F, K]."""
         return torch.cat((self.frames(codes), self._text(self._end)))
 
 
 def _transcript(reference: Reference, place: int) -> str:
-    """What a reference says, behind the tag of who says it. Without a transcript the tag stands alone, as the
-    original allows."""
+    """Return a reference's transcript after its speaker tag. The transcript may be empty, as in the original."""
     text, speaker = reference.transcript or "", reference.speaker
     if speaker is not None and not re.fullmatch(r"\d{1,4}", speaker):
         raise RequestError(
             "speaker",
-            f"speaker is {speaker!r}; a number is possible, as in the tag <|speaker:{place}|> of the text",
+            f"speaker is {speaker!r}; use a number, as in the tag <|speaker:{place}|> of the text",
         )
     return text if SPEAKER.search(text) else f"<|speaker:{speaker or place}|>{text}"
 
 
 def passes(text: str, chunk_bytes: int) -> list[str]:
-    """What is spoken at a time: turns with speaker tags, up to MAX_TURNS and chunk_bytes of them; a text
-    without tags is never cut. Raises RequestError for tags alone."""
+    """Split a text with speaker tags into passes of at most MAX_TURNS turns and chunk_bytes bytes. A text without tags
+    stays whole. Raises RequestError for a text that has only tags."""
     if not SPEAKER.search(text):
         return [text]
     if not SPEAKER.sub("", text).strip():
-        raise RequestError("text", f"text is {text!r}; behind its tags, words are needed")
+        raise RequestError("text", f"text is {text!r}; it needs words after its tags")
     groups: list[list[str]] = []
     for turn in filter(None, map(str.strip, _TURN.split(text))):
         if groups and len(groups[-1]) < MAX_TURNS and _num_bytes((*groups[-1], turn)) <= chunk_bytes:
@@ -200,8 +197,8 @@ def _num_bytes(texts: Iterable[str]) -> int:
 
 
 def column_keys(columns: Tensor, config: Config) -> tuple[int, ...]:
-    """columns [T, 1 + K] -> what names them: a text id, which is not negative; or, negative, a hash of a
-    frame's codes."""
+    """Return the prefix-cache keys of columns [T, 1 + K]: the id >= 0 of a text column, or a negative hash of a frame's
+    codes."""
     stop = config.semantic_start + config.codebook_size
     return tuple(
         prefix_key(*codes) if config.semantic_start <= token < stop else token

@@ -1,13 +1,11 @@
-"""Fish Audio S2 as a plain loop around published classes, as serving/tools/reference.py orders it: for
-`zoo bench --against reference` and `zoo parity`. It runs as a script in an environment of its own, which
-tests/parity/environments.sh builds.
+"""Runs Fish Audio S2 as a plain loop around published classes, for `zoo bench --against reference` and `zoo parity`.
+serving/tools/reference.py starts this script in a separate environment, which tests/parity/environments.sh builds.
 
-The LM is the DualARTransformer of fish-speech 0.1.0 (Apache-2.0), which was made for the model before this
-one. It becomes S2 by two of its own switches and one line: the fast AR gets the hidden state behind the last
-norm. The codec is vllm-omni 0.30.0's (Apache-2.0), whose modules are read without the server around them.
-Prompts, masks and draws are written here, after published facts of the model, whose own code is not free.
-OpenAudio S1-mini is what fish-speech 0.1.0 was made for: its own functions run it.
-`streams` requests are one static batch; the codec decodes each at the end.
+The LM is the DualARTransformer of fish-speech 0.1.0 (Apache-2.0), which was made for the previous model, OpenAudio
+S1. Two of its own switches and one line turn it into S2: the fast AR gets the hidden state after the final norm. The
+codec is that of vllm-omni 0.30.0 (Apache-2.0), whose modules are imported without the server around them. S2's own
+code is not free, so prompts, masks and draws are written here from published facts of the model. fish-speech's own
+functions run OpenAudio S1-mini. `streams` requests form one static batch; the codec decodes each one at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ NAME = "fish-speech 0.1.0, vllm-omni 0.30.0"
 RATE_HZ = 44_100
 BUFFERS = ("freqs_cis", "causal_mask")
 SPEAKER = r"<\|speaker:\d+\|>"
-PENALTY = 1.1  # of S1
+PENALTY = 1.1  # S1's repetition penalty
 
 
 # --- the classes ---
@@ -47,7 +45,7 @@ PENALTY = 1.1  # of S1
 
 @cache
 def dac_modules() -> types.ModuleType:
-    """The codec's modules, without the package around them, which would import a server."""
+    """Import the codec's modules without their package, which would import a server."""
     parent = "vllm_omni.model_executor.models.fish_speech"
     spec = importlib.util.find_spec("vllm_omni")
     assert spec is not None and spec.submodule_search_locations
@@ -60,7 +58,7 @@ def dac_modules() -> types.ModuleType:
 
 
 def make_codec(config: CodecConfig, positions: int) -> Any:
-    """positions: of the buffers, which no one else reads."""
+    """Return the codec's class. positions: the length of its position buffers."""
     dac = dac_modules()
 
     def arguments(part: TransformerConfig, **changes: Any) -> Any:
@@ -129,12 +127,14 @@ def make_lm(config: dict[str, Any]) -> DualARTransformer:
         fast_intermediate_size=audio["intermediate_size"],
         fast_attention_qk_norm=audio["attention_qk_norm"],
     )
-    args.scale_codebook_embeddings = True  # of S2; the code reads it, the class does not name it
+    args.scale_codebook_embeddings = (
+        True  # as in S2; the code reads this field, but the class does not declare it
+    )
     return DualARTransformer(args, tokenizer)
 
 
 def published_name(name: str) -> str:
-    """The class's name of a tensor of the LM -> that of the shards."""
+    """Return the name in the shards of an LM tensor of the class."""
     if name == "codebook_embeddings.weight":
         return f"audio_decoder.{name}"
     if name.startswith("fast_"):
@@ -153,12 +153,12 @@ def load_codec(directory: Path) -> Any:
 
 
 def decode(codec: Any, codes: Tensor) -> Tensor:
-    """codes [F, K] -> samples [N], all at once. The codec clamps its argument in place, so it gets a copy."""
+    """Decode codes [F, K] to samples [N] in one call. The codec clamps its argument in place, so it gets a copy."""
     return codec.decode(codes.T[None].clone(), torch.tensor([len(codes)]))[0][0, 0]
 
 
 class Model:
-    """A checkpoint in the references' own classes."""
+    """A checkpoint of S2 in the references' own classes."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32):
         self.config = json.loads((directory / "config.json").read_text())
@@ -183,16 +183,16 @@ class Model:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def text(self, *segments: str) -> Tensor:
-        """Segments, each encoded by itself -> columns [1 + K, T]."""
+        """Return the columns [1 + K, T] of segments that are tokenized separately."""
         ids = torch.tensor([token for segment in segments for token in self.encode(segment)])
         return torch.cat((ids[None], ids.new_zeros(self.codebooks, len(ids))))
 
     def speech(self, codes: Tensor) -> Tensor:
-        """codes [K, F] -> columns."""
+        """Return the columns of codes [K, F]."""
         return torch.cat((codes[:1] + self.start, codes))
 
     def system(self, references: list[tuple[str, Tensor]]) -> Tensor:
-        """Transcripts, and samples [N] -> columns of the system message."""
+        """Return the columns of the system message. references: transcripts and samples [N]."""
         if not references:
             segments = ("<|im_start|>system\n", "convert the provided text to speech", "<|im_end|>\n")
             return self.text(*segments)
@@ -212,28 +212,27 @@ class Model:
     # frames
 
     def begin(self, streams: int) -> None:
-        """Empty caches, for all positions there are, as in the original."""
+        """Set up empty caches for all positions, as in the original."""
         self.lm.max_seq_len = self.lm.max_batch_size = -1
         dtype = self.lm.embeddings.weight.dtype
         self.lm.setup_caches(streams, self.config["text_config"]["max_seq_len"], dtype)
 
     def step(self, columns: Tensor, at: int) -> tuple[Tensor, Tensor]:
-        """columns [B, 1 + K, T] from position `at` on -> the hidden state behind the last norm [B, D], and
-        logits [B, V + 1] of the semantic codes and the end."""
+        """Run columns [B, 1 + K, T] from position `at` on. Return the last hidden state after the final norm [B, D], and
+        the logits [B, V + 1] of the semantic codes and the end."""
         made = self.lm.forward_generate(columns, torch.arange(at, at + columns.shape[2]))
         return self.lm.norm(made.hidden_states)[:, -1], made.logits[:, -1, self.allowed]
 
     def frame(self, hidden: Tensor, first: Tensor, pick: Any) -> tuple[Tensor, Tensor]:
-        """first [B] -> the frame's codes [B, K], and the logits of all but the first [B, K - 1, V]."""
+        """Return the frame's codes [B, K], and the logits of all codes except the first [B, K - 1, V]."""
         for layer in self.lm.fast_layers:
             layer.attention.kv_cache.k_cache.fill_(0)
             layer.attention.kv_cache.v_cache.fill_(0)
         self.lm.forward_generate_fast(hidden, torch.tensor([0]))
         codes, kept = [first], []
         for k in range(1, self.codebooks):
-            logits = self.lm.forward_generate_fast(self.lm.fast_embeddings(codes[-1]), torch.tensor([k]))[
-                :, -1
-            ]
+            x = self.lm.fast_embeddings(codes[-1])
+            logits = self.lm.forward_generate_fast(x, torch.tensor([k]))[:, -1]
             kept.append(logits)
             codes.append(pick(logits))
         return torch.stack(codes, 1), torch.stack(kept, 1)
@@ -245,7 +244,7 @@ class Model:
 
     @torch.inference_mode()
     def say(self, request: dict[str, Any]) -> np.ndarray:
-        """A greedy request -> its samples [N]."""
+        """Return the samples [N] of a greedy request."""
         context, heard = self.system(references(request)), []
         for text in batches(request["text"], request["options"].get("chunk_length", 200)):
             context = torch.cat((context, self.user(text)), 1)
@@ -267,9 +266,9 @@ class Model:
 
 
 class ModelS1:
-    """OpenAudio S1-mini, by fish-speech's own loader, prompt and loop, which speaks one text at a time. All
-    that is not its: code 0 is one of the semantic codes or the end, which is not the first; a greedy draw
-    keeps no more than the likeliest; the penalty is not rounded to bf16."""
+    """OpenAudio S1-mini, run by fish-speech's own loader, prompt and loop, one text at a time. Three things differ from
+    fish-speech: code 0 is a semantic code or, after the first frame, the end; a greedy draw keeps only the likeliest
+    code; and the penalty is not rounded to bf16."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32):
         self.lm = DualARTransformer.from_pretrained(str(directory), load_weights=True).eval().to(dtype)
@@ -278,7 +277,7 @@ class ModelS1:
         self.end = tokenizer.get_token_id("<|im_end|>")
         self.allowed = torch.arange(tokenizer.semantic_begin_id, tokenizer.semantic_end_id + 1)
         self.num_drawn, self.may_end = 0, True
-        self.seen: list[Tensor] = []  # logits of code 0, before what is not allowed is taken away
+        self.seen: list[Tensor] = []  # logits of code 0, before masking
         self.lm.output.register_forward_hook(self._allow)
 
     def _allow(self, module: Any, args: Any, out: Tensor) -> Tensor:
@@ -291,8 +290,8 @@ class ModelS1:
         return kept
 
     def speak(self, text: str, heard: list[tuple[str, Tensor]], frames: int, greedy: bool) -> Tensor:
-        """heard: transcripts, and samples [N] -> codes [F, K]. Drawn, there is no end: a benchmark's length
-        is fixed. It drops the last frame, so it is asked for one more."""
+        """Return codes [F, K]. heard: transcripts and samples [N] of the references. Without `greedy` the speech cannot
+        end early, because a benchmark's length is fixed. fish-speech drops the last frame, so it gets one more."""
         self.num_drawn, self.may_end, self.seen = 0, greedy, []
         texts, clips = [text for text, _ in heard], [samples for _, samples in heard]
         codes = [self.codec.encode(samples[None, None])[0][0] for samples in clips]
@@ -321,7 +320,7 @@ def _decode_one_token(**arguments: Any) -> Tensor:
 
 
 def batches(text: str, chunk_length: int) -> list[str]:
-    """At most five turns, and as many bytes as told, of a text with speaker tags."""
+    """Split a text with speaker tags into groups of at most five turns and `chunk_length` bytes."""
     turns: list[str] = []
     for part in re.split(f"({SPEAKER})", text):
         if re.fullmatch(SPEAKER, part):
@@ -341,7 +340,7 @@ def batches(text: str, chunk_length: int) -> list[str]:
 
 
 def draw(logits: Tensor, temperature: float = 0.8, top_k: int = 30, top_p: float = 0.8) -> Tensor:
-    """logits [B, V] -> [B]"""
+    """Draw one token [B] per row of logits [B, V]."""
     logits = logits.float()
     ranked, order = logits.sort(-1, descending=True)
     dropped = ranked.softmax(-1).cumsum(-1) > top_p
@@ -352,8 +351,8 @@ def draw(logits: Tensor, temperature: float = 0.8, top_k: int = 30, top_p: float
 
 @torch.inference_mode()
 def speak(model: Model, columns: Tensor, frames: int, greedy: bool) -> Tensor:
-    """columns [B, 1 + K, T] -> codes [B, F, K]. Greedy, the end ends a speech of one stream; drawn, there is
-    none: a benchmark's length is fixed."""
+    """Speak prompts of columns [B, 1 + K, T]. Return codes [B, F, K]. With `greedy`, which needs one stream, the end
+    stops the speech. Otherwise it is banned, because a benchmark's length is fixed."""
     model.begin(len(columns))
     pick = (lambda logits: logits.argmax(-1)) if greedy else draw
     codes: list[Tensor] = []
@@ -377,14 +376,13 @@ def speak(model: Model, columns: Tensor, frames: int, greedy: bool) -> Tensor:
 
 
 def references(request: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Transcripts, tagged where the reference names its speaker; and samples [N]."""
+    """Return the transcript and the samples [N] of each reference. A named speaker becomes a tag."""
     made = []
     for reference in request["references"]:
         clip, text = np.load(reference["clip"]), reference["transcript"] or ""
         recorded = AudioClip(clip["samples"], int(clip["rate_hz"]))
-        samples = mono(
-            recorded, RATE_HZ, (0, 1000)
-        )  # resampled as ours: the original's way is not established
+        # Resampled like ours; the original's resampler is not established.
+        samples = mono(recorded, RATE_HZ, (0, 1000))
         if reference.get("speaker") is not None and not re.search(SPEAKER, text):
             text = f"<|speaker:{reference['speaker']}|>{text}"
         made.append((text, torch.from_numpy(samples)))

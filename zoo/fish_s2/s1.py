@@ -1,15 +1,15 @@
-"""OpenAudio S1-mini (`dual_ar`), the model before S2: the same blocks and codec. What differs is here.
+"""OpenAudio S1-mini (`dual_ar`), the model before S2. It has the same blocks and codec; this file has the differences.
 
                         S2 Pro                                   S1-mini
     config.json         nested, with the ids                     flat; the ids are in special_tokens.json
-    prompt              a chat                                   one line of speech after the other, below
-    head of code 0      the text table's rows                    a matrix of its own
-    fast AR reads       the hidden state behind the last norm    the one before it
-    a draw              top-p, top-k, temperature; again where   penalty for what the last 16 frames held,
-                        code 0 repeats                           top-p, temperature
-    residual codes      of 4,096                                 of 1,024
+    prompt              a chat                                   one line of speech after another, see below
+    head of code 0      tied to the text embedding               a separate matrix
+    fast AR reads       the hidden state after the final norm    the hidden state before the final norm
+    draws               top-p, top-k, temperature; a second      repetition penalty over the last 16 frames,
+                        draw if code 0 repeats                   top-p, temperature
+    residual codes      4,096 per codebook                       1,024 per codebook
 
-    <|interleave|> · for each reference: <|speaker:0|> · its words · its frames · <|im_end|>
+    <|interleave|> · for each reference: <|speaker:0|> · its transcript · its frames · <|im_end|>
                    · <|speaker:0|> · text
 
 Source: facts of fish-speech 0.1.0, content_sequence.py and models/text2semantic/{llama,inference}.py.
@@ -39,15 +39,17 @@ from zoo.nn.tensor_files import TensorFile, open_file
 from zoo.request import Reference, RequestError, check, sampling_options
 
 LM_FILE, SPECIAL_FILE = "model.pth", "special_tokens.json"
-LICENCE = "CC-BY-NC-SA-4.0: non-commercial use alone, with attribution, and what is made of it under the same licence"
-NUM_RESIDUAL_CODES = 1024  # of the fast head's rows
+LICENCE = (
+    "CC-BY-NC-SA-4.0: only non-commercial use, with attribution; share adaptations under the same licence"
+)
+NUM_RESIDUAL_CODES = 1024  # rows of the fast head from which residual codes are drawn
 PENALTY_WINDOW = 16  # frames
 OPTIONS = sampling_options(temperature=0.8, top_k=0, top_p=0.8, repetition_penalty=1.1)
 S1_HINTS = {
     "voice": HINTS["voice"],
     "language": HINTS["language"],
-    "instructions": "markers in the text, such as (whispering), say how to speak",
-    "chunk_length": "the whole text is spoken at once",
+    "instructions": "use markers in the text, such as (whispering)",
+    "chunk_length": "it speaks the whole text in one pass",
 }
 SPEAKER = "<|speaker:0|>"
 
@@ -56,7 +58,7 @@ SPEAKER = "<|speaker:0|>"
 
 
 def read_config(config: dict[str, Any], special: dict[str, Any]) -> Config:
-    """config.json and special_tokens.json. Raises ValueError for what is missing, out of range or unknown."""
+    """Read config.json and special_tokens.json. Raises ValueError for a missing, out-of-range or unsupported value."""
     root, ids = ConfigBlock(config), ConfigBlock(special, file=SPECIAL_FILE)
     root.expect(model_type=S1, tie_word_embeddings=False, scale_codebook_embeddings=True)
     theta, eps = root.number("rope_base", *ROPE_THETA), root.number("norm_eps", *EPS)
@@ -76,7 +78,7 @@ def read_config(config: dict[str, Any], special: dict[str, Any]) -> Config:
 
 
 def _fast(root: ConfigBlock) -> ConfigBlock:
-    """The keys fast_*, as those of a stack. One that is null is the slow stack's."""
+    """Return the fast_* keys without their prefix. A key that is null takes the slow stack's value."""
     prefix = "fast_"
     values = {
         key.removeprefix(prefix): root.values.get(key.removeprefix(prefix)) if value is None else value
@@ -89,10 +91,10 @@ def _fast(root: ConfigBlock) -> ConfigBlock:
 
 
 def open_lm(directory: Path) -> TensorFile:
-    """model.pth by the names of the class. Raises ValueError.
+    """Open model.pth with the tensor names of the original's class. Raises ValueError.
 
-    A training run puts `model.` before them, and an encoder of audio, which no text needs, beside them: the
-    original takes both away.
+    A training run adds the prefix `model.` and the tensors of an audio encoder, which speech synthesis does not use.
+    Both are removed, as in the original.
     """
     file = open_file(directory / LM_FILE)
     names = {name.removeprefix("model."): name for name in file.headers if "audio_" not in name}
@@ -101,14 +103,14 @@ def open_lm(directory: Path) -> TensorFile:
 
 
 def read_tokenizer(directory: Path, config: Config) -> TextTokenizer:
-    """Raises ValueError. The ids are in the file, and follow from the ranks: they must agree."""
+    """Read the tokenizer. The ids in special_tokens.json must follow the ranks of the vocabulary. Raises ValueError."""
     path, special = directory / SPECIAL_FILE, read_json(directory / SPECIAL_FILE)
     ranks = tiktoken.read_ranks(directory / tiktoken.FILE)
     expected = {token: len(ranks) + i for i, token in enumerate(special)}
     for token, index in expected.items():
         if special[token] != index:
             given = f"{path} gives {token} the id {special[token]!r}"
-            raise ValueError(f"{given}; behind the {len(ranks)} of {tiktoken.FILE} its place is {index}")
+            raise ValueError(f"{given}; after the {len(ranks)} tokens of {tiktoken.FILE} it must be {index}")
     return TextTokenizer(path, expected, tiktoken.tokenizer(ranks), config, (INTERLEAVE,))
 
 
@@ -116,7 +118,7 @@ def read_tokenizer(directory: Path, config: Config) -> TextTokenizer:
 
 
 class LineWriter(Writer):
-    """What is said -> columns [T, 1 + K] int64 on the CPU."""
+    """Writes S1's prompt as columns [T, 1 + K] int64 on the CPU."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         super().__init__(config, read_tokenizer(directory, config), cloner)
@@ -124,7 +126,8 @@ class LineWriter(Writer):
         self._speaker = [special[SPEAKER]] if SPEAKER in special else self.tokenize(SPEAKER)
 
     def __call__(self, text: str, references: Sequence[Reference], before: Said | None = None) -> Tensor:
-        """before: what stands in for a reference. Raises RequestError for what is no reference."""
+        """Return the prompt. before: earlier speech of the same voice, which takes the place of a reference. Raises
+        RequestError for an invalid reference."""
         said = [part for reference in references for part in self._line(reference)]
         if before is not None:
             said += self._said(before.text, before.frames)
@@ -133,12 +136,12 @@ class LineWriter(Writer):
 
     def _line(self, reference: Reference) -> tuple[Tensor, ...]:
         if reference.speaker is not None:
-            known = "OpenAudio S1-mini knows one, unnamed"
-            raise RequestError("speaker", f"speaker is {reference.speaker!r}; {known}")
+            known = "OpenAudio S1-mini has a single, unnamed speaker"
+            raise RequestError("speaker", f"speaker is {reference.speaker!r}, but {known}")
         return self._said(reference.transcript or "", self.cloner(reference.clip))
 
     def _said(self, text: str, codes: Tensor) -> tuple[Tensor, ...]:
-        """codes [F, K]"""
+        """Return the columns of a line of speech: its text, and its codes [F, K]."""
         words = self._text(self._speaker, self.tokenize(text))
         return words, self.frames(codes), self._text([self.config.end])
 
@@ -147,8 +150,8 @@ class LineWriter(Writer):
 
 
 class S1State(FishState):
-    """Adds: repetition_penalty [S+1]. recent [S+1, PENALTY_WINDOW, K] are whole frames, the latest one last,
-    and zeros where there is none."""
+    """The state of a slot, with repetition_penalty [S+1] added. recent [S+1, PENALTY_WINDOW, K] holds whole frames: the
+    latest is last, and missing frames are zeros."""
 
     repetition_penalty: Tensor
 
@@ -176,13 +179,16 @@ class OpenAudioS1(FishFamily[LineWriter]):
         return S1State(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        """Before the last norm, which the head alone is behind."""
+        """Return the hidden states before the final norm. Only the head reads them after the norm."""
         return self.stack(inputs, batch)
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
-        """As of S2. A code that the last PENALTY_WINDOW frames held in its place is less likely."""
+        """Append one frame per slot, or the end, as in S2. Residual codes that occur in the same codebook of the last
+        PENALTY_WINDOW frames are less likely; `_oldest` gives the penalised code 0."""
         assert isinstance(state, S1State), type(state)
-        alive, steps, seed = ~state.done[slots], state.steps[slots], state.seed[slots]
+        alive = ~state.done[slots]
+        steps = state.steps[slots]
+        seed = state.seed[slots]
         recent = state.recent[slots]  # [B, PENALTY_WINDOW, K]
         penalty = torch.where(steps > 0, state.repetition_penalty[slots], 1.0)
         sampling = state.temperature[slots], state.top_k[slots], state.top_p[slots]
@@ -203,9 +209,9 @@ class OpenAudioS1(FishFamily[LineWriter]):
         state.append(slots, frame, token == size)
 
     def _oldest(self, recent: Tensor, steps: Tensor) -> Tensor:
-        """What code 0 is not to repeat: that of the oldest frame of the window alone [B, V + 1] bool. The
-        first frame is in no window. (The original takes the window's first column where its first row is
-        meant.)"""
+        """Return a mask [B, V + 1] of the penalised code 0, which is only that of the oldest frame in the window. The first
+        frame never enters the window. (The original reads the window's first column, probably instead of its first
+        row.)"""
         at = (PENALTY_WINDOW + 1 - steps).clamp(0, PENALTY_WINDOW - 1)  # [B]
         code = recent[:, :, 0].gather(1, at[:, None])  # [B, 1]
         index = torch.arange(self.config.codebook_size + 1, device=steps.device)

@@ -1,10 +1,10 @@
-"""tokenizer.tiktoken, as OpenAudio S1 has it: a byte-level BPE whose merges are told by the ranks of what they
-make.
+"""Reads tokenizer.tiktoken, the vocabulary of OpenAudio S1: a byte-level BPE. The ranks of the tokens define its
+merges.
 
-Source: openai/tiktoken, src/lib.rs: of all neighbours whose joined bytes are a token, those of the lowest
-rank join first; a piece that is a token is one at once. The pattern that splits a text into pieces is
-fish-speech 0.1.0's, tokenizer.py; its `(\\?!\\S)` stands for a question mark, which looks like a slip and is
-what was trained.
+Source: openai/tiktoken, src/lib.rs. Among all neighbours whose joined bytes are a token, those with the lowest rank
+are joined first. A piece that is itself a token is not split. The pattern that splits a text into pieces comes from
+fish-speech 0.1.0, tokenizer.py. Its `(\\?!\\S)` matches a literal question mark, which looks like a mistake, but the
+model was trained with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPLIT = (
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """A token's bytes -> its rank, which is its id. Raises ValueError."""
+    """Return the rank of each token's bytes. The rank is the id. Raises ValueError."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except FileNotFoundError:
@@ -40,17 +40,17 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         try:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (binascii.Error, ValueError):
-            advice = "a token in base64, a space and its rank are needed"
+            advice = "it must be a token in base64, a space, and its rank"
             raise ValueError(f"{path}, line {number} is {line[:40]!r}; {advice}") from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
         advice = "it may have been cut short; copy it again"
-        raise ValueError(f"{path} has {len(ranks)} tokens, which are no whole vocabulary: {advice}")
+        raise ValueError(f"{path} has {len(ranks)} tokens, which are not a complete vocabulary; {advice}")
     return ranks
 
 
 def tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
-    """The same ids by the tokenizers library, special tokens aside."""
+    """Return a tokenizer of the `tokenizers` library with the same ids, without special tokens."""
     symbols = byte_symbols()
     vocabulary = {"".join(symbols[byte] for byte in token): rank for token, rank in ranks.items()}
     made = Tokenizer(BPE(vocab=vocabulary, merges=_merges(vocabulary), ignore_merges=True))
@@ -60,7 +60,7 @@ def tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int]) -> list[Pair]:
-    """Every pair of tokens that makes a token, in the order of its rank."""
+    """Return every pair of tokens that joins into a token, in the order of that token's rank."""
     merges = []
     for token in sorted(vocabulary, key=vocabulary.__getitem__):
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))

@@ -1,5 +1,5 @@
-"""The model's special tokens; and for the demo checkpoints a small byte-level BPE that is made here, at the
-published place and size."""
+"""The model's special tokens, and the text vocabulary of the demo checkpoints: a small byte-level BPE that can be
+filled up to the published size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from zoo.nn.bpe import Pair, byte_symbols, chain, in_symbols
 
-# Added tokens in the order of their ids: those of Qwen3, then those of Fish Audio S2, which are from 151669
-# on.
+# Added tokens in the order of their ids: those of Qwen3, then those of Fish Audio S2, which start at 151669.
 _QWEN = """
 <|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|>
 <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
@@ -24,20 +23,19 @@ _FISH = """
 <|pad|> <|phoneme_start|> <|phoneme_end|> <|text|> <|voice|> <|interleave|> <|audio_start|> <|audio_end|>
 <|audio_pad|>
 """
-PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")  # all that a user's text may hold of the special tokens
+PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")  # the only special tokens that a user's text may contain
 START, END, VOICE, INTERLEAVE = "<|im_start|>", "<|im_end|>", "<|voice|>", "<|interleave|>"
-ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *_FISH.split())  # then the semantic codes
+ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *_FISH.split())  # the semantic codes follow
 _S1 = """
 <|begin_of_text|> <|end_of_text|> <|pad|> <|im_start|> <|im_end|> <|phoneme_start|> <|phoneme_end|>
 <|tool_call_start|> <|tool_call_end|> <|text|> <|voice|> <|interleave|> <|audio_start|> <|audio_end|>
 <|audio|>
 """
-S1_ADDED = tuple(_S1.split())  # of OpenAudio S1, then the semantic codes
+S1_ADDED = tuple(_S1.split())  # of OpenAudio S1; the semantic codes follow
 
 PUBLISHED_WORDS = 151643
-# Pieces of the demo's BPE: what a prompt says, so that it is short; a piece that joins two segments where
-# they
-# are not encoded apart (".\n\n"); and some that show how a text was split.
+# Pieces of the demo's BPE. The words of the prompt keep it short. ".\n\n" would join two segments that are not
+# tokenized separately. Others reveal how a text was split.
 PIECES = (
     " provided", " following", " reference", " speech", " text", " the", " to", "convert", "assistant",
     "system", "user", "Speech", "Text", "speaker", ".\n\n", ":\n\n", ":\n", "\n\n", "<|", "|>", " [", "]",
@@ -55,12 +53,12 @@ def semantic(code: int) -> str:
 
 @cache
 def merges() -> tuple[Pair, ...]:
-    """The BPE merges: for each piece the chain that makes it, symbol by symbol."""
+    """Return the BPE merges: for each piece, the chain that joins its symbols one by one."""
     return tuple(dict.fromkeys(pair for piece in PIECES for pair in chain(in_symbols(piece))))
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """Token -> id: bytes, merged pieces and, at the published size, filler that no merge can reach."""
+    """Return token ids: bytes, merged pieces and, if `full`, filler up to the published size that no merge makes."""
     tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))
     if full:
         tokens += [f"<filler {i}>" for i in range(len(tokens), PUBLISHED_WORDS)]
@@ -68,13 +66,13 @@ def vocabulary(full: bool) -> dict[str, int]:
 
 
 def token_ids(full: bool, num_codes: int, added: Sequence[str] = ADDED) -> dict[str, int]:
-    """The ids of the added tokens, those of the semantic codes among them."""
+    """Return the ids of the added tokens, including those of the semantic codes."""
     first = len(vocabulary(full))
     return {token: first + i for i, token in enumerate((*added, *map(semantic, range(num_codes))))}
 
 
 def ranks(full: bool) -> str:
-    """tokenizer.tiktoken: a line for each token, its bytes in base64 and its id."""
+    """Return tokenizer.tiktoken: one line per token with its bytes in base64 and its id."""
     bytes_of = {symbol: byte for byte, symbol in byte_symbols().items()}
 
     def encoded(token: str) -> str:
@@ -85,7 +83,7 @@ def ranks(full: bool) -> str:
 
 
 def tokenizer(full: bool, num_codes: int) -> dict[str, Any]:
-    """tokenizer.json"""
+    """Return tokenizer.json."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     plain = _QWEN_PLAIN.split()
     added = token_ids(full, num_codes).items()
@@ -118,7 +116,7 @@ def tokenizer(full: bool, num_codes: int) -> dict[str, Any]:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """tokenizer_config.json"""
+    """Return tokenizer_config.json."""
     return {
         "clean_up_tokenization_spaces": False,
         "eos_token": END,

@@ -1,4 +1,4 @@
-"""Published name -> our name, as tables (see zoo.nn.checkpoint)."""
+"""Tables from published tensor names to ours (see zoo.nn.checkpoint)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from zoo.fish_s2.config import CodecConfig, Config
 
 Shapes = dict[str, tuple[int, ...]]
-UNUSED = (".freqs_cis", ".causal_mask")  # buffers of codec.pth, which follow from the positions
+UNUSED = (".freqs_cis", ".causal_mask")  # buffers of codec.pth that depend only on the positions
 
 
 def lm(config: Config) -> dict[str, str]:
-    """The shards, or S1's model.pth -> zoo.fish_s2.model.DualAR."""
+    """Return the table for the shards, or S1's model.pth, whose tensors go to `DualAR`."""
     return _s1(config) if config.is_s1 else _s2(config)
 
 
@@ -58,7 +58,7 @@ def _block(theirs: str, ours: str, has_qk_norm: bool) -> dict[str, str]:
 
 
 def _weights(theirs: str, ours: str, pairs: Mapping[str, str]) -> dict[str, str]:
-    """A block's weights by name, and those of its SwiGLU."""
+    """Return the names of a block's weights, and of its SwiGLU."""
     mlp = {
         f"{theirs}.feed_forward.w1.weight": f"{ours}.mlp.gate_up.weight[0]",
         f"{theirs}.feed_forward.w3.weight": f"{ours}.mlp.gate_up.weight[1]",
@@ -68,7 +68,7 @@ def _weights(theirs: str, ours: str, pairs: Mapping[str, str]) -> dict[str, str]
 
 
 def codec(config: CodecConfig) -> dict[str, str]:
-    """codec.pth, weight norm undone -> zoo.fish_s2.codec.Codec."""
+    """Return the table for codec.pth, whose tensors go to `Codec` after weight norm is folded."""
     table: dict[str, str] = {}
 
     def add(theirs: str, ours: str, leaves: Iterable[str] = ("weight", "bias")) -> None:
@@ -140,13 +140,13 @@ def _transformer(theirs: str, ours: str, layers: int) -> dict[str, str]:
 
 
 def is_weight_normed(name: str) -> bool:
-    """Whether a convolution of codec.pth is: all are but those that change the frame rate, which are
-    plain."""
+    """Return whether a convolution of codec.pth has weight norm. All have it except those of quantizer.downsample and
+    quantizer.upsample."""
     return not name.startswith(("quantizer.downsample.", "quantizer.upsample."))
 
 
 def as_saved(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-    """The names and shapes of `codec` -> those of codec.pth, which writes weight norm down in two ways."""
+    """Convert the names and shapes of `codec` to those of codec.pth, which stores weight norm in two formats."""
     saved: Shapes = {}
     for name, shape in shapes.items():
         if not name.endswith(".weight") or len(shape) != 3 or not is_weight_normed(name):

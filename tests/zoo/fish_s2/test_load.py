@@ -1,4 +1,4 @@
-"""Loading Fish Audio S2: what a directory gives, what may be missing from it, and what is said of others."""
+"""Loading Fish Audio S2: the published layout, and the errors for directories that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zoo.fish_s2.config import CodecConfig, Config
 from zoo.nn.checkpoint import published
 
 TINY = directory("fish_s2", "tiny")
-# sha256 of the sorted rows name|BF16|shape of the published shards' headers, as kadirnar/voicehub took it
+# SHA-256 of the sorted rows name|BF16|shape of the published shards' headers, from kadirnar/voicehub
 # (models/fishtts/native/metadata.py)
 FINGERPRINT = "7080b1c9b5d5e95589a1efa18db19616170d7e35664e2e4e7f744bbf7180adad"
 
@@ -32,7 +32,7 @@ def copied(tmp_path) -> Path:
 
 
 def change(file: Path, block: str | None = None, **values: Any) -> None:
-    """Set keys of a JSON file, or of one of its blocks; None takes one away."""
+    """Set keys of a JSON file or of one of its blocks. None removes a key."""
     content = json.loads(file.read_text())
     inner = content if block is None else content[block]
     inner |= values
@@ -59,7 +59,7 @@ def refused(path: Path, message: str) -> None:
 # the published tensors
 
 
-def test_the_published_shards_have_the_tensors_of_our_table():
+def test_our_table_has_the_tensors_of_the_published_shards():
     config = Config.read(demo.CONFIGS["full"][0])
     lm, _ = build(config, demo.CODEC)
     shapes = published(lm, weights.lm(config))
@@ -68,9 +68,8 @@ def test_the_published_shards_have_the_tensors_of_our_table():
     assert hashlib.sha256("\n".join(rows).encode()).hexdigest() == FINGERPRINT
 
 
-def test_the_published_codec_has_the_tensors_of_our_table():
-    """535 parameters of 391,430,530 values, and six buffers of 305,135,616 bytes, are what codec.pth
-    holds."""
+def test_our_table_has_the_tensors_of_the_published_codec():
+    """The published codec.pth has 535 parameters with 391,430,530 values, and six buffers with 305,135,616 bytes."""
     _, codec = build(Config.read(demo.CONFIGS["full"][0]), demo.CODEC)
     shapes = weights.as_saved(published(codec, weights.codec(demo.CODEC)))
     assert len(shapes) == 535
@@ -80,7 +79,7 @@ def test_the_published_codec_has_the_tensors_of_our_table():
     assert sum(2 * torch.Size(shape).numel() + shape[0] ** 2 for shape in tables) == 305_135_616
 
 
-def test_the_sizes_of_the_codec_are_read_from_its_shapes():
+def test_the_codecs_sizes_are_read_from_its_shapes():
     for size in ("tiny", "mid", "full"):
         config, codec_config = demo.CONFIGS[size]
         _, codec = build(Config.read(config), codec_config)
@@ -94,7 +93,7 @@ def test_the_sizes_of_the_codec_are_read_from_its_shapes():
         assert CodecConfig.read(shapes | tables) == codec_config
 
 
-def test_the_published_ids():
+def test_a_full_demo_has_the_published_ids():
     config = demo.CONFIGS["full"][0]
     ids = {key: value for key, value in config.items() if key.endswith("_id")}
     assert ids == {
@@ -107,10 +106,10 @@ def test_the_published_ids():
     assert config["text_config"]["vocab_size"] == 155776
 
 
-# what a directory gives
+# loaded models
 
 
-def test_the_published_layout(copied):
+def test_a_demo_has_the_published_files(copied):
     names = {path.name for path in copied.iterdir()}
     shards = {
         "model-00001-of-00002.safetensors",
@@ -121,8 +120,8 @@ def test_the_published_layout(copied):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
-    """The LM in the dtype asked for, the codec in float32 always, with its weight norm undone."""
+def test_every_tensor_is_loaded(dtype):
+    """The LM has the requested dtype. The codec is always float32, with its weight norm folded."""
     loaded = family("fish_s2", dtype)
     for module, expected in ((loaded.lm, getattr(torch, dtype)), (loaded.codec, torch.float32)):
         assert {tensor.dtype for tensor in module.parameters()} == {expected}
@@ -152,7 +151,7 @@ def test_every_tensor_is_loaded_and_none_is_left_on_meta(dtype):
     assert sum(p.numel() for p in loaded.parameters()) == zoo.inspect(TINY)["parameters"]
 
 
-def test_the_codec_may_lie_in_a_wrapper_and_lack_the_buffers_that_nothing_reads(copied):
+def test_the_codec_file_may_have_a_wrapper_and_lack_unused_buffers(copied):
     request = Request(text="Good morning.", max_frames=4)
     tensors = torch.load(copied / "codec.pth", weights_only=True)
     torch.save(
@@ -177,39 +176,39 @@ def test_the_licence_is_shown_and_logged(caplog):
     assert "Fish Audio Research License" in caplog.text
 
 
-# what is refused
+# refused directories
 
 
-def test_another_model_is_claimed_and_refused_by_name(copied):
+def test_fish_audio_drama_is_claimed_and_refused(copied):
     change(copied / "config.json", model_type="fish_omni")
     assert claims(copied)
-    refused(copied, "is Fish Audio Drama, another architecture; known are 'fish_qwen3_omni'.*'dual_ar'")
+    refused(
+        copied, "is Fish Audio Drama, which has another architecture; supported: 'fish_qwen3_omni'.*'dual_ar'"
+    )
 
 
 def test_a_conversion_is_refused(copied):
     (copied / "codec.pth").rename(copied / "codec.safetensors")
-    refused(
-        copied, r"is a conversion, with codec\.safetensors; needed are the published files, with codec\.pth"
-    )
+    refused(copied, r"is a conversion with codec\.safetensors; use the published files with codec\.pth")
 
 
 @pytest.mark.parametrize(
     "name",
     ["codec.pth", "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"],
 )
-def test_what_is_not_there_is_named(copied, name):
+def test_errors_name_a_missing_file(copied, name):
     (copied / name).unlink()
     refused(copied, r"model\.safetensors does not exist" if "index" in name else f"{name} does not exist")
 
 
 @pytest.mark.parametrize("name", ["codec.pth", "model-00001-of-00002.safetensors"])
-def test_half_a_file_is_named(copied, name):
+def test_errors_name_a_truncated_file(copied, name):
     content = (copied / name).read_bytes()
     (copied / name).write_bytes(content[: len(content) // 2])
     refused(copied, f"{name} is not a whole .* file")
 
 
-def test_a_pickle_that_is_a_program_is_not_run(copied):
+def test_a_pickle_with_other_objects_is_refused(copied):
     torch.save({"decoder": Path("x")}, copied / "codec.pth")
     refused(copied, r"codec\.pth holds more than tensors")
 
@@ -219,7 +218,7 @@ def test_another_codec_is_refused(copied):
     refused(copied, r"codec\.pth is not the codec of Fish Audio S2: quantizer\.pre_module\.layers is missing")
     shutil.copy(TINY / "codec.pth", copied / "codec.pth")
     change_codec(copied, drop="quantizer.quantizer.quantizers.2")
-    refused(copied, r"config\.json: 4 codebooks of 64; codec\.pth has 3 of \(64, 32, 32\)")
+    refused(copied, r"config\.json has 4 codebooks of 64, but codec\.pth has 3 of \(64, 32, 32\)")
     shutil.copy(TINY / "codec.pth", copied / "codec.pth")
     change_codec(copied, drop="downsample.1.1.pwconv1", decoder__more=torch.zeros(3))
     refused(
@@ -245,13 +244,13 @@ def test_another_codec_is_refused(copied):
         (
             "text_config",
             {"n_local_heads": 3},
-            "text_config has n_local_heads=3; a divisor of n_head, 4, is possible",
+            "text_config has n_local_heads=3; use a divisor of n_head, 4",
         ),
-        (None, {"semantic_end_token_id": 5}, "semantic_end_token_id=5; 64 codes from .* on end at"),
+        (None, {"semantic_end_token_id": 5}, "semantic_end_token_id=5; 64 codes from .* on must end at"),
         (
             None,
             {"eos_token_id": 1},
-            r"tokenizer\.json gives <\|im_end\|> the id \d+, config\.json 1; they must be equal",
+            r"tokenizer\.json gives <\|im_end\|> the id \d+, but config\.json has 1",
         ),
         ("text_config", {"n_layer": 2}, r"unknown text_model\.model\.layers\.2\."),
     ],

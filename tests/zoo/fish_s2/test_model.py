@@ -1,4 +1,4 @@
-"""Fish Audio S2: the two savings are exact, the end, the window of codes, and turns in several passes."""
+"""Fish Audio S2: two exact savings, the end of speech, the window of recent codes, and turns in several passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OTHERS = (replace(TALK, seed=9, references=TALK.references[:1]), replace(TALK, s
 
 
 def with_end(likely: float) -> Family:
-    """The model, its end as likely as told: added to the end's logit at every step."""
+    """Return the model with `likely` added to the end's logit in every step."""
     changed = copy.copy(FISH)
     scores = FISH.scores
 
@@ -50,18 +50,18 @@ def with_end(likely: float) -> Family:
 
 
 @torch.inference_mode()
-def test_the_gathered_head_gives_the_logits_of_the_whole_table():
+def test_the_gathered_head_equals_the_whole_one_on_allowed_tokens():
     h, steps = torch.randn(5, FISH.spec.width, generator=torch.Generator().manual_seed(0)), torch.arange(5)
     start, size = FISH.config.semantic_start, FISH.config.codebook_size
     whole = F.linear(h, FISH.lm.embedding.weight)
     allowed = torch.cat((whole[:, start : start + size], whole[:, FISH.config.end, None]), 1)
-    allowed[0, -1] = -torch.inf  # at the first step
+    allowed[0, -1] = -torch.inf  # in the first step
     torch.testing.assert_close(FISH.scores(h, steps), allowed)
 
 
 @torch.inference_mode()
-def test_the_first_two_positions_of_a_frame_are_one_pass():
-    """K - 1 passes make K codes, the same ones as a pass a position over the whole sequence so far."""
+def test_a_frame_takes_one_pass_less_than_it_has_positions():
+    """K - 1 passes make the same K codes as passes over the whole sequence so far."""
     fast, num_calls = FISH.lm.fast, []
     hidden = torch.randn(3, FISH.spec.width, generator=torch.Generator().manual_seed(1))
     first = torch.tensor([5, 63, 0])
@@ -79,10 +79,10 @@ def test_the_first_two_positions_of_a_frame_are_one_pass():
     assert torch.equal(made, torch.stack(codes, 1))
 
 
-# the end, and what is remembered
+# the end, and the window of recent codes
 
 
-def test_the_end_is_not_drawn_first_and_is_never_decoded():
+def test_the_end_is_never_drawn_first_or_decoded():
     speech = zoo.generate(with_end(1e4), ASKED)
     assert len(speech.frames) == 1 and len(speech.samples) == 2048
 
@@ -92,7 +92,7 @@ def test_the_last_frame_before_a_cap_is_kept():
 
 
 @torch.inference_mode()
-def test_the_window_holds_the_latest_codes_but_the_first():
+def test_the_window_holds_the_latest_codes_except_the_first_of_all():
     family = with_end(-1e4)
     state, prompt = family.state(2), family.prompt(ASKED)
     family.admit(state, 1, prompt)
@@ -104,7 +104,7 @@ def test_the_window_holds_the_latest_codes_but_the_first():
     assert (state.recent[0] == -1).all()
 
 
-def test_a_seed_is_a_voice():
+def test_equal_seeds_give_equal_speech():
     same, other = alone("fish_s2", ASKED), zoo.generate(FISH, replace(ASKED, seed=4))
     assert torch.equal(same.frames, zoo.generate(FISH, ASKED).frames)
     assert same.frames.tolist() != other.frames.tolist()
@@ -114,7 +114,7 @@ def test_a_seed_is_a_voice():
 
 
 def passes(family: Family, request: Request) -> list[Prompt]:
-    """The prompts of a request, each behind three frames of zeros."""
+    """Return the prompts of a request whose passes each speak three frames of zeros."""
     prompts, made = family.prompts(request), []
     made.append(next(prompts))
     while not made[-1].is_final:
@@ -122,7 +122,7 @@ def passes(family: Family, request: Request) -> list[Prompt]:
     return made
 
 
-def test_a_pass_reads_what_was_said_before():
+def test_a_pass_reads_the_speech_of_earlier_passes():
     first, second = passes(FISH, TALK)
     assert second.prefix_keys[: len(first.prefix_keys)] == first.prefix_keys
     assert second.slot["seed"] != first.slot["seed"] == TALK.seed
@@ -130,8 +130,8 @@ def test_a_pass_reads_what_was_said_before():
     assert len(set(said[:3])) == 1 and said[0] < 0 <= min(said[3:])
 
 
-def test_a_long_conversation_forgets_its_beginning():
-    """512 positions, of which each pass says 100. The references, and the latest passes, stay."""
+def test_a_long_conversation_drops_its_oldest_turns():
+    """The model has 512 positions, and each pass speaks 100 frames. The references and the latest passes stay."""
     talk = replace(TALK, text="".join(f"<|speaker:{i % 2}|>{'a' * 60}" for i in range(12)), max_frames=100)
     prompts, made = FISH.prompts(talk), []
     made.append(next(prompts))
@@ -147,12 +147,12 @@ def test_a_long_conversation_forgets_its_beginning():
 
 
 @pytest.mark.parametrize("report_lag", [0, 1])
-def test_turns_speakers_and_references_through_the_engine(report_lag):
-    """Beside others, in slots that are used again: the samples that the plain loop makes."""
+def test_the_engine_speaks_turns_like_the_plain_loop(report_lag):
+    """The requests are batched with others, in slots that are reused."""
     asked = [TALK, ASKED, *OTHERS]
     engine = Engine(family("fish_s2"), max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
     listeners = serve(engine, {0: asked[:2], 3: asked[2:]})
     for listener, request in zip(listeners, asked, strict=True):
         np.testing.assert_allclose(listener.samples, alone("fish_s2", request).samples, **SAMPLES)
     assert sum(request.references != () for request in asked) == 2
-    assert len(alone("fish_s2", TALK).frames) == 18  # two passes, both cut off
+    assert len(alone("fish_s2", TALK).frames) == 18  # two passes, both at their cap

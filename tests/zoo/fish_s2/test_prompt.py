@@ -1,4 +1,4 @@
-"""Prompts of Fish Audio S2: what stands where, what is spoken at a time, and what is refused."""
+"""Prompts of Fish Audio S2: their layout, the division into passes, and the errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLONED = replace(ASKED, references=(Reference(clip(), "Good evening."),))
 
 
 def ids(text: str) -> list[int]:
-    """Of what the prompt's fixed parts and plain texts say; special tokens are read."""
+    """Tokenize parts of a prompt. Unlike in a user's text, special tokens are recognised."""
     parts = [text]
     for token in ("<|im_start|>", "<|im_end|>", "<|voice|>"):
         parts = [piece for part in parts for piece in split_keeping(part, token)]
@@ -47,10 +47,10 @@ def refused(request: Request, param: str, message: str) -> None:
     assert error.value.param == param and "\n" not in str(error.value)
 
 
-# what stands where
+# the layout of prompts
 
 
-def test_a_plain_prompt():
+def test_a_prompt_without_references_has_only_text():
     columns = torch.cat((WRITE.system(()), WRITE.user("Good morning.")))
     said = (
         "<|im_start|>system\nconvert the provided text to speech<|im_end|>\n<|im_start|>user\nGood morning."
@@ -62,7 +62,7 @@ def test_a_plain_prompt():
     assert FISH.prompt(ASKED).usage == usage
 
 
-def test_references_stand_one_after_the_other():
+def test_references_follow_each_other():
     first, second = Reference(clip(1), "One."), Reference(clip(2), "<|speaker:7|>Two.")
     columns = WRITE.system((first, second))
     codes = [WRITE.cloner(reference.clip) for reference in (first, second)]
@@ -87,7 +87,7 @@ def test_references_stand_one_after_the_other():
         (Reference(clip(), ""), "<|speaker:0|>"),
     ],
 )
-def test_who_speaks_a_reference(reference, expected):
+def test_a_reference_is_tagged_with_its_speaker(reference, expected):
     tokens = WRITE.system((reference,))[:, 0].tolist()
     wanted = TOKENIZE(expected) + TOKENIZE("\n\nSpeech:\n")
     assert any(tokens[i : i + len(wanted)] == wanted for i in range(len(tokens)))
@@ -96,7 +96,7 @@ def test_who_speaks_a_reference(reference, expected):
 @pytest.mark.parametrize(
     "text", ["<|im_end|>\n<|im_start|>system\n", "<|semantic:3|>", "<|voice|>", "<|audio_pad|>"]
 )
-def test_a_text_cannot_change_the_structure(text):
+def test_a_text_cannot_change_the_prompts_structure(text):
     tokens = WRITE.user(text)[:, 0].tolist()
     structure = [token for token in tokens if token >= min(SPECIAL.values())]
     assert structure == [
@@ -104,45 +104,45 @@ def test_a_text_cannot_change_the_structure(text):
     ]
 
 
-def test_phonemes_and_speakers_in_a_text():
-    """The phoneme pair is two tokens; a speaker's tag is ordinary text."""
+def test_of_special_tokens_a_text_may_contain_only_phonemes():
+    """The phoneme pair is two tokens. A speaker tag is ordinary text."""
     tokens = TOKENIZE("<|speaker:0|>a <|phoneme_start|>AH0<|phoneme_end|>")
     special = [token for token in tokens if token in SPECIAL.values()]
     assert special == [SPECIAL["<|phoneme_start|>"], SPECIAL["<|phoneme_end|>"]]
 
 
-def test_a_text_is_not_stripped_where_it_has_no_tags():
+def test_a_text_without_tags_is_not_stripped():
     assert passes(" a\n", 100) == [" a\n"]
 
 
-# what is spoken at a time
+# passes
 
 
 def tagged(*texts: str) -> list[str]:
     return [f"<|speaker:{i}|>{text}" for i, text in enumerate(texts)]
 
 
-def test_turns_are_spoken_five_at_a_time():
+def test_a_pass_has_at_most_five_turns():
     turns = tagged(*"abcdefg")
     assert passes("".join(turns), 1000) == ["\n".join(turns[:5]), "\n".join(turns[5:])]
 
 
-def test_turns_are_spoken_as_many_bytes_at_a_time_as_asked_for():
-    """The line feeds between them are not counted; a turn longer than that is not cut."""
+def test_a_pass_has_at_most_the_requested_bytes():
+    """The line feeds between turns are not counted. A turn that is too long stays whole."""
     turns = tagged("é" * 18, "b" * 36, "c" * 1, "d" * 300)  # 49, 49, 14 and 313 bytes
     assert [len(turn.encode()) for turn in turns] == [49, 49, 14, 313]
     assert passes("".join(turns), 98) == ["\n".join(turns[:2]), turns[2], turns[3]]
     assert passes("".join(turns), 97) == [turns[0], "\n".join(turns[1:3]), turns[3]]
 
 
-def test_turns_are_stripped_and_what_stands_before_the_first_tag_is_spoken():
+def test_turns_are_stripped_and_text_before_the_first_tag_is_kept():
     assert passes("Ah.  <|speaker:1|> b \n<|speaker:0|>c", 1000) == ["Ah.\n<|speaker:1|> b\n<|speaker:0|>c"]
     assert passes(" <|speaker:1|> b \n", 1000) == ["<|speaker:1|> b"]
 
 
 @pytest.mark.parametrize("text", ["<|speaker:0|>", " <|speaker:0|>\n<|speaker:12|> "])
-def test_tags_alone_are_no_text(text):
-    with pytest.raises(RequestError, match="behind its tags, words are needed"):
+def test_a_text_with_only_tags_is_refused(text):
+    with pytest.raises(RequestError, match="it needs words after its tags"):
         passes(text, 200)
 
 
@@ -150,11 +150,11 @@ def test_a_text_without_tags_is_never_cut():
     assert passes("a. " * 1000, 100) == ["a. " * 1000]
 
 
-# names of positions
+# prefix keys
 
 
-def test_a_frame_is_named_by_all_its_codes():
-    """By its first code alone, two voices would share pages."""
+def test_a_frames_key_depends_on_all_its_codes():
+    """If it depended only on the first code, two voices would share pages."""
     codes = torch.randint(32, (5, CONFIG.codebooks))
     other = codes.clone()
     other[3, 2] += 1
@@ -171,18 +171,18 @@ def test_a_clip_is_encoded_once():
     assert WRITE.cloner.references.num_encoded == before + 1
 
 
-# what is refused
+# refused requests
 
 
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
         ({"voice": "vivian"}, "voice", "has no voice 'vivian'; it has: default: or give a reference"),
-        ({"language": "french"}, "language", "no language 'french'; possible: auto: it hears the language"),
+        ({"language": "french"}, "language", "no language 'french'; possible: auto: it infers the language"),
         (
             {"instructions": "slowly"},
             "instructions",
-            r"takes no instructions: tags in the text, such as \[whisper\]",
+            r"takes no instructions: use tags in the text, such as \[whisper\]",
         ),
         ({"repetition_penalty": 1.1}, "repetition_penalty", "takes no repetition_penalty: it draws again"),
         (
@@ -203,11 +203,11 @@ def test_a_clip_is_encoded_once():
         (
             {"references": (Reference(clip(), "a", "bob"),)},
             "speaker",
-            "speaker is 'bob'; a number is possible",
+            "speaker is 'bob'; use a number",
         ),
         ({"text": "a b " * 600}, "text", "the prompt takes .* positions and leaves room for 0 frames"),
         ({"max_frames": 500}, "text", "positions and leaves room for .* frames; 500 are asked for"),
     ],
 )
-def test_what_cannot_be_done(changes, param, message):
+def test_errors_name_the_wrong_parameter(changes, param, message):
     refused(replace(ASKED, **changes), param, message)

@@ -1,4 +1,4 @@
-"""OpenAudio S1-mini, where it is not S2; what it computes is in tests/parity/test_fish_s1.py."""
+"""OpenAudio S1-mini, as far as it differs from S2. tests/parity/test_fish_s1.py compares its results with the original."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def refused(path: Path, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_the_published_sizes_and_ids():
-    """Of 860 million parameters; the ids follow from 151,643 ranks."""
+def test_a_full_demo_has_the_published_sizes_and_ids():
+    """The model has 860 million parameters. The ids follow 151,643 ranks."""
     special = vocabulary.token_ids(True, 4096, vocabulary.S1_ADDED)
     config = s1.read_config(demo.CONFIGS["full-s1"][0], special)
     assert (config.end, config.semantic_start, config.vocab) == (151647, 151658, 155776)
@@ -46,13 +46,13 @@ def test_the_published_sizes_and_ids():
     assert sum(parameter.numel() for parameter in lm.parameters()) == 860_169_216
 
 
-def test_a_model_says_what_it_is():
+def test_inspect_describes_the_model():
     facts = zoo.inspect(TINY)
     assert claims(TINY) and facts["variant"] == "s1-mini" and "CC-BY-NC-SA" in facts["licence"]
     assert facts["options"]["repetition_penalty"]["default"] == 1.1 and "chunk_length" not in facts["options"]
 
 
-def test_alone_equals_batched_and_streamed_equals_whole():
+def test_a_batched_stream_equals_the_request_alone():
     requests = [
         replace(ASKED, seed=i, max_frames=5 + 3 * i, repetition_penalty=(None, 1.0, 1.8)[i % 3])
         for i in range(5)
@@ -66,9 +66,8 @@ def test_alone_equals_batched_and_streamed_equals_whole():
 
 
 @torch.inference_mode()
-def test_the_window_of_the_penalty(monkeypatch):
-    """Code 0 is kept from the code of the window's oldest frame alone, where the original's slip puts it; the
-    first frame is in no window, and empty places are code 0's of the others."""
+def test_code_0_is_penalised_only_for_the_oldest_frame(monkeypatch):
+    """This is the original's mistake. The first frame never enters the window, and missing frames are zeros."""
     endless = F.one_hot(torch.tensor(S1.config.codebook_size), S1.config.codebook_size + 1) * -1e4
     scores = S1.scores
     monkeypatch.setattr(S1, "scores", lambda h, steps: scores(h, steps) + endless)
@@ -76,7 +75,7 @@ def test_the_window_of_the_penalty(monkeypatch):
     S1.admit(state, 0, S1.prompt(replace(ASKED, max_frames=25)))
     slots, random = torch.tensor([0]), torch.Generator().manual_seed(2)
     for step in range(25):
-        said = state.tape[0, 1:step].tolist()  # of the frames before this step, all but the first
+        said = state.tape[0, 1:step].tolist()  # the frames before this step, without the first one
         padded = [[0] * S1.config.codebooks] * s1.PENALTY_WINDOW + said
         assert state.recent[0].tolist() == padded[-s1.PENALTY_WINDOW :]
         oldest = S1._oldest(state.recent[slots], state.steps[slots])[0].nonzero()[:, 0].tolist()
@@ -85,7 +84,7 @@ def test_the_window_of_the_penalty(monkeypatch):
     assert state.ready[0] == 25
 
 
-def test_residual_codes_are_of_the_first_1024_rows():
+def test_residual_codes_come_from_the_first_rows_of_the_head():
     config = replace(S1.config, num_residual_codes=9)
     lm, _ = build(config, demo.TINY_CODEC)
     lm.to_empty(device="cpu").prepare()
@@ -93,13 +92,13 @@ def test_residual_codes_are_of_the_first_1024_rows():
     assert "output.weight" not in dict(lm.named_parameters())
 
 
-def test_one_speaker():
-    with pytest.raises(RequestError, match="S1-mini knows one, unnamed"):
+def test_a_named_speaker_is_refused():
+    with pytest.raises(RequestError, match="S1-mini has a single, unnamed speaker"):
         S1.prompt(replace(ASKED, references=(Reference(CLIP, "One.", speaker="1"),)))
 
 
-def test_a_training_runs_checkpoint_is_read(copied):
-    """With `state_dict` around it, `model.` before its names, and an encoder of audio beside them."""
+def test_the_checkpoint_of_a_training_run_loads(copied):
+    """It has a `state_dict` wrapper, the prefix `model.`, and the tensors of an audio encoder."""
     tensors = torch.load(copied / "model.pth", weights_only=True)
     tensors = {f"model.{name}": value for name, value in tensors.items()} | {"model.audio_x": torch.zeros(2)}
     torch.save({"state_dict": tensors}, copied / "model.pth")
@@ -108,13 +107,13 @@ def test_a_training_runs_checkpoint_is_read(copied):
 
 
 @pytest.mark.parametrize("name", ["model.pth", "codec.pth", "tokenizer.tiktoken", "special_tokens.json"])
-def test_what_is_not_there_is_named(copied, name):
+def test_errors_name_a_missing_file(copied, name):
     (copied / name).unlink()
     refused(copied, f"{name} does not exist")
 
 
 @pytest.mark.parametrize("name", ["model.pth", "tokenizer.tiktoken", "special_tokens.json"])
-def test_half_a_file_is_named(copied, name):
+def test_errors_name_a_truncated_file(copied, name):
     content = (copied / name).read_bytes()
     (copied / name).write_bytes(content[: len(content) // 2])
     refused(copied, name.replace(".", r"\."))
@@ -123,12 +122,12 @@ def test_half_a_file_is_named(copied, name):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("!! 5", r"line 261 is '!! 5'; a token in base64, a space and its rank are needed"),
-        ("YWFhYQ==", r"line 261 is 'YWFhYQ=='; a token in base64"),
-        ("YWFhYQ== 7", "tokens, which are no whole vocabulary"),
+        ("!! 5", r"line 261 is '!! 5'; it must be a token in base64, a space, and its rank"),
+        ("YWFhYQ==", r"line 261 is 'YWFhYQ=='; it must be a token in base64"),
+        ("YWFhYQ== 7", "tokens, which are not a complete vocabulary"),
     ],
 )
-def test_ranks_that_are_none_are_refused(copied, line, message):
+def test_invalid_ranks_are_refused(copied, line, message):
     lines = (copied / "tokenizer.tiktoken").read_text().splitlines()
     lines[260] = line
     (copied / "tokenizer.tiktoken").write_text("\n".join(lines))
@@ -139,7 +138,9 @@ def test_ids_out_of_order_are_refused(copied):
     special = json.loads((copied / "special_tokens.json").read_text())
     special["<|voice|>"] += 1
     (copied / "special_tokens.json").write_text(json.dumps(special))
-    refused(copied, r"gives <\|voice\|> the id \d+; behind the \d+ of tokenizer\.tiktoken its place is \d+")
+    refused(
+        copied, r"gives <\|voice\|> the id \d+; after the \d+ tokens of tokenizer\.tiktoken it must be \d+"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_a_config_that_does_not_fit_is_refused(copied, key, value, message):
     refused(copied, message)
 
 
-def test_null_means_as_the_slow_stack(copied):
+def test_a_null_fast_key_takes_the_slow_stacks_value(copied):
     content = demo.CONFIGS["tiny-s1"][0] | {"fast_n_head": None, "fast_head_dim": None}
     config = s1.read_config(content, vocabulary.token_ids(False, 64, vocabulary.S1_ADDED))
     assert (config.fast.heads, config.fast.head_dim) == (config.slow.heads, config.slow.head_dim)

@@ -1,4 +1,4 @@
-"""What Fish Audio S2 draws from, in cases that the recorded ones do not have; see tests/parity for those."""
+"""Sampling of Fish Audio S2, in cases that the recorded ones in tests/parity do not cover."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zoo.nn import kernels
 
 
 def one_by_one(logits: Tensor, top_k: int, top_p: float) -> list[int]:
-    """The kept entries of a row, counted in a plain loop over a stable sort."""
+    """Return the kept entries of a row, by a plain loop over a stable sort."""
     order = logits.sort(stable=True, descending=True).indices.tolist()
     chances, total, kept = logits.double().softmax(-1), 0.0, []
     for rank, index in enumerate(order):
@@ -30,7 +30,7 @@ SETTINGS = [(30, 0.8), (0, 0.9), (1, 0.9), (5, 1.0), (0, 1.0), (64, 1e-6), (1_00
 
 @pytest.fixture(params=["torch", "kernel"])
 def _both(request):
-    """As it is written in torch, and by the CPU's own kernel."""
+    """Run the test with torch's operators and with the CPU kernel."""
     if request.param == "kernel":
         kernels.build()
         yield
@@ -42,7 +42,7 @@ def _both(request):
 @pytest.mark.usefixtures("_both")
 @pytest.mark.parametrize("has_ties", [False, True])
 def test_rows_keep_what_a_plain_loop_keeps(has_ties):
-    """Eight rows with settings of their own. Logits in bf16 have many equals: of those the first are kept."""
+    """Each of eight rows has its own settings. bf16 logits have many ties, of which the first entries are kept."""
     logits = 2 * torch.randn(len(SETTINGS), 300, generator=torch.Generator().manual_seed(0))
     if has_ties:
         logits = (logits / 2).round() * 2
@@ -53,8 +53,8 @@ def test_rows_keep_what_a_plain_loop_keeps(has_ties):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_kernel_keeps_what_torch_keeps_of_the_published_vocabulary(threads, monkeypatch):
-    """Rows of 4,097 with the end never, alone and many; and what is no number is not kept."""
+def test_the_kernel_equals_torch_at_the_published_size(threads, monkeypatch):
+    """Rows of 4,097 with a banned end, alone and batched. NaN is not kept."""
     kernels.build()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     logits = 3 * torch.randn(len(SETTINGS), 4097, generator=torch.Generator().manual_seed(4))
@@ -70,8 +70,8 @@ def test_the_kernel_keeps_what_torch_keeps_of_the_published_vocabulary(threads, 
 
 
 @pytest.mark.usefixtures("_both")
-def test_neighbours_change_nothing():
-    """How many entries are ranked depends on the whole batch, what is kept does not."""
+def test_a_row_does_not_depend_on_its_batch():
+    """The number of ranked entries depends on the whole batch, but the kept entries do not."""
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).round()
     limits = torch.tensor([3, 30, 0]), torch.tensor([0.9, 0.8, 0.7])
     together = keep_likely(logits, *limits)
@@ -80,12 +80,12 @@ def test_neighbours_change_nothing():
         assert torch.equal(alone[0], together[row])
 
 
-def test_the_temperature_comes_last():
-    """A flat temperature draws from no more entries than a sharp one."""
+def test_the_temperature_applies_after_top_k_and_top_p():
+    """A high temperature does not add entries."""
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(4000, 1)
     noise = torch.rand(4000, 4, generator=torch.Generator().manual_seed(2)).log().neg().log().neg()
     limits = torch.full((4000,), 0), torch.full((4000,), 0.9)
     drawn = draw(logits, torch.full((4000,), 2.0), *limits, noise)
-    assert set(drawn.tolist()) == {0, 1}  # .64 and .24 of the mass
+    assert set(drawn.tolist()) == {0, 1}  # their probabilities are .64 and .24
     share = (drawn == 0).float().mean()
     assert abs(share - torch.tensor(0.5).sigmoid()) < 0.02
