@@ -35,8 +35,8 @@ def claims(path: Path) -> bool:
 def load(
     directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
 ) -> FishFamily:
-    """Return the family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError with the file
-    and the problem."""
+    """Return the family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError with
+    the file and the problem."""
     from zoo.fish_s2 import weights
     from zoo.fish_s2.clone import Cloner
     from zoo.fish_s2.config import CODEC_FILE
@@ -71,7 +71,8 @@ def load(
 
 
 def build(config: Config, codec_config: CodecConfig) -> tuple[DualAR, Codec]:
-    """Return both stacks and the codec on the `meta` device, where tensors have names and shapes but no memory."""
+    """Return both stacks and the codec on the `meta` device, where tensors have names and shapes but no
+    memory."""
     import torch
 
     from zoo.fish_s2.codec import Codec
@@ -153,7 +154,8 @@ def survey(directory: Path) -> tuple[Spec, int]:
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or OSError."""
+    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or
+    OSError."""
     import torch
 
     from zoo.fish_s2.demo import write

@@ -1,8 +1,8 @@
 """The transformer block that both stacks share, and the RoPE rotation of all attention in this model.
 
-The RoPE table is rounded to bf16, even if the model runs in fp32. The model depends on this rounding as on its weights:
-published implementations with an exact table report garbled and endless speech.
-Source: facts of fishaudio/fish-speech, from fish-speech 0.1.0, models/text2semantic/llama.py.
+The RoPE table is rounded to bf16, even if the model runs in fp32. The model depends on this rounding as on
+its weights: published implementations with an exact table report garbled and endless speech. Source: facts of
+fishaudio/fish-speech, from fish-speech 0.1.0, models/text2semantic/llama.py.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from zoo.nn.norm import RMSNorm
 
 
 def rope_table(num_positions: int, dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """Return the RoPE table [num_positions, 2, dim / 2] bf16: cosines, then sines. It is computed on the CPU, so that
-    it is the same on all devices."""
+    """Return the RoPE table [num_positions, 2, dim / 2] bf16: cosines, then sines. It is computed on the CPU,
+    so that it is the same on all devices."""
     frequency = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [dim / 2]
     angle = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequency)
     return torch.stack((angle.cos(), angle.sin()), 1).bfloat16().to(device)
 
 
 def rotate_pairs(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate x [..., H, dim] by table [..., 2, dim / 2] of its positions: value 2i pairs with value 2i + 1. The
-    rotation is in fp32 or wider."""
+    """Rotate x [..., H, dim] by table [..., 2, dim / 2] of its positions: value 2i pairs with value 2i + 1.
+    The rotation is in fp32 or wider."""
     wide = x.float() if x.dtype == torch.bfloat16 else x
     cos, sin = table.to(wide.dtype)[..., None, :, :].unbind(-2)  # [..., 1, dim / 2] each
     even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
@@ -33,8 +33,8 @@ def rotate_pairs(x: Tensor, table: Tensor) -> Tensor:
 
 
 class DualARBlock(nn.Module):
-    """Grouped-query attention, then a gated MLP. Both are pre-norm and residual. The slow stack also has a norm per
-    head."""
+    """Grouped-query attention, then a gated MLP. Both are pre-norm and residual. The slow stack also has a
+    norm per head."""
 
     def __init__(self, config: StackConfig):
         super().__init__()
@@ -54,8 +54,8 @@ class DualARBlock(nn.Module):
         self.mlp = SwiGLU(config.hidden, config.inner)
 
     def project_qkv(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., D] and table [..., 2, dim / 2] of its positions -> rotated queries [..., H, dim], rotated keys and
-        values [..., Hkv, dim]."""
+        """x [..., D] and table [..., 2, dim / 2] of its positions -> rotated queries [..., H, dim], rotated
+        keys and values [..., Hkv, dim]."""
         q, k, v = self.project_plain_qkv(x)
         return rotate_pairs(self.q_norm(q), table), rotate_pairs(self.k_norm(k), table), v
 

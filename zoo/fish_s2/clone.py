@@ -1,5 +1,5 @@
-"""Encodes a reference recording into codes, which the LM reads as earlier speech. A clip is encoded once, in fp32,
-and cached.
+"""Encodes a reference recording into codes, which the LM reads as earlier speech. A clip is encoded once, in
+fp32, and cached.
 
     clip ─ mono, 44.1 kHz ─ codec encoder ─> codes [F, K]
 """
@@ -43,8 +43,8 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (), codec))
 
     def __call__(self, clip: AudioClip) -> Tensor:
-        """Return the clip's codes, from the cache if possible. Raises ValueError (`param` "references") for unusable
-        audio."""
+        """Return the clip's codes, from the cache if possible. Raises ValueError (`param` "references") for
+        unusable audio."""
         name = content(clip)
         file = self.files.of(clip, name, lambda tensors: EncodedReference(tensors["codes"]))
         return self.references.get(name, lambda: self._encode(clip), file).codes

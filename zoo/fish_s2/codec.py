@@ -1,13 +1,13 @@
-"""The codec, a modified DAC. Its decoder turns frames of 10 codes (46.4 ms) into 44.1 kHz samples. The samples do
-not depend on how the frames are split into calls.
+"""The codec, a modified DAC. Its decoder turns frames of 10 codes (46.4 ms) into 44.1 kHz samples. The
+samples do not depend on how the frames are split into calls.
 
     codes ─ codebooks ─ transformer ─ upsample x2 x2 ─ conv ─ x8 ─ x8 ─ x4 ─ x2 ─ conv ─ tanh ─ samples
   [B, F, K]   1024       8 layers          1024        1536  768  384  192   96     1         [B, 2048 F]
                          21.5 Hz         43, 86 Hz           0.7  5.5   22   44    kHz
 
-The state of a stream is one row of `state_size` values: the ends of the layers' inputs and the last 127 keys and
-values. A new stream starts with zeros; each call takes the row and returns the next one. Sources: facts of
-vllm-omni 0.30.0, model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
+The state of a stream is one row of `state_size` values: the ends of the layers' inputs and the last 127 keys
+and values. A new stream starts with zeros; each call takes the row and returns the next one. Sources: facts
+of vllm-omni 0.30.0, model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ class Decoder(nn.Module):
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Decode codes [B, F, K] int64 to samples [B, F * frame_samples] in [-1, 1].
 
-        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in earlier
-        calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the others. Also returns
-        the rows for the next call. The LM's heads are wider than the codebooks: greater codes become the last one.
+        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in
+        earlier calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the
+        others. Also returns the rows for the next call. The LM's heads are wider than the codebooks: greater
+        codes become the last one.
         """
         state = CodecState(self.layout, rows, codes.shape[1], count)
         at = codes.clamp(min=0).minimum(self.last) + self.first

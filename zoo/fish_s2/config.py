@@ -1,5 +1,5 @@
-"""The model's configuration: the LM's config.json, and the codec's sizes. No file gives the codec's sizes, so they are
-read from its tensor shapes."""
+"""The model's configuration: the LM's config.json, and the codec's sizes. No file gives the codec's sizes, so
+they are read from its tensor shapes."""
 
 from __future__ import annotations
 
@@ -164,7 +164,8 @@ class CodecConfig:
 
     @classmethod
     def read(cls, shapes: Shapes) -> CodecConfig:
-        """Read the sizes from the tensor shapes of codec.pth. Raises ValueError for missing or inconsistent tensors."""
+        """Read the sizes from the tensor shapes of codec.pth. Raises ValueError for missing or inconsistent
+        tensors."""
         file = _Sizes(shapes)
         num_blocks = file.count(r"encoder\.block\.(\d+)\.block\.4\..*original1")
         num_rates = file.count(r"decoder\.model\.(\d+)\.block\.1\..*original1")
@@ -226,8 +227,8 @@ class _Sizes:
         return read
 
     def transformer(self, name: str, window: int) -> TransformerConfig | None:
-        """Return the transformer's sizes, or None if it is absent. The shape of its RoPE table gives the width of a
-        head."""
+        """Return the transformer's sizes, or None if it is absent. The shape of its RoPE table gives the
+        width of a head."""
         layers = self.count(name.replace(".", r"\.") + r"\.layers\.(\d+)\.attention\.wqkv\.weight")
         if layers == 0:
             return None

@@ -1,5 +1,5 @@
-"""Random checkpoints in the published layout: every file, but no trained weights. They serve tests, first tries
-and speed measurements.
+"""Random checkpoints in the published layout: every file, but no trained weights. They serve tests, first
+tries and speed measurements.
 
     write("demo", "tiny")    # a few megabytes, runs anywhere
     write("full", "full")    # the published shapes and sizes, 11 GB
@@ -162,8 +162,8 @@ def _s1_stack(dim: int, inner: int, layers: int, heads: int, head_dim: int) -> d
     return sizes | {"n_head": heads, "n_local_heads": heads // 2, "head_dim": head_dim}
 
 
-# "mid" has about a tenth of the published parameters, for speed comparisons on slow machines. The sizes with "s1" are
-# of OpenAudio S1-mini.
+# "mid" has about a tenth of the published parameters, for speed comparisons on slow machines. The sizes with
+# "s1" are of OpenAudio S1-mini.
 CONFIGS: dict[str, tuple[dict[str, Any], CodecConfig]] = {
     "tiny": (
         _config(_stack(64, 96, 3, 4, 16), _stack(64, 80, 2, 4, 16), 512, 4, 64, is_full=False),
@@ -191,7 +191,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], CodecConfig]] = {
     ),
 }
 SIZES = tuple(CONFIGS)
-# Positions in the unused buffers of codec.pth: those of the encoder's transformer, then those of the other two.
+# Positions in the unused buffers of codec.pth: those of the encoder's transformer, then those of the other
+# two.
 UNUSED_POSITIONS = {
     "tiny": (64, 64),
     "mid": (256, 256),
@@ -202,9 +203,9 @@ UNUSED_POSITIONS = {
 
 # --- values ---
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in). The
-# first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a missing
-# branch of the network would go unnoticed.
+# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
+# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
+# missing branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"\.gamma$", 0.0, 0.3, False),  # trained scales start at 0.01
@@ -225,8 +226,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule matches
-    the name."""
+    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule
+    matches the name."""
     # a transposed convolution whose stride is its kernel
     is_upsampling = re.match(r"quantizer\.upsample\.\d\.0\.conv", name) and len(shape) == 3
     fan_in = shape[0] if is_upsampling else None
@@ -245,9 +246,9 @@ def write(
 ) -> Path:
     """Write a checkpoint with every file of the published layout and return its directory.
 
-    dtype: of the LM's tensors; the codec's are always float32. config: changes to config.json, merged into its blocks,
-    such as `text_config={"n_layer": 1}`. Raises ValueError for an unknown size, key or dtype, and if the directory is
-    not empty.
+    dtype: of the LM's tensors; the codec's are always float32. config: changes to config.json, merged into
+    its blocks, such as `text_config={"n_layer": 1}`. Raises ValueError for an unknown size, key or dtype, and
+    if the directory is not empty.
     """
     from zoo.fish_s2 import build, read_configs
     from zoo.nn.checkpoint import published

@@ -1,9 +1,9 @@
 """The fast AR: it makes a frame's residual codes from the slow AR's hidden state and the semantic code.
 
-It is a small transformer whose cache starts empty in every frame. Position 0 reads the slow AR's hidden state after
-the final norm, and position k reads the embedding of code k - 1. All codebooks share one embedding table. The output
-at position k gives code k. Code 0 is already known, so one pass runs positions 0 and 1, and only its second output is
-used. The 10 positions therefore need 9 passes, with the same result.
+It is a small transformer whose cache starts empty in every frame. Position 0 reads the slow AR's hidden state
+after the final norm, and position k reads the embedding of code k - 1. All codebooks share one embedding
+table. The output at position k gives code k. Code 0 is already known, so one pass runs positions 0 and 1, and
+only its second output is used. The 10 positions therefore need 9 passes, with the same result.
 
     position   0       1    2   ...  9
     input      hidden  c0   c1  ...  c8
@@ -29,18 +29,18 @@ from zoo.nn.norm import RMSNorm
 
 
 class FastBlock(DualARBlock):
-    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and passes share
-    two compiled regions."""
+    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and
+    passes share two compiled regions."""
 
     @torch.compiler.nested_compile_region
     def forward(
         self, x: Tensor, table: Tensor, seen: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on x [B, L, D] at the positions of table [L, 2, dim / 2]. Return x, and the cache k, v
-        [B, Hkv, K, dim] fp32 with these positions added.
+        """Run the block on x [B, L, D] at the positions of table [L, 2, dim / 2]. Return x, and the cache k,
+        v [B, Hkv, K, dim] fp32 with these positions added.
 
-        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at the
-        frame's start and 1 after that.
+        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
+        the frame's start and 1 after that.
         """
         length = x.shape[1]
         # [B, H or Hkv, L, dim]
@@ -60,8 +60,9 @@ class FastBlock(DualARBlock):
     def on_gpu(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position [1];
-        cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these positions added."""
+        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position
+        [1]; cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these
+        positions added."""
         q, k, v = self.project_plain_qkv(x)
         mixed, cache = attend_and_grow(
             q, k, v, cos, sin, self.head_dim**-0.5, position, cache, is_paired=True, is_rounded=True
@@ -82,8 +83,8 @@ class FastAR(nn.Module):
         self.head = nn.Linear(config.fast.hidden, config.codebook_size, bias=False)
 
     def forward(self, hidden: Tensor, first: Tensor, pick: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Return the frame's codes [B, K], from hidden [B, D] and first [B], which is code 0. pick(logits [B, V] fp32, k)
-        -> [B] chooses code k."""
+        """Return the frame's codes [B, K], from hidden [B, D] and first [B], which is code 0. pick(logits [B,
+        V] fp32, k) -> [B] chooses code k."""
         stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
         codes = [first]
         x = torch.stack((hidden, self.embedding(first)), 1)  # [B, 2, D]
@@ -96,7 +97,8 @@ class FastAR(nn.Module):
         return torch.stack(codes, 1)
 
     def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts empty."""
+        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts
+        empty."""
         c = self.config
         empty = torch.zeros(
             hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim, dtype=torch.float32, device=hidden.device
@@ -114,7 +116,8 @@ class FastAR(nn.Module):
     def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
         """Return the same function for a GPU."""
         c = self.config
-        # [K, dim] each, in separate storage: a compiled region of torch 2.11 accepts no two inputs with the same storage.
+        # [K, dim] each, in separate storage: a compiled region of torch 2.11 accepts no two inputs with the
+        # same storage.
         cos, sin = (self.rope[:, i].repeat_interleave(2, -1) for i in range(2))
         shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
         cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers

@@ -26,8 +26,8 @@ from zoo.nn.snake import Snake
 
 
 class StridedConv(nn.Module):
-    """A causal strided convolution with zeros before the start: [B, C, N] -> [B, Cout, N / stride]. N must be a multiple
-    of the stride."""
+    """A causal strided convolution with zeros before the start: [B, C, N] -> [B, Cout, N / stride]. N must be
+    a multiple of the stride."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, stride: int):
         super().__init__()
@@ -68,8 +68,9 @@ class Downsample(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A codebook of short rows with an input and an output projection. The nearest row has the most similar direction;
-    the output is the row itself, not normalised. Source: improved VQGAN (arXiv 2110.04627), section 3.2."""
+    """A codebook of short rows with an input and an output projection. The nearest row has the most similar
+    direction; the output is the row itself, not normalised. Source: improved VQGAN (arXiv 2110.04627),
+    section 3.2."""
 
     def __init__(self, size: int, dim: int, latent: int):
         super().__init__()

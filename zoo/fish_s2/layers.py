@@ -1,5 +1,5 @@
-"""Causal layers that the codec's encoder and decoder share. They read and write a stream's past in a `CodecState`.
-The encoder passes a whole recording as a stream of one call.
+"""Causal layers that the codec's encoder and decoder share. They read and write a stream's past in a
+`CodecState`. The encoder passes a whole recording as a stream of one call.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Layer(Stateful):
         self.mlp_scale = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor, table: Tensor, seen: Tensor, state: CodecState) -> Tensor:
-        """x [B, N, D] -> [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N] marks the keys that each
-        position may attend to."""
+        """x [B, N, D] -> [B, N, D]; table [B, N, 2, dim / 2]; seen [B, 1, N, window - 1 + N] marks the keys
+        that each position may attend to."""
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = rearrange(qkv, "b n (three h d) -> three b n h d", three=3, h=self.heads)
         k = rotate_pairs(k, table)
@@ -84,7 +84,8 @@ class Layer(Stateful):
 
 
 class Transformer(nn.Module):
-    """The sliding-window transformer, [B, D, N] -> [B, D, N]. Positions count from the start of the stream."""
+    """The sliding-window transformer, [B, D, N] -> [B, D, N]. Positions count from the start of the
+    stream."""
 
     rope: Tensor  # [positions, 2, dim / 2] bf16, set by prepare()
 
@@ -106,8 +107,8 @@ class Transformer(nn.Module):
         frame = torch.arange(x.shape[1], device=x.device)
         kept = self.config.window - 1
         table = self.rope[start[:, None] + frame]  # [B, N, 2, dim / 2]
-        # Key j lies window - 1 - j positions before this call's first one. The zeros from before the start of the
-        # stream are masked.
+        # Key j lies window - 1 - j positions before this call's first one. The zeros from before the start of
+        # the stream are masked.
         key = torch.arange(kept + x.shape[1], device=x.device)
         window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [N, window - 1 + N]
         seen = window & (key >= kept - start[:, None])[:, None]  # [B, N, window - 1 + N]

@@ -34,8 +34,8 @@ from zoo.request import check
 from zoo.text import most_s
 
 AnyWriter = TypeVar("AnyWriter", bound=Writer)
-# The cap of the original's server, for a request that sets none. A short text gets less, because the model may never
-# emit the end.
+# The cap of the original's server, for a request that sets none. A short text gets less, because the model
+# may never emit the end.
 DEFAULT_FRAMES = 1024
 
 
@@ -70,8 +70,8 @@ class DualAR(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Gather both heads' rows that may be drawn, because all other logits would be -inf, and compute the RoPE tables.
-        Call this once after loading the weights."""
+        """Gather both heads' rows that may be drawn, because all other logits would be -inf, and compute the
+        RoPE tables. Call this once after loading the weights."""
         c = self.config
         slow = c.slow
         fast = c.fast
@@ -94,8 +94,8 @@ class DualAR(nn.Module):
             self.get_submodule(owner).register_buffer(leaf, value, persistent=False)
 
     def read(self, columns: Tensor) -> Tensor:
-        """Embed columns [..., 1 + K], each a token and a frame's codes, as [..., D]. The codes of a text column are
-        ignored."""
+        """Embed columns [..., 1 + K], each a token and a frame's codes, as [..., D]. The codes of a text
+        column are ignored."""
         token, codes = columns[..., 0], columns[..., 1:]
         text, start = self.embedding(token), self.config.semantic_start
         frame = (text + self.codes(codes + self.first).sum(-2)) / sqrt(1 + self.config.codebooks)
@@ -138,7 +138,8 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
 
     @torch.inference_mode()
     def _pass(self, request: Request, values: dict[str, Any], text: str, read: Tensor, seed: int) -> Prompt:
-        """Return the prompt of one pass. text: the text that it speaks. read [T, 1 + K]: the columns that the LM reads."""
+        """Return the prompt of one pass. text: the text that it speaks. read [T, 1 + K]: the columns that the
+        LM reads."""
         sampling = {name: values[name] for name in self.sampled}
         expected = min(DEFAULT_FRAMES, ceil(most_s(text) * self.spec.frame_rate_hz))
         return Prompt(
@@ -168,8 +169,8 @@ class FishFamily(Family[FishState], Generic[AnyWriter]):
         return x
 
     def scores(self, h: Tensor, steps: Tensor) -> Tensor:
-        """Return logits [B, V + 1] in fp32 for code 0 and, last, the end. The end is banned in the first step, where the
-        original would ignore it."""
+        """Return logits [B, V + 1] in fp32 for code 0 and, last, the end. The end is banned in the first
+        step, where the original would ignore it."""
         logits = F.linear(h, self.lm.head).float()
         is_end = torch.arange(logits.shape[1], device=h.device) == self.config.codebook_size
         return logits.masked_fill((steps == 0)[:, None] & is_end, -torch.inf)
@@ -186,7 +187,8 @@ class FishS2(FishFamily[PromptWriter]):
         return next(self.prompts(request))
 
     def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """Yield one prompt per pass. Each reads the messages of earlier passes, as far back as the positions allow."""
+        """Yield one prompt per pass. Each reads the messages of earlier passes, as far back as the positions
+        allow."""
         values = check(request, self.spec)
         texts = passes(request.text, int(values["chunk_length"]))
         system = self.writer.system(request.references)
@@ -202,8 +204,8 @@ class FishS2(FishFamily[PromptWriter]):
             messages.append(self.writer.said(frames))
 
     def later_prompt(self, request: Request, said: Said) -> Prompt:
-        """Return the prompt of a later piece, which follows only the first piece, like a second turn in the original. The
-        pieces in between are left out, so that all pieces cost the same."""
+        """Return the prompt of a later piece, which follows only the first piece, like a second turn in the
+        original. The pieces in between are left out, so that all pieces cost the same."""
         writer, values = self.writer, check(request, self.spec)
         messages = writer.user(said.text), writer.said(said.frames), writer.user(request.text)
         read = torch.cat((writer.system(()), *messages))
@@ -211,7 +213,8 @@ class FishS2(FishFamily[PromptWriter]):
         return prompt
 
     def _latest(self, request: Request, num_before: int, messages: list[Tensor]) -> list[Tensor]:
-        """Return the latest messages, starting with a user's. They leave enough positions for the frames that follow."""
+        """Return the latest messages, starting with a user's. They leave enough positions for the frames that
+        follow."""
         wanted = min(request.max_frames or DEFAULT_FRAMES, self.spec.max_frames)
         while len(messages) > 1 and num_before + sum(map(len, messages)) + wanted > self.spec.max_positions:
             messages = messages[2:]
@@ -221,8 +224,8 @@ class FishS2(FishFamily[PromptWriter]):
         return self.lm.norm(self.stack(inputs, batch))
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
-        """Append one frame of codes (46.4 ms) per slot, or the end. h [B, D] is the slow AR's hidden state at each slot's
-        last position."""
+        """Append one frame of codes (46.4 ms) per slot, or the end. h [B, D] is the slow AR's hidden state at
+        each slot's last position."""
         alive = ~state.done[slots]
         steps = state.steps[slots]
         seed = state.seed[slots]

@@ -1,6 +1,6 @@
-"""Builds the prompt: the columns that the LM reads before the first frame. Each position is a column: a token id,
-then the codes of a frame, which are zeros for text. A frame's token is that of its first code. The segments between
-two · are tokenized separately:
+"""Builds the prompt: the columns that the LM reads before the first frame. Each position is a column: a token
+id, then the codes of a frame, which are zeros for text. A frame's token is that of its first code. The
+segments between two · are tokenized separately:
 
     system     <|im_start|>system\\n · convert the provided text to speech · <|im_end|>\\n
       or       <|im_start|>system\\n · convert the provided text to speech reference to the following:
@@ -8,13 +8,13 @@ two · are tokenized separately:
     user       <|im_start|>user\\n · text · <|im_end|>\\n
     assistant  <|im_start|>assistant\\n<|voice|> · frames… · <|im_end|>\\n          user, assistant and so on
 
-A transcript begins with <|speaker:i|>, where i is its index among the references. The same tags in the text set the
-speaker. Emotion tags such as [whisper] are ordinary text. A text with speaker tags is spoken a few turns at a time;
-each pass reads the turns and the speech of earlier passes.
+A transcript begins with <|speaker:i|>, where i is its index among the references. The same tags in the text
+set the speaker. Emotion tags such as [whisper] are ordinary text. A text with speaker tags is spoken a few
+turns at a time; each pass reads the turns and the speech of earlier passes.
 
-Source: facts of fishaudio/fish-speech, content_sequence.py and models/text2semantic/inference.py. There are two
-differences: a user's text can contain no special tokens except the phoneme pair, and text before the first speaker tag
-is spoken too.
+Source: facts of fishaudio/fish-speech, content_sequence.py and models/text2semantic/inference.py. There are
+two differences: a user's text can contain no special tokens except the phoneme pair, and text before the
+first speaker tag is spoken too.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ HINTS = {
 
 
 class TextTokenizer:
-    """The checkpoint's byte-level BPE. In a user's text it recognises only the two phoneme tokens. Any other special
-    token there is tokenized as ordinary text and cannot change the prompt's structure."""
+    """The checkpoint's byte-level BPE. In a user's text it recognises only the two phoneme tokens. Any other
+    special token there is tokenized as ordinary text and cannot change the prompt's structure."""
 
     def __init__(
         self,
@@ -166,7 +166,8 @@ class PromptWriter(Writer):
 
 
 def _transcript(reference: Reference, place: int) -> str:
-    """Return a reference's transcript after its speaker tag. The transcript may be empty, as in the original."""
+    """Return a reference's transcript after its speaker tag. The transcript may be empty, as in the
+    original."""
     text, speaker = reference.transcript or "", reference.speaker
     if speaker is not None and not re.fullmatch(r"\d{1,4}", speaker):
         raise RequestError(
@@ -177,8 +178,8 @@ def _transcript(reference: Reference, place: int) -> str:
 
 
 def passes(text: str, chunk_bytes: int) -> list[str]:
-    """Split a text with speaker tags into passes of at most MAX_TURNS turns and chunk_bytes bytes. A text without tags
-    stays whole. Raises RequestError for a text that has only tags."""
+    """Split a text with speaker tags into passes of at most MAX_TURNS turns and chunk_bytes bytes. A text
+    without tags stays whole. Raises RequestError for a text that has only tags."""
     if not SPEAKER.search(text):
         return [text]
     if not SPEAKER.sub("", text).strip():
@@ -197,8 +198,8 @@ def _num_bytes(texts: Iterable[str]) -> int:
 
 
 def column_keys(columns: Tensor, config: Config) -> tuple[int, ...]:
-    """Return the prefix-cache keys of columns [T, 1 + K]: the id >= 0 of a text column, or a negative hash of a frame's
-    codes."""
+    """Return the prefix-cache keys of columns [T, 1 + K]: the id >= 0 of a text column, or a negative hash of
+    a frame's codes."""
     stop = config.semantic_start + config.codebook_size
     return tuple(
         prefix_key(*codes) if config.semantic_start <= token < stop else token

@@ -1,11 +1,13 @@
-"""Runs Fish Audio S2 as a plain loop around published classes, for `zoo bench --against reference` and `zoo parity`.
-serving/tools/reference.py starts this script in a separate environment, which tests/parity/environments.sh builds.
+"""Runs Fish Audio S2 as a plain loop around published classes, for `zoo bench --against reference` and `zoo
+parity`. serving/tools/reference.py starts this script in a separate environment, which
+tests/parity/environments.sh builds.
 
-The LM is the DualARTransformer of fish-speech 0.1.0 (Apache-2.0), which was made for the previous model, OpenAudio
-S1. Two of its own switches and one line turn it into S2: the fast AR gets the hidden state after the final norm. The
-codec is that of vllm-omni 0.30.0 (Apache-2.0), whose modules are imported without the server around them. S2's own
-code is not free, so prompts, masks and draws are written here from published facts of the model. fish-speech's own
-functions run OpenAudio S1-mini. `streams` requests form one static batch; the codec decodes each one at the end.
+The LM is the DualARTransformer of fish-speech 0.1.0 (Apache-2.0), which was made for the previous model,
+OpenAudio S1. Two of its own switches and one line turn it into S2: the fast AR gets the hidden state after
+the final norm. The codec is that of vllm-omni 0.30.0 (Apache-2.0), whose modules are imported without the
+server around them. S2's own code is not free, so prompts, masks and draws are written here from published
+facts of the model. fish-speech's own functions run OpenAudio S1-mini. `streams` requests form one static
+batch; the codec decodes each one at the end.
 """
 
 from __future__ import annotations
@@ -153,7 +155,8 @@ def load_codec(directory: Path) -> Any:
 
 
 def decode(codec: Any, codes: Tensor) -> Tensor:
-    """Decode codes [F, K] to samples [N] in one call. The codec clamps its argument in place, so it gets a copy."""
+    """Decode codes [F, K] to samples [N] in one call. The codec clamps its argument in place, so it gets a
+    copy."""
     return codec.decode(codes.T[None].clone(), torch.tensor([len(codes)]))[0][0, 0]
 
 
@@ -218,8 +221,8 @@ class Model:
         self.lm.setup_caches(streams, self.config["text_config"]["max_seq_len"], dtype)
 
     def step(self, columns: Tensor, at: int) -> tuple[Tensor, Tensor]:
-        """Run columns [B, 1 + K, T] from position `at` on. Return the last hidden state after the final norm [B, D], and
-        the logits [B, V + 1] of the semantic codes and the end."""
+        """Run columns [B, 1 + K, T] from position `at` on. Return the last hidden state after the final norm
+        [B, D], and the logits [B, V + 1] of the semantic codes and the end."""
         made = self.lm.forward_generate(columns, torch.arange(at, at + columns.shape[2]))
         return self.lm.norm(made.hidden_states)[:, -1], made.logits[:, -1, self.allowed]
 
@@ -266,9 +269,9 @@ class Model:
 
 
 class ModelS1:
-    """OpenAudio S1-mini, run by fish-speech's own loader, prompt and loop, one text at a time. Three things differ from
-    fish-speech: code 0 is a semantic code or, after the first frame, the end; a greedy draw keeps only the likeliest
-    code; and the penalty is not rounded to bf16."""
+    """OpenAudio S1-mini, run by fish-speech's own loader, prompt and loop, one text at a time. Three things
+    differ from fish-speech: code 0 is a semantic code or, after the first frame, the end; a greedy draw keeps
+    only the likeliest code; and the penalty is not rounded to bf16."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32):
         self.lm = DualARTransformer.from_pretrained(str(directory), load_weights=True).eval().to(dtype)
@@ -290,8 +293,9 @@ class ModelS1:
         return kept
 
     def speak(self, text: str, heard: list[tuple[str, Tensor]], frames: int, greedy: bool) -> Tensor:
-        """Return codes [F, K]. heard: transcripts and samples [N] of the references. Without `greedy` the speech cannot
-        end early, because a benchmark's length is fixed. fish-speech drops the last frame, so it gets one more."""
+        """Return codes [F, K]. heard: transcripts and samples [N] of the references. Without `greedy` the
+        speech cannot end early, because a benchmark's length is fixed. fish-speech drops the last frame, so
+        it gets one more."""
         self.num_drawn, self.may_end, self.seen = 0, greedy, []
         texts, clips = [text for text, _ in heard], [samples for _, samples in heard]
         codes = [self.codec.encode(samples[None, None])[0][0] for samples in clips]
@@ -351,8 +355,8 @@ def draw(logits: Tensor, temperature: float = 0.8, top_k: int = 30, top_p: float
 
 @torch.inference_mode()
 def speak(model: Model, columns: Tensor, frames: int, greedy: bool) -> Tensor:
-    """Speak prompts of columns [B, 1 + K, T]. Return codes [B, F, K]. With `greedy`, which needs one stream, the end
-    stops the speech. Otherwise it is banned, because a benchmark's length is fixed."""
+    """Speak prompts of columns [B, 1 + K, T]. Return codes [B, F, K]. With `greedy`, which needs one stream,
+    the end stops the speech. Otherwise it is banned, because a benchmark's length is fixed."""
     model.begin(len(columns))
     pick = (lambda logits: logits.argmax(-1)) if greedy else draw
     codes: list[Tensor] = []

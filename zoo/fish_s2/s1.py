@@ -1,4 +1,5 @@
-"""OpenAudio S1-mini (`dual_ar`), the model before S2. It has the same blocks and codec; this file has the differences.
+"""OpenAudio S1-mini (`dual_ar`), the model before S2. It has the same blocks and codec; this file has the
+differences.
 
                         S2 Pro                                   S1-mini
     config.json         nested, with the ids                     flat; the ids are in special_tokens.json
@@ -58,7 +59,8 @@ SPEAKER = "<|speaker:0|>"
 
 
 def read_config(config: dict[str, Any], special: dict[str, Any]) -> Config:
-    """Read config.json and special_tokens.json. Raises ValueError for a missing, out-of-range or unsupported value."""
+    """Read config.json and special_tokens.json. Raises ValueError for a missing, out-of-range or unsupported
+    value."""
     root, ids = ConfigBlock(config), ConfigBlock(special, file=SPECIAL_FILE)
     root.expect(model_type=S1, tie_word_embeddings=False, scale_codebook_embeddings=True)
     theta, eps = root.number("rope_base", *ROPE_THETA), root.number("norm_eps", *EPS)
@@ -93,8 +95,8 @@ def _fast(root: ConfigBlock) -> ConfigBlock:
 def open_lm(directory: Path) -> TensorFile:
     """Open model.pth with the tensor names of the original's class. Raises ValueError.
 
-    A training run adds the prefix `model.` and the tensors of an audio encoder, which speech synthesis does not use.
-    Both are removed, as in the original.
+    A training run adds the prefix `model.` and the tensors of an audio encoder, which speech synthesis does
+    not use. Both are removed, as in the original.
     """
     file = open_file(directory / LM_FILE)
     names = {name.removeprefix("model."): name for name in file.headers if "audio_" not in name}
@@ -103,7 +105,8 @@ def open_lm(directory: Path) -> TensorFile:
 
 
 def read_tokenizer(directory: Path, config: Config) -> TextTokenizer:
-    """Read the tokenizer. The ids in special_tokens.json must follow the ranks of the vocabulary. Raises ValueError."""
+    """Read the tokenizer. The ids in special_tokens.json must follow the ranks of the vocabulary. Raises
+    ValueError."""
     path, special = directory / SPECIAL_FILE, read_json(directory / SPECIAL_FILE)
     ranks = tiktoken.read_ranks(directory / tiktoken.FILE)
     expected = {token: len(ranks) + i for i, token in enumerate(special)}
@@ -126,8 +129,8 @@ class LineWriter(Writer):
         self._speaker = [special[SPEAKER]] if SPEAKER in special else self.tokenize(SPEAKER)
 
     def __call__(self, text: str, references: Sequence[Reference], before: Said | None = None) -> Tensor:
-        """Return the prompt. before: earlier speech of the same voice, which takes the place of a reference. Raises
-        RequestError for an invalid reference."""
+        """Return the prompt. before: earlier speech of the same voice, which takes the place of a reference.
+        Raises RequestError for an invalid reference."""
         said = [part for reference in references for part in self._line(reference)]
         if before is not None:
             said += self._said(before.text, before.frames)
@@ -150,8 +153,8 @@ class LineWriter(Writer):
 
 
 class S1State(FishState):
-    """The state of a slot, with repetition_penalty [S+1] added. recent [S+1, PENALTY_WINDOW, K] holds whole frames: the
-    latest is last, and missing frames are zeros."""
+    """The state of a slot, with repetition_penalty [S+1] added. recent [S+1, PENALTY_WINDOW, K] holds whole
+    frames: the latest is last, and missing frames are zeros."""
 
     repetition_penalty: Tensor
 
@@ -183,8 +186,8 @@ class OpenAudioS1(FishFamily[LineWriter]):
         return self.stack(inputs, batch)
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
-        """Append one frame per slot, or the end, as in S2. Residual codes that occur in the same codebook of the last
-        PENALTY_WINDOW frames are less likely; `_oldest` gives the penalised code 0."""
+        """Append one frame per slot, or the end, as in S2. Residual codes that occur in the same codebook of
+        the last PENALTY_WINDOW frames are less likely; `_oldest` gives the penalised code 0."""
         assert isinstance(state, S1State), type(state)
         alive = ~state.done[slots]
         steps = state.steps[slots]
@@ -209,9 +212,9 @@ class OpenAudioS1(FishFamily[LineWriter]):
         state.append(slots, frame, token == size)
 
     def _oldest(self, recent: Tensor, steps: Tensor) -> Tensor:
-        """Return a mask [B, V + 1] of the penalised code 0, which is only that of the oldest frame in the window. The first
-        frame never enters the window. (The original reads the window's first column, probably instead of its first
-        row.)"""
+        """Return a mask [B, V + 1] of the penalised code 0, which is only that of the oldest frame in the
+        window. The first frame never enters the window. (The original reads the window's first column,
+        probably instead of its first row.)"""
         at = (PENALTY_WINDOW + 1 - steps).clamp(0, PENALTY_WINDOW - 1)  # [B]
         code = recent[:, :, 0].gather(1, at[:, None])  # [B, 1]
         index = torch.arange(self.config.codebook_size + 1, device=steps.device)

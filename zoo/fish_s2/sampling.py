@@ -1,5 +1,5 @@
-"""Sampling in this model's own order (top-p, top-k, temperature), and a second draw if the first one repeats a recent
-code.
+"""Sampling in this model's own order (top-p, top-k, temperature), and a second draw if the first one repeats
+a recent code.
 
 Source: facts of fishaudio/fish-speech, models/text2semantic/inference.py (logits_to_probs,
 decode_one_token_ar).
@@ -21,9 +21,9 @@ RAS_TEMPERATURE, RAS_TOP_P = 1.0, 0.9  # for the second draw
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Return logits [B, V] with all unlikely entries at -inf.
 
-    An entry stays if its rank is below top_k (0 keeps all) and the probability up to it, before the temperature, is at
-    most top_p. The entry that crosses top_p is dropped too; the likeliest one always stays. Among equal entries, a lower
-    index ranks higher.
+    An entry stays if its rank is below top_k (0 keeps all) and the probability up to it, before the
+    temperature, is at most top_p. The entry that crosses top_p is dropped too; the likeliest one always
+    stays. Among equal entries, a lower index ranks higher.
     """
     if logits.device.type == "cpu":
         return torch.ops.zoo.keep_likely_before_temperature.default(logits, top_k, top_p)
@@ -32,8 +32,8 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 @operator("keep_likely_before_temperature")
 def keep_likely_on_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the same as `keep_likely`. It ranks only as many entries as top_k needs; a full sort of eight rows of 4,096
-    takes 4.5 ms."""
+    """Return the same as `keep_likely`. It ranks only as many entries as top_k needs; a full sort of eight
+    rows of 4,096 takes 4.5 ms."""
     if kernels.know(logits):
         return kernels.keep_likely_before_temperature(logits, top_k, top_p)
     has_limit = bool((top_k > 0).all())
@@ -45,7 +45,8 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) 
     """num_ranked: how many entries to rank; at least as many as any row keeps."""
     ranked = logits.topk(num_ranked, -1).values
     largest = ranked[:, :1]
-    # torch.logsumexp, written out: its GPU lowering tests whether there are any rows, which a graph for any B cannot do.
+    # torch.logsumexp, written out: its GPU lowering tests whether there are any rows, which a graph for any B
+    # cannot do.
     total = (logits - largest).exp().sum(-1, keepdim=True).log() + largest
     mass = (ranked - total).exp().cumsum(-1)
     within_p = (mass <= top_p[:, None]) | (top_p[:, None] >= 1)  # a sum in fp32 can exceed 1
@@ -59,7 +60,8 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) 
 
 @torch.compiler.nested_compile_region
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the likeliest."""
+    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the
+    likeliest."""
     hot = temperature > 0
     scaled = keep_likely(logits, top_k, top_p) / torch.where(hot, temperature, 1.0)[:, None]
     return torch.where(hot[:, None], scaled + noise, logits).argmax(-1)
@@ -68,8 +70,9 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
 def draw_semantic(
     logits: Tensor, recent: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor
 ) -> Tensor:
-    """Draw one token per row: logits [B, V] float32, noise [B, 2, V] -> [B]. If it is among the `recent` codes
-    [B, RAS_WINDOW], a second draw replaces it, even if that repeats a code too. The end of speech is never recent."""
+    """Draw one token per row: logits [B, V] float32, noise [B, 2, V] -> [B]. If it is among the `recent`
+    codes [B, RAS_WINDOW], a second draw replaces it, even if that repeats a code too. The end of speech is
+    never recent."""
     token = draw(logits, temperature, top_k, top_p, noise[:, 0])
     temperature = torch.where(temperature > 0, RAS_TEMPERATURE, 0.0)
     again = draw(logits, temperature, top_k, torch.full_like(top_p, RAS_TOP_P), noise[:, 1])
@@ -77,6 +80,7 @@ def draw_semantic(
 
 
 def remember(recent: Tensor, token: Tensor, is_kept: Tensor) -> Tensor:
-    """Return the window for the next draw. In rows with is_kept [B] the latest token replaces the oldest one."""
+    """Return the window for the next draw. In rows with is_kept [B] the latest token replaces the oldest
+    one."""
     moved = torch.cat((recent[:, 1:], token[:, None]), 1)
     return torch.where(is_kept[:, None], moved, recent)

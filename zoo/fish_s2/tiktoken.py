@@ -1,10 +1,10 @@
-"""Reads tokenizer.tiktoken, the vocabulary of OpenAudio S1: a byte-level BPE. The ranks of the tokens define its
-merges.
+"""Reads tokenizer.tiktoken, the vocabulary of OpenAudio S1: a byte-level BPE. The ranks of the tokens define
+its merges.
 
-Source: openai/tiktoken, src/lib.rs. Among all neighbours whose joined bytes are a token, those with the lowest rank
-are joined first. A piece that is itself a token is not split. The pattern that splits a text into pieces comes from
-fish-speech 0.1.0, tokenizer.py. Its `(\\?!\\S)` matches a literal question mark, which looks like a mistake, but the
-model was trained with it.
+Source: openai/tiktoken, src/lib.rs. Among all neighbours whose joined bytes are a token, those with the
+lowest rank are joined first. A piece that is itself a token is not split. The pattern that splits a text into
+pieces comes from fish-speech 0.1.0, tokenizer.py. Its `(\\?!\\S)` matches a literal question mark, which
+looks like a mistake, but the model was trained with it.
 """
 
 from __future__ import annotations

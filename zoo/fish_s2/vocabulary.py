@@ -1,5 +1,5 @@
-"""The model's special tokens, and the text vocabulary of the demo checkpoints: a small byte-level BPE that can be
-filled up to the published size."""
+"""The model's special tokens, and the text vocabulary of the demo checkpoints: a small byte-level BPE that
+can be filled up to the published size."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _S1 = """
 S1_ADDED = tuple(_S1.split())  # of OpenAudio S1; the semantic codes follow
 
 PUBLISHED_WORDS = 151643
-# Pieces of the demo's BPE. The words of the prompt keep it short. ".\n\n" would join two segments that are not
-# tokenized separately. Others reveal how a text was split.
+# Pieces of the demo's BPE. The words of the prompt keep it short. ".\n\n" would join two segments that are
+# not tokenized separately. Others reveal how a text was split.
 PIECES = (
     " provided", " following", " reference", " speech", " text", " the", " to", "convert", "assistant",
     "system", "user", "Speech", "Text", "speaker", ".\n\n", ":\n\n", ":\n", "\n\n", "<|", "|>", " [", "]",
@@ -58,7 +58,8 @@ def merges() -> tuple[Pair, ...]:
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """Return token ids: bytes, merged pieces and, if `full`, filler up to the published size that no merge makes."""
+    """Return token ids: bytes, merged pieces and, if `full`, filler up to the published size that no merge
+    makes."""
     tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))
     if full:
         tokens += [f"<filler {i}>" for i in range(len(tokens), PUBLISHED_WORDS)]

@@ -140,13 +140,14 @@ def _transformer(theirs: str, ours: str, layers: int) -> dict[str, str]:
 
 
 def is_weight_normed(name: str) -> bool:
-    """Return whether a convolution of codec.pth has weight norm. All have it except those of quantizer.downsample and
-    quantizer.upsample."""
+    """Return whether a convolution of codec.pth has weight norm. All have it except those of
+    quantizer.downsample and quantizer.upsample."""
     return not name.startswith(("quantizer.downsample.", "quantizer.upsample."))
 
 
 def as_saved(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-    """Convert the names and shapes of `codec` to those of codec.pth, which stores weight norm in two formats."""
+    """Convert the names and shapes of `codec` to those of codec.pth, which stores weight norm in two
+    formats."""
     saved: Shapes = {}
     for name, shape in shapes.items():
         if not name.endswith(".weight") or len(shape) != 3 or not is_weight_normed(name):

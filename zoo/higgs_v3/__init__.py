@@ -26,8 +26,8 @@ def claims(path: Path) -> bool:
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> HiggsV3:
-    """Return the family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError with the file and
-    the problem."""
+    """Return the family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError with the
+    file and the problem."""
     from zoo.higgs_v3 import weights
     from zoo.higgs_v3.clone import Cloner
     from zoo.higgs_v3.model import HiggsV3
@@ -60,7 +60,8 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
 
 
 def build(config):
-    """Return the checkpoint's modules on the `meta` device, where tensors have names and shapes but no memory."""
+    """Return the checkpoint's modules on the `meta` device, where tensors have names and shapes but no
+    memory."""
     import torch
 
     from zoo.higgs_v3.weights import Checkpoint
@@ -115,7 +116,8 @@ def survey(directory: Path):
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or OSError."""
+    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or
+    OSError."""
     import torch
 
     from zoo.higgs_v3.demo import write

@@ -1,5 +1,5 @@
-"""Encodes a reference recording into the rows of codes that the LM reads. A clip is encoded once, in fp32, and
-cached.
+"""Encodes a reference recording into the rows of codes that the LM reads. A clip is encoded once, in fp32,
+and cached.
 
     clip ─ mono, 24 kHz, at least a second ─ codec encoder ─> codes [F, K] ─ stagger ─> rows [F + 7, K]
 """
@@ -21,8 +21,8 @@ from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
 FAMILY = "higgs_v3"
-# The upper limit and MIN_SAMPLES are those of sglang-omni 0.1.9, models/higgs_tts/stages.py. A clip below the lower
-# limit is too short to contain a voice.
+# The upper limit and MIN_SAMPLES are those of sglang-omni 0.1.9, models/higgs_tts/stages.py. A clip below the
+# lower limit is too short to contain a voice.
 REFERENCE_S = (0.1, 100.0)
 MIN_SAMPLES = SAMPLE_RATE_HZ  # shorter clips are padded with zeros at the end
 
@@ -49,8 +49,8 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, config, codec))
 
     def __call__(self, clip: AudioClip) -> EncodedReference:
-        """Return the clip's encoding, from the cache if possible. Raises ValueError (`param` "references") for
-        unusable audio."""
+        """Return the clip's encoding, from the cache if possible. Raises ValueError (`param` "references")
+        for unusable audio."""
         name = content(clip)
         file = self.files.of(clip, name, lambda tensors: self._keyed(tensors["rows"]))
         return self.references.get(name, lambda: self._encode(clip), file)

@@ -1,16 +1,15 @@
-"""The 25 Hz codec. Its decoder turns frames of 8 codes (40 ms) into 24 kHz samples. The samples do not depend on
-how the frames are split into windows.
+"""The 25 Hz codec. Its decoder turns frames of 8 codes (40 ms) into 24 kHz samples. The samples do not depend
+on how the frames are split into windows.
 
     codes [B, 10 + F + 10, K] ─ tables ─ conv ─ x8 ─ x5 ─ x4 ─ x2 ─ x3 ─ conv ─ samples [B, 960 F]
                                  256     1024   512  256  128   64   32     1    channels
                                          25 Hz  0.2    1    4    8   24   kHz
 
-A frame affects the samples of ten frames before it and ten after it, so a window comes with ten extra frames on
-both sides. Every convolution returns only the positions whose inputs are all present. The stretch gets shorter from
-layer to layer, until only the window is left. Before and after the tape the layers see zeros, like the padding of a
-decoder that gets the whole tape.
-Source: transformers 5.23, models/higgs_audio_v2_tokenizer and models/dac; Kumar et al. 2023 (arXiv
-2306.06546).
+A frame affects the samples of ten frames before it and ten after it, so a window comes with ten extra frames
+on both sides. Every convolution returns only the positions whose inputs are all present. The stretch gets
+shorter from layer to layer, until only the window is left. Before and after the tape the layers see zeros,
+like the padding of a decoder that gets the whole tape. Source: transformers 5.23,
+models/higgs_audio_v2_tokenizer and models/dac; Kumar et al. 2023 (arXiv 2306.06546).
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from zoo.nn.snake import Snake
 
 
 class Stretch:
-    """The positions of a tensor on the tape, at a layer's rate: `before` of them precede the window and `after`
-    follow it.
+    """The positions of a tensor on the tape, at a layer's rate: `before` of them precede the window and
+    `after` follow it.
 
-    start [B] is the window's first frame and end [B] the number of frames on the tape. taped [B, 1, N] bool marks the
-    positions that lie on the tape.
+    start [B] is the window's first frame and end [B] the number of frames on the tape. taped [B, 1, N] bool
+    marks the positions that lie on the tape.
     """
 
     def __init__(self, start: Tensor, end: Tensor, frames: int, context: int):
@@ -50,8 +49,8 @@ class Stretch:
         self.taped = self.taped[..., edge : self.taped.shape[2] - edge]
 
     def upsample(self, stride: int, padding: int) -> None:
-        """Apply a transposed convolution whose kernel is two strides wide, and drop `padding` positions of its output.
-        Only positions between the second input and the last one have all their inputs."""
+        """Apply a transposed convolution whose kernel is two strides wide, and drop `padding` positions of
+        its output. Only positions between the second input and the last one have all their inputs."""
         self.rate *= stride
         self.before, self.after = (self.before - 1) * stride + padding, self.after * stride - padding
         self.taped = self._taped()
@@ -69,7 +68,8 @@ class Conv(nn.Conv1d, ShortFilters):
 
 
 class Unit(Residual):
-    """The decoder's residual unit. On a CPU that supports it, it is one kernel; the encoder gains nothing from that."""
+    """The decoder's residual unit. On a CPU that supports it, it is one kernel; the encoder gains nothing
+    from that."""
 
     conv = Conv
     conv1: Conv
@@ -98,8 +98,8 @@ class Block(nn.Module):
         super().__init__()
         self.rate, self.padding = rate, -(-rate // 2)
         self.snake = Snake(channels)
-        # The padding drops the ends of the output, which the missing neighbours of the first and last input would
-        # share.
+        # The padding drops the ends of the output, which the missing neighbours of the first and last input
+        # would share.
         self.up = Upsampling(channels, channels // 2, 2 * rate, rate, padding=rate)
         self.residuals = nn.ModuleList(Unit(channels // 2, dilation) for dilation in DILATIONS)
 
@@ -143,8 +143,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def prepare(self, quantizer: Quantizer) -> None:
-        """Fold each codebook, its project_out and the final projection into one row per code. All of them are linear.
-        The product is computed in fp64 and rounded once."""
+        """Fold each codebook, its project_out and the final projection into one row per code. All of them are
+        linear. The product is computed in fp64 and rounded once."""
         project = self.project.weight.double()
         # [C, V] each
         tables = [project @ book.project_out.weight.double() @ book.rows.double().T for book in quantizer]
@@ -160,8 +160,8 @@ class Decoder(nn.Module):
     def forward(self, codes: Tensor, start: Tensor, end: Tensor) -> Tensor:
         """Return the samples [B, F * frame_samples] of frames start [B] .. start + F.
 
-        codes [B, context + F + context, K] int64 has the codes of these frames in the middle. The tape holds frames
-        0 .. end [B]; codes outside of it are ignored.
+        codes [B, context + F + context, K] int64 has the codes of these frames in the middle. The tape holds
+        frames 0 .. end [B]; codes outside of it are ignored.
         """
         frames = codes.shape[1] - 2 * self.context
         stretch = Stretch(start, end, frames, self.context)

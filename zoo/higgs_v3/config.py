@@ -1,5 +1,5 @@
-"""The checkpoint's config.json as frozen dataclasses. A missing or out-of-range key raises an error that names
-it; unknown keys are ignored."""
+"""The checkpoint's config.json as frozen dataclasses. A missing or out-of-range key raises an error that
+names it; unknown keys are ignored."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SPECIALS = 2  # the last ids of a codebook's vocabulary: "begin of codes" and "e
 SAMPLE_RATE_HZ = 24_000
 SEMANTIC_RATE_HZ = 16_000
 
-# No published file describes the codec's shape. It is that of bosonai/higgs-audio-v2-tokenizer; the keys are those of
-# its config.json. A demo checkpoint of another size has `audio_encoder_config.codec_config`.
+# No published file describes the codec's shape. It is that of bosonai/higgs-audio-v2-tokenizer; the keys are
+# those of its config.json. A demo checkpoint of another size has `audio_encoder_config.codec_config`.
 CODEC: dict[str, Any] = {
     "codebook_size": 1024,
     "codebook_dim": 64,
@@ -148,13 +148,14 @@ class CodecConfig:
 
     @property
     def width(self) -> int:
-        """Channels of the latent that the codebooks quantise: the acoustic and the semantic latent, concatenated."""
+        """Channels of the latent that the codebooks quantise: the acoustic and the semantic latent,
+        concatenated."""
         return self.latent + self.semantic.hidden
 
     @classmethod
     def read(cls, block: ConfigBlock, codebooks: int, codebook_size: int) -> CodecConfig:
-        """Read the codec's shape. Raises ValueError for a missing or out-of-range key, and for codes that do not fit the
-        LM's vocabulary."""
+        """Read the codec's shape. Raises ValueError for a missing or out-of-range key, and for codes that do
+        not fit the LM's vocabulary."""
         acoustic = block.block("acoustic_model_config")
         acoustic.expect(downsampling_ratios=CODEC["acoustic_model_config"]["downsampling_ratios"])
         ratios = tuple(acoustic.get("downsampling_ratios"))
@@ -199,7 +200,8 @@ class Config:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Read config.json. Raises ValueError for a missing or out-of-range key, and for an unsupported model."""
+        """Read config.json. Raises ValueError for a missing or out-of-range key, and for an unsupported
+        model."""
         model = config.get("model_type")
         if model in V2:
             raise ValueError(

@@ -1,12 +1,12 @@
-"""Random checkpoints in the published layout, without trained weights. They serve tests, first tries and speed
-measurements.
+"""Random checkpoints in the published layout, without trained weights. They serve tests, first tries and
+speed measurements.
 
     write("demo", "tiny")    # about a megabyte, runs anywhere
     write("mid", "mid")      # 150 million parameters, for speed measurements
     write("full", "full")    # the published shapes and sizes, 9.3 GB
 
-A tensor's values depend only on (seed, published name, shape). All tensors have the same dtype, including those of
-the codec, as in the published file.
+A tensor's values depend only on (seed, published name, shape). All tensors have the same dtype, including
+those of the codec, as in the published file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _text(
     rows: int,
     positions: int,
 ) -> dict[str, Any]:
-    """Return text_config. words: tokens of the tokenizer without the added ones; rows: rows of the embedding."""
+    """Return text_config. words: tokens of the tokenizer without the added ones; rows: rows of the
+    embedding."""
     return {
         "_name_or_path": "Qwen/Qwen3-4B-Base",
         "architectures": ["Qwen3ForCausalLM"],
@@ -149,9 +150,9 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in). The
-# first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a missing
-# branch of the network would go unnoticed.
+# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
+# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
+# missing branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"\.inited$", 1.0, 0.0, False),
     (r"\.cluster_size$", 1.5, 0.25, False),
@@ -186,8 +187,8 @@ COPIES = {
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule matches
-    the name."""
+    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule
+    matches the name."""
     name = COPIES.get(name, name)
     values = synthetic.fill(name, shape, f"higgs_v3:{seed}", RULES)
     if name == CODES:
@@ -208,8 +209,8 @@ def write(
 ) -> Path:
     """Write a checkpoint with every file of the published layout and return its directory.
 
-    config: changes to config.json, merged into its blocks, such as `text_config={"num_hidden_layers": 1}`. Raises
-    ValueError for an unknown size, key or dtype, and if the directory is not empty.
+    config: changes to config.json, merged into its blocks, such as `text_config={"num_hidden_layers": 1}`.
+    Raises ValueError for an unknown size, key or dtype, and if the directory is not empty.
     """
     # Imported here, so that this module's configs and values do not need the model.
     from zoo.higgs_v3 import build, describe, weights
@@ -229,7 +230,8 @@ def write(
 
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
-    """Write the JSON files of a checkpoint, without its tensors. Arguments and errors are those of `write`."""
+    """Write the JSON files of a checkpoint, without its tensors. Arguments and errors are those of
+    `write`."""
     directory, content = synthetic.begin(directory, size, CONFIGS)
     change(content, config, "config.json")
     Config.read(content)  # raises an error before anything is written

@@ -1,5 +1,5 @@
-"""The codec's encoder. It turns a whole reference recording into the latent that the codebooks quantise, in two
-branches.
+"""The codec's encoder. It turns a whole reference recording into the latent that the codebooks quantise, in
+two branches.
 
     samples [B, N] ─┬─ conv ─ (residual x3, strided conv) x5 ─ conv ──────────────────────────> acoustic [B, 256, F] ┐
                     │              24 kHz to 25 Hz                                                                   ├ linear ─ [B, F, 1024]
@@ -106,8 +106,8 @@ class Encoder(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         """Encode samples [B, N] at 24 kHz to latents [B, F, W].
 
-        The semantic branch determines F. If N mod 960 is in 119 .. 631, the acoustic branch would give another number
-        of frames. In that case its samples get half a frame of zeros on both sides.
+        The semantic branch determines F. If N mod 960 is in 119 .. 631, the acoustic branch would give
+        another number of frames. In that case its samples get half a frame of zeros on both sides.
         """
         heard = self.hubert(F.pad(self.resample(samples), (SEMANTIC_PAD, SEMANTIC_PAD)))[:, ::2]  # [B, F, D]
         semantic = self.semantic(heard.mT)  # [B, D, F]

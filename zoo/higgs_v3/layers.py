@@ -20,8 +20,8 @@ EDGES = tuple(
 
 
 class Residual(nn.Module):
-    """A residual unit, [B, C, N] -> [B, C, N - 2 edge]: it returns only positions whose inputs are all present. To keep
-    the length, pad the input with `edge` zeros on both sides."""
+    """A residual unit, [B, C, N] -> [B, C, N - 2 edge]: it returns only positions whose inputs are all
+    present. To keep the length, pad the input with `edge` zeros on both sides."""
 
     conv: type[nn.Conv1d] = nn.Conv1d
 
@@ -40,8 +40,8 @@ class Residual(nn.Module):
 
 
 class Codebook(nn.Module):
-    """One level: an input projection, the codebook's rows, and an output projection. The nearest row is the one with
-    the smallest Euclidean distance; nothing is normalised."""
+    """One level: an input projection, the codebook's rows, and an output projection. The nearest row is the
+    one with the smallest Euclidean distance; nothing is normalised."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -50,7 +50,8 @@ class Codebook(nn.Module):
         self.project_out = nn.Linear(config.codebook_width, config.width)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """Return the nearest codes [B, F] of x [B, F, W]: |x - c|^2 is least where x c - |c|^2 / 2 is greatest."""
+        """Return the nearest codes [B, F] of x [B, F, W]: |x - c|^2 is least where x c - |c|^2 / 2 is
+        greatest."""
         return F.linear(self.project_in(x), self.rows, -self.rows.square().sum(-1) / 2).argmax(-1)
 
     def forward(self, code: Tensor) -> Tensor:

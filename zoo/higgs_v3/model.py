@@ -32,7 +32,8 @@ MIN_FRAMES = 384
 
 
 class Block(nn.Module):
-    """Grouped-query attention over pages with a norm per head, then a gated MLP. Both are pre-norm and residual.
+    """Grouped-query attention over pages with a norm per head, then a gated MLP. Both are pre-norm and
+    residual.
 
     Source: transformers, models/qwen3, Qwen3DecoderLayer.
     """
@@ -60,8 +61,8 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The LM: the text embedding, the code embeddings, and the blocks. A step's codes are read as the sum of their
-    rows."""
+    """The LM: the text embedding, the code embeddings, and the blocks. A step's codes are read as the sum of
+    their rows."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -175,8 +176,8 @@ class HiggsV3(Family[HiggsState]):
         state.step(slots, drawn, c.begin, c.end)
 
     def render(self, state: HiggsState, view: View) -> tuple[Tensor, Tensor]:
-        """Render a window. The codec also reads ten frames on each side of it from the tape, which ends after the last
-        ready frame."""
+        """Render a window. The codec also reads ten frames on each side of it from the tape, which ends after
+        the last ready frame."""
         window = self.spec.window
         codes = state.window(view, window.left, window.lookahead)  # [B, F + 20, K]
         samples = self.codec.decoder(codes, view.start, state.ready[view.slots])

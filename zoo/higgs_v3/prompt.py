@@ -1,14 +1,13 @@
-"""Builds the prompt: the text tokens and the reference's rows of codes (R, one position each) that the LM reads
-before the first frame.
+"""Builds the prompt: the text tokens and the reference's rows of codes (R, one position each) that the LM
+reads before the first frame.
 
     zero-shot                 <|tts|>                                               <|text|> text… <|audio|>
     reference                 <|tts|>                           <|ref_audio|> R…    <|text|> text… <|audio|>
     reference, transcript     <|tts|> <|ref_text|> transcript…  <|ref_audio|> R…    <|text|> text… <|audio|>
 
-The prompt has no chat template, no system prompt, and no token at the end of the reference. The hidden state at
-<|audio|> gives the first codes.
-Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts/text_tokenizer.py. vllm-omni 0.30.0,
-higgs_audio_v3_tokenizer.py, has the same layout.
+The prompt has no chat template, no system prompt, and no token at the end of the reference. The hidden state
+at <|audio|> gives the first codes. Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts/text_tokenizer.py.
+vllm-omni 0.30.0, higgs_audio_v3_tokenizer.py, has the same layout.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ HINTS = {
 
 
 class TextTokenizer:
-    """The checkpoint's byte-level BPE. In a user's text it recognises only the documented control tags. Any other
-    special token there is tokenized as ordinary text and cannot change the prompt's structure."""
+    """The checkpoint's byte-level BPE. In a user's text it recognises only the documented control tags. Any
+    other special token there is tokenized as ordinary text and cannot change the prompt's structure."""
 
     def __init__(self, directory: Path):
         path = directory / "tokenizer.json"
@@ -89,8 +88,8 @@ class Script:
 
 
 class PromptWriter:
-    """Turns a Request into a Script. Raises ValueError for a mistake in the request. A reference is encoded last, after
-    everything else has been checked."""
+    """Turns a Request into a Script. Raises ValueError for a mistake in the request. A reference is encoded
+    last, after everything else has been checked."""
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.cloner = cloner
@@ -102,8 +101,8 @@ class PromptWriter:
             )
 
     def __call__(self, request: Request, values: Mapping[str, Any], said: Said | None = None) -> Script:
-        """Return the request's prompt. values: the model's options, from `zoo.request.check`. said: earlier speech of the
-        same voice, which takes the place of a reference."""
+        """Return the request's prompt. values: the model's options, from `zoo.request.check`. said: earlier
+        speech of the same voice, which takes the place of a reference."""
         text = self._tokens("text", request.text)
         if not text:
             raise RequestError("text", "text is empty")

@@ -1,10 +1,10 @@
-"""Runs Higgs Audio V3 as a plain loop around transformers' classes, for `zoo bench --against reference` and `zoo
-parity`. serving/tools/reference.py starts this script in a separate environment, which tests/parity/remake.sh
-builds. No package runs the whole model outside a server.
+"""Runs Higgs Audio V3 as a plain loop around transformers' classes, for `zoo bench --against reference` and
+`zoo parity`. serving/tools/reference.py starts this script in a separate environment, which
+tests/parity/remake.sh builds. No package runs the whole model outside a server.
 
-Backbone and codec are Qwen3Model and HiggsAudioV2TokenizerModel. `streams` requests form one static batch; each step
-draws for all of them, and the codec decodes each one at the end. The benchmark has a fixed length and ignores the stop
-rule; parity follows it.
+Backbone and codec are Qwen3Model and HiggsAudioV2TokenizerModel. `streams` requests form one static batch;
+each step draws for all of them, and the codec decodes each one at the end. The benchmark has a fixed length
+and ignores the stop rule; parity follows it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def prompt_of(model: Model, request: dict[str, Any]) -> torch.Tensor:
 
 @torch.inference_mode()
 def reference_rows(model: Model, path: str) -> torch.Tensor:
-    """Return the codes of a clip as rows [F + K - 1, K]: each codebook starts one row after the previous one."""
+    """Return the codes of a clip as rows [F + K - 1, K]: each codebook starts one row after the previous
+    one."""
     clip = np.load(path)
     rate_hz = int(clip["rate_hz"])
     assert rate_hz == RATE_HZ, f"the clip has {rate_hz} Hz; the plain loop needs {RATE_HZ} Hz"

@@ -1,4 +1,5 @@
-"""HuBERT, which represents the content of a recording as 50 vectors per second. The codec uses the mean of all layers.
+"""HuBERT, which represents the content of a recording as 50 vectors per second. The codec uses the mean of
+all layers.
 
     samples [B, N] at 16 kHz ─ 7 strided convs ─ linear ─ + a wide conv (position) ─ norm ─ 12 post-norm layers ─ mean of all [B, T, D]
 
@@ -35,8 +36,8 @@ class Layer(nn.Module):
 
 
 class Position(nn.Module):
-    """The positional encoding: a wide convolution with weight norm. Its kernel is published as a direction, and a
-    length for each tap."""
+    """The positional encoding: a wide convolution with weight norm. Its kernel is published as a direction,
+    and a length for each tap."""
 
     weight: Tensor  # [D, D / groups, kernel], set by prepare()
 
@@ -78,8 +79,8 @@ class Hubert(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Encode samples [B, N] at 16 kHz, with their loudness unchanged. Return [B, T, D], the mean of the first layer's
-        input and all layers' outputs."""
+        """Encode samples [B, N] at 16 kHz, with their loudness unchanged. Return [B, T, D], the mean of the
+        first layer's input and all layers' outputs."""
         x = samples[:, None]
         for i, conv in enumerate(self.convs):
             x = conv(x)

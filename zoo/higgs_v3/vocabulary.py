@@ -1,5 +1,5 @@
-"""The model's special tokens, and the text vocabulary of the demo checkpoints: a small byte-level BPE with, if asked,
-the published ids and size."""
+"""The model's special tokens, and the text vocabulary of the demo checkpoints: a small byte-level BPE with,
+if asked, the published ids and size."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ HIGGS = (
 ADDED = (*_QWEN.split(), *_QWEN_PLAIN.split(), *HIGGS)
 
 PUBLISHED_WORDS = 151643
-# The pieces of "Hello from PegaInfer.", the only text whose published ids are known (a public golden test). All other
-# pieces are filler at that size.
+# The pieces of "Hello from PegaInfer.", the only text whose published ids are known (a public golden test).
+# All other pieces are filler at that size.
 PUBLISHED_IDS = {"Hello": 9707, " from": 504, " P": 393, "ega": 11188, "In": 641, "fer": 802, ".": 13}
 WORDS = (" the", " to", " h", " s", " w", "ing", "er", "ou", "th", "'s", "n't")
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,7 +69,8 @@ def merges() -> tuple[Pair, ...]:
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """Return token ids: bytes, merged pieces and, if `full`, filler up to the published size that no merge makes."""
+    """Return token ids: bytes, merged pieces and, if `full`, filler up to the published size that no merge
+    makes."""
     tokens = list(dict.fromkeys([*byte_symbols().values(), *(left + right for left, right in merges())]))
     if not full:
         return {token: index for index, token in enumerate(tokens)}

@@ -11,14 +11,14 @@ from zoo.higgs_v3.model import Backbone
 from zoo.nn.names import decoder_block
 
 CODEC = "tied.embedding.modality_embeddings.0.model"
-# Copies of the two embeddings. The file contains them but the index does not name them, so a loader that follows the
-# index does not read them.
+# Copies of the two embeddings. The file contains them but the index does not name them, so a loader that
+# follows the index does not read them.
 HEADS = ("tied.head.text_head.weight", "tied.head.modality_heads.0.weight")
 
 
 class Checkpoint(nn.Module):
-    """The modules of model.safetensors. The loader checks the tensors of `unread`, but leaves them on meta because
-    nothing uses them."""
+    """The modules of model.safetensors. The loader checks the tensors of `unread`, but leaves them on meta
+    because nothing uses them."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -41,8 +41,8 @@ def table(config: Config) -> dict[str, str]:
 
 
 def unread(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors that nothing reads: the copied heads, the codec's semantic decoder, and
-    the training counts of its codebooks."""
+    """Return the names and shapes of the tensors that nothing reads: the copied heads, the codec's semantic
+    decoder, and the training counts of its codebooks."""
     codec = config.codec
     width, hidden = codec.width, codec.semantic.hidden
     shapes = {

@@ -114,7 +114,8 @@ def describe(directory: Path):
         name=f"Qwen3-TTS {SIZES.get(config.size, config.size)} {config.variant}",
         feeds=defaults.feeds,
         mixes=config.variant != "voice_design",
-        # A designed voice would change from pass to pass, and the model has no encoder to clone the first one.
+        # A designed voice would change from pass to pass, and the model has no encoder to clone the first
+        # one.
         piece_s=None if config.variant == "voice_design" else min(PIECE_S, max(1.0, longest_s / 3)),
     )
     return config, defaults, (decoder, encoder), spec
@@ -128,7 +129,8 @@ def survey(directory: Path):
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or OSError."""
+    """Write a random checkpoint in the published layout and return its directory. Raises ValueError or
+    OSError."""
     import torch
 
     from zoo.qwen3_tts.demo import write

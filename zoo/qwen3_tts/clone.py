@@ -61,8 +61,8 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, speaker.config, *modules))
 
     def __call__(self, clip: AudioClip, x_vector_only: bool) -> EncodedReference:
-        """Return the clip's encoding, from the cache if possible. Raises ValueError (`param` "references") for
-        unusable audio."""
+        """Return the clip's encoding, from the cache if possible. Raises ValueError (`param` "references")
+        for unusable audio."""
         name = content(clip, x_vector_only)
         file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
         return self.references.get(name, lambda: self._encode(name, clip, x_vector_only), file)

@@ -6,9 +6,9 @@ depend on how the frames are split into calls.
                                          12.5 Hz          25, 50 Hz           0.4   2    8    24  kHz
 
 Every layer is causal. The state of a stream is one row of `state_size` values: the ends of the layers' inputs
-and the last 71 keys and values. A new stream starts with zeros; each call takes the row and returns the next one.
-Source: QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py. The streaming there (300
-frames with 25 of context) is an approximation.
+and the last 71 keys and values. A new stream starts with zeros; each call takes the row and returns the next
+one. Source: QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py. The streaming
+there (300 frames with 25 of context) is an approximation.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class DecoderConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> DecoderConfig:
-        """Read the decoder's part of the codec's config.json. Raises ValueError for a missing, out-of-range or
-        unsupported value."""
+        """Read the decoder's part of the codec's config.json. Raises ValueError for a missing, out-of-range
+        or unsupported value."""
         root = ConfigBlock(config, file=CODEC_FILE)
         block = root.block("decoder_config")
         rates = block.integers("upsample_rates", *STRIDE)
@@ -110,7 +110,8 @@ class Layer(Stateful):
 
 
 class Transformer(nn.Module):
-    """The sliding-window transformer, [B, F, C] -> [B, F, C]. Positions count from the start of the stream."""
+    """The sliding-window transformer, [B, F, C] -> [B, F, C]. Positions count from the start of the
+    stream."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -124,8 +125,8 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         frame = torch.arange(x.shape[1], device=x.device)
         cos, sin = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
-        # Key j lies window - 1 - j frames before this call's first frame. The zeros from before the start of the
-        # stream are masked.
+        # Key j lies window - 1 - j frames before this call's first frame. The zeros from before the start of
+        # the stream are masked.
         kept = self.window - 1
         key = torch.arange(kept + x.shape[1], device=x.device)
         window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [F, window - 1 + F]
@@ -137,7 +138,8 @@ class Transformer(nn.Module):
 
 
 class Upsample(nn.Module):
-    """A transposed convolution followed by a ConvNeXt block (Liu et al. 2022): [B, C, N] -> [B, C, ratio N]."""
+    """A transposed convolution followed by a ConvNeXt block (Liu et al. 2022): [B, C, N] -> [B, C, ratio
+    N]."""
 
     def __init__(self, channels: int, ratio: int):
         super().__init__()
@@ -218,9 +220,9 @@ class Decoder(nn.Module):
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Decode codes [B, F, K] int64 to samples [B, F * frame_samples] in [-1, 1].
 
-        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in earlier
-        calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the others. Also returns
-        the rows for the next call.
+        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in
+        earlier calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the
+        others. Also returns the rows for the next call.
         """
         state = CodecState(self.layout, rows, codes.shape[1], count)
         return self._speak(self._read(codes, start, state), state), state.next()
@@ -228,8 +230,8 @@ class Decoder(nn.Module):
     def prime(self, codes: Tensor) -> Tensor:
         """Return the states [B, state_size] of streams that have already spoken codes [B, F, K].
 
-        No samples are made. Nearly all of the work is in the convolutions after the transformer, and they run only
-        on the last `reach` frames.
+        No samples are made. Nearly all of the work is in the convolutions after the transformer, and they run
+        only on the last `reach` frames.
         """
         start = codes.new_zeros(codes.shape[0])
         rows = codes.new_zeros(codes.shape[0], self.state_size, dtype=self.dtype)
@@ -241,7 +243,8 @@ class Decoder(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Number of frames that the convolutions after the transformer look back from the start of a new frame."""
+        """Number of frames that the convolutions after the transformer look back from the start of a new
+        frame."""
         parts = (*self.upsample, self.stem, *self.blocks, self.tail)
         return reach(layer for part in parts for layer in part.modules())
 

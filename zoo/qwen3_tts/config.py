@@ -1,5 +1,5 @@
-"""The checkpoint's config.json as frozen dataclasses. A missing or out-of-range key raises an error that names
-it; unknown keys are ignored."""
+"""The checkpoint's config.json as frozen dataclasses. A missing or out-of-range key raises an error that
+names it; unknown keys are ignored."""
 
 from __future__ import annotations
 
@@ -203,7 +203,8 @@ class Config:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Read config.json. Raises ValueError for a missing or out-of-range key, and for an unsupported model."""
+        """Read config.json. Raises ValueError for a missing or out-of-range key, and for an unsupported
+        model."""
         root = ConfigBlock(config)
         if (model := str(config.get("model_type"))).startswith("qwen3_tts_tokenizer"):
             raise ValueError(
@@ -221,7 +222,8 @@ class Config:
         codebooks = talker.integer("num_code_groups", 2, CODEBOOKS[1])
         depth.expect(num_code_groups=codebooks)
         stack, speaker = StackConfig.read(talker), None
-        # A fine-tuned CustomVoice directory keeps its Base model's speaker_encoder_config, but not the tensors.
+        # A fine-tuned CustomVoice directory keeps its Base model's speaker_encoder_config, but not the
+        # tensors.
         if variant == "base":
             speaker = SpeakerConfig.read(root.block("speaker_encoder_config"), stack.hidden)
         vocab = talker.integer("vocab_size", CONTROL_IDS + 1, VOCABULARY[1])

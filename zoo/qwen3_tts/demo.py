@@ -1,11 +1,11 @@
-"""Random checkpoints in the published layout: every file, but no trained weights. They serve tests, first tries
-and speed measurements.
+"""Random checkpoints in the published layout: every file, but no trained weights. They serve tests, first
+tries and speed measurements.
 
     write("demo", "tiny")    # a few hundred kilobytes, runs anywhere
     write("full", "0.6b")    # the published shapes and sizes; see SIZES for others, such as "0.6b-base", which clones
 
-A tensor's values depend only on (seed, published name, shape). Integer arithmetic makes them the same on every
-machine.
+A tensor's values depend only on (seed, published name, shape). Integer arithmetic makes them the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def _root(
     text_vocab: int,
     ids,
 ) -> dict[str, Any]:
-    """Return config.json of a CustomVoice model. ids: maps a published control id to its id in this vocabulary."""
+    """Return config.json of a CustomVoice model. ids: maps a published control id to its id in this
+    vocabulary."""
     # no effect: all three sections count the same positions
     sections = [24, 20, 20] if talker["head_dim"] == 128 else [2, 1, 1]
     return {
@@ -306,8 +307,8 @@ def _tiny(size: str, depth_hidden: int) -> dict[str, Any]:
 
 
 def _mid() -> dict[str, Any]:
-    """Return the config of a model with about a fifth of the 0.6B's parameters and all of its codes and positions.
-    It is for speed comparisons on machines where the published size is too slow."""
+    """Return the config of a model with about a fifth of the 0.6B's parameters and all of its codes and
+    positions. It is for speed comparisons on machines where the published size is too slow."""
     talker, depth = _stack(512, 1536, 16, 8, head_dim=64), _stack(512, 1536, 5, 8, head_dim=64)
     return _root(
         "0b6",
@@ -342,7 +343,8 @@ def _files(config: dict[str, Any], codec: dict[str, Any], max_new_tokens: int) -
 def _variant(
     custom_voice: dict[str, dict[str, Any]], variant: str, **speaker: Any
 ) -> dict[str, dict[str, Any]]:
-    """Return the files of a variant without built-in voices. speaker: further keys of speaker_encoder_config."""
+    """Return the files of a variant without built-in voices. speaker: further keys of
+    speaker_encoder_config."""
     files = copy.deepcopy(custom_voice)
     config = files["config.json"]
     talker = config["talker_config"]
@@ -362,9 +364,9 @@ def _variant(
 
 TINY_SPEAKER = {"enc_channels": [16, 16, 16, 16, 48], "enc_attention_channels": 8, "enc_se_channels": 8}
 
-# The JSON files of each size, except the vocabulary. "tiny" is built like the 0.6B model and "tiny-1.7b", which has a
-# narrower code predictor, like the 1.7B model; "mid" is only for speed. A model without a suffix is CustomVoice,
-# "-base" clones, and "-design" makes voices from descriptions; the 0.6B has no such variant.
+# The JSON files of each size, except the vocabulary. "tiny" is built like the 0.6B model and "tiny-1.7b",
+# which has a narrower code predictor, like the 1.7B model; "mid" is only for speed. A model without a suffix
+# is CustomVoice, "-base" clones, and "-design" makes voices from descriptions; the 0.6B has no such variant.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": _files(_tiny("0b6", 32), TINY_CODEC, 250),
     "tiny-1.7b": _files(_tiny("1b7", 16), TINY_CODEC, 250),
@@ -389,9 +391,9 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in). The
-# first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a missing
-# branch of the network would go unnoticed.
+# (pattern of the published name, mean, deviation, whether to divide the deviation by the root of the fan-in).
+# The first match counts. The values are chosen to catch errors: none is one, zero, or small enough that a
+# missing branch of the network would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"\.initialized$", 1.0, 0.0, False),
     (r"\.cluster_usage$", 1.5, 0.25, False),  # ones would hide the division
@@ -418,8 +420,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
-    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule matches
-    the name."""
+    """Return random float32 values for the tensor with that published name. Raises ValueError if no rule
+    matches the name."""
     shape = tuple(shape)
     return synthetic.fill(name, shape, f"qwen3_tts:{seed}", RULES, _fan_in(name, shape))
 
@@ -444,9 +446,10 @@ def write(
 ) -> Path:
     """Write a checkpoint with every file of the published layout and return its directory.
 
-    dtype: of the tensors in model.safetensors; the codec's are always float32. config: changes to config.json,
-    merged into its blocks, such as `talker_config={"num_hidden_layers": 1}`. Tensors are made and written one at a
-    time. Raises ValueError for an unknown size, key or dtype, and if the directory is not empty.
+    dtype: of the tensors in model.safetensors; the codec's are always float32. config: changes to
+    config.json, merged into its blocks, such as `talker_config={"num_hidden_layers": 1}`. Tensors are made
+    and written one at a time. Raises ValueError for an unknown size, key or dtype, and if the directory is
+    not empty.
     """
     # Imported here, so that this module's configs and values do not need the model.
     from zoo.nn.checkpoint import published
@@ -468,8 +471,8 @@ def write(
 
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
-    """Write the JSON files and the tokenizer of a checkpoint, without its tensors. Arguments and errors are those of
-    `write`."""
+    """Write the JSON files and the tokenizer of a checkpoint, without its tensors. Arguments and errors are
+    those of `write`."""
     directory, files = synthetic.begin(directory, size, CONFIGS)
     change(files["config.json"], config, "config.json")
     Config.read(files["config.json"])  # raises an error before anything is written

@@ -1,8 +1,9 @@
-"""The code predictor: it makes a frame's other fifteen codes from the talker's hidden state and the first code.
+"""The code predictor: it makes a frame's other fifteen codes from the talker's hidden state and the first
+code.
 
 It is a small transformer whose cache starts empty in every frame. Position 0 reads the talker's hidden state,
-position 1 the talker's embedding of the first code, and position g+1 this module's embedding of code g. The output
-at position g+1, through head g, gives code g+1. The last code is never fed back.
+position 1 the talker's embedding of the first code, and position g+1 this module's embedding of code g. The
+output at position g+1, through head g, gives code g+1. The last code is never fed back.
 
     position   0       1    2    3   ...  15
     input      hidden  c0   c1   c2  ...  c14
@@ -30,8 +31,8 @@ from zoo.qwen3_tts.config import Config
 
 
 class DepthBlock(Qwen3Block):
-    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and steps
-    share one compiled region."""
+    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and
+    steps share one compiled region."""
 
     @torch.compiler.nested_compile_region
     def forward(
@@ -40,8 +41,8 @@ class DepthBlock(Qwen3Block):
         """Run the block on x [B, L, D] at the positions of cos and sin [L, dim]. Return x, and the cache k, v
         [B, Hkv, K, dim] fp32 with these positions added.
 
-        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at the
-        frame's start and 1 after that.
+        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
+        the frame's start and 1 after that.
         """
         length = x.shape[1]
         # [B, H or Hkv, L, dim]
@@ -62,8 +63,9 @@ class DepthBlock(Qwen3Block):
     def on_gpu(
         self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position [1];
-        cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these positions added."""
+        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position
+        [1]; cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these
+        positions added."""
         q, k, v = self.project_plain_qkv(x)
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         mixed, cache = attend_and_grow(q, k, v, cos, sin, self.head_dim**-0.5, position, cache, norms=norms)
@@ -90,8 +92,8 @@ class CodePredictor(nn.Module):
     ) -> Tensor:
         """Return the frame's codes [B, K].
 
-        hidden [B, D] comes after the talker's final norm; first [B] is code 0 and first_row [B, D] its embedding.
-        pick(logits=, noise=) chooses each code: [B, V] fp32 -> [B]; noise [B, K - 1, V].
+        hidden [B, D] comes after the talker's final norm; first [B] is code 0 and first_row [B, D] its
+        embedding. pick(logits=, noise=) chooses each code: [B, V] fp32 -> [B]; noise [B, K - 1, V].
         """
         stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
         codes = [first]
@@ -113,7 +115,8 @@ class CodePredictor(nn.Module):
         return rope_table(positions, self.config.head_dim, self.config.rope_theta, torch.float32)
 
     def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
-        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts empty."""
+        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts
+        empty."""
         c = self.config
         cos, sin = self._rope(hidden.device)
         # [K, K]

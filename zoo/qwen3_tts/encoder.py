@@ -78,8 +78,8 @@ class EncoderConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> EncoderConfig:
-        """Read the encoder's part of the codec's config.json. Raises ValueError for a missing, out-of-range or
-        unsupported value."""
+        """Read the encoder's part of the codec's config.json. Raises ValueError for a missing, out-of-range
+        or unsupported value."""
         root = ConfigBlock(config, file=CODEC_FILE)
         block = root.block("encoder_config")
         block.expect(**FIXED)
@@ -113,8 +113,8 @@ class EncoderConfig:
 
 
 class Conv(nn.Conv1d):
-    """A causal convolution: [B, C, N] -> [B, Cout, ceil(N / stride)]. It pads kernel - stride values on the left,
-    and on the right up to a whole stride."""
+    """A causal convolution: [B, C, N] -> [B, Cout, ceil(N / stride)]. It pads kernel - stride values on the
+    left, and on the right up to a whole stride."""
 
     def __init__(
         self,
@@ -195,11 +195,11 @@ class Encoder(nn.Module):
         self.quantizer.prepare()
 
     def forward(self, samples: Tensor, window: int | None = None) -> Tensor:
-        """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes only the codes of
-        a partial last frame.
+        """samples [B, N] -> codes [B, ceil(N / frame_samples), K]. Padding on the right changes only the
+        codes of a partial last frame.
 
-        window: how many positions (40 ms each) a position attends to, including itself; None is the whole past, as
-        in the reference.
+        window: how many positions (40 ms each) a position attends to, including itself; None is the whole
+        past, as in the reference.
         """
         x = self.convs(samples[:, None]).mT  # [B, T, D]
         position = torch.arange(x.shape[1], device=x.device)

@@ -92,8 +92,8 @@ class Qwen3State(State):
     - the trailing text ids [S+1, M] and their count [S+1];
     - the sampling values [S+1, 2], for the first code and for the depth codes;
     - the codes seen so far [S+1, V], for the repetition penalty;
-    - the codec decoder's state [S+1, values], and the number of reference frames in it [S+1]. These frames come
-      before those of the tape.
+    - the codec decoder's state [S+1, values], and the number of reference frames in it [S+1]. These frames
+      come before those of the tape.
     """
 
     text: Tensor
@@ -214,8 +214,8 @@ class Qwen3TTS(Family[Qwen3State]):
         return self.writer.tokenize(text)
 
     def feed(self, state: Qwen3State, slot: int, tokens: Sequence[int], is_last: bool) -> int:
-        """Append text tokens to the slot, and the end of the text if they are the last. Return how many more steps
-        they allow: each frame reads one token."""
+        """Append text tokens to the slot, and the end of the text if they are the last. Return how many more
+        steps they allow: each frame reads one token."""
         if wrong := [token for token in tokens if not 0 <= token < self.config.text_vocab]:
             possible = f"use ids from 0 to {self.config.text_vocab - 1}"
             raise RequestError("text", f"{wrong[0]} is not a text token; {possible}")
@@ -248,8 +248,8 @@ class Qwen3TTS(Family[Qwen3State]):
         return self.talker.norm(x)
 
     def emit(self, state: Qwen3State, slots: Tensor, h: Tensor) -> None:
-        """Append one frame of 16 codes (80 ms) per slot, or the end. h [B, D] is the talker's hidden state at each
-        slot's last position."""
+        """Append one frame of 16 codes (80 ms) per slot, or the end. h [B, D] is the talker's hidden state at
+        each slot's last position."""
         alive = ~state.done[slots]
         steps = state.steps[slots]
         seed = state.seed[slots]
@@ -271,8 +271,8 @@ class Qwen3TTS(Family[Qwen3State]):
         state.append(slots, frame, ended)
 
     def scores(self, h: Tensor, seen: Tensor, penalty: Tensor, steps: Tensor) -> Tensor:
-        """Return the first code's logits [B, V] in fp32. All codes seen so far are penalised; control ids, and the
-        end before MIN_NEW_TOKENS steps, are -inf."""
+        """Return the first code's logits [B, V] in fp32. All codes seen so far are penalised; control ids,
+        and the end before MIN_NEW_TOKENS steps, are -inf."""
         logits = penalise(self.talker.codec_head(h).float(), seen, penalty)
         early = (steps < MIN_NEW_TOKENS)[:, None] & (
             torch.arange(self.config.vocab, device=h.device) == self.config.control.eos

@@ -7,9 +7,10 @@ Every position is the sum of a text row and, after the role, a codec row ("." is
                                                                                                           └ text[0] (interleaved)
                                                                                                             bos
 
-With language "auto" there are three control ids instead of four: nothink, think_bos, think_eos. The voice is a row
-of the checkpoint or the speaker vector of a reference; a voice_design model has no such position. In the
-interleaved mode the rest of the text, followed by tts_eos, is added to the next frames, one token per frame.
+With language "auto" there are three control ids instead of four: nothink, think_bos, think_eos. The voice is
+a row of the checkpoint or the speaker vector of a reference; a voice_design model has no such position. In
+the interleaved mode the rest of the text, followed by tts_eos, is added to the next frames, one token per
+frame.
 
 A reference with its transcript comes first, as if the model had already said it. In the interleaved mode text
 and reference frames run in parallel. If the frames are longer, tts_pad fills the text side; if the text is
@@ -84,8 +85,8 @@ def hints(config: Config) -> dict[str, str]:
 
 
 class TextTokenizer:
-    """Byte-level BPE with Qwen2's split. A special token in a user's text, such as `<|im_end|>`, is tokenized as
-    ordinary text."""
+    """Byte-level BPE with Qwen2's split. A special token in a user's text, such as `<|im_end|>`, is tokenized
+    as ordinary text."""
 
     def __init__(self, directory: Path):
         vocab, merges = directory / "vocab.json", directory / "merges.txt"
@@ -117,8 +118,8 @@ NOTHING, SPEAKER, FRAME = -1, -2, -3
 
 @dataclass(frozen=True)
 class Script:
-    """A prompt as ids. pairs[t] is (text id, codec id or one of the values above); trailing holds the text ids that
-    are added to the first frames."""
+    """A prompt as ids. pairs[t] is (text id, codec id or one of the values above); trailing holds the text
+    ids that are added to the first frames."""
 
     pairs: tuple[tuple[int, int], ...]
     trailing: tuple[int, ...]
@@ -129,8 +130,8 @@ class Script:
 class PromptWriter:
     """Turns a Request into a Script. Raises RequestError for a mistake in the request.
 
-    cloner: only for Base models, which have no built-in voices. A reference is encoded last, after everything else
-    has been checked.
+    cloner: only for Base models, which have no built-in voices. A reference is encoded last, after everything
+    else has been checked.
     """
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner | None):
@@ -144,8 +145,8 @@ class PromptWriter:
         self.user = self.tokenize("user")
 
     def __call__(self, request: Request, values: Mapping[str, Any], is_mixed: bool = False) -> Script:
-        """Return the request's prompt. values: the model's options, from `zoo.request.check`. is_mixed: whether the
-        speaker is a mix of voices."""
+        """Return the request's prompt. values: the model's options, from `zoo.request.check`. is_mixed:
+        whether the speaker is a mix of voices."""
         c, control = self.config, self.config.control
         is_full = values["text_mode"] == "full"
         if request.is_open and is_full:
@@ -201,14 +202,15 @@ class PromptWriter:
         return [self.config.im_start, *self.user, *self.newline, *tokens, self.config.im_end, *self.newline]
 
     def _voice(self, request: Request) -> str | None:
-        """Return one of the checkpoint's voices, or None if a reference or the instructions define the voice."""
+        """Return one of the checkpoint's voices, or None if a reference or the instructions define the
+        voice."""
         if self.config.variant != "custom_voice":
             return None
         return request.voice.lower() if request.voice is not None else next(iter(self.config.voices))
 
     def _language(self, request: Request, voice: str | None) -> int | None:
-        """Return the codec id of the language, or None for auto. A voice with a dialect speaks it if the request
-        asks for Chinese or for no language."""
+        """Return the codec id of the language, or None for auto. A voice with a dialect speaks it if the
+        request asks for Chinese or for no language."""
         language = (request.language or "auto").lower()
         if language in ("auto", "chinese") and voice in self.config.dialects:
             language = self.config.dialects[voice]

@@ -1,7 +1,8 @@
 """Runs the reference implementation, qwen-tts 0.1.1, for `zoo bench --against reference` and `zoo parity`.
 serving/tools/reference.py starts this script in a separate environment, which tests/parity/remake.sh builds.
 
-The reference has no server and no streaming: `streams` texts form one static batch, and audio arrives only at the end.
+The reference has no server and no streaming: `streams` texts form one static batch, and audio arrives only at
+the end.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def speak(model: Any, request: dict[str, Any], streams: int = 1) -> list[np.ndar
 
 
 def clone(model: Any, request: dict[str, Any], how: dict[str, Any]) -> list[np.ndarray]:
-    """Return the samples of cloned speech. The reference cuts the prompt's audio off the front; its division can
-    leave one sample too many, which is dropped here."""
+    """Return the samples of cloned speech. The reference cuts the prompt's audio off the front; its division
+    can leave one sample too many, which is dropped here."""
     [reference] = request["references"]
     clip = np.load(reference["clip"])
     waves, _ = model.generate_voice_clone(

@@ -4,8 +4,8 @@ ECAPA-TDNN without batch norms.
     mel [B, 128, T] ─ conv ─ block ─ block ─ block ─ conv over all three ─ attentive mean and deviation ─ linear ─ [B, D]
                              └── each: conv, eight convs in a chain, conv, gate by channel, + its input
 
-The output of every convolution is as long as its input, which has reflect padding. The vector is not normalised.
-Source: Desplanques et al. 2020 (arXiv 2005.07143); QwenLM/Qwen3-TTS, modeling_qwen3_tts.py,
+The output of every convolution is as long as its input, which has reflect padding. The vector is not
+normalised. Source: Desplanques et al. 2020 (arXiv 2005.07143); QwenLM/Qwen3-TTS, modeling_qwen3_tts.py,
 Qwen3TTSSpeakerEncoder.
 """
 
@@ -27,8 +27,8 @@ class Conv(nn.Conv1d):
 
 
 class Chain(nn.Module):
-    """A Res2Net chain: it splits the channels into equal parts. Each part is added to the previous part's output
-    and convolved, so later parts have a wider receptive field."""
+    """A Res2Net chain: it splits the channels into equal parts. Each part is added to the previous part's
+    output and convolved, so later parts have a wider receptive field."""
 
     def __init__(self, channels: int, parts: int, kernel: int, dilation: int):
         super().__init__()
@@ -61,7 +61,8 @@ class Block(nn.Module):
 
 
 class Pooling(nn.Module):
-    """Attentive statistics pooling, [B, C, T] -> [B, 2C, 1]: each channel's weighted mean and standard deviation."""
+    """Attentive statistics pooling, [B, C, T] -> [B, 2C, 1]: each channel's weighted mean and standard
+    deviation."""
 
     def __init__(self, channels: int, attention: int):
         super().__init__()

@@ -1,5 +1,5 @@
-"""The text vocabulary of the demo checkpoints: a small byte-level BPE, with the published ids and, if asked, the
-published size."""
+"""The text vocabulary of the demo checkpoints: a small byte-level BPE, with the published ids and, if asked,
+the published size."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SPECIAL = """
 """
 SPECIAL = tuple(_SPECIAL.split())
 ROLES = ("assistant", "user", "system")  # each must be one token, because the prompt's layout is fixed
-# Pieces that reveal how a text was split. Only a wrong split, or no NFC, makes the first five; a right split makes
-# the others.
+# Pieces that reveal how a text was split. Only a wrong split, or no NFC, makes the first five; a right split
+# makes the others.
 TRAPS = ("12", "n't", "Tis", " 1", "e\u0301", "iPhone", ".\n", "\n\n", "  ", " !", "'s")
 # The published ids of the roles. Filler takes most of the other published ids.
 PUBLISHED_IDS = {"assistant": 77091, "user": 872, "system": 8948}
@@ -34,14 +34,15 @@ naïve café déjà vu über straße señor mañana 你好 世界 今天 天气 
 
 @cache
 def merges() -> tuple[Pair, ...]:
-    """Return the BPE merges. The first ones join each of ROLES and TRAPS into one piece; the rest are the most
-    frequent pairs of WORDS."""
+    """Return the BPE merges. The first ones join each of ROLES and TRAPS into one piece; the rest are the
+    most frequent pairs of WORDS."""
     pieces = [in_symbols(text) for text in (*ROLES, *TRAPS)]
     return learn(pieces, [in_symbols(f" {word}") for word in WORDS.split()], NUM_MERGES, is_last_first=True)
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """Return vocab.json: bytes, merged pieces and, if `full`, filler up to the published size that no merge makes."""
+    """Return vocab.json: bytes, merged pieces and, if `full`, filler up to the published size that no merge
+    makes."""
     pieces = [left + right for left, right in merges()]
     tokens = list(dict.fromkeys([*byte_symbols().values(), *pieces]))  # two merges can make the same piece
     if not full:

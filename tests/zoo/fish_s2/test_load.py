@@ -69,7 +69,8 @@ def test_our_table_has_the_tensors_of_the_published_shards():
 
 
 def test_our_table_has_the_tensors_of_the_published_codec():
-    """The published codec.pth has 535 parameters with 391,430,530 values, and six buffers with 305,135,616 bytes."""
+    """The published codec.pth has 535 parameters with 391,430,530 values, and six buffers with 305,135,616
+    bytes."""
     _, codec = build(Config.read(demo.CONFIGS["full"][0]), demo.CODEC)
     shapes = weights.as_saved(published(codec, weights.codec(demo.CODEC)))
     assert len(shapes) == 535

@@ -1,4 +1,5 @@
-"""Fish Audio S2: two exact savings, the end of speech, the window of recent codes, and turns in several passes."""
+"""Fish Audio S2: two exact savings, the end of speech, the window of recent codes, and turns in several
+passes."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ def test_a_pass_reads_the_speech_of_earlier_passes():
 
 
 def test_a_long_conversation_drops_its_oldest_turns():
-    """The model has 512 positions, and each pass speaks 100 frames. The references and the latest passes stay."""
+    """The model has 512 positions, and each pass speaks 100 frames. The references and the latest passes
+    stay."""
     talk = replace(TALK, text="".join(f"<|speaker:{i % 2}|>{'a' * 60}" for i in range(12)), max_frames=100)
     prompts, made = FISH.prompts(talk), []
     made.append(next(prompts))

@@ -42,7 +42,8 @@ def _both(request):
 @pytest.mark.usefixtures("_both")
 @pytest.mark.parametrize("has_ties", [False, True])
 def test_rows_keep_what_a_plain_loop_keeps(has_ties):
-    """Each of eight rows has its own settings. bf16 logits have many ties, of which the first entries are kept."""
+    """Each of eight rows has its own settings. bf16 logits have many ties, of which the first entries are
+    kept."""
     logits = 2 * torch.randn(len(SETTINGS), 300, generator=torch.Generator().manual_seed(0))
     if has_ties:
         logits = (logits / 2).round() * 2

@@ -30,8 +30,8 @@ def codes(frames: int = FRAMES, seed: int = 0) -> Tensor:
 def window(
     decoder: Decoder, tape: Tensor, start: int, frames: int, left: int = 10, right: int = 10
 ) -> Tensor:
-    """Decode frames start .. start + frames of a tape [F, 8]. The decoder sees `left` and `right` more frames of the
-    tape, and noise beyond them."""
+    """Decode frames start .. start + frames of a tape [F, 8]. The decoder sees `left` and `right` more frames
+    of the tape, and noise beyond them."""
     at = torch.arange(start - 10, start + frames + 10)
     seen = (at >= start - left) & (at < start + frames + right) & (at >= 0) & (at < len(tape))
     noise = torch.randint(64, (len(at), 8), generator=torch.Generator().manual_seed(9))
@@ -74,7 +74,8 @@ def test_ten_frames_on_both_sides_are_needed():
 
 
 def test_windows_equal_the_references_layers():
-    """Compared in float64 with decoding the whole tape, with zeros around every convolution and unfolded codebooks."""
+    """Compared in float64 with decoding the whole tape, with zeros around every convolution and unfolded
+    codebooks."""
     codec, tape = copy.deepcopy(family("higgs_v3").codec).double(), codes(13)
     codec.prepare()  # makes the tables in float64 too
     ours = codec.decoder
@@ -98,8 +99,8 @@ def test_windows_equal_the_references_layers():
 
 
 def test_render_reads_the_tape_on_both_sides_and_stops_at_its_end():
-    """Slots with tapes of different lengths share a launch. The codes of unfinished frames after a tape's end have no
-    effect."""
+    """Slots with tapes of different lengths share a launch. The codes of unfinished frames after a tape's end
+    have no effect."""
     model = family("higgs_v3", "float64")
     state, tapes = model.state(3, 60), {0: codes(40, 1), 2: codes(9, 2), 1: codes(31, 3)}
     for slot, tape in tapes.items():

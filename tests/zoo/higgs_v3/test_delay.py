@@ -1,5 +1,5 @@
-"""The delay pattern of Higgs Audio V3: to which frames a step's codes go, when a frame is complete, and where speech
-ends."""
+"""The delay pattern of Higgs Audio V3: to which frames a step's codes go, when a frame is complete, and where
+speech ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def script(frames: int, seed: int = 0) -> Tensor:
 
 
 def run(state: DelayState, rows: dict[int, Tensor]) -> dict[int, list[int]]:
-    """Step all slots together through their rows [R, 8]. Return each slot's number of ready frames after each step."""
+    """Step all slots together through their rows [R, 8]. Return each slot's number of ready frames after each
+    step."""
     slots, ready = torch.tensor(sorted(rows)), {slot: [] for slot in rows}
     for step in range(max(len(value) for value in rows.values())):
         drawn = torch.stack([rows[int(slot)][min(step, len(rows[int(slot)]) - 1)] for slot in slots])
@@ -131,7 +132,8 @@ def test_a_model_that_ends_at_once_speaks_one_frame(ours):
 
 @pytest.mark.parametrize(("text", "seed"), [("a", 200), ("a", 2338), ("𝔘𝔫𝔦", 2512)])  # noqa: RUF001
 def test_requests_that_would_draw_the_end_first_still_speak(text, seed, ours):
-    """Without the ban, these seeds draw the end of codebook 0 in the first step, which makes an empty answer."""
+    """Without the ban, these seeds draw the end of codebook 0 in the first step, which makes an empty
+    answer."""
     asked = Request(text=text, temperature=1.0, top_k=0, top_p=1.0, seed=seed, max_frames=5)
     heads: list[Tensor] = []
     hook = ours.head.register_forward_hook(lambda module, args, out: heads.append(out.clone()))
@@ -143,8 +145,8 @@ def test_requests_that_would_draw_the_end_first_still_speak(text, seed, ours):
 
 
 def test_the_engine_reserves_positions_for_the_steps_after_the_last_frame(ours):
-    """Prompt and frames fill a page completely, so each request needs another page of its own for the last seven
-    steps."""
+    """Prompt and frames fill a page completely, so each request needs another page of its own for the last
+    seven steps."""
     asked = [Request(text="a", max_frames=PAGE_TOKENS - 4, seed=seed) for seed in range(3)]
     assert len(ours.prompt(asked[0]).inputs) + asked[0].max_frames == PAGE_TOKENS
     listeners = serve(Engine(ours, max_slots=3, compile=False, clock=Clock()), {0: asked})

@@ -1,4 +1,5 @@
-"""Loading Higgs Audio V3: complete and partial directories, and the errors for directories that cannot be loaded."""
+"""Loading Higgs Audio V3: complete and partial directories, and the errors for directories that cannot be
+loaded."""
 
 from __future__ import annotations
 

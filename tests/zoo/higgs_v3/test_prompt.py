@@ -35,7 +35,8 @@ def clip(seconds: float = 0.6, rate_hz: int = 24_000, channels: int = 1, hz: flo
 
 
 def names(ours, request: Request) -> list[str]:
-    """Return a prompt's ids as words: special tokens by name, text tokens as "t", rows of the reference as "R"."""
+    """Return a prompt's ids as words: special tokens by name, text tokens as "t", rows of the reference as
+    "R"."""
     by_id = {index: token for token, index in ours.writer.tokenize.special.items()}
     return ["R" if index < 0 else by_id.get(index, "t") for index in write(ours, request).ids]
 

@@ -67,7 +67,8 @@ def with_words(request: Request, transcript: str | None, **fields: Any) -> Reque
 
 
 def requests() -> list[Request]:
-    """Clones with and without a transcript, from all kinds of clips, in both text modes. One clip comes twice."""
+    """Clones with and without a transcript, from all kinds of clips, in both text modes. One clip comes
+    twice."""
     return [
         replace(ICL, max_frames=13),
         replace(SOUND, max_frames=9),
@@ -446,7 +447,8 @@ def num_equal(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("text_mode", ["full", "interleaved"])
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_requests_with_equal_references_share_pages(text_mode, report_lag):
-    """Equal clips in different arrays share pages as far as the prompts are equal. Different clips share none."""
+    """Equal clips in different arrays share pages as far as the prompts are equal. Different clips share
+    none."""
     words = "one two three four five six seven eight nine ten"
     first = with_words(ICL, words, options={"text_mode": text_mode}, max_frames=4)
     again = with_clip(first, AudioClip(CLIP.samples.copy(), 24000), text="hello there", seed=7)

@@ -1,5 +1,5 @@
-"""The tiny codec: streamed audio equals one-shot audio, and the encoder is causal. The published names and shapes
-are checked too."""
+"""The tiny codec: streamed audio equals one-shot audio, and the encoder is causal. The published names and
+shapes are checked too."""
 
 import copy
 import hashlib
@@ -82,8 +82,8 @@ def test_names_and_shapes_are_the_published_ones():
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes", [(1,), (2,), (4,), (25,), (1, 4, 25), (60,)])
 def test_streamed_equals_one_shot(codec, shapes):
-    """Three streams get different numbers of frames per call, sometimes none. Random frames follow the valid ones.
-    Then three new streams reuse the rows."""
+    """Three streams get different numbers of frames per call, sometimes none. Random frames follow the valid
+    ones. Then three new streams reuse the rows."""
     decoder = codec.decoder
     torch.manual_seed(1)
     for _ in range(2):
@@ -182,7 +182,8 @@ def test_encoder_is_causal(codec):
 
 
 def test_encoder_window_limits_how_far_it_looks_back(codec):
-    """The codes are the same up to the length of the window (10 positions, two per frame) and differ later."""
+    """The codes are the same up to the length of the window (10 positions, two per frame) and differ
+    later."""
     torch.manual_seed(5)
     audio = torch.randn(1, 40 * 1920)
     whole, windowed = codec.encoder(audio), codec.encoder(audio, window=codec.encoder.config.window)
@@ -192,7 +193,8 @@ def test_encoder_window_limits_how_far_it_looks_back(codec):
 
 
 def test_quantizer_finds_the_nearest_row(codec):
-    """Compared with the definition: the nearest row, where a row is the sum of its vectors divided by its usage."""
+    """Compared with the definition: the nearest row, where a row is the sum of its vectors divided by its
+    usage."""
     quantizer = codec.encoder.quantizer
     torch.manual_seed(6)
     latent = torch.randn(2, 32, 11)

@@ -1,5 +1,5 @@
-"""Text that arrives while Qwen3-TTS speaks. The model reads one token per frame, and the speech equals that of the
-whole text however the tokens are portioned."""
+"""Text that arrives while Qwen3-TTS speaks. The model reads one token per frame, and the speech equals that
+of the whole text however the tokens are portioned."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def test_a_family_can_be_found_by_files_other_than_config_json(tmp_path, monkeyp
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_tensor_is_loaded(dtype):
-    """The talker has the requested dtype, the codec is always float32, and both have the values of the files."""
+    """The talker has the requested dtype, the codec is always float32, and both have the values of the
+    files."""
     loaded = family("qwen3_tts", dtype)
     for module, expected in ((loaded.talker, getattr(torch, dtype)), (loaded.codec, torch.float32)):
         tensors = dict(module.named_parameters())

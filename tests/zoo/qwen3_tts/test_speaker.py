@@ -1,5 +1,5 @@
-"""The speaker encoder and its mel spectrogram, compared with their definitions. The parity tests compare them with
-the reference."""
+"""The speaker encoder and its mel spectrogram, compared with their definitions. The parity tests compare them
+with the reference."""
 
 from __future__ import annotations
 
