@@ -35,8 +35,8 @@ def claims(path: Path) -> bool:
 def load(
     directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
 ) -> FishFamily:
-    """Return the family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError with
-    the file and the problem."""
+    """Return the family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError that
+    names the file and the problem."""
     from zoo.fish_s2 import weights
     from zoo.fish_s2.clone import Cloner
     from zoo.fish_s2.config import CODEC_FILE

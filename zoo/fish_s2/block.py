@@ -1,8 +1,8 @@
 """The transformer block that both stacks share, and the RoPE rotation of all attention in this model.
 
 The RoPE table is rounded to bf16, even if the model runs in fp32. The model depends on this rounding as on
-its weights: published implementations with an exact table report garbled and endless speech. Source: facts of
-fishaudio/fish-speech, from fish-speech 0.1.0, models/text2semantic/llama.py.
+its weights: published implementations with an exact table report garbled and endless speech.
+Source: facts of fishaudio/fish-speech, from fish-speech 0.1.0, models/text2semantic/llama.py.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ samples do not depend on how the frames are split into calls.
                          21.5 Hz         43, 86 Hz           0.7  5.5   22   44    kHz
 
 The state of a stream is one row of `state_size` values: the ends of the layers' inputs and the last 127 keys
-and values. A new stream starts with zeros; each call takes the row and returns the next one. Sources: facts
-of vllm-omni 0.30.0, model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
+and values. A new stream starts with zeros; each call takes the row and returns the next one.
+Sources: facts of vllm-omni 0.30.0, model_executor/models/fish_speech; Kumar et al. 2023 (arXiv 2306.06546).
 """
 
 from __future__ import annotations
@@ -82,12 +82,11 @@ class Decoder(nn.Module):
         return self.tail.weight.dtype
 
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode codes [B, F, K] int64 to samples [B, F * frame_samples] in [-1, 1].
+        """Decode codes [B, F, K] int64. Return samples [B, F * frame_samples] in [-1, 1] and the next rows.
 
         rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in
         earlier calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the
-        others. Also returns the rows for the next call. The LM's heads are wider than the codebooks: greater
-        codes become the last one.
+        others. The LM's heads are wider than the codebooks: a code beyond its codebook becomes the last one.
         """
         state = CodecState(self.layout, rows, codes.shape[1], count)
         at = codes.clamp(min=0).minimum(self.last) + self.first

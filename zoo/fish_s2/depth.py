@@ -36,8 +36,8 @@ class FastBlock(DualARBlock):
     def forward(
         self, x: Tensor, table: Tensor, seen: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the block on x [B, L, D] at the positions of table [L, 2, dim / 2]. Return x, and the cache k,
-        v [B, Hkv, K, dim] fp32 with these positions added.
+        """Run the block on x [B, L, D] at the positions of table [L, 2, dim / 2]. Return x, and the cache
+        k, v [B, Hkv, K, dim] fp32 with these positions added.
 
         seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
         the frame's start and 1 after that.
@@ -83,8 +83,10 @@ class FastAR(nn.Module):
         self.head = nn.Linear(config.fast.hidden, config.codebook_size, bias=False)
 
     def forward(self, hidden: Tensor, first: Tensor, pick: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Return the frame's codes [B, K], from hidden [B, D] and first [B], which is code 0. pick(logits [B,
-        V] fp32, k) -> [B] chooses code k."""
+        """Return the frame's codes [B, K], from hidden [B, D] and first [B], which is code 0.
+
+        pick(logits [B, V] fp32, k) -> [B] chooses code k.
+        """
         stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
         codes = [first]
         x = torch.stack((hidden, self.embedding(first)), 1)  # [B, 2, D]

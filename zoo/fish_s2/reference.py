@@ -3,7 +3,7 @@ parity`. serving/tools/reference.py starts this script in a separate environment
 tests/parity/environments.sh builds.
 
 The LM is the DualARTransformer of fish-speech 0.1.0 (Apache-2.0), which was made for the previous model,
-OpenAudio S1. Two of its own switches and one line turn it into S2: the fast AR gets the hidden state after
+OpenAudio S1. Two of its switches and one line turn it into S2: the fast AR gets the hidden state after
 the final norm. The codec is that of vllm-omni 0.30.0 (Apache-2.0), whose modules are imported without the
 server around them. S2's own code is not free, so prompts, masks and draws are written here from published
 facts of the model. fish-speech's own functions run OpenAudio S1-mini. `streams` requests form one static
@@ -129,9 +129,8 @@ def make_lm(config: dict[str, Any]) -> DualARTransformer:
         fast_intermediate_size=audio["intermediate_size"],
         fast_attention_qk_norm=audio["attention_qk_norm"],
     )
-    args.scale_codebook_embeddings = (
-        True  # as in S2; the code reads this field, but the class does not declare it
-    )
+    # As in S2. The code reads this field, but the class does not declare it.
+    args.scale_codebook_embeddings = True
     return DualARTransformer(args, tokenizer)
 
 

@@ -8,8 +8,9 @@ on how the frames are split into windows.
 A frame affects the samples of ten frames before it and ten after it, so a window comes with ten extra frames
 on both sides. Every convolution returns only the positions whose inputs are all present. The stretch gets
 shorter from layer to layer, until only the window is left. Before and after the tape the layers see zeros,
-like the padding of a decoder that gets the whole tape. Source: transformers 5.23,
-models/higgs_audio_v2_tokenizer and models/dac; Kumar et al. 2023 (arXiv 2306.06546).
+like the padding of a decoder that gets the whole tape.
+Source: transformers 5.23, models/higgs_audio_v2_tokenizer and models/dac; Kumar et al. 2023 (arXiv
+2306.06546).
 """
 
 from __future__ import annotations

@@ -25,10 +25,8 @@ from zoo.nn.config import (
 MODEL = "higgs_multimodal_qwen3"
 V2 = ("higgs_audio", "higgs_audio_v2")
 CODEC_ALONE = "higgs_audio_v2_tokenizer"
-ROPE = {
-    "rope_type": "default",
-    "rope_theta": 1_000_000.0,
-}  # the defaults for the first published configs, which have no rope_parameters
+# For the first published configs, which have no rope_parameters.
+ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
 CONTEXT = 8192  # positions in training (model card); config.json allows more
 MAX_ROWS = 2048  # most steps of a request in sglang-omni 0.1.9
 SPECIALS = 2  # the last ids of a codebook's vocabulary: "begin of codes" and "end of codes"

@@ -8,9 +8,9 @@ codes of its frame are known.
     codebook 7  B    B    B        c07  c17      .    .         c(r-1)7  frame f is whole after step f + 7
 
 Each code is written to its frame on the tape. The delay is only a write address, and readers of the tape do
-not see it. Source: MusicGen (arXiv 2306.05284), section 2.2; sgl-project/sglang-omni 0.1.9,
-models/higgs_tts/sampler.py and utils.py. The idea of the write address comes from kyutai-labs/moshi,
-models/lm.py, LMGen.
+not see it.
+Source: MusicGen (arXiv 2306.05284), section 2.2; sgl-project/sglang-omni 0.1.9, models/higgs_tts/sampler.py
+and utils.py. The idea of the write address comes from kyutai-labs/moshi, models/lm.py, LMGen.
 """
 
 from __future__ import annotations

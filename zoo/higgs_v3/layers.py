@@ -14,9 +14,8 @@ from zoo.nn.snake import Snake
 
 KERNEL = 7
 DILATIONS = (1, 3, 9)  # one per residual unit of a block
-EDGES = tuple(
-    KERNEL // 2 * dilation for dilation in DILATIONS
-)  # positions that each unit looks at on both sides
+# How many positions each unit reads on both sides.
+EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)
 
 
 class Residual(nn.Module):

@@ -165,9 +165,8 @@ class HiggsV3(Family[HiggsState]):
         c = self.config
         steps = state.steps[slots]
         logits = self.head(h).float().unflatten(-1, (c.codebooks, c.vocab))  # [B, K, V]
-        logits[:, 0, c.end].masked_fill_(
-            steps == 0, -torch.inf
-        )  # an end in the first step would leave no audio
+        # An end in the first step would leave no audio.
+        logits[:, 0, c.end].masked_fill_(steps == 0, -torch.inf)
         noise = gumbel(state.seed[slots], steps, range(c.codebooks), c.vocab)  # [B, K, V]
         settings = (state.temperature, state.top_k, state.top_p)
         how = (repeat(value[slots], "b -> (b k)", k=c.codebooks) for value in settings)

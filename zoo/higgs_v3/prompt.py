@@ -6,8 +6,9 @@ reads before the first frame.
     reference, transcript     <|tts|> <|ref_text|> transcript…  <|ref_audio|> R…    <|text|> text… <|audio|>
 
 The prompt has no chat template, no system prompt, and no token at the end of the reference. The hidden state
-at <|audio|> gives the first codes. Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts/text_tokenizer.py.
-vllm-omni 0.30.0, higgs_audio_v3_tokenizer.py, has the same layout.
+at <|audio|> gives the first codes.
+Source: sgl-project/sglang-omni 0.1.9, models/higgs_tts/text_tokenizer.py. vllm-omni 0.30.0,
+higgs_audio_v3_tokenizer.py, has the same layout.
 """
 
 from __future__ import annotations

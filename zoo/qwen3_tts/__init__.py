@@ -30,7 +30,7 @@ def claims(path: Path) -> bool:
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> Qwen3TTS:
     """Return the family with its weights: the talker in `dtype`, the codec and the speaker encoder in fp32.
-    Raises ValueError with the file and the problem."""
+    Raises ValueError that names the file and the problem."""
     import torch
 
     from zoo.nn import checkpoint
@@ -114,8 +114,7 @@ def describe(directory: Path):
         name=f"Qwen3-TTS {SIZES.get(config.size, config.size)} {config.variant}",
         feeds=defaults.feeds,
         mixes=config.variant != "voice_design",
-        # A designed voice would change from pass to pass, and the model has no encoder to clone the first
-        # one.
+        # A designed voice would change from pass to pass, and the model cannot clone the first one.
         piece_s=None if config.variant == "voice_design" else min(PIECE_S, max(1.0, longest_s / 3)),
     )
     return config, defaults, (decoder, encoder), spec

@@ -7,8 +7,9 @@ depend on how the frames are split into calls.
 
 Every layer is causal. The state of a stream is one row of `state_size` values: the ends of the layers' inputs
 and the last 71 keys and values. A new stream starts with zeros; each call takes the row and returns the next
-one. Source: QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py. The streaming
-there (300 frames with 25 of context) is an approximation.
+one.
+Source: QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py. The streaming there
+(300 frames with 25 of context) is an approximation.
 """
 
 from __future__ import annotations
@@ -138,8 +139,7 @@ class Transformer(nn.Module):
 
 
 class Upsample(nn.Module):
-    """A transposed convolution followed by a ConvNeXt block (Liu et al. 2022): [B, C, N] -> [B, C, ratio
-    N]."""
+    """A transposed convolution and a ConvNeXt block (Liu et al. 2022): [B, C, N] -> [B, C, ratio N]."""
 
     def __init__(self, channels: int, ratio: int):
         super().__init__()
@@ -218,11 +218,11 @@ class Decoder(nn.Module):
                 module.prepare()
 
     def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode codes [B, F, K] int64 to samples [B, F * frame_samples] in [-1, 1].
+        """Decode codes [B, F, K] int64. Return samples [B, F * frame_samples] in [-1, 1] and the next rows.
 
         rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in
         earlier calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the
-        others. Also returns the rows for the next call.
+        others.
         """
         state = CodecState(self.layout, rows, codes.shape[1], count)
         return self._speak(self._read(codes, start, state), state), state.next()

@@ -1,6 +1,6 @@
 """Builds the prompt: the positions that the talker reads before the first frame.
 
-Every position is the sum of a text row and, after the role, a codec row ("." is tts_pad, "-" is no row):
+Every position is the sum of a text row and, after the role, a codec row ("." is tts_pad, "-" means none):
 
     text   instruction…  <|im_start|> assistant \\n  .      .          .         .          .      tts_bos  ┬ text…  tts_eos  . (full)
     codec  -             -                         think  think_bos  language  think_eos  voice  pad      │ pad…   pad      bos

@@ -68,8 +68,8 @@ def test_a_batched_stream_equals_the_request_alone():
 
 @torch.inference_mode()
 def test_code_0_is_penalised_only_for_the_oldest_frame(monkeypatch):
-    """This is the original's mistake. The first frame never enters the window, and missing frames are
-    zeros."""
+    """The original does the same, probably by mistake. The first frame never enters the window, and missing
+    frames are zeros."""
     endless = F.one_hot(torch.tensor(S1.config.codebook_size), S1.config.codebook_size + 1) * -1e4
     scores = S1.scores
     monkeypatch.setattr(S1, "scores", lambda h, steps: scores(h, steps) + endless)

@@ -117,7 +117,7 @@ def test_render_reads_the_tape_on_both_sides_and_stops_at_its_end():
 
 
 def test_samples_of_a_window_do_not_change_when_the_tape_grows():
-    """With enough lookahead, a window sounds the same during the speech and after its end."""
+    """With enough lookahead, a window has the same samples during the speech and after its end."""
     model, tape = family("higgs_v3", "float64"), codes(60)
     heard = []
     for ready in (24, 25, 60):

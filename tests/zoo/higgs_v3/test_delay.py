@@ -145,7 +145,7 @@ def test_requests_that_would_draw_the_end_first_still_speak(text, seed, ours):
 
 
 def test_the_engine_reserves_positions_for_the_steps_after_the_last_frame(ours):
-    """Prompt and frames fill a page completely, so each request needs another page of its own for the last
+    """Prompt and frames fill a page completely, so each request needs another, unshared page for the last
     seven steps."""
     asked = [Request(text="a", max_frames=PAGE_TOKENS - 4, seed=seed) for seed in range(3)]
     assert len(ours.prompt(asked[0]).inputs) + asked[0].max_frames == PAGE_TOKENS

@@ -45,10 +45,8 @@ def names(ours, request: Request) -> list[str]:
 
 
 def test_the_prompt_has_three_forms(ours):
-    text, rows = (
-        ours.writer.tokenize("Hello."),
-        ["R"] * 32,
-    )  # the clip becomes one second: 25 frames, and seven more rows
+    text = ours.writer.tokenize("Hello.")
+    rows = ["R"] * 32  # the clip is padded to one second: 25 frames, and seven more rows
     said = ours.writer.tokenize("It hums.")
     assert names(ours, Request(text="Hello.")) == ["<|tts|>", "<|text|>", *"t" * len(text), "<|audio|>"]
     cloned = Request(text="Hello.", references=(Reference(clip()),))

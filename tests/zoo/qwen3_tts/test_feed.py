@@ -85,7 +85,7 @@ def test_fed_text_equals_the_whole_text_at_once(ours, whole, portions):
 @pytest.mark.slow
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_a_slot_without_text_waits_while_others_go_on(report_lag):
-    """While it waits, the listener already has every frame that the text allowed."""
+    """While the slot waits, its listener already has every frame that the text allowed."""
     speaking = Speaking(VOICE, report_lag=report_lag)
     request, rest = cut(VOICE, NAMED)
     hungry, other = speaking.begin(request, "hungry"), None
