@@ -47,7 +47,7 @@ def load(
     from zoo.nn.tensor_files import open_file
 
     if adapter is not None:
-        raise ValueError(f"{NAME} does not support adapters; load the model without {adapter}")
+        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
     config, codec_config, spec = describe(directory)
     logging.getLogger(__name__).info("%s: %s", spec.name, spec.licence)
     lm, codec = build(config, codec_config)

@@ -69,7 +69,7 @@ class Downsample(nn.Module):
 
 class Codebook(nn.Module):
     """A codebook of short rows with an input and an output projection. The nearest row has the most similar
-    direction; the output is the row itself, not normalised. Source: improved VQGAN (arXiv 2110.04627),
+    direction; the output is the row itself, not normalized. Source: improved VQGAN (arXiv 2110.04627),
     section 3.2."""
 
     def __init__(self, size: int, dim: int, latent: int):
@@ -79,7 +79,7 @@ class Codebook(nn.Module):
         self.out = nn.Conv1d(dim, latent, 1)
 
     def forward(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise latent [B, C, F]. Return the codes [B, F] and their latent vectors [B, C, F]."""
+        """Quantize latent [B, C, F]. Return the codes [B, F] and their latent vectors [B, C, F]."""
         into = self.into(latent)  # [B, dim, F]
         direction, rows = F.normalize(into.mT.flatten(0, 1)), F.normalize(self.rows.weight)
         distance = direction.square().sum(1, keepdim=True) - 2 * direction @ rows.T + rows.square().sum(1)

@@ -63,7 +63,7 @@ HINTS = {
 
 
 class TextTokenizer:
-    """The checkpoint's byte-level BPE. In a user's text it recognises only the two phoneme tokens. Any other
+    """The checkpoint's byte-level BPE. In a user's text it recognizes only the two phoneme tokens. Any other
     special token there is tokenized as ordinary text and cannot change the prompt's structure."""
 
     def __init__(

@@ -187,7 +187,7 @@ class OpenAudioS1(FishFamily[LineWriter]):
 
     def emit(self, state: FishState, slots: Tensor, h: Tensor) -> None:
         """Append one frame per slot, or the end, as in S2. Residual codes that occur in the same codebook of
-        the last PENALTY_WINDOW frames are less likely; `_oldest` gives the penalised code 0."""
+        the last PENALTY_WINDOW frames are less likely; `_oldest` gives the penalized code 0."""
         assert isinstance(state, S1State), type(state)
         alive = ~state.done[slots]
         steps = state.steps[slots]
@@ -212,7 +212,7 @@ class OpenAudioS1(FishFamily[LineWriter]):
         state.append(slots, frame, token == size)
 
     def _oldest(self, recent: Tensor, steps: Tensor) -> Tensor:
-        """Return a mask [B, V + 1] of the penalised code 0, which is only that of the oldest frame in the
+        """Return a mask [B, V + 1] of the penalized code 0, which is only that of the oldest frame in the
         window. The first frame never enters the window. (The original reads the window's first column,
         probably instead of its first row.)"""
         at = (PENALTY_WINDOW + 1 - steps).clamp(0, PENALTY_WINDOW - 1)  # [B]

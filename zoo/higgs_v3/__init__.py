@@ -35,7 +35,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     from zoo.nn import checkpoint, tensor_files
 
     if adapter is not None:
-        raise ValueError(f"{NAME} does not support adapters; load the model without {adapter}")
+        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
     config, spec = describe(directory)
     if any(name.startswith(("audio_embedding.", "audio_head.")) for name in tensor_files.contents(directory)):
         raise ValueError(

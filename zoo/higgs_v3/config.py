@@ -146,7 +146,7 @@ class CodecConfig:
 
     @property
     def width(self) -> int:
-        """Channels of the latent that the codebooks quantise: the acoustic and the semantic latent,
+        """Channels of the latent that the codebooks quantize: the acoustic and the semantic latent,
         concatenated."""
         return self.latent + self.semantic.hidden
 

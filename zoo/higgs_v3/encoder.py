@@ -1,4 +1,4 @@
-"""The codec's encoder. It turns a whole reference recording into the latent that the codebooks quantise, in
+"""The codec's encoder. It turns a whole reference recording into the latent that the codebooks quantize, in
 two branches.
 
     samples [B, N] ─┬─ conv ─ (residual x3, strided conv) x5 ─ conv ──────────────────────────> acoustic [B, 256, F] ┐

@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 class Codebook(nn.Module):
     """One level: an input projection, the codebook's rows, and an output projection. The nearest row is the
-    one with the smallest Euclidean distance; nothing is normalised."""
+    one with the smallest Euclidean distance; nothing is normalized."""
 
     def __init__(self, config: CodecConfig):
         super().__init__()
@@ -59,7 +59,7 @@ class Codebook(nn.Module):
 
 
 class Quantizer(nn.Module):
-    """Residual vector quantisation: each level quantises the remainder of the levels before it.
+    """Residual vector quantization: each level quantizes the remainder of the levels before it.
 
     vector-quantize-pytorch's ResidualVQ does not fit, because it has no projections per level
     (tests/zoo/nn/test_vq.py compares the levels).
@@ -73,7 +73,7 @@ class Quantizer(nn.Module):
         return iter(self.books)  # type: ignore[arg-type]
 
     def encode(self, latent: Tensor) -> Tensor:
-        """Quantise latent [B, F, W] to codes [B, F, K]."""
+        """Quantize latent [B, F, W] to codes [B, F, K]."""
         codes = []
         for book in self:
             codes.append(book.nearest(latent))

@@ -52,7 +52,7 @@ HINTS = {
 
 
 class TextTokenizer:
-    """The checkpoint's byte-level BPE. In a user's text it recognises only the documented control tags. Any
+    """The checkpoint's byte-level BPE. In a user's text it recognizes only the documented control tags. Any
     other special token there is tokenized as ordinary text and cannot change the prompt's structure."""
 
     def __init__(self, directory: Path):

@@ -70,7 +70,7 @@ class Hubert(nn.Module):
         widths = (1, *config.conv_widths)
         shapes = zip(widths[:-1], widths[1:], config.conv_kernels, config.conv_strides, strict=True)
         self.convs = nn.ModuleList(nn.Conv1d(*shape, bias=False) for shape in shapes)
-        # normalises each channel over time, after the first convolution
+        # normalizes each channel over time, after the first convolution
         self.conv_norm = nn.GroupNorm(widths[1], widths[1])
         self.input_norm = nn.LayerNorm(widths[-1], config.eps)
         self.input = nn.Linear(widths[-1], config.hidden)

@@ -40,7 +40,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     from zoo.qwen3_tts.prompt import PromptWriter
 
     if adapter is not None:
-        raise ValueError(f"{NAME} does not support adapters; load the model without {adapter}")
+        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
     config, defaults, codec_configs, spec = describe(directory)
     talker, codec = build(config, codec_configs)
     checkpoint.load(talker, weights.root(config), directory, device, dtype)

@@ -28,7 +28,7 @@ class Qwen3Block(nn.Module):
         self.mlp = SwiGLU(config.hidden, config.inner)
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., D] -> normalised queries [..., H, dim], normalised keys and values [..., Hkv, dim]."""
+        """x [..., D] -> normalized queries [..., H, dim], normalized keys and values [..., Hkv, dim]."""
         q, k, v = self.project_plain_qkv(x)
         return self.q_norm(q), self.k_norm(k), v
 

@@ -271,7 +271,7 @@ class Qwen3TTS(Family[Qwen3State]):
         state.append(slots, frame, ended)
 
     def scores(self, h: Tensor, seen: Tensor, penalty: Tensor, steps: Tensor) -> Tensor:
-        """Return the first code's logits [B, V] in fp32. All codes seen so far are penalised; control ids,
+        """Return the first code's logits [B, V] in fp32. All codes seen so far are penalized; control ids,
         and the end before MIN_NEW_TOKENS steps, are -inf."""
         logits = penalise(self.talker.codec_head(h).float(), seen, penalty)
         early = (steps < MIN_NEW_TOKENS)[:, None] & (

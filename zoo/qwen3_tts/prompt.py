@@ -58,8 +58,8 @@ def options(config: Config, defaults: Defaults) -> tuple[Option, ...]:
             d.depth_temperature,
             (0, 2),
         ),
-        Option("depth_top_k", int, f"top_k {after}; 0 keeps all codes", d.depth_top_k, (0, 1_000_000)),
-        Option("depth_top_p", float, f"top_p {after}; 1 keeps all codes", d.depth_top_p, (1e-6, 1)),
+        Option("depth_top_k", int, f"top_k {after}; 0 means all", d.depth_top_k, (0, 1_000_000)),
+        Option("depth_top_p", float, f"top_p {after}; 1 means all", d.depth_top_p, (1e-6, 1)),
         Option("text_mode", str, mode, "interleaved" if clones else "full", choices=("full", "interleaved")),
     ]
     if clones:

@@ -5,7 +5,7 @@ ECAPA-TDNN without batch norms.
                              └── each: conv, eight convs in a chain, conv, gate by channel, + its input
 
 The output of every convolution is as long as its input, which has reflect padding. The vector is not
-normalised.
+normalized.
 Source: Desplanques et al. 2020 (arXiv 2005.07143); QwenLM/Qwen3-TTS, modeling_qwen3_tts.py,
 Qwen3TTSSpeakerEncoder.
 """

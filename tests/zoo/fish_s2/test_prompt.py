@@ -29,7 +29,7 @@ CLONED = replace(ASKED, references=(Reference(clip(), "Good evening."),))
 
 
 def ids(text: str) -> list[int]:
-    """Tokenize parts of a prompt. Unlike in a user's text, special tokens are recognised."""
+    """Tokenize parts of a prompt. Unlike in a user's text, special tokens are recognized."""
     parts = [text]
     for token in ("<|im_start|>", "<|im_end|>", "<|voice|>"):
         parts = [piece for part in parts for piece in split_keeping(part, token)]

@@ -174,7 +174,7 @@ SILENCE, NAN = (AudioClip(np.full(24000, value, np.float32), 24000) for value in
         ("references", voice_of(clip(0.05)), "the reference lasts 0.05 s; from 0.1 to 100 s are possible"),
         ("references", voice_of(clip(100.1, 8000)), "the reference lasts 100.1 s"),
         ("references", voice_of(SILENCE), "the reference is silent"),
-        ("references", voice_of(NAN), "the reference holds samples that are no numbers"),
+        ("references", voice_of(NAN), "samples that are no"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )

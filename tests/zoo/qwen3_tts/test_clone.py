@@ -205,7 +205,7 @@ def test_keys_are_equal_exactly_when_inputs_are():
             BASE,
             replace(ICL, voice="ryan"),
             "voice",
-            "has no voice 'ryan', nor any other: it clones a reference",
+            "has no voice 'ryan'.*: it clones a reference",
         ),
         (
             BASE,
@@ -225,7 +225,7 @@ def test_keys_are_equal_exactly_when_inputs_are():
             BASE,
             with_clip(ICL, AudioClip(np.nan * CLIP.samples, 24000)),
             "references",
-            "samples that are no numbers",
+            "samples that are no",
         ),
         (BASE, with_words(ICL, "1" * 8193), "transcript", "transcript has 8193 tokens; the limit is 8192"),
         (
@@ -245,7 +245,7 @@ def test_keys_are_equal_exactly_when_inputs_are():
             DESIGN,
             replace(DESIGNED, voice="ryan"),
             "voice",
-            "nor any other: it makes a voice from instructions",
+            "has no voice 'ryan'.*: it makes a voice from instructions",
         ),
         (
             DESIGN,
