@@ -1,1 +1,1 @@
-"""Requests, time and memory: serves any family of the zoo through its contract, and knows none by name."""
+"""The server: requests, time and memory. It serves any family through the contract and knows none by name."""

@@ -1,4 +1,4 @@
-"""The command `zoo`. What a user gets wrong is one line on stderr and exit status 2."""
+"""The command `zoo`. A user's mistake prints one line on stderr and exits with status 2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-# Each brings its commands, in the order of `zoo --help`.
+# Each module registers its commands; `zoo --help` lists them in this order.
 # isort: off
 from serving.cli import serve as serve
 from serving.cli import say as say
@@ -26,7 +26,7 @@ def main() -> None:
     try:
         status = command.main(prog_name="zoo", standalone_mode=False)
     except typer.TyperException as error:
-        fail(f"{error.format_message().removesuffix('.')} (zoo --help says more)", error.exit_code)
+        fail(f"{error.format_message().removesuffix('.')} (see zoo --help)", error.exit_code)
     except ValueError as error:
         fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):

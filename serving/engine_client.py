@@ -1,5 +1,5 @@
-"""The HTTP process's end of the protocol: one connection to the engine, made again whenever it is lost, and
-an inbox per request."""
+"""The HTTP process's side of the protocol: one connection to the engine, reopened when it is lost, and an inbox
+for each request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import structlog
 from serving import protocol
 
 RETRY_S = 0.1
-SILENT_S = 5.0  # an engine that is ready says something every second
+SILENT_S = 5.0  # a ready engine sends a message every second
 
 log = structlog.get_logger()
 Inbox = asyncio.Queue[protocol.Outcome]
 
 
 class Away(Exception):
-    """The engine cannot take a request now. `status` says where it stands."""
+    """The engine cannot accept a request now; the message says why."""
 
     def __init__(self, status: protocol.Status):
         super().__init__(f"the engine is {status.state}" + (f": {status.detail}" if status.detail else ""))
@@ -28,33 +28,34 @@ class Away(Exception):
 
 
 class EngineClient:
-    """`run` holds the connection; `status`, `models` and `stats` are what the engine said last; `speak` opens
-    an inbox."""
+    """A client of the engine process. `run` keeps the connection; `status`, `models` and `stats` are the engine's
+    latest; `speak` sends a request and opens its inbox."""
 
     def __init__(self, path: str):
         self.path = path
         self._status = protocol.Status("away", detail="it is being started")
-        self._heard_s = 0.0  # when the engine said something last
+        self._heard_s = 0.0  # when the engine sent its latest message
         self.models: list[protocol.ModelInfo] = []
         self.stats: protocol.Stats | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self.num_restarts = 0  # of the engine, as far as this process has seen
+        self.num_restarts = 0  # restarts of the engine that this process has seen
         self._is_closed = False
 
     @property
     def status(self) -> protocol.Status:
-        """As the engine said last; away, as long as one that was ready is silent: it sleeps or hangs."""
+        """The engine's latest status, or away if a ready engine has been silent: it is suspended or hung."""
         silent_s = time.monotonic() - self._heard_s
         if self._status.state == "ready" and silent_s > SILENT_S:
             return protocol.Status("away", detail=f"it has not answered for {silent_s:.0f} s")
         return self._status
 
     async def run(self) -> None:
+        """Connect, read messages, and reconnect, until cancelled."""
         while True:
             try:
                 reader, self._writer = await asyncio.open_unix_connection(self.path)
-            except OSError:  # not there yet, or not there now
+            except OSError:  # the engine does not listen yet, or is being restarted
                 await asyncio.sleep(RETRY_S)
                 continue
             try:
@@ -68,13 +69,13 @@ class EngineClient:
 
     @contextmanager
     def speak(self, message: protocol.Speak) -> Iterator[Inbox]:
-        """Sends the request and gives the inbox of its answers; leaving early cancels it. Raises Away."""
+        """Send the request and yield the inbox of its answers. Leaving the block early cancels it. Raises Away."""
         if self._is_closed or self._writer is None or self.status.state != "ready":
             raise Away(self.status)
         id = message.id
         inbox = self._inboxes[id] = asyncio.Queue()
         self._writer.write(protocol.pack(message))
-        del message  # its recordings are megabytes, and the answer takes minutes
+        del message  # its recordings take megabytes, and the answer can take minutes
         try:
             yield inbox
         finally:
@@ -82,12 +83,12 @@ class EngineClient:
                 self._writer.write(protocol.pack(protocol.Cancel(id)))
 
     def feed(self, id: str, text: str, is_last: bool = False) -> None:
-        """More text for a request that is open."""
+        """Send more text for an open request."""
         if id in self._inboxes and self._writer is not None:
             self._writer.write(protocol.pack(protocol.Feed(id, text, is_last)))
 
     def heard(self, id: str, frames: int) -> None:
-        """The client of a request took so many frames of its audio."""
+        """Report that the client consumed `frames` more frames of the request's audio."""
         if id in self._inboxes and self._writer is not None:
             self._writer.write(protocol.pack(protocol.Heard(id, frames)))
 
@@ -102,14 +103,14 @@ class EngineClient:
             case protocol.Stats():
                 self.stats = message
             case protocol.Audio(id) | protocol.Text(id) | protocol.Spoken(id):
-                if (inbox := self._inboxes.get(id)) is not None:  # none: cancelled while this was on its way
+                if (inbox := self._inboxes.get(id)) is not None:  # None: cancelled while the message was on its way
                     inbox.put_nowait(message)
             case protocol.Rejected(id) | protocol.Finished(id) | protocol.Failed(id):
                 if (inbox := self._inboxes.pop(id, None)) is not None:
                     inbox.put_nowait(message)
 
     def close(self, why: str) -> None:
-        """No request is taken any more, and those that are open fail."""
+        """Refuse new requests and fail the open ones, for the given reason."""
         self._is_closed = True
         self._status = protocol.Status("away", detail=why)
         self._fail_all(why)

@@ -1,5 +1,7 @@
-"""A child that ends with its parent, however the parent ends: the parent holds the write end of a pipe, and
-the child waits for its end."""
+"""End a child process with its parent, however the parent ends.
+
+The parent holds the write end of a pipe, and the child waits until the pipe closes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import threading
 
 
 def exit_with_parent(parent_fd: int) -> None:
-    """Sends this process SIGTERM once nobody holds the write end of the pipe that `parent_fd` reads."""
+    """Send this process SIGTERM once the write end of the pipe `parent_fd` is closed."""
 
     def wait() -> None:
         while os.read(parent_fd, 1):

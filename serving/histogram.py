@@ -1,4 +1,4 @@
-"""Seconds counted by size, as Prometheus wants them: what the engine process measures and the HTTP process tells."""
+"""Histograms of durations in Prometheus' form. The engine process fills them and the HTTP process reports them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import accumulate
 
 import msgspec
 
-# A step is some milliseconds, a first audio that is late some hundred.
+# A step takes a few milliseconds; a late first audio takes a few hundred.
 BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Histogram(msgspec.Struct):
-    """counts: of those up to each of BOUNDS_S and above the one before, and of those above the last."""
+    """A histogram. `counts` has one count for each interval that ends at a bound, and one above the last bound."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     sum_s: float = 0.0
@@ -23,5 +23,5 @@ class Histogram(msgspec.Struct):
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """Each bound, and how many are up to it."""
+        """Each bound with the number of values up to it."""
         return list(zip([*map(str, BOUNDS_S), "+Inf"], accumulate(self.counts), strict=True))

@@ -1,5 +1,5 @@
-"""Log lines on stderr: for people on a terminal, one JSON object a line elsewhere, unless ZOO_LOG says which
-(`zoo serve --log`)."""
+"""Log lines on stderr: text on a terminal, one JSON object per line elsewhere. ZOO_LOG (`zoo serve --log`) overrides
+this."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import sys
 import structlog
 from structlog.typing import Processor
 
-VARIABLE = "ZOO_LOG"  # json or text, for this process and those that it starts
+VARIABLE = "ZOO_LOG"  # json or text, for this process and its children
 
 
 def form() -> str:
-    """json or text."""
+    """Return the form of log lines: "json" or "text"."""
     return os.environ.get(VARIABLE) or ("text" if sys.stderr.isatty() else "json")
 
 
 def has_colors() -> bool:
-    """Of a terminal, or of a supervisor that passes lines on to one."""
+    """Return whether log lines are colored: stderr is a terminal, or the supervisor relays them to one."""
     return sys.stderr.isatty() or "FORCE_COLOR" in os.environ
 
 
 def configure(process: str) -> None:
-    """Once per process. Libraries that log through `logging` come out in the same form, from WARNING up."""
+    """Set up logging; call it once per process. Lines that libraries log through `logging`, from WARNING up, get the
+    same form."""
 
     def name_process(
         _logger: object, _method: str, event: structlog.typing.EventDict

@@ -1,12 +1,12 @@
-"""What a listener notices of a stream, from when its chunks came and how many samples each of them had.
+"""Measure a stream as its listener hears it, from the arrival time and the samples of each chunk.
 
-    chunk i has n_i samples and comes at t_i; the listener plays from t_1 on, at the stream's rate r
+    chunk i has n_i samples and arrives at t_i; the listener plays from t_1 on, at the stream's rate r
 
-    late      chunk i+1 came after t_1 + (n_1 + ... + n_i) / r: all audio before it would have been played
-    underrun  the listener has played all there was, waits, and goes on from there
+    late      chunk i+1 arrived after t_1 + (n_1 + ... + n_i) / r, when all audio before it should have been played
+    underrun  the listener has played all received audio, waits, and continues from there
 
-A stream is viable if none of its chunks is late. Source of viability: VoxServe (arXiv 2602.00269); of underruns, and of the
-tolerance that C50 puts on the longest: the continuity metrics of SGLang-Omni and vLLM-Omni.
+A stream is viable if no chunk is late. Source of viability: VoxServe (arXiv 2602.00269). Source of underruns, and of
+C50's tolerance for the longest one: the continuity metrics of SGLang-Omni and vLLM-Omni.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from collections.abc import Iterable
 
 
 class Playback:
-    """One listener. All waits together are as long as the latest chunk is late, so both come from one number."""
+    """The playback of one listener. The total wait equals the lateness of the latest chunk, so one number gives both."""
 
     def __init__(self, sample_rate_hz: int):
         assert sample_rate_hz > 0, f"{sample_rate_hz} Hz"
         self.sample_rate_hz = sample_rate_hz
-        self.first_s: float | None = None  # when the first samples came
+        self.first_s: float | None = None  # arrival of the first samples
         self.last_s: float | None = None
         self.num_samples = self.num_chunks = 0
-        self.num_late = 0  # chunks, by the schedule that the first one sets
+        self.num_late = 0  # chunks that are late by the schedule that the first one sets
         self.num_underruns = 0
-        self.underrun_s = 0.0  # all waits together
+        self.underrun_s = 0.0  # total
         self.longest_underrun_s = 0.0
 
     @classmethod
     def of(cls, arrivals: Iterable[tuple[float, int]], sample_rate_hz: int) -> Playback:
-        """arrivals: when a chunk came, and its samples."""
+        """Return the playback of chunks given as (arrival time, number of samples)."""
         playback = cls(sample_rate_hz)
         for at_s, num_samples in arrivals:
             playback.hear(at_s, num_samples)
         return playback
 
     def hear(self, at_s: float, num_samples: int) -> None:
-        """A chunk came. What holds no samples, as a header, is none."""
+        """Record the arrival of a chunk. A chunk without samples, such as a header, does not count."""
         if num_samples == 0:
             return
         if self.first_s is None:
@@ -58,7 +58,7 @@ class Playback:
 
     @property
     def num_followers(self) -> int:
-        """Chunks after the first one, which alone can be late."""
+        """Chunks after the first one; only these can be late."""
         return max(self.num_chunks - 1, 0)
 
     @property

@@ -1,11 +1,11 @@
-"""What the HTTP process and the engine process say to each other: msgpack structs, each behind its length,
-over a Unix socket.
+"""The messages between the HTTP process and the engine process: length-prefixed msgpack structs over a Unix
+socket.
 
-    HTTP -> engine   Speak, Feed of more text for it, Cancel, and Heard of what was passed on
-    engine -> HTTP   Status and Models to every connection, and Stats once a second; to each Speak either one Rejected, or Audio, Text and
-                     Spoken as they come, then Finished or Failed
+    HTTP -> engine   Speak; Feed (more text for it); Cancel; Heard (frames that the client consumed)
+    engine -> HTTP   to every connection: Status, Models, and Stats once a second
+                     to each Speak: one Rejected; or Audio, Text and Spoken as they are made, then Finished or Failed
 
-A Cancel is answered by silence: whoever sent it listens no more.
+The engine does not answer a Cancel.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 
 from serving.histogram import Histogram
 
-MAX_CLIP_BYTES = 48 << 20  # of all clips of a request: a minute of mono float32 at 192 kHz
-MAX_FRAME_BYTES = MAX_CLIP_BYTES + (16 << 20)  # more than any message needs; a longer one is not ours
+MAX_CLIP_BYTES = 48 << 20  # for all clips of a request together: a minute of mono float32 at 192 kHz
+MAX_FRAME_BYTES = MAX_CLIP_BYTES + (16 << 20)  # no valid message is longer
 
 State = Literal["away", "loading", "warming", "ready"]
 
@@ -29,7 +29,7 @@ class Message(msgspec.Struct, tag=True):
 
 
 class AudioClip(msgspec.Struct):
-    """Reference audio, decoded."""
+    """Decoded reference audio."""
 
     samples: bytes  # float32, little-endian, mono
     sample_rate_hz: int
@@ -40,28 +40,30 @@ class AudioClip(msgspec.Struct):
 
 
 class Reference(msgspec.Struct):
-    """As zoo.request.Reference."""
+    """A zoo.request.Reference in transit."""
 
     clip: AudioClip
     transcript: str | None = None
     speaker: str | None = None
-    name: str | None = None  # by which the request's voice mixes it with others
-    kept_in: str | None = None  # the directory of an uploaded voice, where what encoders make of it is kept
+    name: str | None = None  # the name that a mix of voices uses for it
+    kept_in: str | None = None  # directory of the uploaded voice, where encoder outputs are stored
 
 
 class Speak(Message):
+    """A request for speech."""
+
     id: str
-    model: str  # its id
-    request: dict[str, Any]  # the fields of zoo.request.Request, but its references
+    model: str  # the model's id
+    request: dict[str, Any]  # the fields of zoo.request.Request except its references
     references: list[Reference] = []
     is_pinned: bool = False  # equal requests give equal bytes
-    is_flex: bool = False  # served while nobody else is in need
-    speed: float = 1.0  # at which the listener plays what comes of it
-    is_timed: bool = False  # whether Spoken comes of it
+    is_flex: bool = False  # served only while no other listener is at risk
+    speed: float = 1.0  # the speed at which the listener plays the audio
+    is_timed: bool = False  # whether the engine sends Spoken messages
 
 
 class Feed(Message):
-    """More text for a request that `is_open`, in whatever portions; is_last: no more follows."""
+    """More text for a request that `is_open`, in portions of any size; `is_last` ends the text."""
 
     id: str
     text: str
@@ -73,7 +75,7 @@ class Cancel(Message):
 
 
 class Heard(Message):
-    """So many frames of Audio were taken by the client. The engine goes no further ahead than so many seconds."""
+    """The client consumed this many more frames of Audio. The engine pauses a stream that is too far ahead."""
 
     id: str
     frames: int
@@ -86,19 +88,19 @@ class Status(Message):
 
 
 class OptionInfo(msgspec.Struct):
-    """What a model takes with a request, as zoo.request.Option."""
+    """A request option of a model (zoo.request.Option)."""
 
     name: str
     type: str  # "bool", "int", "float" or "str"
     help: str
-    possible: str  # in words
+    possible: str  # the possible values, in words
     default: bool | int | float | str | None = None  # None: the model decides
     range: tuple[float, float] | None = None
     choices: tuple[str, ...] = ()
 
 
 class ModelInfo(msgspec.Struct):
-    """What a served model can do."""
+    """The capabilities of a served model."""
 
     id: str
     family: str
@@ -109,63 +111,66 @@ class ModelInfo(msgspec.Struct):
     voices: list[str]
     languages: list[str]
     modes: list[str]
-    # the shortest and the longest reference, where references are taken
-    reference_s: tuple[float, float] | None = None
+    reference_s: tuple[float, float] | None = None  # shortest and longest reference; None: takes no references
     max_references: int = 1
     options: list[OptionInfo] = []
-    licence: str = ""  # of the weights, where it limits their use
-    piece_s: float | None = None  # seconds of speech from which on a text is spoken in pieces, where it is
-    feeds: bool = False  # whether it takes text while it speaks
-    keeps_voice: bool = False  # whether its voice comes by chance where none is given, and can be cloned
-    mixes: bool = False  # whether voices may be mixed
+    licence: str = ""  # licence of the weights, if it limits their use
+    piece_s: float | None = None  # longer texts are split into pieces of about this much speech; None: never
+    feeds: bool = False  # whether it accepts text while it speaks
+    keeps_voice: bool = False  # whether it speaks in a random voice by default, and can clone that voice
+    mixes: bool = False  # whether it can mix voices
 
 
 class Models(Message):
+    """The models that the engine serves."""
+
     models: list[ModelInfo]
 
 
 class ModelStats(msgspec.Struct):
+    """The current state of a model, and its counters since the engine started."""
+
     slots: int
     running: int
     waiting: int
-    underruns: int  # counted
-    graph_misses: int  # counted
-    admitted: int = 0  # counted
-    queue_s: float = 0.0  # that they waited for it, added up
-    held: int = 0  # whose listeners do not take what there is
-    paused: int = 0  # without pages for now
-    preparing: int = 0  # accepted, and their prompts are not made yet
-    refused: int = 0  # counted: for want of room
-    places: int = 0  # how many may speak now, so that each is made faster than it is heard
-    predicted_turn_s: float = 0.0  # of those who speak now
-    left_early: int = 0  # counted: those who left before their prompt was made
-    short_passes: int = 0  # counted: speech much too short for its text
-    long_passes: int = 0  # counted: and much too long
-    audio_s: float = 0.0  # counted: that was delivered
-    first_audio_s: float | None = None  # from when the last one that was first heard was accepted
+    underruns: int  # counter
+    graph_misses: int  # counter
+    admitted: int = 0  # counter
+    queue_s: float = 0.0  # counter: seconds that admitted requests waited in the queue
+    held: int = 0  # streams paused by backpressure
+    paused: int = 0  # streams that wait for pages
+    preparing: int = 0  # accepted requests whose prompt is not built yet
+    refused: int = 0  # counter: requests refused for lack of capacity
+    places: int = 0  # how many streams the model can generate in real time now
+    predicted_turn_s: float = 0.0  # predicted step time for the running requests
+    left_early: int = 0  # counter: requests whose client disconnected before the prompt was built
+    short_passes: int = 0  # counter: speech much too short for its text
+    long_passes: int = 0  # counter: speech much too long for its text
+    audio_s: float = 0.0  # counter: seconds of audio delivered
+    first_audio_s: float | None = None  # latest time to first audio, counted from acceptance
     queue_times: Histogram = msgspec.field(default_factory=Histogram)
 
 
 class Stats(Message):
-    """What the engine holds now, and what it has counted since it started."""
+    """The current state of the engine, and its counters since it started."""
 
     pages: int
     pages_free: int
-    pages_shared: int  # counted
-    pages_evicted: int  # counted
-    compiles_after_warmup: int  # counted
-    models: dict[str, ModelStats]  # by id
-    pauses: int = 0  # counted: of streams whose pages others needed more
-    turns: int = 0  # counted: a launch of every model that has work
-    turn_s: float = 0.0  # that they took, added up
+    pages_shared: int  # counter
+    pages_evicted: int  # counter
+    compiles_after_warmup: int  # counter
+    models: dict[str, ModelStats]  # by model id
+    pauses: int = 0  # counter: streams paused because others needed their pages more
+    turns: int = 0  # counter: steps, each of which launches every model that has work
+    turn_s: float = 0.0  # counter: seconds that the steps took
     turn_times: Histogram = msgspec.field(default_factory=Histogram)
-    resident_bytes: int = 0  # of the process; 0 where the system does not tell
-    reference_bytes: int = 0  # of recordings that are being encoded, or wait for it
+    resident_bytes: int = 0  # resident memory of the engine process; 0 if the system does not report it
+    reference_bytes: int = 0  # reference audio that is being encoded or waits to be
 
 
 class Rejected(Message):
-    """The request never ran: what came, what is possible. `param` is a field or an option of
-    zoo.request.Request, or `transcript`, a field of its references."""
+    """The engine refused the request: `message` says what was wrong and what is possible. `param` names a field
+    or an option of zoo.request.Request, or `transcript`, a field of its references."""
 
     id: str
     message: str
@@ -176,20 +181,22 @@ class Rejected(Message):
 
 
 class Audio(Message):
+    """The next samples of an answer."""
+
     id: str
     pcm: bytes  # int16, little-endian, mono
     frames: int
 
 
 class Text(Message):
-    """What the model wrote beside its audio, from where the last one ended."""
+    """Text that the model wrote along with its audio, continuing the previous Text."""
 
     id: str
     text: str
 
 
 class Spoken(Message):
-    """A piece of the text, all of whose Audio came before this: the answer's samples start .. stop."""
+    """A piece of the text and its samples start .. stop in the answer, sent after all of its Audio."""
 
     id: str
     text: str
@@ -198,6 +205,8 @@ class Spoken(Message):
 
 
 class Finished(Message):
+    """The answer is complete."""
+
     id: str
     reason: str  # "stop" (the model ended), "length" (a cap) or "cancelled"
     frames: int
@@ -205,7 +214,7 @@ class Finished(Message):
 
 
 class Failed(Message):
-    """The request ran and broke. Whatever audio was sent is not the whole of it."""
+    """The request failed while it ran; the audio sent so far is incomplete."""
 
     id: str
     message: str
@@ -215,7 +224,7 @@ class Failed(Message):
 
 ToEngine = Speak | Feed | Cancel | Heard
 ToHTTP = Status | Models | Stats | Rejected | Audio | Text | Spoken | Finished | Failed
-Outcome = Rejected | Audio | Text | Spoken | Finished | Failed  # what a Speak is answered by
+Outcome = Rejected | Audio | Text | Spoken | Finished | Failed  # the answers to a Speak
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -223,29 +232,29 @@ to_http = msgspec.msgpack.Decoder(ToHTTP)
 
 
 class ProtocolError(Exception):
-    """The other side does not speak this protocol."""
+    """The peer sent bytes that are not a message of this protocol."""
 
 
 def pack(message: Message) -> bytes:
     body = _encoder.encode(message)
     assert len(body) <= MAX_FRAME_BYTES, (
-        f"a {type(message).__name__} of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}"
+        f"a {type(message).__name__} message has {len(body)} bytes; the limit is {MAX_FRAME_BYTES}"
     )
     return len(body).to_bytes(4, "big") + body
 
 
 async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> AsyncIterator[Any]:
-    """Yields messages until the other side is gone, in whatever manner. Raises ProtocolError for bytes that
-    are no message."""
+    """Yield messages until the peer closes or loses the connection. Raises ProtocolError for bytes that are not
+    a message."""
     while True:
         try:
             size = int.from_bytes(await reader.readexactly(4), "big")
             if size > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
+                raise ProtocolError(f"a message has {size} bytes; the limit is {MAX_FRAME_BYTES}")
             body = await reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         try:
             yield decoder.decode(body)
         except msgspec.DecodeError as error:
-            raise ProtocolError(f"a frame of {size} bytes that is no message: {error}") from error
+            raise ProtocolError(f"{size} bytes are not a valid message: {error}") from error

@@ -1,9 +1,10 @@
-"""The last line of a terminal while `zoo serve` runs: who speaks and waits, how much is spoken, and how soon the last one was heard.
+"""The status line at the bottom of the terminal while `zoo serve` runs: running and queued requests, audio per second,
+and the latest time to first audio.
 
     2026-11-22 20:31:07 [info     ] speech  ...            the log, line by line, above it
     2 speaking, 1 waiting   11.8 audio-s/s   first audio 23 ms
 
-Two programs that write to one terminal break each other's lines, so while it is open all that goes to stderr goes through it.
+Two writers on one terminal break each other's lines. While the status line is open, stderr therefore goes through it.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from rich.text import Text
 
 from serving import protocol
 
-SPAN_S = 5.0  # over which audio is counted
+SPAN_S = 5.0  # audio per second is averaged over this span
 
 
 class StatusLine(TextIOBase):
-    """A stream for the log, and `show` for the line below it. One thread's."""
+    """A text stream for the log; `show` draws the line below it. For use by one thread."""
 
     def __init__(self, console: Console):
         self.console = console
-        self.counted: deque[tuple[float, float]] = deque()  # when, and the seconds of audio until then
+        self.counted: deque[tuple[float, float]] = deque()  # (time, seconds of audio delivered until then)
         self.unfinished = ""
         self._live: Live | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """stderr goes through it; in the end the line is gone, and the log stays."""
+        """Redirect stderr through the status line. On exit the line disappears and the log stays."""
         with redirect_stderr(self):
             try:
                 yield
@@ -49,13 +50,15 @@ class StatusLine(TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Whole lines, above the status; what has no end of a line yet waits for it."""
+        """Print complete lines above the status line. An unfinished line waits for its end."""
         *lines, self.unfinished = (self.unfinished + text).split("\n")
         for line in lines:
-            self.console.print(Text.from_ansi(line), soft_wrap=True)  # a command stays one that can be copied
+            # Without soft_wrap a long command would be cut into lines and could not be copied.
+            self.console.print(Text.from_ansi(line), soft_wrap=True)
         return len(text)
 
     def show(self, stats: protocol.Stats, now_s: float) -> None:
+        """Draw or update the line."""
         if self._live is None:
             self._live = Live(
                 console=self.console,
@@ -70,13 +73,14 @@ class StatusLine(TextIOBase):
         )
 
     def hide(self) -> None:
-        """Until it is shown again, as of an engine that is started again."""
+        """Remove the line until `show` is called again, for example by a restarted engine."""
         self.counted.clear()
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def line(self, stats: protocol.Stats, now_s: float) -> str:
+        """Return the text of the line."""
         models = stats.models.values()
         speaking = sum(model.running for model in models)
         waiting = sum(model.waiting + model.preparing for model in models)
@@ -92,7 +96,7 @@ class StatusLine(TextIOBase):
         return "   ".join(parts)
 
     def _rate(self, stats: protocol.Stats, now_s: float) -> float:
-        """Of the last seconds."""
+        """Return audio seconds per second over the last SPAN_S."""
         self.counted.append((now_s, sum(model.audio_s for model in stats.models.values())))
         while len(self.counted) > 2 and self.counted[1][0] <= now_s - SPAN_S:
             self.counted.popleft()

@@ -1,8 +1,8 @@
-"""Speech that is spoken faster or slower, at the pitch it had: FFmpeg's atempo (WSOLA: pieces of the sound are laid over each
-other where they fit best), through PyAV, chunk by chunk. What comes out does not depend on how the speech was cut.
+"""Change the speed of speech without changing its pitch, chunk by chunk, with FFmpeg's atempo filter through PyAV.
 
-One atempo goes from half to twice the tempo: slower it cannot, and faster it would leave pieces out. Beyond, two follow each
-other.
+atempo is WSOLA: it overlaps short pieces of sound where they fit best. The output does not depend on how the speech
+was cut into chunks. One filter covers half to double tempo: it cannot go slower, and would drop pieces if it went
+faster. Speeds outside that range use two filters in series.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ import numpy as np
 from av.filter import Graph
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's
-MIN_TEMPO, MAX_TEMPO = 0.5, 2.0  # of one filter
-TAIL_S = 0.25  # more than two filters keep back
-BLOCK_S = 0.01  # atempo is fed so much at a time: of other blocks it makes other samples
+MIN_TEMPO, MAX_TEMPO = 0.5, 2.0  # range of one filter
+TAIL_S = 0.25  # more than two filters hold back
+BLOCK_S = 0.01  # atempo's output depends on the size of its input blocks, so all have this size
 
 
 def tempos(speed: float) -> tuple[float, ...]:
-    """What filters one after the other make of it. Raises ValueError."""
-    if not MIN_SPEED <= speed <= MAX_SPEED:  # NaN is in no range
+    """Return the tempo of each filter in the series. Raises ValueError for a speed out of range."""
+    if not MIN_SPEED <= speed <= MAX_SPEED:  # also rejects NaN
         raise ValueError(f"speed is {speed:g}; from {MIN_SPEED:g} to {MAX_SPEED:g} is possible")
     return (speed,) if MIN_TEMPO <= speed <= MAX_TEMPO else (speed**0.5, speed**0.5)
 
 
 class Stretch:
-    """One stream. `feed` int16 little-endian mono -> what of it is ready by now, perhaps nothing; `finish` -> the rest. N
-    samples become N / speed, to the sample. Not for speed 1. Raises ValueError for a speed that is not possible."""
+    """One stream of int16 little-endian mono samples. `feed` returns the output that is ready, perhaps none, and
+    `finish` returns the rest. N samples become exactly round(N / speed).
+
+    Not for speed 1. Raises ValueError for a speed out of range.
+    """
 
     def __init__(self, sample_rate_hz: int, speed: float):
-        self._rate_hz, self._speed = sample_rate_hz, speed
+        self._rate_hz = sample_rate_hz
+        self._speed = speed
         self._num_taken = self._num_pushed = self._num_given = 0  # samples
         self._block_bytes = 2 * round(BLOCK_S * sample_rate_hz)
         self._held, self._ready = bytearray(), bytearray()
@@ -49,7 +53,7 @@ class Stretch:
         return self._give()
 
     def finish(self) -> bytes:
-        """atempo keeps back some of an end: silence behind it takes its place."""
+        """Return the rest. Silence pushes out the samples that atempo holds back."""
         if not self._num_taken:
             return b""
         self._take(bytes(2 * round(TAIL_S * self._rate_hz)))
@@ -60,7 +64,7 @@ class Stretch:
 
     @property
     def _num_due(self) -> int:
-        """Of what was taken so far."""
+        """Samples to return for the input so far."""
         return round(self._num_taken / self._speed)
 
     def _give(self) -> bytes:
@@ -90,12 +94,12 @@ class Stretch:
                 frame = self._graph.pull()
             except (av.error.BlockingIOError, av.error.EOFError):
                 return
-            assert isinstance(frame, av.AudioFrame), f"atempo gives a {type(frame).__name__}"
+            assert isinstance(frame, av.AudioFrame), f"atempo returned a {type(frame).__name__}"
             self._ready += frame.to_ndarray().astype("<i2", copy=False).tobytes()
 
 
 def stretched(pcm: bytes, sample_rate_hz: int, speed: float) -> bytes:
-    """A whole speech. Raises ValueError for a speed that is not possible."""
+    """Return complete speech at the given speed. Raises ValueError for a speed out of range."""
     if speed == 1:
         return pcm
     stretch = Stretch(sample_rate_hz, speed)

@@ -1,10 +1,10 @@
-"""`zoo serve`: runs two processes, the engine and HTTP, so that either may end without the other.
+"""`zoo serve`: runs the engine and HTTP in two processes, so that one can crash without the other.
 
-            supervisor --- holds the HTTP port, watches, starts again what dies
+            supervisor --- holds the HTTP port, restarts a child that dies
              /       \\
     engine process   HTTP process         (a Unix socket between them)
 
-An engine is started again only once it has been ready: one that dies while it loads would do so again.
+The supervisor restarts an engine only if it was ready before: an engine that dies while loading would die again.
 Children end with the supervisor, even if it is killed, because it holds the write end of a pipe they wait on.
 """
 
@@ -26,39 +26,39 @@ from typing import Any
 from serving import logs, protocol
 from serving.status_line import StatusLine
 
-REFUSED = 2  # the exit status of a child that says itself what is wrong
-HUNG_S = 30  # an engine that was ready and is silent for so long does not come back
+REFUSED = 2  # exit status of a child that has printed its own error message
+HUNG_S = 30  # an engine that was ready and stays silent this long is hung
 STEADY_S = 60.0  # a child that lived this long starts with a clean record
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.5
-GRACE_S = 5  # for open answers, when the server is stopped
-SEND_BUFFER_BYTES = 256 << 10  # seconds of audio, and all that a client that stops reading can hold
+GRACE_S = 5  # for open answers to finish when the server stops
+SEND_BUFFER_BYTES = 256 << 10  # a few seconds of audio; limits the memory that a client that stops reading can hold
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-MAX_LINE_BYTES = 64 << 10  # of a child's, which are passed on in one piece
-KILL_AFTER_S = 5  # and then for the processes themselves
+MAX_LINE_BYTES = 64 << 10  # a longer line of a child is split
+KILL_AFTER_S = 5  # for a child to exit after SIGTERM
 
 
 def log_line(line: str) -> None:
-    """For people; as JSON where that was asked for by name (`--log json`): whoever reads it reads all lines so."""
+    """Write a line to stderr: as text, or as JSON with `--log json`, so that programs can parse every line."""
     text = f"zoo: {line}\n"
     if os.environ.get(logs.VARIABLE) == "json":
         at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        event = line.partition("\n")[0]  # what to try is for people
+        event = line.partition("\n")[0]  # the example command below it is for people
         fields = {"process": "supervisor", "event": event, "level": "info", "timestamp": at}
         text = json.dumps(fields) + "\n"
-    sys.stderr.write(text)  # in one piece: three processes share it
+    sys.stderr.write(text)  # one write, because three processes share stderr
     sys.stderr.flush()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound, not yet listening socket. Raises ValueError."""
+    """Return a socket that listens on the address. Raises ValueError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # accepted ones inherit it
+        # Accepted sockets inherit the buffer size.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(2048)
@@ -70,23 +70,23 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def socket_directory() -> tempfile.TemporaryDirectory[str]:
-    """A private directory for the Unix socket. Raises ValueError."""
+    """Create a private directory for the Unix socket. Raises ValueError."""
     try:
         directory = tempfile.TemporaryDirectory(prefix="zoo-")
     except OSError as error:
         raise ValueError(
-            f"no directory for the engine's socket: {error}; set TMPDIR to a writable one"
+            f"cannot create a directory for the engine's socket: {error}; set TMPDIR to a writable directory"
         ) from None
-    if len(directory.name) > 90:  # an address of a Unix socket has 108 bytes, 104 on some systems
+    if len(directory.name) > 90:  # a Unix socket address has at most 108 bytes, 104 on some systems
         directory.cleanup()
         raise ValueError(
-            f"{directory.name} is too long for the address of a Unix socket; set TMPDIR to a shorter directory"
+            f"{directory.name} is too long for the address of a Unix socket; set TMPDIR to a shorter path"
         )
     return directory
 
 
 class Child:
-    """A process that is started again when it dies, within bounds."""
+    """A child process that the supervisor restarts when it dies, up to MAX_DEATHS times in a row."""
 
     def __init__(
         self, name: str, command: Sequence[str], fds: Sequence[int], env: dict[str, str], *, is_proven: bool
@@ -95,14 +95,14 @@ class Child:
         self.command = command
         self.fds = fds
         self.env = env
-        self.is_proven = is_proven  # whether it has worked before, so that starting it again makes sense
+        self.is_proven = is_proven  # whether it has worked before, so that a restart makes sense
         self.process: asyncio.subprocess.Process | None = None
         self.is_stopping = False
-        self.silent_s: int | None = None  # of one that says something every second while it is well
-        self.is_relayed = False  # whether its lines come through us, so that they do not break ours
+        self.silent_s: int | None = None  # seconds without a message; None while no message is expected
+        self.is_relayed = False  # whether the supervisor relays its stderr, to protect the status line
 
     async def supervise(self) -> int:
-        """Until it ends for good; returns the exit status for the whole server."""
+        """Run and restart the process until it ends for good. Returns the server's exit status."""
         deaths = 0
         while not self.is_stopping:
             began = time.monotonic()
@@ -112,7 +112,7 @@ class Child:
                 env=self.env,
                 stdin=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE if self.is_relayed else None,
-                start_new_session=True,  # a Ctrl-C is ours to handle
+                start_new_session=True,  # only the supervisor handles Ctrl-C
             )
             if self.process.stderr is not None:
                 await relay(self.process.stderr)
@@ -127,10 +127,10 @@ class Child:
                 return 1
             deaths = deaths + 1 if time.monotonic() - began < STEADY_S else 1
             if deaths > MAX_DEATHS:
-                log_line(f"the {self.name} ended {how}, {MAX_DEATHS} times in a row: giving up")
+                log_line(f"the {self.name} ended {how} and was restarted {MAX_DEATHS} times: giving up")
                 return 1
             delay_s = FIRST_BACKOFF_S * 2 ** (deaths - 1)
-            log_line(f"the {self.name} ended {how}; starting it again in {delay_s:g} s")
+            log_line(f"the {self.name} ended {how}; restarting it in {delay_s:g} s")
             await asyncio.sleep(delay_s)
         return 0
 
@@ -143,7 +143,7 @@ class Child:
         try:
             await asyncio.wait_for(self.process.wait(), patience_s)
         except TimeoutError:
-            log_line(f"the {self.name} did not end within {patience_s:g} s: killing it")
+            log_line(f"the {self.name} did not stop within {patience_s:g} s: killing it")
             self.kill()
             await self.process.wait()
 
@@ -154,7 +154,7 @@ class Child:
 
 
 async def relay(reader: asyncio.StreamReader) -> None:
-    """What a child says, line by line, until it ends."""
+    """Copy a child's stderr to ours, line by line, until it ends."""
     unfinished = b""
     while data := await reader.read(MAX_LINE_BYTES):
         whole, newline, unfinished = (unfinished + data).rpartition(b"\n")
@@ -175,9 +175,12 @@ def serve(
     grace_s: int = GRACE_S,
     status_line: StatusLine | None = None,
 ) -> int:
-    """Until a signal ends it -> the exit status. `engine` and `http`: fields of engine_process.Options and of
-    app.Options; grace_s: for open answers, when the server is stopped; status_line: below the log's lines, which then
-    all go through it. Raises ValueError."""
+    """Run the server until a signal ends it. Returns the exit status; raises ValueError.
+
+    engine, http: fields of engine_process.Options and of app.Options.
+    grace_s: how long open answers may continue when the server stops.
+    status_line: the line to show below the log. All log lines then pass through it.
+    """
     with bind(host, port) as listener, socket_directory() as directory:
         parent_fd, write_end = os.pipe()
         path = f"{directory}/engine.sock"
@@ -206,20 +209,20 @@ async def run(
     grace_s: int = GRACE_S,
     status_line: StatusLine | None = None,
 ) -> int:
-    """Runs both commands until a signal, or until one ends for good. Returns the exit status."""
+    """Run both commands until a signal arrives or one ends for good. Returns the exit status."""
     engine = Child("engine", engine_command, [parent_fd], env, is_proven=False)
     http = Child("HTTP process", http_command, [parent_fd, listener.fileno()], env, is_proven=True)
     engine.is_relayed = http.is_relayed = status_line is not None
     signalled = asyncio.Event()
 
     def stop() -> None:
-        if signalled.is_set():  # asked twice: at once, then
+        if signalled.is_set():  # a second signal kills the children immediately
             http.kill()
             engine.kill()
         signalled.set()
 
     for number in ENDING:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP; keep it ignored
             asyncio.get_running_loop().add_signal_handler(number, stop)
     endings = [asyncio.create_task(child.supervise()) for child in (engine, http)]
     watching = [
@@ -231,7 +234,7 @@ async def run(
     if waiting in done:
         log_line("stopping")
     listener.close()
-    await http.stop(grace_s + KILL_AFTER_S)  # first: open answers may still end
+    await http.stop(grace_s + KILL_AFTER_S)  # before the engine, so that open answers can finish
     await engine.stop(KILL_AFTER_S)
     for task in pending:
         task.cancel()
@@ -239,13 +242,13 @@ async def run(
 
 
 async def watch(path: str, engine: Child, url: str, status_line: StatusLine | None = None) -> int:
-    """Tells how far the engine is, and when it is ready what to try. Ends only by being cancelled."""
+    """Log the engine's progress, and an example request once it is ready. Runs until cancelled."""
     models: list[protocol.ModelInfo] = []
     greeted = False
     while True:
         try:
             reader, writer = await asyncio.open_unix_connection(path)
-        except OSError:  # not there yet
+        except OSError:  # the engine does not listen yet
             await asyncio.sleep(0.1)
             continue
         shown = ""
@@ -274,8 +277,10 @@ async def watch(path: str, engine: Child, url: str, status_line: StatusLine | No
 
 
 async def kill_if_hung(engine: Child) -> int:
-    """Kills one that stays silent, so that it is started again. It counts seconds that this process was awake
-    for, and those alone: a machine that slept has no hung engine. Ends only by being cancelled."""
+    """Kill an engine that stays silent, so that it is restarted. Runs until cancelled.
+
+    It counts only the seconds for which this process was awake: after a suspend the engine is not hung.
+    """
     while True:
         await asyncio.sleep(1)
         if engine.silent_s is None:
@@ -288,15 +293,15 @@ async def kill_if_hung(engine: Child) -> int:
 
 
 def url(listener: socket.socket) -> str:
-    """Where a browser on this machine finds a bound socket."""
+    """Return the URL at which a browser on this machine reaches the socket."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def try_it(url: str, models: Sequence[protocol.ModelInfo]) -> str:
-    """A line for the shell that speaks with the first model, after another one that gives a voice to a model
-    that has none."""
+    """Return a shell command that speaks with the first model. If the model has no voice, a command that uploads
+    one comes first."""
     model, upload = models[0], ""
     if model.voices:
         voice = f'"voice": "{model.voices[0]}"'

@@ -1,4 +1,4 @@
-"""zoo batch."""
+"""The command `zoo batch`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 
 from serving.cli.common import (
+    MODEL,
+    Compile,
     Device,
     DType,
     Instructions,
@@ -45,13 +47,17 @@ def batch(
     lines: Annotated[
         Path,
         Argument(
-            metavar="IN.jsonl", help='A JSON object on each line: {"text": ..., "id": ..., "voice": ...}.'
+            metavar="IN.jsonl",
+            help='The file has a JSON object on each line: {"text": ..., "id": ..., "voice": ...}.',
         ),
     ],
-    out: Annotated[Path, Argument(metavar="OUT_DIR", help="Where the speech and results.jsonl go.")],
+    out: Annotated[
+        Path, Argument(metavar="OUT_DIR", help="The speech and results.jsonl go into this directory.")
+    ],
     model: SpeechModel = str(SMALL_VOICE),
     form: Annotated[
-        Literal["wav", "mp3", "opus", "aac", "flac", "pcm"], Option("--format", help="Of every file.")
+        Literal["wav", "mp3", "opus", "aac", "flac", "pcm"],
+        Option("--format", help="Every file has this format."),
     ] = "wav",
     voice: Voice = None,
     reference: ReferenceFile = None,
@@ -70,18 +76,29 @@ def batch(
     dtype: DType = None,
     max_slots: Annotated[
         int | None,
-        Option(min=1, max=1024, help="How many speak at once: as many as fit, up to 64."),
+        Option(
+            min=1,
+            max=1024,
+            help="The model speaks at most this many lines at once. Default: what fits, up to 64.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     deterministic: Annotated[
-        bool, Option("--deterministic", help="Equal lines give equal bytes, whatever else is spoken; slower.")
+        bool,
+        Option(
+            "--deterministic",
+            help="Equal lines give equal bytes, whatever else is spoken, which is slower.",
+            rich_help_panel=MODEL,
+        ),
     ] = False,
-    compile: Annotated[bool, Option(help="Compile the model, or run it eagerly.")] = True,
+    compile: Compile = True,
 ) -> int:
-    """Speak every line of a file into a directory. What is there already is not made again; lines that cannot be used are
-    reported and left out, and then the exit status is 1.
+    """Speak every line of a JSON Lines file into a directory.
 
-    A line's fields are text, id (the file's name; its line number otherwise), and the options below by their names with _ for -;
-    any other field is an option of the model. Paths in it start at its file's directory.
+    Finished files are not made again. Lines that cannot be used are reported and skipped; the exit status is then 1.
+
+    The fields of a line are text, id (the file's name; by default the line number), and the options below with _ for -. Any
+    other field is an option of the model. Relative paths in a line start at the directory of the file.
     """
     from serving.tools import batch as tool
 
@@ -129,13 +146,13 @@ def batch(
                 clip = partial(recording_at, base)
                 tool.Batch(engine, results, digests, form, clip, of_model, tally, report).run(wanted)
     pace = f", {tally.audio_s / tally.wall_s:.2f} audio-s/s" if tally.wall_s else ""
-    said = f"{tally.made} made ({tally.audio_s:.2f} s of audio{pace}), {tally.found} were there, {tally.failed} failed"
+    said = f"{tally.made} made ({tally.audio_s:.2f} s of audio{pace}), {tally.found} found, {tally.failed} failed"
     print(f"{out}: {said}" + (", interrupted" if tally.is_interrupted else ""))
     return 130 if tally.is_interrupted else int(tally.failed > 0)
 
 
 def recording_at(base: Path, path: str) -> AudioClip:
-    """Raises ValueError."""
+    """Read a recording whose path is relative to `base`. Raises ValueError."""
     return recording(base / path)
 
 
@@ -148,7 +165,7 @@ def opened(
     compile: bool,
     advance: Callable[[float, str], None],
 ) -> Engine:
-    """An engine that is warm. Raises ValueError."""
+    """Load the model and return a warm engine. Raises ValueError."""
     import zoo
     from serving.engine.engine import Engine
     from serving.engine.engine_process import Options, sizes
@@ -160,7 +177,7 @@ def opened(
     slots, kv_bytes = sizes(plan)
     family = zoo.load(directory, device=device, dtype=dtype)
     if family.spec.licence:
-        print(f"zoo: the weights are under a licence: {family.spec.licence}", file=sys.stderr)
+        print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
     prepare_for_host(family, compile=compile)
     engine = Engine(
         family,
@@ -176,4 +193,5 @@ def opened(
 
 
 def tell(result: dict[str, Any]) -> None:
+    """Print why a line failed."""
     print(f"zoo: line {result['line']} ({result['id']}): {result['error']}", file=sys.stderr)

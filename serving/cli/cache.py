@@ -1,4 +1,4 @@
-"""zoo cache."""
+"""The command `zoo cache`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from serving.cli.common import app, num_bytes
+from serving.cli.common import AsJson, app, num_bytes, plural
 
 if TYPE_CHECKING:
     from compile_cache.store import Stored
 
 cache = typer.Typer(
-    help="Compiled code, kept between starts. It is run by every server that finds it: whoever may write to the cache, or "
-    "gives you a file to import, can run code as you."
+    help="List, prune, export or import the compiled code that is kept between starts.\n\nServers run the code that they find "
+    "in the cache. Anyone who can write to it, or gives you a file to import, can run code as you."
 )
 app.add_typer(cache, name="cache")
 
@@ -24,18 +24,18 @@ CacheDir = Annotated[
     Path | None,
     Option(
         envvar="ZOO_CACHE_DIR",
-        help="Where compiled code is kept; speechzoo in your cache directory otherwise.",
+        help="Compiled code is kept in this directory. Default: ~/.cache/speechzoo.",
     ),
 ]
-TarFile = Annotated[Path, Argument(metavar="FILE", help="A tar file.")]
+TarFile = Annotated[Path, Argument(metavar="FILE", help="The entries are in this tar file.")]
 
 
 @cache.command("list")
 def list_entries(
-    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: AsJson = False,
     cache_dir: CacheDir = None,
 ) -> int:
-    """What is kept, the last read first."""
+    """List the entries, the most recently read first."""
     from compile_cache.store import stored
 
     root = root_of(cache_dir)
@@ -45,17 +45,22 @@ def list_entries(
     else:
         for entry in entries:
             print(line(entry, root))
-        print(f"{root}: {len(entries)} entries, {sum(entry.num_bytes for entry in entries) / 2**20:,.1f} MiB")
+        total = sum(entry.num_bytes for entry in entries)
+        print(f"{root}: {plural(len(entries), 'entry', 'entries')}, {total / 2**20:,.1f} MiB")
     return 0
 
 
 @cache.command("prune")
 def prune_entries(
-    max_size: Annotated[str, Option(help="Of all that stays: 8GiB, 512MiB or bytes.")] = "8GiB",
-    max_days: Annotated[float, Option(min=0, help="Since an entry was last read.")] = 90,
+    max_size: Annotated[
+        str, Option(help="The remaining entries take at most this much space (8GiB, 512MiB or bytes).")
+    ] = "8GiB",
+    max_days: Annotated[
+        float, Option(min=0, help="Entries that were not read for this many days are dropped.")
+    ] = 90,
     cache_dir: CacheDir = None,
 ) -> int:
-    """Drop what nobody reads, and then what was read longest ago, until the rest fits."""
+    """Drop unused entries, then the least recently read ones until the rest fits."""
     from compile_cache.store import DAY_S, prune
 
     root = root_of(cache_dir)
@@ -70,28 +75,31 @@ def prune_entries(
 
 @cache.command("export")
 def export_entries(file: TarFile, cache_dir: CacheDir = None) -> int:
-    """Write all that is whole to a tar file, for machines of the same kind."""
+    """Write all complete entries to a tar file, for machines of the same kind."""
     from compile_cache.store import export
 
     try:
         names = export(root_of(cache_dir), file)
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error.strerror}") from None
-    print(f"{file}: {len(names)} entries")
+    print(f"{file}: {plural(len(names), 'entry', 'entries')}")
     return 0
 
 
 @cache.command("import")
 def import_entries(file: TarFile, cache_dir: CacheDir = None) -> int:
-    """Take in what zoo cache export wrote: code that your servers will run, so only from those you trust."""
+    """Import entries that zoo cache export wrote.
+
+    Your servers will run this code: import it only from people you trust.
+    """
     from compile_cache.store import take_in
 
     root = root_of(cache_dir)
     try:
         names = take_in(root, file)
     except OSError as error:
-        raise ValueError(f"{file} cannot be taken into {root}: {error.strerror}") from None
-    print(f"{root}: {len(names)} new entries")
+        raise ValueError(f"{file} cannot be imported into {root}: {error.strerror}") from None
+    print(f"{root}: {plural(len(names), 'new entry', 'new entries')}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What several commands take and show."""
+"""Options and output that several commands share."""
 
 from __future__ import annotations
 
@@ -13,75 +13,189 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 from zoo.hub import name_of, resolved
 
 if TYPE_CHECKING:
     from serving.protocol import AudioClip
 
-app = typer.Typer(
-    add_completion=False, rich_markup_mode="markdown"
-)  # flowing text: lines of a docstring are joined
+# The order of `zoo --help`: most used first.
+COMMANDS = (
+    "serve",
+    "say",
+    "batch",
+    "voices",
+    "inspect",
+    "load",
+    "bench",
+    "parity",
+    "warm",
+    "cache",
+    "wyoming",
+    "demo-checkpoint",
+)
+
+# Panels of `--help`.
+MODEL = "Model"
+VOICE = "Voice"
+SAMPLING = "Sampling"
+MEMORY = "Memory"
+LATENCY = "Latency"
+LIMITS = "Limits"
+SECURITY = "Security"
+LOGS = "Logs"
+
+
+class Commands(TyperGroup):
+    """The group of all commands. It lists them in the order of COMMANDS."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=COMMANDS.index)
+
+
+# Markdown joins the lines of a docstring into paragraphs.
+app = typer.Typer(cls=Commands, add_completion=False, rich_markup_mode="markdown")
 
 MAX_REFERENCE_S = 60.0
 MAX_BYTES = 1 << 50
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
-Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one.")]
+MODEL_HELP = (
+    "The model is a directory, or ORG/NAME on the Hugging Face Hub. Default: the bundled small voice."
+)
+
+Device = Annotated[
+    str | None,
+    Option(
+        help="The model runs on cpu, cuda or cuda:N. Default: a GPU if there is one.", rich_help_panel=MODEL
+    ),
+]
 Codec = Annotated[
     Literal["float32", "tf32"],
-    Option(help="How a GPU multiplies in the codec; tf32 is faster, zoo parity says what it costs."),
+    Option(
+        help="The codec multiplies in this format on a GPU; tf32 is faster, and zoo parity measures its error.",
+        rich_help_panel=MODEL,
+    ),
+]
+Compile = Annotated[
+    bool, Option(help="The model is compiled; --no-compile runs it eagerly.", rich_help_panel=MODEL)
+]
+DType = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    Option(
+        help="The model computes in this type. Default: bfloat16 on a GPU, float32 on a CPU.",
+        rich_help_panel=MODEL,
+    ),
+]
+MaxSlots = Annotated[
+    int | None,
+    Option(
+        min=1,
+        max=1024,
+        help="Each model runs at most this many requests at once. Default: what fits, up to 64, on a GPU or with --policy "
+        "throughput; otherwise 8.",
+        rich_help_panel=MEMORY,
+    ),
+]
+KVMemory = Annotated[
+    str | None,
+    Option(
+        help="All models share this much memory for the KV cache (4GiB, 512MiB or bytes). Default: enough for the slots; on a "
+        "GPU, all that weights and states leave.",
+        rich_help_panel=MEMORY,
+    ),
 ]
 VoicesDir = Annotated[
     Path | None,
     Option(
         envvar="ZOO_VOICES_DIR",
-        help="Where uploaded voices are kept; speechzoo/voices in your data directory otherwise.",
+        help="Uploaded voices are stored in this directory. Default: speechzoo/voices in your data directory.",
     ),
 ]
-DType = Annotated[
-    Literal["float32", "bfloat16"] | None,
-    Option(help="bfloat16 on a GPU and float32 on a CPU, when left out."),
-]
+AsJson = Annotated[bool, Option("--json", help="The command prints one JSON object, for programs.")]
 
-# A model on the command line, where one will do
-ModelArgument = Annotated[
-    str,
-    Argument(
-        metavar="MODEL",
-        help="A directory, or ORG/NAME on the Hugging Face Hub; the small voice of this package when left out.",
-        show_default=False,
-    ),
-]
+# The model of commands that take only one.
+ModelArgument = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 
-# What `zoo say` and `zoo batch` ask of a speech
+# The fields of a request in `zoo say` and `zoo batch`.
 SpeechModel = Annotated[
-    str,
-    Option(
-        "-m",
-        "--model",
-        help="A directory, or ORG/NAME on the Hugging Face Hub; the small voice of this package when left out.",
-        show_default=False,
-    ),
+    str, Option("-m", "--model", help=MODEL_HELP, show_default=False, rich_help_panel=MODEL)
 ]
 Voice = Annotated[
     str | None,
-    Option(help="One of the model's voices (zoo inspect), or a mix of some, as vivian(2)+ryan(1)."),
+    Option(
+        help="The model speaks in one of its voices (zoo inspect lists them), or in a mix such as vivian(2)+ryan(1).",
+        rich_help_panel=VOICE,
+    ),
 ]
 ReferenceFile = Annotated[
-    Path | None, Option(help="A recording of the voice to speak in, for models that take one.")
+    Path | None,
+    Option(
+        help="The model speaks in the voice of this recording, if it can clone voices.", rich_help_panel=VOICE
+    ),
 ]
-ReferenceText = Annotated[str | None, Option(help="What the recording says, word for word.")]
-Language = Annotated[str | None, Option(help="One of the model's languages.")]
-Instructions = Annotated[str | None, Option(help="How to speak, in words.")]
-Seed = Annotated[int, Option(min=0, max=2**63 - 1)]
-Temperature = Annotated[float | None, Option(min=0, max=2, help="0 is greedy.")]
-TopK = Annotated[int | None, Option(min=0, help="0 is off.")]
-TopP = Annotated[float | None, Option(min=0, max=1)]
-RepetitionPenalty = Annotated[float | None, Option(min=0.5, max=2)]
-MaxNewTokens = Annotated[int | None, Option(min=1, help="The most frames to speak.")]
+ReferenceText = Annotated[
+    str | None,
+    Option(help="The recording says this text, word for word.", rich_help_panel=VOICE),
+]
+Language = Annotated[
+    str | None, Option(help="The model speaks this one of its languages.", rich_help_panel=VOICE)
+]
+Instructions = Annotated[
+    str | None,
+    Option(help="The model speaks as these words describe.", rich_help_panel=VOICE),
+]
+Seed = Annotated[
+    int,
+    Option(min=0, max=2**63 - 1, help="Equal seeds give equal speech.", rich_help_panel=SAMPLING),
+]
+Temperature = Annotated[
+    float | None,
+    Option(
+        min=0,
+        max=2,
+        help="The model samples with this temperature; 0 is greedy. Default: the model's.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int | None,
+    Option(
+        min=0,
+        help="The model samples from this many most likely codes; 0 allows all. Default: the model's.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopP = Annotated[
+    float | None,
+    Option(
+        min=0,
+        max=1,
+        help="The model samples from the most likely codes up to this total probability. Default: the model's.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    Option(
+        min=0.5,
+        max=2,
+        help="A value above 1 makes codes that were used before less likely. Default: the model's.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="The model speaks at most this many frames. Default: the model's limit.",
+        rich_help_panel=SAMPLING,
+    ),
+]
 Speed = Annotated[
-    float, Option(min=0.25, max=4, help="How fast, at the same pitch; 1 is as the model speaks.")
+    float,
+    Option(min=0.25, max=4, help="The speech is this many times as fast, at the same pitch."),
 ]
 ModelOptions = Annotated[
     list[str],
@@ -89,12 +203,14 @@ ModelOptions = Annotated[
         "-O",
         "--option",
         metavar="NAME=VALUE",
-        help="An option of the model (zoo inspect); may be given several times.",
+        help="The request sets this option of the model (zoo inspect lists them); may be repeated.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 
 
 def tell_version(is_asked: bool) -> None:
+    """Print the versions and exit."""
     if is_asked:
         of = ", ".join(f"{name} {metadata.version(name)}" for name in ("speechzoo", "torch"))
         print(f"{of}, Python {platform.python_version()}")
@@ -104,45 +220,50 @@ def tell_version(is_asked: bool) -> None:
 @app.callback()
 def of_all(
     version: Annotated[
-        bool, Option("--version", callback=tell_version, is_eager=True, help="Show versions and exit.")
+        bool,
+        Option(
+            "--version",
+            callback=tell_version,
+            is_eager=True,
+            help="Show the versions of speechzoo, torch and Python, and exit.",
+        ),
     ] = False,
 ) -> None:
-    """Speech language models: serve them, or let them speak from the shell."""
+    """Serve speech language models over HTTP, or speak with them from the shell."""
 
 
 def named_directory(model: str) -> tuple[str, str]:
-    """MODEL or NAME=MODEL -> the name for clients and the directory, with its adapter. Raises ValueError."""
+    """Split MODEL or NAME=MODEL into the name for clients and the directory, with its adapter. Raises ValueError."""
     name, equals, named = model.partition("=")
     if not equals or Path(model).is_dir():
         return name_of(model), resolved(model)
     if not name:
-        raise ValueError(f"{model!r} has no name before '='; needed is MODEL or NAME=MODEL")
+        raise ValueError(f"{model!r} has no name before '='; use MODEL or NAME=MODEL")
     return name, resolved(named)
 
 
 def named_directories(models: list[str]) -> dict[str, str]:
-    """Their directories by name. Raises ValueError."""
+    """Return the directories of models by name. Raises ValueError."""
     directories: dict[str, str] = {}
     for name, directory in map(named_directory, models):
         if name in directories:
-            raise ValueError(f"two models have the name {name!r}; NAME=MODEL gives one another name")
+            raise ValueError(f"two models have the name {name!r}; rename one with NAME=MODEL")
         directories[name] = directory
     return directories
 
 
 def num_bytes(text: str) -> int:
-    """'4GiB' -> 4294967296. Raises ValueError."""
+    """Return an amount of memory in bytes: '4GiB' gives 4294967296. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|)", text)
     count = float(match[1]) * UNITS[match[2]] if match is not None else 0.0
     if not 1 <= count < MAX_BYTES:
-        raise ValueError(f"{text[:40]!r} is not an amount of memory; 4GiB, 512MiB or a number of bytes is")
+        raise ValueError(f"{text[:40]!r} is not an amount of memory; use 4GiB, 512MiB or a number of bytes")
     return int(count)
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on stderr, where that is a terminal -> what moves it: the fraction that is done, and what comes
-    next."""
+    """Show a progress bar if stderr is a terminal. Yields a function that sets the fraction done and the next stage."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -158,8 +279,10 @@ def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
 
 
 def print_numbers(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table of numbers, none of which is cut: on a terminal that is too narrow for it rows become columns. A column's name
-    may have two lines, and the first of them is that of the columns before it where it is empty."""
+    """Print a table of numbers without cutting any. On a terminal that is too narrow, rows become columns.
+
+    A column's name may have two lines. If the first line is empty, it is the one of the column before.
+    """
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
@@ -188,7 +311,13 @@ def print_numbers(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
     Console(width=max(console.width, width(table))).print(table)
 
 
+def plural(count: int, singular: str, plural: str | None = None) -> str:
+    """Return a count with its noun: "1 process", "2 processes"."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
 def readable(value: Any) -> str:
+    """Return a value as text for a table."""
     match value:
         case bool():
             return str(value).lower()
@@ -203,7 +332,7 @@ def readable(value: Any) -> str:
 
 
 def recording(path: Path) -> AudioClip:
-    """Raises ValueError."""
+    """Read and decode a recording. Raises ValueError."""
     from serving.http.decode import decode
 
     try:
@@ -215,5 +344,6 @@ def recording(path: Path) -> AudioClip:
 
 
 def fail(line: str, status: int) -> None:
+    """Print a line on stderr and exit."""
     print(f"zoo: {line}", file=sys.stderr)
     sys.exit(status)

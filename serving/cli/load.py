@@ -1,4 +1,4 @@
-"""zoo load."""
+"""The command `zoo load`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from serving.cli.common import app, print_numbers, progress_bar
+from serving.cli.common import AsJson, app, plural, print_numbers, progress_bar
 
 if TYPE_CHECKING:
     from serving.tools.load.run import Plan
+
+# Panels of `--help`.
+LOAD = "Load"
+REQUESTS = "Requests"
+GOODPUT = "Goodput"
 
 PLOTS = (".png", ".svg", ".pdf")
 DURATION_S = 30.0
@@ -35,76 +40,177 @@ COLUMNS = {
 
 @app.command()
 def load(
-    url: Annotated[str, Argument(help="A speech server with OpenAI's routes: http://HOST:PORT.")],
+    url: Annotated[
+        str, Argument(help="The server has OpenAI's speech route at this address: http://HOST:PORT.")
+    ],
+    as_json: AsJson = False,
+    plot: Annotated[
+        Path | None,
+        Option(help="The command draws the ladder into this file: .png, .svg or .pdf."),
+    ] = None,
     rates: Annotated[
         list[float],
-        Option("--rate", min=0.001, help="Open loop: requests a second, Poisson; several make a ladder."),
+        Option(
+            "--rate",
+            min=0.001,
+            help="Open loop: this many requests arrive per second, as a Poisson process; repeat it for a ladder.",
+            rich_help_panel=LOAD,
+        ),
     ] = [],  # noqa: B006
     streams: Annotated[
-        list[int], Option("--streams", min=1, help="Closed loop: listeners at once; several make a ladder.")
+        list[int],
+        Option(
+            "--streams",
+            min=1,
+            help="Closed loop: this many listeners make one request after the other; repeat it for a ladder.",
+            rich_help_panel=LOAD,
+        ),
     ] = [],  # noqa: B006
     duration: Annotated[
         float | None,
-        Option("--duration", min=0.1, help="Seconds of each step; 30 unless --requests is given."),
+        Option(
+            "--duration",
+            min=0.1,
+            help="Each rung of the ladder takes this many seconds. Default: 30 unless --requests is given.",
+            rich_help_panel=LOAD,
+        ),
     ] = None,
-    requests: Annotated[int | None, Option(min=1, help="Requests of each step that count.")] = None,
+    requests: Annotated[
+        int | None,
+        Option(min=1, help="Each rung of the ladder measures this many requests.", rich_help_panel=LOAD),
+    ] = None,
     warmup: Annotated[
         int | None,
         Option(
-            min=0, help="Requests of each step that do not count: by default two seconds', or one a listener."
+            min=0,
+            help="Each rung starts with this many requests that do not count. Default: two seconds of arrivals, or one per "
+            "listener.",
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    cancels: Annotated[
+        float,
+        Option(min=0, max=1, help="This share of clients disconnects within 3 s.", rich_help_panel=LOAD),
+    ] = 0.0,
+    slow_readers: Annotated[
+        float,
+        Option(
+            min=0, max=1, help="This share of clients reads at a quarter of the speed.", rich_help_panel=LOAD
+        ),
+    ] = 0.0,
+    seed: Annotated[
+        int,
+        Option(
+            min=0,
+            help="The seed fixes arrivals, texts, voices and which clients disconnect or read slowly; requests carry seeds too.",
+            rich_help_panel=LOAD,
+        ),
+    ] = 0,
+    workers: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=64,
+            help="The client runs this many processes. Default: one per two cores, at most 4.",
+            rich_help_panel=LOAD,
         ),
     ] = None,
     model: Annotated[
-        str | None, Option("-m", "--model", help="Its id; needed where the server has several.")
+        str | None,
+        Option(
+            "-m",
+            "--model",
+            help="Requests name this model; a server with several models needs it.",
+            rich_help_panel=REQUESTS,
+        ),
     ] = None,
     texts: Annotated[
-        str, Option(help="short (about 4 s), long (30 s), mixed, or a file with a text on each line.")
+        str,
+        Option(
+            help="The texts are short (about 4 s), long (30 s), mixed, or the lines of a file.",
+            rich_help_panel=REQUESTS,
+        ),
     ] = "short",
-    voices: Annotated[list[str], Option("--voice", help="One or several to choose from.")] = [],  # noqa: B006
+    voices: Annotated[
+        list[str],
+        Option(
+            "--voice",
+            help="Requests ask for this voice; if repeated, each picks one of them.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = [],  # noqa: B006
     reference: Annotated[
-        Path | None, Option(help="A recording of the voice to speak in, sent with each request.")
+        Path | None,
+        Option(help="Each request sends this recording of the voice to clone.", rich_help_panel=REQUESTS),
     ] = None,
-    reference_text: Annotated[str | None, Option(help="What the recording says, word for word.")] = None,
+    reference_text: Annotated[
+        str | None,
+        Option(help="The recording says this text, word for word.", rich_help_panel=REQUESTS),
+    ] = None,
     formats: Annotated[
         list[str],
         Option(
             "--format",
-            help="pcm, wav, mp3, opus or aac; several to choose from. pcm, or the first that there is.",
+            help="Requests ask for pcm, wav, mp3, opus or aac; if repeated, each picks one. Default: the first that works.",
+            rich_help_panel=REQUESTS,
         ),
     ] = [],  # noqa: B006
-    sample_rate: Annotated[int, Option(min=0, help="Of pcm, where the server does not say it.")] = 0,
+    sample_rate: Annotated[
+        int,
+        Option(
+            min=0,
+            help="pcm has this sample rate in Hz, if the server does not report one.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = 0,
     fields: Annotated[
         list[str],
         Option(
             "-O",
             "--option",
             metavar="NAME=VALUE",
-            help="A further field of each request, as JSON; several times.",
+            help="Each request has this additional field; VALUE is JSON or a string; may be repeated.",
+            rich_help_panel=REQUESTS,
         ),
     ] = [],  # noqa: B006
-    cancels: Annotated[float, Option(min=0, max=1, help="The share that leaves within 3 s.")] = 0.0,
-    slow_readers: Annotated[
-        float, Option(min=0, max=1, help="The share that reads at a quarter of the speed.")
-    ] = 0.0,
-    workers: Annotated[
-        int | None,
-        Option(min=1, max=64, help="Processes of the client; half the cores, 4 at most, unless it is given."),
-    ] = None,
-    seed: Annotated[
-        int, Option(min=0, help="Of arrivals, texts, voices and who leaves; sent with requests.")
-    ] = 0,
-    timeout_s: Annotated[float, Option(min=0.1, help="From a request to its end.")] = 60.0,
-    slo_ttfa_ms: Annotated[float, Option(min=0, help="Goodput: the latest first audio.")] = 500.0,
-    slo_underrun_ms: Annotated[
-        float, Option(min=0, help="Goodput: the longest pause; 0 is viability.")
-    ] = 0.0,
+    timeout_s: Annotated[
+        float,
+        Option(
+            min=0.1,
+            help="A request fails if it takes longer than this many seconds.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = 60.0,
     api_key: Annotated[
-        str | None, Option(envvar="ZOO_API_KEY", help="Sent as Authorization: Bearer KEY.")
+        str | None,
+        Option(
+            envvar="ZOO_API_KEY",
+            help="Requests send this key (Authorization: Bearer KEY).",
+            rich_help_panel=REQUESTS,
+        ),
     ] = None,
-    plot: Annotated[Path | None, Option(help="A picture of the ladder: .png, .svg or .pdf.")] = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+    slo_ttfa_ms: Annotated[
+        float,
+        Option(
+            min=0,
+            help="A good request has its first audio within this many milliseconds.",
+            rich_help_panel=GOODPUT,
+        ),
+    ] = 500.0,
+    slo_underrun_ms: Annotated[
+        float,
+        Option(
+            min=0,
+            help="A good request has no pause over this many milliseconds; with 0, no chunk may be late.",
+            rich_help_panel=GOODPUT,
+        ),
+    ] = 0.0,
 ) -> int:
-    """Measure a running speech server under load, ours or another one's: first audio, viability, underruns, audio-s/s, goodput."""
+    """Measure a speech server under load.
+
+    The server may be ours or another one. The results are time to first audio, viability, underruns, audio seconds per
+    second, and goodput.
+    """
     check(rates, streams, formats, plot, cancels + slow_readers)
 
     from serving.tools.load.client import Target
@@ -155,32 +261,32 @@ def load(
 def check(
     rates: list[float], streams: list[int], formats: list[str], plot: Path | None, shares: float
 ) -> None:
-    """What can be said before anything is sent. Raises ValueError."""
+    """Check the arguments before anything is sent. Raises ValueError."""
     if bool(rates) == bool(streams):
         raise ValueError(
-            "either --rate (an open loop) or --streams (a closed one) is needed, each perhaps several times"
+            "give either --rate (an open loop) or --streams (a closed loop); each may be repeated"
         )
     if shares > 1:
-        raise ValueError(f"--cancels and --slow-readers are {shares:g} together, and 1 is all there is")
+        raise ValueError(f"--cancels and --slow-readers add up to {shares:g}; at most 1 is possible")
     if plot is not None and (plot.suffix not in PLOTS or not plot.absolute().parent.is_dir()):
         raise ValueError(
-            f"--plot {plot} must be a file in a directory that exists, and end in one of: {', '.join(PLOTS)}"
+            f"--plot {plot} must be a file in an existing directory, and end in one of: {', '.join(PLOTS)}"
         )
     needed = ["aiohttp"] + ["matplotlib"] * (plot is not None)
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"{' and '.join(missing)} must be installed: pip install 'speechzoo[load]'")
+        raise ValueError(f"zoo load needs {' and '.join(missing)}: pip install 'speechzoo[load]'")
 
     from serving.tools.load.samples import FORMATS
 
     for form in formats:
         if form not in FORMATS:
             raise ValueError(
-                f"--format {form}: possible are {', '.join(FORMATS)} (of flac the first samples cannot be timed)"
+                f"--format {form} is not possible; use {', '.join(FORMATS)} (flac's first samples cannot be timed)"
             )
 
 
 def field(given: str) -> tuple[str, Any]:
-    """NAME=VALUE; what is no JSON is a string. Raises ValueError."""
+    """Split NAME=VALUE. A value that is not JSON is a string. Raises ValueError."""
     name, equals, value = given.partition("=")
     if not equals or not name:
         raise ValueError(f"--option {given!r} must be NAME=VALUE")
@@ -191,7 +297,7 @@ def field(given: str) -> tuple[str, Any]:
 
 
 def recording_fields(path: Path | None, text: str | None) -> dict[str, str]:
-    """The recording as it is on disk. Raises ValueError."""
+    """Return the request fields that hold the recording, as it is on disk. Raises ValueError."""
     if path is None:
         return {}
     try:
@@ -203,7 +309,7 @@ def recording_fields(path: Path | None, text: str | None) -> dict[str, str]:
 
 
 def described(plan: Plan, texts: str) -> dict[str, Any]:
-    """What was asked of whom."""
+    """Return the settings of the run, for the result."""
     work, target = plan.work, plan.target
     kept = {name: value for name, value in work.fields.items() if name not in ("model", "ref_audio")}
     return {
@@ -227,7 +333,7 @@ def described(plan: Plan, texts: str) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """A table, and what is to be said of it."""
+    """Print the table and its notes."""
     is_open = result["runs"][0]["arrivals"] == "poisson"
     title = f"{result['model']} at {result['url']}: {result['texts']} texts, {', '.join(result['formats'])}"
     columns = ["requests\n/s" if is_open else "streams", "sent", "failed", *COLUMNS]
@@ -246,18 +352,23 @@ def show(result: dict[str, Any]) -> None:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
+    """Return the lines below the table: the goodput criterion, the client, failures and warnings."""
     slo = f"first audio within {result['slo_ttfa_ms']:g} ms, "
-    slo += f"no pause over {result['slo_underrun_ms']:g} ms" if result["slo_underrun_ms"] else "no chunk late"
-    lines = [f"Good: {slo}. Client: {result['workers']} processes, seed {result['seed']}."]
+    slo += f"no pause over {result['slo_underrun_ms']:g} ms" if result["slo_underrun_ms"] else "no late chunk"
+    client = plural(result["workers"], "process", "processes")
+    lines = [f"Good: {slo}. Client: {client}, seed {result['seed']}."]
     for run in result["runs"]:
         at = f"{run['rate_requests_per_s'] or run['streams']:g}"
         failures = {
             **run["failures"],
-            **{f"{kind} (leavers, slow readers)": n for kind, n in run["disturber_failures"].items()},
+            **{
+                f"{kind} (clients that disconnect or read slowly)": n
+                for kind, n in run["disturber_failures"].items()
+            },
         }
-        lines += [f"At {at}: {num} times {kind}" for kind, num in failures.items()]
+        lines += [f"At {at}: {plural(num, 'failure')} of kind {kind}" for kind, num in failures.items()]
         lines += [f"  {kind}: {detail}" for kind, detail in run["failure_examples"].items()]
         lines += [f"* At {at} the client was at its limit: {why}" for why in run["client_limits"]]
     if result["interrupted"]:
-        lines.append("Interrupted: the last line is of what there was by then.")
+        lines.append("Interrupted: the last row covers only the requests until then.")
     return lines

@@ -1,4 +1,4 @@
-"""zoo say."""
+"""The command `zoo say`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from serving.cli.common import (
     Voice,
     app,
     fail,
+    plural,
     recording,
 )
 from zoo import SMALL_VOICE
@@ -47,19 +48,25 @@ FORMAT_OF = {
     ".flac": "flac",
     ".pcm": "pcm",
 }
+# The flag that sets a field of zoo.request.Request.
 FLAG = {
     "references": "--reference",
     "transcript": "--reference-text",
     "max_frames": "--max-new-tokens",
-}  # of a field
+}
 
 
 @app.command()
 def say(
-    text: Annotated[str, Argument(help="What to say; - reads it from stdin.")],
+    text: Annotated[str, Argument(help="The model speaks this text; - reads it from stdin.")],
     model: SpeechModel = str(SMALL_VOICE),
     out: Annotated[
-        Path, Option("-o", "--out", help="The file to write: .wav, .mp3, .opus, .aac, .flac or .pcm.")
+        Path,
+        Option(
+            "-o",
+            "--out",
+            help="The speech goes into this file; its suffix chooses the format: .wav, .mp3, .opus, .ogg, .aac, .flac or .pcm.",
+        ),
     ] = Path("out.wav"),
     voice: Voice = None,
     reference: ReferenceFile = None,
@@ -75,20 +82,20 @@ def say(
     speed: Speed = 1.0,
     split_text: Annotated[
         bool,
-        Option(help="Speak a text that is too long for one pass in pieces, cut at sentences and clauses."),
+        Option(help="A text that is too long for one pass is cut into pieces at sentences and clauses."),
     ] = True,
     normalize: Annotated[
         bool,
         Option(
             "--normalize",
-            help="Put numbers, dates and amounts into words first: Chinese, English or Japanese.",
+            help="Numbers, dates and amounts are put into words first, in Chinese, English or Japanese.",
         ),
     ] = False,
     options: ModelOptions = [],  # noqa: B006
     device: Device = None,
     dtype: DType = None,
 ) -> int:
-    """Speak one text into a file."""
+    """Speak a text into a file."""
     form = output_format(out)
     text = text_to_say(text)
     directory = resolved(model)
@@ -103,7 +110,7 @@ def say(
 
     family = zoo.load(directory, device=device, dtype=dtype)
     if family.spec.licence:
-        print(f"zoo: the weights are under a licence: {family.spec.licence}", file=sys.stderr)
+        print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
     request = zoo.Request(
         text=text,
         voice=voice,
@@ -131,7 +138,7 @@ def say(
     pcm = pcm16(speech.samples.numpy())
     out.write_bytes(encode.file(form, pcm, speech.sample_rate_hz, speed=speed))
     audio_s = len(speech.samples) / speech.sample_rate_hz / speed
-    frames = f"{len(speech.frames)} frames, {audio_s:.2f} s of audio"
+    frames = f"{plural(len(speech.frames), 'frame')}, {audio_s:.2f} s of audio"
     print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")
     if speech.text:
         print(speech.text)
@@ -139,38 +146,38 @@ def say(
 
 
 def output_format(out: Path) -> str:
-    """The format that a file's name asks for. Raises ValueError for one that is none, or a file that cannot
-    be written."""
+    """Return the format that a file's suffix names. Raises ValueError for an unknown suffix or a file that cannot be
+    written."""
     if (form := FORMAT_OF.get(out.suffix.lower())) is None:
         raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
     there = out if out.exists() else out.absolute().parent
     if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(
-            f"{out} cannot be written: it must be a file in a directory that exists and may be written to"
+            f"{out} cannot be written: it must be a file in an existing, writable directory"
         )
     return form
 
 
 def text_to_say(text: str) -> str:
-    """`-` is what stdin holds. Raises ValueError for a text with nothing to say."""
+    """Return the text, read from stdin if it is `-`. Raises ValueError for a text with nothing to say."""
     from zoo.request import BLANK
 
     if text == "-":
         text = sys.stdin.read()
     if not text.strip(BLANK):
-        raise ValueError("there is no text to say")
+        raise ValueError("there is no text to speak")
     return text
 
 
 def parsed_option(given: str, spec: Spec) -> tuple[str, Value]:
-    """NAME=VALUE -> the name, and the value as the model's option has it. Raises ValueError."""
+    """Split NAME=VALUE and parse the value as the model's option. Raises ValueError."""
     from zoo.request import SAMPLING
 
     name, equals, value = given.partition("=")
     if not equals:
         raise ValueError(f"--option {given!r} must be NAME=VALUE")
     if name in SAMPLING:
-        raise ValueError(f"{name} has a flag of its own: --{name.replace('_', '-')} {value}")
+        raise ValueError(f"{name} has its own flag: --{name.replace('_', '-')} {value}")
     known = {option.name: option for option in spec.options if option.name not in SAMPLING}
     if name not in known:
         raise ValueError(f"{spec.family} has no option {name!r}; possible: {', '.join(known) or 'none'}")

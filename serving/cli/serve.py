@@ -1,4 +1,4 @@
-"""zoo serve."""
+"""The command `zoo serve`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from serving.cli.common import (
+    LATENCY,
+    LIMITS,
+    LOGS,
     MAX_REFERENCE_S,
+    MEMORY,
+    MODEL,
+    SECURITY,
     Codec,
+    Compile,
     Device,
     DType,
+    KVMemory,
+    MaxSlots,
     VoicesDir,
     app,
     named_directories,
@@ -34,89 +43,54 @@ def serve(
         list[str],
         Argument(
             metavar="MODEL",
-            help="Directories, or ORG/NAME on the Hugging Face Hub; MODEL+DIR adds an adapter (LoRA), NAME=MODEL "
-            "chooses the id for clients. Left out: the small voice that comes with this package.",
+            help="Each MODEL is a directory, or ORG/NAME on the Hugging Face Hub; MODEL+DIR adds a LoRA adapter, NAME=MODEL "
+            "chooses the id for clients. Without one, the server uses the bundled small voice.",
+            show_default=False,
         ),
     ] = [],  # noqa: B006
-    host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[
+        str, Option(help="The server listens on this address; 0.0.0.0 means every interface.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, Option(min=0, max=65535, help="The server listens on this port; 0 picks a free one.")
+    ] = 8000,
+    playground: Annotated[
+        bool, Option(help="The server shows a web page at / where you can try the models.")
+    ] = True,
+    voices_dir: VoicesDir = None,
+    grace_s: Annotated[
+        int, Option(min=0, help="When the server stops, open answers have this many seconds to finish.")
+    ] = 5,
     device: Device = None,
     dtype: DType = None,
-    max_slots: Annotated[
-        int | None,
-        Option(
-            min=1,
-            max=1024,
-            help="How many requests speak at once, of each model: as many as fit, up to 64, on a GPU and for throughput; else 8.",
-        ),
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        Option(
-            help="Memory for the KV cache, of all models: 4GiB, 512MiB or bytes; on a GPU, what weights and states leave."
-        ),
-    ] = None,
-    swap_memory: Annotated[
-        str | None,
-        Option(
-            help="Memory of the host for what paused streams' KV cache held: 4GiB or bytes; else three times --kv-memory, or a "
-            "quarter of what there is; 0 reserves all that a request can need, and pauses nobody."
-        ),
-    ] = None,
-    policy: Annotated[
-        Literal["streaming", "throughput", "fifo"],
-        Option(
-            help="First audio early, most audio in all, or, to compare with, no regard to anybody's time."
-        ),
-    ] = "streaming",
-    max_waiting: Annotated[
-        int,
-        Option(min=1, help="How many requests may be without a slot, of each model; others get 503 at once."),
-    ] = 256,
-    max_ttfa: Annotated[
-        float | None,
-        Option(
-            min=0,
-            help="Seconds: who would hear nothing for longer gets 503 at once, and only so many speak as are made faster "
-            "than they are heard; 0 takes all. 10, or 0 with --policy throughput, when left out.",
-        ),
-    ] = None,
-    max_unread: Annotated[
-        float, Option(min=1, help="Seconds of audio that a client may leave unread; then its slot rests.")
-    ] = 30,
-    max_stall: Annotated[
-        float, Option(min=1, help="Seconds for which a client may take nothing, or rest so; then it is left.")
-    ] = 60,
-    reference_memory: Annotated[
-        str, Option(help="Memory for recordings that wait to be encoded: 256MiB or bytes; others get 503.")
-    ] = "256MiB",
-    run_async: Annotated[
-        bool,
-        Option(
-            "--async/--no-async",
-            help="On a GPU, read what a step says after the next one is under way, or wait for it.",
-        ),
-    ] = True,
+    codec: Codec = "float32",
     deterministic: Annotated[
         bool,
         Option(
             "--deterministic",
-            help="Equal requests give equal bytes, whoever else speaks; slower where few do.",
+            help="Equal requests give equal bytes under any load; the server is slower with few streams.",
+            rich_help_panel=MODEL,
         ),
     ] = False,
-    codec: Codec = "float32",
-    warm: Annotated[bool, Option(help="Run every shape before the first request.")] = True,
-    compile: Annotated[bool, Option(help="Compile the model, or run it eagerly.")] = True,
-    cache_dir: Annotated[Path | None, Option(help="Where compiled code is kept between starts.")] = None,
-    api_key: Annotated[
-        str | None, Option(envvar="ZOO_API_KEY", help="Ask clients for this key (Authorization: Bearer KEY).")
+    compile: Compile = True,
+    warm: Annotated[
+        bool,
+        Option(help="The server runs every batch shape before it accepts requests.", rich_help_panel=MODEL),
+    ] = True,
+    cache_dir: Annotated[
+        Path | None,
+        Option(
+            help="The server keeps compiled code in this directory. Default: ZOO_CACHE_DIR, else ~/.cache/speechzoo.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     aliases: Annotated[
         list[str],
         Option(
             "--alias",
             metavar="NAME=MODEL",
-            help="Another name for clients to ask for a served model by; several times.",
+            help="Clients can also request the served model MODEL as NAME; may be repeated.",
+            rich_help_panel=MODEL,
         ),
     ] = [],  # noqa: B006
     voice_aliases: Annotated[
@@ -124,85 +98,208 @@ def serve(
         Option(
             "--alias-voice",
             metavar="NAME=VOICE",
-            help="Another name for a voice, a model's or an uploaded one; several times.",
+            help="Clients can also request VOICE, preset or uploaded, as NAME; may be repeated.",
+            rich_help_panel=MODEL,
         ),
     ] = [],  # noqa: B006
     strict: Annotated[
         bool,
         Option(
             "--strict",
-            help="Refuse OpenAI's names (tts-1, alloy, ...), which stand otherwise for the one model of a server, and its "
-            "first voice, with a warning in the header x-warning.",
+            help="The server refuses OpenAI's names (tts-1, alloy, ...); otherwise they mean its only model and first voice, "
+            "with an x-warning header.",
+            rich_help_panel=MODEL,
         ),
     ] = False,
-    max_text: Annotated[int, Option(min=1, help="The longest input, in characters.")] = 8000,
-    voices_dir: VoicesDir = None,
-    max_voices: Annotated[int, Option(min=0, help="How many voices may be uploaded.")] = 1000,
+    max_slots: MaxSlots = None,
+    kv_memory: KVMemory = None,
+    swap_memory: Annotated[
+        str | None,
+        Option(
+            help="Paused streams swap their KV cache to this much host memory (4GiB or bytes); with 0 none pauses, and each "
+            "reserves all it can need. Default: three times --kv-memory, at most a quarter of host memory.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    reference_memory: Annotated[
+        str,
+        Option(
+            help="Recordings that wait to be encoded use at most this much memory (256MiB or bytes); further ones get 503.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = "256MiB",
+    policy: Annotated[
+        Literal["streaming", "throughput", "fifo"],
+        Option(
+            help="streaming minimizes time to first audio, throughput maximizes audio per second, and fifo ignores deadlines, "
+            "for comparison.",
+            rich_help_panel=LATENCY,
+        ),
+    ] = "streaming",
+    max_ttfa: Annotated[
+        float | None,
+        Option(
+            min=0,
+            help="Requests that would wait longer for first audio (seconds) get 503, and streams beyond real-time capacity "
+            "wait; 0 disables both. Default: 10, or 0 with --policy throughput.",
+            rich_help_panel=LATENCY,
+        ),
+    ] = None,
+    run_async: Annotated[
+        bool,
+        Option(
+            "--async/--no-async",
+            help="On a GPU, the server launches the next step before it reads the results of the last one.",
+            rich_help_panel=LATENCY,
+        ),
+    ] = True,
+    max_waiting: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Each model queues at most this many requests; further ones get 503.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 256,
+    max_unread: Annotated[
+        float,
+        Option(
+            min=1,
+            help="The server pauses a stream while its client has this many seconds of audio unread.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 30,
+    max_stall: Annotated[
+        float,
+        Option(
+            min=1,
+            help="The server disconnects a client that reads nothing, or leaves its stream paused, for this many seconds.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 60,
+    max_text: Annotated[
+        int,
+        Option(
+            min=1,
+            help="The input of a request has at most this many characters.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 8000,
+    max_voices: Annotated[
+        int,
+        Option(min=0, help="The server stores at most this many uploaded voices.", rich_help_panel=LIMITS),
+    ] = 1000,
     max_reference_bytes: Annotated[
-        str, Option(help="The largest reference audio: 10MiB or bytes.")
+        str,
+        Option(
+            help="A reference recording has at most this size (10MiB or bytes).", rich_help_panel=LIMITS
+        ),
     ] = "10MiB",
     max_reference_s: Annotated[
-        float, Option(min=1, max=MAX_REFERENCE_S, help="The longest reference audio.")
+        float,
+        Option(
+            min=1,
+            max=MAX_REFERENCE_S,
+            help="A reference recording lasts at most this many seconds.",
+            rich_help_panel=LIMITS,
+        ),
     ] = MAX_REFERENCE_S,
-    allow_url_references: Annotated[
-        bool, Option(help="Fetch reference audio from URLs that clients send.")
-    ] = False,
     max_reading: Annotated[
         int,
-        Option(min=1, help="How many large bodies and recordings are read at once; others get 503."),
+        Option(
+            min=1,
+            help="The server reads at most this many large bodies, and as many recordings, at once; further ones get 503.",
+            rich_help_panel=LIMITS,
+        ),
     ] = 16,
     max_sessions: Annotated[
-        int, Option(min=0, help="How many WebSockets (text in while it speaks) may be open; others get 503.")
+        int,
+        Option(
+            min=0,
+            help="At most this many WebSocket sessions are open; further ones get 503.",
+            rich_help_panel=LIMITS,
+        ),
     ] = 256,
     max_text_idle: Annotated[
         float,
         Option(
-            min=0.1, help="Seconds for which a WebSocket that speaks may bring no text; then it is closed."
+            min=0.1,
+            help="The server closes a WebSocket whose open utterance receives no text for this many seconds.",
+            rich_help_panel=LIMITS,
         ),
     ] = 30,
     max_session_idle: Annotated[
         float,
-        Option(min=0.1, help="Seconds for which a WebSocket may say and hear nothing; then it is closed."),
+        Option(
+            min=0.1,
+            help="The server closes a WebSocket that sends and receives nothing for this many seconds.",
+            rich_help_panel=LIMITS,
+        ),
     ] = 600,
+    api_key: Annotated[
+        str | None,
+        Option(
+            envvar="ZOO_API_KEY",
+            help="Clients must send this key (Authorization: Bearer KEY).",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None,
+    private_metrics: Annotated[
+        bool,
+        Option("--private-metrics", help="/metrics requires the API key too.", rich_help_panel=SECURITY),
+    ] = False,
+    allow_url_references: Annotated[
+        bool,
+        Option(
+            help="The server fetches reference audio from URLs that clients send, from public addresses only.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = False,
     cors_origins: Annotated[
         list[str],
         Option(
-            "--cors-origin", metavar="ORIGIN", help="A site whose pages may use this server; several times."
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Web pages of this origin may use the server; may be repeated.",
+            rich_help_panel=SECURITY,
         ),
     ] = [],  # noqa: B006
     hosts: Annotated[
         list[str],
-        Option("--allowed-host", metavar="NAME", help="A name that this server is asked by; several times."),
+        Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="The server answers requests for this host name; may be repeated. Default: localhost names on a loopback "
+            "address, any name elsewhere.",
+            rich_help_panel=SECURITY,
+        ),
     ] = [],  # noqa: B006
-    playground: Annotated[bool, Option(help="A page at / to try the models at.")] = True,
-    private_metrics: Annotated[
-        bool, Option("--private-metrics", help="Ask for the API key at /metrics too.")
-    ] = False,
     log: Annotated[
         Literal["json", "text"] | None,
         Option(
             envvar="ZOO_LOG",
-            help="Log lines as JSON objects or as text; else text on a terminal and JSON elsewhere.",
+            help="Log lines are JSON objects or text. Default: text on a terminal, JSON elsewhere.",
+            rich_help_panel=LOGS,
         ),
     ] = None,
     status_line: Annotated[
         bool,
         Option(
-            help="On a terminal, a line below the log that says who speaks and waits, how much, and how soon."
+            help="A terminal shows running and queued requests, audio per second and time to first audio below the log.",
+            rich_help_panel=LOGS,
         ),
     ] = True,
     otel: Annotated[
         bool,
         Option(
             "--otel",
-            help="Send a trace of each request to OTEL_EXPORTER_OTLP_ENDPOINT (http://localhost:4318); the extra `otel`.",
+            help="The server sends a trace of each request to OTEL_EXPORTER_OTLP_ENDPOINT, by default http://localhost:4318; "
+            "this needs the extra `otel`.",
+            rich_help_panel=LOGS,
         ),
     ] = False,
-    grace_s: Annotated[
-        int, Option(min=0, help="How long open answers may go on when the server is stopped.")
-    ] = 5,
 ) -> int:
-    """Serve models over HTTP, as OpenAI's speech API."""
+    """Serve models over HTTP with OpenAI's speech API."""
     from rich.console import Console
 
     from serving import supervisor
@@ -231,17 +328,19 @@ def serve(
         "compile": compile,
     }
     if log is not None:
-        os.environ["ZOO_LOG"] = log  # of this process and both that it starts
+        os.environ["ZOO_LOG"] = log  # for this process and its two children
     if private_metrics and api_key is None:
-        raise ValueError("--private-metrics asks for the API key, and there is none: --api-key gives one")
+        raise ValueError("--private-metrics requires an API key; set one with --api-key")
     if otel and find_spec("opentelemetry.sdk") is None:
         raise ValueError("--otel needs OpenTelemetry: pip install 'speechzoo[otel]'")
     env = dict(os.environ)
     if api_key is None and "ZOO_API_KEY" in os.environ:
-        raise ValueError("ZOO_API_KEY is empty, which would let everybody in: set it to a key, or unset it")
+        raise ValueError(
+            "ZOO_API_KEY is empty, which would let every client in; set it to a key, or unset it"
+        )
     if api_key is not None:
         if not re.fullmatch("[!-~]+", api_key):
-            raise ValueError("an API key is made of printable ASCII characters without blanks")
+            raise ValueError("an API key must consist of printable ASCII characters without spaces")
         env["ZOO_API_KEY"] = api_key
     if cache_dir is not None:
         env["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
@@ -274,16 +373,13 @@ def serve(
     line = None
     if status_line and sys.stderr.isatty() and log != "json" and os.environ.get("TERM") != "dumb":
         line = StatusLine(Console(file=sys.stderr))
-        env = {
-            "ZOO_LOG": "text",
-            "FORCE_COLOR": "1",
-            **env,
-        }  # the children's lines come through us, to the terminal
+        # The children's stderr is a pipe, but the supervisor relays its lines to this terminal.
+        env = {"ZOO_LOG": "text", "FORCE_COLOR": "1", **env}
     return supervisor.serve(host, port, engine, http, env, grace_s, line)
 
 
 def aliases_of(flag: str, form: str, given: list[str]) -> dict[str, str]:
-    """What each alias stands for. Raises ValueError."""
+    """Return the target of each alias. Raises ValueError."""
     aliases: dict[str, str] = {}
     for pair in given:
         name, equals, target = pair.partition("=")
@@ -295,11 +391,14 @@ def aliases_of(flag: str, form: str, given: list[str]) -> dict[str, str]:
 
 
 def model_aliases(given: list[str], served: Iterable[str]) -> dict[str, str]:
-    """Raises ValueError."""
-    aliases, ids = aliases_of("--alias", "NAME=MODEL", given), list(served)
+    """Return the model id of each alias. Raises ValueError."""
+    aliases = aliases_of("--alias", "NAME=MODEL", given)
+    ids = list(served)
     for name, id in aliases.items():
         if name in ids:
-            raise ValueError(f"--alias {name!r} is the id of a model already")
+            raise ValueError(f"--alias {name!r} is already the id of a model")
         if id not in ids:
-            raise ValueError(f"--alias {name}={id}: model {id!r} is not served; there is: {', '.join(ids)}")
+            raise ValueError(
+                f"--alias {name}={id}: model {id!r} is not served; possible models: {', '.join(ids)}"
+            )
     return aliases

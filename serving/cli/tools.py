@@ -1,4 +1,4 @@
-"""What looks at a model: zoo inspect, bench, warm, parity and demo-checkpoint."""
+"""The commands `zoo inspect`, `bench`, `warm`, `parity` and `demo-checkpoint`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option
 
 from serving.cli.common import (
+    MODEL,
+    AsJson,
     Codec,
+    Compile,
     Device,
     DType,
+    KVMemory,
+    MaxSlots,
     ModelArgument,
     app,
     named_directories,
     num_bytes,
+    plural,
     progress_bar,
     readable,
 )
@@ -28,7 +34,7 @@ from zoo.hub import resolved
 ReferencePython = Annotated[
     Path | None,
     Option(
-        help="The Python of the reference's environment; otherwise that of .venv-parity-FAMILY, which `make fixtures` builds."
+        help="The reference runs with this Python. Default: the one in .venv-parity-FAMILY, which `make fixtures` builds."
     ),
 ]
 
@@ -36,13 +42,17 @@ ReferencePython = Annotated[
 @app.command()
 def inspect(
     model: ModelArgument = str(SMALL_VOICE),
-    slots: Annotated[int, Option(min=1, max=1024, help="Of the memory plan: requests at once.")] = 8,
+    slots: Annotated[
+        int, Option(min=1, max=1024, help="The memory plan assumes this many requests at once.")
+    ] = 8,
+    as_json: AsJson = False,
+    device: Device = None,
     dtype: DType = None,
-    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1; the GPU where there is one.")] = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
 ) -> int:
-    """What a model is and what memory it takes, without loading its weights, and what computes its attention
-    on a device."""
+    """Show a model's properties, memory plan, attention kernel and options.
+
+    The weights are not loaded.
+    """
     import zoo
 
     facts = zoo.inspect(model, device)
@@ -72,7 +82,7 @@ def inspect(
 
 
 def memory(model: str, slots: int, dtype: str, device: str | None) -> dict[str, int | str]:
-    """The memory plan; why there is none, where a file of weights is missing or wrong."""
+    """Return the memory plan, or why there is none if a file of weights is missing or wrong."""
     import torch
 
     import zoo
@@ -91,26 +101,43 @@ def memory(model: str, slots: int, dtype: str, device: str | None) -> dict[str, 
 def bench(
     model: ModelArgument = str(SMALL_VOICE),
     streams: Annotated[
-        list[int], Option(min=1, help="How many requests at once; may be given several times.")
+        list[int], Option(min=1, help="This many requests run at once; may be repeated.")
     ] = [1, 8],  # noqa: B006
-    frames: Annotated[int, Option(min=1, help="Of each request.")] = 50,
-    rounds: Annotated[int, Option(min=1, help="Requests per stream, one after the other.")] = 2,
-    voice: Annotated[str | None, Option(help="Which preset voice.")] = None,
-    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1; the GPU where there is one.")] = None,
-    dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None,
-    policy: Annotated[str, Option(help="streaming or throughput.")] = "streaming",
-    compile: Annotated[bool, Option(help="Compile the step.")] = True,
+    frames: Annotated[int, Option(min=1, help="Each request speaks at most this many frames.")] = 50,
+    rounds: Annotated[
+        int, Option(min=1, help="Each stream makes this many requests, one after the other.")
+    ] = 2,
+    voice: Annotated[
+        str | None, Option(help="The model speaks in this preset voice. Default: its first one.")
+    ] = None,
     against: Annotated[
         str | None,
-        Option(help="reference: run the reference implementation on the same work, in the same run."),
+        Option(help="--against reference also measures the reference implementation, on the same work."),
     ] = None,
     reference_python: ReferencePython = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Annotated[
+        str | None,
+        Option(
+            help="The model computes in float32 or bfloat16. Default: bfloat16 on a GPU, float32 on a CPU.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        Option(
+            help="The engine runs with this policy: streaming, throughput or fifo.", rich_help_panel=MODEL
+        ),
+    ] = "streaming",
+    compile: Compile = True,
 ) -> int:
-    """Measure a model on this machine: real-time factor, first audio, audio-s/s, and how near it comes to the
-    hardware's limit."""
+    """Measure a model's speed on this machine and compare it with the hardware's limit.
+
+    The results are the real-time factor, time to first audio, audio seconds per second and the fraction of the limit.
+    """
     if against not in (None, "reference"):
-        raise ValueError(f"--against {against}: possible is: reference")
+        raise ValueError(f"--against {against} is not possible; use --against reference")
     directory = resolved(model)
 
     from functools import partial
@@ -139,23 +166,44 @@ def bench(
 def warm(
     models: Annotated[
         list[str],
-        Argument(metavar="MODEL", help="As zoo serve takes them: one server's.", show_default=False),
+        Argument(
+            metavar="MODEL",
+            help="These are the models of one server, given as in zoo serve. Default: the bundled small voice.",
+            show_default=False,
+        ),
     ] = [],  # noqa: B006
-    device: Device = None,
-    dtype: DType = None,
-    max_slots: Annotated[int | None, Option(min=1, max=1024, help="As of zoo serve.")] = None,
-    kv_memory: Annotated[str | None, Option(help="As of zoo serve.")] = None,
-    policy: Annotated[Literal["streaming", "throughput"], Option(help="As of zoo serve.")] = "streaming",
-    deterministic: Annotated[bool, Option("--deterministic", help="As of zoo serve.")] = False,
-    codec: Codec = "float32",
     cache_dir: Annotated[
         Path | None,
-        Option(help="Where compiled code is kept; ZOO_CACHE_DIR or ~/.cache/speechzoo otherwise."),
+        Option(
+            help="Compiled code is kept in this directory. Default: ZOO_CACHE_DIR, else ~/.cache/speechzoo."
+        ),
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object a model, for programs.")] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="The command prints one JSON object per model, for programs.")
+    ] = False,
+    device: Device = None,
+    dtype: DType = None,
+    codec: Codec = "float32",
+    deterministic: Annotated[
+        bool,
+        Option(
+            "--deterministic",
+            help="The server will run with --deterministic.",
+            rich_help_panel=MODEL,
+        ),
+    ] = False,
+    policy: Annotated[
+        Literal["streaming", "throughput"],
+        Option(help="The server will run with this policy.", rich_help_panel=MODEL),
+    ] = "streaming",
+    max_slots: MaxSlots = None,
+    kv_memory: KVMemory = None,
 ) -> int:
-    """Compile ahead of time what zoo serve with the same arguments needs, so that it is ready in seconds. On a CPU other
-    numbers of slots, other memory and other sets of the same models find it too."""
+    """Compile models ahead of time, so that zoo serve is ready in seconds.
+
+    Use the same arguments as for zoo serve. On a CPU, a server with another number of slots, another KV memory or another
+    set of the same models finds the code too.
+    """
     options: dict[str, Any] = {
         "models": named_directories(models or [str(SMALL_VOICE)]),
         "device": device,
@@ -179,7 +227,7 @@ def warm(
             print(json.dumps(done))
         else:
             print(
-                f"{done['model']}: {done['graphs']} graphs ({done['found']} found, {done['compiled']} compiled), "
+                f"{done['model']}: {plural(done['graphs'], 'graph')} ({done['found']} found, {done['compiled']} compiled), "
                 f"loaded in {done['load_s']:.1f} s, warm in {done['warm_s']:.1f} s; kept in {done['cache']}"
             )
     return 0
@@ -188,16 +236,18 @@ def warm(
 @app.command()
 def parity(
     model: ModelArgument = str(SMALL_VOICE),
-    frames: Annotated[int, Option(min=1, help="Of each request.")] = 50,
+    frames: Annotated[int, Option(min=1, help="Each request speaks at most this many frames.")] = 50,
+    reference_python: ReferencePython = None,
+    as_json: AsJson = False,
     device: Device = None,
     dtype: DType = None,
-    compile: Annotated[bool, Option(help="Compile the served form.")] = True,
     codec: Codec = "float32",
-    reference_python: ReferencePython = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+    compile: Compile = True,
 ) -> int:
-    """Measure how exact a model is: its served form against the plain fp32 one, and that against the
-    reference implementation."""
+    """Measure a model's numerical error.
+
+    The served form is compared with the plain fp32 form, and the plain form with the reference implementation.
+    """
     directory = resolved(model)
 
     from functools import partial
@@ -244,8 +294,8 @@ def parity(
         )
     Console().print(table)
     for name, why in result["refused"].items():
-        print(f"Not asked, since the model refuses it: {name} ({why})")
-    print(f"Compiled after the warm-up: {result['compiles_after_warmup']}")
+        print(f"Skipped because the model refuses it: {name} ({why})")
+    print(f"Graphs compiled after the warm-up: {result['compiles_after_warmup']}")
     if result["reference"] is None:
         print(
             f"Not compared with the reference: {reference_python} does not exist; `make fixtures` builds it in a source tree."
@@ -255,18 +305,26 @@ def parity(
 
 @app.command()
 def demo_checkpoint(
-    family: Annotated[str, Argument(help="Which family of models.")],
-    directory: Annotated[Path, Argument(help="The directory to write; it must not exist, or be empty.")],
-    size: Annotated[str, Option(help="tiny, or one of the family's published sizes.")] = "tiny",
-    seed: Annotated[int, Option(min=0, max=2**63 - 1)] = 0,
+    family: Annotated[str, Argument(help="The checkpoint is of this family of models.")],
+    directory: Annotated[
+        Path, Argument(help="The checkpoint goes into this directory, which must be empty or not exist.")
+    ],
+    size: Annotated[
+        str, Option(help="The model has this size: tiny, or one of the family's published sizes.")
+    ] = "tiny",
+    seed: Annotated[
+        int, Option(min=0, max=2**63 - 1, help="The random weights are drawn with this seed.")
+    ] = 0,
 ) -> int:
-    """Write a checkpoint of random weights in the published layout: it makes noise, at the speed and in the
-    shape of the real one."""
+    """Write a checkpoint of random weights in the published layout.
+
+    The model makes noise, at the speed and in the shape of the real one.
+    """
     import zoo
 
     families = zoo.families()
     if family not in families:
-        raise ValueError(f"there is no family {family!r}; there is: {', '.join(families)}")
+        raise ValueError(f"there is no family {family!r}; possible families: {', '.join(families)}")
     try:
         families[family].write_demo(directory, size=size, seed=seed)
     except OSError as error:
@@ -276,7 +334,7 @@ def demo_checkpoint(
 
 
 def usual_reference(model: str) -> Path:
-    """The Python of the environment that `make fixtures` builds for the model's family. Raises ValueError."""
+    """Return the Python of the environment that `make fixtures` builds for the model's family. Raises ValueError."""
     import zoo
 
     return Path(f".venv-parity-{zoo.find(model)[0].NAME}/bin/python")

@@ -1,4 +1,4 @@
-"""zoo voices."""
+"""The command `zoo voices`."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from serving.cli.common import VoicesDir, app, recording
+from serving.cli.common import AsJson, VoicesDir, app, recording
 
 if TYPE_CHECKING:
     from serving.http.voices import Voices
 
-voices = typer.Typer(help="Uploaded voices: recordings that a model for clones can speak in, by name.")
+voices = typer.Typer(help="Add, list, rename or remove the stored voices that cloning models can speak in.")
 app.add_typer(voices, name="voices")
 
 
 @voices.command("add")
 def add_voice(
-    name: Annotated[str, Argument(help="The voice's name: letters, digits, '_', '-' and '.'.")],
+    name: Annotated[
+        str, Argument(help="The voice gets this name; it may have letters, digits, '_', '-' and '.'.")
+    ],
     sample: Annotated[
-        Path, Argument(help="A recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM.")
+        Path, Argument(help="This file has a recording of the voice: WAV, FLAC, MP3, Ogg, AAC, M4A or WebM.")
     ],
     text: Annotated[
-        str | None, Option(help="What the recording says, word for word; a clone sounds better with it.")
+        str | None,
+        Option(help="The recording says this text, word for word; the clone sounds better with it."),
     ] = None,
     voices_dir: VoicesDir = None,
 ) -> int:
-    """Keep a recording as a voice."""
+    """Store a recording as a voice."""
     there = store(voices_dir)
     try:
         voice = there.add(name, recording(sample), text)
     except OSError as error:
         raise ValueError(f"voices cannot be kept in {there.directory}: {error.strerror}") from None
-    print(f"{voice.name}: {voice.duration_s:.2f} s" + ("" if voice.ref_text else ", without a text"))
+    print(f"{voice.name}: {voice.duration_s:.2f} s" + ("" if voice.ref_text else ", no text"))
     return 0
 
 
 @voices.command("list")
 def list_voices(
-    as_json: Annotated[bool, Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: AsJson = False,
     voices_dir: VoicesDir = None,
 ) -> int:
-    """The voices that are kept."""
+    """List the stored voices."""
     import msgspec
 
     there = store(voices_dir)
@@ -57,7 +60,7 @@ def list_voices(
         )
     else:
         for voice in kept:
-            print(f"{voice.name}: {voice.duration_s:.2f} s, {voice.ref_text or 'without a text'}")
+            print(f"{voice.name}: {voice.duration_s:.2f} s, {voice.ref_text or 'no text'}")
         for name in damaged:
             print(f"{name}: damaged; add it again, or remove it")
     return 0
@@ -65,9 +68,9 @@ def list_voices(
 
 @voices.command("remove")
 def remove_voice(
-    name: Annotated[str, Argument(help="The voice's name.")], voices_dir: VoicesDir = None
+    name: Annotated[str, Argument(help="The voice has this name.")], voices_dir: VoicesDir = None
 ) -> int:
-    """Forget a voice."""
+    """Delete a voice."""
     there = store(voices_dir)
     try:
         removed = there.remove(name)
@@ -80,11 +83,11 @@ def remove_voice(
 
 @voices.command("rename")
 def rename_voice(
-    name: Annotated[str, Argument(help="The voice's name.")],
-    new_name: Annotated[str, Argument(help="Its new one.")],
+    name: Annotated[str, Argument(help="The voice has this name.")],
+    new_name: Annotated[str, Argument(help="The voice gets this name.")],
     voices_dir: VoicesDir = None,
 ) -> int:
-    """Give a voice another name."""
+    """Rename a voice."""
     there = store(voices_dir)
     try:
         voice = there.rename(name, new_name)
@@ -98,7 +101,7 @@ def rename_voice(
 
 def no_voice(name: str, there: Voices) -> ValueError:
     kept = ", ".join(there.names()) or "none"
-    return ValueError(f"there is no voice {name!r} in {there.directory}; there is: {kept}")
+    return ValueError(f"{there.directory} has no voice {name!r}; possible voices: {kept}")
 
 
 def store(directory: Path | None) -> Voices:

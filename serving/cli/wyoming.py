@@ -1,4 +1,4 @@
-"""zoo wyoming."""
+"""The command `zoo wyoming`."""
 
 from __future__ import annotations
 
@@ -14,32 +14,37 @@ from serving.cli.common import app
 @app.command()
 def wyoming(
     url: Annotated[
-        str, Argument(metavar="URL", help="A server that `zoo serve` runs.")
+        str, Argument(metavar="URL", help="The bridge sends text to the server at this address.")
     ] = "http://127.0.0.1:8000",
-    host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=1, max=65535)] = 10200,
+    host: Annotated[
+        str, Option(help="The bridge listens on this address; 0.0.0.0 means every interface.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(min=1, max=65535, help="The bridge listens on this port.")] = 10200,
     languages: Annotated[
         list[str],
         Option(
             "--language",
             metavar="CODE",
-            help="What models speak that do not tell their languages: en, de, pt-BR, ...; several times.",
+            help="Models that do not list their languages are announced with this one (en, de, pt-BR, ...); may be repeated.",
         ),
     ] = ["en"],  # noqa: B006
     api_key: Annotated[
-        str | None, Option(envvar="ZOO_API_KEY", help="The server's key, where it asks for one.")
+        str | None, Option(envvar="ZOO_API_KEY", help="The bridge sends this API key to the server.")
     ] = None,
 ) -> int:
-    """Let Home Assistant speak with a server: its Wyoming protocol, text in while it speaks included."""
+    """Bridge Home Assistant's Wyoming protocol to a server that `zoo serve` runs.
+
+    Text may arrive while the model speaks.
+    """
     if find_spec("wyoming") is None:
-        raise ValueError("the package wyoming must be installed: pip install 'speechzoo[wyoming]'")
+        raise ValueError("zoo wyoming needs the package wyoming: pip install 'speechzoo[wyoming]'")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} must begin with http:// or https://")
     from serving import logs
     from serving.tools.wyoming import Upstream, serve
 
     logs.configure("wyoming")
-    print(f"zoo: Wyoming on tcp://{host}:{port}, speaking with {url}", file=sys.stderr, flush=True)
+    print(f"zoo: Wyoming on tcp://{host}:{port}, connected to {url}", file=sys.stderr, flush=True)
     serve(
         f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}",
         Upstream(url, api_key or None, languages),

@@ -1,11 +1,11 @@
-"""Run a family's reference implementation in an environment of its own: zoo/FAMILY/reference.py, given JSON.
+"""Run a family's reference implementation, zoo/FAMILY/reference.py, in a separate environment. It takes JSON:
 
     bench    {"directory", "dtype", "streams": [1, 8], "rounds", "request"}
              ->  {"name", "torch", "threads", "runs": [{"streams", "audio_s", "wall_s", "rtf", "audio_s_per_s"}, ...]}
-    parity   {"directory", "requests": {NAME: request}, "out": FILE.npz}, and "noise": FILE.npy [F, *noise] for some
-             ->  {"name"}, and in FILE.npz the samples [N] of each NAME
+    parity   {"directory", "requests": {NAME: request}, "out": FILE.npz}, for some families "noise": FILE.npy [F, *noise]
+             ->  {"name"}, and FILE.npz with the samples [N] of each NAME
 
-A request has the fields of `zoo.Request` (`fields`, below). The answer is the script's last line.
+A request has the fields of `zoo.Request` (see `fields`). The last line that the script prints is its answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zoo.request import Reference, Request
 
 
 def script(family: str) -> Path:
-    """Raises ValueError where the family has none."""
+    """Return the family's reference script. Raises ValueError if it has none."""
     path = Path(zoo.__file__).parent / family / "reference.py"
     if not path.exists():
         raise ValueError(f"{family} has no reference implementation to compare with: {path} does not exist")
@@ -32,19 +32,16 @@ def script(family: str) -> Path:
 
 
 def run(family: str, python: str, order: dict[str, Any]) -> dict[str, Any]:
-    """python: of the reference's environment. Raises ValueError if it cannot be run."""
+    """Run the script with the Python of the reference's environment and return its answer. Raises ValueError if it
+    fails."""
     path = script(family)
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [
-        python,
-        "-P",
-        str(path),
-        json.dumps(order),
-    ]  # -P: the script's folder has modules of usual names
+    # -P keeps the script's folder off the import path; its modules have names that would shadow others.
+    command = [python, "-P", str(path), json.dumps(order)]
     try:
         ran = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=env, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(f"the reference of {family} did not run with {python}: {_why(error)}") from None
+        raise ValueError(f"the reference of {family} failed with {python}: {_why(error)}") from None
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -55,7 +52,7 @@ def _why(error: OSError | subprocess.CalledProcessError) -> str:
 
 
 def fields(request: Request, place: Path, name: str) -> dict[str, Any]:
-    """A request as JSON; its clips are files in `place`, called after the request's `name`."""
+    """Return a request as JSON. Its clips become files in `place`, named after the request."""
     references = [_reference(one, place / f"{name} {i}.npz") for i, one in enumerate(request.references)]
     return {
         "text": request.text,

@@ -1,4 +1,4 @@
-"""What a model can be asked for, read off its `Spec` alone: the requests of `zoo parity` and `zoo bench`."""
+"""The requests of `zoo parity` and `zoo bench`: what a model can do, derived from its `Spec` alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ MANNER = "An old sailor, slow and hoarse."
 
 
 def first_request(family: Family[Any], **fields: Any) -> Request:
-    """In the first of the model's ways that it does not refuse: an instruction alone is no voice for all of
-    them. Raises RequestError where it refuses every one."""
+    """Return a request with the first of `ways` that the model accepts. Raises RequestError if it refuses all.
+
+    Some models refuse a way: for them, instructions alone do not choose a voice.
+    """
     asked = [Request(**way | {"text": TEXT} | fields) for way in ways(family).values()]
     refused: list[RequestError] = []
     for request in asked:
@@ -33,10 +35,10 @@ def first_request(family: Family[Any], **fields: Any) -> Request:
 
 
 def every_request(family: Family[Any], frames: int) -> tuple[dict[str, Request], dict[str, str]]:
-    """One greedy request for each thing that the model can do, by name -> and what it refused, by name, with
-    its own words.
+    """Return a greedy request for each capability of the model, and the error of each request it refuses, both by
+    name.
 
-    Of requests with equal prompts the first is kept: an option that changes nothing is not asked twice.
+    Only the first of several requests with equal prompts is kept, so an option that changes nothing is skipped.
     """
     taken: dict[str, Request] = {}
     refused: dict[str, str] = {}
@@ -54,7 +56,7 @@ def every_request(family: Family[Any], frames: int) -> tuple[dict[str, Request],
 
 
 def ways(family: Family[Any]) -> dict[str, dict[str, Any]]:
-    """The ways to ask for a voice, by name, as fields of a request."""
+    """Return the ways to choose a voice, by name, as fields of a request."""
     spec = family.spec
     found: dict[str, dict[str, Any]] = {}
     voice = next(iter(spec.voices), None)
@@ -73,14 +75,14 @@ def ways(family: Family[Any]) -> dict[str, dict[str, Any]]:
             found["clone of two"] = {"references": (Reference(other), Reference(clip, TRANSCRIPT))}
     if spec.reference_s is not None and {"instruct", "design"} & set(spec.modes):
         found["clone with instructions"] = found["clone without transcript"] | {"instructions": MANNER}
-    for language in spec.languages[1:2]:  # the first one is "auto"
+    for language in spec.languages[1:2]:  # the first language is "auto"
         found[f"language {language}"] = next(iter(found.values())) | {"language": language}
     return found
 
 
 def _other_voices(family: Family[Any]) -> list[str]:
-    """A voice for each form that a prompt takes beside the first voice's: one of a dialect, say, has another
-    number of positions."""
+    """Return one voice for each prompt length other than the first voice's. A dialect's voice, for example, may need
+    more positions."""
     forms: dict[int, str] = {}
     for voice in family.spec.voices:
         forms.setdefault(len(family.prompt(Request(text=TEXT, voice=voice)).inputs), voice)
@@ -88,7 +90,7 @@ def _other_voices(family: Family[Any]) -> list[str]:
 
 
 def _candidates(family: Family[Any], frames: int) -> Iterator[tuple[str, Request]]:
-    """Every way with the model's defaults, then with each other choice of each option that has some."""
+    """Yield every way with the model's defaults, then with each other choice of each option."""
     options = family.spec.options
     samples = any(option.name == "temperature" for option in options)
     usual: dict[str, Any] = {"text": TEXT, "max_frames": frames, "temperature": 0.0 if samples else None}
@@ -107,8 +109,8 @@ def _other_choices(option: Option) -> list[bool | str]:
 
 
 def _signature(prompt: Prompt) -> tuple[Any, ...]:
-    """What the model reads: equal for equal prompts."""
-    # What is neither a number nor a tensor belongs to a reference, whose positions the keys name.
+    """Return what the model reads of a prompt; equal prompts have equal signatures."""
+    # Other values belong to a reference, which the prefix keys already identify.
     plain = {
         name: value for name, value in prompt.slot.items() if isinstance(value, bool | int | float | Tensor)
     }
@@ -117,7 +119,7 @@ def _signature(prompt: Prompt) -> tuple[Any, ...]:
 
 
 def buzz(duration_s: float, pitch_hz: float) -> AudioClip:
-    """A sound with a moving pitch."""
+    """Return a synthetic sound with a moving pitch."""
     at = np.arange(round(duration_s * 24000)) / 24000
     phase = 2 * np.pi * pitch_hz * (at + 0.02 * np.sin(9 * at))
     sound = sum(np.sin(k * phase) / k for k in range(1, 12))

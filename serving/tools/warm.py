@@ -1,4 +1,4 @@
-"""Fill the compile cache before anyone waits for it: `zoo warm`."""
+"""`zoo warm`: fill the compile cache ahead of time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zoo.contract import Family
 def warm(
     options: Options, progress: Callable[[float, str], None] = lambda fraction, stage: None
 ) -> list[dict[str, Any]]:
-    """Do what a server with these options does before it is ready, and keep what was compiled -> what that was, of each
+    """Warm up like a server with these options, and keep the compiled code. Returns the counts and times of each
     model. Raises ValueError."""
     began_s = time.perf_counter()
     max_slots, kv_bytes = sizes(options)

@@ -1,4 +1,7 @@
-"""One request to a speech server, and what came of it when. By aiohttp, whose chunks cost a quarter of httpx' (benchmarks/clients.py)."""
+"""Send a request to a speech server and record when its audio arrives.
+
+It uses aiohttp, where a chunk costs a quarter of the time it costs in httpx (benchmarks/clients.py).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from serving.tools.load import samples
 from serving.tools.load.metrics import Record
 from serving.tools.load.plan import Planned
 
-SLOW_SPEED = 0.25  # seconds of audio that a slow reader takes in a second
+SLOW_SPEED = 0.25  # seconds of audio that a slow reader reads per second
 SLOW_BUFFER_BYTES = 4096
 READ_BUFFER_BYTES = 1 << 16
 RATE_HEADERS = ("x-sample-rate", "x-audio-sample-rate")
@@ -26,11 +29,11 @@ MAX_DETAIL = 300
 
 
 class Target(msgspec.Struct):
-    """The server. sample_rate_hz: of its pcm."""
+    """The server under test."""
 
-    url: str  # up to /v1
+    url: str  # up to and including /v1
     api_key: str | None = None
-    sample_rate_hz: int = 0
+    sample_rate_hz: int = 0  # of its pcm; 0: unknown
     timeout_s: float = 60.0  # from the submission to the end
 
     @property
@@ -40,8 +43,10 @@ class Target(msgspec.Struct):
 
 @asynccontextmanager
 async def connections(target: Target, *, is_slow: bool = False) -> AsyncIterator[aiohttp.ClientSession]:
-    """Each request has its own connection, as those of separate listeners have. is_slow: with room for little that is unread,
-    so that the server notices who does not read."""
+    """Open a session that makes a connection for each request, as separate listeners do.
+
+    is_slow: use small receive buffers, so that the server notices a client that does not read.
+    """
 
     def small(address: Any) -> socket.socket:
         family, kind, protocol, *_ = address
@@ -53,7 +58,7 @@ async def connections(target: Target, *, is_slow: bool = False) -> AsyncIterator
     async with aiohttp.ClientSession(
         connector=connector,
         headers=target.headers,
-        timeout=aiohttp.ClientTimeout(),  # a deadline of its own: `speak`
+        timeout=aiohttp.ClientTimeout(),  # `speak` sets the deadline
         read_bufsize=SLOW_BUFFER_BYTES if is_slow else READ_BUFFER_BYTES,
     ) as session:
         yield session
@@ -62,7 +67,7 @@ async def connections(target: Target, *, is_slow: bool = False) -> AsyncIterator
 async def speak(
     session: aiohttp.ClientSession, target: Target, planned: Planned, index: int, submitted_s: float
 ) -> Record:
-    """Whatever goes wrong is in the record."""
+    """Make a request and return its record, which holds any failure."""
     record = Record(index, planned.role, submitted_s, time.monotonic(), 0.0, "ok")
     left_s = (
         target.timeout_s if planned.leaves_after_s is None else min(planned.leaves_after_s, target.timeout_s)
@@ -89,7 +94,7 @@ async def speak(
 
 
 async def listen(session: aiohttp.ClientSession, target: Target, planned: Planned, record: Record) -> None:
-    """Read the answer as it comes."""
+    """Read the answer as it arrives and record its samples."""
     async with session.post(f"{target.url}/audio/speech", json=planned.body) as answer:
         if answer.status != 200:
             record.outcome, record.detail = (
@@ -110,7 +115,7 @@ async def listen(session: aiohttp.ClientSession, target: Target, planned: Planne
 
 
 def rate_of(answer: aiohttp.ClientResponse) -> int:
-    """Samples per second of raw pcm, as far as the headers say: 0 if they do not."""
+    """Return the sample rate of raw pcm from the headers, or 0 if they do not give it."""
     for name in RATE_HEADERS:
         if (given := answer.headers.get(name, "")).isdecimal():
             return int(given)
@@ -119,7 +124,7 @@ def rate_of(answer: aiohttp.ClientResponse) -> int:
 
 
 def said(text: str) -> str:
-    """The message of an error answer, in OpenAI's shape, in FastAPI's, or as it is."""
+    """Return the message of an error answer: in OpenAI's form, in FastAPI's, or as it is."""
     try:
         body = json.loads(text)
     except json.JSONDecodeError:

@@ -1,5 +1,5 @@
-"""What a speech server offers, found out before anything is measured: its model, a format that streams, the rate of its
-samples, and whether it takes seeds. Public routes are enough."""
+"""Find out what a speech server offers before measuring it: its model, a format that streams, its sample rate, and
+whether it accepts seeds. Only public routes are used."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from serving.tools.load.metrics import Record
 from serving.tools.load.plan import Work
 from serving.tools.load.samples import FORMATS
 
-# what may be different with another format
+# Failures that another format may avoid.
 REFUSALS = ("http_400", "http_404", "http_415", "http_422", "unreadable", "no_audio")
 
 
 def address(url: str) -> str:
-    """What a user gives -> where the API begins. Raises ValueError."""
+    """Return the base URL of the API, up to /v1, from what the user gave. Raises ValueError."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is no address of a server; http://HOST:PORT is")
+        raise ValueError(f"{url!r} is not the address of a server; use http://HOST:PORT")
     base = url.rstrip("/").removesuffix("/audio/speech")
     return base if base.endswith("/v1") else f"{base}/v1"
 
@@ -28,14 +28,15 @@ def address(url: str) -> str:
 async def learn(
     target: Target, work: Work, model: str | None, formats: Sequence[str], log_line: Callable[[str], None]
 ) -> None:
-    """Completes target and work. formats: each of them; none: the first that there is. Raises ValueError."""
+    """Fill in what target and work lack. The server must offer all of `formats`; without any, the first that works is
+    chosen. Raises ValueError."""
     async with connections(target) as session:
         if "model" not in work.fields:
             work.fields = {"model": model or await only_model(session, target), **work.fields}
         for form in formats:
             work.formats = [form]
             if (refused := await settle(session, target, work)) is not None:
-                raise ValueError(f"the server gave no {form}: {refused}")
+                raise ValueError(f"the server returned no {form}: {refused}")
         if not formats:
             await choose(session, target, work, log_line)
         else:
@@ -45,11 +46,11 @@ async def learn(
 
 
 async def only_model(session: aiohttp.ClientSession, target: Target) -> str:
-    """Raises ValueError."""
+    """Return the server's model. Raises ValueError unless it has exactly one."""
     there = await models(session, target)
     if len(there) != 1:
         raise ValueError(
-            f"--model must say which; {target.url}/models lists: {', '.join(there) or 'nothing'}"
+            f"choose a model with --model; {target.url}/models lists: {', '.join(there) or 'nothing'}"
         )
     return there[0]
 
@@ -57,23 +58,23 @@ async def only_model(session: aiohttp.ClientSession, target: Target) -> str:
 async def choose(
     session: aiohttp.ClientSession, target: Target, work: Work, log_line: Callable[[str], None]
 ) -> None:
-    """The first format that the server speaks. Raises ValueError."""
+    """Choose the first format that the server offers. Raises ValueError if it offers none."""
     refusals: list[str] = []
     for form in FORMATS:
         work.formats = [form]
         if (refused := await settle(session, target, work)) is None:
             if refusals:
                 log_line(
-                    f"the server gave no {', no '.join(FORMATS[: len(refusals)])} ({refusals[0]}); measured in {form}"
+                    f"the server returned no {' or '.join(FORMATS[: len(refusals)])} ({refusals[0]}); measuring {form}"
                 )
             return
         refusals.append(refused)
-    raise ValueError(f"the server gave no audio: {refusals[0]}")
+    raise ValueError(f"the server returned no audio: {refusals[0]}")
 
 
 async def settle(session: aiohttp.ClientSession, target: Target, work: Work) -> str | None:
-    """-> why the server takes neither of our bodies, if so: with a seed, or without. Raises ValueError for what another body
-    would not mend."""
+    """Try a request with a seed, then without. Returns None if one works, else the server's refusal. Raises ValueError
+    for a failure that another body would not avoid."""
     refused = None
     for has_seeds in (True, False):
         work.has_seeds = has_seeds
@@ -85,18 +86,18 @@ async def settle(session: aiohttp.ClientSession, target: Target, work: Work) -> 
             return None
         refused = refused or f"{record.failure} {record.detail}".strip()
         if record.failure not in REFUSALS:
-            raise ValueError(f"the server gave no audio: {refused}")
+            raise ValueError(f"the server returned no audio: {refused}")
     return refused
 
 
 async def find_rate(session: aiohttp.ClientSession, target: Target, work: Work) -> None:
-    """Of pcm that says nothing of it: a WAV of the same server does. Raises ValueError."""
+    """Learn the sample rate of pcm from a WAV of the same server. Raises ValueError."""
     formats, work.formats = work.formats, ["wav"]
     record = await ask(session, target, work)
     work.formats = formats
     if not record.sample_rate_hz:
         raise ValueError(
-            "the server does not say at which rate its pcm is: give --sample-rate, or --format wav"
+            "the server does not report the sample rate of its pcm; give --sample-rate or --format wav"
         )
     target.sample_rate_hz = record.sample_rate_hz
 

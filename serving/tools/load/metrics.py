@@ -1,7 +1,7 @@
-"""What a run of the load client says, as pure functions of what was recorded of each request.
+"""Metrics of a load run, as pure functions of the records of its requests.
 
-Submission is when a request was due by its plan, not when the client got round to it, so a client that is late, or waits for
-a slow server, shows as latency (no coordinated omission). Streams are judged by `serving.playback`.
+A request counts from when the plan submits it, not from when the client sends it. A late client, or one that waits for a
+slow server, therefore shows as latency (no coordinated omission). `serving.playback` judges the streams.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Role = Literal["listener", "leaver", "slow"]
 
 
 class Record(msgspec.Struct):
-    """A request as the client saw it. Times are seconds of one clock.
+    """A request as the client saw it. All times are seconds of one clock.
 
-    outcome: "ok", "left" (as planned), "interrupted" (the run was ended), or else the kind of its failure.
+    outcome: "ok", "left" (disconnected as planned), "interrupted" (the run was interrupted), or the kind of failure.
     """
 
     index: int
@@ -33,13 +33,13 @@ class Record(msgspec.Struct):
     sent_s: float
     end_s: float
     outcome: str
-    sample_rate_hz: int = 0  # 0: no audio came
-    arrivals: list[tuple[float, int]] = []  # when samples came, and how many
-    detail: str = ""  # of a failure, in the server's words
+    sample_rate_hz: int = 0  # 0: no audio arrived
+    arrivals: list[tuple[float, int]] = []  # (time, number of samples) of each chunk
+    detail: str = ""  # the server's message of a failure
 
     @property
     def failure(self) -> str | None:
-        """Its kind; an answer without audio is one."""
+        """The kind of failure, or None. An answer without audio is a failure."""
         if self.outcome == "ok":
             return None if self.arrivals else "no_audio"
         return None if self.outcome in ("left", "interrupted") else self.outcome
@@ -50,14 +50,14 @@ class Record(msgspec.Struct):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What a request must meet to count as good."""
+    """The limits that a good request keeps."""
 
     ttfa_s: float = 0.5
-    underrun_s: float = 0.0  # the longest wait of a listener; 0: the stream is viable
+    underrun_s: float = 0.0  # longest pause; 0: the stream must be viable
 
 
 class Heard(msgspec.Struct):
-    """A listener's request with audio, and what came of it."""
+    """A listener's request that received audio, with its playback."""
 
     record: Record
     playback: Playback
@@ -82,10 +82,11 @@ class Heard(msgspec.Struct):
 
 
 def summary(records: Sequence[Record], slo: Slo, offered_s: float | None = None) -> dict[str, Any]:
-    """Of the requests that count. offered_s: how long requests were submitted, in an open loop; None: until the last one ended.
+    """Return the metrics of the requests that count. Shares are from 0 to 1, and unknown values are None.
 
-    Only listeners are judged: one that leaves or reads slowly is load, and counted. A stream that broke is not viable. What
-    nothing is known of is None. Shares are of 1.
+    offered_s: how long requests were submitted, in an open loop; None: until the last one ended.
+    Only listeners are judged. Clients that disconnect or read slowly are load, and only counted. A broken stream is not
+    viable.
     """
     listeners = [
         record for record in records if record.role == "listener" and record.outcome != "interrupted"
@@ -122,13 +123,13 @@ def summary(records: Sequence[Record], slo: Slo, offered_s: float | None = None)
 
 
 def kinds(records: Iterable[Record]) -> dict[str, int]:
-    """How many requests failed, by kind."""
+    """Return the number of failed requests by kind."""
     return dict(sorted(Counter(record.failure for record in records if record.failure is not None).items()))
 
 
 def continuity(heard: Sequence[Heard]) -> dict[str, Any]:
-    """Viability by chunk and by stream, underruns, and the shares of streams whose longest underrun is within a tolerance. A
-    chunk that nothing came before cannot be late, so a stream of one says nothing."""
+    """Return viability by chunk and by stream, underruns, and the share of streams within each tolerance of the longest
+    underrun. Streams of one chunk are left out, because a first chunk cannot be late."""
     several = [one for one in heard if one.playback.num_followers or not one.is_whole]
     followers = sum(one.playback.num_followers for one in several)
     late = sum(one.playback.num_late for one in several)
@@ -148,7 +149,7 @@ def continuity(heard: Sequence[Heard]) -> dict[str, Any]:
 
 
 def quantiles(name: str, unit: str, values: Iterable[float]) -> dict[str, float | None]:
-    """name_p50_unit and so on, and the mean and the largest."""
+    """Return the quantiles, mean and maximum, named name_p50_unit and so on."""
     given = list(values)
     parts = [*(f"p{100 * q:g}" for q in QUANTILES), "mean", "max"]
     found: list[float | None] = [None] * len(parts)
@@ -160,7 +161,7 @@ def quantiles(name: str, unit: str, values: Iterable[float]) -> dict[str, float 
 
 
 def share(facts: Iterable[bool]) -> float | None:
-    """How many of them are true."""
+    """Return the share of true values, or None if there are no values."""
     given = list(facts)
     return ratio(sum(given), len(given))
 

@@ -1,6 +1,7 @@
-"""What is asked, of whom and when: all of it follows from the seed, whatever the server does.
+"""Plan the requests and their arrivals. Both depend only on the seed, whatever the server does.
 
-Request n is the same in every run and at every rate, and the gaps between arrivals are the same up to the rate.
+Request n is the same in every run and at every rate. The gaps between arrivals scale with the rate and are otherwise
+the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 from serving.tools.load.metrics import Role
 
-# About four seconds each as they are spoken, so eight of them are about half a minute.
+# Each takes about four seconds to speak, so eight of them take about half a minute.
 SENTENCES = (
     "The train to the north leaves at a quarter to eight tonight.",
     "She put the letters in a drawer and forgot about them for years.",
@@ -48,14 +49,14 @@ LEAVES_WITHIN_S = 3.0
 
 
 class Texts(msgspec.Struct, frozen=True):
-    """short, long and mixed are made of SENTENCES; a file's lines are taken as they are."""
+    """The texts of the requests: a set made of SENTENCES (short, long or mixed), or the lines of a file."""
 
     kind: str = "short"
     lines: tuple[str, ...] = ()
 
     @classmethod
     def named(cls, name: str) -> Texts:
-        """A set, or the path of a file with a text on each line. Raises ValueError."""
+        """Return a set by name, or the texts of a file with one on each line. Raises ValueError."""
         if name in TEXT_SETS:
             return cls(name)
         try:
@@ -65,10 +66,11 @@ class Texts(msgspec.Struct, frozen=True):
                 f"{name!r} is neither {', '.join(TEXT_SETS)} nor a file of texts: {error}"
             ) from None
         if not lines:
-            raise ValueError(f"there is no text in {name}; one on each line is needed")
+            raise ValueError(f"{name} has no text; it must have one on each line")
         return cls(name, lines)
 
     def pick(self, chance: random.Random) -> str:
+        """Return a random text."""
         if self.lines:
             return chance.choice(self.lines)
         is_long = self.kind == "long" or (self.kind == "mixed" and chance.random() < MIXED_LONG_SHARE)
@@ -76,7 +78,7 @@ class Texts(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct):
-    """One request."""
+    """A planned request."""
 
     body: dict[str, Any]
     format: str
@@ -85,18 +87,19 @@ class Planned(msgspec.Struct):
 
 
 class Work(msgspec.Struct):
-    """What requests are made of. fields: of every body, as they are."""
+    """The recipe of all requests. `fields` go into every body as they are."""
 
     formats: list[str]
     texts: Texts = Texts()
     voices: list[str] = []
     fields: dict[str, Any] = {}
-    has_seeds: bool = True  # whether a request says by which seed to speak
+    has_seeds: bool = True  # whether requests have a seed
     cancel_share: float = 0.0
     slow_share: float = 0.0
     seed: int = 0
 
     def request(self, index: int) -> Planned:
+        """Return request number `index`."""
         chance = random.Random(f"{self.seed} request {index}")
         form = chance.choice(self.formats)
         body: dict[str, Any] = {"input": self.texts.pick(chance), "response_format": form}
@@ -116,9 +119,9 @@ class Work(msgspec.Struct):
 def poisson(
     rate: float, seed: int, num_warmup: int, duration_s: float | None, num: int | None
 ) -> list[float]:
-    """When requests arrive, in seconds from the start: `num_warmup` and then `num`, or those of `duration_s` after them,
-    whichever are fewer. A Poisson process: gaps are exponential."""
-    assert duration_s is not None or num is not None, "an end is needed"
+    """Return the arrival times of a Poisson process, in seconds from the start: `num_warmup` requests, and then `num`
+    or those of the next `duration_s`, whichever are fewer."""
+    assert duration_s is not None or num is not None, "duration_s or num must be given"
     chance = random.Random(f"{seed} arrivals")
     times: list[float] = []
     begin_s = 0.0

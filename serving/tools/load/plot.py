@@ -1,5 +1,7 @@
-"""The ladder as a picture: time to first audio and viability against the load. matplotlib draws it, which scales logarithmically,
-writes PNG, SVG and PDF, and is what most readers would redraw it with."""
+"""Draw the ladder: time to first audio and viability against the load.
+
+matplotlib has logarithmic axes and writes PNG, SVG and PDF, and most readers would use it to redraw the plot.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from matplotlib.figure import Figure
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """path: .png, .svg or .pdf. Raises OSError."""
+    """Draw the result of `zoo load` into a .png, .svg or .pdf file. Raises OSError."""
     runs = result["runs"]
     is_open = runs[0]["arrivals"] == "poisson"
     load = [run["rate_requests_per_s"] if is_open else run["streams"] for run in runs]
@@ -29,7 +31,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     }
     for key, label in shares.items():
         below.plot(load, [100 * or_nan(run[key]) for run in runs], marker="o", label=label)
-    below.set(ylim=(-3, 103), ylabel="%", xlabel="requests a second" if is_open else "streams at once")
+    below.set(ylim=(-3, 103), ylabel="%", xlabel="requests per second" if is_open else "concurrent streams")
     suspects = [at for at, run in zip(load, runs, strict=True) if run["client_is_limit"]]
     for axes in (above, below):
         for i, at in enumerate(suspects):

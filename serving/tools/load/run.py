@@ -1,8 +1,8 @@
-"""`zoo load`: a ladder of rates or of streams, one rung after the other, by several processes.
+"""`zoo load`: climb a ladder of rates or of streams, one rung after the other, with several processes.
 
     plan ─> jobs ─> workers (worker.py) ─> records ─> summary (metrics.py)      for each rung
 
-Whoever interrupts gets what there is.
+An interrupted run returns the results so far.
 """
 
 from __future__ import annotations
@@ -33,30 +33,38 @@ from serving.tools.load.worker import (
     line_decoder,
 )
 
-LEAD_S = 0.2  # that workers have to read a job
+LEAD_S = 0.2  # for the workers to read a job before it starts
 STOP_S = 5.0
-WARMUP_S = 2.0  # of an open loop, unless it is said
-# Above these the client is suspected instead of the server.
-MAX_CPU_SHARE, MAX_LAG_MS, MAX_LATE_MS = 0.8, 10.0, 10.0  # of a worker
+WARMUP_S = 2.0  # default warm-up of an open loop
 
-MAX_WORKERS = 4  # unless more are asked for
+# If a worker exceeds one of these, the client may be the limit instead of the server.
+MAX_CPU_SHARE = 0.8
+MAX_LAG_MS = 10.0
+MAX_LATE_MS = 10.0
 
-Progress = Callable[[float, str], None]  # the part that is done, and what comes next
+MAX_WORKERS = 4  # default maximum
+
+Progress = Callable[[float, str], None]  # takes the fraction done and the name of the next rung
 
 
 class Rung(msgspec.Struct, frozen=True):
-    """One step of the ladder: arrivals a second, or streams at once."""
+    """One rung of the ladder: arrivals per second, or concurrent streams."""
 
     rate: float | None = None
     streams: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.rate:g} requests/s" if self.rate is not None else f"{self.streams} streams"
+        if self.rate is not None:
+            return f"{self.rate:g} requests/s"
+        return f"{self.streams} stream" + "s" * (self.streams != 1)
 
 
 class Plan(msgspec.Struct):
-    """num_warmup: requests of each rung that do not count; None: two seconds' arrivals, or one a stream."""
+    """A run of `zoo load`.
+
+    num_warmup: requests of each rung that do not count; None: two seconds of arrivals, or one per stream.
+    """
 
     target: Target
     work: Work
@@ -68,12 +76,13 @@ class Plan(msgspec.Struct):
     slo: Slo = Slo()
 
     def warmup(self, rung: Rung) -> int:
+        """Return the number of requests that do not count."""
         if self.num_warmup is not None:
             return self.num_warmup
         return rung.streams or math.ceil(WARMUP_S * (rung.rate or 0.0))
 
     def jobs(self, rung: Rung, start_s: float) -> tuple[list[Job], float | None]:
-        """One a worker, and how long an open loop submits what counts."""
+        """Return a job for each worker, and for how long an open loop submits requests that count (else None)."""
         num_warmup, count = self.warmup(rung), self.num_workers
         jobs = [Job(self.target, self.work, start_s) for _ in range(count)]
         if rung.rate is not None:
@@ -92,7 +101,7 @@ class Plan(msgspec.Struct):
 
 
 async def measure(plan: Plan, progress: Progress) -> tuple[list[dict[str, Any]], bool]:
-    """-> each rung's results, and whether the run was interrupted."""
+    """Return the results of each rung, and whether the run was interrupted."""
     results: list[dict[str, Any]] = []
     async with Workers(plan.num_workers) as workers:
         for i, rung in enumerate(plan.rungs):
@@ -108,6 +117,7 @@ async def measure(plan: Plan, progress: Progress) -> tuple[list[dict[str, Any]],
 def judged(
     plan: Plan, rung: Rung, records: Sequence[Record], efforts: Sequence[Effort], offered_s: float | None
 ) -> dict[str, Any]:
+    """Return the results of a rung."""
     num_warmup = plan.warmup(rung)
     counted = [record for record in records if record.index >= num_warmup]
     reasons = client_limits(efforts)
@@ -129,13 +139,13 @@ def judged(
 
 
 def client_limits(efforts: Sequence[Effort]) -> list[str]:
-    """Why the client may be what was measured; nothing where it had time to spare."""
+    """Return why the client may have been the limit; empty if it had time to spare."""
     reasons = []
     for effort in efforts:
         if effort.cpu_share > MAX_CPU_SHARE:
-            reasons.append(f"a worker used {effort.cpu_share:.0%} of a core: more --workers would help")
+            reasons.append(f"a worker used {effort.cpu_share:.0%} of a core; use more --workers")
         if effort.lag_p99_ms > MAX_LAG_MS:
-            reasons.append(f"the event loop was {effort.lag_p99_ms:.0f} ms late (p99): chunks were seen late")
+            reasons.append(f"the event loop was {effort.lag_p99_ms:.0f} ms late (p99), and saw chunks late")
         if effort.late_p99_ms > MAX_LATE_MS:
             reasons.append(
                 f"requests were sent {effort.late_p99_ms:.0f} ms late (p99), which counts as latency"
@@ -144,7 +154,7 @@ def client_limits(efforts: Sequence[Effort]) -> list[str]:
 
 
 class Workers:
-    """The processes, for as long as the ladder is climbed."""
+    """The worker processes of a run."""
 
     def __init__(self, count: int):
         self.count = count
@@ -174,13 +184,14 @@ class Workers:
         await asyncio.wait(ends)
 
     def stop(self) -> None:
-        """Hand in what there is."""
+        """Tell the workers to report their records so far and exit."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.close()
 
     async def work(self, jobs: Sequence[Job]) -> tuple[list[Record], list[Effort], bool]:
-        """-> records, what it took, and whether it was not interrupted. Raises RuntimeError if a worker dies."""
+        """Run the jobs. Returns the records, each worker's effort, and whether the jobs completed without an interrupt.
+        Raises RuntimeError if a worker dies."""
         records: list[Record] = []
         efforts: list[Effort] = []
         for process, job in zip(self.processes, jobs, strict=True):
@@ -202,7 +213,7 @@ class Workers:
 
 
 async def read(process: Process, records: list[Record], efforts: list[Effort]) -> None:
-    """What a worker says of its job."""
+    """Read a worker's output until its job is done."""
     assert process.stdout is not None
     while line := await process.stdout.readline():
         match line_decoder.decode(line):
@@ -215,6 +226,6 @@ async def read(process: Process, records: list[Record], efforts: list[Effort]) -
 
 
 def usable_workers() -> int:
-    """Half the cores are left to the server, which may be on this machine."""
+    """Return the default number of workers. It leaves half the cores to the server, which may run on this machine."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, min(cores // 2, MAX_WORKERS))

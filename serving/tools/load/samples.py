@@ -1,7 +1,7 @@
-"""How many samples the bytes of an answer hold, counted as they come: a container's header is no audio.
+"""Count the samples in the bytes of an answer as they arrive. A container's header does not count as audio.
 
-Each counter's `feed` takes bytes and gives the samples (of one channel) that a player can now play; `sample_rate_hz` is 0
-until it is known.
+A counter's `feed` takes bytes and returns the number of samples per channel that a player can play because of them.
+`sample_rate_hz` is 0 until it is known.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Protocol
 
 import av
 
-FORMATS = ("pcm", "wav", "mp3", "opus", "aac")  # of flac, where a frame ends is known some frames later
-OPUS_HZ = 48000  # what an Ogg page's position counts, whatever was encoded. Source: RFC 7845, section 4
+FORMATS = ("pcm", "wav", "mp3", "opus", "aac")  # not flac: the end of a frame is known only some frames later
+OPUS_HZ = 48000  # an Ogg page's position counts at this rate, whatever was encoded. Source: RFC 7845, section 4
 OGG_HEAD = struct.Struct("<4sBBqIIIB")  # RFC 3533, section 6
 
 
 class Unreadable(ValueError):
-    """The bytes are not of the format that was asked for."""
+    """The bytes are not in the requested format."""
 
 
 class Counter(Protocol):
@@ -27,7 +27,7 @@ class Counter(Protocol):
 
 
 def counter(form: str, sample_rate_hz: int) -> Counter:
-    """sample_rate_hz: of pcm, which does not say it."""
+    """Return a counter for a format. sample_rate_hz: the rate of pcm, which has no header."""
     match form:
         case "pcm":
             return Pcm(sample_rate_hz)
@@ -39,7 +39,7 @@ def counter(form: str, sample_rate_hz: int) -> Counter:
 
 
 class Pcm:
-    """int16, mono."""
+    """Counts int16 mono samples."""
 
     def __init__(self, sample_rate_hz: int, bytes_a_sample: int = 2):
         self.sample_rate_hz = sample_rate_hz
@@ -53,7 +53,7 @@ class Pcm:
 
 
 class Wav:
-    """RIFF chunks up to `data`, behind which all is samples: a stream does not know its length."""
+    """Reads RIFF chunks up to `data`; all bytes after it are samples, because a stream does not know its length."""
 
     def __init__(self) -> None:
         self.sample_rate_hz = 0
@@ -65,14 +65,14 @@ class Wav:
             return self.pcm.feed(data)
         self.head += data
         if len(self.head) >= 12 and (self.head[:4], self.head[8:12]) != (b"RIFF", b"WAVE"):
-            raise Unreadable(f"a WAV begins with RIFF, and this with {self.head[:12]!r}")
+            raise Unreadable(f"a WAV must begin with RIFF; this begins with {self.head[:12]!r}")
         at, frame_bytes = 12, 0
         while len(self.head) >= at + 8:
             name, size = struct.unpack_from("<4sI", self.head, at)
             at += 8
             if name == b"data":
                 if not frame_bytes:
-                    raise Unreadable("a WAV whose samples come before their format")
+                    raise Unreadable("the WAV has samples before their format")
                 self.pcm = Pcm(self.sample_rate_hz, frame_bytes)
                 return self.pcm.feed(self.head[at:])
             if len(self.head) < at + size:
@@ -84,12 +84,12 @@ class Wav:
 
 
 class Opus:
-    """Pages of Ogg, each of which says how far it reaches. Source: RFC 3533, RFC 7845."""
+    """Reads Ogg pages; the header of each has the position that it reaches. Source: RFC 3533, RFC 7845."""
 
     def __init__(self) -> None:
         self.sample_rate_hz = OPUS_HZ
         self.rest = b""
-        self.skip: int | None = None  # samples at the start that are not to be played
+        self.skip: int | None = None  # samples at the start that a player skips
         self.num_played = 0
 
     def feed(self, data: bytes) -> int:
@@ -99,19 +99,19 @@ class Opus:
             position, body = page
             if self.skip is None:
                 if not body.startswith(b"OpusHead"):
-                    raise Unreadable("an Ogg stream that is not Opus")
+                    raise Unreadable("the Ogg stream is not Opus")
                 self.skip = int.from_bytes(body[10:12], "little")
             elif position > self.skip:  # -1: no packet ends on this page
                 self.num_played = max(self.num_played, position - self.skip)
         return self.num_played - before
 
     def take_page(self) -> tuple[int, bytes] | None:
-        """-> its position and its body, once all of it is here."""
+        """Return the position and the body of the next page once it is complete."""
         if len(self.rest) < OGG_HEAD.size:
             return None
         mark, _, _, position, _, _, _, segments = OGG_HEAD.unpack_from(self.rest)
         if mark != b"OggS":
-            raise Unreadable(f"a page of Ogg begins with OggS, and this with {self.rest[:4]!r}")
+            raise Unreadable(f"an Ogg page must begin with OggS; this begins with {self.rest[:4]!r}")
         body = OGG_HEAD.size + segments
         end = body + sum(self.rest[OGG_HEAD.size : body])
         if len(self.rest) < max(body, end):
@@ -121,13 +121,13 @@ class Opus:
 
 
 class Coded:
-    """MP3 and AAC (ADTS), whose frames say how long they are: they are decoded as each is complete."""
+    """Decodes MP3 and AAC (ADTS) frames as soon as they are complete; each frame's header has its length."""
 
     def __init__(self, codec: str):
         self.sample_rate_hz = 0
         self.codec = codec
         context = av.CodecContext.create(codec, "r")
-        assert isinstance(context, av.AudioCodecContext), f"{codec} is decoded by a {type(context).__name__}"
+        assert isinstance(context, av.AudioCodecContext), f"{codec} has a {type(context).__name__}"
         self.context = context
 
     def feed(self, data: bytes) -> int:
@@ -138,5 +138,5 @@ class Coded:
                     num += frame.samples
                     self.sample_rate_hz = frame.sample_rate
         except av.FFmpegError as error:
-            raise Unreadable(f"{self.codec} that cannot be decoded: {error.strerror}") from None
+            raise Unreadable(f"the {self.codec} cannot be decoded: {error.strerror}") from None
         return num

@@ -1,9 +1,9 @@
-"""A process of the load client: it makes its share of the requests and watches itself meanwhile.
+"""A worker process of the load client. It makes its share of the requests and measures its own delays meanwhile.
 
     python -m serving.tools.load.worker
 
-Each line on stdin is a `Job`; on stdout it says `READY` once, then `Ended` as requests end, and after the last one of a job
-`Done`. The end of stdin means: hand in what there is, and go. Ctrl-C is the parent's.
+Each line on stdin is a `Job`. The worker prints `READY` once, `Ended` when a request ends, and `Done` after the last one
+of a job. When stdin closes, it reports the records so far and exits. Only the parent handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,48 +24,53 @@ from serving.tools.load.plan import Work
 
 TICK_S = 0.005
 READY = b"ready\n"
-MAX_LINE_BYTES = 1 << 26  # a recording as base64 is in a job
+MAX_LINE_BYTES = 1 << 26  # a job can hold a recording as base64
 
 
 class Arrival(msgspec.Struct, array_like=True):
     """A request of an open loop."""
 
     index: int
-    at_s: float  # from the start
+    at_s: float  # seconds from the start
 
 
 class Stream(msgspec.Struct, array_like=True):
-    """Of a closed loop: requests first, first + step, ... one after the other, below `end` and until `until_s`."""
+    """A listener of a closed loop. It makes requests first, first + step, ... below `end`, one after the other, until
+    `until_s`."""
 
     first: int
     step: int
     end: int | None
-    until_s: float | None  # from the start
+    until_s: float | None  # seconds from the start
 
 
 class Job(msgspec.Struct):
-    """Either arrivals or streams. start_s: of the monotonic clock, which all processes share."""
+    """A worker's share of a rung: either arrivals or streams."""
 
     target: Target
     work: Work
-    start_s: float
+    start_s: float  # on the monotonic clock, which all processes share
     arrivals: list[Arrival] = []
     streams: list[Stream] = []
 
 
 class Effort(msgspec.Struct):
-    """What the job cost this process: where it is much, the client was measured and not the server."""
+    """The load on this process during a job. If it is high, the client was measured instead of the server."""
 
     cpu_share: float  # of one core
-    lag_p99_ms: float  # of the event loop, behind a tick every 5 ms
-    late_p99_ms: float  # of requests, behind the plan
+    lag_p99_ms: float  # delay of the event loop, measured with a tick every 5 ms
+    late_p99_ms: float  # delay of requests behind the plan
 
 
 class Ended(msgspec.Struct, tag=True):
+    """A request ended."""
+
     record: Record
 
 
 class Done(msgspec.Struct, tag=True):
+    """A job is done."""
+
     effort: Effort
 
 
@@ -74,7 +79,7 @@ job_decoder, line_decoder = msgspec.json.Decoder(Job), msgspec.json.Decoder(Ende
 
 
 async def run(job: Job, emit: Emit, lates_s: list[float]) -> None:
-    """All requests of a job. Cancelled, it ends those that are under way, and emits them too."""
+    """Make all requests of a job. If cancelled, it ends the open requests and emits their records too."""
     async with connections(job.target) as usual, connections(job.target, is_slow=True) as slow:
 
         async def ask(index: int, submitted_s: float) -> Record:
@@ -86,7 +91,7 @@ async def run(job: Job, emit: Emit, lates_s: list[float]) -> None:
             return record
 
         async def follow(stream: Stream) -> None:
-            """A listener who asks again as soon as an answer is over."""
+            """Make the next request as soon as an answer is complete."""
             await sleep_until(job.start_s)
             for index in itertools.count(stream.first, stream.step):
                 now_s = time.monotonic()
@@ -106,13 +111,13 @@ async def run(job: Job, emit: Emit, lates_s: list[float]) -> None:
 
 
 async def sleep_until(at_s: float) -> None:
-    """Never early: uvloop's timers are of whole milliseconds."""
+    """Sleep until a time. It never wakes early, although uvloop rounds timers to milliseconds."""
     while (left_s := at_s - time.monotonic()) > 0:
         await asyncio.sleep(left_s)
 
 
 async def watch(lags_s: list[float]) -> None:
-    """How late the loop is, for as long as nobody cancels."""
+    """Record the delay of the event loop until cancelled."""
     while True:
         due_s = time.monotonic() + TICK_S
         await asyncio.sleep(TICK_S)
@@ -120,7 +125,7 @@ async def watch(lags_s: list[float]) -> None:
 
 
 async def work(job: Job, emit: Emit, stop: asyncio.Future[bytes]) -> None:
-    """A job, until it is done or `stop` is."""
+    """Run a job until it or `stop` is done."""
     lags_s: list[float] = []
     lates_s: list[float] = []
     watching = asyncio.create_task(watch(lags_s))
