@@ -1,1 +1,1 @@
-"""How a plain function becomes a fast one. Knows no model and no server."""
+"""Lower plain functions to fast ones, and keep the compiled code. This package knows no model and no server."""

@@ -1,14 +1,14 @@
-"""Where compiled code is kept between processes: a directory for each model, there as a whole or not at all.
+"""Keep compiled code between processes: each model has an entry, a directory that is complete or does not exist.
 
     ROOT/compiled / torch-2.13.0-python-3.11 / avx512 / qwen3_tts-5f0c…           manifest.json, step.saved, libraries
                                                         .qwen3_tts-5f0c….lock     held while it is read or made
                                                         .qwen3_tts-5f0c….making   until it is complete
 
-The name says all that the code depends on: the model's tensors, dtype, settings and strategy, and the meaning of the
-source (a comment has none). Inductor's own key leaves some of that out: code for AVX-512 that is read on a machine
-without it gives NaN. What is there is checked against the manifest before it is run; what is damaged is made again.
+The name covers everything that the code depends on: the model's tensors, dtype, settings and strategy, and the meaning
+of the source (comments have none). Inductor's own key omits some of this: AVX-512 code that is loaded on a machine
+without AVX-512 returns NaN. An entry is checked against its manifest before it is run, and a damaged one is made again.
 
-Whoever may write here can run code as whoever reads it: a directory is made for its owner alone.
+A process that can write to an entry can run code as any user who reads it, so only the owner can access the directories.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from compile_cache import choices
 
 MANIFEST = "manifest.json"
 LIBRARIES = (".so", ".o", ".gch", ".pch")
-SETTINGS = (bool, int, float, torch.dtype, type(None))  # of a module: what a graph may hold as a constant
+SETTINGS = (bool, int, float, torch.dtype, type(None))  # module attributes that a graph may hold as constants
 
 
 @dataclass(frozen=True)
 class Entry:
-    """directory: where compiled code is read from, or is to be written to."""
+    """An entry of the cache: the directory to read compiled code from, or to write it to if it was not found."""
 
     directory: Path
     is_found: bool
 
 
 def root_directory(root: str | Path | None = None) -> Path:
-    """`root`, else ZOO_CACHE_DIR, else ~/.cache/speechzoo."""
+    """Return the directory of all entries, below `root`, else ZOO_CACHE_DIR, else ~/.cache/speechzoo."""
     return Path(root or os.environ.get("ZOO_CACHE_DIR") or Path.home() / ".cache" / "speechzoo") / "compiled"
 
 
 def place(name: str, key: str, root: str | Path | None = None) -> Path:
-    """Of an entry. name: for the eye; key: of `digest`."""
+    """Return the path of an entry. name: for people who list the directory; key: from `digest`."""
     versions = f"torch-{torch.__version__}-python-{sys.version_info.major}.{sys.version_info.minor}"
     return root_directory(root) / versions / target() / f"{name}-{key}"
 
 
 def target() -> str:
-    """The machine as far as compiled code cares."""
+    """Return the kind of machine that compiled code depends on."""
     if torch.cuda.is_available():
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
@@ -65,30 +65,30 @@ def target() -> str:
 
 @contextmanager
 def opened(place: Path) -> Iterator[Entry]:
-    """What is compiled within is looked for in the entry; where there is none, it is kept, and the entry is there once
-    this ends without an error. One process makes it, others wait and find it. Raises ValueError if the directory
-    cannot be written."""
+    """Open an entry: code that is compiled in this context is read from it, or written to it if it does not exist yet.
+
+    A new entry appears when the context ends without an error. One process makes it while others wait for it. Raises
+    ValueError if the directory cannot be written.
+    """
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(place, fcntl.LOCK_SH):
             pass
     except OSError as error:
         raise ValueError(f"{place} cannot hold compiled code: {error.strerror}") from None
-    for operation in (
-        fcntl.LOCK_SH,
-        fcntl.LOCK_EX,
-    ):  # look; then wait for whoever makes it, look again, make it
+    # First look with a shared lock. Then wait for a process that makes the entry, look again, and make it if needed.
+    for operation in (fcntl.LOCK_SH, fcntl.LOCK_EX):
         with locked(place, operation):
             why = damage(place)
             if why is None:
-                os.utime(place)  # `prune` goes by it
+                os.utime(place)  # `prune` reads it as the time of the last use
                 with _compiling_in(place):
                     yield Entry(place, True)
                 return
             if operation == fcntl.LOCK_EX:
                 if place.exists():
                     sys.stderr.write(
-                        f"zoo: compiled code in {place} is damaged ({why}): it is compiled again\n"
+                        f"zoo: compiled code in {place} is damaged ({why}); compiling it again\n"
                     )
                 making = place.with_name(f".{place.name}.making")
                 remove(making)
@@ -102,14 +102,16 @@ def opened(place: Path) -> Iterator[Entry]:
 
 @contextmanager
 def locked(place: Path, operation: int) -> Iterator[None]:
-    """operation: `fcntl.LOCK_SH` to read an entry, `fcntl.LOCK_EX` to make or remove it; with `fcntl.LOCK_NB`,
-    BlockingIOError instead of waiting. The lock ends with the process however it ends."""
+    """Lock an entry: `fcntl.LOCK_SH` to read it, `fcntl.LOCK_EX` to make or remove it.
+
+    With `fcntl.LOCK_NB` it raises BlockingIOError instead of waiting. The lock ends with the process, however that ends.
+    """
     path = place.with_name(f".{place.name}.lock")
     while True:
         handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(handle, operation)
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):  # else `prune` was first
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):  # else `prune` removed it
                 yield
                 return
         finally:
@@ -130,26 +132,28 @@ def _compiling_in(directory: Path) -> Iterator[None]:
 
 
 def write_manifest(directory: Path) -> None:
-    """What is in the directory is whole."""
+    """List the files of a complete entry and their hashes in its manifest."""
     files = {str(file.relative_to(directory)): _hash(file.read_bytes()) for file in _files(directory)}
     (directory / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
 
 
 def damage(place: Path) -> str | None:
-    """What is wrong with an entry; None where it is whole. Libraries that nobody listed are removed: they would be
-    run if they were ever compiled for."""
+    """Return why an entry is unusable, or None if it is intact.
+
+    Libraries that the manifest does not list are removed, because Inductor would run them if it compiled the same code.
+    """
     if not place.is_dir():
-        return "it is no directory" if place.exists() else "it is not there"
+        return "it is not a directory" if place.exists() else "it does not exist"
     try:
         listed = dict(json.loads((place / MANIFEST).read_text())["files"])
     except FileNotFoundError:
-        return f"{MANIFEST} is not there"
+        return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError):
         return f"{MANIFEST} cannot be read"
     there = {str(file.relative_to(place)): file for file in _files(place)}
     for name, expected in listed.items():
         if name not in there:
-            return f"{name} is not there"
+            return f"{name} is missing"
         if _hash(there[name].read_bytes()) != expected:
             return f"{name} has changed"
     for name in there.keys() - listed.keys():
@@ -159,6 +163,7 @@ def damage(place: Path) -> str | None:
 
 
 def remove(place: Path) -> None:
+    """Remove an entry if it exists."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     else:
@@ -174,9 +179,12 @@ def _files(directory: Path) -> list[Path]:
 
 
 def digest(model: nn.Module, facts: object, code: Iterable[Path]) -> str:
-    """Names the graphs of a model: the shapes, dtypes and layouts of its tensors, the settings of its modules,
-    `facts`, the meaning of the code that they are traced from, and the compiler's settings."""
-    from torch._inductor import config  # takes a second, which only who compiles has to spend
+    """Return a key for the graphs of a model.
+
+    It covers the shapes, dtypes and layouts of its tensors, the settings of its modules, `facts`, the meaning of the
+    code that the graphs are traced from, and the compiler's settings.
+    """
+    from torch._inductor import config  # this import takes a second, which only compiling should cost
 
     tensors = (*model.named_parameters(), *model.named_buffers())
     lines = sorted(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.layout}" for name, tensor in tensors)
@@ -198,7 +206,7 @@ def _is_setting(value: object) -> bool:
 
 
 def meaning(source: bytes) -> bytes:
-    """A Python file without what changes nothing: comments, docstrings, where its lines begin and end."""
+    """Return a Python file without comments, docstrings and line breaks, which do not change compiled code."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if (

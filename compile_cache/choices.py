@@ -1,7 +1,8 @@
-"""Which of several ways to compute the same is the fastest on this device: measured while a model warms up, and kept in
-the entry of the compile cache (artifacts.py) that is open then, a file for each device.
+"""Choose the fastest of several ways to compute the same result on this device.
 
-What was not measured is not measured later, while somebody listens: `fastest` knows nothing of it then.
+The ways are measured while a model warms up. The open entry of the compile cache (artifacts.py) keeps the choices, in a
+file for each device. After the warm-up nothing is measured, so that no listener waits for it: `fastest` returns None for
+what was not measured.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from pathlib import Path
 
 import torch
 
-SUFFIX = ".choices"  # of a file, which may change while its entry does not
+SUFFIX = ".choices"  # such a file may change without changing its entry, so no manifest lists it
 Ways = Mapping[str, Callable[[], object]]
 
-_known: dict[tuple[str, str], str] = {}  # of a device's name and a key
+_known: dict[tuple[str, str], str] = {}  # (device name, key) -> name of the fastest way
 _measuring = ContextVar("measuring", default=False)
 _assumed = ContextVar[str | None]("assumed", default=None)
 
 
 def fastest(key: str, ways: Ways) -> str | None:
-    """The name of the fastest way; None where that was never measured. key: what is computed, and of which shape."""
+    """Return the name of the fastest way, or None if it was never measured. key: the computation and its shape."""
     if (assumed := _assumed.get()) is not None:
         return assumed
     whose = device_name(), key
@@ -36,14 +37,14 @@ def fastest(key: str, ways: Ways) -> str | None:
 
 
 def time_us(way: Callable[[], object]) -> float:
-    """Of one launch whose tensors are not in the L2 cache."""
+    """Return the time of one launch with a cold L2 cache."""
     from triton.testing import do_bench
 
     return 1e3 * float(do_bench(way, warmup=5, rep=20, return_mode="median"))
 
 
 def at_most(rows: int) -> int:
-    """The next power of two: shapes whose number of rows has the same are one."""
+    """Round a number of rows up to a power of two. Shapes that round to the same number share a choice."""
     return 1 << max(0, rows - 1).bit_length()
 
 
@@ -53,8 +54,8 @@ def device_name() -> str:
 
 @contextmanager
 def kept_in(directory: Path) -> Iterator[None]:
-    """Within it what is not known is measured. What the directory's file says of this device is taken, and what is
-    measured is added to it. On a CPU there is nothing to choose."""
+    """Measure unknown choices in this context. Choices for this device are read from a file in the directory, and new
+    ones are added to it. On a CPU there is nothing to choose."""
     if not torch.cuda.is_available():
         yield
         return
@@ -72,7 +73,7 @@ def kept_in(directory: Path) -> Iterator[None]:
 
 
 def read(file: Path) -> dict[str, str]:
-    """Nothing where there is no such file, or one that cannot be read: then it is measured again."""
+    """Return the choices in a file. It is empty if the file is missing or unreadable; they are then measured again."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -82,7 +83,7 @@ def read(file: Path) -> dict[str, str]:
 
 
 def write(file: Path, ways: Mapping[str, str]) -> None:
-    """There as a whole or not at all: others may read it meanwhile."""
+    """Write the choices atomically, because other processes may read the file meanwhile."""
     making = file.with_suffix(f".{os.getpid()}{SUFFIX}")
     making.write_text(json.dumps(ways, indent=1, sort_keys=True) + "\n")
     making.replace(file)
@@ -90,7 +91,7 @@ def write(file: Path, ways: Mapping[str, str]) -> None:
 
 @contextmanager
 def assumed(way: str) -> Iterator[None]:
-    """Here this way is the fastest, whatever is computed: nothing is measured, and nothing kept."""
+    """Pretend in this context that a way is the fastest for everything. Nothing is measured or kept."""
     token = _assumed.set(way)
     try:
         yield

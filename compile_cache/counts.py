@@ -1,5 +1,5 @@
-"""How often this process has compiled, and how much of it came out of the cache. Dynamo, Inductor and saved.py count;
-this reads."""
+"""Count how much this process has compiled, and how much it found in the cache. It reads the counters of Dynamo,
+Inductor and saved.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from compile_cache.saved import Counted
 
 @dataclass(frozen=True)
 class Counts:
-    """graphs: functions turned into graphs, which costs seconds each even where their kernels are found; found and
-    compiled: functions that were saved, and the kernels of others."""
+    """The counters of compilation.
+
+    graphs: functions that were traced, which takes seconds each even if the cache has their kernels.
+    found, compiled: saved functions, and the kernels of other functions.
+    """
 
     graphs: int
     found: int
@@ -24,7 +27,7 @@ class Counts:
 
 
 def counts() -> Counts:
-    """Since the process began."""
+    """Return the counts since the process began."""
     inductor, aot = counters["inductor"], counters["aot_autograd"]
     return Counts(
         counters["stats"]["unique_graphs"],

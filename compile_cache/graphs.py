@@ -1,4 +1,4 @@
-"""CUDA graphs: a launch recorded once and replayed as a whole. On a CPU, the launch itself."""
+"""CUDA graphs: record a launch once and replay it as a whole. On a CPU, the launch itself runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ Launch = Callable[[], tuple[Tensor, ...]]
 
 
 class Graphs:
-    """Recorded launches by key, and where each leaves its results. They share one memory pool, so record the
-    largest first, and record and replay on one stream, one after the other."""
+    """Recorded launches by key, with the tensors that hold their results.
+
+    All share one memory pool. So record the largest first, and record and replay on one stream, one after the other.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -21,24 +23,25 @@ class Graphs:
         self.misses = 0
 
     def record(self, key: Hashable, launch: Launch) -> None:
-        """Run `launch` until it is warm, then record it, on the current stream. It must read and write tensors that stay
-        where they are."""
+        """Run `launch` until it is warm, then record it on the current stream. Its tensors must keep their addresses."""
         for _ in range(2):
             launch()
         if self.device.type != "cuda":
             return
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # On a stream of its own: matrix products keep a workspace for each stream that they are recorded on, and torch's
-        # usual one would give launches that run side by side the same.
+        # Matrix products keep a workspace for each stream that they are recorded on. On torch's default capture stream,
+        # launches that run at the same time would share one.
         stream = torch.cuda.current_stream(self.device)
         with torch.cuda.graph(graph, pool=self.pool, stream=stream):
             results = launch()
         self.recorded[key] = graph, results
 
     def run(self, key: Hashable, launch: Launch) -> tuple[Tensor, ...]:
-        """Replay what was recorded under `key`; where nothing was, run `launch` (on a GPU that is counted as
-        a miss). -> its results; of a replay they lie where the next one will write."""
+        """Replay the launch recorded under `key`, or run `launch` if there is none, which counts as a miss on a GPU.
+
+        Returns the results. The next replay overwrites those of a replay.
+        """
         recorded = self.recorded.get(key)
         if recorded is not None:
             graph, results = recorded

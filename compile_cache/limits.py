@@ -1,6 +1,8 @@
-"""What this process may use of its machine. What limits a container, a pod or a unit (`docker run --cpus --memory`) is its
-control group, of which neither affinity nor sysconf says anything (Linux: Documentation/admin-guide/cgroup-v2.rst, and
-cgroup-v1/)."""
+"""The CPU time and memory that this process may use.
+
+Control groups limit containers, pods and systemd units (`docker run --cpus --memory`). Neither affinity nor sysconf shows
+these limits. Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cores() -> float | None:
-    """How many cores' time it may take, as in 1.5; None where that is not limited."""
+    """Return the number of cores whose time the process may use, such as 1.5, or None if there is no limit."""
     quotas = [quota for group in _groups("cpu") if (quota := _quota(group)) is not None]
     return min(quotas, default=None)
 
 
 def memory_bytes() -> int:
-    """The machine's, or less."""
+    """Return the memory that the process may use: the machine's, or less in a limited control group."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group in _groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):  # of cgroup v2, and of v1
+        for name in ("memory.max", "memory.limit_in_bytes"):  # cgroup v2, cgroup v1
             text = _text(group / name)
-            if text.isdecimal():  # else "max", or nothing
+            if text.isdecimal():  # "max" or an empty text means no limit
                 limits.append(int(text))
     return min(limits)
 
@@ -36,18 +38,18 @@ def _quota(group: Path) -> float | None:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Of this process: its group, and those that it lies in, as far as they are seen from here."""
+    """Yield the directories of this process's control group and the groups above it."""
     for line in _text(OWN).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = MOUNT / controller if controllers else MOUNT  # of cgroup v1, and of v2
+        root = MOUNT / controller if controllers else MOUNT  # cgroup v1 has a mount for each controller, v2 has one
         group = Path(path)
         yield from (root / each.relative_to("/") for each in (group, *group.parents))
 
 
 def _text(file: Path) -> str:
-    """Nothing where there is no such file, or it may not be read."""
+    """Return a file's text, or "" if it does not exist or cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

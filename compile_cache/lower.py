@@ -1,4 +1,4 @@
-"""A plain function and a strategy -> the fast function."""
+"""Lower a plain function to a fast one, following a strategy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from torch import Tensor
 
 from compile_cache.strategy import Eager, Lowering, Part, Parts
 
-_of_parts = ContextVar("of_parts", default=False)  # whether a function runs here whose parts are compiled
+_of_parts = ContextVar("of_parts", default=False)  # whether this context runs a function whose parts are compiled
 
 
 def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
-    """Whole: one graph with no break (an error says where one would be); Eager: the function itself; Parts: the function
-    itself, which must be a method, and one graph for each of the parts."""
+    """Lower a function.
+
+    Whole: one graph without breaks; an error says where a break would be.
+    Eager: the function itself.
+    Parts: the function itself, which must be a method, with one graph for each of the parts.
+    """
     if isinstance(how, Eager):
         return function
     if isinstance(how, Parts):
@@ -29,15 +33,14 @@ def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # dynamic=False: the sizes that vary are those `any_size` marks, and the third window is not mistaken for
-    # a size of its own.
+    # dynamic=False: only the sizes that `any_size` marks vary. Otherwise Dynamo would make a size dynamic once it
+    # sees a second value, such as that of another window.
     return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})
 
 
 def with_parts(function: Callable[..., Any], parts: Iterable[Part]) -> Callable[..., Any]:
-    """The function, which calls the parts compiled. Only while it runs are they so, and for it alone: who else calls them, on
-    another thread too, has them plain."""
-    assert isinstance(function, MethodType), f"{function} is a part of nothing"
+    """Return the function with its parts compiled. Other callers, and other threads, still get the plain parts."""
+    assert isinstance(function, MethodType), f"{function} is not a method, so it has no parts"
     known: list[tuple[object, str, Callable[..., Any]]] = []
     for part in parts:
         *owners, name = part.place.split(".")
@@ -56,8 +59,8 @@ def with_parts(function: Callable[..., Any], parts: Iterable[Part]) -> Callable[
 
 @contextmanager
 def _in_place(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Here an object has this function as its method."""
-    assert name not in vars(owner), f"{name} of a {type(owner).__name__} is lowered already"
+    """Give an object this function as its method, in this context."""
+    assert name not in vars(owner), f"{name} of a {type(owner).__name__} is already lowered"
     setattr(owner, name, function)
     try:
         yield
@@ -66,7 +69,7 @@ def _in_place(owner: object, name: str, function: Callable[..., Any]) -> Iterato
 
 
 def _any_size(method: Callable[..., Any], part: Part) -> Callable[..., Any]:
-    """The compiled method, whose graph holds for all sizes that the part names."""
+    """Return the compiled method, with a graph that holds for all sizes that the part names."""
     compiled, signature = _compiled(method), inspect.signature(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,12 +88,15 @@ def _any_size(method: Callable[..., Any], part: Part) -> Callable[..., Any]:
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same method with a code object of its own. Dynamo keeps what it compiled with the code object,
-    eight graphs at most, and every model that a process ever loads has its `step` from the same class."""
+    """Return the same method with its own code object.
+
+    Dynamo keeps compiled graphs with the code object, eight at most. All models of a family in a process share the code
+    of their class's `step`.
+    """
     if not isinstance(function, MethodType):
         return function
     plain = function.__func__
-    assert isinstance(plain, FunctionType), f"{plain} has no code of its own"
+    assert isinstance(plain, FunctionType), f"{plain} is not a Python function"
     own = FunctionType(
         plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
     )
@@ -99,11 +105,11 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:
-    """The graph compiled with these tensors holds for every size of `dim`; equal names mean equal sizes.
+    """Make the graph that is compiled with these tensors hold for every size of `dim`. Equal names mean equal sizes.
 
-    On a CPU for 1 too. On a GPU 1 gets a graph of its own, and the others share one that was laid out for the size
-    at hand: sizes of which nothing is known keep kernels from being fused (Higgs Audio V3: 65 generated kernels a
-    step, and 30 so).
+    On a CPU this includes size 1. On a GPU, size 1 gets its own graph, and the others share a graph that was laid out
+    for the first size. Fully unknown sizes would prevent kernel fusion there (Higgs Audio V3: 65 generated kernels per
+    step instead of 30).
     """
     for tensor in tensors:
         if tensor.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The whole of the compile cache: what is in it, what is dropped of it, how it is taken to another machine."""
+"""Manage the whole compile cache: list it, prune it, and move it to another machine."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ MAX_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class Stored:
-    """An entry, or what a process that was killed left of one. age_s: since it was last read."""
+    """An entry, or the remains of one from a killed process."""
 
     place: Path
     num_bytes: int
-    age_s: float
+    age_s: float  # since it was last read
 
 
 def stored(root: Path) -> list[Stored]:
-    """All in ROOT/compiled, the last read first."""
+    """Return all entries in ROOT/compiled, the most recently read first."""
     now_s = time.time()
     found = []
     for place in _places(root):
-        with suppress(FileNotFoundError):  # another process has dropped or finished it meanwhile
+        with suppress(FileNotFoundError):  # another process dropped or finished it meanwhile
             found.append(Stored(place, _num_bytes(place), now_s - place.stat().st_mtime))
     return sorted(found, key=lambda entry: entry.age_s)
 
 
 def prune(root: Path, max_bytes: int = MAX_BYTES, max_age_s: float = MAX_AGE_S) -> list[Stored]:
-    """Drop what nobody has read for so long, and of the rest what was read longest ago until it fits -> what was
-    dropped. What is being read or made is left alone; a server that is ready needs its files no more."""
+    """Drop the entries that were not read for max_age_s, then the least recently read ones until the rest fits.
+
+    Returns the dropped entries. Entries that are being read or made stay. A ready server no longer needs its files.
+    """
     dropped, total = [], 0
     for entry in stored(root):
         total += entry.num_bytes
@@ -50,7 +52,7 @@ def prune(root: Path, max_bytes: int = MAX_BYTES, max_age_s: float = MAX_AGE_S) 
 
 
 def export(root: Path, file: Path) -> list[Path]:
-    """A tar file of all entries that are whole -> their names below the root. Raises OSError."""
+    """Write all intact entries to a tar file. Returns their names relative to the root. Raises OSError."""
     names = []
     with tarfile.open(file, "w") as tar:
         for place in _places(root):
@@ -62,9 +64,11 @@ def export(root: Path, file: Path) -> list[Path]:
 
 
 def take_in(root: Path, file: Path) -> list[Path]:
-    """The entries of a tar file that are not there yet -> their names below the root. It is code, which runs as
-    whoever serves with it: take in what comes from those who may run code here. Raises ValueError for a file that is
-    none of `export`, OSError."""
+    """Import the entries of a tar file that do not exist yet. Returns their names relative to the root.
+
+    The entries are code that runs as the server's user, so import only files from people who may run code here. Raises
+    ValueError for a file that `export` did not write, and OSError.
+    """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     names = []
     with tempfile.TemporaryDirectory(dir=root, prefix=".import-") as temporary:
@@ -72,11 +76,11 @@ def take_in(root: Path, file: Path) -> list[Path]:
             with tarfile.open(file) as tar:
                 tar.extractall(temporary, filter="data")
         except tarfile.TarError as error:
-            raise ValueError(f"{file} is no exported cache: {error}") from None
+            raise ValueError(f"{file} is not an exported cache: {error}") from None
         for made in _places(Path(temporary)):
             name = made.relative_to(temporary)
             if why := damage(made):
-                raise ValueError(f"{file} is no exported cache: in {name} {why}")
+                raise ValueError(f"{file} is not an exported cache: in {name}, {why}")
             place = root / name
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with locked(place, fcntl.LOCK_EX):
@@ -88,7 +92,7 @@ def take_in(root: Path, file: Path) -> list[Path]:
 
 
 def _places(root: Path) -> Iterator[Path]:
-    """ROOT/versions/target/name; of `.name.making`, the left-over of a killed process, itself."""
+    """Yield ROOT/versions/target/name, and `.name.making` directories that killed processes left."""
     for place in sorted(root.glob("*/*/*")):
         if place.is_dir() and not place.parts[-3].startswith("."):
             yield place
@@ -99,7 +103,7 @@ def _num_bytes(place: Path) -> int:
 
 
 def _drop(place: Path) -> bool:
-    """Whether nobody held it, and it is gone."""
+    """Remove an entry. Returns False if another process holds it."""
     entry = place.with_name(place.name.removeprefix(".").removesuffix(".making"))
     try:
         with locked(entry, fcntl.LOCK_EX | fcntl.LOCK_NB):

@@ -1,4 +1,4 @@
-"""What a family may ask for, as plain data."""
+"""The lowerings that a family can ask for, as plain data."""
 
 from dataclasses import dataclass
 
@@ -10,21 +10,20 @@ class Eager:
 
 @dataclass(frozen=True)
 class Whole:
-    """One graph from the first line of the function to the last: `fullgraph=True`, no graph break, one
-    callable for every batch size.
+    """Compile the whole function into one graph: `fullgraph=True`, no graph break, one callable for every batch size.
 
-    Blocks that repeat are marked where they are written, by `torch.compiler.nested_compile_region`: the graph
-    then holds each once and calls it many times, and compiling takes as long for eighty blocks as for one.
+    Repeated blocks are marked in their source with `torch.compiler.nested_compile_region`. The graph then holds such a
+    block once and calls it many times, so compiling eighty blocks takes as long as compiling one.
     """
 
 
 @dataclass(frozen=True)
 class Part:
-    """A method that a function calls, by its place below the function's own object: "flow.advance".
+    """A method that a function calls, named by its path from the function's object: "flow.advance".
 
-    any_size: of its arguments those of which the graph holds for every size of an axis, with a name for each of their
-    first axes; "" where there is one size. Equal names mean equal sizes: (("x", ("batch", "frames")), ...). A dot leads
-    to a part of an argument: "seen.index".
+    any_size: the arguments whose axes can have any size, with a name for each of their first axes and "" for an axis of
+    fixed size: (("x", ("batch", "frames")), ...). Equal names mean equal sizes. A dot names an attribute of an argument:
+    "seen.index".
     """
 
     place: str
@@ -33,8 +32,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """Run the function as it is written, but for these methods, each of which is one graph: for a function that would be
-    too large a graph as a whole, because it calls them many times."""
+    """Run the function as it is written, but compile each of these methods into one graph. This is for a function that
+    calls them so often that one graph of everything would be too large."""
 
     parts: tuple[Part, ...]
 
@@ -44,20 +43,19 @@ Lowering = Eager | Whole | Parts
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a family's verbs are lowered. `fp32` lists, for the reader, what the model's own lines keep in
-    fp32."""
+    """The lowering of each verb of a family. `fp32` lists, for the reader, what the model's code keeps in fp32."""
 
     step: Lowering = Whole()
-    prefill: Lowering = Eager()  # of `hidden`, over many positions: once a request, and its shapes vary
+    prefill: Lowering = Eager()  # `hidden` over many positions; runs once per request, with varying shapes
     render: Lowering = Eager()
-    # on a GPU, where every shape is recorded
+    # On a GPU, every shape is recorded.
     gpu_prefill: Lowering = Whole()
     gpu_render: Lowering = Whole()
     fp32: tuple[str, ...] = ()
-    cuts_renders: bool = (
-        False  # on a CPU `render` itself takes as many slots at a time as its caches are large enough for
-    )
-    # sizes of recorded launches; a smaller batch is padded up to one. Steps read weights, and eight rows of them take
-    # less time than one or four (benchmarks/LOG.md); renders compute. None is of one row: that would be a graph more.
+    # Whether `render` splits a batch itself on a CPU, into as many slots as fit the processor's caches.
+    cuts_renders: bool = False
+    # Sizes of recorded launches; a smaller batch is padded up to one of them. Steps are bound by reading weights, and
+    # eight rows take less time than one or four (benchmarks/LOG.md); renders are bound by arithmetic. No size is 1, which
+    # would need one more graph.
     batches: tuple[int, ...] = (8, 16, 32, 64)
     render_batches: tuple[int, ...] = (2, 4, 8, 16, 32, 64)

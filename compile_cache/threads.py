@@ -1,4 +1,4 @@
-"""How many threads a model on a CPU is worth, and which of the process's threads may have them."""
+"""Set how many threads a model uses on a CPU, and keep other threads of the process from starting their own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ SMALL_BYTES = 64 << 20
 
 
 def set_num_threads(model: nn.Module) -> int:
-    """One thread for a model of less than SMALL_BYTES and for one on a GPU, else as many as there were, or as its cores' time
-    is enough for -> the number. Call before anything is compiled.
+    """Set the number of threads and return it. Call this before anything is compiled.
 
-    Waking a second thread takes longer than the products of a small model: a step of 8 streams of the tiny
-    Qwen3-TTS took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md). What is left to the host of a GPU is
-    smaller still.
+    A model under SMALL_BYTES, or on a GPU, gets one thread. Others keep the current number, limited by the CPU quota.
+    Waking a second thread takes longer than the products of a small model: a step of 8 streams of the tiny Qwen3-TTS
+    took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md). The host of a GPU has even less to compute.
     """
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     is_small = size < SMALL_BYTES or next(model.parameters()).device.type != "cpu"
@@ -29,11 +28,11 @@ def set_num_threads(model: nn.Module) -> int:
 
 
 def threads_of_quota(num: int) -> int:
-    """Of so many threads, as many as a container's limit is enough for; all where OMP_NUM_THREADS says how many.
+    """Limit a number of threads to the container's CPU quota, unless OMP_NUM_THREADS is set.
 
-    Threads that wait for each other spin, and what they spin is of the quota too: when it is spent, all of the process
-    stands still until the next tenth of a second. With two threads on one core's time the mid-size Qwen3-TTS made a fifth
-    of the audio that it made with one (benchmarks/LOG.md).
+    Threads that wait for each other spin, and spinning uses up the quota. The whole process then stands still until the
+    next tenth of a second. With two threads on the time of one core, the mid-size Qwen3-TTS generated a fifth of the
+    audio that it generated with one thread (benchmarks/LOG.md).
     """
     cores = limits.cores()
     if cores is None or "OMP_NUM_THREADS" in os.environ:
@@ -42,16 +41,14 @@ def threads_of_quota(num: int) -> int:
 
 
 def use_one_thread() -> None:
-    """The calling thread computes without helpers from now on, whatever the others do. Call it before the
-    thread computes anything.
+    """Make the calling thread compute without helper threads. Call this before the thread computes anything.
 
-    A second team of OpenMP threads makes the first one slow for good: libgomp then counts more threads than
-    cores, and lets those that wait for work sleep at once. A step of Qwen3-TTS took twice as long
-    (benchmarks/LOG.md). `torch.set_num_threads` cannot say this: of MKL's number and of torch's own there is
-    one a process.
+    A second team of OpenMP threads slows down the first one for good. libgomp then counts more threads than cores, and
+    puts waiting threads to sleep immediately: a step of Qwen3-TTS took twice as long (benchmarks/LOG.md).
+    `torch.set_num_threads` does not help, because MKL and torch each keep that number once per process.
     """
-    torch.get_num_threads()  # torch sets up a thread when it is first asked
+    torch.get_num_threads()  # torch sets up a thread on its first query, which would overwrite the numbers below
     library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
     for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
-        if hasattr(library, name):  # a build without MKL, or with another OpenMP, has no second number
+        if hasattr(library, name):  # a build without MKL, or with another OpenMP, lacks one of them
             getattr(library, name)(1)

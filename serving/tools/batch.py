@@ -1,10 +1,10 @@
-"""`zoo batch`: every line of a file becomes a file of speech, at the throughput of the whole machine.
+"""`zoo batch`: speak every line of a file into a file, at the throughput of the whole machine.
 
-    lines ─> items ─> engine, in this process ─> files, each behind its line in results.jsonl
-              feeder     its own thread: this     writers
+    lines ─> items ─> engine in this process ─> files, then their lines in results.jsonl
+    thread:  feeder   main                      writers
 
-A file is there whole or not at all, and its line comes after it, so a run that is killed leaves nothing that looks finished. A
-finished item (its line and its file are there, and it asks for the same) is not made again.
+A file is written completely or not at all, and its line follows, so a killed run leaves nothing that looks finished. An
+item is finished if its file and its line exist and the line has the item's digest; it is then not made again.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from zoo.contract import Request
 RESULTS = "results.jsonl"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 WRITERS = 2
-MAX_RECORDINGS = 16  # that are kept for further lines
+MAX_RECORDINGS = 16  # decoded recordings that stay in memory for later lines
 
 
 class Fields(msgspec.Struct, omit_defaults=True):
-    """What a line may hold, under the names of `zoo say`'s options; any other name is an option of the model."""
+    """The fields of a line, named like the flags of `zoo say`. Any other field is an option of the model."""
 
     text: str
     id: str | int | None = None
     voice: str | None = None
-    reference: str | None = None  # a path, from the directory of the file of lines
+    reference: str | None = None  # a path, relative to the directory of the file of lines
     reference_text: str | None = None
     language: str | None = None
     instructions: str | None = None
@@ -81,7 +81,7 @@ PLAIN = (
 
 @dataclass
 class Item:
-    """A line of the file. fields: with the defaults of all lines; options: of the model; error: why it cannot be made."""
+    """A line of the file: its fields, with the defaults for all lines, its model options, and why it is unusable."""
 
     line: int
     id: str
@@ -90,7 +90,7 @@ class Item:
     error: str | None = None
 
     def digest(self, base: Path, common: Sequence[object]) -> str:
-        """Equal for items that ask for the same. common: what all items share."""
+        """Return a digest that is equal for equal items. common: the settings that all items share."""
         clip = None if self.fields.reference is None else content(base / self.fields.reference)
         asked = [msgspec.structs.asdict(self.fields) | {"id": None}, self.options, clip, *common]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
@@ -98,49 +98,50 @@ class Item:
 
 @cache
 def content(path: Path) -> str | None:
+    """Return the digest of a file, or None if there is none."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def read_items(path: Path, defaults: dict[str, Any]) -> list[Item]:
-    """The lines of a file; blank ones are none. Raises ValueError if it cannot be read."""
+    """Read the lines of a file as items, except blank ones. Raises ValueError if it cannot be read or has none."""
     try:
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     items = [read_item(number, line, defaults) for number, line in enumerate(lines, 1) if line.strip()]
     if not items:
-        raise ValueError(f'there is no line in {path}; one such as {{"text": "Good morning."}} is needed')
+        raise ValueError(f'{path} has no lines; it needs at least one, such as {{"text": "Good morning."}}')
     seen: dict[str, int] = {}
     for item in items:
         if item.error is None and seen.setdefault(item.id, item.line) != item.line:
             first = seen[item.id]
-            item.error = f"id {item.id!r} is that of line {first} too; every item needs one of its own"
+            item.error = f"id {item.id!r} is also the id of line {first}; every item needs its own id"
             item.id = f"{item.line:06}"
     return items
 
 
 def read_item(number: int, line: str, defaults: dict[str, Any]) -> Item:
-    """A line that cannot be used is an item with an error."""
+    """Parse a line. An unusable line becomes an item with an error."""
     name = f"{number:06}"
     try:
         given = json.loads(line)
     except json.JSONDecodeError as error:
-        return Item(number, name, error=f"it is no JSON: {error}")
+        return Item(number, name, error=f"the line is not JSON: {error}")
     try:
         if not isinstance(given, dict):
-            raise ValueError(f"a JSON object is needed, and this is {line[:60]!r}")
+            raise ValueError(f"the line must be a JSON object, not {line[:60]!r}")
         given = defaults | {key: value for key, value in given.items() if value is not None}
         if "text" not in given:
-            raise ValueError("there is no text")
+            raise ValueError("the line has no text")
         fields = msgspec.convert(given, Fields, str_keys=True)
-    except ValueError as error:  # msgspec's too
+    except ValueError as error:  # includes msgspec.ValidationError
         return Item(number, name, error=str(error))
     name = name if fields.id is None else str(fields.id)
     if not NAME.fullmatch(name):
         return Item(
             number,
             f"{number:06}",
-            error=f"id {name[:60]!r} is no name for a file: letters, digits, _, - and . are",
+            error=f"id {name[:60]!r} cannot name a file; use letters, digits, '_', '-' and '.'",
         )
     return Item(
         number,
@@ -151,7 +152,7 @@ def read_item(number: int, line: str, defaults: dict[str, Any]) -> Item:
 
 
 class Results:
-    """The directory of a batch, which one process has at a time."""
+    """The output directory of a batch. Only one process at a time can hold it."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -160,7 +161,7 @@ class Results:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Raises ValueError if it cannot be written, or another one has it."""
+        """Create and lock the directory. Raises ValueError if it cannot be written or another process holds it."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.directory, os.O_RDONLY)
@@ -176,12 +177,15 @@ class Results:
             os.close(lock)
 
     def finished(self, ids: set[str], digests: dict[str, str], suffix: str) -> set[str]:
-        """Those of the ids whose speech is there already. Lines of the others, and what a kill left of a line, are taken
-        out, so that in the end there is one line an item; those of other files of lines stay."""
+        """Return the ids whose speech already exists.
+
+        It also rewrites results.jsonl without the lines of unfinished ids and incomplete lines, so that each item ends
+        up with one line. Lines of other input files stay.
+        """
         kept: list[str] = []
         done: set[str] = set()
         text = self.path.read_text("utf-8") if self.path.exists() else ""
-        for line in text.split("\n"):  # splitlines would split at what may be in a JSON string too
+        for line in text.split("\n"):  # splitlines would also split at characters that a JSON string may contain
             try:
                 result = json.loads(line)
             except json.JSONDecodeError:
@@ -199,19 +203,20 @@ class Results:
         return done
 
     def write(self, name: str, data: bytes) -> None:
-        """All of it or nothing."""
+        """Write a file completely or not at all."""
         part = self.directory / f".{name}.part"
         part.write_bytes(data)
         part.replace(self.directory / name)
 
     def add(self, result: dict[str, Any]) -> None:
+        """Append a line to results.jsonl."""
         with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result, ensure_ascii=False) + "\n")
 
 
 @dataclass
 class Tally:
-    """What came of a batch so far."""
+    """The counts of a batch so far."""
 
     found: int = 0
     made: int = 0
@@ -222,7 +227,8 @@ class Tally:
 
 
 class Batch:
-    """Items through an engine, some more at once than it has slots. `report` is told after each of them."""
+    """A run of items through an engine, with up to twice as many at once as it has slots. `report` is called after each
+    item."""
 
     def __init__(
         self,
@@ -246,7 +252,7 @@ class Batch:
         self.error: BaseException | None = None  # of a writer
 
     def run(self, items: Sequence[Item]) -> None:
-        """Until all are made, or a signal says to stop. The engine has this thread, which must be the main one."""
+        """Make all items, or stop at a signal. The engine runs on the calling thread, which must be the main one."""
         began_s = time.perf_counter()
         with self.stopped_by_signals(), ThreadPoolExecutor(1, "feed", threads.use_one_thread) as pool:
             feeding = pool.submit(self.feed, items)
@@ -270,13 +276,13 @@ class Batch:
                 signal.signal(number, handler)
 
     def feed(self, items: Sequence[Item]) -> None:
-        """On a thread of its own."""
+        """Submit the items and wait until all are done. Runs on the feeder's thread."""
         try:
             for item in items:
                 self.places.acquire()
                 try:
                     self.speak(item)
-                except Full:  # it was stopped
+                except Full:  # the engine was stopped
                     self.places.release()
                     break
                 except ValueError as error:
@@ -288,7 +294,7 @@ class Batch:
             self.writers.shutdown()
 
     def speak(self, item: Item) -> None:
-        """Raises ValueError for what the model refuses, Full."""
+        """Submit an item. Raises ValueError if the model refuses it, and Full if the engine was stopped."""
         chunks: list[np.ndarray] = []
         texts: list[str] = []
 
@@ -309,14 +315,14 @@ class Batch:
         self.engine.speak(item.id, self.request(item), deliver)
 
     def check(self, writing: Future[None]) -> None:
-        """A writer's mistake ends the batch."""
+        """End the batch if a writer raised an unexpected error."""
         if (error := writing.exception()) is not None:
             self.error = error
             self.engine.stop()
             self.places.release()
 
     def request(self, item: Item) -> Request:
-        """Raises ValueError."""
+        """Return the request of an item. Raises ValueError."""
         fields = item.fields
         given: dict[str, Any] = {
             name: value for name in PLAIN if (value := getattr(fields, name)) is not None
@@ -329,7 +335,7 @@ class Batch:
         return Request(**given, options=self.options | item.options)
 
     def keep(self, item: Item, finished: Finished, chunks: list[np.ndarray], text: str) -> None:
-        """On a writer's thread."""
+        """Write the file of a finished item. Runs on a writer's thread."""
         samples, rate_hz = np.concatenate(chunks), self.family.spec.sample_rate_hz
         name, speed = f"{item.id}.{self.form}", item.fields.speed or 1.0
         try:
@@ -346,7 +352,7 @@ class Batch:
         self.end(item, result | ({"written_text": text} if text else {}) | {"digest": self.digests[item.id]})
 
     def end(self, item: Item, result: dict[str, Any]) -> None:
-        """Its line, and room for the next."""
+        """Write the line of an item, count it, and make room for the next."""
         result = {"id": item.id, "line": item.line, **result}
         self.results.add(result)
         with self.lock:

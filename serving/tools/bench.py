@@ -1,9 +1,9 @@
-"""How fast a model is on this machine, and how fast it could be: `zoo bench`.
+"""`zoo bench`: measure how fast a model is on this machine, and how fast it could be.
 
-The clock is a listener's: from the request to its first samples, and seconds of audio counted from samples
-and the true rate. The floor comes from the model itself: one eager step is watched, and the weights that its
-matrix products and convolutions read, and the arithmetic they do, are counted. What the machine can do is
-measured in the same run.
+Time is measured as a listener sees it: from the request to its first samples, with seconds of audio counted from
+samples and the true rate. The floor is the least possible time for a frame. It comes from one eager step, which counts
+the weights that matrix products and convolutions read and the arithmetic that they do. The same run measures the
+machine's bandwidth and arithmetic rate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zoo.nn.packed import PackedLinear, can_be_packed
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
 T = TypeVar("T")
-WARM_FRAMES = 4  # of the round before the clock starts: caches, allocators, page faults
+WARM_FRAMES = 4  # frames of an unmeasured round that fills caches and allocators and takes page faults
 
 
 def bench(
@@ -57,14 +57,14 @@ def bench(
     reference_python: str | None = None,
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Closed loop: `streams` requests at once, `rounds` times over, of `frames` frames (fewer if the model
-    ends), in the first of the model's modes. Raises ValueError."""
-    Policy.named(policy)  # before the minutes that follow
+    """Measure a closed loop: `streams` requests at once, `rounds` times, each of `frames` frames or fewer if the model
+    ends. The requests use the first of the model's modes. Raises ValueError."""
+    Policy.named(policy)  # raises for an unknown policy before the run takes minutes
     family = zoo.load(model, device=device, dtype=dtype)
     given = {} if voice is None else {"voice": voice}
     request = first_request(family, text=TEXT, max_frames=frames, **given)
     if reference_python is not None:
-        reference.script(family.spec.family)  # a look at it before the minutes that our own runs take
+        reference.script(family.spec.family)  # raises if there is none, before our own runs take minutes
     counted = work(family, request)
     prepare_for_host(family, compile=compile)
     flops = Counter(counted["step"]["flops"]) + Counter(counted["render"]["flops"])
@@ -100,7 +100,7 @@ def bench(
     }
     if reference_python is not None:
         del engine
-        log_line("the reference ...")
+        log_line("running the reference ...")
         order = {"directory": str(zoo.find(model)[1].resolve()), "dtype": result["dtype"]}
         order |= {"streams": streams, "rounds": rounds}
         result["reference"] = against(family.spec.family, reference_python, order, request, log_line)
@@ -110,10 +110,11 @@ def bench(
 
 
 def summary(run: dict[str, Any]) -> str:
+    """Return a run as one line of text."""
     return (
-        f"{run['streams']:3} streams: RTF {run['rtf']:.3f}  {run['audio_s_per_s']:.2f} audio-s/s  "
-        f"first audio {run['ttfa_ms']:.0f} ms  {run['step_ms']:.1f} ms/step, beside it "
-        f"render {run['render_ms']:.1f} and host {run['host_ms_per_step']:.2f}  "
+        f"streams {run['streams']:3}: RTF {run['rtf']:.3f}  {run['audio_s_per_s']:.2f} audio-s/s  "
+        f"first audio {run['ttfa_ms']:.0f} ms  step {run['step_ms']:.1f} + "
+        f"render {run['render_ms']:.1f} + host {run['host_ms_per_step']:.2f} ms  "
         f"floor {run['floor_fraction']:.0%}"
     )
 
@@ -125,7 +126,7 @@ def drive(
     request: Request,
     report: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """A run for each number of streams."""
+    """Make a run for each number of streams."""
 
     def listen() -> list[dict[str, Any]]:
         runs = []
@@ -139,8 +140,8 @@ def drive(
 
 
 def beside(engine: Engine, listen: Callable[[], T]) -> T:
-    """What the listeners found. The engine has the calling thread, as in a server, and they have another one; it ends with
-    them."""
+    """Run the engine on the calling thread, as a server does, and `listen` on another. The engine stops when `listen`
+    returns. Returns its result."""
 
     def listen_and_stop() -> T:
         try:
@@ -155,18 +156,19 @@ def beside(engine: Engine, listen: Callable[[], T]) -> T:
 
 
 class Load:
-    """Requests in a closed loop: on each of `streams` streams `rounds` of them, the next when the last is
-    done."""
+    """A closed loop of requests: each stream makes `rounds` of them, one after the other."""
 
     def __init__(self, engine: Engine, rounds: int, request: Request):
-        self.engine, self.rounds, self.request = engine, rounds, request
+        self.engine = engine
+        self.rounds = rounds
+        self.request = request
         self.first_audio_s: list[float] = []
         self.num_samples = self.num_frames = 0
         self.errors: list[str] = []
         self._left = threading.Semaphore(0)
 
     def run(self, streams: int) -> float:
-        """-> seconds. Raises RuntimeError if a request fails."""
+        """Run the loop and return the seconds it took. Raises RuntimeError if a request fails."""
         began_s = time.perf_counter()
         for stream in range(streams):
             self._start(stream, 0)
@@ -202,8 +204,7 @@ class Load:
 
 
 class LaunchTimes:
-    """Seconds that a runner spends in its launches, by kind, and how many there were. All other time is the
-    host's."""
+    """The seconds that a runner spends in its launches and their number, by kind. All other time is the host's."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -215,7 +216,7 @@ class LaunchTimes:
 
 
 def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[str, Any]:
-    """What `streams` listeners notice, and where the time goes. Raises RuntimeError if a request fails."""
+    """Measure what `streams` listeners notice, and where the time goes. Raises RuntimeError if a request fails."""
     [model] = engine.models.values()
     model.runner.observer = times = LaunchTimes()
     listeners = Load(engine, rounds, request)
@@ -239,8 +240,8 @@ def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[st
 
 
 class Work(TorchDispatchMode):
-    """Bytes of weights that pass through matrix products and convolutions, each time they do, and their arithmetic by the
-    dtype that it is done in. An algorithm that needs less of it than the formula says is not known here."""
+    """Counts the bytes of weights that matrix products and convolutions read, every time they do, and the arithmetic
+    by dtype. It uses the textbook formula, even if an algorithm needs less arithmetic."""
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()
@@ -251,7 +252,7 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         count = flop_registry.get(func.overloadpacket)
-        if count is None:  # what it is made of, if it is
+        if count is None:  # count the operators that it consists of, if it decomposes
             with self:
                 out = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if out is NotImplemented else out
@@ -270,8 +271,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def work(family: Family[Any], request: Request) -> dict[str, dict[str, Any]]:
-    """Weights read and arithmetic done, by dtype, by one eager step of one stream, and by its largest window; of that,
-    the arithmetic of a frame."""
+    """Count the weights read and the arithmetic by dtype, for one eager step of one stream and for rendering its
+    largest window. The arithmetic of the render is per frame."""
     prompt, window = family.prompt(request), family.spec.window
     frames = window.sizes[-1]
     lanes, pages = len(prompt.lanes), -(-max(len(lane.inputs) for lane in prompt.lanes) // PAGE_TOKENS)
@@ -298,8 +299,8 @@ def work(family: Family[Any], request: Request) -> dict[str, dict[str, Any]]:
 def min_ms_per_frame(
     counted: dict[str, dict[str, Any]], limits: dict[str, Any], streams: int, window: int
 ) -> float:
-    """The least time for a frame of every stream: weights at full bandwidth or arithmetic at the full rate of its dtype,
-    whichever takes longer; the renderer's weights are read once per largest window."""
+    """Return the least time for a frame of every stream: the longer of reading weights at full bandwidth and doing
+    arithmetic at the full rate of its dtype. The renderer's weights are read once per largest window."""
     step, render = counted["step"], counted["render"]
     read = (step["bytes"] + render["bytes"] / window) / limits["bytes_per_s"]
     flops = Counter(step["flops"]) + Counter(render["flops"])
@@ -308,13 +309,14 @@ def min_ms_per_frame(
 
 
 def add_floor(run: dict[str, Any], min_ms: float) -> None:
+    """Add the floor to a run, and the fraction of the run's time that it explains."""
     run["floor_ms_per_frame"] = min_ms
     run["floor_fraction"] = min_ms * run["frames"] / run["streams"] / (1e3 * run["wall_s"])
 
 
 def machine(family: Family[Any], dtypes: Iterable[str]) -> dict[str, Any]:
-    """Bytes per second of a large matrix-vector product in the model's dtype, and FLOP/s of a large matrix product in each
-    of `dtypes`: the best of some."""
+    """Measure the bytes per second of a large matrix-vector product in the model's dtype, and the FLOP/s of a large
+    matrix product in each of `dtypes`. Each is the best of several tries."""
     device, dtype = family.device, family.dtype
     side = 16384 if device.type == "cuda" else 8192
     matrix = torch.ones(side, side, dtype=dtype, device=device)
@@ -328,7 +330,7 @@ def machine(family: Family[Any], dtypes: Iterable[str]) -> dict[str, Any]:
         products = [partial(torch.mm, small, small)]
         linear = nn.Linear(len(small), len(small), bias=False, device="meta")
         linear.weight = nn.Parameter(small, requires_grad=False)
-        if can_be_packed(small):  # another library's, which may do twice as much
+        if can_be_packed(small):  # another library's product, which may be twice as fast
             products.append(partial(PackedLinear(linear), small))
         limits["flops_per_s"][name] = (
             2 * small.shape[0] ** 3 / min(best(product, device) for product in products)
@@ -337,6 +339,7 @@ def machine(family: Family[Any], dtypes: Iterable[str]) -> dict[str, Any]:
 
 
 def best(call: Callable[[], Any], device: torch.device, tries: int = 6) -> float:
+    """Return the shortest time of a call, in seconds."""
     times = []
     for _ in range(tries):
         began = time.perf_counter()
@@ -362,12 +365,11 @@ def peak_memory(device: torch.device) -> int:
 def against(
     family: str, python: str, order: dict[str, Any], request: Request, log_line: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The reference implementation on the same work, in its own environment. Raises ValueError if it cannot
-    be run."""
+    """Run the reference implementation on the same work, in its own environment. Raises ValueError if it fails."""
     with tempfile.TemporaryDirectory(prefix="zoo-bench-") as place:
         order = order | {"request": reference.fields(request, Path(place), "request")}
         result = reference.run(family, python, order)
     for run in result["runs"]:
         rtf, speed = run["rtf"], run["audio_s_per_s"]
-        log_line(f"{run['streams']:3} streams: RTF {rtf:.3f}  {speed:.2f} audio-s/s  (the reference)")
+        log_line(f"streams {run['streams']:3}: RTF {rtf:.3f}  {speed:.2f} audio-s/s  (reference)")
     return result

@@ -1,9 +1,8 @@
-"""How exact a model is on this machine: `zoo parity`.
+"""`zoo parity`: measure how exact a model is on this machine.
 
-Two questions. Does the served form (compiled, in its dtype, through the server's slots, pages and windows)
-say what the plain fp32 form says? Both take the same steps, each from the state that the plain form left, so
-a first difference does not hide the next ones. And does the plain form say what the reference implementation
-says, where its environment is at hand?
+It makes two comparisons. The first is the served form (compiled, in its dtype, through the server's slots, pages and
+windows) against the plain fp32 form. Both take each step from the state that the plain form left, so a first difference
+does not hide later ones. The second is the plain form against the reference implementation, if its environment exists.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from zoo.contract import Family, Prompt, Request, State, View
 from zoo.loop import SoloBatches
 from zoo.nn import kernels
 
-SAME = 1e-3  # samples this near are the same speech
-QUIET = 1e-20  # of a signal, so that silence has a level too
+SAME = 1e-3  # samples that differ by at most this much count as equal
+QUIET = 1e-20  # least energy of a signal, so that silence has a level in dB too
 
 
 def parity(
@@ -45,21 +44,21 @@ def parity(
     reference_python: str | None = None,
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """One greedy request for each thing the model can do, as JSON: a value is null where it would be
-    infinite.
+    """Measure one greedy request for each capability of the model. The result is JSON, with null for infinity.
 
-    max_slots, codec: as the server is started with, whose compiled code is then found. reference_python: of the
-    reference's environment, or None to leave it out. Raises ValueError.
+    max_slots, codec: the settings of the server, so that its compiled code is found in the cache.
+    reference_python: the Python of the reference's environment; None skips the reference.
+    Raises ValueError.
     """
     plain = zoo.load(model, device=device, dtype="float32")
     served = zoo.load(model, device=device, dtype=dtype)
-    # before anything is computed: it sets the number of threads
+    # This sets the number of threads, so it comes before any computation.
     prepare_for_host(served, compile=compile)
     work, refused = every_request(plain, frames)
     if not work:
         raise ValueError(f"{model} refuses every request: {'; '.join(refused.values())}")
     theirs = None
-    if reference_python is not None:  # first, since it may not run at all
+    if reference_python is not None:  # first, because it may fail to run
         theirs = against(plain, zoo.find(model)[1], reference_python, work, frames, log_line)
     engine = Engine(served, max_slots=max_slots, compile=compile, codec=codec)
     before = counts()
@@ -68,7 +67,7 @@ def parity(
     [worker] = engine.models.values()
     runs = {}
     for name, request in work.items():
-        log_line(f"{name}: the served form and the plain one")
+        log_line(f"{name}: comparing the served form with the plain form")
         runs[name] = follow(plain, worker, request)
     return {
         "family": plain.spec.family,
@@ -79,7 +78,7 @@ def parity(
         "torch": torch.__version__,
         "cache": str(cache_place(served)),
         "graphs": made.graphs,
-        "graphs_compiled": made.compiled,  # the others were found in the cache
+        "graphs_compiled": made.compiled,  # the cache had the others
         "compiles_after_warmup": engine.stats()["compiles_after_warmup"],
         "served": runs,
         "refused": refused,
@@ -87,12 +86,12 @@ def parity(
     }
 
 
-# the served form and the plain one
+# The served form against the plain form.
 
 
 @torch.inference_mode()
 def follow(plain: Family[Any], worker: ModelWorker, request: Request) -> dict[str, Any]:
-    """Step by step: the plain form, and the served one from where the plain one stood."""
+    """Compare step by step; the served form starts every step from the state of the plain form."""
     heard: list[np.ndarray] = [np.zeros(0, np.float32)]
 
     def hear(event: Event) -> None:
@@ -128,9 +127,9 @@ def follow(plain: Family[Any], worker: ModelWorker, request: Request) -> dict[st
 def follow_pass(
     plain: Family[Any], prompt: Prompt, state: State, worker: ModelWorker, job: Job
 ) -> list[float]:
-    """-> of each step how far the two are apart (`gap`). The job hears all of the pass."""
+    """Return the `gap` of each step of a pass. The job receives the audio of the whole pass."""
     streams = worker.runner.streams
-    with streams.lm.here():  # both, so that one reads what the other has written
+    with streams.lm.here():  # one stream for both forms, so that each reads what the other has written
         gaps = follow_steps(plain, prompt, state, worker, job)
     streams.renders.wait_for(streams.lm.mark())
     render_all(worker, job, int(state.ready[0]))
@@ -148,7 +147,7 @@ def follow_steps(
                 plain.hidden(lane.inputs[:-1], batches.prefill(i))
     worker.waiting.append(job)
     assert worker.admit(job, worker.num_pages(job.prompt)), (
-        f"{worker.num_pages(job.prompt)} pages are needed by a request that is alone"
+        f"a single request needs {worker.num_pages(job.prompt)} pages and was not admitted"
     )
     gaps, served = [], worker.runner.state
     while not state.done[0]:
@@ -163,22 +162,22 @@ def follow_steps(
 
 
 def launch_step(worker: ModelWorker) -> None:
-    """Turns of the worker until it has taken a step: the first ones may fill pages alone."""
+    """Launch until the worker has taken a step; the first launches may only prefill."""
     taken = len(worker.launches)
     while len(worker.launches) == taken:
         worker.launch()
 
 
 def render_all(worker: ModelWorker, job: Job, frames: int) -> None:
-    """All of a tape that is complete, in the windows that a server cuts."""
-    worker.launches.clear()  # their reports tell of the served form's own ends
+    """Render a complete tape in the windows of a server."""
+    worker.launches.clear()  # their reports hold the served form's own stops
     worker.scheduler.report(np.array([job.slot]), np.array([frames]), np.array([True]))
     while not worker.finished():
         worker.collect(launched=False)
 
 
 def render_whole(plain: Family[Any], state: State) -> np.ndarray:
-    """The tape of slot 0 at once. [N]"""
+    """Render the whole tape of slot 0 at once. [N]"""
     frames = int(state.ready[0])
     if frames == 0:
         return np.zeros(0, np.float32)
@@ -190,8 +189,8 @@ def render_whole(plain: Family[Any], state: State) -> np.ndarray:
 
 
 def gap(state: State, served: State, slot: int, first: int) -> float:
-    """How far a step's frames (those from `first` on: its codes may belong to several) are apart; infinite
-    where only one of the two ended, or they wrote different text."""
+    """Return the difference of a step's frames: those from `first` on, since its codes may belong to several frames.
+    It is infinite if only one form ended, or if they wrote different text."""
     for name in ("ready", "done", "written"):
         if getattr(state, name)[0] != getattr(served, name)[slot]:
             return float("inf")
@@ -199,8 +198,8 @@ def gap(state: State, served: State, slot: int, first: int) -> float:
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """Of codes, how many differ; of latents, by how much at most, in parts of the largest; infinite for what
-    is no number."""
+    """Return how many codes differ, or the largest difference of latents relative to the largest latent. It is infinite
+    if a latent is not finite."""
     if not one.is_floating_point():
         return float((one != other).sum())
     apart = (one.float() - other.float()).abs().max() / one.float().abs().max().clamp(min=1e-9)
@@ -208,8 +207,8 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray, rate_hz: int) -> dict[str, float | None]:
-    """Two renderings of the same speech, [N] each. snr_db is None where no sample differs. What is no number
-    counts as silence, and as apart."""
+    """Compare two renderings of the same speech, [N] each. snr_db is None if no sample differs. A sample of `ours` that
+    is not finite counts as silence and as different."""
     shared = min(len(ours), len(theirs))
     is_number = np.isfinite(ours[:shared])
     difference = np.abs(np.where(is_number, ours[:shared], 0) - theirs[:shared])
@@ -224,7 +223,7 @@ def compare(ours: np.ndarray, theirs: np.ndarray, rate_hz: int) -> dict[str, flo
     }
 
 
-# the plain form and the reference
+# The plain form against the reference.
 
 
 def against(
@@ -235,16 +234,16 @@ def against(
     frames: int,
     log_line: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What the reference implementation says, greedy, or from the same noise, in fp32. Raises ValueError if
-    it cannot be run."""
+    """Compare with the reference implementation in fp32, greedy or from the same noise. Raises ValueError if the
+    reference fails."""
     shape, noise = plain.spec.noise_shape, None
     if shape:
         noise = torch.from_numpy(np.random.default_rng(0).standard_normal((frames, *shape), np.float32))
-    log_line("the reference")
+    log_line("running the reference")
     name, spoken = ask(plain.spec.family, directory, python, work, noise)
     runs = {}
     for request, samples in spoken.items():
-        log_line(f"{request}: the reference and the plain form")
+        log_line(f"{request}: comparing the plain form with the reference")
         ours = zoo.generate(plain, work[request], noise=noise)
         runs[request] = compare(ours.samples.numpy(), samples, ours.sample_rate_hz)
     return {"name": name, "runs": runs}
@@ -253,7 +252,7 @@ def against(
 def ask(
     family: str, directory: Path, python: str, work: dict[str, Request], noise: Tensor | None
 ) -> tuple[str, dict[str, np.ndarray]]:
-    """-> the reference's name, and its samples [N] by request. Raises ValueError."""
+    """Run the reference. Returns its name, and its samples [N] by request. Raises ValueError."""
     with tempfile.TemporaryDirectory(prefix="zoo-parity-") as temporary:
         place = Path(temporary)
         requests = {name: reference.fields(request, place, name) for name, request in work.items()}

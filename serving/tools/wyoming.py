@@ -1,13 +1,13 @@
-"""Home Assistant's Wyoming protocol in front of a speech server of ours: the extra `wyoming`.
+"""A bridge from Home Assistant's Wyoming protocol to a `zoo serve` server. It needs the extra `wyoming`.
 
     client   describe   synthesize        synthesize-start  synthesize-chunk ...  synthesize-stop
-    bridge   info       audio-start audio-chunk ... audio-stop       the same, while text comes, and then synthesize-stopped
+    bridge   info       audio-start audio-chunk ... audio-stop       the same while text arrives, then synthesize-stopped
     server              a session over WS /v1/audio/speech/stream for each connection; an utterance for each synthesis
 
-Words that come as chunks are spoken as the server's session speaks them. A client that leaves takes its session along, which frees
-its slot. What goes wrong is an `error` and the end of the connection, since clients wait for audio until one or the other.
-Source: rhasspy/wyoming, README.md; home-assistant/core, homeassistant/components/wyoming/tts.py, which sends the whole text as
-`synthesize` too before a `synthesize-stop`, for programs that do not stream: it is no second synthesis.
+The server's session speaks text chunks as they arrive. When a client disconnects, the bridge closes its session, which
+frees the slot. A failure sends an `error` and closes the connection, because clients wait for audio until one of the two.
+Source: rhasspy/wyoming, README.md; home-assistant/core, homeassistant/components/wyoming/tts.py. The latter also sends
+the whole text as `synthesize` before `synthesize-stop`, for programs that do not stream. The bridge ignores that event.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from wyoming.tts import (
     SynthesizeVoice,
 )
 
-ASK_S = 10.0  # for what the server says at once
+ASK_S = 10.0  # timeout for answers that the server gives immediately
 WIDTH = 2  # bytes of a sample
 ATTRIBUTION = Attribution("speechzoo", "https://pypi.org/project/speechzoo/")
-ANY_VOICE = "default"  # the name of the voice of a model that has none of its own
-# Our names, and BCP 47's, by which Home Assistant asks; dialects are of their language
+ANY_VOICE = "default"  # stands for the voice of a model without named voices
+# Our names of languages, and the BCP 47 codes that Home Assistant uses. A dialect counts as its language.
 LANGUAGES = {
     "chinese": "zh",
     "english": "en",
@@ -63,24 +63,24 @@ log = structlog.get_logger()
 
 
 class Refused(Exception):
-    """A synthesis that cannot be: what came, and what is possible."""
+    """A synthesis is not possible; the message says why."""
 
 
 class Upstream:
-    """The speech server. languages: BCP 47, of models that do not tell theirs."""
+    """The speech server. languages: BCP 47 codes for models that do not list their languages."""
 
     def __init__(self, url: str, api_key: str | None, languages: Sequence[str]):
         self.url, self.languages = url.rstrip("/"), list(languages)
         self.headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
     async def programs(self) -> list[TtsProgram]:
-        """One for each model. Raises Refused."""
+        """Return a program for each model. Raises Refused."""
         try:
             async with httpx.AsyncClient(base_url=self.url, headers=self.headers, timeout=ASK_S) as client:
                 answers = [await client.get(path) for path in ("/v1/models", "/v1/audio/voices")]
                 models, voices = (answer.raise_for_status().json()["data"] for answer in answers)
         except (httpx.HTTPError, KeyError, ValueError) as error:
-            raise Refused(f"{self.url} does not say what it has: {error}") from None
+            raise Refused(f"{self.url} does not list its models and voices: {error}") from None
         return [self._program(model, voices) for model in models]
 
     def _program(self, model: Mapping[str, Any], voices: Sequence[Mapping[str, Any]]) -> TtsProgram:
@@ -100,7 +100,7 @@ class Upstream:
         )
 
     def connect(self) -> websockets.asyncio.client.connect:
-        """To a session."""
+        """Connect to a new session."""
         url = "ws" + self.url.removeprefix("http") + "/v1/audio/speech/stream"
         return websockets.asyncio.client.connect(
             url, additional_headers=self.headers, max_size=None, proxy=None, open_timeout=ASK_S
@@ -108,18 +108,18 @@ class Upstream:
 
 
 class Handler(AsyncEventHandler):
-    """A connection: its events come one after the other, and audio goes out beside them."""
+    """A connection of a client. It handles events one after the other and sends audio at the same time."""
 
     def __init__(self, upstream: Upstream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         super().__init__(reader, writer)
         self.upstream = upstream
-        self.program: str | None = None  # that the client chose
+        self.program: str | None = None  # the program that the client chose
         self.socket: websockets.asyncio.client.ClientConnection | None = None
         self.hearing: asyncio.Task[None] | None = None
         self.configured: asyncio.Future[None] | None = None
         self.is_streaming = self.has_text = False  # between synthesize-start and -stop
-        self.open: deque[bool] = deque()  # utterances that are not over; whether text came for it in chunks
-        self.sending = asyncio.Lock()  # an event is a line and its data
+        self.open: deque[bool] = deque()  # for each open utterance, whether its text came in chunks
+        self.sending = asyncio.Lock()  # keeps an event's line and its data together
 
     async def write_event(self, event: Event) -> None:
         async with self.sending:
@@ -143,7 +143,7 @@ class Handler(AsyncEventHandler):
             self.program = read(SelectProgram, event).name
         elif SynthesizeStart.is_type(event.type):
             if self.is_streaming:
-                raise Refused("synthesize-start came twice: synthesize-stop ends what one begins")
+                raise Refused("synthesize-start came twice; send synthesize-stop before the next one")
             start = read(SynthesizeStart, event)
             await self._configure(start.voice, start.text_format)
             self.is_streaming, self.has_text = True, False
@@ -182,29 +182,29 @@ class Handler(AsyncEventHandler):
     async def _configure(
         self, voice: SynthesizeVoice | None, text_format: str | SynthesizeTextFormat | None
     ) -> None:
-        """The session, for what is said next; opens it. Raises Refused."""
+        """Open the session if needed, and configure it for the next utterance. Raises Refused."""
         if text_format not in (None, SynthesizeTextFormat.TEXT):
-            raise Refused(f"text of the format {text_format!r} is not read; plain text is")
+            raise Refused(f"text format {text_format!r} is not supported; use plain text")
         if self.socket is None:
             try:
                 self.socket = await self.upstream.connect()
             except (InvalidHandshake, OSError, TimeoutError) as error:
-                raise Refused(f"{self.upstream.url} takes no session: {error}") from None
+                raise Refused(f"{self.upstream.url} does not accept a session: {error}") from None
             self.hearing = asyncio.create_task(self._hear(self.socket))
         self.configured = asyncio.get_running_loop().create_future()
         await self._send(type="session.config", **await self._chosen(voice))
         await asyncio.wait_for(self.configured, ASK_S)
 
     async def _chosen(self, voice: SynthesizeVoice | None) -> dict[str, str]:
-        """A model and its voice, as far as the client says. Raises Refused."""
+        """Choose a model and a voice from what the client named. Raises Refused."""
         programs = await self.upstream.programs()
         name = None if voice is None else voice.name
         if self.program is not None:
             programs = [program for program in programs if program.name == self.program]
-        elif name is not None:  # that of another model speaks by its name alone
+        elif name is not None:  # prefer a model that has this voice
             programs = [p for p in programs if name in [v.name for v in p.voices]] or programs
         if not programs:
-            raise Refused(f"there is no program {self.program!r}: describe lists them")
+            raise Refused(f"there is no program {self.program!r}; describe lists the programs")
         program = programs[0]
         first = program.voices[0].name
         if name is None and (len(program.voices) > 1 or first != ANY_VOICE):
@@ -217,9 +217,9 @@ class Handler(AsyncEventHandler):
         await self.socket.send(json.dumps(message))
 
     async def _hear(self, socket: websockets.asyncio.client.ClientConnection) -> None:
-        """What the session says, as events; its end is this connection's."""
-        rate_hz = 0  # of the utterance that speaks; 0: none does
-        why = "the server has closed the session"
+        """Forward the session's messages as events. When the session ends, close the connection."""
+        rate_hz = 0  # sample rate of the current utterance; 0: there is none
+        why = "the server closed the session"
         with suppress(WebSocketException, OSError):
             async for message in socket:
                 if isinstance(message, bytes):
@@ -228,13 +228,13 @@ class Handler(AsyncEventHandler):
                 event = json.loads(message)
                 match event["type"]:
                     case "session.configured":
-                        assert self.configured is not None, "configured without having asked"
+                        assert self.configured is not None, "the session was configured without a request"
                         self.configured.set_result(None)
                     case "audio.start":
                         rate_hz = event["sample_rate"]
                         await self._tell(AudioStart(rate=rate_hz, width=WIDTH, channels=1))
                     case "audio.done" if not rate_hz:
-                        why = "the model made no audio of this text"
+                        why = "the model generated no audio for this text"
                         break
                     case "audio.done":
                         rate_hz = 0
@@ -243,7 +243,7 @@ class Handler(AsyncEventHandler):
                         why = event["error"]["message"]
                         break
         if self.configured is not None and not self.configured.done():
-            self.configured.set_exception(Refused(why))  # whoever waits for it tells
+            self.configured.set_exception(Refused(why))  # `_configure` waits for it and reports the error
         else:
             await self._fail(why)
             self.writer.close()
@@ -262,7 +262,7 @@ class Handler(AsyncEventHandler):
             await self._tell(Error(why))
 
     async def disconnect(self) -> None:
-        """The client has left, or was sent away."""
+        """Close the session after the client disconnected or the connection was closed."""
         if self.hearing is not None:
             self.hearing.cancel()
         if self.socket is not None:
@@ -270,7 +270,7 @@ class Handler(AsyncEventHandler):
 
 
 def read(kind: type[Any], event: Event) -> Any:
-    """An event's fields. Raises Refused."""
+    """Return an event's fields. Raises Refused."""
     try:
         return kind.from_event(event)
     except (KeyError, TypeError, AttributeError) as error:
@@ -278,7 +278,7 @@ def read(kind: type[Any], event: Event) -> Any:
 
 
 def serve(uri: str, upstream: Upstream) -> None:
-    """Until SIGTERM or Ctrl-C. Raises ValueError for an address that cannot be listened on."""
+    """Serve until SIGTERM or Ctrl-C. Raises ValueError if the address cannot be used."""
     try:
         asyncio.run(AsyncServer.from_uri(uri).run(partial(Handler, upstream)))
     except OSError as error:
