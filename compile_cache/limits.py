@@ -43,7 +43,9 @@ def _groups(controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = MOUNT / controller if controllers else MOUNT  # cgroup v1 has a mount for each controller, v2 has one
+        root = (
+            MOUNT / controller if controllers else MOUNT
+        )  # cgroup v1 has a mount for each controller, v2 has one
         group = Path(path)
         yield from (root / each.relative_to("/") for each in (group, *group.parents))
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from compile_cache.strategy import Eager, Lowering, Part, Parts
 
-_of_parts = ContextVar("of_parts", default=False)  # whether this context runs a function whose parts are compiled
+_of_parts = ContextVar(
+    "of_parts", default=False
+)  # whether this context runs a function whose parts are compiled
 
 
 def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:

@@ -103,7 +103,9 @@ class EngineClient:
             case protocol.Stats():
                 self.stats = message
             case protocol.Audio(id) | protocol.Text(id) | protocol.Spoken(id):
-                if (inbox := self._inboxes.get(id)) is not None:  # None: cancelled while the message was on its way
+                if (
+                    inbox := self._inboxes.get(id)
+                ) is not None:  # None: cancelled while the message was on its way
                     inbox.put_nowait(message)
             case protocol.Rejected(id) | protocol.Finished(id) | protocol.Failed(id):
                 if (inbox := self._inboxes.pop(id, None)) is not None:

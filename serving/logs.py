@@ -19,7 +19,7 @@ def form() -> str:
 
 
 def has_colors() -> bool:
-    """Return whether log lines are colored: stderr is a terminal, or the supervisor relays them to one."""
+    """Return whether log lines have colours: stderr is a terminal, or the supervisor relays them to one."""
     return sys.stderr.isatty() or "FORCE_COLOR" in os.environ
 
 

@@ -111,7 +111,9 @@ class ModelInfo(msgspec.Struct):
     voices: list[str]
     languages: list[str]
     modes: list[str]
-    reference_s: tuple[float, float] | None = None  # shortest and longest reference; None: takes no references
+    reference_s: tuple[float, float] | None = (
+        None  # shortest and longest reference; None: takes no references
+    )
     max_references: int = 1
     options: list[OptionInfo] = []
     licence: str = ""  # licence of the weights, if it limits their use

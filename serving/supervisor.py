@@ -32,7 +32,9 @@ STEADY_S = 60.0  # a child that lived this long starts with a clean record
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.5
 GRACE_S = 5  # for open answers to finish when the server stops
-SEND_BUFFER_BYTES = 256 << 10  # a few seconds of audio; limits the memory that a client that stops reading can hold
+SEND_BUFFER_BYTES = (
+    256 << 10
+)  # a few seconds of audio; limits the memory that a client that stops reading can hold
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_LINE_BYTES = 64 << 10  # a longer line of a child is split
 KILL_AFTER_S = 5  # for a child to exit after SIGTERM
@@ -127,7 +129,7 @@ class Child:
                 return 1
             deaths = deaths + 1 if time.monotonic() - began < STEADY_S else 1
             if deaths > MAX_DEATHS:
-                log_line(f"the {self.name} ended {how} and was restarted {MAX_DEATHS} times: giving up")
+                log_line(f"the {self.name} ended {how} after {MAX_DEATHS} restarts: giving up")
                 return 1
             delay_s = FIRST_BACKOFF_S * 2 ** (deaths - 1)
             log_line(f"the {self.name} ended {how}; restarting it in {delay_s:g} s")

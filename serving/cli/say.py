@@ -152,9 +152,7 @@ def output_format(out: Path) -> str:
         raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
     there = out if out.exists() else out.absolute().parent
     if out.is_dir() or not out.absolute().parent.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(
-            f"{out} cannot be written: it must be a file in an existing, writable directory"
-        )
+        raise ValueError(f"{out} cannot be written: it must be a file in an existing, writable directory")
     return form
 
 

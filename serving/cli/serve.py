@@ -131,7 +131,7 @@ def serve(
     policy: Annotated[
         Literal["streaming", "throughput", "fifo"],
         Option(
-            help="streaming minimizes time to first audio, throughput maximizes audio per second, and fifo ignores deadlines, "
+            help="streaming gives the earliest first audio, throughput the most audio per second, and fifo ignores deadlines, "
             "for comparison.",
             rich_help_panel=LATENCY,
         ),
@@ -191,9 +191,7 @@ def serve(
     ] = 1000,
     max_reference_bytes: Annotated[
         str,
-        Option(
-            help="A reference recording has at most this size (10MiB or bytes).", rich_help_panel=LIMITS
-        ),
+        Option(help="A reference recording has at most this size (10MiB or bytes).", rich_help_panel=LIMITS),
     ] = "10MiB",
     max_reference_s: Annotated[
         float,

@@ -101,7 +101,10 @@ def memory(model: str, slots: int, dtype: str, device: str | None) -> dict[str, 
 def bench(
     model: ModelArgument = str(SMALL_VOICE),
     streams: Annotated[
-        list[int], Option(min=1, help="This many requests run at once; may be repeated.")
+        list[int],
+        Option(
+            min=1, help="This many requests run at once; repeat it to measure several numbers of streams."
+        ),
     ] = [1, 8],  # noqa: B006
     frames: Annotated[int, Option(min=1, help="Each request speaks at most this many frames.")] = 50,
     rounds: Annotated[

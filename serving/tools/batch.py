@@ -185,7 +185,9 @@ class Results:
         kept: list[str] = []
         done: set[str] = set()
         text = self.path.read_text("utf-8") if self.path.exists() else ""
-        for line in text.split("\n"):  # splitlines would also split at characters that a JSON string may contain
+        for line in text.split(
+            "\n"
+        ):  # splitlines would also split at characters that a JSON string may contain
             try:
                 result = json.loads(line)
             except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""An entry of the compile cache is there as a whole, or it is made again."""
+"""An entry of the compile cache is complete, or it is made again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compile_cache.artifacts import MANIFEST, meaning, opened
 
 
 def make(place: Path, content: bytes = b"machine code") -> bool:
-    """Whether it was there already."""
+    """Open the entry, and make it if needed. Returns whether it already existed."""
     with opened(place) as entry:
         if not entry.is_found:
             assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(entry.directory)
@@ -34,7 +34,7 @@ def _place(tmp_path, monkeypatch) -> Path:
     return tmp_path / "compiled" / "torch" / "cpu" / "model-1234"
 
 
-def test_what_was_made_is_found(place, capfd):
+def test_an_entry_is_made_once_and_found_after_that(place, capfd):
     assert [make(place), make(place)] == [False, True]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
     assert [file.name for file in place.parent.iterdir() if file.is_dir()] == [place.name]
@@ -44,7 +44,7 @@ def test_what_was_made_is_found(place, capfd):
 DAMAGE = {
     "a library is cut off": lambda place: os.truncate(place / "a" / "kernel.so", 3),
     "a library is empty": lambda place: os.truncate(place / "a" / "kernel.so", 0),
-    "a byte is another": lambda place: (place / "a" / "kernel.so").write_bytes(b"machine cope"),
+    "a byte has changed": lambda place: (place / "a" / "kernel.so").write_bytes(b"machine cope"),
     "a library is missing": lambda place: (place / "a" / "kernel.so").unlink(),
     "the step is missing": lambda place: (place / "step.saved").unlink(),
     "the step is a directory": lambda place: (
@@ -54,7 +54,7 @@ DAMAGE = {
     "the manifest is missing": lambda place: (place / MANIFEST).unlink(),
     "the manifest is empty": lambda place: os.truncate(place / MANIFEST, 0),
     "the manifest is cut off": lambda place: os.truncate(place / MANIFEST, 30),
-    "the manifest is no text": lambda place: (place / MANIFEST).write_bytes(b"\xff\xfe{"),
+    "the manifest is not text": lambda place: (place / MANIFEST).write_bytes(b"\xff\xfe{"),
     "the manifest is a list": lambda place: (place / MANIFEST).write_text("[]"),
     "the manifest lists numbers": lambda place: (place / MANIFEST).write_text('{"files": [1]}'),
     "the entry is a file": lambda place: (store.remove(place), place.write_text("")),
@@ -62,7 +62,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_what_is_damaged_is_made_again_with_a_line(kind, place, capfd):
+def test_a_damaged_entry_is_made_again_with_a_warning(kind, place, capfd):
     make(place)
     DAMAGE[kind](place)
     assert not make(place, b"new")
@@ -71,13 +71,13 @@ def test_what_is_damaged_is_made_again_with_a_line(kind, place, capfd):
     assert make(place, b"new") and capfd.readouterr().err == ""
 
 
-def test_a_library_that_nobody_listed_is_removed(place):
+def test_a_library_that_is_not_in_the_manifest_is_removed(place):
     make(place)
     (place / "late.so").write_bytes(b"half")
     assert make(place) and not (place / "late.so").exists()
 
 
-def test_an_entry_that_fails_is_not_there(place):
+def test_an_entry_whose_making_fails_does_not_exist(place):
     with pytest.raises(RuntimeError), opened(place):
         raise RuntimeError("the compiler failed")
     assert not place.exists() and not make(place) and make(place)
@@ -94,16 +94,16 @@ with opened(Path(sys.argv[1])) as entry:
 """
 
 
-def test_what_a_killed_process_left_is_dropped(place, capfd):
+def test_the_remains_of_a_killed_process_are_dropped(place, capfd):
     killed = subprocess.Popen([sys.executable, "-c", KILLED, str(place)], stdout=subprocess.PIPE)
     assert killed.stdout is not None and killed.stdout.readline() == b"ready\n"
-    assert store.prune(place.parents[2], max_bytes=0) == []  # it is being made
+    assert store.prune(place.parents[2], max_bytes=0) == []  # the process still makes it
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not make(place) and make(place) and not list(place.rglob("half.so"))
 
 
-def test_others_wait_for_who_makes_it(place):
+def test_others_wait_for_the_process_that_makes_an_entry(place):
     begun, found = threading.Event(), []
 
     def second() -> None:
@@ -120,13 +120,13 @@ def test_others_wait_for_who_makes_it(place):
     assert found == [True]
 
 
-def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot hold compiled code"), opened(tmp_path / "file" / "entry"):
         pass
 
 
-def test_a_comment_means_nothing_and_a_number_does():
+def test_comments_do_not_change_the_meaning_of_a_file_and_numbers_do():
     plain = meaning(b"def f(x):\n    return x + 1\n\nclass A:\n    y = 2\n")
     commented = b"# why\n\ndef f(x):  # what\n\n    return x + 1\n\n\nclass A:\n    y = (2)\n"
     assert meaning(commented) == plain != meaning(b"def f(x):\n    return x + 2\n\nclass A:\n    y = 2\n")
@@ -134,7 +134,7 @@ def test_a_comment_means_nothing_and_a_number_does():
 
 
 def root_with(place: Path, *ages_days: float) -> Path:
-    """Entries of some 200 bytes each, last read so long ago."""
+    """Make entries of about 200 bytes each that were last read this many days ago. Returns the root."""
     now_s = place.parents[3].stat().st_mtime
     for days in ages_days:
         make(place.with_name(f"model-{days}"))
@@ -146,18 +146,18 @@ def names(entries: list[store.Stored]) -> list[str]:
     return [entry.place.name for entry in entries]
 
 
-def test_old_entries_are_dropped_and_then_the_oldest_until_the_rest_fits(place):
+def test_pruning_drops_old_entries_and_then_the_oldest_until_the_rest_fits(place):
     root = root_with(place, 1, 5, 30, 100)
     assert names(store.stored(root)) == ["model-1", "model-5", "model-30", "model-100"]
     assert names(store.prune(root)) == ["model-100"]
     size = store.stored(root)[0].num_bytes
     assert names(store.prune(root, max_bytes=2 * size + 1)) == ["model-30"]
     with opened(place.with_name("model-1")):
-        assert names(store.prune(root, max_bytes=0)) == ["model-5"]  # the other is being read
+        assert names(store.prune(root, max_bytes=0)) == ["model-5"]  # the other one is being read
     assert names(store.stored(root)) == ["model-1"]
 
 
-def test_an_exported_cache_is_found_elsewhere(place, tmp_path):
+def test_an_exported_cache_can_be_imported_elsewhere(place, tmp_path):
     root = root_with(place, 1, 2)
     os.truncate(place.with_name("model-2") / "step.saved", 1)
     there = tmp_path / "there" / "compiled"
@@ -168,9 +168,9 @@ def test_an_exported_cache_is_found_elsewhere(place, tmp_path):
     assert {path.name for path in there.iterdir()} == {"torch"}
 
 
-def test_what_is_no_exported_cache_is_refused(place, tmp_path):
+def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
     (tmp_path / "cache.tar").write_bytes(b"no tar")
-    with pytest.raises(ValueError, match="no exported cache"):
+    with pytest.raises(ValueError, match="is not an exported cache"):
         store.take_in(tmp_path / "there", tmp_path / "cache.tar")
     root = root_with(place, 1)
     manifest = place.with_name("model-1") / MANIFEST

@@ -1,4 +1,4 @@
-"""What is the fastest on a device is measured while a model warms up, once, and kept with what is compiled."""
+"""The fastest way on a device is measured once, while a model warms up, and kept with the compiled code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compile_cache.artifacts import opened
 
 @pytest.fixture(name="device")
 def _device(monkeypatch) -> SimpleNamespace:
-    """A GPU on which each way takes what `us` says; `timed` are those that were measured."""
+    """A GPU on which each way takes the time in `us`; `timed` lists the ways that were measured."""
     device = SimpleNamespace(name="Card 1", us={"a": 2.0, "b": 1.0}, timed=[], is_capturing=False)
 
     def time_us(way):
@@ -32,11 +32,11 @@ WAYS = {"a": lambda: "a", "b": lambda: "b"}
 
 
 def restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process knew is gone."""
+    """Forget the choices, as a new process would."""
     monkeypatch.setattr(choices, "_known", {})
 
 
-def test_what_was_measured_once_is_read_from_then_on(device, tmp_path, monkeypatch):
+def test_a_choice_is_measured_once_and_read_after_that(device, tmp_path, monkeypatch):
     with choices.kept_in(tmp_path):
         assert choices.fastest("x 8", WAYS) == choices.fastest("x 8", WAYS) == "b"
     assert device.timed == ["a", "b"]
@@ -49,7 +49,7 @@ def test_what_was_measured_once_is_read_from_then_on(device, tmp_path, monkeypat
     assert choices.fastest("x 8", WAYS) == "b"  # while requests are served
 
 
-def test_nothing_is_measured_while_somebody_listens_or_a_launch_is_recorded(device, tmp_path):
+def test_nothing_is_measured_after_the_warm_up_or_while_a_launch_is_recorded(device, tmp_path):
     assert choices.fastest("x 8", WAYS) is None
     with choices.kept_in(tmp_path):
         device.is_capturing = True
@@ -57,7 +57,7 @@ def test_nothing_is_measured_while_somebody_listens_or_a_launch_is_recorded(devi
     assert device.timed == [] and not list(tmp_path.iterdir())
 
 
-def test_each_device_has_its_own(device, tmp_path, monkeypatch):
+def test_each_device_has_its_own_choices(device, tmp_path, monkeypatch):
     with choices.kept_in(tmp_path):
         choices.fastest("x 8", WAYS)
     restart(monkeypatch)
@@ -68,7 +68,7 @@ def test_each_device_has_its_own(device, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"x 8": 1}', '{"x 8": "a way that is gone"}', "\udcff"])
-def test_a_file_that_says_nothing_is_measured_anew(content, device, tmp_path, monkeypatch):
+def test_choices_in_an_unusable_file_are_measured_again(content, device, tmp_path, monkeypatch):
     (tmp_path / "card-1.choices").write_bytes(content.encode("utf-8", "surrogateescape"))
     with choices.kept_in(tmp_path):
         assert choices.fastest("x 8", WAYS) == "b"
@@ -79,7 +79,7 @@ def test_a_file_that_says_nothing_is_measured_anew(content, device, tmp_path, mo
     assert device.timed == []
 
 
-def test_a_measurement_more_leaves_an_entry_whole(device, tmp_path, capfd):
+def test_another_measurement_does_not_damage_an_entry(device, tmp_path, capfd):
     place = tmp_path / "model-1234"
     for rows, was_found in ((8, False), (16, True), (8, True)):
         with opened(place) as entry:
@@ -94,12 +94,12 @@ def test_without_a_gpu_there_is_nothing_to_choose(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_assumed_is_not_measured(device, tmp_path):
+def test_an_assumed_choice_is_not_measured(device, tmp_path):
     with choices.kept_in(tmp_path), choices.assumed("a"):
         assert choices.fastest("x 8", WAYS) == "a"
     assert device.timed == [] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (1408, 2048)])
-def test_numbers_of_rows_are_taken_together(rows, expected):
+def test_numbers_of_rows_round_up_to_a_power_of_two(rows, expected):
     assert choices.at_most(rows) == expected

@@ -1,4 +1,4 @@
-"""Limits of a control group, as the kernel's files tell them."""
+"""The limits of control groups are read from the kernel's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "OWN", tmp_path / "own")
 
     def write(own: str, **files: str) -> None:
-        """What /proc/self/cgroup says, and files of control groups by their paths."""
+        """Write /proc/self/cgroup, and files of control groups by their paths."""
         (tmp_path / "own").write_text(own)
         for name, text in files.items():
             path = tmp_path / "mount" / name
@@ -34,21 +34,21 @@ def write(tmp_path, monkeypatch):
         ("0::/\n", {}, None, MACHINE_BYTES),
         ("0::/\n", {"cpu.max": "150000 100000", "memory.max": "1000000"}, 1.5, 1000000),
         ("0::/\n", {"cpu.max": "max 100000", "memory.max": "max"}, None, MACHINE_BYTES),
-        # a unit in a slice: the least of both
+        # a unit in a slice: the lower limit of both
         ("0::/a/b\n", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "200000 100000", "a/memory.max": "7"}, 0.5, 7),
-        # a container sees its own group as the root, and may be told the host's path
+        # a container sees its own group as the root, but may read the host's path
         (V1.format("/pod/one"), {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0, MACHINE_BYTES),
         (V1.format("/"), {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, MACHINE_BYTES),
         (V1.format("/pod"), {"memory/pod/memory.limit_in_bytes": "9"}, None, 9),
         (V1.format("/pod"), {"memory/pod/memory.limit_in_bytes": str(2**63 - 4096)}, None, MACHINE_BYTES),
     ],
 )  # fmt: skip
-def test_the_least_of_all_groups_holds(write, own, files, cores, memory_bytes):
+def test_the_lowest_limit_of_all_groups_counts(write, own, files, cores, memory_bytes):
     write(own, **files)
     assert (limits.cores(), limits.memory_bytes()) == (cores, memory_bytes)
 
 
-def test_where_there_are_no_control_groups(monkeypatch, tmp_path):
+def test_without_control_groups_there_are_no_limits(monkeypatch, tmp_path):
     monkeypatch.setattr(limits, "OWN", tmp_path / "none")
     assert (limits.cores(), limits.memory_bytes()) == (None, MACHINE_BYTES)
 
@@ -63,7 +63,7 @@ def test_where_there_are_no_control_groups(monkeypatch, tmp_path):
     ],
 )
 def test_a_large_model_has_no_more_threads_than_cores(write, monkeypatch, quota, given, threads_of_16):
-    """Unless the user says how many."""
+    """OMP_NUM_THREADS overrides this."""
     write("0::/\n", **{"cpu.max": quota})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:

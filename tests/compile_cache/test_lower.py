@@ -1,4 +1,4 @@
-"""Functions that are lowered do not get into each other's way."""
+"""Lowered functions do not interfere with each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Model:
 
 @pytest.mark.compile
 def test_a_process_may_load_any_number_of_models(monkeypatch):
-    """Dynamo allows a function eight graphs, and all these models have the same one."""
+    """Dynamo allows eight graphs per function, and all these models share one function."""
     compiled = torch.compile
     monkeypatch.setattr(
         torch,
@@ -51,7 +51,7 @@ class Outer:
     def say(self, x: Tensor, more: Model) -> float:
         for times in (2, 2, 2):
             x = self.inner.pass_on(x, more, times)
-        return float(x.sum())  # which a graph cannot
+        return float(x.sum())  # a graph cannot do this
 
 
 def more(*values: int) -> Model:
@@ -61,7 +61,7 @@ def more(*values: int) -> Model:
 
 
 @pytest.mark.compile
-def test_parts_are_compiled_and_what_is_around_them_is_not(monkeypatch):
+def test_only_the_parts_of_a_function_are_compiled(monkeypatch):
     compiled, seen = torch.compile, list[bool]()
 
     def backend(graph, inputs):
@@ -87,7 +87,7 @@ def test_parts_are_compiled_and_what_is_around_them_is_not(monkeypatch):
     assert vars(outer.inner) == {"weight": 3}
 
 
-def test_what_a_part_raises_leaves_the_plain_one_behind():
+def test_a_part_that_raises_leaves_the_plain_part_in_place():
     outer = Outer()
 
     def fail(x: Tensor, given: Model, times: int) -> Tensor:
@@ -103,7 +103,7 @@ def test_what_a_part_raises_leaves_the_plain_one_behind():
         lower(outer.say, Parts((Part("inner.missing"),)))
 
 
-def test_another_thread_has_the_plain_part(monkeypatch):
+def test_another_thread_calls_the_plain_part(monkeypatch):
     class Elsewhere(Outer):
         def say(self, x: Tensor, more: Model) -> float:
             here = super().say(x, more)

@@ -1,4 +1,4 @@
-"""Which of a process's threads get helpers."""
+"""Helper threads of the threads in a process."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ print(torch.get_num_threads())
 @pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/task").is_dir() or os.cpu_count() == 1,
-    reason="two cores, and threads counted in /proc",
+    reason="needs two cores, and counts threads in /proc",
 )
 @pytest.mark.parametrize(("how", "num"), [("alone", 1), ("with helpers", 2)])
-def test_a_thread_that_is_alone_brings_no_team_with_it(how, num):
+def test_a_thread_without_helpers_starts_no_team(how, num):
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
     ran = subprocess.run(
         [sys.executable, "-c", TEAMS, how], env=env, stdout=subprocess.PIPE, text=True, check=True
     )
     grown, in_it, in_ours = map(int, ran.stdout.split())
-    assert (grown, in_it) == (num, num), "the thread itself, and those that help it"
+    assert (grown, in_it) == (num, num), "the thread itself and its helpers"
     assert in_ours == 2
 
 

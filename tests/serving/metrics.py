@@ -1,10 +1,10 @@
-"""What a server tells Prometheus, as a test reads it."""
+"""Read a server's Prometheus metrics in a test."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
 
 def samples(server):
-    """Every sample by its name and labels."""
+    """Return every sample by its name and labels."""
     answer = server.http.get("/metrics")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
     read = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]

@@ -1,4 +1,4 @@
-"""The whole of `zoo serve`, on demo checkpoints."""
+"""Run a complete `zoo serve` with demo checkpoints."""
 
 import os
 import signal
@@ -17,9 +17,11 @@ KEY = "sk-demo"
 
 @contextmanager
 def serving(directory, *options, key=KEY, models=(), **sizes):
-    """The address of a server of demo checkpoints (name=size; or of `models`; none: the voice that comes with the package),
-    once it is ready. Nothing is compiled unless asked for. It must end well when told to. key: that it asks for;
-    None: it asks for none."""
+    """Run a server and yield its address once it is ready. The server must exit cleanly afterwards.
+
+    It serves `models` and demo checkpoints (name=size), or the bundled small voice if neither is given. Nothing is
+    compiled without "--compile". key: the API key, or None for a server without one.
+    """
     models = [*models, *(f"{name}={write_demo(directory / name, size)}" for name, size in sizes.items())]
     command = [
         sys.executable,
@@ -41,7 +43,7 @@ def serving(directory, *options, key=KEY, models=(), **sizes):
         lines.append(line)
         assert line, "".join(lines)
     with ThreadPoolExecutor(1) as pool:
-        rest = pool.submit(process.stderr.read)  # or the pipe fills up
+        rest = pool.submit(process.stderr.read)  # keeps the pipe from filling up
         try:
             yield line.split()[-1]
             process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The command `zoo` as a test runs it: in this process, so that torch is imported once."""
+"""Run the command `zoo` in this process, so that torch is imported only once."""
 
 import io
 import sys
@@ -21,7 +21,7 @@ class Done:
 
 
 def zoo(*arguments, stdin=""):
-    """-> how the command ended."""
+    """Run the command and return its exit status and output."""
     out, err = io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -1,4 +1,4 @@
-"""The command `zoo`, as a user runs it."""
+"""The command `zoo`, run as a user runs it."""
 
 import json
 import re
@@ -17,7 +17,7 @@ import soundfile
 import torch
 from shell import ROOT
 
-from serving.cli.common import print_numbers
+from serving.cli.common import COMMANDS, plural, print_numbers
 from serving.engine.job import NO_AUDIO
 from serving.http.decode import decode
 from zoo.contract import Speech
@@ -34,7 +34,7 @@ def process(*arguments):
 
 
 def refused(done):
-    """The one line on stderr of a command that was refused."""
+    """Return the single stderr line of a command that was refused."""
     assert done.returncode == 2, done
     assert done.stdout == "" and done.stderr.startswith("zoo: ") and done.stderr.count("\n") == 1, done
     return done.stderr
@@ -48,7 +48,7 @@ def checkpoint(zoo, tmp_path_factory):
     return directory
 
 
-def test_help_is_there_at_once():
+def test_help_appears_quickly():
     took = []
     for _ in range(3):
         began = time.perf_counter()
@@ -68,8 +68,8 @@ def test_help_is_there_at_once():
         cwd=ROOT,
         check=True,
     )
-    assert imported.stdout == "False\n"  # what makes it slow
-    assert min(took) < 2, took  # half a second on a machine that does nothing else
+    assert imported.stdout == "False\n"  # importing torch would make it slow
+    assert min(took) < 2, took  # about half a second on an idle machine
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,24 @@ def test_every_command_has_help(zoo, command):
     assert done.returncode == 0 and "Usage: zoo " + command in done.stdout
 
 
-def test_versions_are_told_without_loading_them(zoo):
+def test_help_lists_the_commands_in_a_useful_order(zoo):
+    listed = re.findall(r"^│ ([a-z][a-z-]+) ", zoo("--help").stdout, re.M)
+    assert tuple(listed) == COMMANDS
+
+
+def test_the_help_of_serve_has_panels(zoo):
+    panels = re.findall(r"^╭─ (\w+) ─", zoo("serve", "--help").stdout, re.M)
+    assert panels == ["Arguments", "Options", "Model", "Memory", "Latency", "Limits", "Security", "Logs"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 entries"), (1, "1 entry"), (2, "2 entries"), (1234, "1,234 entries")]
+)
+def test_counts_have_the_right_plural(count, text):
+    assert plural(count, "entry", "entries") == text
+
+
+def test_versions_are_printed_without_loading_a_model(zoo):
     done = zoo("--version")
     assert done.returncode == 0
     assert re.fullmatch(
@@ -88,7 +105,7 @@ def test_versions_are_told_without_loading_them(zoo):
     )
 
 
-def test_a_model_that_is_left_out_is_the_small_voice(zoo):
+def test_the_default_model_is_the_small_voice(zoo):
     done = zoo("inspect", "--json")
     facts = json.loads(done.stdout)
     assert (facts["family"], facts["voices"]) == ("qwen3_tts", ["slt"]), done.stderr
@@ -96,7 +113,7 @@ def test_a_model_that_is_left_out_is_the_small_voice(zoo):
 
 @pytest.mark.parametrize("terminal", [80, 120, None])
 def test_a_table_of_numbers_is_never_cut(capsys, monkeypatch, terminal):
-    """On a narrow terminal it is turned; a file is as wide as it needs to be."""
+    """A narrow terminal gets the rows as columns; a file gets lines of any width."""
     console = partial(rich.console.Console, force_terminal=terminal is not None, color_system=None)
     monkeypatch.setattr("rich.console.Console", console)
     monkeypatch.setenv("COLUMNS", str(terminal or 80))
@@ -120,7 +137,7 @@ BAD = [
     (["serve", "/no/such"], "'/no/such' is not a directory; a model is a directory, or a repository"),
     (["serve", "name=/no/such"], "'/no/such' is not a directory"),
     (["serve", "=."], "MODEL or NAME=MODEL"),
-    (["serve", "a=.", "a=tests"], "two models have the name 'a'; NAME=MODEL gives one another name"),
+    (["serve", "a=.", "a=tests"], "two models have the name 'a'; rename one with NAME=MODEL"),
     (["serve", "tests", "./tests"], "two models have the name 'tests'"),
     (["serve", "a=.", "b=/no/such"], "'/no/such' is not a directory"),
     (["serve", ".", "--port", "65536"], "--port"),
@@ -129,8 +146,8 @@ BAD = [
     (["serve", ".", "--dtype", "int4"], "'float32', 'bfloat16'"),
     (["serve", "a=.", "--alias", "tts-1"], "--alias 'tts-1' is not of the form NAME=MODEL"),
     (["serve", "a=.", "--alias", "=a"], "not of the form NAME=MODEL"),
-    (["serve", "a=.", "--alias", "tts-1=b"], "model 'b' is not served; there is: a"),
-    (["serve", "a=.", "--alias", "a=a"], "--alias 'a' is the id of a model already"),
+    (["serve", "a=.", "--alias", "tts-1=b"], "model 'b' is not served; possible models: a"),
+    (["serve", "a=.", "--alias", "a=a"], "--alias 'a' is already the id of a model"),
     (
         ["serve", "a=.", "b=tests", "--alias", "c=a", "--alias", "c=b"],
         "'c' is given twice: for 'a' and for 'b'",
@@ -152,7 +169,7 @@ BAD = [
         "cannot listen on no.such.host.invalid",
     ),
     (["serve", ".", "--sing"], "--sing"),
-    (["serve", ".", "--private-metrics"], "--private-metrics asks for the API key, and there is none"),
+    (["serve", ".", "--private-metrics"], "--private-metrics requires an API key; set one with --api-key"),
     (["serve", ".", "--log", "xml"], "'json', 'text'"),
     (["say", "Hello.", "-m", "/no/such"], "'/no/such' is not a directory"),
     (
@@ -179,21 +196,24 @@ BAD = [
     (["batch", "/no/such.jsonl", "/tmp/x", "-m", "."], "/no/such.jsonl cannot be read"),
     (["batch", "README.md"], "Missing argument 'OUT_DIR'"),
     (["batch", "README.md", "/tmp/x", "-m", ".", "--format", "wma"], "'wav', 'mp3'"),
-    (["load", "http://x"], "either --rate (an open loop) or --streams (a closed one) is needed"),
+    (["load", "http://x"], "give either --rate (an open loop) or --streams (a closed loop)"),
     (["load", "http://x", "--rate", "1", "--streams", "1"], "either --rate"),
-    (["load", "x:1", "--rate", "1"], "http://HOST:PORT is"),
+    (["load", "x:1", "--rate", "1"], "'x:1' is not the address of a server; use http://HOST:PORT"),
     (["load", "http://x", "--rate", "0"], "--rate"),
-    (["load", "http://x", "--rate", "1", "--format", "flac"], "possible are pcm, wav, mp3, opus, aac"),
+    (["load", "http://x", "--rate", "1", "--format", "flac"], "not possible; use pcm, wav, mp3, opus, aac"),
     (["load", "http://x", "--rate", "1", "--texts", "/no/such"], "neither short, long, mixed nor a file"),
     (["load", "http://x", "--rate", "1", "-O", "seed"], "NAME=VALUE"),
-    (["load", "http://x", "--rate", "1", "--cancels", "0.6", "--slow-readers", "0.6"], "1 is all there is"),
+    (
+        ["load", "http://x", "--rate", "1", "--cancels", "0.6", "--slow-readers", "0.6"],
+        "at most 1 is possible",
+    ),
     (["load", "http://x", "--rate", "1", "--plot", "a.gif"], ".png, .svg, .pdf"),
     (["load", "http://x", "--rate", "1", "--reference", "/no/such.wav"], "/no/such.wav cannot be read"),
     (["load", "http://127.0.0.1:9", "--rate", "1"], "there is no server at http://127.0.0.1:9/v1"),
     (["inspect", "/no/such"], "'/no/such' is not a directory"),
     (["inspect", "tests"], "is not a model"),
     (["inspect", "tests", "--device", "gpu"], "device 'gpu' is not possible"),
-    (["demo-checkpoint", "gpt", "/tmp/x"], "there is no family 'gpt'; there is: "),
+    (["demo-checkpoint", "gpt", "/tmp/x"], "there is no family 'gpt'; possible families: "),
 ]
 
 
@@ -210,7 +230,7 @@ def test_a_demo_checkpoint_that_cannot_be_written(zoo, tmp_path, checkpoint):
     assert "cannot be written" in refused(zoo("demo-checkpoint", "qwen3_tts", tmp_path / "file" / "below"))
 
 
-def test_a_refusal_in_a_shell():
+def test_a_process_refuses_with_one_line():
     assert "no such" in refused(process("inspect", "/no such"))
 
 
@@ -223,21 +243,21 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(zoo):
 
 
 @pytest.mark.slow
-def test_a_directory_that_is_no_model_ends_the_server(tmp_path):
+def test_a_directory_that_is_not_a_model_ends_the_server(tmp_path):
     done = process("serve", tmp_path, "--port", 0)
     line = f"zoo: {tmp_path} is not a model: it has no config.json"
     assert done.returncode == 2 and any(said.startswith(line) for said in done.stderr.splitlines())
 
 
 @pytest.mark.slow
-def test_a_bad_directory_among_good_ones_ends_the_server_and_is_named(checkpoint, tmp_path):
+def test_a_bad_directory_among_good_ones_ends_the_server_with_its_name(checkpoint, tmp_path):
     done = process("serve", f"good={checkpoint}", f"bad={tmp_path}", "--port", 0)
     line = f"zoo: model 'bad': {tmp_path} is not a model: it has no config.json"
     assert done.returncode == 2 and any(said.startswith(line) for said in done.stderr.splitlines())
 
 
 @pytest.mark.slow
-def test_a_device_that_is_not_there_ends_the_server(checkpoint):
+def test_a_device_that_does_not_exist_ends_the_server(checkpoint):
     done = process("serve", checkpoint, "--port", 0, "--device", "nowhere")
     assert done.returncode == 2 and any(
         line.startswith("zoo: device 'nowhere'") for line in done.stderr.splitlines()
@@ -272,7 +292,7 @@ def test_say_speaks_into_a_file(zoo, checkpoint, tmp_path):
     assert again.read_bytes() == out.read_bytes()
 
 
-def test_say_passes_on_what_the_model_refuses(zoo, checkpoint, tmp_path):
+def test_say_reports_the_errors_of_the_model(zoo, checkpoint, tmp_path):
     def fault(*more):
         return refused(zoo("say", "Hello.", "-m", checkpoint, "-o", tmp_path / "out.wav", *more))
 
@@ -285,7 +305,7 @@ def test_say_passes_on_what_the_model_refuses(zoo, checkpoint, tmp_path):
     assert "text_mode is 'diagonal'; possible: full, interleaved" in fault("-O", "text_mode=diagonal")
     assert "depth_top_k is 'x'; possible: an integer from 0" in fault("--option", "depth_top_k=x")
     assert "must be NAME=VALUE" in fault("-O", "text_mode")
-    assert "temperature has a flag of its own: --temperature 0.5" in fault("-O", "temperature=0.5")
+    assert "temperature has its own flag: --temperature 0.5" in fault("-O", "temperature=0.5")
     assert not (tmp_path / "out.wav").exists()
 
 
@@ -302,7 +322,7 @@ def test_say_takes_options(zoo, checkpoint, tmp_path):
     assert say("-O", "depth_temperature=0", "-O", "depth_top_k=1") != usual
 
 
-def test_say_speaks_as_fast_as_it_is_told(zoo, checkpoint, tmp_path):
+def test_say_speaks_at_the_given_speed(zoo, checkpoint, tmp_path):
     def say(*more):
         out = tmp_path / "out.wav"
         fields = ["-m", checkpoint, "-o", out, "--voice", "vivian", "--max-new-tokens", 6, *more]
@@ -314,7 +334,7 @@ def test_say_speaks_as_fast_as_it_is_told(zoo, checkpoint, tmp_path):
     assert "--speed" in refused(zoo("say", "Hello.", "-m", checkpoint, "--speed", 5))
 
 
-def test_say_reads_numbers_and_splits_long_texts_as_it_is_told(zoo, checkpoint, tmp_path):
+def test_say_normalizes_and_splits_texts_if_asked(zoo, checkpoint, tmp_path):
     def say(text, *more):
         out = tmp_path / "out.wav"
         done = zoo(
@@ -323,7 +343,7 @@ def test_say_reads_numbers_and_splits_long_texts_as_it_is_told(zoo, checkpoint, 
         assert done.returncode == 0, done.stderr
         return out.read_bytes()
 
-    # the number first: a few frames read no more than the text's beginning
+    # The number comes first, because a few frames only reach the beginning of the text.
     assert say("3 of it.", "--normalize") == say("three of it.") != say("3 of it.")
     assert say("It hums and hums. " * 60) != say("It hums and hums. " * 60, "--no-split-text")
 
@@ -407,12 +427,12 @@ def test_bench_measures_a_model(checkpoint):
     assert 0 < result["step_weight_bytes"] < 10_000_000 and result["frame_flops"] > 1_000_000
 
 
-def test_bench_refuses_what_it_cannot_compare(checkpoint):
-    assert "possible is: reference" in refused(process("bench", checkpoint, "--against", "nobody"))
+def test_bench_refuses_an_unknown_comparison(checkpoint):
+    assert "use --against reference" in refused(process("bench", checkpoint, "--against", "nobody"))
 
 
 def test_an_empty_key_in_the_environment_is_refused(monkeypatch):
-    """Who sets it wants to be guarded."""
+    """A user who sets the variable wants protection, so the server must not start without a key."""
     monkeypatch.setenv("ZOO_API_KEY", "")
     done = shell.zoo("serve", ".")
     assert done.returncode == 2 and done.stderr.startswith("zoo: ZOO_API_KEY is empty")

@@ -1,4 +1,4 @@
-"""Seconds, counted by size."""
+"""Histograms of durations."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from serving.histogram import BOUNDS_S, Histogram
 
 
 @given(st.lists(st.one_of(st.sampled_from(BOUNDS_S), st.floats(0, 100)), max_size=20))
-def test_each_bucket_holds_what_is_up_to_its_bound(times):
+def test_each_bucket_counts_the_values_up_to_its_bound(times):
     histogram = Histogram()
     for seconds in times:
         histogram.add(seconds)
@@ -16,7 +16,7 @@ def test_each_bucket_holds_what_is_up_to_its_bound(times):
         assert float(name) == bound_s and count == sum(seconds <= bound_s for seconds in times)
 
 
-def test_none_share_their_counts():
+def test_histograms_do_not_share_their_counts():
     one, other = Histogram(), Histogram()
     one.add(1.0)
     assert sum(other.counts) == 0

@@ -30,7 +30,7 @@ def lines(form):
     return done.stderr.splitlines()
 
 
-def test_json_is_json_on_every_line():
+def test_with_json_every_line_is_json():
     speech, library, supervisor = map(json.loads, lines("json"))
     assert speech.items() >= {"process": "http", "event": "speech", "frames": 3, "level": "info"}.items()
     assert library.items() >= {"event": "careful", "level": "warning"}.items()
@@ -46,7 +46,7 @@ def test_text_is_for_people():
 
 
 @pytest.mark.parametrize("form", [None, ""])
-def test_where_nobody_said_how_a_pipe_gets_json(form):
+def test_a_pipe_gets_json_by_default(form):
     speech, _, supervisor, *_ = lines(form)
     assert json.loads(speech)["frames"] == 3
     assert supervisor == "zoo: ready on http://127.0.0.1:1"

@@ -1,4 +1,4 @@
-"""What an operator turns on, in the whole of `zoo serve`: every line JSON, metrics behind the key, traces sent on."""
+"""The options for operators in a complete `zoo serve`: JSON log lines, metrics behind the API key, and traces."""
 
 import http.server
 import json
@@ -22,7 +22,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_watched(tmp_path):
+def test_a_server_logs_json_protects_its_metrics_and_sends_traces(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
         collector.posted = []
         threading.Thread(target=collector.serve_forever, daemon=True).start()

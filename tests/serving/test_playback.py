@@ -1,16 +1,16 @@
-"""What a listener notices, against a player that is simulated step by step."""
+"""Playback agrees with a player that is simulated step by step."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.playback import Playback
 
-RATE_HZ = 1024  # so that every time here is an exact float
+RATE_HZ = 1024  # makes every time here an exact float
 gaps = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 3000)), min_size=1, max_size=30)
 
 
 def arrivals(steps):
-    """(gap to the one before, samples) in ticks -> (when, samples)."""
+    """Turn (gap to the previous chunk in ticks, samples) into (arrival time, samples)."""
     at, found = 5000, []
     for gap, num_samples in steps:
         at += gap
@@ -19,7 +19,7 @@ def arrivals(steps):
 
 
 def player(chunks):
-    """-> how long each wait was."""
+    """Return the length of each wait of a simulated player."""
     waits, plays_until_s = [], None
     for at_s, num_samples in chunks:
         if num_samples == 0:
@@ -31,20 +31,20 @@ def player(chunks):
     return waits
 
 
-def test_a_stream_on_one_line():
+def test_a_stream_with_late_chunks():
     heard = Playback.of(
         [(10.0, 0), (11.0, 512), (11.5, 512), (12.25, 512), (12.5, 256), (14.0, 100)], RATE_HZ
     )
-    assert heard.first_s == 11.0  # not the header's
+    assert heard.first_s == 11.0  # the header at 10.0 does not count
     assert heard.num_chunks == 5 and heard.num_followers == 4
-    # due at 11.5, 12.0, 12.5 and 12.75 by the first one's schedule
+    # The first chunk's schedule makes the others due at 11.5, 12.0, 12.5 and 12.75.
     assert heard.num_late == 2 and not heard.is_viable
-    # the wait of 0.25 moved what follows
+    # The wait of 0.25 s delays everything after it.
     assert heard.num_underruns == 2 and heard.underrun_s == 1.25 and heard.longest_underrun_s == 1.0
     assert heard.audio_s == (3 * 512 + 256 + 100) / RATE_HZ
 
 
-def test_one_chunk_is_viable_and_silence_is_nothing():
+def test_one_chunk_is_viable_and_an_empty_one_does_not_count():
     assert Playback.of([(3.0, 100)], RATE_HZ).is_viable
     nothing = Playback.of([(3.0, 0)], RATE_HZ)
     assert nothing.first_s is None and nothing.num_chunks == nothing.num_followers == 0
@@ -62,7 +62,7 @@ def test_waits_are_those_of_a_player(steps):
 
 @given(gaps)
 def test_lateness_is_counted_against_the_first_chunks_schedule(steps):
-    """The definition, written out."""
+    """This spells out the definition."""
     chunks = [chunk for chunk in arrivals(steps) if chunk[1]]
     late = [
         i
@@ -73,7 +73,7 @@ def test_lateness_is_counted_against_the_first_chunks_schedule(steps):
 
 
 @given(gaps, st.data())
-def test_a_chunk_in_two_parts_at_once_is_the_same_to_the_ear(steps, data):
+def test_splitting_a_chunk_does_not_change_what_is_heard(steps, data):
     chunks = arrivals(steps)
     which = data.draw(st.integers(0, len(chunks) - 1))
     at_s, num_samples = chunks[which]
@@ -87,8 +87,8 @@ def test_a_chunk_in_two_parts_at_once_is_the_same_to_the_ear(steps, data):
 
 
 @given(gaps, st.integers(1, 4000))
-def test_what_comes_sooner_never_hurts(steps, ticks):
-    """All but the first chunk, which sets the schedule."""
+def test_earlier_chunks_never_hurt(steps, ticks):
+    """The first chunk keeps its time, because it sets the schedule."""
     chunks = [chunk for chunk in arrivals(steps) if chunk[1]]
     sooner = chunks[:1] + [(max(at_s - ticks / RATE_HZ, chunks[0][0]), n) for at_s, n in chunks[1:]]
     before, after = Playback.of(chunks, RATE_HZ), Playback.of(sooner, RATE_HZ)

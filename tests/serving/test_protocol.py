@@ -1,4 +1,4 @@
-"""The protocol: every message comes back as it went, and what is no message is refused."""
+"""Messages of the protocol survive the socket, and invalid bytes are refused."""
 
 import asyncio
 
@@ -64,29 +64,29 @@ def read(data: bytes, decoder: msgspec.msgpack.Decoder) -> list:
 @pytest.mark.parametrize(
     ("messages", "decoder"), [(TO_ENGINE, protocol.to_engine), (TO_HTTP, protocol.to_http)]
 )
-def test_messages_come_back_as_they_went(messages, decoder):
+def test_messages_are_received_as_they_were_sent(messages, decoder):
     assert read(b"".join(map(protocol.pack, messages)), decoder) == messages
 
 
-def test_a_cut_message_ends_the_stream_after_the_whole_ones():
+def test_an_incomplete_message_ends_the_stream_after_the_complete_ones():
     data = protocol.pack(protocol.Cancel("a")) + protocol.pack(protocol.Cancel("b"))[:-1]
     assert read(data, protocol.to_engine) == [protocol.Cancel("a")]
 
 
 def test_a_message_of_the_other_direction_is_refused():
-    with pytest.raises(protocol.ProtocolError, match="no message"):
+    with pytest.raises(protocol.ProtocolError, match="not a valid message"):
         read(protocol.pack(protocol.Failed("a", "broke")), protocol.to_engine)
 
 
 @pytest.mark.parametrize(
     "body", [b"\xc1", b"", b"GET / HTTP/1.1", msgspec.msgpack.encode({"type": "Cancel"})]
 )
-def test_bytes_that_are_no_message_are_refused(body):
-    with pytest.raises(protocol.ProtocolError, match="no message"):
+def test_invalid_bytes_are_refused(body):
+    with pytest.raises(protocol.ProtocolError, match="not a valid message"):
         read(len(body).to_bytes(4, "big") + body, protocol.to_engine)
 
 
-def test_a_frame_over_the_limit_is_refused_before_it_is_read():
+def test_a_message_over_the_limit_is_refused_before_it_is_read():
     with pytest.raises(protocol.ProtocolError, match="limit"):
         read((protocol.MAX_FRAME_BYTES + 1).to_bytes(4, "big"), protocol.to_engine)
     with pytest.raises(AssertionError, match="limit"):

@@ -1,5 +1,4 @@
-"""The voice that comes with the package is heard to be right: what a server is told to say, a recogniser
-understands."""
+"""The bundled small voice speaks intelligibly: a speech recogniser understands what the server says."""
 
 import io
 
@@ -28,7 +27,7 @@ GREEDY = {"temperature": 0, "depth_temperature": 0, "seed": 1}
     [(), pytest.param(("--compile", "--dtype", "bfloat16"), marks=pytest.mark.compile)],
     ids=["plain", "compiled"],
 )
-def test_a_server_of_no_model_speaks_words(tmp_path, options):
+def test_a_server_without_a_model_speaks_words(tmp_path, options):
     heard = []
     with serving(tmp_path, *options) as url:
         for text in TEXTS:
@@ -37,19 +36,19 @@ def test_a_server_of_no_model_speaks_words(tmp_path, options):
             )
             samples, rate_hz = soundfile.read(io.BytesIO(answer.content), dtype="float32")
             assert rate_hz == RATE_HZ and len(samples) % FRAME == 0
-            assert 0.02 * len(text) < len(samples) / rate_hz < 0.15 * len(text)  # seconds a letter
+            assert 0.02 * len(text) < len(samples) / rate_hz < 0.15 * len(text)  # seconds per letter
             heard.append(judge.transcribe(samples, rate_hz))
     assert judge.word_error_rate(TEXTS, heard) < 0.4, heard
 
 
-def test_the_voice_is_small_and_whole():
+def test_the_voice_is_small_and_complete():
     facts = zoo.inspect(zoo.SMALL_VOICE)
     assert facts["voices"] == ["slt"] and facts["languages"] == ["auto", "english"]
     assert sum(path.stat().st_size for path in zoo.SMALL_VOICE.rglob("*.safetensors")) < 16e6
 
 
 def test_the_voice_is_package_data():
-    """Each file of it is matched by a pattern of pyproject.toml."""
+    """A pattern in pyproject.toml matches each of its files."""
     import tomllib
 
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]

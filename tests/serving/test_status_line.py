@@ -1,4 +1,4 @@
-"""The line below the log of `zoo serve`."""
+"""The status line below the log of `zoo serve`."""
 
 import asyncio
 import io
@@ -25,7 +25,7 @@ def stats(audio_s=0.0, first_audio_s=None, running=2, waiting=1, **others):
 
 
 def screen(output):
-    """What a terminal shows of it: the lines, without blanks at their ends."""
+    """Return the lines that a terminal shows for this output, without trailing spaces."""
     rows, row, column = [[]], 0, 0
     while output:
         if match := CONTROL.match(output):
@@ -60,23 +60,23 @@ def shown(line):
     return screen(line.console.file.getvalue())
 
 
-def test_what_it_says(line):
+def test_the_line_shows_requests_audio_per_second_and_first_audio(line):
     assert line.line(stats(), 0.0) == "2 speaking, 1 waiting   0.0 audio-s/s"
     assert line.line(stats(6.0, 0.0234), 1.0) == "2 speaking, 1 waiting   6.0 audio-s/s   first audio 23 ms"
     for second in range(2, 12):
         said = line.line(stats(6.0 + 10 * second, 1.5), float(second))
     assert said == "2 speaking, 1 waiting   10.0 audio-s/s   first audio 1,500 ms"
     line.hide()
-    assert "0.0 audio-s/s" in line.line(stats(1.0), 12.0)  # a new engine counts anew
+    assert "0.0 audio-s/s" in line.line(stats(1.0), 12.0)  # a new engine starts counting at zero
 
 
-def test_it_says_which_model(line):
+def test_the_line_names_the_models_if_there_are_several(line):
     other = ModelStats(8, 1, 0, 0, 0, preparing=4, first_audio_s=0.1)
     said = line.line(stats(0.0, 0.02, n=other), 0.0)
     assert said == "3 speaking, 5 waiting   0.0 audio-s/s   first audio 20 ms (m)   first audio 100 ms (n)"
 
 
-def test_it_stays_below_the_log_and_is_one(line):
+def test_there_is_one_status_line_below_the_log(line):
     with line.open():
         print("before", file=sys.stderr)
         for second in range(4):
@@ -101,7 +101,7 @@ def test_it_stays_below_the_log_and_is_one(line):
     assert sys.stderr is not line and "\x1b[32m" in line.console.file.getvalue()
 
 
-def test_a_long_line_of_the_log_is_not_broken_and_a_long_status_is_cut(line):
+def test_a_long_log_line_stays_whole_and_a_long_status_is_cut(line):
     command = "curl " + "x" * 300
     with line.open():
         line.show(
@@ -112,14 +112,14 @@ def test_a_long_line_of_the_log_is_not_broken_and_a_long_status_is_cut(line):
     assert said == command and len(last) <= 100 and last.endswith("…")
 
 
-def test_brackets_in_the_log_are_no_markup(line):
+def test_brackets_in_the_log_are_not_markup(line):
     with line.open():
         print("[info     ] speech [bold] 2 [/] {x}", file=sys.stderr)
     assert shown(line) == ["[info     ] speech [bold] 2 [/] {x}"]
 
 
-def test_what_children_say_comes_line_by_line(line):
-    """In whatever portions, and whole where a line has no end."""
+def test_the_output_of_children_is_relayed_line_by_line(line):
+    """The child may write in any portions, and its last line may lack an end."""
     child = (
         "import sys, os\nos.write(2, b'one\\ntwo'); os.write(2, b' more\\n\\xff\\n'); os.write(2, b'last')"
     )

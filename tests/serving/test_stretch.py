@@ -1,4 +1,4 @@
-"""Faster and slower speech: as long as it should be, at the pitch it had, and the same however it is cut."""
+"""Faster and slower speech has the right length and its original pitch, however it is cut into chunks."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def pitch_hz(pcm, rate_hz=RATE_HZ):
 
 @pytest.mark.parametrize("speed", SPEEDS)
 @pytest.mark.parametrize("rate_hz", [8000, 24000, 44100, 48000])
-def test_the_length_follows_and_the_pitch_stays(speed, rate_hz):
+def test_the_length_follows_the_speed_and_the_pitch_stays(speed, rate_hz):
     heard = stretched(pcm16(tone(3, rate_hz)), rate_hz, speed)
     assert len(heard) // 2 == round(3 * rate_hz / speed)
     assert abs(pitch_hz(heard, rate_hz) - TONE_HZ) < 1
@@ -32,7 +32,7 @@ def test_the_length_follows_and_the_pitch_stays(speed, rate_hz):
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_it_does_not_matter_how_it_is_cut(speed):
+def test_the_output_does_not_depend_on_the_chunks(speed):
     pcm, whole = pcm16(tone(1)), stretched(pcm16(tone(1)), RATE_HZ, speed)
     for step in (2, 3840, 7770):
         stretch = Stretch(RATE_HZ, speed)
@@ -42,13 +42,13 @@ def test_it_does_not_matter_how_it_is_cut(speed):
 
 @pytest.mark.parametrize("speed", SPEEDS)
 @pytest.mark.parametrize("num_samples", [0, 1, 7, 100, 480, 2000])
-def test_the_shortest_speech_is_not_lost(speed, num_samples):
+def test_very_short_speech_is_not_lost(speed, num_samples):
     heard = stretched(bytes(2 * num_samples), RATE_HZ, speed)
     assert len(heard) == 2 * round(num_samples / speed)
 
 
-def test_words_stay_where_they_belong():
-    """A loud stretch between quiet ones is found at its time over the speed."""
+def test_words_stay_in_their_place():
+    """A loud part between quiet ones starts at its time divided by the speed."""
     loud = np.zeros(4 * RATE_HZ, np.float32)
     loud[RATE_HZ : 2 * RATE_HZ] = tone(1)
     for speed in (0.5, 1.5, 4.0):
@@ -57,8 +57,8 @@ def test_words_stay_where_they_belong():
         assert abs(first - 1 / speed) < 0.05 and abs(last - 2 / speed) < 0.06
 
 
-def test_it_streams():
-    """A tenth of a second is heard before the next one comes."""
+def test_the_output_streams():
+    """Each tenth of a second is returned before the next one is fed."""
     stretch = Stretch(RATE_HZ, 1.5)
     tenth = pcm16(tone(0.1))
     given = [len(stretch.feed(tenth)) for _ in range(10)]
@@ -66,7 +66,7 @@ def test_it_streams():
     assert sum(given) > 0.8 * 10 * len(tenth) / 1.5
 
 
-def test_at_speed_1_it_is_left_as_it_is():
+def test_speed_1_changes_nothing():
     pcm = np.random.default_rng(0).integers(-(2**15), 2**15, 1001, np.int16).tobytes()
     assert stretched(pcm, RATE_HZ, 1) is pcm
 
@@ -77,6 +77,6 @@ def test_other_speeds_are_refused(speed):
         stretched(b"\0\0", RATE_HZ, speed)
 
 
-def test_no_filter_skips_a_part_of_the_sound():
+def test_no_filter_is_so_fast_that_it_drops_sound():
     assert all(0.5 <= tempo <= 2 for speed in SPEEDS for tempo in tempos(speed))
     assert all(np.prod(tempos(speed)) == pytest.approx(speed) for speed in SPEEDS)

@@ -1,4 +1,4 @@
-"""The supervisor over the real HTTP process and an engine process without a model (fake_engine.py)."""
+"""The supervisor with the real HTTP process and an engine process without a model (fake_engine.py)."""
 
 import asyncio
 import json
@@ -27,8 +27,7 @@ ENV = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """start(*how) -> a running supervisor as a task, its client, and its children by name; all gone at the
-    end."""
+    """start(*how) runs a supervisor and yields its task and a client. It ends all processes afterwards."""
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
 
     @asynccontextmanager
@@ -64,7 +63,7 @@ def speak(client, text):
 
 
 def children():
-    """Process ids by what they are."""
+    """Return the process ids of the children by name."""
     found = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
@@ -80,7 +79,7 @@ def children():
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
 
-def test_an_engine_that_dies_is_started_again(start, capfd):
+def test_an_engine_that_dies_is_restarted(start, capfd):
     async def scene():
         async with start() as (task, client):
             await until_ready(client)
@@ -96,12 +95,12 @@ def test_an_engine_that_dies_is_started_again(start, capfd):
 
     asyncio.run(scene())
     said = capfd.readouterr().err
-    assert "zoo: the engine ended by SIGKILL; starting it again in 0.02 s" in said
+    assert "zoo: the engine ended by SIGKILL; restarting it in 0.02 s" in said
     assert said.count("zoo: ready on http://127.0.0.1:") == 2 and said.count("curl -N") == 1
 
 
 @needs_proc
-def test_an_http_process_that_dies_is_started_again_on_its_port(start, capfd):
+def test_an_http_process_that_dies_is_restarted_on_its_port(start, capfd):
     async def scene():
         async with start() as (_, client):
             await until_ready(client)
@@ -110,7 +109,7 @@ def test_an_http_process_that_dies_is_started_again_on_its_port(start, capfd):
             async with asyncio.timeout(10):
                 while children().get("serving.http.app") in (None, before["serving.http.app"]):
                     await asyncio.sleep(0.01)
-            # it waited for the new process: the port was never closed
+            # The request waits for the new process, because the port was never closed.
             assert (await client.get("/health")).status_code == 200
             await until_ready(client)
             assert children()["fake_engine"] == before["fake_engine"]
@@ -139,9 +138,7 @@ def test_an_engine_that_cannot_start_ends_the_server(start, capfd, how, status, 
 @pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("sleeps_s", [1.0, 60.0])
-def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(
-    start, capfd, monkeypatch, sleeps_s
-):
+def test_a_hung_engine_is_restarted_and_a_suspended_one_continues(start, capfd, monkeypatch, sleeps_s):
     monkeypatch.setattr(supervisor, "HUNG_S", 2)
 
     async def scene():
@@ -157,7 +154,7 @@ def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(
                 await asyncio.sleep(2.5)
                 assert children()["fake_engine"] == engine
             else:
-                # it took this one before it was found to hang
+                # The engine accepted this request before it was found to hang.
                 assert (await speak(client, "frames 1")).status_code == 503
                 await until_ready(client)
                 assert (await speak(client, "frames 1")).status_code == 200
@@ -169,7 +166,7 @@ def test_an_engine_that_hangs_is_started_again_and_one_that_slept_goes_on(
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_again_and_again_is_given_up(start, capfd):
+def test_an_engine_that_keeps_dying_ends_the_server(start, capfd):
     async def scene():
         async with start() as (task, client):
             while not task.done():
@@ -182,12 +179,13 @@ def test_an_engine_that_dies_again_and_again_is_given_up(start, capfd):
 
     asyncio.run(scene())
     said = capfd.readouterr().err
-    assert said.count("starting it again") == supervisor.MAX_DEATHS and "giving up" in said
+    assert said.count("restarting it") == supervisor.MAX_DEATHS
+    assert f"after {supervisor.MAX_DEATHS} restarts: giving up" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_all_with_open_streams(start, number):
+def test_a_signal_ends_all_processes_despite_open_streams(start, number):
     async def scene():
         async with start() as (task, client):
             await until_ready(client)
@@ -208,7 +206,7 @@ def test_a_signal_ends_all_with_open_streams(start, number):
         signal.signal(number, before)
 
 
-def test_a_hangup_that_nohup_ignores_stays_ignored(start):
+def test_a_hangup_that_is_ignored_stays_ignored(start):
     async def scene():
         async with start() as (task, client):
             await until_ready(client)
@@ -238,12 +236,12 @@ asyncio.run(supervisor.run(engine, http, listener, path, parent_fd, dict(os.envi
 """
     process = subprocess.Popen([sys.executable, "-c", script], env=ENV, stderr=subprocess.PIPE, text=True)
     while "ready on" not in (line := process.stderr.readline()):
-        assert line, "it ended before it was ready"
+        assert line, "the server ended before it was ready"
     url = line.split()[-1]
     assert httpx.get(url + "/health").status_code == 200
     process.kill()
     process.wait()
-    assert process.stderr.read() is not None  # ends only when nobody holds stderr: both children are gone
+    assert process.stderr.read() is not None  # returns only when both children have closed stderr
     with pytest.raises(httpx.ConnectError):
         httpx.get(url + "/health")
     process.stderr.close()
@@ -257,14 +255,14 @@ def test_a_port_in_use_is_one_clear_line():
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1", "\x00"])
-def test_an_address_that_is_not_ours_is_one_clear_line(host):
+def test_an_address_of_another_machine_is_one_clear_line(host):
     with pytest.raises(ValueError, match="cannot listen on"):
         supervisor.bind(host, 0)
 
 
 def test_a_directory_that_cannot_hold_a_socket_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(ValueError, match="set TMPDIR to a writable one"):
+    with pytest.raises(ValueError, match="set TMPDIR to a writable directory"):
         supervisor.socket_directory()
     long = tmp_path / ("x" * 100)
     long.mkdir()
@@ -274,12 +272,12 @@ def test_a_directory_that_cannot_hold_a_socket_is_one_clear_line(tmp_path, monke
     assert not list(long.iterdir())
 
 
-def test_addresses_as_a_browser_writes_them():
+def test_the_url_is_one_that_a_browser_can_open():
     with supervisor.bind("0.0.0.0", 0) as listener:
         assert supervisor.url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_deaths_far_apart_are_no_row(monkeypatch):
+def test_deaths_far_apart_do_not_count_as_in_a_row(monkeypatch):
     """A child that lived long starts with a clean record."""
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
     monkeypatch.setattr(supervisor, "STEADY_S", 0.0)
@@ -303,7 +301,7 @@ def test_deaths_far_apart_are_no_row(monkeypatch):
     assert asyncio.run(scene()) > supervisor.MAX_DEATHS + 1
 
 
-def test_what_to_try_first_fits_the_model():
+def test_the_example_command_fits_the_model():
     designer = msgspec.structs.replace(CLONER, modes=["design"], reference_s=None)
     lines = [supervisor.try_it("http://here", [model]).splitlines() for model in (MODEL, designer, CLONER)]
     assert [len(line) for line in lines] == [1, 1, 2]

@@ -1,4 +1,4 @@
-"""The whole of `zoo serve` on demo checkpoints, and text that arrives while they speak."""
+"""A complete `zoo serve` with demo checkpoints, and text that arrives while they speak."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chance(tmp_path_factory):
-    """The small voice, which takes no text while it speaks."""
+    """A server of the small voice, which accepts no text while it speaks."""
     options = ("--alias", "fast=small_voice", "--alias-voice", "anna=slt", "--max-sessions", "1")
     with serving(tmp_path_factory.mktemp("served"), *options) as url:
         yield url
@@ -39,7 +39,7 @@ def say(socket, text, pause_s=0.0, size=3):
 
 
 def heard(socket):
-    """-> samples of an utterance, and its last event."""
+    """Return the samples of an utterance, and its last event."""
     pcm = bytearray()
     while True:
         message = socket.recv(timeout=60)
@@ -75,12 +75,12 @@ def one_shot(url, text, **fields):
 
 
 def same(one, other):
-    """But for the last bits: which frames share a window depends on the clock."""
+    """Return whether samples are equal except for the last bits: which frames share a window depends on timing."""
     return len(one) == len(other) > 0 and np.abs(one - other).max() <= 2
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
-def test_token_by_token_is_as_the_whole_text_at_once(server, pause_s):
+def test_text_by_token_gives_the_same_speech_as_the_whole_text(server, pause_s):
     with session(server) as socket:
         assert configure(socket, **FIELDS)["split_granularity"] == "token"
         say(socket, TEXT, pause_s)
@@ -89,7 +89,7 @@ def test_token_by_token_is_as_the_whole_text_at_once(server, pause_s):
     assert done["usage"]["output_tokens"] == len(samples) // 1920 == 40 and done["reason"] == "length"
 
 
-def test_sentence_by_sentence_is_as_each_sentence_alone(server):
+def test_text_by_sentence_gives_the_same_speech_as_each_sentence_alone(server):
     fields = {**FIELDS, "max_new_tokens": 200}
     with session(server) as socket:
         assert configure(socket, split_granularity="sentence", **fields)["split_granularity"] == "sentence"
@@ -102,8 +102,8 @@ def test_sentence_by_sentence_is_as_each_sentence_alone(server):
     assert same(samples, np.concatenate(alone)), done
 
 
-def test_a_cancel_frees_the_one_slot_for_who_waits(server):
-    """While it waits for text, and speaks nothing."""
+def test_a_cancel_frees_the_only_slot_for_the_next_request(server):
+    """The cancelled utterance waits for text and does not speak."""
     with session(server) as socket:
         configure(socket, **FIELDS)
         socket.send(json.dumps({"type": "input.text", "text": "Good morning, every"}))
@@ -123,7 +123,7 @@ def test_a_cancel_frees_the_one_slot_for_who_waits(server):
     until_idle(server)
 
 
-def test_a_client_that_leaves_frees_the_one_slot(server):
+def test_a_client_that_disconnects_frees_the_only_slot(server):
     with session(server) as socket:
         configure(socket, **FIELDS)
         socket.send(json.dumps({"type": "input.text", "text": "Good morning, every"}))
@@ -132,8 +132,8 @@ def test_a_client_that_leaves_frees_the_one_slot(server):
     until_idle(server)
 
 
-def test_whenever_it_is_cancelled_nothing_is_left(server):
-    """Pages, slots and requests are where they were, and it speaks as before."""
+def test_cancelling_at_any_time_leaves_nothing_behind(server):
+    """All pages, slots and requests are released, and the server speaks as before."""
     draw = random.Random(2)
     for _ in range(4):
         with session(server) as socket:
@@ -156,7 +156,7 @@ def test_whenever_it_is_cancelled_nothing_is_left(server):
         assert same(heard(socket)[0], one_shot(server, TEXT, text_mode="interleaved"))
 
 
-def test_a_model_that_has_not_learned_it_speaks_by_sentences(chance):
+def test_a_model_that_cannot_read_by_token_speaks_by_sentence(chance):
     assert not connected(chance).models.list().data[0].feeds
     fields = {"voice": "slt", "seed": 1, "temperature": 0, "depth_temperature": 0}
     with session(chance) as socket:
@@ -170,7 +170,7 @@ def test_a_model_that_has_not_learned_it_speaks_by_sentences(chance):
     assert done["reason"] == "stop" and same(samples, np.concatenate(alone))
 
 
-def test_what_the_command_says_of_names_and_sessions_holds(chance):
+def test_the_flags_for_aliases_and_sessions_take_effect(chance):
     client = connected(chance)
     [model] = client.models.list().data
     assert (model.id, model.aliases) == ("small_voice", ["fast"])
@@ -199,7 +199,7 @@ def running(url):
 def until(fact):
     end = time.monotonic() + 5
     while not fact():
-        assert time.monotonic() < end, "it did not come true"
+        assert time.monotonic() < end, "the condition did not become true within 5 s"
         time.sleep(0.1)
 
 

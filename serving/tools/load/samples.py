@@ -12,7 +12,9 @@ from typing import Protocol
 import av
 
 FORMATS = ("pcm", "wav", "mp3", "opus", "aac")  # not flac: the end of a frame is known only some frames later
-OPUS_HZ = 48000  # an Ogg page's position counts at this rate, whatever was encoded. Source: RFC 7845, section 4
+OPUS_HZ = (
+    48000  # an Ogg page's position counts at this rate, whatever was encoded. Source: RFC 7845, section 4
+)
 OGG_HEAD = struct.Struct("<4sBBqIIIB")  # RFC 3533, section 6
 
 

@@ -1,4 +1,4 @@
-"""What the tools' tests share."""
+"""Fixtures for the tests of the tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toy import END, Toy
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A compile cache of its own, and no kernels, which take half a minute to build and would stay for other
+    """Give each test its own compile cache, and no kernels: they take half a minute to build, and would stay for other
     tests."""
     monkeypatch.setattr("zoo.nn.kernels.build", lambda: None)
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path / "cache"))
@@ -19,7 +19,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def with_end(toy: Toy, score: float) -> Toy:
-    """A score of -inf: it speaks until its cap; of inf: it says nothing."""
+    """Fix the score of the end: with -inf the toy speaks until its cap, with inf it says nothing."""
     scores = toy.scores
 
     def fixed(*args: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`zoo batch`: files, lines, and what is left when it is ended."""
+"""`zoo batch`: its files, its lines, and what an interrupted run leaves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def results(out):
 
 
 class Run:
-    """A batch of a toy, as the command makes it."""
+    """A batch with a toy model, run like the command runs it."""
 
     def __init__(self, tmp_path, **defaults):
         self.out, self.path = Results(tmp_path / "out"), tmp_path / "in.jsonl"
@@ -45,7 +45,7 @@ class Run:
         self.told: list[dict] = []
 
     def __call__(self, *items, engine=None):
-        """-> the tally."""
+        """Run the batch and return its tally."""
         read = read_items(lines(self.path, *items), self.defaults)
         good = [item for item in read if item.error is None]
         digests = {item.id: item.digest(self.path.parent, ["toy"]) for item in good}
@@ -86,19 +86,19 @@ def test_every_line_becomes_a_file(run):
     for id, result in found.items():
         samples, rate_hz = soundfile.read(run.out.directory / f"{id}.wav")
         assert len(samples) == round(result["audio_s"] * rate_hz) == 4 * result["frames"] > 0
-    assert not list(run.out.directory.glob(".*"))  # nothing half written
+    assert not list(run.out.directory.glob(".*"))  # no incomplete files
 
 
-def test_what_is_finished_is_not_made_again(run):
+def test_finished_items_are_not_made_again(run):
     run(*TEXTS[:3])
     before = {path.name: path.stat().st_mtime_ns for path in run.out.directory.glob("*.wav")}
     (run.out.directory / "ben.wav").unlink()
     tally = run(TEXTS[0] | {"text": "Another text."}, *TEXTS[1:4])
-    assert (tally.found, tally.made) == (1, 3)  # another text, a lost file and a new line
+    assert (tally.found, tally.made) == (1, 3)  # made: another text, a lost file and a new line
     assert (run.out.directory / "cal.wav").stat().st_mtime_ns == before["cal.wav"]
     assert set(results(run.out.directory)) == {"ann", "ben", "cal", "dan"}
     run.defaults["seed"] = 5
-    assert run(*TEXTS[:4]).made == 4  # all are asked for otherwise
+    assert run(*TEXTS[:4]).made == 4  # all items have another seed
 
 
 def test_lines_of_other_files_stay(run):
@@ -107,7 +107,7 @@ def test_lines_of_other_files_stay(run):
     assert set(results(run.out.directory)) == {"ann", "ben", "cal", "dan"}
 
 
-def test_half_a_line_that_a_kill_left_is_no_result(run):
+def test_an_incomplete_line_of_a_killed_run_is_not_a_result(run):
     run(*TEXTS[:2])
     whole = (run.out.directory / "results.jsonl").read_text()
     (run.out.directory / "results.jsonl").write_text(whole + '{"id": "cal", "line": 3, "fi')
@@ -115,7 +115,7 @@ def test_half_a_line_that_a_kill_left_is_no_result(run):
     assert (tally.found, tally.made) == (2, 1) and set(results(run.out.directory)) == {"ann", "ben", "cal"}
 
 
-def test_lines_that_cannot_be_used(tmp_path):
+def test_unusable_lines_have_an_error(tmp_path):
     path = lines(
         tmp_path / "in",
         "{",
@@ -131,13 +131,13 @@ def test_lines_that_cannot_be_used(tmp_path):
     )
     items = read_items(path, {"voice": "v"})
     says = (
-        "no JSON",
+        "not JSON",
         "a JSON object",
         "no text",
         "Expected `str`",
-        "no name for a file",
+        "cannot name a file",
         None,
-        "that of line 6 too",
+        "also the id of line 6",
     )
     for item, said in zip(items, (*says, "Expected `int | null`", None), strict=True):
         assert item.error is None if said is None else said in item.error
@@ -145,12 +145,12 @@ def test_lines_that_cannot_be_used(tmp_path):
     assert len({item.id for item in items}) == len(items)
     assert items[-1].id == "4" and items[-1].options == {"cfg_scale": 2} and items[-1].fields.voice == "v"
     for bad in (lines(tmp_path / "none"), tmp_path / "no such"):
-        with pytest.raises(ValueError, match=r"no line in|cannot be read"):
+        with pytest.raises(ValueError, match=r"has no lines|cannot be read"):
             read_items(bad, {})
 
 
-def test_a_line_ends_at_its_end_alone(run):
-    """And not at what Unicode calls a separator."""
+def test_only_a_newline_ends_a_line(run):
+    """Unicode's line separators do not."""
     assert run('{"text": "a\u2028b\x85c", "id": "a", "voice": "no\u2028body"}', *TEXTS[:2]).failed == 1
     assert set(results_by_line(run.out.directory)) == {"a", "ann", "ben"}
     assert run('{"text": "a\u2028b\x85c", "id": "a"}', *TEXTS[:2]).found == 2
@@ -160,7 +160,7 @@ def results_by_line(out):
     return [json.loads(line)["id"] for line in (out / "results.jsonl").read_text("utf-8").split("\n")[:-1]]
 
 
-def test_what_the_model_refuses_is_left_out(run):
+def test_items_that_the_model_refuses_fail(run):
     tally = run(
         TEXTS[0], {"text": "a", "id": "bad", "voice": "nobody"}, {"text": " ", "id": "empty"}, TEXTS[1]
     )
@@ -170,20 +170,20 @@ def test_what_the_model_refuses_is_left_out(run):
     assert "text is empty" in found["empty"]["error"]
 
 
-def test_what_a_model_does_not_say_is_a_failure(run, with_end):
+def test_an_item_without_audio_fails(run, with_end):
     engine = Engine(with_end(Toy(), 1e9), max_slots=2, policy="throughput", compile=False, max_waiting=4)
     tally = run(*TEXTS[:2], engine=engine)
     assert tally.failed == 2 and "no audio" in results(run.out.directory)["ann"]["error"]
 
 
-def test_one_at_a_time(run):
+def test_only_one_batch_at_a_time_writes_to_a_directory(run):
     with run.out.held(), pytest.raises(ValueError, match="another zoo batch writes to"):
         run(TEXTS[0])
     assert run(TEXTS[0]).made == 1
 
 
-def test_a_signal_keeps_what_is_whole(run, with_end, monkeypatch):
-    """It comes when two are made; the next run makes the rest."""
+def test_a_signal_keeps_the_finished_items(run, with_end, monkeypatch):
+    """The signal comes when two items are made; the next run makes the rest."""
 
     def engine():
         return Engine(with_end(Toy(), -1e9), max_slots=2, policy="throughput", compile=False, max_waiting=4)
@@ -209,7 +209,7 @@ def test_a_signal_keeps_what_is_whole(run, with_end, monkeypatch):
     assert len(results(run.out.directory)) == 40
 
 
-def test_a_writers_mistake_ends_the_batch(run, monkeypatch):
+def test_an_unexpected_error_of_a_writer_ends_the_batch(run, monkeypatch):
     def broken(*_):
         raise RuntimeError("a mistake of ours")
 
@@ -218,7 +218,7 @@ def test_a_writers_mistake_ends_the_batch(run, monkeypatch):
         run(*TEXTS)
 
 
-def test_a_disk_that_takes_nothing_is_said_of_each(run, monkeypatch):
+def test_a_full_disk_fails_each_item(run, monkeypatch):
     write = Results.write
 
     def full(self, name, data):
@@ -231,7 +231,7 @@ def test_a_disk_that_takes_nothing_is_said_of_each(run, monkeypatch):
     assert tally.failed == 3 and "No space left" in results(run.out.directory)["ben"]["error"]
 
 
-def test_items_are_the_same_if_they_ask_for_the_same(tmp_path):
+def test_equal_items_have_equal_digests(tmp_path):
     (tmp_path / "a.wav").write_bytes(b"1")
     (tmp_path / "b.wav").write_bytes(b"1")
     (tmp_path / "c.wav").write_bytes(b"2")
@@ -247,7 +247,8 @@ def test_items_are_the_same_if_they_ask_for_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    """All of it on a demo checkpoint: options of all lines and of one, a bad line, and nothing to do the second time."""
+    """Run the command on a demo checkpoint, with options for all lines and for one, a bad line, and a second run that
+    finds everything."""
     out, model = tmp_path / "out", directory("qwen3_tts", "tiny")
     path = lines(
         tmp_path / "in.jsonl",
@@ -271,7 +272,7 @@ def test_the_command(tmp_path):
     )
     done = shell.zoo(*how, "--format", "flac", "-O", "text_mode=full")
     assert done.returncode == 1 and "2 made" in done.stdout and "1 failed" in done.stdout, done
-    assert "line 3 (000003): it is no JSON" in done.stderr
+    assert "line 3 (000003): the line is not JSON" in done.stderr
     found = results(out)
     assert {found[id]["file"] for id in ("000001", "b")} == {"000001.flac", "b.flac"} and "error" in found[
         "000003"
@@ -279,13 +280,13 @@ def test_the_command(tmp_path):
     assert soundfile.info(io.BytesIO((out / "b.flac").read_bytes())).samplerate == 24000
     lines(path, {"text": "Hello."}, {"text": "Hello.", "id": "b", "voice": "ryan", "seed": 3})
     done = shell.zoo(*how, "--format", "flac", "-O", "text_mode=full")
-    assert done.returncode == 0 and "0 made" in done.stdout and "2 were there" in done.stdout
+    assert done.returncode == 0 and "0 made" in done.stdout and "2 found" in done.stdout
     assert shell.zoo("batch", tmp_path / "none", out, "-m", model).returncode == 2
 
 
 @pytest.mark.slow
-def test_the_small_voice_speaks_a_batch_at_the_speeds_that_are_asked_for(tmp_path):
-    """Without a model; twice as fast is half as long, and a speed that is none is a line's error."""
+def test_the_small_voice_speaks_a_batch_at_the_given_speeds(tmp_path):
+    """The command names no model. Double speed halves the length, and a speed out of range is an error of its line."""
     path = lines(
         tmp_path / "in.jsonl",
         {"text": "Hello.", "id": "fast"},
@@ -304,8 +305,8 @@ def test_the_small_voice_speaks_a_batch_at_the_speeds_that_are_asked_for(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_killed_goes_on(tmp_path):
-    """Killed without warning after its first lines: every file that is there is whole, and the next run makes the others."""
+def test_a_killed_batch_can_be_resumed(tmp_path):
+    """The batch is killed after its first lines. Every file is then complete, and the next run makes the others."""
     out, model = tmp_path / "out", directory("qwen3_tts", "tiny")
     path = lines(
         tmp_path / "in.jsonl",
@@ -337,5 +338,5 @@ def test_a_batch_that_is_killed_goes_on(tmp_path):
     there = {file.stem for file in out.glob("*.wav")}
     assert all(soundfile.info(str(out / f"{name}.wav")).frames == 12 * 1920 for name in there)
     done = shell.zoo(*how)
-    assert done.returncode == 0 and " 0 were there" not in done.stdout, done
+    assert done.returncode == 0 and " 0 found" not in done.stdout, done
     assert set(results(out)) == {f"n{i}" for i in range(12)} == {file.stem for file in out.glob("*.wav")}

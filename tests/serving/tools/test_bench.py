@@ -1,4 +1,4 @@
-"""`zoo bench` below its command, and the one hook that everything is timed by."""
+"""The function behind `zoo bench`, and the hook that times every launch."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_a_model_is_measured(monkeypatch, with_end):
         assert run["step_ms"] > 0 and run["render_ms"] > 0 and run["host_ms_per_step"] > 0
         floor_s = run["floor_ms_per_frame"] * run["frames"] / streams / 1e3
         assert run["floor_fraction"] == pytest.approx(floor_s / run["wall_s"])
-    assert sum("streams: RTF" in line for line in lines) == 2
+    assert sum(line.startswith("streams ") and ": RTF" in line for line in lines) == 2
     json.dumps(result, allow_nan=False)
 
 
 @pytest.mark.parametrize("name, size", [("qwen3_tts", "tiny-base"), ("qwen3_tts", "tiny-1.7b-design")])
-def test_models_without_a_voice_of_their_own_are_measured_too(name, size):
+def test_models_without_preset_voices_are_measured_too(name, size):
     result = bench(str(directory(name, size)), streams=(1,), frames=3, rounds=1, device="cpu", compile=False)
     assert result["runs"][0]["frames"] == 3
 
@@ -64,7 +64,7 @@ def test_a_voice_that_the_model_lacks_is_refused(monkeypatch):
         bench("toy", voice="vivian")
 
 
-def test_a_policy_that_there_is_not_is_refused_before_anything_is_loaded_or_measured(monkeypatch):
+def test_an_unknown_policy_is_refused_before_anything_is_loaded_or_measured(monkeypatch):
     monkeypatch.setattr(zoo, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     monkeypatch.setattr(measured, "machine", lambda *_: pytest.fail("the machine was measured"))
     with pytest.raises(ValueError, match="policy 'fast' is unknown; there are: streaming, throughput, fifo"):
@@ -95,7 +95,7 @@ def test_a_family_without_a_reference_is_refused_before_anything_is_measured(mon
 
 
 def test_work_counts_the_weights_that_products_read():
-    """Of the toy's step each once, without the embeddings. Guidance reads none twice, and does twice the
+    """The toy's step reads each weight once, except the embeddings. Guidance reads no weight twice, but doubles the
     arithmetic."""
     toy, guided = Toy(), Guided()
     plain, twice = work(toy, first_request(toy)), work(guided, first_request(guided))
@@ -103,7 +103,7 @@ def test_work_counts_the_weights_that_products_read():
     assert plain["step"]["bytes"] == twice["step"]["bytes"] >= 4 * sum(weight.numel() for weight in read)
     assert set(plain["step"]["flops"]) == {"float32"}
     assert twice["step"]["flops"]["float32"] > 1.5 * plain["step"]["flops"]["float32"] > 0
-    assert plain["render"]["bytes"] == 0  # it has an oscillator, and no weights
+    assert plain["render"]["bytes"] == 0  # the toy's renderer is an oscillator without weights
 
 
 def test_arithmetic_is_counted_by_its_dtype():
@@ -120,7 +120,7 @@ def test_arithmetic_is_counted_by_its_dtype():
     assert done.bytes == 2 * 8 * 16 + 4 * (3 * 16 * 4 + 4)
 
 
-def test_the_floor_is_what_takes_longer():
+def test_the_floor_is_the_longer_of_reading_and_arithmetic():
     step, render = {"bfloat16": 400_000, "float32": 400_000}, {"float32": 100_000}
     counted = {"step": {"bytes": 4_000_000, "flops": step}, "render": {"bytes": 25_000_000, "flops": render}}
     limits = {"bytes_per_s": 1e9, "flops_per_s": {"bfloat16": 8e8, "float32": 1e9}}
@@ -128,7 +128,7 @@ def test_the_floor_is_what_takes_longer():
     assert min_ms_per_frame(counted, limits, streams=8, window=25) == pytest.approx(8.0)
 
 
-def test_the_observer_is_told_of_every_launch(with_end):
+def test_the_observer_sees_every_launch(with_end):
     engine = Engine(with_end(Toy(), -1e9), max_slots=2, compile=False)
     [model] = engine.models.values()
     times, rows = LaunchTimes(), Counter()
@@ -145,7 +145,7 @@ def test_the_observer_is_told_of_every_launch(with_end):
     while engine.turn():
         pass
     took_s = time.perf_counter() - began_s
-    assert set(times.launches) == {"prefill", "step", "render"}  # a CPU is never waited for
+    assert set(times.launches) == {"prefill", "step", "render"}  # the engine never waits for a CPU
     assert rows["prefill"] == 2 and times.launches["prefill"] == 1
     assert rows["step"] == 12 == sum(listener.frames for listener in listeners)
     assert times.launches["step"] == 6

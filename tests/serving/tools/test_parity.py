@@ -1,4 +1,4 @@
-"""`zoo parity` below its command: what it finds, and that it would find what is wrong."""
+"""The function behind `zoo parity`: its results, and that it detects errors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ def tiny(name: str) -> str:
 def followed(plain: zoo.Family, served: zoo.Family, request: Request) -> dict:
     [worker] = Engine(served, max_slots=2, compile=False).models.values()
     run = follow(plain, worker, request)
-    assert not worker.running and not worker.waiting and len(worker.free_slots) == 2  # all was given back
+    assert (
+        not worker.running and not worker.waiting and len(worker.free_slots) == 2
+    )  # all slots were released
     return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.families())
-def test_the_served_form_says_what_the_plain_one_says(name):
+def test_the_served_form_equals_the_plain_form(name):
     result = parity(tiny(name), device="cpu", dtype="float32", compile=False, frames=6)
     assert result["family"] == name and result["dtype"] == "float32" and result["reference"] is None
     assert result["compiles_after_warmup"] == 0 and result["graphs"] == 0
@@ -54,7 +56,7 @@ def test_codes_are_equal_at_every_step():
     assert run["audio_s"] == 6 * 0.08
 
 
-def test_several_passes_are_followed_through_windows_that_hold_samples_back(with_end):
+def test_several_passes_are_compared_through_windows_that_hold_samples_back(with_end):
     grid = with_end(GridToy(), -1e9)
     text = "Good morning, everybody who is here."
     request = Request(text=text, max_frames=17, temperature=0.0, options={"echoes": 3})
@@ -64,7 +66,7 @@ def test_several_passes_are_followed_through_windows_that_hold_samples_back(with
 
 
 @pytest.mark.parametrize("name", ["toy_guided", "toy_delay"])
-def test_lanes_and_written_text_are_followed(name):
+def test_lanes_and_written_text_are_compared(name):
     request = Request(text="Good morning.", max_frames=9, temperature=0.0)
     run = followed(family(name), family(name), request)
     assert run["steps_equal"] == run["steps"] > 1 and run["snr_db"] is None
@@ -74,26 +76,26 @@ def greedy(frames: int) -> Request:
     return Request(text="hello", voice="vivian", temperature=0.0, max_frames=frames)
 
 
-def test_a_form_that_says_something_else_is_seen():
-    """The wrong one errs from its first step on, but each step is taken from where the right one stood."""
+def test_a_form_that_speaks_other_codes_is_detected():
+    """The wrong form errs from its first step on, but each step starts from the state of the right form."""
     wrong = zoo.load(tiny("qwen3_tts"), "cpu", "float32")
     head = wrong.talker.codec_head
     head.weight = torch.nn.Parameter(head.weight.roll(1, 0), requires_grad=False)
     run = followed(family("qwen3_tts"), wrong, greedy(5))
     assert run["steps"] == 5 and run["steps_equal"] == 0 and run["largest_frame_difference"] >= 1
-    assert run["equal_s"] == run["expected_s"]  # the tapes were the right one's
+    assert run["equal_s"] == run["expected_s"]  # the renders read the right form's tapes
 
 
-def test_a_form_that_ends_elsewhere_is_seen():
+def test_a_form_that_ends_elsewhere_is_detected():
     wrong = zoo.load(tiny("qwen3_tts"), "cpu", "float32")
     wrong.never[:] = True
-    wrong.never[wrong.config.control.eos] = False  # it can say nothing but the end
+    wrong.never[wrong.config.control.eos] = False  # it can only end
     run = followed(family("qwen3_tts"), wrong, greedy(5))
     assert run["steps"] == 5 and run["steps_equal"] < 5 and run["largest_frame_difference"] is None
     assert run["equal_s"] == run["expected_s"] == 5 * 0.08
 
 
-def test_a_form_that_makes_no_numbers_is_seen():
+def test_a_form_that_returns_nan_is_detected():
     wrong = zoo.load(tiny("qwen3_tts"), "cpu", "float32")
     render = wrong.render
     wrong.render = lambda state, view: (torch.full_like(render(state, view)[0], torch.nan), view.count * 1920)
@@ -123,8 +125,8 @@ def test_two_renderings_are_compared_sample_by_sample():
     assert compare(sound[:0], sound[:0], 1000)["snr_db"] is None
 
 
-def test_the_reference_is_asked_the_same_and_compared(monkeypatch):
-    """Here it says what we say, but for one sample of one request."""
+def test_the_reference_gets_the_same_requests_and_is_compared(monkeypatch):
+    """The fake reference equals ours except for one sample of one request."""
     plain = family("qwen3_tts")
     work, _ = every_request(plain, 4)
 
@@ -147,7 +149,7 @@ def test_the_reference_is_asked_the_same_and_compared(monkeypatch):
     assert all(run["equal_s"] == run["expected_s"] > 0 for run in found["runs"].values())
 
 
-def test_the_reference_is_given_the_noise_that_frames_are_solved_from(monkeypatch):
+def test_the_reference_gets_the_same_noise(monkeypatch):
     plain = family("voxcpm2")
 
     def run(name: str, python: str, order: dict) -> dict:
@@ -164,7 +166,7 @@ def test_the_reference_is_given_the_noise_that_frames_are_solved_from(monkeypatc
 
 
 class Accented(Toy):
-    """A toy with a choice."""
+    """A toy with an option that has choices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,8 +181,8 @@ class Accented(Toy):
 
 
 @pytest.mark.compile
-def test_the_served_form_is_the_servers_and_is_compiled_once(monkeypatch):
-    """One warm-up for all requests, and nothing is compiled after it."""
+def test_the_served_form_is_compiled_once(monkeypatch):
+    """One warm-up serves all requests, and nothing is compiled after it."""
     monkeypatch.setattr(
         "serving.engine.runner.lower",
         lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb,

@@ -1,4 +1,4 @@
-"""The reference implementation's process: what it is given, and what becomes of its answer."""
+"""The process of a reference implementation: its input and its answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zoo.request import Reference, Request
 
 
 def interpreter(directory: Path, code: str) -> str:
-    """A `python` that runs `code` in place of the script that it is given; `order` is what it was told."""
+    """Write a `python` that runs `code` instead of the given script. `order` holds its JSON argument."""
     python = directory / "python"
     lines = ("#!/usr/bin/env python3", "import json, sys", "order = json.loads(sys.argv[3])", code)
     python.write_text("\n".join(lines) + "\n")
@@ -24,7 +24,7 @@ def interpreter(directory: Path, code: str) -> str:
     return str(python)
 
 
-def test_a_family_s_reference_lies_in_its_folder():
+def test_the_reference_of_a_family_is_in_its_folder():
     folder = Path(zoo.__file__).parent
     there = {name for name in zoo.families() if (folder / name / "reference.py").exists()}
     assert len(there) >= 4
@@ -32,7 +32,7 @@ def test_a_family_s_reference_lies_in_its_folder():
         assert reference.script(name).parent == folder / name
 
 
-def test_the_answer_is_the_last_line_that_it_writes(tmp_path):
+def test_the_answer_is_the_last_line_of_the_output(tmp_path):
     answer = "print('loading')\nprint(json.dumps({'flag': sys.argv[1], 'script': sys.argv[2], **order}))"
     python = interpreter(tmp_path, answer)
     answer = reference.run("higgs_v3", python, {"directory": "model"})
@@ -48,15 +48,15 @@ def test_the_answer_is_the_last_line_that_it_writes(tmp_path):
             "/bin/true",
             r"toy has no reference implementation to compare with: .*reference\.py does not exist",
         ),
-        ("voxcpm2", "/bin/false", "the reference of voxcpm2 did not run with /bin/false: exit status 1"),
+        ("voxcpm2", "/bin/false", "the reference of voxcpm2 failed with /bin/false: exit status 1"),
         (
             "voxcpm2",
             "/nowhere/py",
-            "the reference of voxcpm2 did not run with /nowhere/py: No such file or directory",
+            "the reference of voxcpm2 failed with /nowhere/py: No such file or directory",
         ),
     ],
 )
-def test_what_cannot_be_run_is_one_line(family, python, line):
+def test_a_reference_that_cannot_run_is_a_clear_error(family, python, line):
     with pytest.raises(ValueError, match=f"^{line}$"):
         reference.run(family, python, {})
 

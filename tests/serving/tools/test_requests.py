@@ -1,4 +1,4 @@
-"""What a model is asked by `zoo parity`: a request for each thing it can do, read off its spec."""
+"""The requests of `zoo parity`: one for each capability of a model, derived from its spec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ASKED = {
     ("toy", "tiny"): {"voice"},
     ("qwen3_tts", "tiny"): {
         "voice",
-        "voice dylan",  # of a dialect: its prompt has a language
+        "voice dylan",  # speaks a dialect, so its prompt has a language
         "language chinese",
         "voice text_mode=interleaved",
         "voice dylan text_mode=interleaved",
@@ -83,7 +83,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name, size", ASKED)
-def test_a_request_for_each_thing_a_model_can_do(name, size):
+def test_there_is_a_request_for_each_capability_of_a_model(name, size):
     model = family(name, size=size)
     taken, refused = every_request(model, frames=5)
     assert set(taken) == ASKED[name, size]
@@ -92,7 +92,7 @@ def test_a_request_for_each_thing_a_model_can_do(name, size):
     assert all(any(reason in line for reason in reasons) for line in refused.values())
 
 
-def test_what_a_request_asks_is_what_its_name_says():
+def test_the_name_of_a_request_describes_its_fields():
     taken, _ = every_request(family("qwen3_tts", size="tiny-1.7b"), frames=5)
     first = taken["voice"]
     assert (first.voice, first.temperature, first.max_frames) == ("aiden", 0, 5)
@@ -101,21 +101,21 @@ def test_what_a_request_asks_is_what_its_name_says():
     assert taken["instruct"].instructions == MANNER and taken["instruct"].voice == "aiden"
     assert taken["language chinese"].language == "chinese"
     clones, _ = every_request(family("voxcpm2"), frames=5)
-    assert clones["clone"].temperature is None  # it solves, and draws nothing
+    assert clones["clone"].temperature is None  # VoxCPM2 has no sampling
     assert clones["clone"].references[0].transcript == TRANSCRIPT
     assert clones["clone without transcript"].references[0].transcript is None
     assert clones["clone with instructions"].instructions == MANNER
 
 
-def test_the_first_request_is_one_that_the_model_takes():
+def test_the_model_accepts_the_first_request():
     for name, size in ASKED:
         model = family(name, size=size)
         request = first_request(model, text="Hello there, how are you this morning?", max_frames=3)
         assert request.max_frames == 3 and model.prompt(request).max_frames == 3
 
 
-def test_a_model_that_brings_no_voice_is_asked_for_a_clone(tmp_path):
-    """As the published CosyVoice 2: an instruction is none of its voices."""
+def test_a_model_without_voices_is_asked_for_a_clone(tmp_path):
+    """The published CosyVoice 2 is such a model: instructions alone do not choose a voice for it."""
     for file in directory("cosyvoice2", "tiny").iterdir():
         if file.name != "spk2info.pt":
             (tmp_path / file.name).symlink_to(file)

@@ -1,4 +1,4 @@
-"""`zoo warm` below its command."""
+"""The function behind `zoo warm`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo.contract import KV
 
 
 @pytest.mark.compile
-def test_warm_says_what_it_made_of_each(monkeypatch, tmp_path):
+def test_warm_reports_what_it_compiled_for_each_model(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "serving.engine.runner.lower",
         lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb,
@@ -30,7 +30,11 @@ def test_warm_says_what_it_made_of_each(monkeypatch, tmp_path):
     one, two = warm(options, lambda *step: steps.append(step))
     assert (one["model"], two["model"]) == ("a", "b")
     for done in (one, two):
-        assert (done["graphs"], done["found"], done["compiled"]) == (1, 0, 0)  # it keeps no kernels
+        assert (done["graphs"], done["found"], done["compiled"]) == (
+            1,
+            0,
+            0,
+        )  # the eager backend keeps no kernels
         assert done["cache"].startswith(str(tmp_path / "cache")) and done["warm_s"] > 0
     assert one["cache"] != two["cache"]
     assert steps[0][0] == 0 and steps[-1] == (1.0, "b: warm")

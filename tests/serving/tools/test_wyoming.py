@@ -1,4 +1,5 @@
-"""`zoo wyoming`: Home Assistant's events, by wyoming's own client, in front of the HTTP process and an engine without a model."""
+"""`zoo wyoming`: Home Assistant's events, sent by wyoming's own client, with the HTTP process and an engine without a
+model."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -44,7 +45,7 @@ def server(tmp_path_factory):
 
 @asynccontextmanager
 async def bridge(server, path, **options):
-    """A client of a bridge to the server."""
+    """Run a bridge to the server and yield a client of it."""
     uri = f"unix://{path}/wyoming.sock"
     wyoming = AsyncServer.from_uri(uri)
     await wyoming.start(partial(Handler, Upstream(server.url, options.get("api_key"), ["en"])))
@@ -56,7 +57,7 @@ async def bridge(server, path, **options):
 
 
 def told(server, path, *events, **options):
-    """What a client that sends these events hears, up to what ends the last of them or the connection."""
+    """Send events and return the answers, up to the end of the last synthesis or of the connection."""
 
     async def ask():
         heard = []
@@ -83,7 +84,7 @@ def audio(events):
 
 
 def types(events):
-    """In order, neighbours of a kind as one."""
+    """Return the types of events in order, with equal neighbours as one."""
     found = [event.type for event in events]
     return [kind for i, kind in enumerate(found) if i == 0 or found[i - 1] != kind]
 
@@ -123,15 +124,15 @@ def test_synthesize(server, tmp_path):
     assert asked["voice"] == "ryan" and asked["text"] == "frames 3"
 
 
-def test_one_after_the_other_on_one_connection(server, tmp_path):
+def test_a_connection_can_synthesize_several_texts(server, tmp_path):
     heard = told(server, tmp_path, Synthesize("frames 1"), Synthesize("frames 2", SynthesizeVoice("ryan")))
     assert types(heard) == 2 * ["audio-start", "audio-chunk", "audio-stop"]
     assert audio(heard) == frame(0) + frame(0) + frame(1)
     assert [asked["voice"] for asked in list(server.engine.asked.values())[-2:]] == ["vivian", "ryan"]
 
 
-def test_text_comes_in_chunks_and_as_a_whole_for_others(server, tmp_path):
-    """As Home Assistant sends it. Each word is a frame of an engine that is fed."""
+def test_the_whole_text_after_chunks_is_ignored(server, tmp_path):
+    """Home Assistant sends both. The fake engine speaks a frame for each word that it is fed."""
     chunks = [SynthesizeChunk(text) for text in ("one ", "two ", "three")]
     whole = Synthesize("one two three")  # for programs that do not stream
     program, start = SelectProgram("feeder"), SynthesizeStart(SynthesizeVoice("ryan"))
@@ -140,14 +141,14 @@ def test_text_comes_in_chunks_and_as_a_whole_for_others(server, tmp_path):
     assert audio(heard) == frame(0) + frame(1) + frame(2)
 
 
-def test_a_model_that_reads_whole_texts_speaks_chunks_by_sentences(server, tmp_path):
+def test_a_model_that_needs_whole_sentences_speaks_chunks_by_sentence(server, tmp_path):
     start, chunks = SynthesizeStart(), [SynthesizeChunk("frames"), SynthesizeChunk(" 2")]
     heard = told(server, tmp_path, start, *chunks, SynthesizeStop())
     assert types(heard) == ["audio-start", "audio-chunk", "audio-stop", "synthesize-stopped"]
     assert audio(heard) == frame(0) + frame(1)
 
 
-def test_audio_comes_before_the_text_is_whole(server, tmp_path):
+def test_audio_comes_before_the_text_is_complete(server, tmp_path):
     async def ask():
         async with bridge(server, tmp_path) as client:
             for event in (SelectProgram("feeder"), SynthesizeStart(), SynthesizeChunk("one two ")):
@@ -159,12 +160,12 @@ def test_audio_comes_before_the_text_is_whole(server, tmp_path):
     assert types(asyncio.run(ask())) == ["audio-start", "audio-chunk"]
 
 
-def test_nothing_in_chunks_is_nothing(server, tmp_path):
+def test_chunks_without_text_give_no_audio(server, tmp_path):
     heard = told(server, tmp_path, SynthesizeStart(), SynthesizeChunk(" "), SynthesizeStop())
     assert types(heard) == ["synthesize-stopped"]
 
 
-def test_a_voice_of_another_model_brings_its_model(server, tmp_path):
+def test_a_voice_chooses_its_model(server, tmp_path):
     told(server, tmp_path, Synthesize("frames 1", SynthesizeVoice("anna")))
     message = list(server.engine.messages.values())[-1]
     assert message.model == "cloner" and len(message.references) == 1
@@ -176,7 +177,7 @@ def test_a_voice_of_another_model_brings_its_model(server, tmp_path):
 WRONG = [
     ([Synthesize("frames 1", SynthesizeVoice("nobody"))], "no voice 'nobody'"),
     ([Synthesize(" ")], "the text is empty"),
-    ([Synthesize("<speak/>", text_format="ssml")], "is not read; plain text is"),
+    ([Synthesize("<speak/>", text_format="ssml")], "is not supported; use plain text"),
     ([SelectProgram("other"), Synthesize("frames 1")], "no program 'other'"),
     ([SynthesizeChunk("x"), SynthesizeStop()], "synthesize-chunk came before"),
     ([SynthesizeStop()], "synthesize-stop came before"),
@@ -188,12 +189,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("events", "says"), WRONG)
-def test_what_goes_wrong_is_an_error_and_the_end(server, tmp_path, events, says):
+def test_a_failure_is_an_error_and_ends_the_connection(server, tmp_path, events, says):
     heard = told(server, tmp_path, *events)
     assert says in failure(heard) and not any(AudioStop.is_type(event.type) for event in heard)
 
 
-def test_what_is_no_event_of_the_protocol_is_an_error(server, tmp_path):
+def test_an_invalid_event_is_an_error(server, tmp_path):
     async def ask():
         async with bridge(server, tmp_path) as client:
             await client.write_event(Event("synthesize", {"words": "x"}))
@@ -203,7 +204,7 @@ def test_what_is_no_event_of_the_protocol_is_an_error(server, tmp_path):
     assert "synthesize cannot be read" in failure([error]) and end is None
 
 
-def test_who_leaves_frees_its_slot(server, tmp_path):
+def test_a_client_that_disconnects_frees_its_slot(server, tmp_path):
     async def ask():
         async with bridge(server, tmp_path) as client:
             await client.write_event(Synthesize("hold 2").event())
@@ -226,7 +227,7 @@ def test_a_server_that_is_away(tmp_path):
     class Away:
         url = "http://127.0.0.1:9"
 
-    assert "takes no session" in failure(told(Away, tmp_path, Synthesize("frames 1")))
+    assert "does not accept a session" in failure(told(Away, tmp_path, Synthesize("frames 1")))
 
 
 def test_ping(server, tmp_path):
@@ -238,6 +239,6 @@ def test_ping(server, tmp_path):
     assert asyncio.run(ask()) == "there?"
 
 
-def test_the_command_refuses_what_is_no_address():
+def test_the_command_refuses_an_invalid_address():
     done = zoo("wyoming", "127.0.0.1:8000")
     assert done.returncode == 2 and "must begin with http://" in done.stderr

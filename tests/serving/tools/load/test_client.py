@@ -1,4 +1,4 @@
-"""What the client records of one request, with a server and a clock that keep to a script."""
+"""The record of one request, with a server and a clock that follow a script."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ def asked(form="pcm", **more):
 
 
 def recorded(answer, planned=None, timeout_s=20.0):
-    """The record of one request to a server that answers so."""
+    """Return the record of one request to a server with this answer."""
 
     async def go():
         async with speaking(answer) as target, connections(target) as session:
@@ -31,8 +31,8 @@ def recorded(answer, planned=None, timeout_s=20.0):
     return asyncio.run(go())
 
 
-def test_arrivals_are_those_of_the_script(monkeypatch):
-    """The clock moves between two chunks, and a chunk leaves when the one before it was read."""
+def test_arrivals_follow_the_script(monkeypatch):
+    """The clock moves between chunks, and the server sends a chunk once the client has read the one before."""
     script = [(11.0, 512), (11.5, 512), (12.25, 256)]
     clock = SimpleNamespace(now_s=10.0)
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
@@ -41,7 +41,7 @@ def test_arrivals_are_those_of_the_script(monkeypatch):
     async def answer(request, body):
         reply = web.StreamResponse(headers={"x-sample-rate": "1024"})
         await reply.prepare(request)
-        await reply.write(wav_header(1024))  # a header alone is no first audio
+        await reply.write(wav_header(1024))  # a header alone does not count as first audio
         for num, (at_s, num_samples) in enumerate(script):
             await until(lambda num=num: len(record.arrivals) == num)
             clock.now_s = at_s
@@ -56,12 +56,12 @@ def test_arrivals_are_those_of_the_script(monkeypatch):
     asyncio.run(go())
     assert record.arrivals == script and record.sample_rate_hz == 1024
     found = summary([record], Slo())
-    # the last one is due at 12.0
+    # The last chunk is due at 12.0.
     assert found["ttfa_p50_ms"] == 1000 and found["chunk_viability"] == 0.5 and found["underrun_s"] == 0.25
     assert found["rtf_p50"] == 2.25 / 1.25
 
 
-def test_a_whole_answer():
+def test_a_complete_answer():
     record = recorded(
         lambda request, body: stream(request, [bytes(200), bytes(100)], {"x-sample-rate": "8000"})
     )
@@ -98,7 +98,7 @@ async def never(request, body):
             lambda request, body: stream(request, [b"ID3 something else"]),
             "wav",
             "unreadable",
-            "begins with RIFF",
+            "must begin with RIFF",
         ),
         (cut, "pcm", "cut", ""),
     ],
@@ -121,7 +121,7 @@ def test_a_server_that_does_not_answer():
     assert asyncio.run(go()).failure == "no_connection"
 
 
-def test_who_leaves_is_no_failure_and_the_server_notices():
+def test_a_planned_disconnect_is_not_a_failure_and_reaches_the_server():
     async def go():
         left = asyncio.Event()
 
@@ -132,7 +132,7 @@ def test_who_leaves_is_no_failure_and_the_server_notices():
                 while True:
                     await reply.write(bytes(100))
                     await asyncio.sleep(0.001)
-            finally:  # it ends only when nobody reads it any more
+            finally:  # ends only when the client has disconnected
                 left.set()
 
         async with speaking(answer) as target, connections(target) as session:
@@ -147,7 +147,7 @@ def test_who_leaves_is_no_failure_and_the_server_notices():
     assert record.outcome == "left" and record.failure is None
 
 
-def test_a_cancelled_run_keeps_what_it_has():
+def test_a_cancelled_request_keeps_its_record():
     async def go():
         async with speaking(never) as target, connections(target) as session:
             asking = asyncio.create_task(speak(session, target, asked(), 0, time.monotonic()))
@@ -159,7 +159,7 @@ def test_a_cancelled_run_keeps_what_it_has():
 
 
 def test_slow_readers_read_slowly(monkeypatch):
-    """A quarter of the speed: of each second of audio it is four seconds, by the clock, before it reads on."""
+    """They read at a quarter of the speed: after each second of audio they wait four seconds."""
     clock = SimpleNamespace(now_s=0.0)
 
     async def sleep(seconds):
@@ -182,7 +182,7 @@ def test_slow_readers_read_slowly(monkeypatch):
     assert clock.now_s == pytest.approx(4 * 5.0)
 
 
-def test_what_headers_say_of_the_rate():
+def test_the_sample_rate_is_read_from_headers():
     def answer(**headers):
         return SimpleNamespace(headers={name.replace("_", "-"): value for name, value in headers.items()})
 
@@ -191,7 +191,7 @@ def test_what_headers_say_of_the_rate():
     assert rate_of(answer(content_type="audio/pcm", x_sample_rate="high")) == 0
 
 
-def test_what_an_error_says():
+def test_the_message_is_read_from_an_error():
     assert said('{"error": {"message": "no voice", "code": 1}}') == "no voice"
     assert said('{"detail": "no voice"}') == "no voice"
     assert said('{"error": "no voice"}') == "no voice" and said("no voice") == "no voice"

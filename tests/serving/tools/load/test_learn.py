@@ -1,4 +1,4 @@
-"""Servers differ: what is found out about one before it is measured."""
+"""The load client finds out what a server offers before measuring it."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ WAV = [wav_header(16000), bytes(400)]
 
 
 def learned(answer, formats=(), model=None, models=("m",), **fields):
-    """-> target, work, and what was said meanwhile."""
+    """Return the target, the work, and the printed lines."""
     work, lines = Work([], fields=fields), []
 
     async def go():
@@ -48,24 +48,24 @@ async def mute(request, body):
     return refusal(400, "voice: a voice is needed")
 
 
-def test_pcm_at_the_rate_that_the_server_says():
+def test_pcm_has_the_rate_that_the_server_reports():
     target, work, lines = learned(ours)
     assert work.formats == ["pcm"] and target.sample_rate_hz == 44100 and work.has_seeds and not lines
     assert work.request(0).body["model"] == "m"
 
 
-def test_pcm_whose_rate_only_a_wav_tells():
+def test_a_wav_gives_the_rate_that_pcm_lacks():
     target, work, _ = learned(silent_about_its_rate)
     assert work.formats == ["pcm"] and target.sample_rate_hz == 16000
 
 
-def test_another_format_where_there_is_no_pcm():
+def test_without_pcm_another_format_is_measured():
     _, work, lines = learned(wav_alone)
     assert work.formats == ["wav"]
-    assert lines == ["the server gave no pcm (http_400 no pcm here); measured in wav"]
+    assert lines == ["the server returned no pcm (http_400 no pcm here); measuring wav"]
 
 
-def test_a_server_that_takes_no_seeds():
+def test_a_server_that_refuses_seeds_gets_none():
     _, work, _ = learned(strict)
     assert not work.has_seeds and "seed" not in work.request(0).body
 
@@ -73,18 +73,18 @@ def test_a_server_that_takes_no_seeds():
 @pytest.mark.parametrize(
     ("answer", "more", "says"),
     [
-        (mute, {}, "gave no audio: http_400 voice: a voice is needed"),
-        (wav_alone, {"formats": ["wav", "mp3"]}, "gave no mp3: http_400 no mp3 here"),
-        (ours, {"models": ("a", "b")}, "--model must say which; .*lists: a, b"),
+        (mute, {}, "returned no audio: http_400 voice: a voice is needed"),
+        (wav_alone, {"formats": ["wav", "mp3"]}, "returned no mp3: http_400 no mp3 here"),
+        (ours, {"models": ("a", "b")}, "choose a model with --model; .*lists: a, b"),
         (ours, {"models": ()}, "lists: nothing"),
     ],
 )
-def test_what_cannot_be_measured(answer, more, says):
+def test_a_server_that_cannot_be_measured_is_an_error(answer, more, says):
     with pytest.raises(ValueError, match=says):
         learned(answer, **more)
 
 
-def test_formats_that_are_asked_for_and_a_model():
+def test_formats_and_a_model_can_be_chosen():
     _, work, _ = learned(ours, formats=["pcm"], model="b", models=("a", "b"))
     assert work.formats == ["pcm"] and work.fields["model"] == "b"
     assert learned(ours, models=("a", "b"), model="c")[1].fields["model"] == "c"
@@ -96,7 +96,7 @@ def test_addresses():
         address(given)
         for given in ("http://x:1", "http://x:1/", "http://x:1/v1/", "http://x:1/v1/audio/speech")
     } == {expected}
-    with pytest.raises(ValueError, match="http://HOST:PORT is"):
+    with pytest.raises(ValueError, match="use http://HOST:PORT"):
         address("x:1")
 
 

@@ -1,6 +1,7 @@
-"""`zoo load` from end to end, with our server in front of a fake engine."""
+"""`zoo load` from end to end, with our server and a fake engine."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -32,14 +33,14 @@ def texts(tmp_path):
 
 
 def asked(server):
-    """What the engine was asked for, in an order of its own."""
+    """Return the texts and seeds of the requests that reached the engine, sorted."""
     return sorted((request["text"], request["seed"]) for request in server.engine.asked.values())
 
 
 def load(server, texts, *more):
     done = shell.zoo("load", server.url, "--texts", texts, *more, "--json")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # behind the server's log
+    return json.loads(done.stdout.splitlines()[-1])  # the server's log comes before it
 
 
 def test_an_open_loop_is_a_ladder(server, texts, tmp_path):
@@ -67,7 +68,7 @@ def test_an_open_loop_is_a_ladder(server, texts, tmp_path):
         assert run["ttfa_p50_ms"] > 0 and run["chunk_viability"] is not None and run["c200"] is not None
         assert run["client_lag_p99_ms"] >= 0 and run["client_is_limit"] == bool(run["client_limits"])
     assert found["runs"][0]["offered_s"] == pytest.approx(2 * found["runs"][1]["offered_s"])
-    # the same requests on both rungs, and one to begin with
+    # One request learns what the server offers; both rungs then make the same requests.
     first, *both = [server.engine.asked[id] for id in server.engine.asked]
     assert (len(both) == 20 and asked(server)[0] in [(first["text"], first["seed"])] * 3) or len(
         set(asked(server))
@@ -87,25 +88,25 @@ def test_a_closed_loop_is_the_same_with_any_number_of_workers(server, texts):
     assert seen[0] == seen[1] and len(seen[0]) == 6
 
 
-def test_a_table_and_what_failed(server, tmp_path):
+def test_the_output_is_a_table_with_failures_below(server, tmp_path):
     path = tmp_path / "texts"
     path.write_text("tone 5\n")
     done = shell.zoo("load", server.url, "--texts", path, "--streams", 1, "--requests", 2, "--format", "wav")
     assert done.returncode == 0 and "TTFA" in done.stdout and "100.0%" in done.stdout
+    assert re.search(r"Client: (1 process|[2-4] processes), seed 0\.", done.stdout)
     path.write_text("tone 2\n" + "full\n" * 3)
     works = (Work(["wav"], Texts.named(str(path)), seed=seed) for seed in range(100))
-    seed = next(
-        work.seed for work in works if "tone" in work.request(0).body["input"]
-    )  # what is asked before
+    # The first request is also the one that learns what the server offers, so it must succeed.
+    seed = next(work.seed for work in works if "tone" in work.request(0).body["input"])
     done = shell.zoo(
         "load", server.url, "--texts", path, "--streams", 2, "--requests", 12, "--seed", seed, "--warmup", 0
     )
-    assert "times http_503" in done.stdout and "256 requests wait already" in done.stdout, (
+    assert "of kind http_503" in done.stdout and "256 requests wait already" in done.stdout, (
         done.stdout + done.stderr
     )
 
 
-def test_an_interrupt_gives_what_there_is(server, tmp_path):
+def test_an_interrupted_run_returns_the_results_so_far(server, tmp_path):
     path = tmp_path / "texts"
     path.write_text("tone 5\n")
     command = [
@@ -121,7 +122,7 @@ def test_an_interrupt_gives_what_there_is(server, tmp_path):
         "--json",
     ]
     command += ["--duration", "600", "--warmup", "0", "--workers", "2"]
-    # what a shell starts in the background ignores the signal, and so would its children
+    # A process that a shell starts in the background ignores SIGINT, and its children would inherit that.
     heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
@@ -135,7 +136,7 @@ def test_an_interrupt_gives_what_there_is(server, tmp_path):
     assert run["completed"] >= 3 and run["failed"] == 0 and run["ttfa_p50_ms"] > 0
 
 
-def test_the_client_says_when_it_is_the_limit():
+def test_the_client_reports_when_it_is_the_limit():
     assert client_limits([Effort(0.3, 2.0, 1.0)] * 2) == []
     for effort, says in (
         (Effort(0.95, 2, 1), "95% of a core"),

@@ -1,4 +1,4 @@
-"""What a run says, of records made by hand and by chance."""
+"""Metrics of a run, from handwritten and random records."""
 
 import json
 
@@ -12,7 +12,7 @@ RATE_HZ = 1000
 
 
 def record(arrivals=(), outcome="ok", role="listener", submitted_s=100.0, sent_s=None, end_s=None, index=0):
-    """Arrivals from the submission: (seconds, samples)."""
+    """Return a record. arrivals: (seconds from the submission, samples)."""
     times = [(submitted_s + at_s, num) for at_s, num in arrivals]
     last_s = max([submitted_s, *(at_s for at_s, _ in times)])
     sent_s, end_s = submitted_s if sent_s is None else sent_s, last_s if end_s is None else end_s
@@ -20,8 +20,8 @@ def record(arrivals=(), outcome="ok", role="listener", submitted_s=100.0, sent_s
 
 
 SMOOTH = [(0.25, 500), (0.5, 500), (1.0, 500)]
-HALTING = [(0.25, 500), (0.875, 500), (1.0, 500)]  # the second is due at .75
-SLOW = [(0.75, 500), (1.0, 500)]  # first audio comes late
+HALTING = [(0.25, 500), (0.875, 500), (1.0, 500)]  # the second chunk is due at 0.75
+SLOW = [(0.75, 500), (1.0, 500)]  # the first audio is late
 
 
 def test_a_run():
@@ -39,13 +39,13 @@ def test_a_run():
     assert found["wall_s"] == 6.0 and found["audio_s"] == 1.5 + 1.5 + 1.0 + 0.7 + 1.0
     assert found["audio_s_per_s"] == pytest.approx(5.7 / 6)
     assert found["requests_per_s"] == pytest.approx(4 / 6)
-    # the smooth one and the one of a single chunk
+    # The good ones are the smooth stream and the one with a single chunk.
     assert found["goodput_requests_per_s"] == 2 / 10 and found["good_share"] == pytest.approx(2 / 6)
     assert found["ttfa_p50_ms"] == 250 and found["ttfa_max_ms"] == 750 and found["ttfa_mean_ms"] == 350
     assert found["rtf_p50"] == pytest.approx((1 / 1.5 + 1 / 1.5) / 2)
     assert found["streams_of_one_chunk"] == 1
     assert found["chunk_viability"] == (2 + 1 + 1 + 1) / 6
-    assert found["stream_viability"] == 2 / 4  # what was cut is not
+    assert found["stream_viability"] == 2 / 4  # the broken stream is not viable
     assert (found["c50"], found["c100"], found["c200"]) == (2 / 4, 2 / 4, 3 / 4)
     assert found["underruns"] == 1 and found["underrun_s"] == 0.125
     json.dumps(found, allow_nan=False)
@@ -57,12 +57,12 @@ def test_a_pause_may_be_allowed():
 
 
 def test_latency_counts_from_when_a_request_was_due():
-    """Not from when the client got round to it."""
+    """It does not count from when the client sent it."""
     late = record(SMOOTH, sent_s=100.2)
     assert summary([late], Slo())["ttfa_p50_ms"] == 250
 
 
-def test_who_disturbs_is_load_and_is_not_judged():
+def test_clients_that_disconnect_or_read_slowly_are_not_judged():
     records = [
         record(SMOOTH),
         record(HALTING, "left", "leaver"),
@@ -76,7 +76,7 @@ def test_who_disturbs_is_load_and_is_not_judged():
     assert found["disturber_failures"] == {"cut": 1, "http_500": 1} and found["failures"] == {}
 
 
-def test_nothing_is_none():
+def test_unknown_values_are_none():
     found = summary([], Slo(), offered_s=5.0)
     assert found["requests"] == 0 and found["audio_s_per_s"] is None and found["good_share"] is None
     assert found["ttfa_p99_ms"] is None and found["c50"] is None and found["goodput_requests_per_s"] == 0

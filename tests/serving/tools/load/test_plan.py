@@ -1,4 +1,4 @@
-"""What is asked follows from the seed alone."""
+"""Requests and arrivals follow from the seed alone."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ def work(**fields):
     return Work(["pcm"], **fields)
 
 
-def test_a_request_is_the_same_in_every_run_and_no_other():
+def test_a_request_is_the_same_in_every_run_and_differs_from_others():
     one, same, other = work(voices=["a", "b"]), work(voices=["a", "b"]), work(voices=["a", "b"], seed=1)
     asked = [one.request(index) for index in range(50)]
     assert asked == [same.request(index) for index in range(50)]
@@ -26,7 +26,7 @@ def test_a_request_is_the_same_in_every_run_and_no_other():
     assert all(planned.body["input"] in SENTENCES for planned in asked)
 
 
-def test_fields_are_taken_as_they_are():
+def test_fields_go_into_the_body_unchanged():
     planned = work(fields={"model": "m", "seed": 3, "max_new_tokens": 9}, has_seeds=False).request(0)
     assert planned.body["seed"] == 3 and planned.body["max_new_tokens"] == 9 and planned.body["model"] == "m"
     assert "seed" not in work(has_seeds=False).request(0).body
@@ -61,13 +61,13 @@ def test_arrivals_are_a_poisson_process():
     gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     assert len(times) == pytest.approx(10000, rel=0.03)
     assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(0.3679, abs=0.02)  # 1 / e
-    # the same ones at every rate
+    # Every rate has the same arrivals, scaled.
     assert poisson(10.0, 0, 0, None, 50) == pytest.approx([at / 2 for at in times[:50]])
     assert poisson(5.0, 1, 0, None, 50) != times[:50]
 
 
 @given(st.integers(0, 20), st.integers(1, 30), st.floats(0.5, 5))
-def test_arrivals_end_when_they_should(num_warmup, num, duration_s):
+def test_arrivals_end_after_their_number_or_duration(num_warmup, num, duration_s):
     both = poisson(4.0, 7, num_warmup, duration_s, num)
     timed, counted = poisson(4.0, 7, num_warmup, duration_s, None), poisson(4.0, 7, num_warmup, None, num)
     assert both == min(timed, counted, key=len)
@@ -78,7 +78,7 @@ def test_arrivals_end_when_they_should(num_warmup, num, duration_s):
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 20), st.integers(0, 5))
 def test_workers_share_the_requests(workers, streams, num, num_warmup):
-    """Each is asked once, whoever asks it, so a run does not depend on how many processes make it."""
+    """Each request is made once, so a run does not depend on the number of processes."""
     plan = Plan(Target("http://x/v1"), work(), [], None, num, num_warmup, workers, Slo())
     jobs, offered_s = plan.jobs(Rung(rate=3.0), 0.0)
     arrivals = sorted((arrival.index, arrival.at_s) for job in jobs for arrival in job.arrivals)
@@ -91,7 +91,7 @@ def test_workers_share_the_requests(workers, streams, num, num_warmup):
     assert sorted(asked) == list(range(num + num_warmup)) and offered_s is None
 
 
-def test_the_usual_warmup_is_two_seconds_or_one_a_stream():
+def test_the_default_warmup_is_two_seconds_or_one_request_per_stream():
     plan = Plan(Target("http://x/v1"), work(), [], 10.0, None)
     assert plan.warmup(Rung(rate=1.5)) == 3 and plan.warmup(Rung(streams=6)) == 6
     assert plan.jobs(Rung(rate=1.5), 0.0)[1] == 10.0

@@ -1,4 +1,4 @@
-"""Samples are counted as they can be played, however the bytes are cut."""
+"""Samples are counted when they can be played, however the bytes are cut."""
 
 import io
 import struct
@@ -19,21 +19,21 @@ WINDOW_BYTES = 2 * 1920
 
 
 def streamed(form):
-    """A second of sound as this server sends it, chunk by chunk."""
+    """Return a second of sound in the chunks that this server sends."""
     encoder = Encoder(form, RATE_HZ)
     chunks = [encoder.feed(SOUND[at : at + WINDOW_BYTES]) for at in range(0, len(SOUND), WINDOW_BYTES)]
     return [*chunks, encoder.finish()]
 
 
 def decoded(form, data):
-    """The samples of all of it."""
+    """Decode complete data. Returns the number of samples and their rate."""
     name = {"opus": "ogg", "aac": "aac"}.get(form, form)
     with av.open(io.BytesIO(data), "r", format=name) as file:
         return sum(frame.samples for frame in file.decode(audio=0)), file.streams.audio[0].sample_rate
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_is_counted_as_it_is_decoded(form):
+def test_the_count_equals_the_decoded_samples_in_every_format(form):
     chunks = streamed(form)
     counting = counter(form, RATE_HZ)
     got = [counting.feed(chunk) if chunk else 0 for chunk in chunks]
@@ -42,15 +42,15 @@ def test_every_format_is_counted_as_it_is_decoded(form):
     else:
         expected, rate_hz = decoded(form, b"".join(chunks))
     assert counting.sample_rate_hz == rate_hz
-    assert abs(sum(got) - expected) <= (960 if form == "opus" else 0)  # what an Ogg's last page cuts off
-    # audio is counted with the chunk that it came in: no format holds back more than a window
+    assert abs(sum(got) - expected) <= (960 if form == "opus" else 0)  # Ogg's last page trims the end
+    # Samples count with the chunk that they arrive in, and no format holds back more than a window.
     heard = np.cumsum(got) / rate_hz
     given = np.minimum(np.arange(1, len(got) + 1) * 0.08, 1.0)
     assert np.all(heard >= given - 0.16)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_however_the_bytes_are_cut(form):
+def test_the_count_does_not_depend_on_how_the_bytes_are_cut(form):
     data = b"".join(streamed(form))
     whole = counter(form, RATE_HZ).feed(data)
     for size in (1, 7, 1000):
@@ -60,7 +60,7 @@ def test_however_the_bytes_are_cut(form):
 
 
 @given(st.lists(st.integers(0, 200), max_size=20), st.integers(1, 2), st.booleans())
-def test_a_header_is_no_audio(cuts, channels, has_more):
+def test_a_header_does_not_count_as_audio(cuts, channels, has_more):
     extra = b"LIST" + struct.pack("<I", 5) + b"hello\0" if has_more else b""
     head = bytearray(wav_header(RATE_HZ))
     struct.pack_into("<HIIH", head, 22, channels, RATE_HZ, 2 * channels * RATE_HZ, 2 * channels)
@@ -75,8 +75,8 @@ def test_a_header_is_no_audio(cuts, channels, has_more):
 
 
 @pytest.mark.parametrize("form", ["wav", "opus"])
-def test_what_is_another_format_is_said(form):
-    with pytest.raises(Unreadable, match="begins with"):
+def test_bytes_of_another_format_are_an_error(form):
+    with pytest.raises(Unreadable, match="must begin with"):
         counter(form, 0).feed(b'{"error": {"message": "no such thing as a format"}}')
     if form == "opus":
         vorbis = struct.pack("<4sBBqIIIB", b"OggS", 0, 2, 0, 1, 0, 0, 1) + b"\x07" + b"\x01vorbis"
