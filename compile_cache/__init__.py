@@ -1,1 +1,1 @@
-"""Lower plain functions to fast ones, and keep the compiled code. This package knows no model and no server."""
+"""Lower plain functions to fast ones and keep the compiled code. Knows no model and no server."""

@@ -1,14 +1,15 @@
-"""Keep compiled code between processes: each model has an entry, a directory that is complete or does not exist.
+"""Keep compiled code between processes. Each model has an entry: a directory that is complete or absent.
 
     ROOT/compiled / torch-2.13.0-python-3.11 / avx512 / qwen3_tts-5f0c…           manifest.json, step.saved, libraries
                                                         .qwen3_tts-5f0c….lock     held while it is read or made
                                                         .qwen3_tts-5f0c….making   until it is complete
 
-The name covers everything that the code depends on: the model's tensors, dtype, settings and strategy, and the meaning
-of the source (comments have none). Inductor's own key omits some of this: AVX-512 code that is loaded on a machine
-without AVX-512 returns NaN. An entry is checked against its manifest before it is run, and a damaged one is made again.
+The name covers everything that the code depends on: the model's tensors, dtype, settings and strategy, and
+the meaning of the source (comments have none). Inductor's own key omits some of this: AVX-512 code that is
+loaded on a machine without AVX-512 returns NaN. An entry is checked against its manifest before it is run,
+and a damaged one is made again.
 
-A process that can write to an entry can run code as any user who reads it, so only the owner can access the directories.
+A process that can write to an entry can run code as any user who reads it, so only the owner has access.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SETTINGS = (bool, int, float, torch.dtype, type(None))  # module attributes that
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the cache: the directory to read compiled code from, or to write it to if it was not found."""
+    """An entry of the cache: the directory to read compiled code from, or, if not found, to write it to."""
 
     directory: Path
     is_found: bool
@@ -65,10 +66,10 @@ def target() -> str:
 
 @contextmanager
 def opened(place: Path) -> Iterator[Entry]:
-    """Open an entry: code that is compiled in this context is read from it, or written to it if it does not exist yet.
+    """Open an entry. Code that is compiled in this context is read from it, or written to it if it is new.
 
-    A new entry appears when the context ends without an error. One process makes it while others wait for it. Raises
-    ValueError if the directory cannot be written.
+    A new entry appears when the context ends without an error. One process makes it while others wait for it.
+    Raises ValueError if the directory cannot be written.
     """
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def opened(place: Path) -> Iterator[Entry]:
             pass
     except OSError as error:
         raise ValueError(f"{place} cannot hold compiled code: {error.strerror}") from None
-    # First look with a shared lock. Then wait for a process that makes the entry, look again, and make it if needed.
+    # First look with a shared lock. Then wait for a process that makes the entry, look again, and make it.
     for operation in (fcntl.LOCK_SH, fcntl.LOCK_EX):
         with locked(place, operation):
             why = damage(place)
@@ -104,7 +105,7 @@ def opened(place: Path) -> Iterator[Entry]:
 def locked(place: Path, operation: int) -> Iterator[None]:
     """Lock an entry: `fcntl.LOCK_SH` to read it, `fcntl.LOCK_EX` to make or remove it.
 
-    With `fcntl.LOCK_NB` it raises BlockingIOError instead of waiting. The lock ends with the process, however that ends.
+    With `fcntl.LOCK_NB` it raises BlockingIOError instead of waiting. The lock always ends with the process.
     """
     path = place.with_name(f".{place.name}.lock")
     while True:
@@ -140,7 +141,7 @@ def write_manifest(directory: Path) -> None:
 def damage(place: Path) -> str | None:
     """Return why an entry is unusable, or None if it is intact.
 
-    Libraries that the manifest does not list are removed, because Inductor would run them if it compiled the same code.
+    Libraries that the manifest does not list are removed. Inductor would run them if it compiled their code.
     """
     if not place.is_dir():
         return "it is not a directory" if place.exists() else "it does not exist"
@@ -181,8 +182,8 @@ def _files(directory: Path) -> list[Path]:
 def digest(model: nn.Module, facts: object, code: Iterable[Path]) -> str:
     """Return a key for the graphs of a model.
 
-    It covers the shapes, dtypes and layouts of its tensors, the settings of its modules, `facts`, the meaning of the
-    code that the graphs are traced from, and the compiler's settings.
+    It covers the shapes, dtypes and layouts of its tensors, the settings of its modules, `facts`, the meaning
+    of the code that the graphs are traced from, and the compiler's settings.
     """
     from torch._inductor import config  # this import takes a second, which only compiling should cost
 
@@ -206,7 +207,7 @@ def _is_setting(value: object) -> bool:
 
 
 def meaning(source: bytes) -> bytes:
-    """Return a Python file without comments, docstrings and line breaks, which do not change compiled code."""
+    """Return a Python file without what compiled code ignores: comments, docstrings and line breaks."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if (

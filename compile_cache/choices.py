@@ -1,8 +1,8 @@
 """Choose the fastest of several ways to compute the same result on this device.
 
-The ways are measured while a model warms up. The open entry of the compile cache (artifacts.py) keeps the choices, in a
-file for each device. After the warm-up nothing is measured, so that no listener waits for it: `fastest` returns None for
-what was not measured.
+The ways are measured while a model warms up. The open entry of the compile cache (artifacts.py) keeps the
+choices, in a file for each device. After the warm-up nothing is measured, so that no listener waits for it:
+`fastest` returns None for what was not measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _assumed = ContextVar[str | None]("assumed", default=None)
 
 
 def fastest(key: str, ways: Ways) -> str | None:
-    """Return the name of the fastest way, or None if it was never measured. key: the computation and its shape."""
+    """Return the name of the fastest way, or None if it was not measured. key: the computation and shape."""
     if (assumed := _assumed.get()) is not None:
         return assumed
     whose = device_name(), key
@@ -54,8 +54,8 @@ def device_name() -> str:
 
 @contextmanager
 def kept_in(directory: Path) -> Iterator[None]:
-    """Measure unknown choices in this context. Choices for this device are read from a file in the directory, and new
-    ones are added to it. On a CPU there is nothing to choose."""
+    """Measure unknown choices in this context. Choices for this device are read from a file in the directory,
+    and new ones are added to it. On a CPU there is nothing to choose."""
     if not torch.cuda.is_available():
         yield
         return
@@ -73,7 +73,7 @@ def kept_in(directory: Path) -> Iterator[None]:
 
 
 def read(file: Path) -> dict[str, str]:
-    """Return the choices in a file. It is empty if the file is missing or unreadable; they are then measured again."""
+    """Return the choices in a file, or none if it is missing or unreadable; they are then measured again."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""Count how much this process has compiled, and how much it found in the cache. It reads the counters of Dynamo,
-Inductor and saved.py."""
+"""Count how much this process has compiled, and how much it found in the cache. It reads the counters of
+Dynamo, Inductor and saved.py."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Launch = Callable[[], tuple[Tensor, ...]]
 class Graphs:
     """Recorded launches by key, with the tensors that hold their results.
 
-    All share one memory pool. So record the largest first, and record and replay on one stream, one after the other.
+    They share one memory pool: record the largest first, and record and replay in order on one stream.
     """
 
     def __init__(self, device: torch.device):
@@ -23,22 +23,22 @@ class Graphs:
         self.misses = 0
 
     def record(self, key: Hashable, launch: Launch) -> None:
-        """Run `launch` until it is warm, then record it on the current stream. Its tensors must keep their addresses."""
+        """Warm up `launch`, then record it on the current stream. Its tensors must keep their addresses."""
         for _ in range(2):
             launch()
         if self.device.type != "cuda":
             return
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # Matrix products keep a workspace for each stream that they are recorded on. On torch's default capture stream,
-        # launches that run at the same time would share one.
+        # Matrix products keep a workspace for each stream that they are recorded on. On torch's default capture
+        # stream, launches that run at the same time would share one.
         stream = torch.cuda.current_stream(self.device)
         with torch.cuda.graph(graph, pool=self.pool, stream=stream):
             results = launch()
         self.recorded[key] = graph, results
 
     def run(self, key: Hashable, launch: Launch) -> tuple[Tensor, ...]:
-        """Replay the launch recorded under `key`, or run `launch` if there is none, which counts as a miss on a GPU.
+        """Replay the launch recorded under `key`. If there is none, run `launch`; on a GPU this is a miss.
 
         Returns the results. The next replay overwrites those of a replay.
         """

@@ -1,7 +1,7 @@
 """The CPU time and memory that this process may use.
 
-Control groups limit containers, pods and systemd units (`docker run --cpus --memory`). Neither affinity nor sysconf shows
-these limits. Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/.
+Control groups limit containers, pods and systemd units (`docker run --cpus --memory`). Neither affinity nor
+sysconf shows these limits. Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cores() -> float | None:
-    """Return the number of cores whose time the process may use, such as 1.5, or None if there is no limit."""
+    """Return how many cores' time the process may use, such as 1.5, or None if there is no limit."""
     quotas = [quota for group in _groups("cpu") if (quota := _quota(group)) is not None]
     return min(quotas, default=None)
 
@@ -43,9 +43,8 @@ def _groups(controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = (
-            MOUNT / controller if controllers else MOUNT
-        )  # cgroup v1 has a mount for each controller, v2 has one
+        # cgroup v1 has a mount for each controller, v2 has one for all.
+        root = MOUNT / controller if controllers else MOUNT
         group = Path(path)
         yield from (root / each.relative_to("/") for each in (group, *group.parents))
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from compile_cache.strategy import Eager, Lowering, Part, Parts
 
-_of_parts = ContextVar(
-    "of_parts", default=False
-)  # whether this context runs a function whose parts are compiled
+# Whether this context runs a function whose parts are compiled.
+_of_parts = ContextVar("of_parts", default=False)
 
 
 def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
@@ -35,13 +34,13 @@ def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # dynamic=False: only the sizes that `any_size` marks vary. Otherwise Dynamo would make a size dynamic once it
-    # sees a second value, such as that of another window.
+    # dynamic=False: only the sizes that `any_size` marks vary. Otherwise Dynamo would make a size dynamic once
+    # it sees a second value, such as that of another window.
     return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})
 
 
 def with_parts(function: Callable[..., Any], parts: Iterable[Part]) -> Callable[..., Any]:
-    """Return the function with its parts compiled. Other callers, and other threads, still get the plain parts."""
+    """Return the function with its parts compiled. Other callers and threads still get the plain parts."""
     assert isinstance(function, MethodType), f"{function} is not a method, so it has no parts"
     known: list[tuple[object, str, Callable[..., Any]]] = []
     for part in parts:
@@ -92,8 +91,8 @@ def _any_size(method: Callable[..., Any], part: Part) -> Callable[..., Any]:
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same method with its own code object.
 
-    Dynamo keeps compiled graphs with the code object, eight at most. All models of a family in a process share the code
-    of their class's `step`.
+    Dynamo keeps compiled graphs with the code object, eight at most. All models of a family in a process
+    share the code of their class's `step`.
     """
     if not isinstance(function, MethodType):
         return function
@@ -107,11 +106,12 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:
-    """Make the graph that is compiled with these tensors hold for every size of `dim`. Equal names mean equal sizes.
+    """Make the graph that is compiled with these tensors hold for every size of `dim`.
 
-    On a CPU this includes size 1. On a GPU, size 1 gets its own graph, and the others share a graph that was laid out
-    for the first size. Fully unknown sizes would prevent kernel fusion there (Higgs Audio V3: 65 generated kernels per
-    step instead of 30).
+    Equal names mean equal sizes.
+    On a CPU this includes size 1. On a GPU, size 1 gets its own graph, and the others share a graph that was
+    laid out for the first size. Fully unknown sizes would prevent kernel fusion there (Higgs Audio V3: 65
+    generated kernels per step instead of 30).
     """
     for tensor in tensors:
         if tensor.device.type == "cpu":

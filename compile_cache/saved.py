@@ -1,8 +1,8 @@
 """Save a compiled function to a file, so that another process can load it without tracing it again.
 
-This uses torch's `aot_compile` (experimental; used with 2.11 and 2.13), which keeps the output of Dynamo and Inductor.
-Guards are left out, because their number grows with the model. The name of the file's entry (artifacts.py) covers what
-they would check, and the graph holds for every size that varies (`any_size`).
+This uses torch's `aot_compile` (experimental; used with 2.11 and 2.13), which keeps the output of Dynamo and
+Inductor. Guards are left out, because their number grows with the model. The name of the file's entry
+(artifacts.py) covers what they would check, and the graph holds for every size that varies (`any_size`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Counted:
 
 
 def compiled(method: Callable[..., Any], examples: tuple[object, ...], file: Path) -> Callable[..., Any]:
-    """Compile a method into one graph for such arguments, and save it to a new file. Raises the compiler's errors."""
+    """Compile a method into one graph for such arguments and save it. Raises the compiler's errors."""
     assert isinstance(method, MethodType), f"{method} is not a method; its object is an argument of the graph"
     plain = method.__func__
     assert isinstance(plain, FunctionType), f"{plain} is not a Python function"

@@ -38,9 +38,9 @@ def stored(root: Path) -> list[Stored]:
 
 
 def prune(root: Path, max_bytes: int = MAX_BYTES, max_age_s: float = MAX_AGE_S) -> list[Stored]:
-    """Drop the entries that were not read for max_age_s, then the least recently read ones until the rest fits.
+    """Drop entries that were not read for max_age_s, then the least recently read ones until the rest fits.
 
-    Returns the dropped entries. Entries that are being read or made stay. A ready server no longer needs its files.
+    Returns the dropped entries. Entries that are being read or made stay; a ready server needs none.
     """
     dropped, total = [], 0
     for entry in stored(root):
@@ -66,8 +66,8 @@ def export(root: Path, file: Path) -> list[Path]:
 def take_in(root: Path, file: Path) -> list[Path]:
     """Import the entries of a tar file that do not exist yet. Returns their names relative to the root.
 
-    The entries are code that runs as the server's user, so import only files from people who may run code here. Raises
-    ValueError for a file that `export` did not write, and OSError.
+    The entries are code that runs as the server's user, so import only files from people who may run code
+    here. Raises ValueError for a file that `export` did not write, and OSError.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     names = []

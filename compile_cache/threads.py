@@ -1,4 +1,4 @@
-"""Set how many threads a model uses on a CPU, and keep other threads of the process from starting their own."""
+"""Set how many threads a model uses on a CPU, and stop other threads from starting helpers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ SMALL_BYTES = 64 << 20
 def set_num_threads(model: nn.Module) -> int:
     """Set the number of threads and return it. Call this before anything is compiled.
 
-    A model under SMALL_BYTES, or on a GPU, gets one thread. Others keep the current number, limited by the CPU quota.
-    Waking a second thread takes longer than the products of a small model: a step of 8 streams of the tiny Qwen3-TTS
-    took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md). The host of a GPU has even less to compute.
+    A model under SMALL_BYTES, or on a GPU, gets one thread. Others keep the current number, limited by the
+    CPU quota. Waking a second thread takes longer than the products of a small model: a step of 8 streams of
+    the tiny Qwen3-TTS took 20 ms with two threads and 4 ms with one (benchmarks/LOG.md). The host of a GPU
+    has even less to compute.
     """
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     is_small = size < SMALL_BYTES or next(model.parameters()).device.type != "cpu"
@@ -30,9 +31,9 @@ def set_num_threads(model: nn.Module) -> int:
 def threads_of_quota(num: int) -> int:
     """Limit a number of threads to the container's CPU quota, unless OMP_NUM_THREADS is set.
 
-    Threads that wait for each other spin, and spinning uses up the quota. The whole process then stands still until the
-    next tenth of a second. With two threads on the time of one core, the mid-size Qwen3-TTS generated a fifth of the
-    audio that it generated with one thread (benchmarks/LOG.md).
+    Threads that wait for each other spin, and spinning uses up the quota. The whole process then stands still
+    until the next tenth of a second. With two threads on the time of one core, the mid-size Qwen3-TTS
+    generated a fifth of the audio that it generated with one thread (benchmarks/LOG.md).
     """
     cores = limits.cores()
     if cores is None or "OMP_NUM_THREADS" in os.environ:
@@ -43,11 +44,12 @@ def threads_of_quota(num: int) -> int:
 def use_one_thread() -> None:
     """Make the calling thread compute without helper threads. Call this before the thread computes anything.
 
-    A second team of OpenMP threads slows down the first one for good. libgomp then counts more threads than cores, and
-    puts waiting threads to sleep immediately: a step of Qwen3-TTS took twice as long (benchmarks/LOG.md).
-    `torch.set_num_threads` does not help, because MKL and torch each keep that number once per process.
+    A second team of OpenMP threads slows down the first one for good. libgomp then counts more threads than
+    cores, and puts waiting threads to sleep immediately: a step of Qwen3-TTS took twice as long
+    (benchmarks/LOG.md). `torch.set_num_threads` does not help, because MKL and torch each keep that number
+    once per process.
     """
-    torch.get_num_threads()  # torch sets up a thread on its first query, which would overwrite the numbers below
+    torch.get_num_threads()  # the first query sets up the thread and would overwrite the numbers below
     library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
     for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
         if hasattr(library, name):  # a build without MKL, or with another OpenMP, lacks one of them

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-# Each module registers its commands; `zoo --help` lists them in this order.
+# Each module registers its commands. `cli.common.COMMANDS` sets the order of `zoo --help`.
 # isort: off
 from serving.cli import serve as serve
 from serving.cli import say as say

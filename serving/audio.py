@@ -16,7 +16,7 @@ def pcm16(samples: np.ndarray) -> bytes:
 
 
 def wav_header(sample_rate_hz: int, num_bytes: int | None = None) -> bytes:
-    """Return the RIFF header of mono 16-bit PCM with `num_bytes` of samples, or None for a stream of unknown length.
+    """Return the RIFF header of mono 16-bit PCM. num_bytes: of the samples; None: a stream of unknown length.
 
     Source: Microsoft and IBM, Multimedia Programming Interface and Data Specifications 1.0, "WAVE".
     """

@@ -1,5 +1,5 @@
-"""The HTTP process's side of the protocol: one connection to the engine, reopened when it is lost, and an inbox
-for each request."""
+"""The HTTP process's side of the protocol: one connection to the engine, reopened when it is lost, and an
+inbox for each request."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Away(Exception):
 
 
 class EngineClient:
-    """A client of the engine process. `run` keeps the connection; `status`, `models` and `stats` are the engine's
-    latest; `speak` sends a request and opens its inbox."""
+    """A client of the engine process. `run` keeps the connection; `status`, `models` and `stats` are the
+    engine's latest; `speak` sends a request and opens its inbox."""
 
     def __init__(self, path: str):
         self.path = path
@@ -69,7 +69,7 @@ class EngineClient:
 
     @contextmanager
     def speak(self, message: protocol.Speak) -> Iterator[Inbox]:
-        """Send the request and yield the inbox of its answers. Leaving the block early cancels it. Raises Away."""
+        """Send a request and yield the inbox of its answers. Leaving early cancels it. Raises Away."""
         if self._is_closed or self._writer is None or self.status.state != "ready":
             raise Away(self.status)
         id = message.id

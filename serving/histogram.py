@@ -1,4 +1,5 @@
-"""Histograms of durations in Prometheus' form. The engine process fills them and the HTTP process reports them."""
+"""Histograms of durations in Prometheus' form: the engine process fills them, the HTTP process reports
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 
 class Histogram(msgspec.Struct):
-    """A histogram. `counts` has one count for each interval that ends at a bound, and one above the last bound."""
+    """A histogram. counts: one for each interval that ends at a bound, and one for values above all
+    bounds."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     sum_s: float = 0.0

@@ -1,5 +1,5 @@
-"""Log lines on stderr: text on a terminal, one JSON object per line elsewhere. ZOO_LOG (`zoo serve --log`) overrides
-this."""
+"""Log lines on stderr: text on a terminal, one JSON object per line elsewhere. ZOO_LOG (`zoo serve --log`)
+overrides this."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def has_colors() -> bool:
 
 
 def configure(process: str) -> None:
-    """Set up logging; call it once per process. Lines that libraries log through `logging`, from WARNING up, get the
-    same form."""
+    """Set up logging; call it once per process. Lines that libraries log through `logging`, from WARNING up,
+    get the same form."""
 
     def name_process(
         _logger: object, _method: str, event: structlog.typing.EventDict

@@ -2,11 +2,11 @@
 
     chunk i has n_i samples and arrives at t_i; the listener plays from t_1 on, at the stream's rate r
 
-    late      chunk i+1 arrived after t_1 + (n_1 + ... + n_i) / r, when all audio before it should have been played
+    late      chunk i+1 arrived after t_1 + (n_1 + ... + n_i) / r, when all audio before it is due to be played
     underrun  the listener has played all received audio, waits, and continues from there
 
-A stream is viable if no chunk is late. Source of viability: VoxServe (arXiv 2602.00269). Source of underruns, and of
-C50's tolerance for the longest one: the continuity metrics of SGLang-Omni and vLLM-Omni.
+A stream is viable if no chunk is late. Source of viability: VoxServe (arXiv 2602.00269). Source of underruns,
+and of C50's tolerance for the longest one: the continuity metrics of SGLang-Omni and vLLM-Omni.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 
 class Playback:
-    """The playback of one listener. The total wait equals the lateness of the latest chunk, so one number gives both."""
+    """The playback of one listener. Its total wait equals the lateness of its latest chunk."""
 
     def __init__(self, sample_rate_hz: int):
         assert sample_rate_hz > 0, f"{sample_rate_hz} Hz"

@@ -1,5 +1,4 @@
-"""The messages between the HTTP process and the engine process: length-prefixed msgpack structs over a Unix
-socket.
+"""The messages between the HTTP and engine processes: length-prefixed msgpack structs over a Unix socket.
 
     HTTP -> engine   Speak; Feed (more text for it); Cancel; Heard (frames that the client consumed)
     engine -> HTTP   to every connection: Status, Models, and Stats once a second
@@ -75,7 +74,7 @@ class Cancel(Message):
 
 
 class Heard(Message):
-    """The client consumed this many more frames of Audio. The engine pauses a stream that is too far ahead."""
+    """The client consumed this many more frames. The engine pauses a stream that is too far ahead."""
 
     id: str
     frames: int
@@ -111,13 +110,11 @@ class ModelInfo(msgspec.Struct):
     voices: list[str]
     languages: list[str]
     modes: list[str]
-    reference_s: tuple[float, float] | None = (
-        None  # shortest and longest reference; None: takes no references
-    )
+    reference_s: tuple[float, float] | None = None  # shortest and longest reference; None: takes none
     max_references: int = 1
     options: list[OptionInfo] = []
     licence: str = ""  # licence of the weights, if it limits their use
-    piece_s: float | None = None  # longer texts are split into pieces of about this much speech; None: never
+    piece_s: float | None = None  # text is split into pieces of up to this much speech; None: never
     feeds: bool = False  # whether it accepts text while it speaks
     keeps_voice: bool = False  # whether it speaks in a random voice by default, and can clone that voice
     mixes: bool = False  # whether it can mix voices
@@ -171,8 +168,8 @@ class Stats(Message):
 
 
 class Rejected(Message):
-    """The engine refused the request: `message` says what was wrong and what is possible. `param` names a field
-    or an option of zoo.request.Request, or `transcript`, a field of its references."""
+    """The engine refused the request: `message` says what was wrong and what is possible. `param` names a
+    field or an option of zoo.request.Request, or `transcript`, a field of its references."""
 
     id: str
     message: str
@@ -246,8 +243,7 @@ def pack(message: Message) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> AsyncIterator[Any]:
-    """Yield messages until the peer closes or loses the connection. Raises ProtocolError for bytes that are not
-    a message."""
+    """Yield messages until the connection ends. Raises ProtocolError for bytes that are not a message."""
     while True:
         try:
             size = int.from_bytes(await reader.readexactly(4), "big")

@@ -1,10 +1,11 @@
-"""The status line at the bottom of the terminal while `zoo serve` runs: running and queued requests, audio per second,
-and the latest time to first audio.
+"""The status line at the bottom of the terminal while `zoo serve` runs: running and queued requests, audio
+per second, and the latest time to first audio.
 
     2026-11-22 20:31:07 [info     ] speech  ...            the log, line by line, above it
     2 speaking, 1 waiting   11.8 audio-s/s   first audio 23 ms
 
-Two writers on one terminal break each other's lines. While the status line is open, stderr therefore goes through it.
+Two writers on one terminal break each other's lines. While the status line is open, stderr therefore goes
+through it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Change the speed of speech without changing its pitch, chunk by chunk, with FFmpeg's atempo filter through PyAV.
+"""Change the speed of speech without changing its pitch, chunk by chunk.
 
-atempo is WSOLA: it overlaps short pieces of sound where they fit best. The output does not depend on how the speech
-was cut into chunks. One filter covers half to double tempo: it cannot go slower, and would drop pieces if it went
-faster. Speeds outside that range use two filters in series.
+PyAV runs FFmpeg's atempo filter. atempo is WSOLA: it overlaps short pieces of sound where they fit best. The
+output does not depend on how the speech was cut into chunks. One filter covers half to double tempo: it
+cannot go slower, and would drop pieces if it went faster. Speeds outside that range use two filters in
+series.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def tempos(speed: float) -> tuple[float, ...]:
 
 
 class Stretch:
-    """One stream of int16 little-endian mono samples. `feed` returns the output that is ready, perhaps none, and
-    `finish` returns the rest. N samples become exactly round(N / speed).
+    """One stream of int16 little-endian mono samples. `feed` returns the output that is ready, perhaps none,
+    and `finish` returns the rest. N samples become exactly round(N / speed).
 
     Not for speed 1. Raises ValueError for a speed out of range.
     """

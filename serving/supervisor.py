@@ -4,8 +4,9 @@
              /       \\
     engine process   HTTP process         (a Unix socket between them)
 
-The supervisor restarts an engine only if it was ready before: an engine that dies while loading would die again.
-Children end with the supervisor, even if it is killed, because it holds the write end of a pipe they wait on.
+The supervisor restarts an engine only if it was ready before: an engine that dies while loading would die
+again. Children end with the supervisor, even if it is killed, because it holds the write end of a pipe they
+wait on.
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ STEADY_S = 60.0  # a child that lived this long starts with a clean record
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.5
 GRACE_S = 5  # for open answers to finish when the server stops
-SEND_BUFFER_BYTES = (
-    256 << 10
-)  # a few seconds of audio; limits the memory that a client that stops reading can hold
+# A few seconds of audio. This limits the memory that a client can hold when it stops reading.
+SEND_BUFFER_BYTES = 256 << 10
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_LINE_BYTES = 64 << 10  # a longer line of a child is split
 KILL_AFTER_S = 5  # for a child to exit after SIGTERM
 
 
 def log_line(line: str) -> None:
-    """Write a line to stderr: as text, or as JSON with `--log json`, so that programs can parse every line."""
+    """Write a line to stderr. With `--log json` it is JSON too, so that programs can parse every line."""
     text = f"zoo: {line}\n"
     if os.environ.get(logs.VARIABLE) == "json":
         at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
@@ -302,8 +302,7 @@ def url(listener: socket.socket) -> str:
 
 
 def try_it(url: str, models: Sequence[protocol.ModelInfo]) -> str:
-    """Return a shell command that speaks with the first model. If the model has no voice, a command that uploads
-    one comes first."""
+    """Return a shell command that speaks with the first model, after one that uploads a voice if needed."""
     model, upload = models[0], ""
     if model.voices:
         voice = f'"voice": "{model.voices[0]}"'

@@ -95,10 +95,12 @@ def batch(
 ) -> int:
     """Speak every line of a JSON Lines file into a directory.
 
-    Finished files are not made again. Lines that cannot be used are reported and skipped; the exit status is then 1.
+    Finished files are not made again. Lines that cannot be used are reported and skipped; the exit status is
+    then 1.
 
-    The fields of a line are text, id (the file's name; by default the line number), and the options below with _ for -. Any
-    other field is an option of the model. Relative paths in a line start at the directory of the file.
+    The fields of a line are text, id (the file's name; by default the line number), and the options below
+    with _ for -. Any other field is an option of the model. Relative paths in a line start at the directory
+    of the file.
     """
     from serving.tools import batch as tool
 

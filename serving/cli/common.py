@@ -233,7 +233,10 @@ def of_all(
 
 
 def named_directory(model: str) -> tuple[str, str]:
-    """Split MODEL or NAME=MODEL into the name for clients and the directory, with its adapter. Raises ValueError."""
+    """Split MODEL or NAME=MODEL into the name for clients and the directory (with its adapter).
+
+    Raises ValueError.
+    """
     name, equals, named = model.partition("=")
     if not equals or Path(model).is_dir():
         return name_of(model), resolved(model)
@@ -263,7 +266,7 @@ def num_bytes(text: str) -> int:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
-    """Show a progress bar if stderr is a terminal. Yields a function that sets the fraction done and the next stage."""
+    """Show a progress bar if stderr is a terminal. Yields a function that sets the fraction and the stage."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -313,7 +316,7 @@ def print_numbers(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
 
 def plural(count: int, singular: str, plural: str | None = None) -> str:
     """Return a count with its noun: "1 process", "2 processes"."""
-    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"
 
 
 def readable(value: Any) -> str:

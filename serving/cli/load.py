@@ -208,8 +208,8 @@ def load(
 ) -> int:
     """Measure a speech server under load.
 
-    The server may be ours or another one. The results are time to first audio, viability, underruns, audio seconds per
-    second, and goodput.
+    The server may be ours or another one. The results are time to first audio, viability, underruns, audio
+    seconds per second, and goodput.
     """
     check(rates, streams, formats, plot, cancels + slow_readers)
 

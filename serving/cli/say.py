@@ -146,8 +146,7 @@ def say(
 
 
 def output_format(out: Path) -> str:
-    """Return the format that a file's suffix names. Raises ValueError for an unknown suffix or a file that cannot be
-    written."""
+    """Return the format that a file's suffix names. Raises ValueError if it is unknown or not writable."""
     if (form := FORMAT_OF.get(out.suffix.lower())) is None:
         raise ValueError(f"{out} must end in one of: {', '.join(FORMAT_OF)}")
     there = out if out.exists() else out.absolute().parent

@@ -137,7 +137,8 @@ def bench(
 ) -> int:
     """Measure a model's speed on this machine and compare it with the hardware's limit.
 
-    The results are the real-time factor, time to first audio, audio seconds per second and the fraction of the limit.
+    The results are the real-time factor, time to first audio, audio seconds per second and the fraction of
+    the limit.
     """
     if against not in (None, "reference"):
         raise ValueError(f"--against {against} is not possible; use --against reference")
@@ -204,8 +205,8 @@ def warm(
 ) -> int:
     """Compile models ahead of time, so that zoo serve is ready in seconds.
 
-    Use the same arguments as for zoo serve. On a CPU, a server with another number of slots, another KV memory or another
-    set of the same models finds the code too.
+    Use the same arguments as for zoo serve. On a CPU, a server with another number of slots, another KV
+    memory or another set of the same models finds the code too.
     """
     options: dict[str, Any] = {
         "models": named_directories(models or [str(SMALL_VOICE)]),
@@ -249,7 +250,8 @@ def parity(
 ) -> int:
     """Measure a model's numerical error.
 
-    The served form is compared with the plain fp32 form, and the plain form with the reference implementation.
+    The served form is compared with the plain fp32 form, and the plain form with the reference
+    implementation.
     """
     directory = resolved(model)
 
@@ -337,7 +339,7 @@ def demo_checkpoint(
 
 
 def usual_reference(model: str) -> Path:
-    """Return the Python of the environment that `make fixtures` builds for the model's family. Raises ValueError."""
+    """Return the Python that `make fixtures` installs for the model's family. Raises ValueError."""
     import zoo
 
     return Path(f".venv-parity-{zoo.find(model)[0].NAME}/bin/python")

@@ -3,8 +3,9 @@
     lines ─> items ─> engine in this process ─> files, then their lines in results.jsonl
     thread:  feeder   main                      writers
 
-A file is written completely or not at all, and its line follows, so a killed run leaves nothing that looks finished. An
-item is finished if its file and its line exist and the line has the item's digest; it is then not made again.
+A file is written completely or not at all, and its line follows, so a killed run leaves nothing that looks
+finished. An item is finished if its file and its line exist and the line has the item's digest; it is then
+not made again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ PLAIN = (
 
 @dataclass
 class Item:
-    """A line of the file: its fields, with the defaults for all lines, its model options, and why it is unusable."""
+    """A line of the file: its fields (with the defaults of all lines), its model options, and any error."""
 
     line: int
     id: str
@@ -103,7 +104,7 @@ def content(path: Path) -> str | None:
 
 
 def read_items(path: Path, defaults: dict[str, Any]) -> list[Item]:
-    """Read the lines of a file as items, except blank ones. Raises ValueError if it cannot be read or has none."""
+    """Read the lines of a file that are not blank. Raises ValueError if it has none or cannot be read."""
     try:
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -161,7 +162,7 @@ class Results:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Create and lock the directory. Raises ValueError if it cannot be written or another process holds it."""
+        """Create and lock the directory. Raises ValueError if it is not writable or already locked."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.directory, os.O_RDONLY)
@@ -179,8 +180,8 @@ class Results:
     def finished(self, ids: set[str], digests: dict[str, str], suffix: str) -> set[str]:
         """Return the ids whose speech already exists.
 
-        It also rewrites results.jsonl without the lines of unfinished ids and incomplete lines, so that each item ends
-        up with one line. Lines of other input files stay.
+        It also rewrites results.jsonl without the lines of unfinished ids and incomplete lines, so that each
+        item ends up with one line. Lines of other input files stay.
         """
         kept: list[str] = []
         done: set[str] = set()
@@ -229,8 +230,7 @@ class Tally:
 
 
 class Batch:
-    """A run of items through an engine, with up to twice as many at once as it has slots. `report` is called after each
-    item."""
+    """A run of items through an engine, up to twice its slots at once. It calls `report` after each item."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class Batch:
         self.error: BaseException | None = None  # of a writer
 
     def run(self, items: Sequence[Item]) -> None:
-        """Make all items, or stop at a signal. The engine runs on the calling thread, which must be the main one."""
+        """Make all items, or stop at a signal. The engine runs on this thread, which must be the main one."""
         began_s = time.perf_counter()
         with self.stopped_by_signals(), ThreadPoolExecutor(1, "feed", threads.use_one_thread) as pool:
             feeding = pool.submit(self.feed, items)

@@ -1,9 +1,9 @@
 """`zoo bench`: measure how fast a model is on this machine, and how fast it could be.
 
-Time is measured as a listener sees it: from the request to its first samples, with seconds of audio counted from
-samples and the true rate. The floor is the least possible time for a frame. It comes from one eager step, which counts
-the weights that matrix products and convolutions read and the arithmetic that they do. The same run measures the
-machine's bandwidth and arithmetic rate.
+Time is measured as a listener sees it: from the request to its first samples, with seconds of audio counted
+from samples and the true rate. The floor is the least possible time for a frame. It comes from one eager
+step, which counts the weights that matrix products and convolutions read and the arithmetic that they do. The
+same run measures the machine's bandwidth and arithmetic rate.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def bench(
     reference_python: str | None = None,
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure a closed loop: `streams` requests at once, `rounds` times, each of `frames` frames or fewer if the model
-    ends. The requests use the first of the model's modes. Raises ValueError."""
+    """Measure a closed loop: `streams` requests at once, `rounds` times, each of `frames` frames or fewer if
+    the model ends. The requests use the first of the model's modes. Raises ValueError."""
     Policy.named(policy)  # raises for an unknown policy before the run takes minutes
     family = zoo.load(model, device=device, dtype=dtype)
     given = {} if voice is None else {"voice": voice}
@@ -140,8 +140,8 @@ def drive(
 
 
 def beside(engine: Engine, listen: Callable[[], T]) -> T:
-    """Run the engine on the calling thread, as a server does, and `listen` on another. The engine stops when `listen`
-    returns. Returns its result."""
+    """Run the engine on the calling thread, as a server does, and `listen` on another. The engine stops when
+    `listen` returns. Returns its result."""
 
     def listen_and_stop() -> T:
         try:
@@ -204,7 +204,7 @@ class Load:
 
 
 class LaunchTimes:
-    """The seconds that a runner spends in its launches and their number, by kind. All other time is the host's."""
+    """The seconds that a runner spends in its launches and their number, by kind. The host has the rest."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -216,7 +216,7 @@ class LaunchTimes:
 
 
 def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[str, Any]:
-    """Measure what `streams` listeners notice, and where the time goes. Raises RuntimeError if a request fails."""
+    """Measure what `streams` listeners notice and where time goes. Raises RuntimeError if a request fails."""
     [model] = engine.models.values()
     model.runner.observer = times = LaunchTimes()
     listeners = Load(engine, rounds, request)
@@ -240,8 +240,8 @@ def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[st
 
 
 class Work(TorchDispatchMode):
-    """Counts the bytes of weights that matrix products and convolutions read, every time they do, and the arithmetic
-    by dtype. It uses the textbook formula, even if an algorithm needs less arithmetic."""
+    """Counts the bytes of weights that matrix products and convolutions read, every time they do, and the
+    arithmetic by dtype. It uses the textbook formula, even if an algorithm needs less arithmetic."""
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()
@@ -271,8 +271,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def work(family: Family[Any], request: Request) -> dict[str, dict[str, Any]]:
-    """Count the weights read and the arithmetic by dtype, for one eager step of one stream and for rendering its
-    largest window. The arithmetic of the render is per frame."""
+    """Count the weights read and the arithmetic by dtype, for one eager step of one stream and for rendering
+    its largest window. The arithmetic of the render is per frame."""
     prompt, window = family.prompt(request), family.spec.window
     frames = window.sizes[-1]
     lanes, pages = len(prompt.lanes), -(-max(len(lane.inputs) for lane in prompt.lanes) // PAGE_TOKENS)
@@ -299,8 +299,9 @@ def work(family: Family[Any], request: Request) -> dict[str, dict[str, Any]]:
 def min_ms_per_frame(
     counted: dict[str, dict[str, Any]], limits: dict[str, Any], streams: int, window: int
 ) -> float:
-    """Return the least time for a frame of every stream: the longer of reading weights at full bandwidth and doing
-    arithmetic at the full rate of its dtype. The renderer's weights are read once per largest window."""
+    """Return the least time for a frame of every stream: the longer of reading weights at full bandwidth and
+    doing arithmetic at the full rate of its dtype. The renderer's weights are read once per largest
+    window."""
     step, render = counted["step"], counted["render"]
     read = (step["bytes"] + render["bytes"] / window) / limits["bytes_per_s"]
     flops = Counter(step["flops"]) + Counter(render["flops"])
@@ -315,8 +316,8 @@ def add_floor(run: dict[str, Any], min_ms: float) -> None:
 
 
 def machine(family: Family[Any], dtypes: Iterable[str]) -> dict[str, Any]:
-    """Measure the bytes per second of a large matrix-vector product in the model's dtype, and the FLOP/s of a large
-    matrix product in each of `dtypes`. Each is the best of several tries."""
+    """Measure the bytes per second of a large matrix-vector product in the model's dtype, and the FLOP/s of a
+    large matrix product in each of `dtypes`. Each is the best of several tries."""
     device, dtype = family.device, family.dtype
     side = 16384 if device.type == "cuda" else 8192
     matrix = torch.ones(side, side, dtype=dtype, device=device)
@@ -365,7 +366,7 @@ def peak_memory(device: torch.device) -> int:
 def against(
     family: str, python: str, order: dict[str, Any], request: Request, log_line: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the reference implementation on the same work, in its own environment. Raises ValueError if it fails."""
+    """Run the reference on the same work, in its own environment. Raises ValueError if it fails."""
     with tempfile.TemporaryDirectory(prefix="zoo-bench-") as place:
         order = order | {"request": reference.fields(request, Path(place), "request")}
         result = reference.run(family, python, order)

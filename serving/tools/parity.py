@@ -1,8 +1,9 @@
 """`zoo parity`: measure how exact a model is on this machine.
 
-It makes two comparisons. The first is the served form (compiled, in its dtype, through the server's slots, pages and
-windows) against the plain fp32 form. Both take each step from the state that the plain form left, so a first difference
-does not hide later ones. The second is the plain form against the reference implementation, if its environment exists.
+It makes two comparisons. The first is the served form (compiled, in its dtype, through the server's slots,
+pages and windows) against the plain fp32 form. Both take each step from the state that the plain form left,
+so a first difference does not hide later ones. The second is the plain form against the reference
+implementation, if its environment exists.
 """
 
 from __future__ import annotations
@@ -44,11 +45,10 @@ def parity(
     reference_python: str | None = None,
     log_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure one greedy request for each capability of the model. The result is JSON, with null for infinity.
+    """Measure one greedy request for each capability of the model. Returns JSON, with null for infinity.
 
     max_slots, codec: the settings of the server, so that its compiled code is found in the cache.
-    reference_python: the Python of the reference's environment; None skips the reference.
-    Raises ValueError.
+    reference_python: the Python of the reference's environment; None skips the reference. Raises ValueError.
     """
     plain = zoo.load(model, device=device, dtype="float32")
     served = zoo.load(model, device=device, dtype=dtype)
@@ -189,8 +189,8 @@ def render_whole(plain: Family[Any], state: State) -> np.ndarray:
 
 
 def gap(state: State, served: State, slot: int, first: int) -> float:
-    """Return the difference of a step's frames: those from `first` on, since its codes may belong to several frames.
-    It is infinite if only one form ended, or if they wrote different text."""
+    """Return the difference of a step's frames: those from `first` on, since its codes may belong to several
+    frames. It is infinite if only one form ended, or if they wrote different text."""
     for name in ("ready", "done", "written"):
         if getattr(state, name)[0] != getattr(served, name)[slot]:
             return float("inf")
@@ -198,8 +198,8 @@ def gap(state: State, served: State, slot: int, first: int) -> float:
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """Return how many codes differ, or the largest difference of latents relative to the largest latent. It is infinite
-    if a latent is not finite."""
+    """Return how many codes differ, or the largest difference of latents relative to the largest latent. It
+    is infinite if a latent is not finite."""
     if not one.is_floating_point():
         return float((one != other).sum())
     apart = (one.float() - other.float()).abs().max() / one.float().abs().max().clamp(min=1e-9)
@@ -207,8 +207,8 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray, rate_hz: int) -> dict[str, float | None]:
-    """Compare two renderings of the same speech, [N] each. snr_db is None if no sample differs. A sample of `ours` that
-    is not finite counts as silence and as different."""
+    """Compare two renderings of the same speech, [N] each. snr_db is None if no sample differs. A sample of
+    `ours` that is not finite counts as silence and as different."""
     shared = min(len(ours), len(theirs))
     is_number = np.isfinite(ours[:shared])
     difference = np.abs(np.where(is_number, ours[:shared], 0) - theirs[:shared])
@@ -234,8 +234,7 @@ def against(
     frames: int,
     log_line: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Compare with the reference implementation in fp32, greedy or from the same noise. Raises ValueError if the
-    reference fails."""
+    """Compare with the reference in fp32, greedy or from the same noise. Raises ValueError if it fails."""
     shape, noise = plain.spec.noise_shape, None
     if shape:
         noise = torch.from_numpy(np.random.default_rng(0).standard_normal((frames, *shape), np.float32))

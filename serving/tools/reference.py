@@ -32,8 +32,7 @@ def script(family: str) -> Path:
 
 
 def run(family: str, python: str, order: dict[str, Any]) -> dict[str, Any]:
-    """Run the script with the Python of the reference's environment and return its answer. Raises ValueError if it
-    fails."""
+    """Run the script with this Python and return its answer. Raises ValueError if it fails."""
     path = script(family)
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     # -P keeps the script's folder off the import path; its modules have names that would shadow others.

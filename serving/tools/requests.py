@@ -19,7 +19,7 @@ MANNER = "An old sailor, slow and hoarse."
 
 
 def first_request(family: Family[Any], **fields: Any) -> Request:
-    """Return a request with the first of `ways` that the model accepts. Raises RequestError if it refuses all.
+    """Return a request with the first of `ways` that the model accepts. Raises RequestError if none is.
 
     Some models refuse a way: for them, instructions alone do not choose a voice.
     """
@@ -35,10 +35,9 @@ def first_request(family: Family[Any], **fields: Any) -> Request:
 
 
 def every_request(family: Family[Any], frames: int) -> tuple[dict[str, Request], dict[str, str]]:
-    """Return a greedy request for each capability of the model, and the error of each request it refuses, both by
-    name.
+    """Return a greedy request for each capability of the model, and the error of each refused one, by name.
 
-    Only the first of several requests with equal prompts is kept, so an option that changes nothing is skipped.
+    Of several requests with equal prompts only the first is kept, so options that change nothing are skipped.
     """
     taken: dict[str, Request] = {}
     refused: dict[str, str] = {}
@@ -81,8 +80,8 @@ def ways(family: Family[Any]) -> dict[str, dict[str, Any]]:
 
 
 def _other_voices(family: Family[Any]) -> list[str]:
-    """Return one voice for each prompt length other than the first voice's. A dialect's voice, for example, may need
-    more positions."""
+    """Return one voice for each prompt length other than the first voice's. A dialect's voice, for example,
+    may need more positions."""
     forms: dict[int, str] = {}
     for voice in family.spec.voices:
         forms.setdefault(len(family.prompt(Request(text=TEXT, voice=voice)).inputs), voice)

@@ -20,8 +20,8 @@ from zoo.contract import Family
 def warm(
     options: Options, progress: Callable[[float, str], None] = lambda fraction, stage: None
 ) -> list[dict[str, Any]]:
-    """Warm up like a server with these options, and keep the compiled code. Returns the counts and times of each
-    model. Raises ValueError."""
+    """Warm up like a server with these options, and keep the compiled code. Returns the counts and times of
+    each model. Raises ValueError."""
     began_s = time.perf_counter()
     max_slots, kv_bytes = sizes(options)
     families = load(options.models, options.device, options.dtype, progress)

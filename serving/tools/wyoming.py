@@ -4,10 +4,12 @@
     bridge   info       audio-start audio-chunk ... audio-stop       the same while text arrives, then synthesize-stopped
     server              a session over WS /v1/audio/speech/stream for each connection; an utterance for each synthesis
 
-The server's session speaks text chunks as they arrive. When a client disconnects, the bridge closes its session, which
-frees the slot. A failure sends an `error` and closes the connection, because clients wait for audio until one of the two.
-Source: rhasspy/wyoming, README.md; home-assistant/core, homeassistant/components/wyoming/tts.py. The latter also sends
-the whole text as `synthesize` before `synthesize-stop`, for programs that do not stream. The bridge ignores that event.
+The server's session speaks text chunks as they arrive. When a client disconnects, the bridge closes its
+session, which frees the slot. A failure sends an `error` and closes the connection, because clients wait for
+audio until one of the two.
+Source: rhasspy/wyoming, README.md; home-assistant/core, homeassistant/components/wyoming/tts.py. The latter
+also sends the whole text as `synthesize` before `synthesize-stop`, for programs that do not stream. The
+bridge ignores that event.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ KEY = "sk-demo"
 def serving(directory, *options, key=KEY, models=(), **sizes):
     """Run a server and yield its address once it is ready. The server must exit cleanly afterwards.
 
-    It serves `models` and demo checkpoints (name=size), or the bundled small voice if neither is given. Nothing is
-    compiled without "--compile". key: the API key, or None for a server without one.
+    It serves `models` and demo checkpoints (name=size), or the bundled small voice if neither is given.
+    Nothing is compiled without "--compile". key: the API key, or None for a server without one.
     """
     models = [*models, *(f"{name}={write_demo(directory / name, size)}" for name, size in sizes.items())]
     command = [

@@ -90,9 +90,7 @@ def test_the_help_of_serve_has_panels(zoo):
     assert panels == ["Arguments", "Options", "Model", "Memory", "Latency", "Limits", "Security", "Logs"]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 entries"), (1, "1 entry"), (2, "2 entries"), (1234, "1,234 entries")]
-)
+@pytest.mark.parametrize(("count", "text"), [(0, "0 entries"), (1, "1 entry"), (2, "2 entries")])
 def test_counts_have_the_right_plural(count, text):
     assert plural(count, "entry", "entries") == text
 

@@ -1,4 +1,4 @@
-"""The options for operators in a complete `zoo serve`: JSON log lines, metrics behind the API key, and traces."""
+"""The options for operators in a complete `zoo serve`: JSON log lines, private metrics and traces."""
 
 import http.server
 import json

@@ -75,7 +75,7 @@ def one_shot(url, text, **fields):
 
 
 def same(one, other):
-    """Return whether samples are equal except for the last bits: which frames share a window depends on timing."""
+    """Return whether samples are almost equal: which frames share a window depends on timing."""
     return len(one) == len(other) > 0 and np.abs(one - other).max() <= 2
 
 

@@ -134,7 +134,7 @@ def said(text: str) -> str:
 
 
 async def models(session: aiohttp.ClientSession, target: Target) -> list[str]:
-    """Return the ids of the server's models, empty if it does not list them. Raises ValueError if there is no server."""
+    """Return the ids of the models that the server lists. Raises ValueError if there is no server."""
     try:
         async with asyncio.timeout(target.timeout_s), session.get(f"{target.url}/models") as answer:
             listed = await answer.json(content_type=None) if answer.status == 200 else {}

@@ -1,5 +1,5 @@
-"""Find out what a speech server offers before measuring it: its model, a format that streams, its sample rate, and
-whether it accepts seeds. Only public routes are used."""
+"""Find out what a speech server offers before measuring it: its model, a format that streams, its sample
+rate, and whether it accepts seeds. Only public routes are used."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def address(url: str) -> str:
 async def learn(
     target: Target, work: Work, model: str | None, formats: Sequence[str], log_line: Callable[[str], None]
 ) -> None:
-    """Fill in what target and work lack. The server must offer all of `formats`; without any, the first that works is
-    chosen. Raises ValueError."""
+    """Fill in what target and work lack. The server must offer all of `formats`; without any, the first that
+    works is chosen. Raises ValueError."""
     async with connections(target) as session:
         if "model" not in work.fields:
             work.fields = {"model": model or await only_model(session, target), **work.fields}
@@ -73,8 +73,8 @@ async def choose(
 
 
 async def settle(session: aiohttp.ClientSession, target: Target, work: Work) -> str | None:
-    """Try a request with a seed, then without. Returns None if one works, else the server's refusal. Raises ValueError
-    for a failure that another body would not avoid."""
+    """Try a request with a seed, then without. Returns None if one works, else the server's refusal. Raises
+    ValueError for a failure that another body would not avoid."""
     refused = None
     for has_seeds in (True, False):
         work.has_seeds = has_seeds

@@ -1,7 +1,8 @@
 """Metrics of a load run, as pure functions of the records of its requests.
 
-A request counts from when the plan submits it, not from when the client sends it. A late client, or one that waits for a
-slow server, therefore shows as latency (no coordinated omission). `serving.playback` judges the streams.
+A request counts from when the plan submits it, not from when the client sends it. A late client, or one that
+waits for a slow server, therefore shows as latency (no coordinated omission). `serving.playback` judges the
+streams.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Role = Literal["listener", "leaver", "slow"]
 class Record(msgspec.Struct):
     """A request as the client saw it. All times are seconds of one clock.
 
-    outcome: "ok", "left" (disconnected as planned), "interrupted" (the run was interrupted), or the kind of failure.
+    outcome: "ok", "left" (disconnected as planned), "interrupted" (the run was interrupted), or the kind of
+    failure.
     """
 
     index: int
@@ -85,8 +87,9 @@ def summary(records: Sequence[Record], slo: Slo, offered_s: float | None = None)
     """Return the metrics of the requests that count. Shares are from 0 to 1, and unknown values are None.
 
     offered_s: how long requests were submitted, in an open loop; None: until the last one ended.
-    Only listeners are judged. Clients that disconnect or read slowly are load, and only counted. A broken stream is not
-    viable.
+
+    Only listeners are judged. Clients that disconnect or read slowly are load, and only counted. A broken
+    stream is not viable.
     """
     listeners = [
         record for record in records if record.role == "listener" and record.outcome != "interrupted"
@@ -128,8 +131,8 @@ def kinds(records: Iterable[Record]) -> dict[str, int]:
 
 
 def continuity(heard: Sequence[Heard]) -> dict[str, Any]:
-    """Return viability by chunk and by stream, underruns, and the share of streams within each tolerance of the longest
-    underrun. Streams of one chunk are left out, because a first chunk cannot be late."""
+    """Return viability by chunk and by stream, underruns, and the share of streams within each tolerance of
+    the longest underrun. Streams of one chunk are left out, because a first chunk cannot be late."""
     several = [one for one in heard if one.playback.num_followers or not one.is_whole]
     followers = sum(one.playback.num_followers for one in several)
     late = sum(one.playback.num_late for one in several)

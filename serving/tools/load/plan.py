@@ -1,7 +1,7 @@
 """Plan the requests and their arrivals. Both depend only on the seed, whatever the server does.
 
-Request n is the same in every run and at every rate. The gaps between arrivals scale with the rate and are otherwise
-the same.
+Request n is the same in every run and at every rate. The gaps between arrivals scale with the rate and are
+otherwise the same.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Work(msgspec.Struct):
 def poisson(
     rate: float, seed: int, num_warmup: int, duration_s: float | None, num: int | None
 ) -> list[float]:
-    """Return the arrival times of a Poisson process, in seconds from the start: `num_warmup` requests, and then `num`
-    or those of the next `duration_s`, whichever are fewer."""
+    """Return the arrival times of a Poisson process, in seconds from the start: `num_warmup` requests, and
+    then `num` or those of the next `duration_s`, whichever are fewer."""
     assert duration_s is not None or num is not None, "duration_s or num must be given"
     chance = random.Random(f"{seed} arrivals")
     times: list[float] = []

@@ -82,7 +82,7 @@ class Plan(msgspec.Struct):
         return rung.streams or math.ceil(WARMUP_S * (rung.rate or 0.0))
 
     def jobs(self, rung: Rung, start_s: float) -> tuple[list[Job], float | None]:
-        """Return a job for each worker, and for how long an open loop submits requests that count (else None)."""
+        """Return a job for each worker, and how long an open loop submits requests that count, else None."""
         num_warmup, count = self.warmup(rung), self.num_workers
         jobs = [Job(self.target, self.work, start_s) for _ in range(count)]
         if rung.rate is not None:
@@ -190,8 +190,8 @@ class Workers:
             process.stdin.close()
 
     async def work(self, jobs: Sequence[Job]) -> tuple[list[Record], list[Effort], bool]:
-        """Run the jobs. Returns the records, each worker's effort, and whether the jobs completed without an interrupt.
-        Raises RuntimeError if a worker dies."""
+        """Run the jobs. Returns the records, each worker's effort, and whether the jobs completed without an
+        interrupt. Raises RuntimeError if a worker dies."""
         records: list[Record] = []
         efforts: list[Effort] = []
         for process, job in zip(self.processes, jobs, strict=True):
@@ -226,6 +226,6 @@ async def read(process: Process, records: list[Record], efforts: list[Effort]) -
 
 
 def usable_workers() -> int:
-    """Return the default number of workers. It leaves half the cores to the server, which may run on this machine."""
+    """Return the default number of workers. It leaves half the cores to a server on this machine."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, min(cores // 2, MAX_WORKERS))

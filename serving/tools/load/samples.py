@@ -1,7 +1,7 @@
 """Count the samples in the bytes of an answer as they arrive. A container's header does not count as audio.
 
-A counter's `feed` takes bytes and returns the number of samples per channel that a player can play because of them.
-`sample_rate_hz` is 0 until it is known.
+A counter's `feed` takes bytes and returns the number of samples per channel that a player can play because of
+them. `sample_rate_hz` is 0 until it is known.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def counter(form: str, sample_rate_hz: int) -> Counter:
 
 
 class Pcm:
-    """Counts int16 mono samples."""
+    """A counter of raw samples, int16 mono by default."""
 
     def __init__(self, sample_rate_hz: int, bytes_a_sample: int = 2):
         self.sample_rate_hz = sample_rate_hz
@@ -55,7 +55,7 @@ class Pcm:
 
 
 class Wav:
-    """Reads RIFF chunks up to `data`; all bytes after it are samples, because a stream does not know its length."""
+    """A counter of RIFF files. All bytes after the header of `data` are samples: a stream has no length."""
 
     def __init__(self) -> None:
         self.sample_rate_hz = 0
@@ -86,7 +86,8 @@ class Wav:
 
 
 class Opus:
-    """Reads Ogg pages; the header of each has the position that it reaches. Source: RFC 3533, RFC 7845."""
+    """A counter of Ogg pages. A page's header has the position that it reaches. Source: RFC 3533, RFC
+    7845."""
 
     def __init__(self) -> None:
         self.sample_rate_hz = OPUS_HZ
@@ -123,7 +124,7 @@ class Opus:
 
 
 class Coded:
-    """Decodes MP3 and AAC (ADTS) frames as soon as they are complete; each frame's header has its length."""
+    """A counter that decodes MP3 and AAC (ADTS) frames once they are complete; their headers have lengths."""
 
     def __init__(self, codec: str):
         self.sample_rate_hz = 0

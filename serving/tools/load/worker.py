@@ -1,9 +1,10 @@
-"""A worker process of the load client. It makes its share of the requests and measures its own delays meanwhile.
+"""A worker process of the load client. It makes its share of the requests and measures its own delays.
 
     python -m serving.tools.load.worker
 
-Each line on stdin is a `Job`. The worker prints `READY` once, `Ended` when a request ends, and `Done` after the last one
-of a job. When stdin closes, it reports the records so far and exits. Only the parent handles Ctrl-C.
+Each line on stdin is a `Job`. The worker prints `READY` once, `Ended` when a request ends, and `Done` after
+the last one of a job. When stdin closes, it reports the records so far and exits. Only the parent handles
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Arrival(msgspec.Struct, array_like=True):
 
 
 class Stream(msgspec.Struct, array_like=True):
-    """A listener of a closed loop. It makes requests first, first + step, ... below `end`, one after the other, until
-    `until_s`."""
+    """A listener of a closed loop. It makes requests first, first + step, ... below `end`, one after the
+    other, until `until_s`."""
 
     first: int
     step: int

@@ -247,8 +247,7 @@ def test_equal_items_have_equal_digests(tmp_path):
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    """Run the command on a demo checkpoint, with options for all lines and for one, a bad line, and a second run that
-    finds everything."""
+    """The first run has options for all lines and for one, and a bad line. The second finds everything."""
     out, model = tmp_path / "out", directory("qwen3_tts", "tiny")
     path = lines(
         tmp_path / "in.jsonl",
@@ -286,7 +285,7 @@ def test_the_command(tmp_path):
 
 @pytest.mark.slow
 def test_the_small_voice_speaks_a_batch_at_the_given_speeds(tmp_path):
-    """The command names no model. Double speed halves the length, and a speed out of range is an error of its line."""
+    """Double speed halves the length, and a speed out of range is an error of its line."""
     path = lines(
         tmp_path / "in.jsonl",
         {"text": "Hello.", "id": "fast"},
@@ -306,7 +305,7 @@ def test_the_small_voice_speaks_a_batch_at_the_given_speeds(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_batch_can_be_resumed(tmp_path):
-    """The batch is killed after its first lines. Every file is then complete, and the next run makes the others."""
+    """The batch is killed after its first lines. Every file is complete, and the next run makes the rest."""
     out, model = tmp_path / "out", directory("qwen3_tts", "tiny")
     path = lines(
         tmp_path / "in.jsonl",

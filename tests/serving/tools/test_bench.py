@@ -95,8 +95,8 @@ def test_a_family_without_a_reference_is_refused_before_anything_is_measured(mon
 
 
 def test_work_counts_the_weights_that_products_read():
-    """The toy's step reads each weight once, except the embeddings. Guidance reads no weight twice, but doubles the
-    arithmetic."""
+    """The toy's step reads each weight once, except the embeddings. Guidance reads no weight twice, but
+    doubles the arithmetic."""
     toy, guided = Toy(), Guided()
     plain, twice = work(toy, first_request(toy)), work(guided, first_request(guided))
     read = [module.weight for module in toy.modules() if isinstance(module, torch.nn.Linear)]

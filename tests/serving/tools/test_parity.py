@@ -30,9 +30,8 @@ def tiny(name: str) -> str:
 def followed(plain: zoo.Family, served: zoo.Family, request: Request) -> dict:
     [worker] = Engine(served, max_slots=2, compile=False).models.values()
     run = follow(plain, worker, request)
-    assert (
-        not worker.running and not worker.waiting and len(worker.free_slots) == 2
-    )  # all slots were released
+    # All slots were released.
+    assert not worker.running and not worker.waiting and len(worker.free_slots) == 2
     return run
 
 

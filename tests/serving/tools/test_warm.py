@@ -30,11 +30,8 @@ def test_warm_reports_what_it_compiled_for_each_model(monkeypatch, tmp_path):
     one, two = warm(options, lambda *step: steps.append(step))
     assert (one["model"], two["model"]) == ("a", "b")
     for done in (one, two):
-        assert (done["graphs"], done["found"], done["compiled"]) == (
-            1,
-            0,
-            0,
-        )  # the eager backend keeps no kernels
+        # The eager backend keeps no kernels.
+        assert (done["graphs"], done["found"], done["compiled"]) == (1, 0, 0)
         assert done["cache"].startswith(str(tmp_path / "cache")) and done["warm_s"] > 0
     assert one["cache"] != two["cache"]
     assert steps[0][0] == 0 and steps[-1] == (1.0, "b: warm")

@@ -1,5 +1,4 @@
-"""`zoo wyoming`: Home Assistant's events, sent by wyoming's own client, with the HTTP process and an engine without a
-model."""
+"""`zoo wyoming` with wyoming's own client, the HTTP process, and an engine without a model."""
 
 import asyncio
 from contextlib import asynccontextmanager

@@ -32,7 +32,7 @@ def recorded(answer, planned=None, timeout_s=20.0):
 
 
 def test_arrivals_follow_the_script(monkeypatch):
-    """The clock moves between chunks, and the server sends a chunk once the client has read the one before."""
+    """The clock moves between chunks. The server sends a chunk once the client has read the last one."""
     script = [(11.0, 512), (11.5, 512), (12.25, 256)]
     clock = SimpleNamespace(now_s=10.0)
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
