@@ -63,7 +63,7 @@ class Full(Exception):
     """No room to wait: try again in `retry_after_s`."""
 
     def __init__(self, why: str, retry_after_s: float):
-        super().__init__(f"{why}; try again in {retry_after_s:g} s")
+        super().__init__(f"{why}; try again in {math.ceil(retry_after_s)} s")
         self.retry_after_s = retry_after_s
 
 
@@ -471,7 +471,8 @@ class Engine:
         if is_flex:
             return None
         if predicted_s is not None and self.max_ttfa_s is not None and predicted_s > self.max_ttfa_s:
-            late = f"first audio is to be expected in {predicted_s:.1f} s, later than {self.max_ttfa_s:g} s"
+            wait_s = math.ceil(predicted_s)
+            late = f"first audio is expected in {wait_s} s, later than the limit of {self.max_ttfa_s:g} s"
             raise Full(late, retry_after_s)
         return predicted_s
 

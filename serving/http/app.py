@@ -1,9 +1,9 @@
-"""The HTTP process: Litestar routes in front of the engine. It imports neither torch nor zoo: it starts at
-once and stays responsive.
+"""The HTTP process: Litestar routes in front of the engine. It imports neither torch nor zoo, so it starts
+at once and stays responsive.
 
     python -m serving.http.app '{"socket": PATH, "fd": LISTENING_SOCKET, ...}'
 
-The supervisor starts it so, with `Options` as JSON.
+The supervisor starts it with this command and passes `Options` as JSON.
 """
 
 from __future__ import annotations
@@ -50,33 +50,34 @@ from serving.http.routes.voices import (
 from serving.http.schemas import Limits
 from serving.http.server import Server, check_key
 
-if TYPE_CHECKING:  # it comes with an extra
+if TYPE_CHECKING:  # needs the extra `otel`
     from serving.http.tracing import Tracing
 
 log = structlog.get_logger()
 
-EXPOSED = ["x-request-id", "x-sample-rate", "x-seed", "x-warning", "retry-after"]  # to pages of other sites
-MAX_BODY_BYTES = 1 << 20  # of what is neither speech nor an upload
+# Response headers that pages of other sites may read.
+EXPOSED = ["x-request-id", "x-sample-rate", "x-seed", "x-warning", "retry-after"]
+MAX_BODY_BYTES = 1 << 20  # for requests that are neither speech nor an upload
 DEFAULT = Limits()
 NO_ALIASES = Names()
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
-    """What the HTTP process is started with. The API key comes by the environment (ZOO_API_KEY): arguments
-    are for everyone to see."""
+    """The settings of the HTTP process. The API key is not among them: it comes in the environment variable
+    ZOO_API_KEY, because every user of the machine can read a process's arguments."""
 
     socket: str  # where the engine listens
-    # a bound socket, which outlives this process: clients wait in it while the process is started again
+    # A bound socket that outlives this process. Clients wait in its backlog while the process restarts.
     fd: int
     limits: Limits = DEFAULT
     names: Names = NO_ALIASES
     voices_dir: str | None = None
-    cors_origins: list[str] = []  # of pages that may use this server
-    hosts: list[str] = []  # by which it may be asked; none: any
-    stall_s: float = 60.0  # for which a client that reads may take nothing
-    playground: bool = True  # whether there is a page to try the models at
-    private_metrics: bool = False  # whether the API key guards /metrics too
-    otel: bool = False  # whether a trace of each request is sent on
+    cors_origins: list[str] = []  # origins of other sites whose pages may use this server
+    hosts: list[str] = []  # allowed Host headers; empty: any
+    stall_s: float = 60.0  # how long a client may read nothing before the server disconnects it
+    playground: bool = True  # whether GET / serves the page for trying the models
+    private_metrics: bool = False  # whether /metrics needs the API key too
+    otel: bool = False  # whether a trace of each request is exported
     grace_s: int = 5  # how long a shutdown waits for open streams
     parent_fd: int | None = None
 
@@ -93,8 +94,11 @@ def create_app(
     private_metrics: bool = False,
     tracing: Tracing | None = None,
 ) -> Litestar:
-    """Every route. `api_key` guards what is under /v1, and with private_metrics /metrics; voices_dir: where
-    uploaded voices are kept; tracing: where traces go."""
+    """Return the app with all its routes.
+
+    api_key: required for routes under /v1, and for /metrics with private_metrics. voices_dir: the directory
+    of uploaded voices. tracing: makes and exports the traces.
+    """
     server = Server(engine, api_key, limits, voices_dir, names, tracing)
     speech = Router(
         "/",
@@ -142,7 +146,7 @@ def create_app(
 
 @asynccontextmanager
 async def connect(app: Litestar) -> AsyncIterator[None]:
-    """To the engine, for as long as the app runs."""
+    """Keep the connection to the engine open while the app runs."""
     server: Server = app.state.server
     await asyncio.to_thread(server.voices.tidy)
     if (problem := await asyncio.to_thread(server.voices.problem)) is not None:

@@ -1,5 +1,5 @@
-"""How many requests may hold memory at once before the engine has heard of them: bodies that are being read,
-and recordings that are being fetched or decoded. Nobody waits at a door: who finds it full comes again."""
+"""Concurrency limits for requests that hold memory before they reach the engine: large bodies being read, and
+recordings being fetched or decoded. There is no queue: over the limit, the client gets 503 immediately."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send
 
 from serving.http.errors import refusal
 
-LARGE_BODY_BYTES = 128 << 10  # more than any request without a recording has
+LARGE_BODY_BYTES = 128 << 10  # larger than any request without a recording
 RETRY_S = 1
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# of its own: it holds up nobody else
+# A pool of its own, so that reading recordings delays no other work.
 READING = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), "read")
 
 
 async def read_beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Beside the event loop, after what else is being read."""
+    """Call the function on the pool for reading, so that the event loop keeps running."""
     return await asyncio.get_running_loop().run_in_executor(READING, lambda: function(*args, **kwargs))
 
 
 class Door:
-    """`what` is being done by those inside, of whom there are at most `num_places`."""
+    """A limit of `num_places` on requests that do one thing at once. `what` says what they do, for the error
+    message: "recordings are being decoded"."""
 
     def __init__(self, num_places: int, what: str):
         self.num_places, self.what = num_places, what
         self.num_inside = 0
 
     def enter(self) -> None:
-        """Raises the refusal."""
+        """Take a place. Raises the refusal (503) if all places are taken."""
         if self.num_inside >= self.num_places:
-            message = f"{self.num_inside} {self.what} already, and more do not fit; try again in {RETRY_S} s"
+            message = f"too many {self.what} (limit: {self.num_places}); try again in {RETRY_S} s"
             raise refusal(503, message, code="server_busy", retry_after_s=RETRY_S)
         self.num_inside += 1
 
@@ -48,7 +49,7 @@ class Door:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Raises the refusal."""
+        """Hold a place within the `with` block. Raises the refusal."""
         self.enter()
         try:
             yield
@@ -57,7 +58,7 @@ class Door:
 
 
 class LargeBodies:
-    """A middleware: a body that may be large has a place until it was read."""
+    """Middleware that limits how many large bodies are read at once."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -65,7 +66,7 @@ class LargeBodies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_large(scope):
             return await self.app(scope, receive, send)
-        # given to each, it would be copied for each route
+        # From the app's state: Litestar would copy an argument of the middleware for each route.
         door: Door = scope["litestar_app"].state.server.bodies
         door.enter()
         is_inside = True
@@ -89,7 +90,7 @@ class LargeBodies:
 
 
 def is_large(scope: Scope) -> bool:
-    """Whether a body is large, or does not say."""
+    """Whether a request's body is large or of unknown length."""
     headers = dict(scope["headers"])
     length = headers.get(b"content-length", b"")
     if length.isdigit():

@@ -1,12 +1,12 @@
-"""Samples as a file that is sent while it is made: six formats, chunk by chunk, at the model's own rate or at
-one that was asked for.
+"""Encode samples as a file that is sent while it is made: six formats, chunk by chunk, at the model's own rate
+or at a requested one.
 
-    int16 chunk ─ stretch ─ resample ─ encode ─ bytes        (each step only where there is something to do)
+    int16 chunk ─ stretch ─ resample ─ encode ─ bytes        (each step only if needed)
 
-WAV and FLAC headers leave the length open, and MP3 goes without its header of lengths, since nobody knows
-them yet. MP3 and AAC begin with their encoder's delay and end on a whole frame, so they last up to 2,304
-samples longer than the speech (64 ms at 24 kHz); the other four are exact. `file` is for speech that is over:
-then every header tells the truth, and MP3 is exact too.
+The length of a stream is not known when it begins, so WAV and FLAC headers leave it open and MP3 has no header
+with lengths. MP3 and AAC begin with their encoder's delay and end on a whole frame, so they last up to 2,304
+samples longer than the speech (64 ms at 24 kHz). The other four formats are exact. `file` encodes speech that
+is complete: every header then has the true length, and MP3 is exact too.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ import soxr
 from serving.audio import pcm16, wav_header
 from serving.stretch import Stretch, stretched
 
-# mono speech, no less than good; low sample rates take 4 bits a sample, the most that their MP3 and AAC allow
+# Good quality for mono speech. Low sample rates get 4 bits a sample, the maximum of MP3 and AAC there.
 MAX_BIT_RATE = 96_000
 FULL_SCALE = 32767
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a format is made. rates_hz: those its codec takes, None for all; decoded_hz: what it is decoded to,
-    if not the codec's rate."""
+    """How a format is encoded. rates_hz: the sample rates of its codec, None for any. decoded_hz: the rate that
+    it decodes to, if that is not the codec's rate."""
 
     media_type: str
     container: str = ""
     codec: str = ""
     rates_hz: tuple[int, ...] | None = None
     decoded_hz: int | None = None
-    options: Mapping[str, str] = field(default_factory=dict)  # of a stream
+    options: Mapping[str, str] = field(default_factory=dict)  # of the muxer, for a stream
     codec_options: Mapping[str, str] = field(default_factory=dict)
 
     def codec_hz(self, model_hz: int, asked_hz: int | None) -> int:
-        """The rate to encode at. Raises ValueError for a rate that the format has not."""
+        """Return the rate to encode at. Raises ValueError for a rate that the format does not support."""
         if self.decoded_hz is not None:
             if asked_hz not in (None, self.decoded_hz):
-                raise ValueError(f"this format is always decoded to {self.decoded_hz} Hz, not {asked_hz}")
+                raise ValueError(f"this format always decodes to {self.decoded_hz} Hz, not {asked_hz} Hz")
             asked_hz = None
         if self.rates_hz is None:
             return asked_hz or model_hz
         if asked_hz is not None and asked_hz not in self.rates_hz:
             raise ValueError(
-                f"this format has no {asked_hz} Hz; it has: {', '.join(map(str, self.rates_hz))}"
+                f"this format does not support {asked_hz} Hz; use one of {', '.join(map(str, self.rates_hz))}"
             )
         rate_hz = asked_hz or model_hz
         return next((known for known in self.rates_hz if known >= rate_hz), self.rates_hz[-1])
@@ -62,17 +62,17 @@ FORMATS = {
     "mp3": Format(
         "audio/mpeg", "mp3", "libmp3lame", MPEG_HZ, options={"write_xing": "0", "id3v2_version": "0"}
     ),
-    # A page for each packet: the muxer's own choice is a page a second, so nothing would be heard before.
+    # One page per packet. The muxer's default is one page a second, so first audio would be a second late.
     "opus": Format(
         "audio/ogg",
         "ogg",
         "libopus",
         (8000, 12000, 16000, 24000, 48000),
         48000,
-        {"page_duration": "20000", "fflags": "+bitexact"},  # or every stream has a serial number by chance
+        {"page_duration": "20000", "fflags": "+bitexact"},  # without bitexact, serial numbers are random
         {"frame_duration": "20"},
     ),
-    # The encoder's default search, twoloop, spoils the first 40 ms of a voice that begins at once.
+    # The encoder's default search, twoloop, distorts the first 40 ms of speech that begins without silence.
     "aac": Format("audio/aac", "adts", "aac", MPEG_HZ, codec_options={"aac_coder": "fast"}),
     "flac": Format("audio/flac", "flac", "flac", options={"metadata_header_padding": "0"}),
     "wav": Format("audio/wav"),
@@ -81,11 +81,11 @@ FORMATS = {
 
 
 class Encoder:
-    """One stream. `feed` int16 little-endian mono -> what of the file is ready by now, perhaps nothing;
-    `finish` -> the rest.
+    """The encoder of one stream. `feed` takes int16 little-endian mono and returns the bytes of the file that
+    are ready, perhaps none. `finish` returns the rest.
 
-    `sample_rate_hz` is what the answer is decoded to. One call at a time, on any thread. Raises ValueError
-    for a rate the format has not.
+    `sample_rate_hz` is the rate that the file decodes to. Calls may come from any thread, one at a time. Raises
+    ValueError for a rate that the format does not support.
     """
 
     def __init__(self, name: str, model_hz: int, asked_hz: int | None = None, speed: float = 1.0):
@@ -93,13 +93,13 @@ class Encoder:
         self._rate_hz = self._form.codec_hz(model_hz, asked_hz)
         self.sample_rate_hz = self._form.decoded_hz or self._rate_hz
         self._stretch = None if speed == 1 else Stretch(model_hz, speed)
-        self.is_light = not (self._form.codec or self._stretch)  # microseconds, so not worth a thread
+        self.is_light = not (self._form.codec or self._stretch)  # takes microseconds, so needs no thread
         self._resampler = (
             None
             if self._rate_hz == model_hz
             else soxr.ResampleStream(model_hz, self._rate_hz, 1, dtype="float32")
         )
-        # opened by the first chunk: that takes a millisecond, and some answers never begin
+        # The first chunk opens it. Opening takes a millisecond, and some answers never begin.
         self._codec: _Codec | None = None
         self._head = wav_header(self._rate_hz) if name == "wav" else b""
 
@@ -128,8 +128,8 @@ class Encoder:
 
 
 def file(name: str, pcm: bytes, model_hz: int, asked_hz: int | None = None, speed: float = 1.0) -> bytes:
-    """Speech that is over as a whole file, which knows its length. Raises ValueError for a rate the format
-    has not."""
+    """Return complete speech as a whole file, whose header has the true length. Raises ValueError for a rate
+    that the format does not support."""
     form = FORMATS[name]
     pcm = stretched(pcm, model_hz, speed)
     rate_hz = form.codec_hz(model_hz, asked_hz)
@@ -149,7 +149,7 @@ def file(name: str, pcm: bytes, model_hz: int, asked_hz: int | None = None, spee
 
 
 class _Sink(io.RawIOBase):
-    """Where a muxer writes what cannot be taken back."""
+    """The output of a muxer that cannot seek back."""
 
     def __init__(self) -> None:
         self.bytes = bytearray()
@@ -163,7 +163,7 @@ class _Sink(io.RawIOBase):
 
 
 class _Codec:
-    """An encoder and its muxer."""
+    """A codec and its muxer."""
 
     def __init__(self, form: Format, rate_hz: int, sink: io.IOBase, options: Mapping[str, str]):
         self.sink = sink

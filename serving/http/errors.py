@@ -1,8 +1,9 @@
-"""Errors as answers, in OpenAI's shape everywhere: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as HTTP answers, always in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
 import errno
+import math
 import re
 import uuid
 from typing import Any, overload
@@ -22,7 +23,7 @@ from serving.http.schemas import FIELDS, Error, ErrorBody
 
 AWAY_RETRY_S = 1
 SPEECH = "/v1/audio/speech"
-LEFT = 499  # nobody hears it: the log and the metrics do
+LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 4000
 
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 
 
 def new_id() -> str:
-    """Of a request."""
+    """Return a new request ID."""
     return f"req_{uuid.uuid4().hex}"
 
 
@@ -43,10 +44,11 @@ def refusal(
     retry_after_s: float | None = None,
     request_id: str | None = None,
 ) -> HTTPException:
-    """An answer in OpenAI's shape, to be raised."""
+    """Return an exception that becomes an error in OpenAI's shape. The header Retry-After is rounded up to whole
+    seconds."""
     headers = {}
     if retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(retry_after_s)))
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     if request_id is not None:
         headers["x-request-id"] = request_id
     return HTTPException(
@@ -55,6 +57,7 @@ def refusal(
 
 
 def error_of(refused: HTTPException) -> Error:
+    """Return the error object for the body of the answer."""
     extra = refused.extra if isinstance(refused.extra, dict) else {}
     kind = "invalid_request_error" if refused.status_code < 500 else "server_error"
     return Error(cut(refused.detail, MAX_MESSAGE_CHARS), kind, cut(extra.get("param")), extra.get("code"))
@@ -69,16 +72,16 @@ def cut(text: None, max_chars: int = ...) -> None: ...
 
 
 def cut(text: str | None, max_chars: int = MAX_ECHO_CHARS) -> str | None:
-    """What a client sent comes back to it, and into the log, but not all of it."""
+    """Shorten a text from a client before it goes into an answer or the log."""
     return text if text is None or len(text) <= max_chars else text[:max_chars] + "..."
 
 
 def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
-    """The one place where errors become answers."""
+    """Turn any exception of a route into an answer, and log it."""
     path = request.scope.get("path_template") or request.url.path.rstrip("/")
     match error:
         case InternalServerException(detail="client disconnected prematurely"):
-            error = refusal(LEFT, "the client left before its request was there")
+            error = refusal(LEFT, "the client disconnected before its request was complete")
         case Away():
             error = refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)
         case ValidationException():
@@ -94,20 +97,20 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
                 f"the body must be a form (multipart/form-data) with the fields {names}",
                 code="invalid_form",
             )
-        # a charset that is none
+        # Text that is not UTF-8, or names an unknown charset.
         case UnicodeDecodeError() | LookupError() if type(error) in (UnicodeDecodeError, LookupError):
             where = "a field of the form" if path in FIELDS and path != SPEECH else "the request"
             error = refusal(400, f"{where} is not text in UTF-8")
         case HTTPException(status_code=404, extra=None):
             error = refusal(
                 404,
-                f"there is no {cut(request.url.path)} here; GET /schema lists what there is",
+                f"{cut(request.url.path)} does not exist; GET /schema lists all routes",
                 code="not_found",
             )
         case HTTPException(status_code=405, extra=None, headers={"allow": allowed} as headers):
             possible = ", ".join(sorted({*allowed.split(", ")} - {"OPTIONS"}))
             error = refusal(
-                405, f"this method is not possible here; possible: {possible}", code="method_not_allowed"
+                405, f"this route does not support the method; use {possible}", code="method_not_allowed"
             )
             error.headers = headers
         case HTTPException(status_code=413, extra=None):
@@ -118,12 +121,10 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
             error = refusal(507, "this server's disk is full", code="no_room")
         case OSError():
             log.error("disk", path=cut(path), error=str(error))
-            error = refusal(
-                503, "this server cannot read or write its files now; its log says more", code="disk"
-            )
+            error = refusal(503, "this server cannot read or write its files; see its log", code="disk")
     if not isinstance(error, HTTPException):
         log.error("unexpected", path=cut(path), exc_info=error)
-        error = refusal(500, "an error in this server; its log says more")
+        error = refusal(500, "internal server error; see the server's log")
     facts = {"id": request.state.get("request_id"), "path": cut(path)}
     if path == SPEECH:
         facts |= {"model": request.state.get("model"), "reason": outcome_of(error)}
@@ -134,7 +135,7 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
 
 
 def log_refused(error: HTTPException, **facts: Any) -> Error:
-    """The line of a request that was refused, or of an item or an utterance that was -> what its client is told."""
+    """Log a refused request, batch item or utterance, and return the error object for the client."""
     body = error_of(error)
     log.info(
         "refused",
@@ -148,7 +149,7 @@ def log_refused(error: HTTPException, **facts: Any) -> Error:
 
 
 def outcome_of(error: HTTPException) -> str:
-    """What the metrics call the end of a speech request that was not answered with audio."""
+    """Return the metrics' outcome for a speech request that ended in this error."""
     if error_of(error).code == "no_audio":
         return "no_audio"
     if error.status_code == LEFT:
@@ -159,7 +160,7 @@ def outcome_of(error: HTTPException) -> str:
 
 
 def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException:
-    """Litestar's first complaint about a body, as a sentence that names the field and what it takes."""
+    """Turn Litestar's first validation error into one that names the field and what it takes."""
     complaint: dict[str, str] = error.extra[0]  # type: ignore[index]
     message, key = complaint["message"], complaint["key"]
     field = re.split(r"[.\[]", key)[0]

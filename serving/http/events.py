@@ -1,4 +1,4 @@
-"""What a client and a session (session.py) say to each other: JSON in text messages, and audio in binary ones."""
+"""The messages between a client and its session (session.py): JSON in text messages, audio in binary ones."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from msgspec import Meta
 
 from serving.http.schemas import Error, Usage
 
-MAX_MESSAGE_BYTES = 1 << 20  # a longer recording is uploaded as a voice
+MAX_MESSAGE_BYTES = 1 << 20  # a larger recording must be uploaded as a voice
 
 
 class ConfigFields(msgspec.Struct, kw_only=True):
-    """Of session.config, beside those of a speech request."""
+    """The fields of session.config that a speech request does not have."""
 
     audio: Annotated[
         Literal["binary", "base64"],
-        Meta(description="binary (default): binary messages; base64: audio.chunk events"),
+        Meta(description="binary (default): audio in binary messages; base64: audio in audio.chunk events"),
     ] = "binary"
     split_granularity: Annotated[
         Literal["auto", "token", "sentence"],
         Meta(
-            description="auto (default): token by token into one generation where the model can, else sentence by sentence; "
-            "token or sentence: so, or refused"
+            description="auto (default): text goes into one generation token by token if the model supports that, "
+            "otherwise sentence by sentence; token or sentence: always that way, or an error"
         ),
     ] = "auto"
     barge_in: Annotated[
         Literal["queue", "cancel"],
-        Meta(description="what a new utterance does while another one speaks: queue (default) or cancel it"),
+        Meta(
+            description="what happens to the current utterance when a new one begins: queue (default) lets it finish first, "
+            "cancel stops it"
+        ),
     ] = "queue"
 
 
 class Config(msgspec.Struct, tag_field="type", tag="session.config"):
-    """Holds from the next utterance on. The other fields are in the message itself."""
+    """Settings from the next utterance on. The other fields are read from the message itself."""
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input.text"):
@@ -45,7 +48,7 @@ class InputDone(msgspec.Struct, tag_field="type", tag="input.done"):
 
 
 class InputCancel(msgspec.Struct, tag_field="type", tag="input.cancel"):
-    """Every utterance there is, at once."""
+    """Cancel every utterance immediately."""
 
 
 ClientEvent = Config | InputText | InputDone | InputCancel
@@ -57,12 +60,12 @@ class Configured(msgspec.Struct, tag_field="type", tag="session.configured"):
     model: str
     sample_rate: int
     response_format: str
-    split_granularity: Literal["token", "sentence"]  # as it will be
+    split_granularity: Literal["token", "sentence"]  # the choice that "auto" made
     warnings: list[str]
 
 
 class AudioStart(msgspec.Struct, tag_field="type", tag="audio.start"):
-    """Before the first audio of an utterance. sample_rate: what it decodes to."""
+    """Sent before the first audio of an utterance. sample_rate: the rate that the audio decodes to."""
 
     utterance: int  # counted from 1
     sample_rate: int
@@ -77,15 +80,16 @@ class AudioChunk(msgspec.Struct, tag_field="type", tag="audio.chunk"):
 
 
 class Timings(msgspec.Struct):
-    """Since the utterance's first text came."""
+    """Milliseconds since the utterance's first text arrived."""
 
-    last_text_ms: float | None  # its input.done
+    last_text_ms: float | None  # until its input.done
     first_audio_ms: float | None
     total_ms: float
 
 
 class AudioDone(msgspec.Struct, tag_field="type", tag="audio.done"):
-    """The end of an utterance that did not fail. reason: "stop" (all is spoken), "length" (a cap) or "cancelled"."""
+    """The end of an utterance that did not fail. reason: "stop" (all text was spoken), "length" (the frame limit
+    was reached) or "cancelled"."""
 
     utterance: int
     reason: str
@@ -95,7 +99,7 @@ class AudioDone(msgspec.Struct, tag_field="type", tag="audio.done"):
 
 
 class Failure(msgspec.Struct, tag_field="type", tag="error"):
-    """Of an utterance, which ends with it, or of a message, which is as if it had not come (utterance: null)."""
+    """An error. With an utterance, that utterance has ended; with null, one message was wrong and was ignored."""
 
     error: Error
     utterance: int | None = None

@@ -1,5 +1,5 @@
-"""uvicorn as this server runs it: clients that send or read too slowly, or too much, are left, and an end is
-one that no client takes for a whole answer."""
+"""uvicorn with limits: clients that send or read too slowly, or send too much, are disconnected, and no client
+can take an interrupted answer for a complete one."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from serving.http.errors import new_id
 from serving.http.events import MAX_MESSAGE_BYTES
 from serving.http.schemas import Error, ErrorBody
 
-MAX_HEAD_BYTES = 64 << 10  # of a request, beside its body
+MAX_HEAD_BYTES = 64 << 10  # of a request without its body
 HEAD_S = 10.0  # for the first line and the headers
 BODY_S = 60.0
 PING_S = 20.0
-WRITE_S = 60.0  # for which a client that reads may take nothing, where nobody says
-LAST_WORDS_S = 2  # from the end of the grace to the end of the process
+WRITE_S = 60.0  # default for stall_s: how long a client may read nothing
+LAST_WORDS_S = 2  # from the end of the grace period to the end of the process
 STOPPING = "this server is stopping"
 
 
 class Listener(uvicorn.Server):
-    """A shutdown lets open answers end within `grace_s`; what is open then fails, as if the engine had
-    gone."""
+    """The server. A shutdown lets open answers finish within `grace_s`. Answers that are still open then fail
+    as if the engine had stopped."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class Listener(uvicorn.Server):
             ws_max_size=MAX_MESSAGE_BYTES,
             ws_per_message_deflate=False,  # a small message could unpack to a large one
             ws_ping_interval=PING_S,
-            ws_ping_timeout=stall_s or WRITE_S,  # a slow reader has a ping behind all it has not read
+            # A slow reader gets to the ping only after all that it has not read yet.
+            ws_ping_timeout=stall_s or WRITE_S,
             timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
         )
         super().__init__(config)
@@ -66,21 +67,21 @@ class Listener(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _close_sessions(self) -> None:
-        """Those whose last utterance, told to fail, still waits for text."""
+        """Close sessions whose last utterance has been told to fail but still waits for text."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Socket):
                 connection.end()
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which has neither a limit for what comes before a body nor a deadline for anything but the
-    next request. stall_s: for which a client that reads may take nothing; None: WRITE_S."""
+    """An HTTP connection with limits that uvicorn lacks: on the size of everything before the body, and on the
+    time to send a request and to read the answer. stall_s: how long a client may read nothing; None: WRITE_S."""
 
     stall_s: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.num_bytes = self.num_body_bytes = 0  # of the request that is being read
+        self.num_bytes = self.num_body_bytes = 0  # of the request being read
         self.is_reading_body = False
         self.sending: asyncio.TimerHandle | None = None
         self.reading: asyncio.TimerHandle | None = None
@@ -99,7 +100,7 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self.num_bytes - self.num_body_bytes > MAX_HEAD_BYTES + self.num_body_bytes:
             self._refuse(
-                431, f"what comes before the body is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large"
+                431, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes", "headers_too_large"
             )
 
     def on_message_begin(self) -> None:
@@ -130,7 +131,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _expect(self, within_s: float | None) -> None:
-        """The head, or the whole, of a request; None: it is there."""
+        """Set the deadline for the rest of the head or body that is being read; None removes it."""
         if self.reading is not None:
             self.reading.cancel()
         self.reading = None if within_s is None else self.loop.call_later(within_s, self._is_late, within_s)
@@ -138,12 +139,12 @@ class Connection(HttpToolsProtocol):
     def _is_late(self, within_s: float) -> None:
         self.reading = None
         if self.is_reading_body:
-            self._refuse(408, f"the body did not come within {within_s:g} s", "too_slow")
-        elif not self.is_answering:  # what came while an answer is under way is no request yet
-            self._refuse(408, f"the request did not come within {within_s:g} s", "too_slow")
+            self._refuse(408, f"the body did not arrive within {within_s:g} s", "too_slow")
+        elif not self.is_answering:  # bytes that arrive during an answer are not a request yet
+            self._refuse(408, f"the request did not arrive within {within_s:g} s", "too_slow")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Closes, and says why where no answer has begun."""
+        """Close the connection, with an error as the answer if none has begun."""
         if self.transport.is_closing():
             return
         if not self.is_answering or (self.is_reading_body and not self.cycle.response_started):
@@ -154,13 +155,13 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request came whose answer is not over, or whose body is still to come."""
+        """Whether a request has arrived whose answer is not complete or whose body is still being read."""
         return self.cycle is not None and (self.is_reading_body or not self.cycle.response_complete)
 
 
 class Socket(WebSocketsSansIOProtocol):
-    """uvicorn's, which waits for a client that does not read, and answers its pings meanwhile. stall_s: as
-    Connection's."""
+    """A WebSocket that disconnects a client that stops reading. uvicorn's own waits for it forever and queues
+    answers to its pings. stall_s: as in Connection."""
 
     stall_s: float | None = None
 
@@ -174,19 +175,19 @@ class Socket(WebSocketsSansIOProtocol):
             self.sending.cancel()
 
     def shutdown(self) -> None:
-        """The session is told, which ends once what it has begun is spoken."""
+        """Tell the session to stop. It ends once it has spoken the utterances that have begun."""
         if self.handshake_complete and not self.close_sent:
             self.queue.put_nowait(cast(Any, {"type": "websocket.stopping"}))  # a message of our own
         else:
             super().shutdown()
 
     def end(self) -> None:
-        """At once, as uvicorn would have."""
+        """Close the connection immediately, as uvicorn's own `shutdown` does."""
         super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.transport.pause_reading()  # or answers to its pings would pile up
+        self.transport.pause_reading()  # otherwise answers to the client's pings pile up
         self.sending = self.loop.call_later(self.stall_s or WRITE_S, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -198,12 +199,12 @@ class Socket(WebSocketsSansIOProtocol):
 
 
 class Guard:
-    """Around the app, what is the same for every request: whether a page of another site sent it; an id;
-    HEAD as GET without its body, which uvicorn leaves out; and an answer that a shutdown cancels before it
-    began is a 503 in OpenAI's shape."""
+    """An ASGI middleware for every request. It refuses pages of other sites, adds a request ID and serves HEAD as
+    GET (uvicorn leaves out the body). It answers 503 in OpenAI's shape if a shutdown cancels a request before
+    its answer begins."""
 
     def __init__(self, app: ASGIApp, origins: Collection[str] = (), hosts: Collection[str] = ()):
-        """origins: of pages of other sites that may ask; hosts: by which this server may be asked, none: any."""
+        """origins: other sites whose pages may use this server. hosts: allowed Host headers; empty: any."""
         self.app, self.origins, self.hosts = app, origins, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -239,33 +240,37 @@ class Guard:
                 await answer(begin, 503, STOPPING, "stopping")
 
     async def guard_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A page of another site may open one, and hear what comes."""
+        """Check a WebSocket. Browsers let pages of any site open one and read its messages."""
         if (wrong := self.foreign(dict(scope["headers"]))) is not None:
             return await deny(send, 403, wrong, "foreign")
         scope["state"]["request_id"] = given_id(scope)
         await self.app(scope, receive, send)
 
     def foreign(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Why a browser may have been led to ask, in a line. By a page of another site, which may not read the answer, but may ask; or by
-        one whose name was made to mean this machine (DNS rebinding)."""
+        """Return why a request may have been forged through a browser, or None if it looks genuine.
+
+        It is foreign if a page of another site sent it: such a page cannot read the answer, but it can make the
+        server work. It is also foreign if its Host is not allowed: an attacker's name can resolve to this machine
+        (DNS rebinding).
+        """
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if self.hosts and re.sub(r":\d*$", "", host).strip("[]") not in self.hosts:
-            return f"this server is not asked as {host[:100]!r}; --allowed-host makes it so"
+            return f"this server does not accept the host {host[:100]!r}; --allowed-host allows it"
         own = origin.partition("://")[2] == host
         if origin and not own and not {origin, "*"} & set(self.origins):
-            return f"pages of {origin[:100]!r} may not use this server; --cors-origin lets them"
+            return f"pages of {origin[:100]!r} may not use this server; --cors-origin allows them"
         return None
 
 
 def given_id(scope: Scope) -> str | None:
-    """What the client, or a proxy, calls this request."""
+    """Return the request ID that the client or a proxy sent, or None if there is none or it is malformed."""
     given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     return given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else None
 
 
 def whole_allow(methods: bytes) -> bytes:
-    """Of an Allow header: whatever has GET has HEAD."""
+    """Add HEAD to an Allow header that has GET."""
     names = {name.strip() for name in methods.split(b",")}
     if b"GET" in names:
         names.add(b"HEAD")
@@ -273,7 +278,7 @@ def whole_allow(methods: bytes) -> bytes:
 
 
 async def answer(send: Send, status: int, message: str, code: str | None) -> None:
-    """An error, from where there is no Litestar."""
+    """Send an error without Litestar."""
     body = error_body(status, message, code)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 503:
@@ -283,7 +288,7 @@ async def answer(send: Send, status: int, message: str, code: str | None) -> Non
 
 
 async def deny(send: Send, status: int, message: str, code: str | None) -> None:
-    """A WebSocket that is not opened, and why, as an answer to its request."""
+    """Refuse to open a WebSocket, with an error as the answer to its HTTP request."""
 
     async def instead(part: Message) -> None:
         await send(cast(Message, {**part, "type": f"websocket.{part['type']}"}))

@@ -1,12 +1,12 @@
-"""By which names models and voices are asked for: their own, those that `zoo serve --alias` gives them, and OpenAI's, so that
-a client written for OpenAI's speech API finds a voice here without being told of ours.
+"""The names by which clients ask for models and voices: real names, aliases (`zoo serve --alias`), and OpenAI's names. With the
+last, a client written for OpenAI's speech API works without any configuration.
 
-    named here        as it is
-    an alias          what it stands for
-    OpenAI's name     on a server of one model, unless it is strict: that model, its first voice; and a warning
+    a real name       is used as it is
+    an alias          means the model or voice that it stands for
+    OpenAI's name     means the only model, or its first voice, with a warning; not on servers with --strict or several models
 
-Who asks for a model by OpenAI's name hears pcm at OpenAI's rate, unless it asks for another one. A warning is a line for the
-header `x-warning`: what was asked for is not here, and what is taken in its place.
+Real names take precedence over aliases. A request that names an OpenAI model gets pcm at OpenAI's rate, unless it sets another
+one. A warning is a line for the header `x-warning`: it says which name is not served and what is used instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serving.http.schemas import Model
 
 # developers.openai.com/api/docs/guides/text-to-speech, and dated ones as gpt-4o-mini-tts-2025-12-15
 OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
-OPENAI_PCM_HZ = 24000  # which its clients take for granted, since pcm does not say
+OPENAI_PCM_HZ = 24000  # pcm does not carry its rate, and OpenAI's clients assume this one
 OPENAI_VOICES = frozenset(
     (
         *("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
@@ -29,16 +29,16 @@ OPENAI_VOICES = frozenset(
 
 
 class Names(msgspec.Struct, frozen=True):
-    """models: the id of a served model, by alias; voices: a voice, by alias. is_strict: OpenAI's names are names like
-    any other."""
+    """The aliases. models: alias -> ID of a served model. voices: alias -> voice. is_strict: OpenAI's names have no
+    special meaning."""
 
     models: dict[str, str] = {}
     voices: dict[str, str] = {}
     is_strict: bool = False
 
     def model(self, asked: str, served: Mapping[str, Model]) -> tuple[str, str | None]:
-        """-> the id of a model, or what was asked for where nothing is known of it; and a warning, where OpenAI's name
-        is not one of ours."""
+        """Return the ID of a model (or the requested name if it is unknown), and a warning if the only model stands in
+        for OpenAI's."""
         if asked in served:
             return asked, None
         if asked in self.models:
@@ -46,13 +46,13 @@ class Names(msgspec.Struct, frozen=True):
         if self.is_strict or len(served) != 1 or not is_openai_model(asked):
             return asked, None
         [id] = served
-        return id, f"model {asked!a} is not here; {id!a} speaks in its place"
+        return id, f"model {asked!a} is not served; {id!a} is used instead"
 
     def voice(
         self, asked: str, model: Model, is_known: bool, num_served: int
     ) -> tuple[str | None, str | None]:
-        """-> the voice to speak in, None for the model's own choice, and a warning, likewise. is_known: whether
-        the model, or an upload, has the name already."""
+        """Return the voice to use (None: the model chooses), and a warning if it stands in for OpenAI's. is_known:
+        whether the name is a voice of the model or an uploaded one."""
         if is_known:
             return asked, None
         if asked in self.voices:
@@ -60,15 +60,15 @@ class Names(msgspec.Struct, frozen=True):
         if self.is_strict or num_served != 1 or asked.lower() not in OPENAI_VOICES:
             return asked, None
         first = next(iter(model.voices), None)
-        instead = f"{first!a} speaks in its place" if first is not None else "it is left out"
-        return first, f"voice {asked!a} is not here; {instead}"
+        instead = f"{first!a} is used instead" if first is not None else "the field is ignored"
+        return first, f"voice {asked!a} does not exist; {instead}"
 
     def aliases_of(self, id: str) -> list[str]:
         return [alias for alias, model in self.models.items() if model == id]
 
 
 def is_mix(voice: str) -> bool:
-    """Whether it has the form of several voices, as `anna(2)+bert(1)`: no name of an upload has it. The engine reads it."""
+    """Whether a voice is a mix such as `anna(2)+bert(1)`. No uploaded voice can have such a name. The engine parses it."""
     return "+" in voice
 
 
@@ -77,7 +77,7 @@ def names_in(mix: str) -> list[str]:
 
 
 def with_own_names(mix: str, aliases: Mapping[str, str]) -> str:
-    """A mix of aliases -> of what they stand for."""
+    """Replace the aliases in a mix by the voices that they stand for."""
     parts = []
     for part, name in zip(mix.split("+"), names_in(mix), strict=True):
         parts.append(part.replace(name, aliases.get(name, name), 1) if name else part)

@@ -1,5 +1,5 @@
-"""The OpenAPI page: what the code says of the routes, what msgspec says of the bodies it checks, and what the
-served models say of their options."""
+"""The OpenAPI schema: the routes from the code, the bodies as msgspec validates them, and the options of the
+served models."""
 
 from __future__ import annotations
 
@@ -47,19 +47,24 @@ CONFIG = OpenAPIConfig(
     render_plugins=[ServedJson(), ServedYaml()],
     components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer")}),
 )
-SECURITY: list[SecurityRequirement] = [{"key": []}, {}]  # where the server was started with a key, or not
+SECURITY: list[SecurityRequirement] = [
+    {"key": []},
+    {},
+]  # a key, or none if the server was started without one
 
 
 def models_of(request: Request[Any, Any, Any]) -> list[protocol.ModelInfo]:
-    """None while the engine has told of none."""
+    """Return the served models; the list is empty until the engine has sent it."""
     server: Server = request.app.state.server
     return server.engine.models
 
 
 def with_options(schema: bytes, models: Iterable[protocol.ModelInfo]) -> dict[str, Any]:
-    """The page, which came as JSON: with bodies as msgspec checks them (Litestar leaves out what is inside an
-    optional field, and tuples' lengths), and the models' options among the fields of a speech request, and no
-    other."""
+    """Return Litestar's schema (JSON) with two changes.
+
+    Bodies are as msgspec validates them, because Litestar leaves out the contents of optional fields and the
+    lengths of tuples. A speech request also has the models' options, and allows no other fields.
+    """
     page = msgspec.json.decode(schema)
     schemas = page["components"]["schemas"]
     schemas |= schemas_of_bodies()
@@ -82,23 +87,23 @@ def schemas_of_bodies() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(
         (*BODIES, *EVENTS), schema_hook=schema_of_upload, ref_template="#/components/schemas/{name}"
     )
-    return msgspec.json.decode(msgspec.json.encode(schemas))  # YAML knows no tuples
+    return msgspec.json.decode(msgspec.json.encode(schemas))  # YAML has no tuples
 
 
 def schema_of_events() -> dict[str, Any]:
-    """Of each server-sent event, as OpenAPI 3.2 sees one: an object whose data is JSON."""
+    """Return the schema of a server-sent event as in OpenAPI 3.2: an object whose data is JSON."""
     references = [{"$ref": f"#/components/schemas/{one.__name__}"} for one in EVENTS]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"oneOf": references}}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def schema_of_upload(_: type) -> dict[str, Any]:
-    """UploadFile: the one type that is not msgspec's."""
+    """Return the schema of UploadFile, the only type that msgspec does not know."""
     return {"type": "string", "format": "binary"}
 
 
 def allow_null(field: dict[str, Any]) -> None:
-    """Which means the default: nobody needs to leave a field out."""
+    """Let the field be null, which means its default."""
     null = {"type": "null"}
     if "anyOf" in field:
         if null not in field["anyOf"]:
@@ -111,9 +116,9 @@ def allow_null(field: dict[str, Any]) -> None:
 
 
 def add(properties: dict[str, Any], model_id: str, option: protocol.OptionInfo) -> None:
-    """One more model has the option: where models differ in what is possible, each says its own."""
+    """Add a model's option to the fields. Where models allow different values, the field lists each of them."""
     field = properties.setdefault(option.name, {"description": "", "anyOf": []})
-    line = f"of model {model_id}: {option.help}; possible: {option.possible}"
+    line = f"model {model_id}: {option.help}; values: {option.possible}"
     field["description"] = "\n".join(filter(None, (field["description"], line)))
     if (schema := schema_of(option)) not in field["anyOf"]:
         field["anyOf"].append(schema)

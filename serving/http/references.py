@@ -1,8 +1,6 @@
-"""Where the voice of a request comes from: the model itself, an uploaded voice, or audio that came with the
-request.
+"""The voice of a request: it comes from the model itself, an uploaded voice, or reference audio in the request.
 
-Decoding takes milliseconds and fetching takes longer, so both happen beside the event loop; what the engine
-gets is samples.
+Decoding takes milliseconds and fetching takes longer, so neither blocks the event loop. The engine gets samples.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference
 
 FETCH_S = 10.0
 MAX_REDIRECTS = 3
-PIECE_CHARS = 1 << 18  # of base64, decoded at a time: half a millisecond for which no other thread runs
+PIECE_CHARS = 1 << 18  # of base64, decoded in one call: it keeps other threads waiting for half a millisecond
 MAX_NAMES = 20  # in a message
-MAX_MIXED = 9  # one more than the engine mixes, which refuses them
+MAX_MIXED = 9  # one more than the engine's limit, so that the engine refuses larger mixes
 UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class References:
-    """Finds what a request speaks in. `close` when done: it may hold an HTTP client."""
+    """Finds the voices and recordings of requests. It may hold an HTTP client, so call `close` at the end."""
 
     def __init__(self, voices: Voices, limits: Limits):
         self.voices = voices
@@ -42,8 +40,7 @@ class References:
         self.decoding = Door(limits.num_reading, "recordings are being decoded")
         self._client: httpx.AsyncClient | None = None
         if limits.reference_urls:
-            # No connection is kept: they are made by address, and the next host at an address may be another
-            # one.
+            # Connections are made to an IP address and not kept: the next URL at that address may be another host's.
             self._client = httpx.AsyncClient(
                 trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=FETCH_S
             )
@@ -53,7 +50,7 @@ class References:
             await self._client.aclose()
 
     def check(self, request: SpeechRequest, model: Model) -> None:
-        """What can be said at once about a request's voice. Raises the refusal."""
+        """Check the voice of a request without decoding anything. Raises the refusal."""
         try:
             given = request.given_references
         except ValueError as error:
@@ -61,7 +58,7 @@ class References:
         if given:
             self._check_given(len(given), request, model)
         elif request.ref_text is not None:
-            raise refusal(400, "ref_text is what ref_audio says, and there is no ref_audio", "ref_text")
+            raise refusal(400, "ref_text is the text of ref_audio, but ref_audio is missing", "ref_text")
         elif request.voice_name is not None:
             self._check_voice(request.voice_name, model)
 
@@ -69,7 +66,7 @@ class References:
         param = request.reference_field
         if model.reference_s is None:
             raise refusal(
-                400, f"model {model.id!r} takes no reference audio: {possible_voices(model)}", param
+                400, f"model {model.id!r} takes no reference audio; {possible_voices(model)}", param
             )
         if num > model.max_references:
             raise refusal(
@@ -78,7 +75,7 @@ class References:
                 param,
             )
         if request.voice_name is not None:
-            message = "a voice and reference audio are both given, and a request has one voice: leave one out"
+            message = "voice and reference audio are both given, but a request has one voice; leave one out"
             raise refusal(400, message, "voice")
 
     def _check_voice(self, voice: str, model: Model) -> None:
@@ -90,25 +87,26 @@ class References:
             raise self._no_voice(voice, model)
         if model.reference_s is None:
             message = (
-                f"{voice!r} is an uploaded voice, and model {model.id!r} takes none: {possible_voices(model)}"
+                f"{voice!r} is an uploaded voice, and model {model.id!r} takes none; {possible_voices(model)}"
             )
             raise refusal(400, message, "voice")
 
     def _check_mix(self, mix: str, model: Model) -> None:
         if not model.mixes:
             message = (
-                f"model {model.id!r} mixes no voices, and {mix[:80]!r} is a mix: {possible_voices(model)}"
+                f"model {model.id!r} cannot mix voices, and {mix[:80]!r} is a mix; {possible_voices(model)}"
             )
             raise refusal(400, message, "voice")
-        for name in filter(None, names_in(mix)):  # the engine refuses what has no name
+        for name in filter(None, names_in(mix)):  # the engine refuses a part without a name
             self._check_voice(name, model)
 
     def _no_voice(self, voice: str, model: Model) -> HTTPException:
         uploaded = self.voices.names() if model.reference_s is not None else []
-        return refusal(400, f"there is no voice {voice!r}: {possible_voices(model, uploaded)}", "voice")
+        return refusal(400, f"there is no voice {voice!r}; {possible_voices(model, uploaded)}", "voice")
 
     async def find(self, request: SpeechRequest, model: Model) -> list[Reference]:
-        """After `check`. None at all: the voice is the model's own affair. Raises the refusal."""
+        """Return the references of a request, after `check`; none if the model chooses the voice itself. Raises the
+        refusal."""
         voice = request.voice_name
         if voice is not None:
             return await self._voice(voice, model)
@@ -120,7 +118,7 @@ class References:
                 clip = await self._clip(given.audio, model)
                 if len(clip.samples) > room:
                     raise ValueError(
-                        f"with it the references hold more than {MAX_CLIP_BYTES >> 20} MiB of float32 samples"
+                        f"all references together exceed {MAX_CLIP_BYTES >> 20} MiB of float32 samples"
                     )
             except ValueError as error:
                 raise refusal(400, f"{name} cannot be used: {error}", request.reference_field) from None
@@ -128,7 +126,7 @@ class References:
         return found
 
     async def _voice(self, voice: str, model: Model) -> list[Reference]:
-        """The uploaded voices that a name, or a mix, speaks of."""
+        """Load the uploaded voices of a name or a mix."""
         if is_own(model.voices, voice):
             return []
         if not is_mix(voice):
@@ -142,7 +140,7 @@ class References:
             reference.name = name
             found.append(reference)
             if sum(len(reference.clip.samples) for reference in found) > MAX_CLIP_BYTES:
-                message = f"the recordings of {voice!r} hold more than {MAX_CLIP_BYTES >> 20} MiB of float32 samples: mix fewer"
+                message = f"the recordings of {voice!r} exceed {MAX_CLIP_BYTES >> 20} MiB of float32 samples; mix fewer voices"
                 raise refusal(400, message, "voice")
         return found
 
@@ -152,7 +150,7 @@ class References:
                 found = await read_beside(self.voices.load, voice)
         except Damaged as error:
             raise refusal(400, str(error), "voice", "voice_damaged") from None
-        if found is None:  # removed a moment ago
+        if found is None:  # removed since `check`
             raise self._no_voice(voice, model)
         stored, clip = found
         try:
@@ -172,7 +170,7 @@ class References:
         return await self.decoded(lambda: unpack(audio, self.limits.reference_bytes), taken_s(model))
 
     async def decoded(self, read: Callable[[], bytes], possible_s: tuple[float, float]) -> AudioClip:
-        """A file, beside the event loop. Raises ValueError, and the refusal."""
+        """Decode a file on the pool for reading. Raises ValueError, and the refusal."""
         with self.decoding.place():
             clip = await read_beside(lambda: decode(read(), possible_s[1]))
         check_duration(clip, possible_s)
@@ -182,7 +180,7 @@ class References:
         """Raises ValueError."""
         if self._client is None:
             raise ValueError(
-                "this server fetches no URLs (it was started without --allow-url-references); "
+                "this server does not fetch URLs (it was started without --allow-url-references); "
                 "send a data URL or base64"
             )
         return await fetch(self._client, url, self.limits.reference_bytes)
@@ -193,12 +191,12 @@ def is_url(audio: str) -> bool:
 
 
 def is_own(voices: list[str], voice: str) -> bool:
-    """Whether a model's own voices have this one."""
+    """Whether a voice is one of the model's own; upper and lower case are the same."""
     return voice.lower() in map(str.lower, voices)
 
 
 def taken_s(model: Model) -> tuple[float, float]:
-    """The shortest and the longest reference that a model takes, after it was checked to take any."""
+    """Return the shortest and the longest reference of a model that takes references."""
     assert model.reference_s is not None, f"model {model.id!r} takes no references"
     return model.reference_s
 
@@ -207,16 +205,14 @@ def check_duration(clip: AudioClip, possible_s: tuple[float, float]) -> None:
     """Raises ValueError."""
     shortest_s, longest_s = possible_s
     if not shortest_s <= clip.duration_s <= longest_s:
-        raise ValueError(
-            f"it lasts {clip.duration_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible"
-        )
+        raise ValueError(f"it lasts {clip.duration_s:.4g} s; it must last {shortest_s:g} to {longest_s:g} s")
 
 
 def possible_voices(model: Model, uploaded: list[str] | None = None) -> str:
-    """What a request to this model can speak in."""
+    """Return the choices of a voice for this model, for an error message."""
     names = [*model.voices, *(uploaded or ())]
     more = f" and {len(names) - MAX_NAMES} more (GET /v1/audio/voices)" if len(names) > MAX_NAMES else ""
-    possible = [f"there is {', '.join(names[:MAX_NAMES])}{more}"] if names else []
+    possible = [f"available voices: {', '.join(names[:MAX_NAMES])}{more}"] if names else []
     if "design" in model.modes:
         possible.append("describe a voice in instructions")
     if model.reference_s is not None:
@@ -225,11 +221,11 @@ def possible_voices(model: Model, uploaded: list[str] | None = None) -> str:
 
 
 def unpack(text: str, max_bytes: int) -> bytes:
-    """A base64 data URL, or bare base64. Raises ValueError."""
+    """Decode a base64 data URL or bare base64. Raises ValueError."""
     if text[:5].lower() == "data:":
         head, comma, text = text.partition(",")
         if not comma or not head.lower().endswith(";base64"):
-            raise ValueError("the data URL must be of the form data:audio/wav;base64,...")
+            raise ValueError("the data URL must have the form data:audio/wav;base64,...")
     if len(text) > (max_bytes + 2) // 3 * 4:
         raise ValueError(f"it has about {len(text) * 3 // 4} bytes; this server takes up to {max_bytes}")
     try:
@@ -240,8 +236,8 @@ def unpack(text: str, max_bytes: int) -> bytes:
 
 
 async def fetch(client: httpx.AsyncClient, url: str, max_bytes: int) -> bytes:
-    """What is at a public address. Raises ValueError for whatever goes wrong, without telling what else is to
-    be found there."""
+    """Download from a URL at a public address. Raises ValueError for any problem; its message reveals nothing about
+    the network of this server."""
     try:
         async with asyncio.timeout(FETCH_S):
             target = httpx.URL(url)
@@ -263,18 +259,18 @@ async def fetch(client: httpx.AsyncClient, url: str, max_bytes: int) -> bytes:
 
 async def receive(response: httpx.Response, max_bytes: int) -> bytes:
     if response.status_code != 200:
-        raise ValueError(f"its URL answers with status {response.status_code}")
+        raise ValueError(f"its URL answered with status {response.status_code}")
     data = bytearray()
-    async for chunk in response.aiter_raw():  # as it came: what is packed could unpack to anything
+    async for chunk in response.aiter_raw():  # not decompressed: a small body could expand to any size
         data += chunk
         if len(data) > max_bytes:
-            raise ValueError(f"its URL has more than {max_bytes} bytes, the most that this server takes")
+            raise ValueError(f"its URL has more than {max_bytes} bytes, the limit of this server")
     return bytes(data)
 
 
 async def aim(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
-    """A request to the very address that was checked: looked up again, a name could have another one. Raises
-    ValueError, OSError."""
+    """Build a request to the IP address that was checked: a second lookup of the name could give another address.
+    Raises ValueError, OSError."""
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError("its URL must begin with http:// or https:// and a host")
     port = url.port or {"http": 80, "https": 443}[url.scheme]
@@ -289,7 +285,7 @@ async def aim(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the Internet, and not a way to one that is not."""
+    """Whether an IP address is public and does not lead to a private one."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:

@@ -1,5 +1,5 @@
-"""The bodies of HTTP requests and answers. A field's description says what it takes: it is documentation and
-error message both."""
+"""The bodies of HTTP requests and answers. The description of a field appears in /schema and in error messages
+("FIELD takes DESCRIPTION")."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec import Meta
 from serving import protocol
 from serving.stretch import MAX_SPEED, MIN_SPEED
 
-Words = Annotated[str, Meta(max_length=4096)]  # bounded: a text is tokenized before the model looks at it
+Words = Annotated[str, Meta(max_length=4096)]  # bounded, since it is tokenized before the model checks it
 Name = Annotated[str, Meta(max_length=256)]
 MAX_OPTION_CHARS = 1000
 MAX_BATCH = 32  # requests
@@ -25,21 +25,21 @@ ResponseFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How much a client may ask for."""
+    """Limits on what clients may send and use."""
 
     text_chars: int = 8000
     reference_bytes: int = 10 << 20
     reference_s: float = 60.0
     reference_urls: bool = False  # whether ref_audio may be a URL, which this server then fetches
     voices: int = 1000
-    num_reading: int = 16  # requests whose body, or whose recording, is being read
-    sessions: int = 256  # WebSockets
-    text_idle_s: float = 30.0  # for which an utterance that speaks may wait for its text
-    session_idle_s: float = 600.0  # for which a WebSocket may say nothing, and hear nothing
+    num_reading: int = 16  # requests whose body is being read; the same for fetching and decoding recordings
+    sessions: int = 256  # open WebSockets
+    text_idle_s: float = 30.0  # how long a speaking utterance may wait for more text
+    session_idle_s: float = 600.0  # how long a WebSocket may be idle in both directions
 
     @property
     def speech_body_bytes(self) -> int:
-        """Reference audio as base64, of all references together, and all the rest."""
+        """The largest body: all reference audio together, as base64, and 1 MiB for everything else."""
         return (1 << 20) + self.reference_bytes * 4 // 3
 
     @property
@@ -52,7 +52,7 @@ class Voice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReferenceItem(msgspec.Struct, forbid_unknown_fields=True):
-    """Either of the two names of the audio."""
+    """One reference. audio and ref_audio are two names for the same field."""
 
     audio: str | None = None
     ref_audio: str | None = None
@@ -61,7 +61,7 @@ class ReferenceItem(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GivenReference(NamedTuple):
-    """Reference audio as it came: a data URL, base64 or a URL."""
+    """Reference audio as the client sent it: a data URL, base64 or a URL."""
 
     audio: str
     text: str | None
@@ -69,19 +69,19 @@ class GivenReference(NamedTuple):
 
 
 class SpeechRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/audio/speech: what all models share; any other field is an option of the model (GET
-    /v1/models). What is left out, or null, is the model's own default."""
+    """The body of POST /v1/audio/speech. These fields are the same for all models. Other fields are options of the
+    model (GET /v1/models). A field that is missing or null has its default."""
 
     input: Annotated[str, Meta(description="the text to speak")]
     model: Annotated[
         Name | None,
-        Meta(description="the id of a served model (GET /v1/models); needed where there are several"),
+        Meta(description="the ID of a served model (GET /v1/models); required if the server has several"),
     ] = None
     voice: Annotated[
         Name | Voice | None,
         Meta(
-            description="the name of a voice, the model's or an uploaded one (GET /v1/audio/voices), "
-            'or {"id": name}; or a mix of several by weight, as anna(2)+bert(1), of models whose `mixes` is true'
+            description="the name of a voice of the model or of an uploaded voice (GET /v1/audio/voices), "
+            'or {"id": name}; models with `mixes` also take a weighted mix such as anna(2)+bert(1)'
         ),
     ] = None
     instructions: Annotated[
@@ -92,24 +92,24 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     task_type: Annotated[
         Literal["CustomVoice", "VoiceDesign", "Base"] | None,
         Meta(
-            description="CustomVoice (a voice of the model), VoiceDesign (one described in instructions) or Base (one from reference "
-            "audio): what the model must be for; may be left out"
+            description="CustomVoice (a voice of the model), VoiceDesign (a voice described in instructions) or Base (a voice from "
+            "reference audio); optional: the request fails if the model does not support it"
         ),
     ] = None
     ref_audio: Annotated[
         str | None,
         Meta(
-            description="a recording of the voice to speak in: a data URL or base64; a URL where the server allows it"
+            description="a recording of the voice to use: a data URL or base64, or a URL if the server allows it"
         ),
     ] = None
     ref_text: Annotated[
-        Words | None, Meta(description="what ref_audio says, word for word, in up to 4096 characters")
+        Words | None, Meta(description="the exact words of ref_audio, in up to 4096 characters")
     ] = None
     references: Annotated[
         Annotated[list[ReferenceItem], Meta(max_length=16)] | None,
         Meta(
-            description="ref_audio and ref_text in another form, also for models that speak in several voices: "
-            'a list of up to 16 of {"audio": ..., "text": what it says, "speaker": who of the text speaks so}'
+            description="the alternative to ref_audio and ref_text, also for models that speak in several voices: "
+            'a list of up to 16 of {"audio": ..., "text": its exact words, "speaker": the speaker\'s name in the input}'
         ),
     ] = None
     response_format: Annotated[
@@ -121,66 +121,66 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     sample_rate: Annotated[
         Annotated[int, Meta(ge=8000, le=48000)] | None,
         Meta(
-            description="the answer's samples per second, an integer from 8000 to 48000 that the format has; the model's own when left out "
-            "(opus is always 48000)"
+            description="the answer's samples per second, an integer from 8000 to 48000 that the format supports; default: the model's own "
+            "rate (opus is always 48000)"
         ),
     ] = None
     speed: Annotated[
         Annotated[float, Meta(ge=MIN_SPEED, le=MAX_SPEED)],
         Meta(
-            description="how fast, at the same pitch: a number from 0.25 to 4; 1 (default) is as the model speaks"
+            description="the speed of the speech at unchanged pitch: a number from 0.25 to 4; 1 (default) is the model's own speed"
         ),
     ] = 1.0
     stream_format: Annotated[
         Literal["audio", "sse"],
         Meta(
-            description="audio (default) or sse: speech.audio.delta events, whose base64 joined is the file, among them speech.text.delta "
-            "where the model writes text, then speech.audio.done"
+            description="audio (default) or sse: speech.audio.delta events, whose decoded audio joined is the file, with speech.text.delta "
+            "events if the model writes text, and speech.audio.done at the end"
         ),
     ] = "audio"
     timestamp_granularities: Annotated[
         list[Literal["segment"]] | None,
         Meta(
-            description='["segment"], with stream_format sse: speech.audio.segment events say which seconds of the answer a piece of its '
-            "text took; no model here tells where its words lie"
+            description='["segment"], with stream_format sse: speech.audio.segment events give the start and end of each piece of text '
+            "in the audio; word timestamps are not supported"
         ),
     ] = None
     stream: Annotated[
         bool,
         Meta(
-            description="true (default): audio is sent as it is made; false: a file in one piece at the end, which knows its length"
+            description="true (default): audio is sent as it is generated; false: the whole file is sent at the end, with its length"
         ),
     ] = True
     service_tier: Annotated[
         Literal["auto", "default", "flex"],
         Meta(
-            description="auto or default: a listener waits; flex: for batches, served while nobody else waits for first audio or is "
-            "about to run dry, whenever that is"
+            description="auto or default: for listeners; flex: for batches, served only while no other request waits for first audio or "
+            "is at risk of an underrun, however long that takes"
         ),
     ] = "auto"
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
         Meta(
-            description="an integer from 0 to 2^63 - 1; the same seed speaks the same way; drawn at random when left out (see x-seed)"
+            description="an integer from 0 to 2^63 - 1; the same seed gives the same speech; default: a random seed (see x-seed)"
         ),
     ] = None
     split_text: Annotated[
         bool | None,
         Meta(
             description="true (default): a text that is too long for one pass of the model is spoken in pieces, cut at sentences and "
-            "clauses; false: in one pass, as far as that reaches"
+            "clauses; false: the text is spoken in one pass, which may end before the text does"
         ),
     ] = None
     normalize: Annotated[
         bool | None,
         Meta(
-            description="true: numbers, dates, times and amounts are put into words first, in Chinese, English or Japanese; "
+            description="true: numbers, dates, times and amounts are first written out in words, in Chinese, English or Japanese; "
             "false (default): the model reads them as they are"
         ),
     ] = None
     max_new_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | None,
-        Meta(description="the most frames to speak, an integer from 1 to 1000000"),
+        Meta(description="the maximum number of frames to generate, an integer from 1 to 1000000"),
     ] = None
     temperature: Annotated[Temperature | None, Meta(description="a number from 0 (greedy) to 2")] = None
     top_k: Annotated[TopK | None, Meta(description="an integer from 0 (off) to 1000000")] = None
@@ -195,14 +195,14 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
 
     @property
     def given_references(self) -> list[GivenReference]:
-        """Reference audio that came with the request. Raises ValueError."""
+        """Return the reference audio in the request. Raises ValueError."""
         if self.ref_audio is not None and self.references:
-            raise ValueError("ref_audio and references are both given, and one of them is possible")
+            raise ValueError("ref_audio and references are both given; leave one out")
         if self.ref_audio is not None:
             return [GivenReference(self.ref_audio, self.ref_text)]
         if len(self.references or ()) > 1 and self.ref_text is not None:
             raise ValueError(
-                "ref_text is the text of one reference, and references has several: give each its text"
+                "ref_text is the text of one reference, but references has several; give each item its own text"
             )
         return [self._given(item) for item in self.references or ()]
 
@@ -210,14 +210,15 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         named = [audio for audio in (item.audio, item.ref_audio) if audio is not None]
         if len(named) != 1:
             raise ValueError(
-                f"references has {len(named)} of audio and ref_audio, which are two names for one thing; give one"
+                "every item of references needs exactly one of audio and ref_audio (two names for the same field); "
+                f"one item has {len(named)}"
             )
         if item.text is not None and self.ref_text is not None:
-            raise ValueError("references has a text, and there is ref_text; give one")
+            raise ValueError("ref_text and a text in references are both given; leave one out")
         return GivenReference(named[0], item.text if item.text is not None else self.ref_text, item.speaker)
 
     def forget_audio(self) -> None:
-        """It was read, and would otherwise be kept until the answer ends."""
+        """Drop the audio after it was read. Otherwise it stays in memory until the answer ends."""
         if self.ref_audio is not None:
             self.ref_audio = ""
         for item in self.references or ():
@@ -225,13 +226,13 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
 
     @property
     def reference_field(self) -> str:
-        """Where a recording of the voice comes from, or could."""
+        """The field that holds the recording of the voice, or would hold it."""
         if self.references:
             return "references"
         return "ref_audio" if self.ref_audio is not None or self.voice_name is None else "voice"
 
     def client_field(self, param: str) -> str:
-        """The client's name for a field of zoo.request.Request."""
+        """Return the client's name for a field of zoo.request.Request."""
         match param:
             case "references":
                 return self.reference_field
@@ -240,8 +241,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return CLIENT_FIELD.get(param, param)
 
     def for_engine(self) -> dict[str, Any]:
-        """The fields of zoo.request.Request that were given, and a seed; `References` finds voice and
-        references."""
+        """Return the given fields of zoo.request.Request, and a seed. The voice and the references are missing;
+        `References` finds them."""
         given = {
             "text": self.input,
             "seed": secrets.randbits(63) if self.seed is None else self.seed,
@@ -252,17 +253,17 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
 
 
 class SpeechBatch(SpeechRequest, kw_only=True):
-    """POST /v1/audio/speech/batch: several requests in one. What stands beside `items` holds for each that does not say
-    otherwise; every answer is a whole file."""
+    """The body of POST /v1/audio/speech/batch: several requests in one. Fields next to `items` are defaults for all items.
+    Every answer is a whole file."""
 
-    input: Annotated[
-        str, Meta(description="the text of items that have none of their own; usually left out")
-    ] = ""
+    input: Annotated[str, Meta(description="the text of items without their own input; usually left out")] = (
+        ""
+    )
     items: Annotated[
         Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_BATCH)],
         Meta(
-            description=f"a list of 1 to {MAX_BATCH} requests: of each what POST /v1/audio/speech takes, options of the model "
-            "among it; stream and stream_format say nothing here"
+            description=f"a list of 1 to {MAX_BATCH} requests with the fields of POST /v1/audio/speech and options of the model; "
+            "stream and stream_format are ignored"
         ),
     ]
 
@@ -274,22 +275,22 @@ SAME_NAME = (
 CLIENT_FIELD = {"text": "input", "max_frames": "max_new_tokens"}  # zoo.request.Request -> SpeechRequest
 # task_type -> zoo.contract.Spec.modes
 TASK_MODE = {"CustomVoice": "voice", "VoiceDesign": "design", "Base": "clone"}
-SOUND_ONLY = "x_vector_only_mode"  # an option of models that can do without what a reference says
+SOUND_ONLY = "x_vector_only_mode"  # an option of models that need no transcript of a reference
 
 
 class VoiceName(msgspec.Struct, forbid_unknown_fields=True):
-    """PATCH /v1/audio/voices/{voice_id}."""
+    """The body of PATCH /v1/audio/voices/{voice_id}."""
 
-    name: Annotated[Name, Meta(description="the voice's new name, of the same form as an upload's")]
+    name: Annotated[Name, Meta(description="the new name of the voice, with the same rules as for an upload")]
 
 
 class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/audio/voices, a multipart form."""
+    """The multipart form of POST /v1/audio/voices."""
 
     name: Annotated[
         Name,
         Meta(
-            description="the voice's name: letters, digits, '_', '-' and '.'; upper and lower case are the same"
+            description="the name of the voice: letters, digits, '_', '-' and '.'; upper and lower case are the same"
         ),
     ]
     audio_sample: Annotated[
@@ -299,26 +300,24 @@ class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ref_text: Annotated[
         Words | None,
         Meta(
-            description="what the sample says, word for word, in up to 4096 characters; without it only the sound "
-            "of the voice is taken from it"
+            description="the exact words of the sample, in up to 4096 characters; without them, models use only the sound of the "
+            "voice"
         ),
     ] = None
     consent: Annotated[
         Words | None,
-        Meta(
-            description="whatever proves the speaker's consent, in up to 4096 characters; kept with the voice"
-        ),
+        Meta(description="a proof of the speaker's consent, in up to 4096 characters; stored with the voice"),
     ] = None
     type: Annotated[Literal["audio_sample"], Meta(description="audio_sample")] = "audio_sample"
 
 
 def fields_of(body: type[msgspec.Struct]) -> dict[str, str]:
-    """Every field, and what it takes."""
+    """Return the description of every field, by name."""
     hints = get_type_hints(body, include_extras=True)
     return {name: hint.__metadata__[-1].description for name, hint in hints.items()}
 
 
-# by route
+# Descriptions of fields, by route.
 FIELDS = {
     "/v1/audio/speech": fields_of(SpeechRequest),
     "/v1/audio/speech/batch": fields_of(SpeechBatch),
@@ -328,10 +327,10 @@ FIELDS = {
 
 
 class Model(msgspec.Struct):
-    """OpenAI's model object, and what the model can do."""
+    """OpenAI's model object, with the abilities of the model."""
 
     id: str
-    created: int  # seconds since 1970, when this server started
+    created: int  # when this server started, in seconds since 1970
     family: str
     variant: str
     sample_rate_hz: int
@@ -340,17 +339,18 @@ class Model(msgspec.Struct):
     max_text_chars: int
     voices: list[str]
     languages: list[str]
-    modes: list[str]  # voice (of its own), instruct, design (from instructions), clone (of reference audio)
-    reference_s: tuple[float, float] | None  # the shortest and the longest reference audio, where it is taken
+    # voice (has its own voices), instruct (follows instructions), design (a voice from instructions), clone (a voice
+    # from reference audio)
+    modes: list[str]
+    reference_s: tuple[float, float] | None  # the shortest and the longest reference audio; null: takes none
     max_references: int
-    options: list[protocol.OptionInfo]  # what else a request may set
-    licence: str  # of the weights, where it limits their use
-    piece_s: (
-        float | None
-    )  # about the seconds of speech beyond which a text is spoken in pieces; null: it never is
-    feeds: bool  # whether it takes text while it speaks, token by token (WS /v1/audio/speech/stream)
-    keeps_voice: bool  # whether its voice comes by chance where none is given, and can be cloned
-    mixes: bool  # whether a voice may be a mix of voices, as anna(2)+bert(1)
+    options: list[protocol.OptionInfo]  # further fields of a request
+    licence: str  # of the weights, if it limits their use
+    # A text with more than about this much speech is spoken in pieces; null: never.
+    piece_s: float | None
+    feeds: bool  # whether it takes text token by token while it speaks (WS /v1/audio/speech/stream)
+    keeps_voice: bool  # whether it draws a random voice if none is given, and can clone that voice
+    mixes: bool  # whether a voice may be a mix of voices, such as anna(2)+bert(1)
     response_formats: list[str]
     stream_formats: list[str]
     aliases: list[str] = []  # other names that a request may call it by
@@ -384,14 +384,14 @@ class ModelList(msgspec.Struct):
 
 
 class Entry(msgspec.Struct):
-    """Of a list to choose from, as Open WebUI and others read it."""
+    """An entry of a list to choose from, in the form that Open WebUI and other clients read."""
 
     id: str
     name: str
 
 
 class Choices(msgspec.Struct):
-    """All names that a request may call a model by."""
+    """The models, under all names that a request may use."""
 
     models: list[Entry]
     data: list[Model]
@@ -399,22 +399,22 @@ class Choices(msgspec.Struct):
 
 
 class VoiceObject(msgspec.Struct):
-    """OpenAI's voice object, and what is known of the voice."""
+    """OpenAI's voice object, with more about the voice."""
 
     id: str
     name: str
-    created_at: int  # seconds since 1970; of a model's own voice, when this server started
+    created_at: int  # seconds since 1970; for a model's own voice, the start of this server
     type: Literal["preset", "audio_sample"]
-    models: list[str]  # the served models that can speak in it
+    models: list[str]  # the served models that can use it
     duration_s: float | None = None  # of an uploaded voice's sample
     ref_text: str | None = None
-    damaged: bool = False  # on the server's disk: upload it again, or remove it
+    damaged: bool = False  # its file on the server is damaged: upload it again, or remove it
     aliases: list[str] = []  # other names that a request may call it by
     object: Literal["audio.voice"] = "audio.voice"
 
 
 class VoiceList(msgspec.Struct):
-    """voices: all names that a request may call a voice by."""
+    """The voices. voices: all names that a request may use, in the form that Open WebUI and other clients read."""
 
     data: list[VoiceObject]
     voices: list[Entry]
@@ -447,8 +447,8 @@ class ErrorBody(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """input_tokens: of the text. output_tokens: frames of audio, one step of the model each, and tokens of
-    text where it writes any."""
+    """The size of a request. input_tokens: tokens of the text. output_tokens: audio frames (one step of the model
+    each), plus text tokens if the model writes text."""
 
     input_tokens: int
     output_tokens: int
@@ -464,21 +464,21 @@ class Usage(msgspec.Struct):
 
 
 class BatchResult(msgspec.Struct, kw_only=True):
-    """Of one item: a file, or what is wrong; the fields of the other are null."""
+    """The result of one item: a file or an error. The fields of the other are null."""
 
     index: int  # of the item
     error: Error | None = None
     audio: str | None = None  # base64
     response_format: str | None = None
-    sample_rate: int | None = None  # that the file decodes to
+    sample_rate: int | None = None  # the rate that the file decodes to
     seed: int | None = None
-    finish_reason: str | None = None  # "stop" (the model ended) or "length" (a cap)
+    finish_reason: str | None = None  # "stop" (the model ended) or "length" (the frame limit)
     usage: Usage | None = None
     warning: str | None = None
 
 
 class BatchResults(msgspec.Struct):
-    """In the order of the items."""
+    """The results, in the order of the items."""
 
     data: list[BatchResult]
     object: Literal["audio.speech.batch"] = "audio.speech.batch"
@@ -489,13 +489,13 @@ class AudioDelta(msgspec.Struct, tag_field="type", tag="speech.audio.delta"):
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="speech.text.delta"):
-    delta: str  # whole characters, to be joined to those before
+    delta: str  # whole characters, to be appended to the text so far
 
 
 class AudioSegment(msgspec.Struct, tag_field="type", tag="speech.audio.segment"):
-    """Behind the audio that it is of."""
+    """A piece of the text with its times. It follows the audio of the piece."""
 
-    text: str  # a piece of the input that was spoken in one pass, normalised where that was asked for
+    text: str  # a piece of the input that was spoken in one pass, normalized if the request asked for it
     start_s: float
     end_s: float
 

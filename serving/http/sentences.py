@@ -1,6 +1,7 @@
-"""Text on its way to a model that wants it as a whole: sentence by sentence, each as soon as the next one has begun.
+"""Split incoming text into sentences, for models that need the text of a request as a whole. A sentence is ready as soon as the
+next one has begun.
 
-What is cut follows from the text alone, never from when it came: equal texts are equal requests.
+The cuts depend on the text alone, not on when its parts arrived, so equal texts become equal requests.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import re
 
 from sentencex import segment
 
-MIN_CHARS = 12  # a shorter sentence is spoken with the next one: models say a lone word badly
-MAX_CHARS = 400  # beyond, a text without an end is cut at a clause, or a blank
+MIN_CHARS = 12  # a shorter sentence is spoken with the next one: models speak single words badly
+MAX_CHARS = 400  # a longer text without a sentence end is cut at a clause or a space
 CLAUSE_END = re.compile(r"[,;:\u2014](?=\s)|[\uff0c\uff1b\uff1a\u3001]")
 HAS_WORD = re.compile(r"\w")
 
 
 class Sentences:
-    """`more` of a text -> the sentences that are over; `rest` -> what is left at its end."""
+    """Splits a text. `more` takes text and returns the sentences that are complete; `rest` returns what is left at the end."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -34,11 +35,10 @@ class Sentences:
         return [rest] if HAS_WORD.search(rest) else []
 
     def _stop(self) -> int:
-        """Where the first piece ends; 0: it may go on. What follows a sentence tells that it is over."""
+        """Return where the first piece ends, or 0 if it may go on. A sentence is over only once more text follows it."""
         stop = 0
-        for sentence in list(segment("en", self._held))[
-            :-1
-        ]:  # the rules are those of a script, not a language
+        # "en" fits all languages: the rules depend on the script.
+        for sentence in list(segment("en", self._held))[:-1]:
             stop += len(sentence)
             said = self._held[:stop].strip()
             if len(said) >= MIN_CHARS and HAS_WORD.search(said):

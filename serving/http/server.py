@@ -1,4 +1,4 @@
-"""What every route works with: the engine's client, the voices, the metrics, and which models are served."""
+"""The state that all routes share: the engine's client, the voices, the metrics and the served models."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from serving.http.references import References, is_own
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voices import Voices, default_directory
 
-if TYPE_CHECKING:  # it comes with an extra
+if TYPE_CHECKING:  # needs the extra `otel`
     from serving.http.tracing import Tracing
 
 WRONG = ResponseSpec(
     ErrorBody,
-    description="something asked for is wrong: `param` says which field, the message what is possible",
+    description="a field is wrong: `param` names it, and the message says which values are possible",
 )
-UNKNOWN = ResponseSpec(ErrorBody, description="it is not here; the message says what is")
+UNKNOWN = ResponseSpec(ErrorBody, description="there is no such model or voice")
 TOO_LARGE = ResponseSpec(ErrorBody, description="the body is too large")
 REFUSALS = {
     401: ResponseSpec(ErrorBody, description="the API key is missing or wrong"),
     503: ResponseSpec(
-        ErrorBody, description="the engine is full, or not ready; Retry-After says when to come again"
+        ErrorBody,
+        description="the engine is full or not ready; Retry-After says after how many seconds to try again",
     ),
 }
 
 
 class Server:
-    """One per app: routes have it as `server`, the rest of Litestar as `app.state.server`."""
+    """The shared state of one app. Routes get it as `server`; other code finds it at `app.state.server`."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Server:
 
     @property
     def models(self) -> list[Model]:
-        """Raises Away."""
+        """The served models. Raises Away."""
         if self.engine.status.state != "ready":
             raise Away(self.engine.status)
         return [
@@ -70,19 +71,19 @@ class Server:
         ]
 
     def model(self, asked: str) -> Model:
-        """By its id or an alias. Raises Away, and the refusal."""
+        """Return a model by its ID or an alias. Raises Away, and the refusal."""
         return self._model(self.names.models.get(asked, asked))
 
     def _model(self, id: str) -> Model:
         models = {model.id: model for model in self.models}
         if id not in models:
-            message = f"model {cut(id)!r} is not served here; there is: {', '.join(models)}"
+            message = f"model {cut(id)!r} is not served; available models: {', '.join(models)}"
             raise refusal(404, message, "model", "model_not_found")
         return models[id]
 
     def chosen_model(self, request: SpeechRequest) -> tuple[Model, list[str]]:
-        """Of a request, which need not name its model where there is but one; from then on its voice is one that is
-        here, as far as its name says. -> warnings too. Raises Away, and the refusal."""
+        """Return the model of a request, and warnings. A request may leave the model out if the server has only one.
+        OpenAI's names and aliases in the request's voice are replaced. Raises Away, and the refusal."""
         models = {model.id: model for model in self.models}
         warnings: list[str | None] = []
         if request.model is not None:
@@ -92,7 +93,7 @@ class Server:
             if request.model != id and is_openai_model(request.model):
                 warnings.append(use_openais_rate(request, model))
         elif len(models) > 1:
-            message = f"model is missing, and this server has several: {', '.join(models)}"
+            message = f"model is missing; this server has several: {', '.join(models)}"
             raise refusal(400, message, "model", "missing_field")
         else:
             [model] = models.values()
@@ -101,11 +102,12 @@ class Server:
         return model, [warning for warning in warnings if warning is not None]
 
     def _choose_voice(self, request: SpeechRequest, asked: str, model: Model, num_served: int) -> str | None:
-        """A recording that came with the request goes before a voice that is not here. -> a warning."""
+        """Replace an alias or OpenAI's name in the request's voice, and return a warning for the latter. A recording in
+        the request takes precedence over a stand-in for OpenAI's voice."""
         is_known = is_own(model.voices, asked) or self.voices.has(asked)
         voice, warning = self.names.voice(asked, model, is_known, num_served)
         if warning is not None and (request.ref_audio is not None or request.references):
-            voice, warning = None, f"voice {asked!a} is not here; the recording speaks in its place"
+            voice, warning = None, f"voice {asked!a} does not exist; the recording is used instead"
         if not is_known and asked not in self.names.voices and is_mix(asked):
             voice = with_own_names(asked, self.names.voices)
         request.voice = voice
@@ -113,22 +115,22 @@ class Server:
 
 
 def use_openais_rate(request: SpeechRequest, model: Model) -> str | None:
-    """-> a warning, where that is another one than the model's."""
+    """Set OpenAI's rate for pcm if the request sets none. Return a warning if the model's rate differs."""
     if request.response_format != "pcm" or request.sample_rate is not None:
         return None
     if model.sample_rate_hz == OPENAI_PCM_HZ:
         return None
     request.sample_rate = OPENAI_PCM_HZ
-    return f"pcm is at {OPENAI_PCM_HZ} Hz, as OpenAI's; sample_rate asks for another rate"
+    return f"pcm is at {OPENAI_PCM_HZ} Hz, as from OpenAI; set sample_rate for another rate"
 
 
 def check_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
-    """A guard. Raises the refusal."""
+    """Check the API key, as a Litestar guard. Raises the refusal."""
     check_api_key(connection.app.state.server, connection.headers.get("authorization", ""))
 
 
 def check_api_key(server: Server, given: str) -> None:
-    """given: an Authorization header. Raises the refusal."""
+    """Check the API key in an Authorization header. Raises the refusal."""
     api_key = server.api_key
     if api_key is not None and not secrets.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
         message = "the Authorization header must be: Bearer, a space, and the API key of this server"

@@ -1,13 +1,15 @@
-"""A session over a WebSocket: text in while speech goes out.
+"""A session over a WebSocket: the client sends text while the server sends speech.
 
     client  session.config   input.text input.text input.done   input.text ...   input.cancel
     server  session.configured       audio.start ~~~~~~~~ audio.done     audio.start ~~~ audio.done
 
-An utterance is the text up to an input.done. Utterances are spoken one after the other; input.cancel, a client that leaves, and a
-new utterance where `barge_in` is "cancel", end what speaks at once, and the engine frees its slot at its next turn. Each
-utterance ends in one audio.done or one error; what has begun may end within the grace of a server that stops. A message that is
-wrong is answered by an error and is otherwise as if it had not come. Close codes: 1012 the server stops, 1003 binary messages,
-1008 too many wrong ones, 4408 silence; 1007 and 1009 no UTF-8 and too large (uvicorn's).
+An utterance is all text up to an input.done. Utterances are spoken one after the other. Three things stop the current one
+immediately: input.cancel, a client that disconnects, and a new utterance if `barge_in` is "cancel". The engine then frees its slot
+at the next step. Each utterance ends with one audio.done or one error. When the server stops, utterances that have begun may finish
+within its grace period. A message that is wrong gets an error and has no other effect.
+
+Close codes: 1012 the server is stopping, 1003 a binary message, 1008 too many wrong messages, 4408 idle. uvicorn adds 1007 (not
+UTF-8) and 1009 (too large).
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ STOPS, UNSUPPORTED, POLICY, SILENT = 1012, 1003, 1008, 4408
 MAX_QUEUED = 16  # utterances
 MAX_WRONG = 100  # messages
 OWN = fields_of(ConfigFields)
-NO_TOKENS = "model {!r} takes no text token by token, or not with this; take auto or sentence"
+NO_TOKENS = "model {!r} cannot take text token by token with these settings; use auto or sentence"
 EVENTS = "session.config, input.text, input.done and input.cancel"
 
 log = structlog.get_logger()
 
 
 class Closed(Exception):
-    """The session is to be closed, with a code and a reason."""
+    """The session must close, with a code and a reason."""
 
     def __init__(self, code: int, reason: str):
         super().__init__(reason)
@@ -66,23 +68,23 @@ class Closed(Exception):
 
 
 class Left(Exception):
-    """The client did."""
+    """The client has disconnected."""
 
 
 class Session:
-    """`run` until it ends; the socket is accepted already."""
+    """A session on a WebSocket that is already accepted. `run` returns when it ends."""
 
     def __init__(self, server: Server, receive: Receive, send: Send, id: str | None = None):
-        """id: the client's."""
+        """id: the client's request ID."""
         self.server, self.receive, self.send, self.id = server, receive, send, id
         self.settings: Settings | None = None
-        self.open: Utterance | None = None  # that takes text
-        self.queue: deque[Utterance] = deque()  # those that are not over, the first of which speaks
+        self.open: Utterance | None = None  # the one that takes text
+        self.queue: deque[Utterance] = deque()  # all that have not ended; the first one speaks
         self.turn = asyncio.Event()  # the queue has changed
         self.speaking: asyncio.Task[AudioDone | Failure] | None = None
         self.num_utterances = self.num_wrong = 0
-        self.is_stopping = False  # the server is: what has begun may end
-        self.active_s = time.monotonic()  # the last message, or the end of the last utterance
+        self.is_stopping = False  # whether the server is stopping: utterances that have begun may finish
+        self.active_s = time.monotonic()  # time of the last message or of the end of the last utterance
 
     async def run(self) -> None:
         listening = asyncio.create_task(self._listen())
@@ -102,7 +104,7 @@ class Session:
     async def _close(self, closed: Closed) -> None:
         await self.send({"type": "websocket.close", "code": closed.code, "reason": closed.reason})
 
-    # in
+    # Messages from the client.
 
     async def _listen(self) -> None:
         while True:
@@ -116,7 +118,7 @@ class Session:
                 await self._tell(Failure(error_of(away(error))))
 
     async def _next(self) -> str:
-        """Raises Left, Closed."""
+        """Return the next text message. Raises Left, Closed."""
         self.active_s, idle_s = time.monotonic(), self.server.limits.session_idle_s
         while True:
             until_s = (time.monotonic() if self.queue else self.active_s) + idle_s
@@ -124,27 +126,27 @@ class Session:
                 message = await asyncio.wait_for(self.receive(), until_s - time.monotonic())
             except TimeoutError:
                 if not self.queue and time.monotonic() >= self.active_s + idle_s:
-                    raise Closed(SILENT, f"nothing came for {idle_s:g} s") from None
+                    raise Closed(SILENT, f"no message for {idle_s:g} s") from None
                 continue
             match message:
                 case {"type": "websocket.disconnect"}:
                     raise Left
-                case {"type": "websocket.stopping"}:  # as the listener says it
+                case {"type": "websocket.stopping"}:  # listener.py sends it
                     self.is_stopping = True
                     self.turn.set()
                 case {"type": "websocket.receive", "text": str(text)}:
                     return text
                 case {"type": "websocket.receive"}:
-                    raise Closed(UNSUPPORTED, "messages are JSON, as text")
+                    raise Closed(UNSUPPORTED, "messages must be JSON in text messages")
 
     async def _wrong(self, error: HTTPException) -> None:
         self.num_wrong += 1
         await self._tell(Failure(error_of(error)))
         if self.num_wrong >= MAX_WRONG:
-            raise Closed(POLICY, f"{self.num_wrong} messages were wrong")
+            raise Closed(POLICY, f"{self.num_wrong} messages in a row were wrong")
 
     async def _take(self, text: str) -> None:
-        """Raises the refusal, Away."""
+        """Handle a message. Raises the refusal, Away."""
         match decoded(text):
             case Config():
                 self.settings = await self._configure(any_object.decode(text))
@@ -157,7 +159,7 @@ class Session:
                 await self._cancel()
 
     async def _configure(self, message: dict[str, Any]) -> Settings:
-        """Raises the refusal, Away."""
+        """Check a session.config and find its references. Raises the refusal, Away."""
         own = self._own_fields(message)
         fields = {
             name: value
@@ -165,7 +167,7 @@ class Session:
             if name not in OWN and name != "type" and not is_default(name, value)
         }
         if "input" in fields:
-            raise refusal(400, "input comes as input.text", "input")
+            raise refusal(400, "session.config takes no input; send text as input.text", "input")
         request = request_of({"response_format": "pcm", **fields, "input": ""})
         model, warnings = self.server.chosen_model(request)
         options = options_of(fields, model)
@@ -207,14 +209,14 @@ class Session:
         )
 
     async def _say(self, text: str) -> None:
-        """Raises the refusal, Away."""
+        """Add text to the open utterance, or begin one with it. Raises the refusal, Away."""
         if self.open is None and not text:
             return
         if self.settings is None:
             self.settings = await self._configure({})
         if self.open is None:
             await self._begin(self.settings)
-        assert self.open is not None, "an utterance has begun, and is not open"
+        assert self.open is not None, "an utterance has begun but is not open"
         self.open.say(text)
 
     async def _begin(self, settings: Settings) -> None:
@@ -223,7 +225,9 @@ class Session:
         if settings.is_cancelling:
             await self._cancel()
         if len(self.queue) >= MAX_QUEUED:
-            message = f"{len(self.queue)} utterances wait already; cancel them, or let them end"
+            message = (
+                f"{len(self.queue)} utterances are queued, the maximum; cancel them, or wait until one ends"
+            )
             raise refusal(400, message, code="too_many_utterances")
         self.num_utterances += 1
         seed = settings.request.seed
@@ -233,24 +237,24 @@ class Session:
         self.turn.set()
 
     def _end(self) -> None:
-        """Raises the refusal."""
+        """End the text of the open utterance. Raises the refusal."""
         if self.open is None:
-            raise refusal(400, "no utterance is open: input.text begins one")
+            raise refusal(400, "no utterance is open; input.text begins one")
         self.open.end()
         self.open = None
 
     async def _cancel(self) -> None:
-        """All there is; what was spoken is told."""
+        """Cancel all utterances and report what was spoken of each."""
         gone, self.open = list(self.queue), None
         self.queue.clear()
         await ended(self.speaking)
         for utterance in gone:
             await self._tell(utterance.done("cancelled"))
 
-    # out
+    # Messages to the client.
 
     async def _talk(self) -> None:
-        """Raises Closed."""
+        """Speak the queued utterances, one after the other. Raises Closed."""
         while True:
             while not self.queue:
                 if self.is_stopping:
@@ -261,12 +265,14 @@ class Session:
             speaking = self.speaking = asyncio.create_task(self._speak(utterance))
             await asyncio.wait((speaking,))
             self.speaking, utterance.is_over, self.active_s = None, True, time.monotonic()
-            if self.queue and self.queue[0] is utterance:  # or it was cancelled, which has been told
+            if (
+                self.queue and self.queue[0] is utterance
+            ):  # otherwise it was cancelled, and `_cancel` reported it
                 self.queue.popleft()
                 await self._tell(speaking.result())
 
     async def _speak(self, utterance: Utterance) -> AudioDone | Failure:
-        """Raises Closed."""
+        """Speak an utterance, and return its last event. Raises Closed."""
         try:
             return await utterance.speak()
         except HTTPException as error:
@@ -274,7 +280,7 @@ class Session:
         except Away as error:
             return self._failure(away(error), utterance)
         except Idle:
-            idle = f"no text came for {self.server.limits.text_idle_s:g} s, and no input.done"
+            idle = f"no text and no input.done for {self.server.limits.text_idle_s:g} s"
             await self._tell(self._failure(refusal(408, idle, code="idle"), utterance))
             raise Closed(SILENT, idle) from None
 
@@ -293,7 +299,7 @@ class Session:
 
 
 async def ended(*tasks: asyncio.Task[Any] | None) -> None:
-    """Each of them, whether it was at its end or not."""
+    """Cancel tasks and wait until they have ended."""
     there = [task for task in tasks if task is not None]
     for task in there:
         task.cancel()
@@ -301,18 +307,19 @@ async def ended(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 def decoded(text: str) -> Config | InputText | InputDone | InputCancel:
-    """Raises the refusal."""
+    """Decode a client's message. Raises the refusal."""
     try:
         return client_event.decode(text)
     except msgspec.ValidationError as error:
-        message = f"a message is an object whose type is one of {EVENTS}: {str(error).lower()}"
+        message = f"a message must be an object whose type is one of {EVENTS}: {str(error).lower()}"
         raise refusal(400, cut(message, 300), code="invalid_event") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise refusal(400, f"the message is not valid JSON: {error}", code="invalid_json") from None
 
 
 def decoded_hz(request: SpeechRequest, model: Model) -> int:
-    """Of the answers. Raises the refusal of a rate that the format has not."""
+    """Return the sample rate that the answers decode to. Raises the refusal for a rate that the format does not
+    support."""
     form = encode.FORMATS[request.response_format]
     try:
         rate_hz = form.codec_hz(model.sample_rate_hz, request.sample_rate)

@@ -1,5 +1,5 @@
-"""The answer to one speech request: audio as the engine makes it, in one of six formats, as a file that
-streams or as events."""
+"""The answer to one speech request: audio in one of six formats, sent while the engine generates it, as a file
+or as server-sent events."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ from serving.http.schemas import (
 from serving.http.server import Server
 from serving.playback import Playback
 
-ENCODING = ThreadPoolExecutor(
-    os.cpu_count(), "encode"
-)  # of its own: a slow look-up of a reference's host must hold up no stream
+# A pool of its own: a slow DNS lookup for a reference must not delay streams.
+ENCODING = ThreadPoolExecutor(os.cpu_count(), "encode")
 
 log = structlog.get_logger()
 
@@ -45,10 +44,10 @@ log = structlog.get_logger()
 class Speech:
     """An ASGI application for one request.
 
-    Status and headers go out with the first audio or event, so whatever goes wrong before it is a proper
-    error. What goes wrong after it is an `error` event, or else ends the body without its end: a client never
-    takes a cut answer for a whole one. A client that leaves cancels at once, whether its reference is being
-    read or it is queued or speaking. Raises the refusal of a rate that the format has not.
+    Status and headers go out with the first audio or event, so an error before that is a normal HTTP error. A
+    later error becomes an `error` event, or cuts off the body, so that a client never takes a partial answer
+    for a complete one. A client that disconnects cancels its request immediately, at any stage: while its
+    reference is read, in the queue, or speaking. Raises the refusal for a rate that the format does not support.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Speech:
         warnings: Sequence[str] = (),
     ):
         self.server, self.request, self.options, self.model = server, request, options, model
-        self.id = new_id()  # the engine knows it by this one: clients may repeat theirs
+        self.id = new_id()  # for the engine, because clients may repeat their own IDs
         self.given_id = given_id
         self.warnings = warnings
         self.fields = request.for_engine()
@@ -75,13 +74,13 @@ class Speech:
         self.began = time.perf_counter()
         self.ttfa_s: float | None = None
         self.playback = Playback(model.sample_rate_hz)
-        self.held_s = 0.0  # that the client kept us waiting: it has more than it reads
-        self.num_bytes = 0  # of PCM, as the engine made it
+        self.held_s = 0.0  # time that sending waited because the client did not read
+        self.num_bytes = 0  # of PCM from the engine
         self.num_frames = 0
         self.outcome: str | None = None
-        self.pcm = bytearray()  # of a request that does not stream
+        self.pcm = bytearray()  # all audio of a request that does not stream
         self.finished: protocol.Finished | None = None
-        self.is_judged = True  # whether its listener waits for nothing but us
+        self.is_judged = True  # whether its gaps count: they are ours, not waits for the client's text
         self.is_started = False
         self.has_left = False
         self.is_ended = False
@@ -91,7 +90,7 @@ class Speech:
         left = asyncio.create_task(self.until_left(receive))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
-        finally:  # reached by a shutdown too
+        finally:  # a shutdown cancels this task
             left.cancel()
             if not answer.done() or self.has_left:
                 answer.cancel()
@@ -100,7 +99,7 @@ class Speech:
             answer.result()
 
     async def until_left(self, receive: Receive) -> None:
-        """The client is not there any more; or its answer is over, which is then known."""
+        """Wait until the client has disconnected. uvicorn sends the same message when the answer is complete."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.has_left = True
@@ -121,21 +120,21 @@ class Speech:
                 message = await inbox.get()
                 if not await self.take(message, send):
                     break
-                if isinstance(message, protocol.Audio):  # sent, as far as the client takes it
+                if isinstance(message, protocol.Audio):  # `take` has waited until the client read enough
                     self.server.engine.heard(self.id, message.frames)
 
     def begin(self) -> None:
-        """The engine was asked."""
+        """Called when the request was sent to the engine; a subclass overrides it."""
 
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
-        """A message of the engine's -> whether others follow. Raises the refusal, as long as nothing was
-        sent."""
+        """Handle a message from the engine, and return whether more follow. Raises the refusal if nothing was sent
+        yet."""
         match message:
             case protocol.Audio(pcm=pcm, frames=frames):
                 self.num_frames += frames
-                if pcm:  # a renderer may hold back all it has
+                if pcm:  # empty while the renderer holds everything back
                     await self.take_audio(pcm, send)
-            case protocol.Text(text=text) if self.is_sse:  # the other formats hold audio alone
+            case protocol.Text(text=text) if self.is_sse:  # a file has no place for text
                 await self.send_event(send, TextDelta(text))
             case protocol.Spoken(text=text, start=start, stop=stop) if self.request.timestamp_granularities:
                 rate_hz = self.model.sample_rate_hz * self.request.speed
@@ -170,11 +169,11 @@ class Speech:
             last = await asyncio.get_running_loop().run_in_executor(ENCODING, self.file)
             await self.start(send, num_bytes=len(last))
         await body(send, last, more=False)
-        if not self.has_left:  # while it was sent
+        if not self.has_left:  # otherwise the client disconnected during the last send
             self.ended(finished.reason, 200)
 
     def refused(self, rejected: protocol.Rejected) -> HTTPException:
-        """In the client's words: it calls some fields by other names than the engine."""
+        """Return the engine's rejection as a refusal, with the client's names for the fields."""
         param, message = rejected.param, rejected.message
         if param is not None:
             name = self.request.client_field(param)
@@ -184,8 +183,8 @@ class Speech:
         return refusal(rejected.status, message, param, code, retry_after_s=retry_after_s, request_id=self.id)
 
     async def fail(self, failed: protocol.Failed, send: Send) -> None:
-        """An error after audio leaves the body open, which makes the server cut the connection. Before, it is
-        raised."""
+        """Raise an engine failure if no audio was sent. Otherwise log it and leave the body incomplete, so that uvicorn
+        cuts the connection; events end with an `error` event instead."""
         retry_after_s = AWAY_RETRY_S if failed.status == 503 else None
         failure = refusal(
             failed.status, failed.message, code=failed.code, retry_after_s=retry_after_s, request_id=self.id
@@ -197,22 +196,21 @@ class Speech:
             await body(send, event(AudioError(error_of(failure))), more=False)
 
     async def message(self) -> protocol.Speak:
-        """The request as the engine takes it. Its recordings are kept nowhere else."""
+        """Return the request for the engine. After this, no other object holds its recordings."""
         references = await self.server.references.find(self.request, self.model)
         self.request.forget_audio()
         return self.speak_message(references)
 
     def speak_message(self, references: list[protocol.Reference]) -> protocol.Speak:
         options, fields, voice = dict(self.options), dict(self.fields), self.request.voice_name
-        if voice is not None and (
-            not references or references[0].name is not None
-        ):  # its own voice, or a mix
+        is_own_or_mix = not references or references[0].name is not None
+        if voice is not None and is_own_or_mix:
             fields["voice"] = voice
         elif voice is not None and references[0].transcript is None and SOUND_ONLY in self.model.option_names:
             options.setdefault(SOUND_ONLY, True)
         if options:
             fields["options"] = options
-        # a file is the same whoever else speaks; a stream may be early instead
+        # A whole file has reproducible bytes. For a stream, early audio matters more.
         is_pinned = not self.request.stream
         is_flex = self.request.service_tier == "flex"
         speed = self.request.speed
@@ -220,7 +218,7 @@ class Speech:
         return protocol.Speak(self.id, self.model.id, fields, references, is_pinned, is_flex, speed, is_timed)
 
     async def encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
-        """A codec's milliseconds are no time for the event loop to stand still."""
+        """Run a step of the encoder. Codecs take milliseconds, so they run on the pool for encoding."""
         if self.encoder.is_light:
             return step(*args)
         return await asyncio.get_running_loop().run_in_executor(ENCODING, step, *args)
@@ -235,7 +233,7 @@ class Speech:
         )
 
     async def send_audio(self, send: Send, audio: bytes) -> None:
-        """Encoders keep some audio back, so there may be nothing yet."""
+        """Send audio, and the headers before it. Encoders hold some audio back, so it may be empty."""
         if not self.is_started:
             await self.start(send)
         if audio and self.is_sse:
@@ -260,7 +258,7 @@ class Speech:
             if self.is_sse
             else encode.FORMATS[self.request.response_format].media_type,
             "cache-control": "no-store",
-            "x-accel-buffering": "no",  # or a proxy may hold back what should be heard now
+            "x-accel-buffering": "no",  # nginx would buffer the audio otherwise
             "x-request-id": self.id,
             "x-sample-rate": str(self.encoder.sample_rate_hz),
             "x-seed": str(self.fields["seed"]),
@@ -274,12 +272,12 @@ class Speech:
 
     @property
     def audio_s(self) -> float:
-        """Made until now."""
+        """Seconds of audio generated so far."""
         return self.num_bytes / 2 / self.model.sample_rate_hz
 
     @property
     def voice(self) -> str | None:
-        """Its name, or where it comes from."""
+        """The name of the voice, or its source in parentheses, for the log."""
         if self.request.voice_name is not None:
             return cut(self.request.voice_name)
         if self.request.ref_audio is not None or self.request.references:
@@ -287,7 +285,7 @@ class Speech:
         return "(description)" if "design" in self.model.modes and self.request.instructions else None
 
     def ended(self, outcome: str, status: int, **more: Any) -> None:
-        """The request's one line, and its place in the metrics: the first end is the one."""
+        """Log the request and count it in the metrics. Only the first call has an effect."""
         if self.is_ended:
             return
         self.is_ended, self.outcome = True, outcome
@@ -316,7 +314,7 @@ class Speech:
 
 
 def event(message: msgspec.Struct) -> bytes:
-    """A server-sent event as OpenAI sends it: the type is a field of the data."""
+    """Return a server-sent event in OpenAI's form: the type is a field of the data."""
     return b"data: " + msgspec.json.encode(message) + b"\n\n"
 
 

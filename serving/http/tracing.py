@@ -1,15 +1,15 @@
-"""Traces of requests, where they are asked for (`zoo serve --otel`, the extra `otel`): a server span for each
-request under /v1 and, within that of a speech, one for what the model did.
+"""Traces of requests (`zoo serve --otel`, needs the extra `otel`): a server span for each request under /v1, and
+for speech a span of the model inside it.
 
     POST /v1/audio/speech            http.* url.* server.* client.*
-      generate_content NAME          gen_ai.*, and zoo.* for what only speech has
+      generate_content NAME          gen_ai.*, and zoo.* for facts that only speech has
 
-The names are OpenTelemetry's semantic conventions for HTTP and for generative AI. A span holds neither the text
-nor a recording. The trace that a client began (`traceparent`) goes on. Everything else (where spans go, how many
-are kept, the service's name) is said by OpenTelemetry's own variables, OTEL_EXPORTER_OTLP_ENDPOINT and so on.
+The names are OpenTelemetry's semantic conventions for HTTP and for generative AI. A span contains neither the
+text nor a recording. A client's own trace (`traceparent`) continues. OpenTelemetry's variables, such as
+OTEL_EXPORTER_OTLP_ENDPOINT, set everything else: where spans go, how many are kept, the name of the service.
 
-Its instrumentation of ASGI was left out: it is beta, knows nothing of Litestar's routes, and by default uses the
-old names.
+OpenTelemetry's own ASGI instrumentation is not used: it is beta, does not know Litestar's routes, and uses the
+old names by default.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from serving.http.errors import error_of
 if TYPE_CHECKING:
     from serving.http.speech import Speech
 
-TRACED = "/v1/"  # whoever watches /health, /ready and /metrics asks every few seconds
-STATUS = ("http.response.start", "websocket.http.response.start", "websocket.accept")  # which tell of one
-SWITCHED = 101  # to the WebSocket
+TRACED = "/v1/"  # monitoring polls /health, /ready and /metrics every few seconds, so they are not traced
+# ASGI messages that set the status of the answer.
+STATUS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
+SWITCHED = 101  # the status of an opened WebSocket
 FINISH = "gen_ai.response.finish_reasons"
 CLOSE_S = 2.0
-GOOD = ("stop", "length", "cancelled")  # outcomes that are nobody's fault
+GOOD = ("stop", "length", "cancelled")  # outcomes that are not errors
 
 
 def exporter() -> SpanProcessor:
-    """To a collector, in batches, beside the event loop; what a full queue cannot hold is dropped."""
+    """Return a processor that sends spans to a collector in batches, on its own thread. It drops spans when its queue
+    is full."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -51,7 +53,7 @@ def exporter() -> SpanProcessor:
 
 
 class Tracing:
-    """Makes spans and hands them to a processor."""
+    """Makes spans and passes them to a processor."""
 
     def __init__(self, processor: SpanProcessor) -> None:
         os.environ.setdefault("OTEL_SERVICE_NAME", "speechzoo")
@@ -60,14 +62,14 @@ class Tracing:
         self.tracer = self.provider.get_tracer("speechzoo", importlib.metadata.version("speechzoo"))
 
     def close(self) -> None:
-        """Sends what is left, if it can be sent soon: a collector that is away is asked again for seconds, and a
-        server that ends waits for nobody."""
+        """Send the remaining spans, for at most CLOSE_S. The exporter retries an unreachable collector for longer, which
+        must not delay the end of the server."""
         ending = threading.Thread(target=self.provider.shutdown, daemon=True)
         ending.start()
         ending.join(CLOSE_S)
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The app, with a server span for each request under /v1; of a WebSocket, for as long as it is open."""
+        """Return the app with a server span for each request under /v1. The span of a WebSocket lasts while it is open."""
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] not in ("http", "websocket") or not scope["path"].startswith(TRACED):
@@ -89,7 +91,7 @@ class Tracing:
 
     @contextmanager
     def speech(self, speech: Speech) -> Iterator[None]:
-        """A span for what the model does for a request, which is read when it is over."""
+        """Make the model's span for a request. The attributes of the result are set when the request ends."""
         name = f"generate_content {speech.model.id}"
         with self.tracer.start_as_current_span(
             name, attributes=asked(speech), record_exception=False, set_status_on_exception=False
@@ -113,11 +115,11 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def attributes_of(scope: HTTPScope) -> dict[str, Any]:
-    """What is known of a request when it comes: https://opentelemetry.io/docs/specs/semconv/http/http-spans."""
+    """Return the attributes of a new request: https://opentelemetry.io/docs/specs/semconv/http/http-spans."""
     headers = headers_of(scope)
     host, _, port = headers.get("host", "").rpartition(":")
     known = {
-        "http.request.method": scope.get("method", "GET"),  # a WebSocket begins with one
+        "http.request.method": scope.get("method", "GET"),  # a WebSocket begins with a GET
         "url.path": scope["path"],
         "url.scheme": scope["scheme"],
         "network.protocol.version": scope["http_version"],
@@ -130,7 +132,7 @@ def attributes_of(scope: HTTPScope) -> dict[str, Any]:
 
 
 def take_answer(span: Span, method: str, scope: Scope, status: int) -> None:
-    """The route is known by now: names of spans hold no ids."""
+    """Set the status, and name the span after the route: names of spans must not contain IDs."""
     if route := cast(dict[str, Any], scope).get("path_template"):
         span.update_name(f"{method} {route}")
         span.set_attribute("http.route", route)
@@ -140,7 +142,7 @@ def take_answer(span: Span, method: str, scope: Scope, status: int) -> None:
 
 
 def asked(speech: Speech) -> dict[str, Any]:
-    """https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans."""
+    """Return the attributes of a speech request: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans."""
     request = speech.request
     known = {
         "gen_ai.operation.name": "generate_content",
@@ -160,6 +162,7 @@ def asked(speech: Speech) -> dict[str, Any]:
 
 
 def made(speech: Speech) -> dict[str, Any]:
+    """Return the attributes of a speech result."""
     known = {
         "gen_ai.response.id": speech.id,
         "gen_ai.response.model": speech.model.id,
@@ -175,7 +178,7 @@ def made(speech: Speech) -> dict[str, Any]:
 
 
 def fail(span: Span, kind: str, is_ours: bool) -> None:
-    """is_ours: not the client's mistake."""
+    """Mark a span as failed. is_ours: the server is at fault, not the client."""
     span.set_attribute("error.type", kind)
     if is_ours:
         span.set_status(Status(StatusCode.ERROR))

@@ -1,10 +1,10 @@
-"""One utterance of a session: text on its way in, audio on its way out.
+"""One utterance of a session: it takes text and sends audio.
 
     token by token    text ─ Feed ─ one request that stays open ─ audio
-    by sentences      text ─ Sentences ─ a request of each, one after the other, in one voice and seed ─ audio
+    by sentences      text ─ Sentences ─ one request per sentence, in order, with one voice and seed ─ audio
 
-Either is one stream of one encoder. A fed request ends at the first end of a sentence behind `piece_s` seconds of speech, and
-another one goes on: models drift on longer ones.
+Both give one stream from one encoder. A fed request ends at the first sentence end after `piece_s` seconds of speech, and a new
+request continues, because models drift on longer texts.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech
 
 SENTENCE_END = re.compile(r"[.!?\u2026][\"'\u201d\u2019)\]]*\s|[\u3002\uff01\uff1f]")
-LETTER_S, WIDE_S = 1 / 12, 1 / 4  # about how long a character takes to say
+LETTER_S, WIDE_S = 1 / 12, 1 / 4  # rough speaking time of a letter and of a wide (CJK) character
 REFUSED = 400
 
 
 class Idle(Exception):
-    """No text came for so long."""
+    """No text arrived within the idle limit."""
 
 
 class Settings(msgspec.Struct):
-    """What session.config says of utterances. request: with an empty input; references: found already."""
+    """The settings of a session.config for its utterances. request: with an empty input. references: already decoded."""
 
     request: SpeechRequest
     model: Model
     options: dict[str, bool | int | float | str]
     references: list[protocol.Reference]
     is_base64: bool
-    is_fed: bool  # token by token
-    may_fall_back: bool  # to sentences, where the model takes no such text with this request
-    is_cancelling: bool  # a new utterance cancels others
-    sample_rate_hz: int  # that audio decodes to
+    is_fed: bool  # whether text goes to the model token by token
+    may_fall_back: bool  # whether to go on by sentences if the model refuses to take tokens
+    is_cancelling: bool  # whether a new utterance cancels those before it
+    sample_rate_hz: int  # the rate that the audio decodes to
     warnings: list[str]
 
 
 class Segment(Speech):
-    """A request of an utterance. `asked`: called when the engine has it. What goes wrong is raised."""
+    """One request of an utterance. It raises its errors. `asked` is set once the request was sent to the engine."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Segment(Speech):
             options.setdefault("text_mode", "interleaved")
         super().__init__(server, request, options, settings.model)
         self.references, self.is_open, self.is_judged = references, is_open, not is_open
-        self.listening_speed = settings.request.speed  # the encoder of the utterance makes it so
+        self.listening_speed = settings.request.speed  # the utterance's encoder changes the speed
         self.asked = asyncio.Event()
 
     async def message(self) -> protocol.Speak:
@@ -95,11 +95,11 @@ class Segment(Speech):
         self.asked.set()
 
     async def fail(self, failed: protocol.Failed, send: Send) -> None:
-        self.is_started = False  # nobody takes a header for a whole answer here
+        self.is_started = False  # so that it raises: a session has no HTTP body to cut off
         await super().fail(failed, send)
 
     async def speak(self, send: Send) -> protocol.Finished:
-        """Raises the refusal, Away."""
+        """Run the request to its end. Raises the refusal, Away."""
         try:
             await self.answer(send)
         except asyncio.CancelledError:
@@ -108,12 +108,12 @@ class Segment(Speech):
         except HTTPException as error:
             self.server.metrics.ended(self.model.id, outcome_of(error))
             raise
-        assert self.finished is not None, "an answer that neither ended nor failed"
+        assert self.finished is not None, "the answer neither finished nor failed"
         return self.finished
 
 
 class Utterance:
-    """`say` adds text, `end` ends it; `speak` runs beside them until all is spoken."""
+    """One utterance. `say` adds text and `end` ends it, while `speak` runs until everything is spoken."""
 
     def __init__(
         self,
@@ -131,22 +131,25 @@ class Utterance:
             request.response_format, model.sample_rate_hz, request.sample_rate, request.speed
         )
         self.began_s = time.perf_counter()
-        self.ended_s: float | None = None  # its text
-        self.heard_s: float | None = None
-        self.text, self.num_taken = "", 0  # all of it, and the characters that are on their way
+        self.ended_s: float | None = None  # when its text was complete
+        self.heard_s: float | None = None  # when its first audio was sent
+        self.text, self.num_taken = (
+            "",
+            0,
+        )  # all text so far, and how many characters of it `more` has returned
         self.came = asyncio.Event()
         self.is_over = False
         self.frames = self.num_samples = self.input_tokens = self.text_tokens = 0
-        self.was_cut = False  # by a cap
+        self.was_cut = False  # whether the frame limit ended it
         self.kept: list[protocol.Reference] = settings.references
-        self.pcm = bytearray()  # of the segment that speaks, where its voice is to be kept
+        self.pcm = bytearray()  # of the current segment, if its voice is to be kept
 
-    # text
+    # Text.
 
     def say(self, text: str) -> None:
-        """Raises the refusal."""
+        """Add text. Raises the refusal."""
         most, count = self.server.limits.text_chars, len(self.text) + len(text)
-        if self.is_over:  # and its text still comes
+        if self.is_over:  # it has failed, and the client is still sending its text
             return
         if count > most:
             message = f"the utterance has {count} characters; this server takes up to {most}"
@@ -159,7 +162,7 @@ class Utterance:
         self.came.set()
 
     async def more(self) -> str | None:
-        """What came since; None at the end. Raises Idle."""
+        """Wait for text, and return all that is new; None at the end. Raises Idle."""
         while self.num_taken == len(self.text):
             if self.ended_s is not None:
                 return None
@@ -171,10 +174,10 @@ class Utterance:
         text, self.num_taken = self.text[self.num_taken :], len(self.text)
         return text
 
-    # speech
+    # Speech.
 
     async def speak(self) -> AudioDone:
-        """Raises the refusal, Away, Idle."""
+        """Speak all text, and return the last event. Raises the refusal, Away, Idle."""
         if self.settings.is_fed:
             try:
                 await self._speak_fed()
@@ -182,7 +185,7 @@ class Utterance:
                 is_early = self.heard_s is None and error.status_code == REFUSED
                 if not (self.settings.may_fall_back and is_early):
                     raise
-                self.settings.is_fed = False  # from now on
+                self.settings.is_fed = False  # for later utterances too
                 self.num_taken = 0
                 await self._speak_sentences()
         else:
@@ -238,7 +241,7 @@ class Utterance:
             raise refusal(400, "the utterance has no text", "text")
 
     async def _first(self) -> str | None:
-        """Text with something in it."""
+        """Wait for text that is not blank; None if the utterance ends without any."""
         first = ""
         while not first.strip():
             text = await self.more()
@@ -248,11 +251,12 @@ class Utterance:
         return first
 
     async def _feed(self, segment: Segment) -> None:
-        """What comes, to the end of the text or of a sentence that is late enough. Raises Idle."""
+        """Feed text to a request until the text ends, or until a sentence ends after `piece_s` seconds of speech. Raises
+        Idle."""
         await segment.asked.wait()
         engine, left_s = self.server.engine, (self.settings.model.piece_s or np.inf)
         left_s -= said_s(segment.request.input)
-        tail = ""  # of what came before, with which a sentence may end
+        tail = ""  # the last characters fed, since the mark at a sentence's end may be among them
         while (text := await self.more()) is not None:
             end = SENTENCE_END.search(tail + text) if left_s <= 0 else None
             if end is not None and (cut := end.end() - len(tail)) > 0:
@@ -280,7 +284,7 @@ class Utterance:
         self._keep_voice(segment)
 
     def _keep_voice(self, segment: Segment) -> None:
-        """A voice that came by chance is the next sentence's recording."""
+        """Keep a random voice: the segment's audio becomes the reference of the next sentences."""
         model, pcm = self.settings.model, bytes(self.pcm)
         if not self._is_keeping or model.reference_s is None:
             return
@@ -293,10 +297,10 @@ class Utterance:
     def _is_keeping(self) -> bool:
         return self.settings.model.keeps_voice and not self.kept
 
-    # audio
+    # Audio.
 
     async def _take(self, message: Message) -> None:
-        """PCM of a segment."""
+        """Encode and send the PCM of a segment."""
         if message["type"] != "http.response.body" or not message["body"]:
             return
         pcm: bytes = message["body"]
@@ -327,5 +331,5 @@ class Utterance:
 
 
 def said_s(text: str) -> float:
-    """About how long it takes to say."""
+    """Return about how many seconds a text takes to say."""
     return sum(WIDE_S if "\u2e80" <= character <= "\uffef" else LETTER_S for character in text)

@@ -1,15 +1,15 @@
-"""Uploaded voices, on disk: a directory for each, which holds its sample and what is known of it.
+"""The store of uploaded voices on disk. Each voice has a directory with its sample and metadata.
 
-    VOICES/anna/voice.safetensors            what was uploaded
-    VOICES/anna/FAMILY-*.safetensors         what a model's encoder made of it (zoo/encoded_files.py)
+    VOICES/anna/voice.safetensors            the upload
+    VOICES/anna/FAMILY-*.safetensors         outputs of a model's encoder (zoo/encoded_files.py)
 
-voice.safetensors has one tensor, `samples` [N] F32: mono, as the upload was decoded. Its metadata, all of it text: `format`
-(FORMAT), `version`, `name`, `created_at` (seconds since 1970), `sample_rate_hz`, `ref_text` and `consent` where they were given, and
-`blake2b`, 32 digits: of all the others, as lines NAME=VALUE in the order of their names, then of the samples' bytes.
+voice.safetensors has one tensor, `samples` [N] F32: the decoded upload, mono. Its metadata is text: `format` (FORMAT),
+`version`, `name`, `created_at` (seconds since 1970), `sample_rate_hz`, and `ref_text` and `consent` if they were given. The entry
+`blake2b` has 32 digits: the digest of the other entries, as lines NAME=VALUE sorted by name, followed by the samples' bytes.
 
-A voice appears and disappears by one rename, so whoever reads it, in whichever process, finds all of it or
-nothing. Before and after it is in a hidden directory, which stays behind if its maker is killed: `tidy`.
-Names are lower-cased: some file systems cannot tell Anna from anna, and neither can listeners.
+A voice appears and disappears by one rename, so every reader, in any process, finds all of it or nothing. Before and
+after that it is in a hidden directory, which remains if the process is killed; `tidy` removes it. Names are
+lower-cased, because some file systems cannot tell Anna from anna, and neither can listeners.
 """
 
 from __future__ import annotations
@@ -42,49 +42,47 @@ HIDDEN = (".new-", ".old-")
 VOICE_FILE = "voice.safetensors"
 FORMAT, VERSION = "speechzoo.voice", "1"
 MAX_HEADER_BYTES = 1 << 20  # ref_text and consent have 4096 characters at most
-SILENT = 1e-3  # a peak of -60 dB of full scale
+SILENT = 1e-3  # a peak of -60 dBFS
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
 
 class StoredVoice(msgspec.Struct):
-    """What is known of a voice beside its samples."""
+    """The metadata of a voice."""
 
     name: str
     created_at: int  # seconds since 1970
     duration_s: float
-    # what the sample says; without it only the sound of the voice is taken from it
-    ref_text: str | None = None
-    consent: str | None = None  # whatever the uploader gave for the speaker's consent
+    ref_text: str | None = None  # the words of the sample; without them, models use only its sound
+    consent: str | None = None  # the uploader's proof of the speaker's consent
 
 
 class Taken(ValueError):
-    """There is a voice of that name."""
+    """A voice of that name already exists."""
 
 
 class Damaged(ValueError):
-    """What is kept of a voice is not what was written."""
+    """The stored file of a voice is damaged."""
 
 
 class TooMany(ValueError):
-    """No more voices are kept."""
+    """The store has reached its limit of voices."""
 
 
 def clean_name(name: str) -> str:
-    """The name as it is kept and looked for. Raises ValueError."""
+    """Return the name as it is stored and looked up. Raises ValueError."""
     clean = unicodedata.normalize("NFC", name).lower()
     if len(clean) > MAX_NAME_CHARS or not re.fullmatch(r"\w[\w.-]*", clean):
         raise ValueError(
-            f"{name[:80]!r} is no name for a voice: one has up to {MAX_NAME_CHARS} letters, digits, '_', '-' and '.', and does not begin "
-            "with '-' or '.'"
+            f"{name[:80]!r} is not a valid name for a voice; use up to {MAX_NAME_CHARS} letters, digits, '_', '-' and '.', "
+            "and do not begin with '-' or '.'"
         )
     return clean
 
 
 class Voices:
-    """The store. Every method reads the disk, so a voice that another process adds or removes is seen at
-    once."""
+    """The store. Every method reads the disk, so changes by other processes are visible immediately."""
 
     def __init__(self, directory: str | Path, max_voices: int = 1000):
         self.directory = Path(directory)
@@ -103,7 +101,7 @@ class Voices:
         return self.survey()[0]
 
     def survey(self) -> tuple[builtins.list[StoredVoice], builtins.list[str]]:
-        """The voices, and the names of the damaged ones. Raises OSError."""
+        """Return the intact voices and the names of the damaged ones. Raises OSError."""
         whole, damaged = [], []
         for name in self.names():
             try:
@@ -114,14 +112,14 @@ class Voices:
         return whole, damaged
 
     def problem(self) -> str | None:
-        """Why no voice can be kept here, in a line; None: they can."""
+        """Return why voices cannot be stored, in one line, or None if they can."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory) as file:
                 file.write(bytes(1 << 20))
                 file.flush()
         except OSError as error:
-            return f"voices cannot be kept in {self.directory}: {error.strerror}"
+            return f"voices cannot be stored in {self.directory}: {error.strerror}"
         return None
 
     def has(self, name: str) -> bool:
@@ -131,13 +129,12 @@ class Voices:
             return False
 
     def load(self, name: str) -> tuple[StoredVoice, AudioClip] | None:
-        """A voice and its sample; None where there is none of that name (any more). Raises ValueError for a
-        name that is none, Damaged, OSError."""
+        """Return a voice and its sample, or None if there is none of that name. Raises ValueError for an invalid name,
+        Damaged, OSError."""
         return self._open(clean_name(name), self._read)
 
     def _open(self, name: str, read: Callable[[int], T]) -> T | None:
-        """What `read` gives of a voice's open directory: of this very one, even if the name means another one
-        by now."""
+        """Call `read` with a voice's open directory. It reads that directory even if the name now means another voice."""
         try:
             place = os.open(self.directory / name, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -145,12 +142,10 @@ class Voices:
         try:
             return read(place)
         except (FileNotFoundError, Damaged) as error:
-            if not is_at(place, self.directory / name):  # removed a moment ago
+            if not is_at(place, self.directory / name):  # removed in the meantime
                 return None
             log.error("voice", name=name, error=f"{self.directory / name} is damaged: {error}")
-            raise Damaged(
-                f"what is kept of voice {name!r} is damaged; upload it again, or remove it"
-            ) from None
+            raise Damaged(f"the stored voice {name!r} is damaged; upload it again, or remove it") from None
         finally:
             os.close(place)
 
@@ -158,29 +153,25 @@ class Voices:
         return unpacked(read_at(place, VOICE_FILE))
 
     def _look(self, place: int) -> StoredVoice:
-        """As `_read`, by the file's header and its size alone."""
+        """Return the voice from the header and the size of its file, without reading the samples."""
         with open(os.open(VOICE_FILE, os.O_RDONLY, dir_fd=place), "rb") as file:
             return header_of(file, os.fstat(file.fileno()).st_size).voice
 
     def directory_of(self, voice: StoredVoice) -> Path:
-        """Where the engine keeps what it made of it."""
+        """Return the directory where the engine keeps its encoding of the voice."""
         return (self.directory / voice.name).absolute()
 
     def add(
         self, name: str, sample: AudioClip, ref_text: str | None = None, consent: str | None = None
     ) -> StoredVoice:
-        """Raises ValueError for a name that is none, or a silent sample; Taken; TooMany; OSError for a disk
-        that does not take it."""
+        """Store a voice. Raises ValueError for an invalid name or a silent sample, Taken, TooMany, and OSError for a disk
+        that is full or not writable."""
         name = clean_name(name)
         samples = np.frombuffer(sample.samples, "<f4")
         if not np.abs(samples).max() >= SILENT:  # or is NaN
-            raise ValueError(
-                f"the sample is silent: its loudest value is {np.abs(samples).max():.2g} of full scale"
-            )
+            raise ValueError(f"the sample is silent: its peak is {np.abs(samples).max():.2g} of full scale")
         if len(self.names()) >= self.max_voices:
-            raise TooMany(
-                f"there are {self.max_voices} voices already, and no more are possible: remove one first"
-            )
+            raise TooMany(f"the limit of stored voices ({self.max_voices}) is reached; remove a voice first")
         voice = StoredVoice(
             name, int(time.time()), round(sample.duration_s, 3), (ref_text or "").strip() or None, consent
         )
@@ -189,8 +180,8 @@ class Voices:
         return voice
 
     def rename(self, name: str, new_name: str) -> StoredVoice | None:
-        """-> the voice under its new name; None where there is none of the old one. For a moment it has both. Raises
-        ValueError for a name that is none, Taken, Damaged, OSError."""
+        """Rename a voice and return it, or None if there is none of the old name. For a moment both names exist. Raises
+        ValueError for an invalid name, Taken, Damaged, OSError."""
         name, new_name = clean_name(name), clean_name(new_name)
         found = self._open(name, lambda place: (*self._read(place), encoded_at(place)))
         if found is None or name == new_name:
@@ -206,20 +197,20 @@ class Voices:
         with self._hidden_place(".new-") as new:
             for name, content in files.items():
                 (new / name).write_bytes(content)
-            if voice.name in self.survey()[1]:  # what is damaged makes room
+            if voice.name in self.survey()[1]:  # a damaged voice is replaced
                 self.remove(voice.name)
             try:
                 new.rename(self.directory / voice.name)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     raise Taken(
-                        f"there is a voice {voice.name!r} already: remove it first, or take another name"
+                        f"voice {voice.name!r} already exists; remove it first, or choose another name"
                     ) from None
                 raise
 
     def remove(self, name: str) -> bool:
-        """-> whether there was such a voice. Requests that speak in it have its sample already. Raises
-        ValueError, OSError."""
+        """Remove a voice, and return whether it existed. Running requests are not affected: they have its sample
+        already. Raises ValueError, OSError."""
         place = self.directory / clean_name(name)
         if not place.is_dir():
             return False
@@ -231,8 +222,8 @@ class Voices:
         return True
 
     def tidy(self) -> None:
-        """Remove what was left behind by whoever was killed while adding or removing a voice. Where somebody
-        is at it now, in whichever process, nothing is done: the next start will find it."""
+        """Remove hidden directories of processes that were killed while adding or removing a voice. While any process is
+        adding or removing one, this does nothing; the next start tries again."""
         with suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
             for entry in os.scandir(self.directory):
                 if entry.name.startswith(HIDDEN):
@@ -240,8 +231,8 @@ class Voices:
 
     @contextmanager
     def _hidden_place(self, prefix: str) -> Iterator[Path]:
-        """A new directory in the store, gone afterwards unless it was renamed."""
-        assert prefix in HIDDEN, f"{prefix!r} is not of {HIDDEN}, which are tidied"
+        """Make a new hidden directory in the store. It is removed afterwards unless it was renamed."""
+        assert prefix in HIDDEN, f"{prefix!r} is not one of {HIDDEN}, which `tidy` removes"
         with self._locked(fcntl.LOCK_SH):
             place = Path(tempfile.mkdtemp(prefix=prefix, dir=self.directory))
             try:
@@ -251,7 +242,7 @@ class Voices:
 
     @contextmanager
     def _locked(self, how: int) -> Iterator[None]:
-        """A lock on the store, which the system takes back from a process that ends. Raises OSError."""
+        """Hold a lock on the store. The system releases it when the process ends. Raises OSError."""
         place = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(place, how)
@@ -260,7 +251,7 @@ class Voices:
             os.close(place)
 
 
-# voice.safetensors
+# The format of voice.safetensors.
 
 
 class Tensor(msgspec.Struct):
@@ -272,7 +263,7 @@ class Tensor(msgspec.Struct):
 
 
 class Header(msgspec.Struct):
-    """size_bytes: of the header, with the eight bytes that tell it."""
+    """A safetensors header. size_bytes: its size, including the eight bytes of the length."""
 
     samples: Tensor
     metadata: dict[str, str] = msgspec.field(name="__metadata__")
@@ -280,7 +271,7 @@ class Header(msgspec.Struct):
 
     @property
     def voice(self) -> StoredVoice:
-        """Raises KeyError, ValueError."""
+        """The voice that the metadata describes. Raises KeyError, ValueError."""
         facts = self.metadata
         duration_s = round(self.samples.shape[0] / self.sample_rate_hz, 3)
         created_at = int(facts["created_at"])
@@ -295,7 +286,7 @@ class Header(msgspec.Struct):
 
 
 def packed(voice: StoredVoice, sample: AudioClip) -> bytes:
-    """voice.safetensors"""
+    """Return the contents of voice.safetensors."""
     facts = {
         "format": FORMAT,
         "version": VERSION,
@@ -312,16 +303,16 @@ def packed(voice: StoredVoice, sample: AudioClip) -> bytes:
 
 
 def unpacked(content: bytes) -> tuple[StoredVoice, AudioClip]:
-    """Raises Damaged."""
+    """Read the contents of voice.safetensors. Raises Damaged."""
     header = header_of(io.BytesIO(content), len(content))
     samples = content[header.size_bytes :]
     if header.metadata.get("blake2b") != digest(header.metadata, samples):
-        raise Damaged(f"{VOICE_FILE} is not what was written")
+        raise Damaged(f"the checksum of {VOICE_FILE} is wrong")
     return header.voice, AudioClip(samples, header.sample_rate_hz)
 
 
 def header_of(file: BinaryIO, size_bytes: int) -> Header:
-    """Of a whole file of so many bytes. Raises Damaged."""
+    """Read the header of a file of size_bytes. Raises Damaged."""
     try:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
@@ -330,17 +321,15 @@ def header_of(file: BinaryIO, size_bytes: int) -> Header:
         header.size_bytes = 8 + length
         _ = header.voice
     except (KeyError, ValueError) as error:  # msgspec's are ValueErrors
-        raise Damaged(f"{VOICE_FILE} has no header of a voice: {error}") from None
+        raise Damaged(f"{VOICE_FILE} has no valid header: {error}") from None
     form, version = header.metadata.get("format"), header.metadata.get("version")
     if (form, version) != (FORMAT, VERSION):
-        raise Damaged(f"{VOICE_FILE} is {form} {version}, and {FORMAT} {VERSION} is needed")
+        raise Damaged(f"{VOICE_FILE} has the format {form} {version}, not {FORMAT} {VERSION}")
     num_bytes = 4 * header.samples.shape[0]
     if header.samples.dtype != "F32" or header.samples.data_offsets != (0, num_bytes):
-        raise Damaged(f"{VOICE_FILE} has other samples than [N] F32")
+        raise Damaged(f"the samples of {VOICE_FILE} are not [N] F32")
     if num_bytes == 0 or size_bytes != header.size_bytes + num_bytes:
-        raise Damaged(
-            f"{VOICE_FILE} has {size_bytes} bytes, and {header.size_bytes + num_bytes} were written"
-        )
+        raise Damaged(f"{VOICE_FILE} has {size_bytes} bytes instead of {header.size_bytes + num_bytes}")
     return header
 
 
@@ -352,13 +341,13 @@ def digest(metadata: dict[str, str], samples: bytes) -> str:
 
 
 def encoded_at(directory: int) -> dict[str, bytes]:
-    """The files beside a voice's own, by name: they say nothing of its name."""
+    """Return the encoders' files of a voice, by file name. They do not contain the voice's name."""
     names = [name for name in os.listdir(directory) if name.endswith(".safetensors") and name[0] != "."]
     return {name: read_at(directory, name) for name in names if name != VOICE_FILE}
 
 
 def is_at(place: int, path: Path) -> bool:
-    """Whether an open directory is the one of this name."""
+    """Whether a path still names this open directory."""
     return path.is_dir() and os.path.samestat(os.fstat(place), path.stat())
 
 
@@ -368,6 +357,6 @@ def read_at(directory: int, name: str) -> bytes:
 
 
 def default_directory() -> Path:
-    """ZOO_VOICES_DIR, else speechzoo/voices below where a user's data is kept."""
+    """Return ZOO_VOICES_DIR, or speechzoo/voices in the user's data directory."""
     data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     return Path(os.environ.get("ZOO_VOICES_DIR") or data / "speechzoo" / "voices")

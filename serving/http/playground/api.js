@@ -1,4 +1,4 @@
-/** The server's routes. Addresses are relative, so the page also works below a prefix of a proxy. */
+/** The server's routes. Addresses are relative, so the page also works under a path prefix of a proxy. */
 
 const ROOT = new URL(".", document.baseURI);
 const KEY = "api key";
@@ -7,20 +7,20 @@ const AWAY = ["engine_not_ready", "engine_stopped", "stopping"];
 export const SPEECH_URL = new URL("v1/audio/speech", ROOT).href;
 export const BASE_URL = new URL("v1", ROOT).href;
 
-/** An answer that is none. `param`: the field it is about; status 0: the connection failed. */
+/** An error from the server. `param`: the field with the error. status 0: the connection failed. */
 export class ApiError extends Error {
   constructor(message, { status = 0, param = null, code = null } = {}) {
     super(message);
     Object.assign(this, { status, param, code });
   }
 
-  /** Whether it is the server that is not there, and not the request that is wrong. */
+  /** Whether the server is unavailable, rather than the request wrong. */
   get isAway() {
     return this.status === 0 || AWAY.includes(this.code);
   }
 }
 
-/** For this tab alone: the key is not kept when it is closed. */
+/** The API key, kept until this tab is closed. */
 export const key = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   set: (value) => sessionStorage.setItem(KEY, value),
@@ -33,7 +33,7 @@ async function ask(path, { headers = {}, ...options } = {}) {
     answer = await fetch(new URL(path, ROOT), { headers, ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The server does not answer.");
+    throw new ApiError("The server is not responding.");
   }
   if (!answer.ok) throw await refusal(answer);
   return answer;
@@ -45,16 +45,16 @@ async function refusal(answer) {
     const { message, param, code } = (await answer.json()).error;
     return new ApiError(message, { status, param, code });
   } catch {
-    return new ApiError(`The server answers with status ${status}, and not in words.`, { status });
+    return new ApiError(`The server answered with status ${status} and no message.`, { status });
   }
 }
 
-/** How far the server is: {state, progress, detail}. 503 says so too, which is no error here. */
+/** The server's state: {state, progress, detail}. A server that is not ready answers 503 with it, which is not an error here. */
 export async function readiness() {
   try {
     return await (await fetch(new URL("ready", ROOT))).json();
   } catch {
-    return { state: "away", progress: 0, detail: "the server does not answer" };
+    return { state: "away", progress: 0, detail: "the server is not responding" };
   }
 }
 
@@ -63,8 +63,8 @@ export async function listed(path) {
 }
 
 /**
- * Speak: yields {type: "start", sampleRate}, then {type: "audio", samples} (Float32Array) as it is made and {type: "text", text}, and
- * at the end {type: "done", usage}. Throws ApiError. Whatever else carries speech, such as a socket, may yield the same.
+ * Request speech. Yields {type: "start", sampleRate}, then {type: "audio", samples} (Float32Array) and {type: "text", text} as they
+ * arrive, and {type: "done", usage} at the end. Throws ApiError.
  */
 export async function* speech(body, signal) {
   const answer = await ask("v1/audio/speech", {
@@ -93,9 +93,9 @@ export async function* speech(body, signal) {
   throw cut();
 }
 
-const cut = () => new ApiError("The connection broke: this is not the whole answer.");
+const cut = () => new ApiError("The connection was lost, so the answer is incomplete.");
 
-/** Server-sent events, each the JSON of its data. */
+/** Yields server-sent events as objects, parsed from the JSON of their data. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -110,7 +110,7 @@ async function* events(stream) {
   }
 }
 
-/** Base64 of int16 -> samples; a sample may be cut in two. */
+/** Returns a function that turns base64 of int16 into samples. A sample may be split between two calls. */
 function sampleReader() {
   let rest = "";
   return (base64) => {

@@ -1,8 +1,8 @@
-/** A request as a command for the shell and as a program. `reference`: the name of the file that ref_audio came from. */
+/** The request as a shell command and as a Python program. `reference`: the name of the file with ref_audio. */
 
 import { BASE_URL, SPEECH_URL } from "./api.js";
 
-const OWN = ["model", "voice", "input", "instructions"]; // what OpenAI's client calls by name
+const OWN = ["model", "voice", "input", "instructions"]; // arguments of OpenAI's client; others go into extra_body
 
 export function curl(body, { reference = null, needsKey = false } = {}) {
   const { ref_audio, ...rest } = { ...body, response_format: "wav" };
@@ -11,7 +11,7 @@ export function curl(body, { reference = null, needsKey = false } = {}) {
   if (needsKey) headers.push('-H "authorization: Bearer $ZOO_API_KEY"');
   const command = `curl -N ${quoted(SPEECH_URL)} \\\n  ${headers.join(" \\\n  ")} \\\n  -o speech.wav`;
   if (!reference) return `${command} \\\n  -d ${quoted(`{${asked}}`)}`;
-  // too long for an argument; curl leaves out the line ends of base64
+  // The audio is too long for an argument. curl -d drops the line ends of base64.
   const parts = [`printf %s '{"ref_audio": "'`, `base64 < ${quoted(reference)}`, `printf %s ${quoted(`", ${asked}}`)}`];
   return `{\n  ${parts.join("\n  ")}\n} | ${command} -d @-`;
 }
@@ -38,8 +38,8 @@ export function python(body, { reference = null, needsKey = false } = {}) {
   ].join("\n");
 }
 
-/** For a shell. */
+/** Quotes a text for the shell. */
 const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
-/** What JSON escapes, Python reads the same way. */
+/** A Python literal: Python reads JSON's escapes the same way. */
 const literal = (value) => (typeof value === "boolean" ? (value ? "True" : "False") : JSON.stringify(value));

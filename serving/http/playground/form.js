@@ -1,13 +1,13 @@
-/** The settings: what the chosen model takes, as fields; what they hold, as the body of a request; errors, each beside its field. */
+/** The settings: the chosen model's options as fields, their values as the body of a request, and errors next to their fields. */
 
 import { Recording } from "./reference.js";
 
 const $ = (id) => document.getElementById(id);
 
 export class Form {
-  /** `onChange`: a value is another one. */
+  /** `onChange`: called when a value has changed. */
   constructor(onChange) {
-    this.version = 0; // another one whenever a value is
+    this.version = 0; // increases with every change
     this.onChange = () => {
       this.version += 1;
       onChange();
@@ -17,7 +17,7 @@ export class Form {
     $("voice").addEventListener("change", () => this.#showRecording());
     $("form").addEventListener("input", ({ target }) => {
       const field = target.closest(".field");
-      if (!field) return; // the language of the code is no setting
+      if (!field) return; // the language of the code is not a setting
       clearError(field);
       this.onChange();
     });
@@ -31,7 +31,7 @@ export class Form {
     this.show(chosen);
   }
 
-  /** One model's fields. What was set stays where it still means the same. */
+  /** Shows a model's fields. Values stay if they mean the same for this model. */
   show(model) {
     const isOther = JSON.stringify(model.options) !== JSON.stringify(this.model?.options);
     if (isOther) $("options").replaceChildren(...model.options.map(optionField));
@@ -50,14 +50,14 @@ export class Form {
     this.onChange();
   }
 
-  /** The model's own, uploaded ones, a recording; none where the model makes one by itself. */
+  /** Lists the model's own voices, uploaded ones and a recording, or the empty choice if the model makes its own voice. */
   #showVoices(model) {
     const uploaded = this.voices.filter((voice) => voice.type !== "preset" && voice.models.includes(model.id));
     const own = model.voices.map((name) => new Option(name));
     const yours = uploaded.map((voice) => new Option(`${voice.name} (uploaded)`, voice.name));
     const none = [];
     if (model.modes.includes("design")) none.push(new Option("as described", ""));
-    else if (model.modes.includes("voice") && !own.length) none.push(new Option("by chance", ""));
+    else if (model.modes.includes("voice") && !own.length) none.push(new Option("random", ""));
     const recording = model.reference_s ? [new Option("from a recording", "")] : [];
     recording.forEach((option) => (option.dataset.recording = ""));
     refill($("voice"), [...none, ...own, ...yours, ...recording]);
@@ -72,7 +72,7 @@ export class Form {
     return $("voice").selectedOptions[0]?.dataset.recording !== undefined;
   }
 
-  /** The body of a request: what was set, and nothing else. A text that should be a number goes as it is: the server knows best. */
+  /** The body of a request: only values that were set. A text in a number field is sent as it is, so that the server can say what is wrong. */
   body() {
     const body = { model: this.model.id, input: $("input").value };
     if ($("voice").value) body.voice = $("voice").value;
@@ -87,12 +87,12 @@ export class Form {
     return body;
   }
 
-  /** The file that ref_audio came from. */
+  /** The name of the file with ref_audio. */
   get reference() {
     return this.isRecording ? (this.recording.file?.name ?? null) : null;
   }
 
-  /** Beside its field -> whether there is one. */
+  /** Shows an error next to its field, and returns whether there is such a field. */
   showError({ param, message }) {
     const field = param && $("form").querySelector(`[data-field="${CSS.escape(param)}"]:not([hidden] *, [hidden])`);
     if (!field) return false;
@@ -114,7 +114,7 @@ function clearError(field) {
   field.querySelector("[aria-invalid]")?.removeAttribute("aria-invalid");
 }
 
-/** An option of the model as a field: a box, a choice, or a line whose emptiness means the default. */
+/** Makes a field for an option of the model: a checkbox, a selection, or a text line. An empty line means the default. */
 function optionField({ name, type, help, possible, default: standard, choices }) {
   const field = $("option").content.firstElementChild.cloneNode(true);
   const id = `option-${name}`;
@@ -150,7 +150,7 @@ function optionField({ name, type, help, possible, default: standard, choices })
   return field;
 }
 
-/** Other options; the same one stays chosen where it is among them. */
+/** Replaces the options of a selection. The chosen one stays if it is among the new ones. */
 function refill(select, options) {
   const before = select.value;
   select.replaceChildren(...options);

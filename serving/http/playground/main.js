@@ -1,4 +1,4 @@
-/** The page: waits for the server, speaks, shows. */
+/** The page: waits for the server, requests speech, and shows the result. */
 
 import { ApiError, key, listed, readiness, speech } from "./api.js";
 import { curl, python } from "./code.js";
@@ -12,10 +12,10 @@ const $ = (id) => document.getElementById(id);
 const wave = new Wave($("wave"));
 const form = new Form(showCode);
 const page = { take: null, isReady: false, isSpeaking: false, needsKey: Boolean(key.get()) };
-page.contexts = new Map(); // of sound, by sample rate
-globalThis.playground = page; // for the curious, and the tests
+page.contexts = new Map(); // AudioContexts, by sample rate
+globalThis.playground = page; // for the console and the tests
 
-/** Until the server is ready and says what it has. */
+/** Waits until the server is ready, then lists its models and voices. */
 async function connect() {
   page.isReady = false;
   showButton();
@@ -57,13 +57,13 @@ async function speak() {
   body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
   const take = (page.take = new Take(body, form.version));
   const answer = speech(body, take.aborter.signal);
-  const first = answer.next(); // asked before the sound is made ready, which takes a moment
-  const context = contextOf(form.model.sample_rate_hz); // in the same click: browsers allow sound after one
+  const first = answer.next(); // sends the request before the audio output starts, which takes a moment
+  const context = contextOf(form.model.sample_rate_hz); // within the click, because browsers allow sound only after one
   wave.clear();
   page.isSpeaking = true;
   showTake();
   showCode();
-  announce("Asked for speech");
+  announce("Request sent");
   try {
     for (let next = await first; !next.done && take === page.take; next = await answer.next()) {
       handle(next.value, take, context);
@@ -104,14 +104,14 @@ function fail(error, take) {
   if (error.isAway) connect();
 }
 
-/** Of speech that is heard, or still to come. */
+/** Stops speech that is playing or still arriving. */
 function stop() {
   if (!page.isSpeaking) return;
   page.take.stop();
   ended();
 }
 
-/** No more is wanted, or there is no more. */
+/** Updates the page when speech was stopped or is complete. */
 function ended() {
   const { take } = page;
   page.isSpeaking = false;
@@ -120,7 +120,7 @@ function ended() {
   if (take.length) announce(`${take.lengthS.toFixed(1)} seconds of speech`);
 }
 
-/** The last sound was heard. */
+/** Called when the last sample was played. */
 function heardAll() {
   ended();
   wave.moveTo(page.take.lengthS);
@@ -134,7 +134,7 @@ function contextOf(sampleRate) {
   return context;
 }
 
-/** The play head, for as long as it moves. */
+/** Moves the playhead while speech plays. */
 function follow() {
   cancelAnimationFrame(page.frame);
   if (!page.isSpeaking) return;
@@ -162,7 +162,7 @@ function showButton() {
   $("wave").setAttribute("aria-busy", String(page.isSpeaking));
 }
 
-/** Of what was done last, as long as the settings are the same; else of what they ask for. */
+/** Shows the code of the last request. Once a setting has changed, it shows the code of the next one. */
 function showCode() {
   if (!form.model) return;
   const body = page.take?.version === form.version ? page.take.body : form.body();
@@ -171,7 +171,7 @@ function showCode() {
   setText("count", `${$("input").value.length} of ${form.model.max_text_chars} characters`);
 }
 
-/** Some browsers have a clipboard for https alone. */
+/** Copies the code. On http pages, some browsers have no clipboard API. */
 async function copy() {
   const text = $("code").textContent;
   if (navigator.clipboard) await navigator.clipboard.writeText(text);
@@ -196,7 +196,7 @@ function setText(id, text) {
   if ($(id).textContent !== String(text)) $(id).textContent = text;
 }
 
-/** For who does not see it. */
+/** Tells screen readers. */
 const announce = (text) => setText("status", text);
 
 $("keys").textContent = `${IS_MAC ? "⌘" : "Ctrl"}+Enter speaks, Esc stops`;
@@ -222,7 +222,7 @@ $("key-form").addEventListener("submit", (event) => {
   connect();
 });
 document.querySelectorAll("[name=language-of-code]").forEach((radio) => radio.addEventListener("change", showCode));
-// the first sound of a page takes its time: it is made ready before it is needed, as soon as browsers allow it
+// Audio output takes a while to start, so it starts at the first click or key, which is when browsers allow it.
 for (const gesture of ["pointerdown", "keydown"]) {
   document.addEventListener(gesture, () => form.model && contextOf(form.model.sample_rate_hz), { once: true });
 }

@@ -1,28 +1,28 @@
 /**
- * Chunks of samples, played one after the other without a gap.
+ * Plays chunks of samples one after the other without a gap.
  *
- * Buffers are scheduled on the sample, in a context that has their rate: nothing is resampled where they join. An AudioWorklet would need
- * a secure context (https, or localhost), and people open this page from other machines.
+ * Every buffer starts on an exact sample, in a context with the buffers' own rate, so nothing is resampled where they join. An
+ * AudioWorklet would need a secure context (https or localhost), but users also open this page from other machines over http.
  */
 
-const FIRST_LEAD_S = 0.06; // from the arrival of a chunk to its sound
+const FIRST_LEAD_S = 0.06; // from the arrival of the first chunk to its playback
 const MAX_LEAD_S = 2;
-const MARGIN_S = 0.01; // what is due sooner may come too late for the audio thread
+const MARGIN_S = 0.01; // audio due sooner may reach the audio thread too late
 
 export class Player {
-  /** `runs`: stretches without a gap, {frame: of the context, from: sample}. `schedule`: every chunk, {frame, length, aheadS}. */
+  /** `runs`: the stretches without a gap, {frame: of the context, from: sample}. `schedule`: all chunks, {frame, length, aheadS}. */
   constructor(context, sampleRate, onEnded = () => {}) {
     Object.assign(this, { context, sampleRate, onEnded });
     this.runs = [];
     this.schedule = [];
-    this.length = 0; // samples that came
+    this.length = 0; // samples received
     this.leadS = FIRST_LEAD_S;
-    this.isOver = false; // whether nothing more comes
-    this.isHeard = false; // whether all of it was played
+    this.isOver = false; // whether all samples have arrived
+    this.isHeard = false; // whether all samples were played
     this.sources = new Set();
   }
 
-  /** How often the next chunk was not there in time. */
+  /** How often the next chunk arrived too late. */
   get underruns() {
     return Math.max(0, this.runs.length - 1);
   }
@@ -42,7 +42,7 @@ export class Player {
     this.length += samples.length;
   }
 
-  /** Where the next chunk begins: behind the last one, or, if that was over, a little later than now. After each gap more is kept ahead. */
+  /** Returns where the next chunk begins: after the last one, or a little later than now if that has ended. Each gap increases the lead. */
   nextFrame() {
     const run = this.runs.at(-1);
     const now = this.context.currentTime;
@@ -56,7 +56,7 @@ export class Player {
     return frame;
   }
 
-  /** Nothing more comes. */
+  /** Called when all samples have arrived. */
   finish() {
     this.isOver = true;
     if (!this.sources.size) this.onEnded();
@@ -70,9 +70,9 @@ export class Player {
     this.sources.clear();
   }
 
-  /** What is heard now, in seconds of the speech. */
+  /** The position of playback, in seconds of the speech. */
   get positionS() {
-    if (this.isHeard) return this.length / this.sampleRate; // its last sample is played, whatever the output's delay
+    if (this.isHeard) return this.length / this.sampleRate; // the end, whatever the output latency
     const now = (this.context.currentTime - (this.context.outputLatency || 0)) * this.sampleRate;
     const i = this.runs.findLastIndex((run) => run.frame <= now);
     if (i < 0) return 0;

@@ -1,15 +1,15 @@
-/** A recording of a voice: a file, or the microphone, with its length and level. */
+/** A recording of a voice, from a file or the microphone, with its length and level. */
 
 import { wavFile } from "./wav.js";
 
-const QUIET_DB = -30; // of the loudest sample
+const QUIET_DB = -30; // peak level below which a recording is too quiet
 const CLIPPED = 0.999;
-const MAX_CLIPPED = 0.001; // of all samples
+const MAX_CLIPPED = 0.001; // share of samples
 const $ = (id) => document.getElementById(id);
 const decibels = (level) => 20 * Math.log10(Math.max(level, 1e-5));
 
 export class Recording {
-  /** `possibleS`: () -> the shortest and the longest that the model takes. `onChange`: there is another one, or none. */
+  /** `possibleS`: returns the shortest and the longest duration for the model. `onChange`: called for a new recording. */
   constructor(possibleS, onChange) {
     Object.assign(this, { possibleS, onChange, file: null, base64: null, recorder: null });
     $("ref-file").addEventListener("change", ({ target }) => target.files[0] && this.take(target.files[0]));
@@ -19,7 +19,7 @@ export class Recording {
     $("no-microphone").hidden = isSecure;
   }
 
-  /** A file, as it is. */
+  /** Takes a file, which is sent unchanged. */
   async take(file) {
     const [base64, said] = await Promise.all([toBase64(file), this.#judge(file)]);
     Object.assign(this, { file, base64 });
@@ -37,7 +37,7 @@ export class Recording {
       const samples = await decoded(file);
       return `${file.name}: ${judged(samples, this.possibleS())}`;
     } catch {
-      return `${file.name}: this browser cannot read it; the server may`;
+      return `${file.name}: this browser cannot read the file, but the server may be able to`;
     }
   }
 
@@ -47,7 +47,7 @@ export class Recording {
       const audio = { echoCancellation: false, noiseSuppression: false, autoGainControl: false };
       stream = await navigator.mediaDevices.getUserMedia({ audio });
     } catch (error) {
-      $("ref-facts").textContent = `No microphone: ${error.message}`;
+      $("ref-facts").textContent = `The microphone is not available: ${error.message}`;
       return;
     }
     const pieces = [];
@@ -71,7 +71,7 @@ export class Recording {
   }
 }
 
-/** Level and length while it is recorded; ends at the longest that is possible. */
+/** Shows level and length during a recording, and ends it at the longest duration. */
 class Meter {
   constructor(stream, [shortestS, longestS], onEnd) {
     this.context = new AudioContext();
@@ -97,7 +97,7 @@ class Meter {
   }
 }
 
-/** -> {channels: [mono], sampleRate}. Throws where the browser does not know the format. */
+/** Returns {channels: [mono], sampleRate}. Throws if the browser does not know the format. */
 async function decoded(file) {
   const context = new OfflineAudioContext(1, 1, 48000);
   const buffer = await context.decodeAudioData(await file.arrayBuffer());
@@ -113,9 +113,9 @@ function judged({ channels: [samples], sampleRate }, [shortestS, longestS]) {
   const peakDb = decibels(loudest(samples));
   const clipped = samples.reduce((sum, sample) => sum + (Math.abs(sample) >= CLIPPED), 0) / samples.length;
   const facts = `${lengthS.toFixed(1)} s, peak ${peakDb.toFixed(0)} dB`;
-  if (lengthS < shortestS) return `${facts}: too short, ${shortestS} to ${longestS} s are possible`;
-  if (lengthS > longestS) return `${facts}: too long, ${shortestS} to ${longestS} s are possible`;
-  if (peakDb < QUIET_DB) return `${facts}: very quiet; come closer to the microphone`;
+  if (lengthS < shortestS) return `${facts}: too short; use ${shortestS} to ${longestS} s`;
+  if (lengthS > longestS) return `${facts}: too long; use ${shortestS} to ${longestS} s`;
+  if (peakDb < QUIET_DB) return `${facts}: very quiet; move closer to the microphone`;
   if (clipped > MAX_CLIPPED) return `${facts}: clipped; record it with less gain`;
   return `${facts}: good`;
 }

@@ -1,24 +1,24 @@
-/** One answer: its samples, how it came, and its sound. */
+/** One answer: its samples, its timing, and its playback. */
 
 import { Player } from "./player.js";
 import { wavFile } from "./wav.js";
 
 export class Take {
-  /** `body`: of the request; `version`: of the form that it came from. */
+  /** `body`: of the request. `version`: of the form when the request was made. */
   constructor(body, version) {
     Object.assign(this, { body, version });
     this.beganMs = performance.now();
     this.chunks = [];
     this.length = 0; // samples
-    this.text = ""; // what the model wrote beside it
+    this.text = ""; // text that the model wrote along with the audio
     this.ttfaMs = this.tookMs = null;
-    this.player = null; // of the first hearing
+    this.player = null; // plays the audio as it arrives; `replay` plays it again
     this.replay = null;
     this.isComing = true;
     this.aborter = new AbortController();
   }
 
-  /** Takes a context of the model's rate, made within the click that allows sound. */
+  /** `context`: has the model's sample rate, and was made within the click that allows sound. */
   begin(context, sampleRate, onEnded) {
     Object.assign(this, { context, sampleRate, onEnded });
     this.player = new Player(context, sampleRate, onEnded);
@@ -32,7 +32,7 @@ export class Take {
     this.player.push(samples);
   }
 
-  /** All that comes is there. */
+  /** Called when all samples have arrived. */
   finish() {
     this.isComing = false;
     this.tookMs = performance.now() - this.beganMs;
@@ -46,7 +46,7 @@ export class Take {
     this.replay?.stop();
   }
 
-  /** From its beginning. */
+  /** Plays the whole take from its beginning. */
   playAgain() {
     this.stop();
     this.replay = new Player(this.context, this.sampleRate, this.onEnded);
@@ -62,7 +62,7 @@ export class Take {
     return (this.replay ?? this.player)?.positionS ?? 0;
   }
 
-  /** Seconds that a second of it took. */
+  /** The real-time factor: seconds needed per second of speech. */
   get rtf() {
     return this.length ? this.tookMs / 1000 / this.lengthS : null;
   }

@@ -1,4 +1,4 @@
-/** Chunks of samples, mono -> a WAV file of 16 bits, as a Blob. */
+/** Returns chunks of mono samples as a 16-bit WAV file, in a Blob. */
 export function wavFile(chunks, sampleRate) {
   const numBytes = 2 * chunks.reduce((sum, chunk) => sum + chunk.length, 0);
   const head = new DataView(new ArrayBuffer(44));
@@ -18,7 +18,7 @@ export function wavFile(chunks, sampleRate) {
   return new Blob([head, ...chunks.map(int16)], { type: "audio/wav" });
 }
 
-/** Samples that were int16 are the same again. */
+/** Converts samples to int16. Samples that were int16 before get the same values again. */
 function int16(samples) {
   const words = new DataView(new ArrayBuffer(2 * samples.length));
   samples.forEach((sample, i) => {

@@ -1,9 +1,9 @@
-/** A waveform that grows, with a play head. */
+/** A waveform that grows as audio arrives, with a playhead. */
 
 const PEAK_S = 0.01;
 const BAR_PX = 3;
 const MIN_SPAN_S = 4;
-const GROWTH = 1.5; // of the time that fits, when what comes does not
+const GROWTH = 1.5; // factor for the visible time span when the audio no longer fits
 
 export class Wave {
   constructor(canvas) {
@@ -36,7 +36,7 @@ export class Wave {
     return this.peaks.length * PEAK_S;
   }
 
-  /** Nothing more comes: all of the width is used. */
+  /** Scales the waveform to the full width once it is complete. */
   fit() {
     if (this.peaks.length) this.spanS = this.lengthS;
     this.draw();

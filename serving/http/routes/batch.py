@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech/batch."""
+"""The route POST /v1/audio/speech/batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.speech import Speech
 
 RESPONSES = {
-    200: ResponseSpec(BatchResults, description="a file, or what is wrong, of each item"),
+    200: ResponseSpec(BatchResults, description="a file or an error for each item"),
     400: WRONG,
     413: TOO_LARGE,
     **REFUSALS,
@@ -40,7 +40,7 @@ WHOLE = {"stream": False, "stream_format": "audio"}
 
 @post(BATCH, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
 async def speak_batch(data: SpeechBatch, request: ForgetfulRequest, server: Server) -> ASGIApp:
-    """Speak several texts at once; what is wrong with one is no matter of the others."""
+    """Speak several texts in one request. Each item has its own file or its own error."""
     _ = server.models  # raises Away
     body = await request.take_json()
     shared = {name: value for name, value in body.items() if name != "items"}
@@ -49,10 +49,10 @@ async def speak_batch(data: SpeechBatch, request: ForgetfulRequest, server: Serv
 
 
 class Batch:
-    """An ASGI application for one batch. A client that leaves cancels all of it."""
+    """An ASGI application for one batch. If the client disconnects, all items are cancelled."""
 
     def __init__(self, server: Server, items: list[dict[str, Any]], id: str | None):
-        """id: the client's, of the batch."""
+        """id: the client's request ID for the batch."""
         self.server, self.items, self.id = server, items, id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +64,7 @@ class Batch:
         left = asyncio.create_task(until_left())
         try:
             await asyncio.wait((answers, left), return_when=asyncio.FIRST_COMPLETED)
-        finally:  # reached by a shutdown too
+        finally:  # a shutdown cancels this task
             left.cancel()
             if not answers.done():
                 answers.cancel()
@@ -97,7 +97,7 @@ class Batch:
 
 
 async def spoken(index: int, speech: Speech) -> BatchResult:
-    """Raises the refusal, Away."""
+    """Speak one item into a file. Raises the refusal, Away."""
     file = bytearray()
 
     async def take(message: Message) -> None:
@@ -109,7 +109,7 @@ async def spoken(index: int, speech: Speech) -> BatchResult:
     except asyncio.CancelledError:
         speech.ended("cancelled", LEFT)
         raise
-    assert speech.finished is not None, "an answer that neither ended nor failed"
+    assert speech.finished is not None, "the answer neither finished nor failed"
     return BatchResult(
         index=index,
         audio=base64.b64encode(file).decode(),
@@ -123,7 +123,7 @@ async def spoken(index: int, speech: Speech) -> BatchResult:
 
 
 def request_of(fields: dict[str, Any]) -> SpeechRequest:
-    """Raises the refusal, in the words of a request that comes alone."""
+    """Return a speech request for a whole file. Raises the refusal, with the same text as for a single request."""
     shared = {name: value for name, value in fields.items() if name in FIELDS[SPEECH]}
     try:
         return msgspec.convert(shared | WHOLE, SpeechRequest)
@@ -132,7 +132,7 @@ def request_of(fields: dict[str, Any]) -> SpeechRequest:
 
 
 def wrong_field(message: str) -> HTTPException:
-    """msgspec's complaint about a speech request, as a refusal that names the field and what it takes."""
+    """Turn msgspec's error about a speech request into a refusal that names the field and what it takes."""
     fields = FIELDS[SPEECH]
     if missing := re.search("missing required field `(.*)`", message):
         return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")

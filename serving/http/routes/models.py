@@ -1,4 +1,4 @@
-"""GET /v1/models."""
+"""The routes of models: /v1/models and /v1/audio/models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from serving.http.server import REFUSALS, UNKNOWN, WRONG, Server
 
 @get("/v1/models", responses=REFUSALS)
 async def list_models(server: Server) -> ModelList:
-    """The served models, and what each can do."""
+    """List the served models and their abilities."""
     return ModelList(server.models)
 
 
 @get("/v1/audio/models", responses=REFUSALS)
 async def list_choices(server: Server) -> Choices:
-    """The same for clients that ask for models of speech alone; aliases are models of their own here."""
+    """List the served models for clients that only want speech models. Aliases are entries of their own."""
     models = server.models
     names = [name for model in models for name in (model.id, *model.aliases)]
     return Choices([Entry(name, name) for name in names], models)
@@ -24,5 +24,5 @@ async def list_choices(server: Server) -> Choices:
 
 @get("/v1/models/{model_id:path}", responses={400: WRONG, 404: UNKNOWN, **REFUSALS})
 async def one_model(model_id: str, server: Server) -> Model:
-    """One served model."""
+    """Return one served model."""
     return server.model(model_id.removeprefix("/"))

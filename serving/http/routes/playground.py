@@ -1,4 +1,4 @@
-"""GET /: for browsers a page to try the models at, for anybody else where the API is."""
+"""The route GET /: browsers get a page for trying the models, other clients get the addresses of the API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from litestar.exceptions import NotFoundException
 
 FILES = Path(__file__).parents[1] / "playground"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# The page's own modules, styles and routes, and sound that it made itself; no text becomes a script or a tag.
+# The page may use its own modules, styles and routes, and audio that it made itself. No text becomes a script or a tag.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; media-src blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -27,7 +27,7 @@ class File(NamedTuple):
 
 @cache
 def files() -> dict[str, File]:
-    """All of the page, by name."""
+    """Return all files of the page, by name."""
     return {path.name: read(path) for path in FILES.iterdir() if path.suffix in TYPES}
 
 
@@ -39,7 +39,8 @@ def read(path: Path) -> File:
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cross-origin-opener-policy": "same-origin",
-        "cache-control": "no-cache",  # kept, and asked about each time: a new version of the server is one of the page
+        # Browsers keep the file but ask each time, so that the page always matches the server's version.
+        "cache-control": "no-cache",
         "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
     }
     return File(content, headers)
@@ -47,7 +48,7 @@ def read(path: Path) -> File:
 
 @get("/", include_in_schema=False)
 async def start(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Browsers, and nobody else, say that they would like HTML."""
+    """Return the page to browsers, and JSON to all other clients. Only browsers ask for HTML."""
     if "text/html" not in request.headers.get("accept", ""):
         return Response(START, headers={"vary": "accept"})
     return answer(request, files()["index.html"], {"vary": "accept"})
@@ -55,20 +56,20 @@ async def start(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @get("/", include_in_schema=False)
 async def start_without_page() -> dict[str, str]:
-    """The same for everybody."""
+    """Return the addresses of the API to every client."""
     return START
 
 
 @get("/playground/{name:str}", include_in_schema=False)
 async def part(name: str, request: Request[Any, Any, Any]) -> Response[Any]:
-    """A module, a style or a picture of the page."""
+    """Return a module, a style sheet or an image of the page."""
     if name not in files():
         raise NotFoundException
     return answer(request, files()[name], {})
 
 
 def answer(request: Request[Any, Any, Any], file: File, more: dict[str, str]) -> Response[Any]:
-    """The file, or that the browser has it."""
+    """Return the file, or 304 if the browser has it."""
     headers = file.headers | more
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if headers["etag"] in known or "*" in known:

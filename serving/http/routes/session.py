@@ -1,4 +1,4 @@
-"""WS /v1/audio/speech/stream."""
+"""The route WS /v1/audio/speech/stream."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from serving.http.server import Server, check_api_key
 from serving.http.session import PATH, Session
 
 SUBPROTOCOL = "speechzoo"
-KEY = "openai-insecure-api-key."  # a page's WebSocket has no headers but this, as OpenAI's own
+# A page cannot set headers of a WebSocket except its subprotocols, so OpenAI's API takes the key from there.
+KEY = "openai-insecure-api-key."
 
 
 @asgi(PATH, copy_scope=False)
 async def speak_in_session(scope: Scope, receive: Receive, send: Send) -> None:
-    """Text in while speech goes out, over a WebSocket."""
+    """Open a session: the client sends text while the server sends speech."""
     if scope["type"] != "websocket":
-        raise refusal(426, f"{PATH} is a WebSocket", code="upgrade_required")
+        raise refusal(426, f"{PATH} is a WebSocket; connect with ws:// or wss://", code="upgrade_required")
     server: Server = scope["litestar_app"].state.server
     try:
         check_api_key(server, given_key(scope))
@@ -38,7 +39,7 @@ async def speak_in_session(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def given_key(scope: Scope) -> str:
-    """The Authorization header, or what stands for it."""
+    """Return the Authorization header, or the equivalent from the subprotocols."""
     header = ASGIConnection(scope).headers.get("authorization")
     keys = [name.removeprefix(KEY) for name in offered(scope) if name.startswith(KEY)]
     if header is None and keys:
@@ -51,6 +52,6 @@ def offered(scope: Scope) -> list[str]:
 
 
 def chosen(subprotocols: list[str]) -> str | None:
-    """Of those that a client offers, which wants to hear one of them; the key is none."""
+    """Return one of the subprotocols that the client offers, since clients require that; never the key."""
     possible = [name for name in subprotocols if not name.startswith(KEY)]
     return SUBPROTOCOL if SUBPROTOCOL in possible else next(iter(possible), None)

@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech."""
+"""The route POST /v1/audio/speech."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from serving.http.schemas import (
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.speech import Speech
 
-AUDIO = "audio in the format that was asked for, sent as it is made; text/event-stream with stream_format sse"
+AUDIO = "audio in the requested format, sent as it is generated; text/event-stream with stream_format sse"
 RESPONSES = {
     200: ResponseSpec(bytes, description=AUDIO, media_type="audio/*", generate_examples=False),
     400: WRONG,
     404: UNKNOWN,
     413: TOO_LARGE,
     422: ResponseSpec(
-        ErrorBody, description="the model made no audio of it (code no_audio); the message says what may help"
+        ErrorBody, description="the model generated no audio (code no_audio); the message says what may help"
     ),
     **REFUSALS,
 }
@@ -40,8 +40,8 @@ MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
 
 
 class ForgetfulRequest(Request[Any, Any, Any]):
-    """A request whose nulls are defaults, and that lets go of its body: it may be megabytes, and the answer
-    takes minutes."""
+    """A request whose null fields are defaults, and that can drop its body: the body may have megabytes, and the
+    answer takes minutes."""
 
     async def json(self) -> Any:
         body = await super().json()
@@ -50,7 +50,7 @@ class ForgetfulRequest(Request[Any, Any, Any]):
         return body
 
     async def take_json(self) -> Any:
-        """The body. It is nowhere else any more."""
+        """Return the body and drop every other reference to it."""
         body = await self.json()
         self._body = self._connection_state.body = b""
         self._json = self._connection_state.json = None
@@ -61,20 +61,19 @@ class ForgetfulRequest(Request[Any, Any, Any]):
 async def speak(data: SpeechRequest, request: ForgetfulRequest, server: Server) -> ASGIApp:
     """Speak a text."""
     model, warnings = server.chosen_model(data)
-    request.state.model = model.id  # for the metrics, should it be refused
+    request.state.model = model.id  # for the metrics, in case the request is refused
     options = options_of(await request.take_json(), model)
     check(data, model, server)
     return Speech(server, data, options, model, request.state.get("request_id"), warnings)
 
 
 def is_default(name: str, value: object) -> bool:
-    """Of options, the model says so."""
+    """Whether a field is null and thus has its default. For options, the model decides."""
     return value is None and name in FIELDS[PATH]
 
 
 def options_of(body: dict[str, Any], model: Model) -> dict[str, Any]:
-    """What a body holds beside the shared fields: the model's options. The engine checks their types and
-    ranges. Raises the refusal."""
+    """Return the model's options from a body. The engine checks their types and ranges. Raises the refusal."""
     given = {name: value for name, value in body.items() if name not in FIELDS[PATH]}
     possible = {option.name: option for option in model.options if option.name not in FIELDS[PATH]}
     for name, value in given.items():
@@ -86,7 +85,7 @@ def options_of(body: dict[str, Any], model: Model) -> dict[str, Any]:
 
 
 def is_simple(value: object) -> bool:
-    """Whether it may be an option's value, of whatever type: the engine looks closer."""
+    """Whether a value can be an option's value at all. The engine checks the rest."""
     match value:
         case list() | dict():
             return False
@@ -100,28 +99,24 @@ def is_simple(value: object) -> bool:
 def unknown_field(name: str, model: Model, options: Iterable[str]) -> HTTPException:
     own = ", ".join(options) or "none"
     fields = ", ".join(FIELDS[PATH])
-    message = f"there is no field {cut(name)!r}; the fields are: {fields}; and as options of model {model.id!r}: {own}"
+    message = f"there is no field {cut(name)!r}; the fields are: {fields}; the options of model {model.id!r} are: {own}"
     return refusal(400, message, name, "unknown_field")
 
 
 def check(data: SpeechRequest, model: Model, server: Server) -> None:
-    """What can be said at once about a request. Raises the refusal."""
+    """Check a request as far as possible without the engine. Raises the refusal."""
     text_chars = server.limits.text_chars
     if len(data.input) > text_chars:
         message = f"input has {len(data.input)} characters; this server takes up to {text_chars}"
         raise refusal(400, message, "input")
     if data.stream_format == "sse" and not data.stream:
-        message = (
-            "stream false is an answer in one piece, which events are not: leave stream or stream_format out"
-        )
+        message = "stream false and stream_format sse cannot be combined; leave stream or stream_format out"
         raise refusal(400, message, "stream")
     if data.timestamp_granularities and data.stream_format != "sse":
-        message = (
-            "timestamps are events of stream_format sse: ask for it, or leave timestamp_granularities out"
-        )
+        message = "timestamps need stream_format sse; set it, or leave timestamp_granularities out"
         raise refusal(400, message, "timestamp_granularities")
     if data.task_type is not None and TASK_MODE[data.task_type] not in model.modes:
         possible = ", ".join(task for task, mode in TASK_MODE.items() if mode in model.modes)
-        message = f"model {model.id!r} is not for task_type {data.task_type!r}; it is for: {possible}"
+        message = f"model {model.id!r} does not support task_type {data.task_type!r}; it supports: {possible}"
         raise refusal(400, message, "task_type")
     server.references.check(data, model)

@@ -1,4 +1,4 @@
-"""How the server is: /health, /ready and /metrics, for whoever watches it."""
+"""The routes for monitoring: /health, /ready and /metrics."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from litestar.openapi.datastructures import ResponseSpec
 from serving.http.schemas import Ready
 from serving.http.server import Server
 
-NOT_READY = ResponseSpec(Ready, description="not yet: `state` and `progress` say how far it is")
-NUMBERS = ResponseSpec(str, description="numbers for Prometheus", media_type="text/plain")
+NOT_READY = ResponseSpec(Ready, description="not ready; `state` and `progress` say how far it is")
+NUMBERS = ResponseSpec(str, description="metrics for Prometheus", media_type="text/plain")
 
 
 @get("/health")
 async def health() -> dict[str, str]:
-    """This process is alive, whatever the engine does."""
+    """Return 200 while the HTTP process is alive, whatever the engine's state."""
     return {"status": "alive"}
 
 
 @get("/ready", responses={503: NOT_READY})
 async def ready(server: Server) -> Response[Ready]:
-    """Loaded and warm, so that the first request is as fast as any."""
+    """Return 200 once all models are loaded and warm, so that the first request is as fast as any other."""
     status = server.engine.status
     code = 200 if status.state == "ready" else 503
     return Response(Ready(status.state, status.progress, status.detail), status_code=code)
@@ -30,6 +30,6 @@ async def ready(server: Server) -> Response[Ready]:
 
 @get("/metrics", responses={200: NUMBERS})
 async def metrics(request: Request[Any, Any, Any], server: Server) -> Response[bytes]:
-    """How requests went, and what the engine holds."""
+    """Return metrics of the requests and of the engine."""
     content, media_type = server.metrics.expose(request.headers.get("accept", ""))
     return Response(content, media_type=media_type)

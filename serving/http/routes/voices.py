@@ -1,4 +1,4 @@
-"""/v1/audio/voices: the voices of the models, and the uploaded ones."""
+"""The routes of voices: /v1/audio/voices, with the models' own and the uploaded ones."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.voices import Damaged, StoredVoice, Taken, TooMany, clean_name
 
 NO_ROOM = ResponseSpec(ErrorBody, description="the server's disk is full")
-TAKEN = ResponseSpec(ErrorBody, description="there is a voice of that name")
+TAKEN = ResponseSpec(ErrorBody, description="a voice of that name already exists")
 
 
 @get("/v1/audio/voices", responses=REFUSALS)
 async def list_voices(server: Server) -> VoiceList:
-    """The voices of the served models, and the uploaded ones; `models` says which can speak in each."""
+    """List the voices of the served models and the uploaded ones. `models` says which models can use each voice."""
     models = server.models
     presets = [
         preset(name, models, server.created)
@@ -59,7 +59,7 @@ async def list_voices(server: Server) -> VoiceList:
 async def add_voice(
     data: Annotated[VoiceUpload, Body(media_type=RequestEncodingType.MULTI_PART)], server: Server
 ) -> VoiceObject:
-    """Keep a recording as a voice that requests can name."""
+    """Store a recording as a voice that requests can name."""
     models = server.models
     possible_s = reference_s(models)
     check_name(data.name, models)
@@ -77,13 +77,13 @@ async def add_voice(
 
 @route("/v1/audio/voices", http_method="OPTIONS", status_code=204, include_in_schema=False)
 async def voices_options() -> Response[None]:
-    """What Litestar answers by itself names the first of the two methods alone."""
+    """Answer OPTIONS with all methods. Litestar's own answer names only the first."""
     return Response(None, headers={"allow": "GET, OPTIONS, POST"})
 
 
 @delete("/v1/audio/voices/{voice_id:str}", status_code=200, responses={400: WRONG, 404: UNKNOWN, **REFUSALS})
 async def remove_voice(voice_id: str, server: Server) -> VoiceDeleted:
-    """Forget an uploaded voice. Requests that speak in it go on."""
+    """Delete an uploaded voice. Running requests with it continue."""
     check_is_uploaded(voice_id, server)
     if not await asyncio.to_thread(server.voices.remove, voice_id):
         raise no_voice(voice_id)
@@ -95,7 +95,7 @@ async def remove_voice(voice_id: str, server: Server) -> VoiceDeleted:
     responses={400: WRONG, 404: UNKNOWN, 409: TAKEN, 507: NO_ROOM, **REFUSALS},
 )
 async def rename_voice(voice_id: str, data: VoiceName, server: Server) -> VoiceObject:
-    """Give an uploaded voice another name. Requests that speak in it go on."""
+    """Rename an uploaded voice. Running requests with it continue."""
     models = server.models
     check_is_uploaded(voice_id, server)
     check_name(data.name, models)
@@ -116,7 +116,7 @@ async def rename_voice(voice_id: str, data: VoiceName, server: Server) -> VoiceO
     media_type="audio/wav",
 )
 async def preview_voice(voice_id: str, server: Server) -> Response[bytes]:
-    """What was uploaded of a voice, as a WAV file of 16 bits."""
+    """Return the recording of an uploaded voice as a 16-bit WAV file."""
     _ = server.models  # raises Away
     check_is_uploaded(voice_id, server)
     try:
@@ -132,9 +132,9 @@ async def preview_voice(voice_id: str, server: Server) -> Response[bytes]:
 
 
 def check_is_uploaded(voice_id: str, server: Server) -> None:
-    """Raises the refusal."""
+    """Check that a voice is an uploaded one. Raises the refusal."""
     if any(is_own(model.voices, voice_id) for model in server.engine.models):
-        raise refusal(400, f"{voice_id!r} is a voice of the model, and stays as it is", "voice")
+        raise refusal(400, f"{voice_id!r} is a voice of the model, not an uploaded one", "voice")
     if not server.voices.has(voice_id):
         raise no_voice(voice_id)
 
@@ -156,20 +156,21 @@ def described(voice: StoredVoice, models: list[Model]) -> VoiceObject:
 
 
 def reference_s(models: list[Model]) -> tuple[float, float]:
-    """The shortest and the longest reference that some model takes. Raises the refusal."""
+    """Return the shortest and the longest reference that any served model takes. Raises the refusal if none takes
+    any."""
     possible_s = [model.reference_s for model in models if model.reference_s is not None]
     if not possible_s:
-        each = [f"{model.id}: {possible_voices(model)}" for model in models]
+        each = [f"{model.id} ({possible_voices(model)})" for model in models]
         instead = possible_voices(models[0]) if len(models) == 1 else "; ".join(each)
-        message = "no model here takes reference audio, so an uploaded voice could not be used"
-        raise refusal(400, f"{message}: {instead}")
+        message = "no served model takes reference audio, so an uploaded voice could not be used"
+        raise refusal(400, f"{message}; {instead}")
     return min(possible_s)[0], max(longest_s for _, longest_s in possible_s)
 
 
 def check_name(name: str, models: list[Model]) -> None:
-    """Raises the refusal."""
+    """Check the name for an uploaded voice. Raises the refusal."""
     if any(is_own(model.voices, name) for model in models):
-        raise refusal(409, f"{name!r} is a voice of the model; take another name", "name", "voice_exists")
+        raise refusal(409, f"{name!r} is a voice of the model; choose another name", "name", "voice_exists")
     try:
         clean_name(name)
     except ValueError as error:
@@ -177,7 +178,7 @@ def check_name(name: str, models: list[Model]) -> None:
 
 
 async def decoded(sample: bytes, possible_s: tuple[float, float], server: Server) -> protocol.AudioClip:
-    """Raises the refusal."""
+    """Decode an uploaded sample. Raises the refusal."""
     max_bytes = server.limits.reference_bytes
     if len(sample) > max_bytes:
         message = f"audio_sample has {len(sample)} bytes; this server takes up to {max_bytes}"
