@@ -41,8 +41,7 @@ def decode(data: bytes, max_s: float) -> AudioClip:
     samples = bytearray()
     num_decoded = 0
     try:
-        # We name the container instead of letting FFmpeg guess it: it might guess a playlist, which names other
-        # files.
+        # We name the container because FFmpeg's guess might be a playlist, which names other files.
         with av.open(io.BytesIO(data), "r", format=form, options={"protocol_whitelist": ""}) as file:
             if not file.streams.audio:
                 raise ValueError("it contains no audio")

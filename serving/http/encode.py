@@ -1,12 +1,12 @@
-"""Encode samples as a file that is sent while it is made: six formats, chunk by chunk, at the model's own rate
-or at a requested one.
+"""Encode samples as a file that is sent while it is made: six formats, chunk by chunk, at the model's own
+rate or at a requested one.
 
     int16 chunk ─ stretch ─ resample ─ encode ─ bytes        (each step only if needed)
 
-The length of a stream is not known when it begins, so WAV and FLAC headers leave it open and MP3 has no header
-with lengths. MP3 and AAC begin with their encoder's delay and end on a whole frame, so they last up to 2,304
-samples longer than the speech (64 ms at 24 kHz). The other four formats are exact. `file` encodes speech that
-is complete: every header then has the true length, and MP3 is exact too.
+The length of a stream is not known when it begins, so WAV and FLAC headers leave it open and MP3 has no
+header with lengths. MP3 and AAC begin with their encoder's delay and end on a whole frame, so they last up
+to 2,304 samples longer than the speech (64 ms at 24 kHz). The other four formats are exact. `file` encodes
+speech that is complete: every header then has the true length, and MP3 is exact too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FULL_SCALE = 32767
 
 @dataclass(frozen=True)
 class Format:
-    """How a format is encoded. rates_hz: the sample rates of its codec, None for any. decoded_hz: the rate that
-    it decodes to, if that is not the codec's rate."""
+    """How a format is encoded. rates_hz: the sample rates of its codec, None for any. decoded_hz: the rate
+    that it decodes to, if that is not the codec's rate."""
 
     media_type: str
     container: str = ""
@@ -84,8 +84,8 @@ class Encoder:
     """The encoder of one stream. `feed` takes int16 little-endian mono and returns the bytes of the file that
     are ready, perhaps none. `finish` returns the rest.
 
-    `sample_rate_hz` is the rate that the file decodes to. Calls may come from any thread, one at a time. Raises
-    ValueError for a rate that the format does not support.
+    `sample_rate_hz` is the rate that the file decodes to. Calls may come from any thread, one at a time.
+    Raises ValueError for a rate that the format does not support.
     """
 
     def __init__(self, name: str, model_hz: int, asked_hz: int | None = None, speed: float = 1.0):

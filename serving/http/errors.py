@@ -44,8 +44,8 @@ def refusal(
     retry_after_s: float | None = None,
     request_id: str | None = None,
 ) -> HTTPException:
-    """Return an exception that becomes an error in OpenAI's shape. The header Retry-After is rounded up to whole
-    seconds."""
+    """Return an exception that becomes an error in OpenAI's shape. The header Retry-After is rounded up to
+    whole seconds."""
     headers = {}
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))

@@ -88,8 +88,8 @@ class Timings(msgspec.Struct):
 
 
 class AudioDone(msgspec.Struct, tag_field="type", tag="audio.done"):
-    """The end of an utterance that did not fail. reason: "stop" (all text was spoken), "length" (the frame limit
-    was reached) or "cancelled"."""
+    """The end of an utterance that did not fail. reason: "stop" (all text was spoken), "length" (the frame
+    limit was reached) or "cancelled"."""
 
     utterance: int
     reason: str
@@ -99,7 +99,8 @@ class AudioDone(msgspec.Struct, tag_field="type", tag="audio.done"):
 
 
 class Failure(msgspec.Struct, tag_field="type", tag="error"):
-    """An error. With an utterance, that utterance has ended; with null, one message was wrong and was ignored."""
+    """An error. With an utterance, that utterance has ended; with null, one message was wrong and was
+    ignored."""
 
     error: Error
     utterance: int | None = None

@@ -1,5 +1,5 @@
-"""uvicorn with limits: clients that send or read too slowly, or send too much, are disconnected, and no client
-can take an interrupted answer for a complete one."""
+"""uvicorn with limits: clients that send or read too slowly, or send too much, are disconnected, and no
+client can take an interrupted answer for a complete one."""
 
 from __future__ import annotations
 
@@ -74,8 +74,11 @@ class Listener(uvicorn.Server):
 
 
 class Connection(HttpToolsProtocol):
-    """An HTTP connection with limits that uvicorn lacks: on the size of everything before the body, and on the
-    time to send a request and to read the answer. stall_s: how long a client may read nothing; None: WRITE_S."""
+    """An HTTP connection with limits that uvicorn lacks: on the size of a request without its body, and on
+    the times to send a request and to read the answer.
+
+    stall_s: how long a client may read nothing; None: WRITE_S.
+    """
 
     stall_s: float | None = None
 
@@ -199,9 +202,9 @@ class Socket(WebSocketsSansIOProtocol):
 
 
 class Guard:
-    """An ASGI middleware for every request. It refuses pages of other sites, adds a request ID and serves HEAD as
-    GET (uvicorn leaves out the body). It answers 503 in OpenAI's shape if a shutdown cancels a request before
-    its answer begins."""
+    """An ASGI middleware for every request. It refuses pages of other sites, adds a request ID and serves
+    HEAD as GET (uvicorn leaves out the body). It answers 503 in OpenAI's shape if a shutdown cancels a
+    request before its answer begins."""
 
     def __init__(self, app: ASGIApp, origins: Collection[str] = (), hosts: Collection[str] = ()):
         """origins: other sites whose pages may use this server. hosts: allowed Host headers; empty: any."""
@@ -249,9 +252,9 @@ class Guard:
     def foreign(self, headers: Mapping[bytes, bytes]) -> str | None:
         """Return why a request may have been forged through a browser, or None if it looks genuine.
 
-        It is foreign if a page of another site sent it: such a page cannot read the answer, but it can make the
-        server work. It is also foreign if its Host is not allowed: an attacker's name can resolve to this machine
-        (DNS rebinding).
+        It is foreign if a page of another site sent it: such a page cannot read the answer, but it can make
+        the server work. It is also foreign if its Host is not allowed: an attacker's name can resolve to
+        this machine (DNS rebinding).
         """
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()

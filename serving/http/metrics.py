@@ -86,7 +86,7 @@ BY_MODEL = (
 
 
 class Metrics:
-    """The metrics of one app. A request that was refused before its model was known counts under the model ""."""
+    """The metrics of one app. Requests refused before their model was known count under the model ""."""
 
     def __init__(self, engine: EngineClient):
         self.engine = engine

@@ -1,12 +1,13 @@
-"""The names by which clients ask for models and voices: real names, aliases (`zoo serve --alias`), and OpenAI's names. With the
-last, a client written for OpenAI's speech API works without any configuration.
+"""The names by which clients ask for models and voices: real names, aliases (`zoo serve --alias`), and
+OpenAI's names. OpenAI's names let a client written for OpenAI's speech API work without configuration.
 
     a real name       is used as it is
     an alias          means the model or voice that it stands for
     OpenAI's name     means the only model, or its first voice, with a warning; not on servers with --strict or several models
 
-Real names take precedence over aliases. A request that names an OpenAI model gets pcm at OpenAI's rate, unless it sets another
-one. A warning is a line for the header `x-warning`: it says which name is not served and what is used instead.
+Real names take precedence over aliases. A request that names an OpenAI model gets pcm at OpenAI's rate,
+unless it sets another one. A warning is a line for the header `x-warning`: it says which name is not served
+and what is used instead.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ OPENAI_VOICES = frozenset(
 
 
 class Names(msgspec.Struct, frozen=True):
-    """The aliases. models: alias -> ID of a served model. voices: alias -> voice. is_strict: OpenAI's names have no
-    special meaning."""
+    """The aliases. models: alias -> ID of a served model. voices: alias -> voice. is_strict: OpenAI's names
+    have no special meaning."""
 
     models: dict[str, str] = {}
     voices: dict[str, str] = {}
     is_strict: bool = False
 
     def model(self, asked: str, served: Mapping[str, Model]) -> tuple[str, str | None]:
-        """Return the ID of a model (or the requested name if it is unknown), and a warning if the only model stands in
-        for OpenAI's."""
+        """Return the ID of a model (or the requested name if it is unknown), and a warning if the only
+        model stands in for OpenAI's."""
         if asked in served:
             return asked, None
         if asked in self.models:
@@ -51,8 +52,8 @@ class Names(msgspec.Struct, frozen=True):
     def voice(
         self, asked: str, model: Model, is_known: bool, num_served: int
     ) -> tuple[str | None, str | None]:
-        """Return the voice to use (None: the model chooses), and a warning if it stands in for OpenAI's. is_known:
-        whether the name is a voice of the model or an uploaded one."""
+        """Return the voice to use (None: the model chooses), and a warning if it stands in for OpenAI's.
+        is_known: whether the name is a voice of the model or an uploaded one."""
         if is_known:
             return asked, None
         if asked in self.voices:
@@ -68,7 +69,8 @@ class Names(msgspec.Struct, frozen=True):
 
 
 def is_mix(voice: str) -> bool:
-    """Whether a voice is a mix such as `anna(2)+bert(1)`. No uploaded voice can have such a name. The engine parses it."""
+    """Whether a voice is a mix such as `anna(2)+bert(1)`. No uploaded voice can have such a name. The
+    engine parses it."""
     return "+" in voice
 
 

@@ -116,7 +116,7 @@ def allow_null(field: dict[str, Any]) -> None:
 
 
 def add(properties: dict[str, Any], model_id: str, option: protocol.OptionInfo) -> None:
-    """Add a model's option to the fields. Where models allow different values, the field lists each of them."""
+    """Add a model's option to the fields. If models allow different values, the field lists them all."""
     field = properties.setdefault(option.name, {"description": "", "anyOf": []})
     line = f"model {model_id}: {option.help}; values: {option.possible}"
     field["description"] = "\n".join(filter(None, (field["description"], line)))

@@ -1,6 +1,7 @@
-"""The voice of a request: it comes from the model itself, an uploaded voice, or reference audio in the request.
+"""The voice of a request. It comes from the model, from an uploaded voice, or from audio in the request.
 
-Decoding takes milliseconds and fetching takes longer, so neither blocks the event loop. The engine gets samples.
+Decoding takes milliseconds and fetching takes longer, so neither runs on the event loop. The engine gets
+samples.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class References:
         self.decoding = Door(limits.num_reading, "recordings are being decoded")
         self._client: httpx.AsyncClient | None = None
         if limits.reference_urls:
-            # Connections are made to an IP address and not kept: the next URL at that address may be another host's.
+            # Connections go to an IP address and are not kept: the next URL at that address may be another
+            # host's.
             self._client = httpx.AsyncClient(
                 trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=FETCH_S
             )
@@ -105,8 +107,8 @@ class References:
         return refusal(400, f"there is no voice {voice!r}; {possible_voices(model, uploaded)}", "voice")
 
     async def find(self, request: SpeechRequest, model: Model) -> list[Reference]:
-        """Return the references of a request, after `check`; none if the model chooses the voice itself. Raises the
-        refusal."""
+        """Return the references of a request, after `check`; none if the model chooses the voice itself.
+        Raises the refusal."""
         voice = request.voice_name
         if voice is not None:
             return await self._voice(voice, model)
@@ -236,8 +238,8 @@ def unpack(text: str, max_bytes: int) -> bytes:
 
 
 async def fetch(client: httpx.AsyncClient, url: str, max_bytes: int) -> bytes:
-    """Download from a URL at a public address. Raises ValueError for any problem; its message reveals nothing about
-    the network of this server."""
+    """Download from a URL at a public address. Raises ValueError for any problem; its message reveals
+    nothing about the network of this server."""
     try:
         async with asyncio.timeout(FETCH_S):
             target = httpx.URL(url)
@@ -269,8 +271,8 @@ async def receive(response: httpx.Response, max_bytes: int) -> bytes:
 
 
 async def aim(client: httpx.AsyncClient, url: httpx.URL) -> httpx.Request:
-    """Build a request to the IP address that was checked: a second lookup of the name could give another address.
-    Raises ValueError, OSError."""
+    """Build a request to the IP address that was checked: a second lookup of the name could give another
+    address. Raises ValueError, OSError."""
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError("its URL must begin with http:// or https:// and a host")
     port = url.port or {"http": 80, "https": 443}[url.scheme]

@@ -1,5 +1,5 @@
-"""The bodies of HTTP requests and answers. The description of a field appears in /schema and in error messages
-("FIELD takes DESCRIPTION")."""
+"""The bodies of HTTP requests and answers. The description of a field appears in /schema and in error
+messages ("FIELD takes DESCRIPTION")."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class GivenReference(NamedTuple):
 
 
 class SpeechRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/audio/speech. These fields are the same for all models. Other fields are options of the
-    model (GET /v1/models). A field that is missing or null has its default."""
+    """The body of POST /v1/audio/speech. These fields are the same for all models. Other fields are options
+    of the model (GET /v1/models). A field that is missing or null has its default."""
 
     input: Annotated[str, Meta(description="the text to speak")]
     model: Annotated[
@@ -241,8 +241,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         return CLIENT_FIELD.get(param, param)
 
     def for_engine(self) -> dict[str, Any]:
-        """Return the given fields of zoo.request.Request, and a seed. The voice and the references are missing;
-        `References` finds them."""
+        """Return the given fields of zoo.request.Request, and a seed. The voice and the references are
+        missing; `References` finds them."""
         given = {
             "text": self.input,
             "seed": secrets.randbits(63) if self.seed is None else self.seed,
@@ -253,8 +253,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
 
 
 class SpeechBatch(SpeechRequest, kw_only=True):
-    """The body of POST /v1/audio/speech/batch: several requests in one. Fields next to `items` are defaults for all items.
-    Every answer is a whole file."""
+    """The body of POST /v1/audio/speech/batch: several requests in one. Fields next to `items` are defaults
+    for all items. Every answer is a whole file."""
 
     input: Annotated[str, Meta(description="the text of items without their own input; usually left out")] = (
         ""
@@ -339,8 +339,8 @@ class Model(msgspec.Struct):
     max_text_chars: int
     voices: list[str]
     languages: list[str]
-    # voice (has its own voices), instruct (follows instructions), design (a voice from instructions), clone (a voice
-    # from reference audio)
+    # voice (has its own voices), instruct (follows instructions), design (a voice from instructions), clone (a
+    # voice from reference audio)
     modes: list[str]
     reference_s: tuple[float, float] | None  # the shortest and the longest reference audio; null: takes none
     max_references: int
@@ -414,7 +414,8 @@ class VoiceObject(msgspec.Struct):
 
 
 class VoiceList(msgspec.Struct):
-    """The voices. voices: all names that a request may use, in the form that Open WebUI and other clients read."""
+    """The voices. voices: all names that a request may use, in the form that Open WebUI and other clients
+    read."""
 
     data: list[VoiceObject]
     voices: list[Entry]
@@ -447,8 +448,8 @@ class ErrorBody(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The size of a request. input_tokens: tokens of the text. output_tokens: audio frames (one step of the model
-    each), plus text tokens if the model writes text."""
+    """The size of a request. input_tokens: tokens of the text. output_tokens: audio frames (one step of the
+    model each), plus text tokens if the model writes text."""
 
     input_tokens: int
     output_tokens: int

@@ -1,5 +1,5 @@
-"""Split incoming text into sentences, for models that need the text of a request as a whole. A sentence is ready as soon as the
-next one has begun.
+"""Split incoming text into sentences, for models that need the text of a request as a whole. A sentence is
+ready as soon as the next one has begun.
 
 The cuts depend on the text alone, not on when its parts arrived, so equal texts become equal requests.
 """
@@ -17,7 +17,8 @@ HAS_WORD = re.compile(r"\w")
 
 
 class Sentences:
-    """Splits a text. `more` takes text and returns the sentences that are complete; `rest` returns what is left at the end."""
+    """Splits a text. `more` takes text and returns the sentences that are complete; `rest` returns what is
+    left at the end."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -35,7 +36,8 @@ class Sentences:
         return [rest] if HAS_WORD.search(rest) else []
 
     def _stop(self) -> int:
-        """Return where the first piece ends, or 0 if it may go on. A sentence is over only once more text follows it."""
+        """Return where the first piece ends, or 0 if it may go on. A sentence is over only once more text
+        follows it."""
         stop = 0
         # "en" fits all languages: the rules depend on the script.
         for sentence in list(segment("en", self._held))[:-1]:

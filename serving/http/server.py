@@ -82,8 +82,9 @@ class Server:
         return models[id]
 
     def chosen_model(self, request: SpeechRequest) -> tuple[Model, list[str]]:
-        """Return the model of a request, and warnings. A request may leave the model out if the server has only one.
-        OpenAI's names and aliases in the request's voice are replaced. Raises Away, and the refusal."""
+        """Return the model of a request, and warnings. A request may leave the model out if the server has
+        only one. OpenAI's names and aliases in the request's voice are replaced. Raises Away, and the
+        refusal."""
         models = {model.id: model for model in self.models}
         warnings: list[str | None] = []
         if request.model is not None:
@@ -102,8 +103,8 @@ class Server:
         return model, [warning for warning in warnings if warning is not None]
 
     def _choose_voice(self, request: SpeechRequest, asked: str, model: Model, num_served: int) -> str | None:
-        """Replace an alias or OpenAI's name in the request's voice, and return a warning for the latter. A recording in
-        the request takes precedence over a stand-in for OpenAI's voice."""
+        """Replace an alias or OpenAI's name in the request's voice, and return a warning for the latter. A
+        recording in the request takes precedence over a stand-in for OpenAI's voice."""
         is_known = is_own(model.voices, asked) or self.voices.has(asked)
         voice, warning = self.names.voice(asked, model, is_known, num_served)
         if warning is not None and (request.ref_audio is not None or request.references):

@@ -3,13 +3,14 @@
     client  session.config   input.text input.text input.done   input.text ...   input.cancel
     server  session.configured       audio.start ~~~~~~~~ audio.done     audio.start ~~~ audio.done
 
-An utterance is all text up to an input.done. Utterances are spoken one after the other. Three things stop the current one
-immediately: input.cancel, a client that disconnects, and a new utterance if `barge_in` is "cancel". The engine then frees its slot
-at the next step. Each utterance ends with one audio.done or one error. When the server stops, utterances that have begun may finish
-within its grace period. A message that is wrong gets an error and has no other effect.
+An utterance is all text up to an input.done. Utterances are spoken one after the other. Three things stop
+the current one immediately: input.cancel, a client that disconnects, and a new utterance if `barge_in` is
+"cancel". The engine then frees its slot at the next step. Each utterance ends with one audio.done or one
+error. When the server stops, utterances that have begun may finish within its grace period. A message that
+is wrong gets an error and has no other effect.
 
-Close codes: 1012 the server is stopping, 1003 a binary message, 1008 too many wrong messages, 4408 idle. uvicorn adds 1007 (not
-UTF-8) and 1009 (too large).
+Close codes: 1012 the server is stopping, 1003 a binary message, 1008 too many wrong messages, 4408 idle.
+uvicorn adds 1007 (not UTF-8) and 1009 (too large).
 """
 
 from __future__ import annotations
@@ -318,8 +319,8 @@ def decoded(text: str) -> Config | InputText | InputDone | InputCancel:
 
 
 def decoded_hz(request: SpeechRequest, model: Model) -> int:
-    """Return the sample rate that the answers decode to. Raises the refusal for a rate that the format does not
-    support."""
+    """Return the sample rate that the answers decode to. Raises the refusal for a rate that the format does
+    not support."""
     form = encode.FORMATS[request.response_format]
     try:
         rate_hz = form.codec_hz(model.sample_rate_hz, request.sample_rate)

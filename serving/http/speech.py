@@ -1,5 +1,5 @@
-"""The answer to one speech request: audio in one of six formats, sent while the engine generates it, as a file
-or as server-sent events."""
+"""The answer to one speech request: audio in one of six formats, sent while the engine generates it, as a
+file or as server-sent events."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ log = structlog.get_logger()
 class Speech:
     """An ASGI application for one request.
 
-    Status and headers go out with the first audio or event, so an error before that is a normal HTTP error. A
-    later error becomes an `error` event, or cuts off the body, so that a client never takes a partial answer
-    for a complete one. A client that disconnects cancels its request immediately, at any stage: while its
-    reference is read, in the queue, or speaking. Raises the refusal for a rate that the format does not support.
+    Status and headers go out with the first audio or event, so an error before that is a normal HTTP error.
+    A later error becomes an `error` event, or cuts off the body, so that a client never takes a partial
+    answer for a complete one. A client that disconnects cancels its request immediately, at any stage:
+    while its reference is read, in the queue, or speaking. Raises the refusal for a rate that the format
+    does not support.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class Speech:
             answer.result()
 
     async def until_left(self, receive: Receive) -> None:
-        """Wait until the client has disconnected. uvicorn sends the same message when the answer is complete."""
+        """Wait until the client has disconnected. uvicorn sends the same message when the answer is
+        complete."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.has_left = True
@@ -127,8 +129,8 @@ class Speech:
         """Called when the request was sent to the engine; a subclass overrides it."""
 
     async def take(self, message: protocol.Outcome, send: Send) -> bool:
-        """Handle a message from the engine, and return whether more follow. Raises the refusal if nothing was sent
-        yet."""
+        """Handle a message from the engine, and return whether more follow. Raises the refusal if nothing
+        was sent yet."""
         match message:
             case protocol.Audio(pcm=pcm, frames=frames):
                 self.num_frames += frames
@@ -183,8 +185,8 @@ class Speech:
         return refusal(rejected.status, message, param, code, retry_after_s=retry_after_s, request_id=self.id)
 
     async def fail(self, failed: protocol.Failed, send: Send) -> None:
-        """Raise an engine failure if no audio was sent. Otherwise log it and leave the body incomplete, so that uvicorn
-        cuts the connection; events end with an `error` event instead."""
+        """Raise an engine failure if no audio was sent. Otherwise log it and leave the body incomplete, so
+        that uvicorn cuts the connection; events end with an `error` event instead."""
         retry_after_s = AWAY_RETRY_S if failed.status == 503 else None
         failure = refusal(
             failed.status, failed.message, code=failed.code, retry_after_s=retry_after_s, request_id=self.id

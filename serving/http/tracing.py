@@ -1,5 +1,5 @@
-"""Traces of requests (`zoo serve --otel`, needs the extra `otel`): a server span for each request under /v1, and
-for speech a span of the model inside it.
+"""Traces of requests (`zoo serve --otel`, needs the extra `otel`): a server span for each request under
+/v1, and for speech a span of the model inside it.
 
     POST /v1/audio/speech            http.* url.* server.* client.*
       generate_content NAME          gen_ai.*, and zoo.* for facts that only speech has
@@ -8,8 +8,8 @@ The names are OpenTelemetry's semantic conventions for HTTP and for generative A
 text nor a recording. A client's own trace (`traceparent`) continues. OpenTelemetry's variables, such as
 OTEL_EXPORTER_OTLP_ENDPOINT, set everything else: where spans go, how many are kept, the name of the service.
 
-OpenTelemetry's own ASGI instrumentation is not used: it is beta, does not know Litestar's routes, and uses the
-old names by default.
+OpenTelemetry's own ASGI instrumentation is not used: it is beta, does not know Litestar's routes, and uses
+the old names by default.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ GOOD = ("stop", "length", "cancelled")  # outcomes that are not errors
 
 
 def exporter() -> SpanProcessor:
-    """Return a processor that sends spans to a collector in batches, on its own thread. It drops spans when its queue
-    is full."""
+    """Return a processor that sends spans to a collector in batches, on its own thread. It drops spans when
+    its queue is full."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -62,14 +62,15 @@ class Tracing:
         self.tracer = self.provider.get_tracer("speechzoo", importlib.metadata.version("speechzoo"))
 
     def close(self) -> None:
-        """Send the remaining spans, for at most CLOSE_S. The exporter retries an unreachable collector for longer, which
-        must not delay the end of the server."""
+        """Send the remaining spans, for at most CLOSE_S. The exporter retries an unreachable collector for
+        longer, which must not delay the end of the server."""
         ending = threading.Thread(target=self.provider.shutdown, daemon=True)
         ending.start()
         ending.join(CLOSE_S)
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Return the app with a server span for each request under /v1. The span of a WebSocket lasts while it is open."""
+        """Return the app with a server span for each request under /v1. The span of a WebSocket lasts while
+        it is open."""
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] not in ("http", "websocket") or not scope["path"].startswith(TRACED):
@@ -142,7 +143,8 @@ def take_answer(span: Span, method: str, scope: Scope, status: int) -> None:
 
 
 def asked(speech: Speech) -> dict[str, Any]:
-    """Return the attributes of a speech request: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans."""
+    """Return the attributes of a speech request:
+    https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans."""
     request = speech.request
     known = {
         "gen_ai.operation.name": "generate_content",

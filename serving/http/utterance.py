@@ -3,8 +3,8 @@
     token by token    text ─ Feed ─ one request that stays open ─ audio
     by sentences      text ─ Sentences ─ one request per sentence, in order, with one voice and seed ─ audio
 
-Both give one stream from one encoder. A fed request ends at the first sentence end after `piece_s` seconds of speech, and a new
-request continues, because models drift on longer texts.
+Both give one stream from one encoder. A fed request ends at the first sentence end after `piece_s` seconds
+of speech, and a new request continues, because models drift on longer texts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Idle(Exception):
 
 
 class Settings(msgspec.Struct):
-    """The settings of a session.config for its utterances. request: with an empty input. references: already decoded."""
+    """The settings of a session.config for its utterances. request: with an empty input. references:
+    already decoded."""
 
     request: SpeechRequest
     model: Model
@@ -54,7 +55,8 @@ class Settings(msgspec.Struct):
 
 
 class Segment(Speech):
-    """One request of an utterance. It raises its errors. `asked` is set once the request was sent to the engine."""
+    """One request of an utterance. It raises its errors. `asked` is set once the request was sent to the
+    engine."""
 
     def __init__(
         self,
@@ -251,8 +253,8 @@ class Utterance:
         return first
 
     async def _feed(self, segment: Segment) -> None:
-        """Feed text to a request until the text ends, or until a sentence ends after `piece_s` seconds of speech. Raises
-        Idle."""
+        """Feed text to a request until the text ends, or until a sentence ends after `piece_s` seconds of
+        speech. Raises Idle."""
         await segment.asked.wait()
         engine, left_s = self.server.engine, (self.settings.model.piece_s or np.inf)
         left_s -= said_s(segment.request.input)

@@ -3,13 +3,14 @@
     VOICES/anna/voice.safetensors            the upload
     VOICES/anna/FAMILY-*.safetensors         outputs of a model's encoder (zoo/encoded_files.py)
 
-voice.safetensors has one tensor, `samples` [N] F32: the decoded upload, mono. Its metadata is text: `format` (FORMAT),
-`version`, `name`, `created_at` (seconds since 1970), `sample_rate_hz`, and `ref_text` and `consent` if they were given. The entry
-`blake2b` has 32 digits: the digest of the other entries, as lines NAME=VALUE sorted by name, followed by the samples' bytes.
+voice.safetensors has one tensor, `samples` [N] F32: the decoded upload, mono. Its metadata is text:
+`format` (FORMAT), `version`, `name`, `created_at` (seconds since 1970), `sample_rate_hz`, and `ref_text`
+and `consent` if they were given. The entry `blake2b` has 32 digits: the digest of the other entries, as
+lines NAME=VALUE sorted by name, followed by the samples' bytes.
 
-A voice appears and disappears by one rename, so every reader, in any process, finds all of it or nothing. Before and
-after that it is in a hidden directory, which remains if the process is killed; `tidy` removes it. Names are
-lower-cased, because some file systems cannot tell Anna from anna, and neither can listeners.
+A voice appears and disappears by one rename, so every reader, in any process, finds all of it or nothing.
+Before and after that it is in a hidden directory, which remains if the process is killed; `tidy` removes
+it. Names are lower-cased, because some file systems cannot tell Anna from anna, and neither can listeners.
 """
 
 from __future__ import annotations
@@ -129,12 +130,13 @@ class Voices:
             return False
 
     def load(self, name: str) -> tuple[StoredVoice, AudioClip] | None:
-        """Return a voice and its sample, or None if there is none of that name. Raises ValueError for an invalid name,
-        Damaged, OSError."""
+        """Return a voice and its sample, or None if there is none of that name. Raises ValueError for an
+        invalid name, Damaged, OSError."""
         return self._open(clean_name(name), self._read)
 
     def _open(self, name: str, read: Callable[[int], T]) -> T | None:
-        """Call `read` with a voice's open directory. It reads that directory even if the name now means another voice."""
+        """Call `read` with a voice's open directory. It reads that directory even if the name now means
+        another voice."""
         try:
             place = os.open(self.directory / name, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -164,8 +166,8 @@ class Voices:
     def add(
         self, name: str, sample: AudioClip, ref_text: str | None = None, consent: str | None = None
     ) -> StoredVoice:
-        """Store a voice. Raises ValueError for an invalid name or a silent sample, Taken, TooMany, and OSError for a disk
-        that is full or not writable."""
+        """Store a voice. Raises ValueError for an invalid name or a silent sample, Taken, TooMany, and
+        OSError for a disk that is full or not writable."""
         name = clean_name(name)
         samples = np.frombuffer(sample.samples, "<f4")
         if not np.abs(samples).max() >= SILENT:  # or is NaN
@@ -180,8 +182,8 @@ class Voices:
         return voice
 
     def rename(self, name: str, new_name: str) -> StoredVoice | None:
-        """Rename a voice and return it, or None if there is none of the old name. For a moment both names exist. Raises
-        ValueError for an invalid name, Taken, Damaged, OSError."""
+        """Rename a voice and return it, or None if there is none of the old name. For a moment both names
+        exist. Raises ValueError for an invalid name, Taken, Damaged, OSError."""
         name, new_name = clean_name(name), clean_name(new_name)
         found = self._open(name, lambda place: (*self._read(place), encoded_at(place)))
         if found is None or name == new_name:
@@ -209,8 +211,8 @@ class Voices:
                 raise
 
     def remove(self, name: str) -> bool:
-        """Remove a voice, and return whether it existed. Running requests are not affected: they have its sample
-        already. Raises ValueError, OSError."""
+        """Remove a voice, and return whether it existed. Running requests are not affected: they have its
+        sample already. Raises ValueError, OSError."""
         place = self.directory / clean_name(name)
         if not place.is_dir():
             return False
@@ -222,8 +224,8 @@ class Voices:
         return True
 
     def tidy(self) -> None:
-        """Remove hidden directories of processes that were killed while adding or removing a voice. While any process is
-        adding or removing one, this does nothing; the next start tries again."""
+        """Remove hidden directories of processes that were killed while adding or removing a voice. While
+        any process is adding or removing one, this does nothing; the next start tries again."""
         with suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
             for entry in os.scandir(self.directory):
                 if entry.name.startswith(HIDDEN):

@@ -123,7 +123,7 @@ async def spoken(index: int, speech: Speech) -> BatchResult:
 
 
 def request_of(fields: dict[str, Any]) -> SpeechRequest:
-    """Return a speech request for a whole file. Raises the refusal, with the same text as for a single request."""
+    """Return a speech request for a whole file. Raises the same refusal as for a single request."""
     shared = {name: value for name, value in fields.items() if name in FIELDS[SPEECH]}
     try:
         return msgspec.convert(shared | WHOLE, SpeechRequest)

@@ -12,7 +12,8 @@ from litestar.exceptions import NotFoundException
 
 FILES = Path(__file__).parents[1] / "playground"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# The page may use its own modules, styles and routes, and audio that it made itself. No text becomes a script or a tag.
+# The page may use its own modules, styles and routes, and audio that it made itself. No text becomes a script
+# or a tag.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; media-src blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

@@ -40,8 +40,8 @@ MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
 
 
 class ForgetfulRequest(Request[Any, Any, Any]):
-    """A request whose null fields are defaults, and that can drop its body: the body may have megabytes, and the
-    answer takes minutes."""
+    """A request whose null fields are defaults, and that can drop its body: the body may have megabytes,
+    and the answer takes minutes."""
 
     async def json(self) -> Any:
         body = await super().json()
@@ -73,7 +73,7 @@ def is_default(name: str, value: object) -> bool:
 
 
 def options_of(body: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return the model's options from a body. The engine checks their types and ranges. Raises the refusal."""
+    """Return the model's options in a body. The engine checks types and ranges. Raises the refusal."""
     given = {name: value for name, value in body.items() if name not in FIELDS[PATH]}
     possible = {option.name: option for option in model.options if option.name not in FIELDS[PATH]}
     for name, value in given.items():

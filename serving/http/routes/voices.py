@@ -36,7 +36,8 @@ TAKEN = ResponseSpec(ErrorBody, description="a voice of that name already exists
 
 @get("/v1/audio/voices", responses=REFUSALS)
 async def list_voices(server: Server) -> VoiceList:
-    """List the voices of the served models and the uploaded ones. `models` says which models can use each voice."""
+    """List the voices of the served models and the uploaded ones. `models` says which models can use each
+    voice."""
     models = server.models
     presets = [
         preset(name, models, server.created)
@@ -156,8 +157,8 @@ def described(voice: StoredVoice, models: list[Model]) -> VoiceObject:
 
 
 def reference_s(models: list[Model]) -> tuple[float, float]:
-    """Return the shortest and the longest reference that any served model takes. Raises the refusal if none takes
-    any."""
+    """Return the shortest and the longest reference that any served model takes. Raises the refusal if none
+    takes any."""
     possible_s = [model.reference_s for model in models if model.reference_s is not None]
     if not possible_s:
         each = [f"{model.id} ({possible_voices(model)})" for model in models]
