@@ -1,4 +1,4 @@
-"""Audio files as a strict listener reads them."""
+"""A strict decoder for the audio files of answers."""
 
 import io
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def decoded(name, data, rate_hz):
-    """A strict reader: any error in the data is an error. -> samples [N] float, mono; the rate is checked."""
+    """Decode a file, and fail on any error in its data or another rate. Return samples [N] float, mono."""
     if name == "pcm":
         return np.frombuffer(data, "<i2") / 32767
     with av.open(io.BytesIO(data), options={"err_detect": "crccheck+bitstream+buffer+explode"}) as file:

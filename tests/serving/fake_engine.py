@@ -1,18 +1,26 @@
-"""An engine process without a model: it speaks the protocol, and the text of a request says what comes of it.
+"""An engine process without a model. It speaks the protocol, and the text of a request decides its answer:
 
-"frames 3"     3 frames of 100 samples, then "stop"            "hold 3"       3 frames, then nothing until cancelled
-"silent"       no frame, so no audio                             "queued"       nothing at all until cancelled
-"reject PARAM" an answer about that field                        "full"         no room: come again in 7 s
-(blank)        an answer about an empty text                     "mute"         a word, and then no audio
-"fail 2"       2 frames, then broken                            "fail 0"       broken before any audio
-"write 2"      2 frames, and a word after each, then "stop"      "pieces 2"     2 pieces of a frame and a word each, then "stop"
-"tone 25"      25 frames of 80 ms, 20 ms apart, then "stop"           "flood 40"     40 frames of a MiB, then nothing
-"die"          the whole process goes away (as the connection does when an engine crashes)
+"frames 3"      3 frames of 100 samples, then "stop"
+"hold 3"        3 frames, then nothing until cancelled
+"queued"        nothing until cancelled
+"tone 25"       25 frames of 80 ms, 20 ms apart, then "stop"
+"flood 40"      40 frames of 1 MiB, then nothing
+"write 2"       2 frames with a word after each, then "stop"
+"pieces 2"      2 pieces with a frame and a word each, then "stop"
+"silent"        no frame, so the error no_audio
+"mute"          a word, then the error no_audio
+"fail 2"        2 frames, then a failure
+"fail 0"        a failure before any audio
+"reject PARAM"  a rejection of that field
+(blank)         a rejection of the empty text
+"full"          a rejection: the engine is full, try again in 7 s
+"die"           the connection closes, as when an engine crashes
 
-Where its text is still to come, each word of it is a frame, and the end of the text is the end.
+If a request's text is fed, each word of it gives one frame, and the end of the text ends the request.
 
-Run as a program (fake_engine.py SOCKET PARENT_FD [refuse|crash]) it is an engine process for the supervisor:
-"die" kills it, "refuse" is a model that cannot be loaded, and "crash" ends while it loads.
+As a program (fake_engine.py SOCKET PARENT_FD [refuse|crash]) this is an engine process for the supervisor.
+"die" kills the process, "refuse" stands for a model that cannot be loaded, and "crash" for a crash while
+loading.
 """
 
 from __future__ import annotations
@@ -117,19 +125,19 @@ NO_AUDIO = "the model ended before its first frame"
 
 
 def frame(index: int) -> bytes:
-    """100 samples whose values tell which frame they are of."""
+    """Return 100 samples whose values identify the frame."""
     return pcm16(np.full(100, (index + 1) / 1000, np.float32))
 
 
 def tone(index: int) -> bytes:
-    """80 ms of a tone that goes on from frame to frame."""
+    """Return 80 ms of a tone that continues from frame to frame."""
     at = np.arange(index * TONE_SAMPLES, (index + 1) * TONE_SAMPLES) / RATE_HZ
     return pcm16((0.5 * np.sin(2 * np.pi * 220 * at)).astype(np.float32))
 
 
 class FakeEngine:
-    """`asked`, `messages`, `cancelled` and `heard` record what came; `go` may be cleared to hold back what comes after
-    a request's first frame."""
+    """The fake engine. `asked`, `messages`, `cancelled`, `heard` and `fed` record what the HTTP process
+    sent. While `go` is cleared, each request stops after its first frame."""
 
     def __init__(
         self, models: tuple[protocol.ModelInfo, ...] = (MODEL,), status: protocol.Status = READY
@@ -139,8 +147,8 @@ class FakeEngine:
         self.asked: dict[str, dict] = {}
         self.messages: dict[str, protocol.Speak] = {}
         self.cancelled: list[str] = []
-        self.heard: dict[str, int] = {}  # frames that clients took, by request
-        self.fed: dict[str, list[str]] = {}  # text that came for a request
+        self.heard: dict[str, int] = {}  # frames that clients have read, by request
+        self.fed: dict[str, list[str]] = {}  # text fed to a request
         self.go = asyncio.Event()
         self.go.set()
         self.is_awake = True
@@ -246,7 +254,7 @@ class FakeEngine:
             writer.write(protocol.pack(message))
 
     def away(self) -> None:
-        """Ends every connection and listens no more."""
+        """Close every connection and stop listening."""
         self.server.close()
         for writer in self.writers:
             writer.transport.abort()

@@ -1,4 +1,4 @@
-"""The HTTP process on a real port, in front of an engine process without a model (fake_engine.py)."""
+"""The HTTP process on a real port, with a fake engine (fake_engine.py)."""
 
 import asyncio
 import socket
@@ -14,7 +14,7 @@ from serving.http.listener import Listener
 
 
 class Server:
-    """uvicorn, the app and a fake engine on one event loop in a thread of its own."""
+    """uvicorn, the app and a fake engine, all on one event loop in their own thread."""
 
     def __init__(self, directory, models=(MODEL,), **options):
         self.models = models
@@ -60,8 +60,8 @@ class Server:
         return self.http.stream("POST", "/v1/audio/speech", json=self.body(text, **fields))
 
     def body(self, text, **fields):
-        """In WAV, unless another format is asked for, and where there are several models by the first of
-        them."""
+        """Return the body of a speech request. The defaults are WAV and, with several models, the first
+        one."""
         chosen = {"model": self.models[0].id} if len(self.models) > 1 else {}
         return {"input": text, "response_format": "wav", **chosen, **fields}
 
@@ -69,12 +69,12 @@ class Server:
 def until(fact, seconds=5.0):
     end = time.monotonic() + seconds
     while not fact():
-        assert time.monotonic() < end, "it did not come true"
+        assert time.monotonic() < end, f"still false after {seconds} s"
         time.sleep(0.01)
 
 
 def error(answer, status):
-    """The error object of an answer, after its status and shape are checked."""
+    """Check the status and shape of an error answer, and return its error object."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}

@@ -1,4 +1,4 @@
-"""A small speech server whose answers are scripts: what a test says of the routes, the formats and the moments of each chunk."""
+"""A small speech server with scripted answers: a test decides about formats and the time of each chunk."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -26,7 +26,7 @@ async def stream(request, chunks, headers=None):
 
 @asynccontextmanager
 async def speaking(speak, models=("m",)):
-    """A target whose speech route is `speak(request, body)`."""
+    """Run a server whose speech route is `speak(request, body)`, and return it as a target."""
 
     async def route(request):
         return await speak(request, await request.json())
@@ -46,7 +46,7 @@ async def speaking(speak, models=("m",)):
 
 
 async def until(fact):
-    """Lets others run until it is true."""
+    """Let other tasks run until the fact is true."""
     async with asyncio.timeout(20):
         while not fact():
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Recordings, and their way to a server."""
+"""Helpers that make recordings and upload them to a server."""
 
 import io
 

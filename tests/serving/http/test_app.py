@@ -1,4 +1,4 @@
-"""The HTTP process on a real port, against an engine process without a model (fake_engine.py)."""
+"""The HTTP process on a real port, with a fake engine (fake_engine.py)."""
 
 import asyncio
 import io
@@ -33,12 +33,12 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def mortal(tmp_path):
-    """A server whose engine the test may end."""
+    """A server whose engine or whole process the test may stop."""
     with Server(tmp_path) as server:
         yield server
 
 
-def test_wav_is_a_header_and_the_samples(server):
+def test_wav_is_a_header_followed_by_the_samples(server):
     answer = server.speak("frames 3", voice="vivian", seed=5)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "audio/wav"
@@ -52,13 +52,13 @@ def test_wav_is_a_header_and_the_samples(server):
     assert answer.content[44:] == b"".join(map(frame, range(3)))
 
 
-def test_pcm_is_the_samples_alone(server):
+def test_pcm_is_only_the_samples(server):
     answer = server.speak("frames 3", response_format="pcm")
     assert answer.headers["content-type"] == "audio/pcm"
     assert answer.content == b"".join(map(frame, range(3)))
 
 
-def test_without_streaming_the_wav_knows_its_length(server):
+def test_without_streaming_the_wav_header_has_the_length(server):
     answer = server.speak("frames 3", stream=False)
     assert answer.headers["content-length"] == str(len(answer.content))
     with wave.open(io.BytesIO(answer.content)) as file:
@@ -78,7 +78,7 @@ def test_a_request_without_audio_is_an_error(server, name, fields):
     assert (fault["code"], fault["message"]) == ("no_audio", "the model ended before its first frame")
 
 
-def test_a_file_is_pinned_and_a_stream_is_not(server):
+def test_only_whole_files_are_reproducible(server):
     answers = [
         server.speak("frames 1", **fields) for fields in ({}, {"stream": False}, {"stream_format": "sse"})
     ]
@@ -99,20 +99,20 @@ def test_every_field_reaches_the_engine(server):
 
 
 @pytest.mark.parametrize("value", [True, 3, 2**63 - 1, -0.5, "x", 1e300, ""])
-def test_an_option_of_any_type_goes_to_the_engine_as_it_came(server, value):
-    """Which knows what is possible."""
+def test_options_of_any_type_reach_the_engine_unchanged(server, value):
+    """The engine knows which values are possible."""
     answer = server.speak("frames 1", text_mode=value, cfg_scale=None)
     given = server.engine.asked[answer.headers["x-request-id"]]["options"]
     assert given == {"text_mode": value} and type(given["text_mode"]) is type(value)
 
 
 @pytest.mark.parametrize("value", [2**64, 2**80, -(2**70)])
-def test_a_number_beyond_all_bounds_is_refused(server, value):
+def test_numbers_too_large_for_msgpack_are_refused(server, value):
     fault = error(server.speak("frames 1", solver_steps=value), 400)
     assert fault["param"] == "solver_steps" and "possible: an integer from 1 to 100" in fault["message"]
 
 
-def test_what_is_left_out_is_the_models_default_but_the_seed_is_drawn(server):
+def test_missing_fields_have_the_models_default_and_the_seed_is_random(server):
     answers = [server.speak("frames 1", temperature=None) for _ in range(2)]
     asked = [server.engine.asked[answer.headers["x-request-id"]] for answer in answers]
     assert [set(fields) for fields in asked] == [{"text", "seed"}] * 2
@@ -121,7 +121,7 @@ def test_what_is_left_out_is_the_models_default_but_the_seed_is_drawn(server):
 
 
 @pytest.mark.parametrize(("speed", "second_s"), [(1, 200 / RATE_HZ), (2, 100 / RATE_HZ)])
-def test_who_asks_hears_when_each_piece_is_spoken(server, speed, second_s):
+def test_segment_timestamps_give_the_times_of_each_piece(server, speed, second_s):
     asked = {"stream_format": "sse", "response_format": "pcm", "speed": speed}
     answer = server.speak("pieces 2", timestamp_granularities=["segment"], **asked)
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
@@ -146,20 +146,20 @@ def test_who_asks_hears_when_each_piece_is_spoken(server, speed, second_s):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"timestamp_granularities": ["segment"]}, "events of stream_format sse"),
+        ({"timestamp_granularities": ["segment"]}, "timestamps need stream_format sse"),
         (
             {"timestamp_granularities": ["word"], "stream_format": "sse"},
-            "no model here tells where its words lie",
+            "word timestamps are not supported",
         ),
         ({"timestamp_granularities": "segment", "stream_format": "sse"}, '["segment"]'),
     ],
 )
-def test_times_that_nobody_knows_are_refused(server, fields, says):
+def test_unsupported_timestamps_are_refused(server, fields, says):
     fault = error(server.speak("pieces 1", **fields), 400)
     assert fault["param"].startswith("timestamp_granularities") and says in fault["message"]
 
 
-def test_what_the_model_writes_is_among_the_events(server):
+def test_text_from_the_model_is_among_the_events(server):
     answer = server.speak("write 2", stream_format="sse", response_format="pcm")
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
     assert [event.get("delta", event["type"]) for event in events] == [
@@ -174,7 +174,7 @@ def test_what_the_model_writes_is_among_the_events(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_audio_alone_leaves_out_what_the_model_writes(server, stream):
+def test_audio_files_leave_out_the_models_text(server, stream):
     assert server.speak("write 3", stream=stream).content[44:] == b"".join(map(frame, range(3)))
 
 
@@ -190,20 +190,20 @@ def test_audio_arrives_before_the_end(server):
 
 @pytest.mark.parametrize("fields", [{}, {"stream": False}])
 @pytest.mark.parametrize("speed", [0.25, 0.8, 2, 4])
-def test_speech_is_as_fast_as_asked_for_and_its_rate_is_the_same(server, speed, fields):
+def test_speed_changes_the_length_and_not_the_sample_rate(server, speed, fields):
     answer = server.speak("frames 30", speed=speed, response_format="pcm", **fields)
     assert len(answer.content) == 2 * round(3000 / speed)
-    assert server.engine.messages[answer.headers["x-request-id"]].speed == speed  # deadlines follow from it
+    assert server.engine.messages[answer.headers["x-request-id"]].speed == speed  # the deadlines depend on it
     assert answer.headers["x-sample-rate"] == str(RATE_HZ)
 
 
-def test_at_speed_1_samples_are_as_they_were_made(server):
+def test_at_speed_1_samples_are_unchanged(server):
     answer = server.speak("frames 3", speed=1, response_format="pcm")
     assert answer.content == b"".join(map(frame, range(3)))
 
 
 def test_eight_streams_at_once(server):
-    server.call(server.engine.go.clear)  # none can end before all have begun
+    server.call(server.engine.go.clear)  # no stream can end before all have begun
     begun = threading.Barrier(8)
 
     def listen(count):
@@ -221,7 +221,7 @@ def test_eight_streams_at_once(server):
 
 
 @pytest.mark.parametrize("text", ["hold 2", "queued"])
-def test_a_client_that_leaves_cancels_at_once(server, text):
+def test_a_disconnect_cancels_the_request_immediately(server, text):
     before = len(server.engine.cancelled)
     with socket.create_connection(server.listener.getsockname()) as client:
         body = json.dumps({"input": text}).encode()
@@ -237,7 +237,7 @@ def test_a_client_that_leaves_cancels_at_once(server, text):
     assert server.engine.asked[server.engine.cancelled[-1]]["text"] == text
 
 
-def test_a_request_that_ended_is_not_cancelled(server):
+def test_a_finished_request_is_not_cancelled(server):
     answer = server.speak("frames 1")
     server.speak("frames 1")  # by now a late Cancel of the first would have come
     assert answer.headers["x-request-id"] not in server.engine.cancelled
@@ -252,21 +252,25 @@ BAD_FIELDS = [
     ({"input": None}, "input", "input is missing"),
     ({"input": "x", "sample_rate": 7999}, "sample_rate", "from 8000 to 48000"),
     ({"input": "x", "sample_rate": 44100.5}, "sample_rate", "from 8000 to 48000"),
-    ({"input": "x", "sample_rate": 9000}, "sample_rate", "no 9000 Hz; it has: 8000, 11025"),
+    ({"input": "x", "sample_rate": 9000}, "sample_rate", "does not support 9000 Hz; use one of 8000, 11025"),
     (
         {"input": "x", "sample_rate": 24000, "response_format": "opus"},
         "sample_rate",
-        "always decoded to 48000 Hz, not 24000",
+        "always decodes to 48000 Hz, not 24000 Hz",
     ),
-    ({"input": "x", "speed": 0.24}, "speed", "takes how fast.* from 0.25 to 4"),
+    ({"input": "x", "speed": 0.24}, "speed", "takes the speed.* from 0.25 to 4"),
     ({"input": "x", "speed": 4.1}, "speed", "from 0.25 to 4"),
     ({"input": "x", "speed": "fast"}, "speed", "from 0.25 to 4"),
     ({"input": "x", "stream_format": "ndjson"}, "stream_format", "takes audio .* or sse"),
     ({"input": "x", "stream_format": "sse", "stream": False}, "stream", "leave stream or stream_format out"),
-    ({"input": "x", "task_type": "Base"}, "task_type", "not for task_type 'Base'; it is for: CustomVoice"),
+    (
+        {"input": "x", "task_type": "Base"},
+        "task_type",
+        "does not support task_type 'Base'; it supports: CustomVoice",
+    ),
     ({"input": "x", "task_type": "clone"}, "task_type", "VoiceDesign"),
     ({"input": "x", "initial_codec_chunk_frames": 1}, "initial_codec_chunk_frames", "no field"),
-    ({"input": "x", "voice": "carl"}, "voice", "no voice 'carl': there is vivian, ryan$"),
+    ({"input": "x", "voice": "carl"}, "voice", "no voice 'carl'; available voices: vivian, ryan$"),
     ({"input": "x", "stream": "maybe"}, "stream", "true .* false"),
     (
         {"input": "x", "text_mode": ["full"]},
@@ -277,7 +281,7 @@ BAD_FIELDS = [
     (
         {"input": "x", "depth_top_k": 1},
         "depth_top_k",
-        "as options of model 'fake': text_mode, cfg_scale, solver_steps$",
+        "the options of model 'fake' are: text_mode, cfg_scale, solver_steps$",
     ),
     ({"input": "x", "x_vector_only_mode": True}, "x_vector_only_mode", "no field 'x_vector_only_mode'"),
     ({"input": "x", "layout": None}, "layout", "no field 'layout'"),
@@ -322,7 +326,7 @@ BAD_FIELDS = [
 @pytest.mark.parametrize(
     ("body", "param", "says"), BAD_FIELDS, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD_FIELDS)]
 )
-def test_a_wrong_field_is_named_with_what_is_possible(server, body, param, says):
+def test_a_wrong_field_is_named_with_its_possible_values(server, body, param, says):
     fault = error(server.http.post("/v1/audio/speech", json=body), 400)
     assert fault["param"] == param and len(fault["message"]) < 1500
     with pytest.raises(ValueError, match=says):
@@ -338,25 +342,25 @@ BAD_NUMBERS = [
 
 
 @pytest.mark.parametrize("body", BAD_BODIES + BAD_NUMBERS)
-def test_a_body_that_is_no_json_object_is_a_400(server, body):
+def test_a_body_that_is_not_a_json_object_is_a_400(server, body):
     assert error(server.http.post("/v1/audio/speech", content=body), 400)["message"]
 
 
 def test_a_body_over_the_limit_is_a_413(server):
     body = json.dumps({"input": "x" * Limits().speech_body_bytes}).encode()
     assert error(server.http.post("/v1/audio/speech", content=body), 413)["code"] == "body_too_large"
-    # its length unsaid
+    # without a content-length
     assert error(server.http.post("/v1/audio/speech", content=iter([body])), 413)["code"] == "body_too_large"
 
 
-def test_routes_that_are_not_there(server):
+def test_unknown_routes_and_methods(server):
     assert error(server.http.get("/v1/nothing"), 404)["code"] == "not_found"
     answer = server.http.get("/v1/audio/speech")
     assert "POST" in answer.headers["allow"]
     wrong = error(answer, 405)
     assert (wrong["code"], wrong["message"]) == (
         "method_not_allowed",
-        "this method is not possible here; possible: POST",
+        "this route does not support the method; use POST",
     )
 
 
@@ -366,7 +370,7 @@ def test_an_unknown_model_is_a_404_that_names_the_served_one(server):
     assert error(server.http.get("/v1/models/tts-2"), 404)["code"] == "model_not_found"
 
 
-def test_what_the_engine_refuses_is_the_clients_error(server):
+def test_a_rejection_by_the_engine_is_a_400(server):
     for param in ("voice", "cfg_scale", "temperature"):
         fault = error(server.speak(f"reject {param}"), 400)
         assert (fault["param"], fault["message"]) == (param, f"{param} is not possible")
@@ -375,12 +379,12 @@ def test_what_the_engine_refuses_is_the_clients_error(server):
 @pytest.mark.parametrize(
     ("param", "name"), [("text", "input"), ("max_frames", "max_new_tokens"), ("text_mode", "text_mode")]
 )
-def test_what_the_engine_refuses_has_the_name_that_the_client_knows(server, param, name):
+def test_a_rejection_by_the_engine_uses_the_clients_field_names(server, param, name):
     fault = error(server.speak(f"reject {param}"), 400)
     assert (fault["param"], fault["message"]) == (name, f"{name} is not possible")
 
 
-def test_a_full_engine_says_when_to_come_again(server):
+def test_a_full_engine_sends_retry_after(server):
     answer = server.speak("full")
     assert error(answer, 503)["code"] == "engine_full" and answer.headers["retry-after"] == "7"
     assert answer.headers["x-request-id"] in server.engine.asked
@@ -391,7 +395,7 @@ def test_a_failure_before_any_audio_is_a_500(server):
     assert "codec" in error(server.speak("fail 2", stream=False), 500)["message"]
 
 
-def test_a_failure_after_audio_breaks_the_connection(server):
+def test_a_failure_after_audio_cuts_the_connection(server):
     heard = b""
     with server.stream("fail 2") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
         assert answer.status_code == 200
@@ -460,18 +464,17 @@ def test_the_schema_has_the_models_options_among_the_fields(server):
             {"type": "string", "default": "full", "enum": ["full", "interleaved"]},
             null,
         ]
-        assert field["description"] == "of model fake: how the text is read; possible: full, interleaved"
+        assert field["description"] == "model fake: how the text is read; values: full, interleaved"
         assert body["properties"]["cfg_scale"]["anyOf"] == [
             {"type": "number", "default": 2.0, "minimum": 0, "maximum": 100},
             null,
         ]
-        assert "temperature of" not in body["properties"]["temperature"].get(
-            "description", ""
-        )  # a field of all
+        # Temperature is a field of all models, so the model's option of that name is left out.
+        assert "model fake" not in body["properties"]["temperature"].get("description", "")
 
 
-def test_the_schema_follows_the_engine(tmp_path):
-    """It is made when it is asked for: before there is an engine it has no options."""
+def test_the_schema_follows_the_engines_models(tmp_path):
+    """The schema is built for each request; before the engine is ready it has no options."""
     other = msgspec.structs.replace(
         MODEL, id="other", options=[msgspec.structs.replace(MODEL.options[2], range=(1, 3))]
     )
@@ -481,8 +484,7 @@ def test_the_schema_follows_the_engine(tmp_path):
         ]
         assert [schema.get("maximum") for schema in fields["cfg_scale"]["anyOf"]] == [100, 3, None]
         assert (
-            fields["cfg_scale"]["description"].count("of model") == 2
-            and len(fields["text_mode"]["anyOf"]) == 2
+            fields["cfg_scale"]["description"].count("model ") == 2 and len(fields["text_mode"]["anyOf"]) == 2
         )
         server.call(server.engine.tell, protocol.Models([other]))
         until(lambda: "text_mode" not in server.http.get("/schema/openapi.json").text)
@@ -519,7 +521,7 @@ def test_health_and_readiness_follow_the_engine(server):
     assert server.speak("frames 1").status_code == 200
 
 
-def test_an_engine_that_is_silent_takes_no_requests_and_loses_none(mortal, monkeypatch):
+def test_a_silent_engine_gets_no_requests_and_loses_none(mortal, monkeypatch):
     monkeypatch.setattr("serving.engine_client.SILENT_S", 0.5)
     mortal.call(mortal.engine.go.clear)
     with mortal.stream("frames 2") as answer:
@@ -536,7 +538,7 @@ def test_an_engine_that_is_silent_takes_no_requests_and_loses_none(mortal, monke
     assert mortal.speak("frames 1").status_code == 200
 
 
-def test_an_engine_that_goes_away_and_comes_back(mortal):
+def test_the_server_works_again_after_an_engine_restart(mortal):
     with mortal.stream("hold 2") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
         chunks = answer.iter_raw()
         next(chunks)
@@ -554,7 +556,7 @@ def test_an_engine_that_dies_before_any_audio_is_a_503(mortal):
     assert error(answer, 503)["code"] == "engine_stopped" and "retry-after" in answer.headers
 
 
-def test_a_shutdown_breaks_what_is_still_open_after_its_grace(mortal):
+def test_a_shutdown_cuts_streams_that_outlast_the_grace_period(mortal):
     with mortal.stream("hold 1") as answer, pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
         chunks = answer.iter_raw()
         next(chunks)
@@ -565,7 +567,7 @@ def test_a_shutdown_breaks_what_is_still_open_after_its_grace(mortal):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream_format": "sse"}])
-def test_a_shutdown_refuses_what_is_still_queued_after_its_grace(mortal, caplog, fields):
+def test_a_shutdown_refuses_requests_still_queued_after_the_grace_period(mortal, caplog, fields):
     waiting = ThreadPoolExecutor(1).submit(mortal.speak, "queued", **fields)
     until(lambda: mortal.engine.asked)
     mortal.uvicorn.should_exit = True
@@ -583,15 +585,15 @@ def test_a_shutdown_ends_events_with_an_error(mortal):
         assert '"this server is stopping"' in [line for line in lines if line][-1]
 
 
-def test_a_shutdown_refuses_a_file_that_is_not_whole(mortal):
+def test_a_shutdown_refuses_an_incomplete_file(mortal):
     waiting = ThreadPoolExecutor(1).submit(mortal.speak, "hold 2", stream=False)
     until(lambda: mortal.engine.asked)
     mortal.uvicorn.should_exit = True
     assert error(waiting.result(10), 503)["code"] == "engine_stopped"
 
 
-def test_a_shutdown_does_not_wait_for_what_never_reaches_the_engine(tmp_path, monkeypatch, caplog):
-    """A reference that is still being read: its task is cancelled, and that is a 503 too."""
+def test_a_shutdown_cancels_requests_that_have_not_reached_the_engine(tmp_path, monkeypatch, caplog):
+    """A request whose reference is still being read is cancelled and gets 503 too."""
 
     async def find(self, request, model):
         await asyncio.sleep(60)
@@ -606,7 +608,7 @@ def test_a_shutdown_does_not_wait_for_what_never_reaches_the_engine(tmp_path, mo
     assert "Traceback" not in caplog.text
 
 
-def test_a_shutdown_lets_a_stream_end_within_its_grace(mortal):
+def test_a_shutdown_lets_a_stream_finish_within_the_grace_period(mortal):
     mortal.call(mortal.engine.go.clear)
     with mortal.stream("frames 2") as answer:
         chunks = answer.iter_raw()
@@ -616,7 +618,7 @@ def test_a_shutdown_lets_a_stream_end_within_its_grace(mortal):
         assert (heard + b"".join(chunks))[44:] == frame(0) + frame(1)
 
 
-def test_the_api_key_guards_v1_alone(tmp_path):
+def test_only_routes_under_v1_need_the_api_key(tmp_path):
     with Server(tmp_path, api_key=KEY) as server:
         for headers in (
             {},
@@ -634,7 +636,7 @@ def test_the_api_key_guards_v1_alone(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["instructions", "language", "voice", "model", "ref_text", "references"])
-def test_a_text_without_end_is_refused_before_the_engine_hears_of_it(server, field):
+def test_an_overlong_field_is_refused_before_it_reaches_the_engine(server, field):
     asked = len(server.engine.asked)
     long = "word " * 1_000_000
     value = [{"audio": "", "text": long}] if field == "references" else long
@@ -642,12 +644,12 @@ def test_a_text_without_end_is_refused_before_the_engine_hears_of_it(server, fie
     assert len(server.engine.asked) == asked
 
 
-def test_what_a_client_sent_does_not_come_back_whole(server):
+def test_error_messages_shorten_the_clients_text(server):
     answers = [server.http.get("/v1/" + "x" * 9000), server.http.get("/v1/models/" + "x" * 9000)]
     assert [len(error(answer, 404)["message"]) < 300 for answer in answers] == [True, True]
 
 
-def test_null_is_the_default_of_every_field(server):
+def test_null_means_the_default_for_every_field(server):
     fields = dict.fromkeys(FIELDS["/v1/audio/speech"], None) | {"text_mode": None, "input": "frames 2"}
     answer = server.http.post("/v1/audio/speech", json=fields)
     assert answer.status_code == 200 and answer.headers["content-type"] == "audio/mpeg"
@@ -679,7 +681,7 @@ def test_the_schema_keeps_the_ranges_of_optional_fields(server):
         ("/health", "GET, HEAD, OPTIONS"),
     ],
 )
-def test_allow_is_whole_and_head_answers(server, path, methods):
+def test_allow_lists_all_methods_and_head_works(server, path, methods):
     assert server.http.put(path).status_code == 405
     assert server.http.put(path).headers["allow"] == server.http.options(path).headers["allow"] == methods
     if "HEAD" in methods:
@@ -689,7 +691,7 @@ def test_allow_is_whole_and_head_answers(server, path, methods):
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/nothing", "/metrics"])
-def test_every_answer_has_an_id_and_takes_the_clients(server, path):
+def test_every_answer_has_a_request_id_and_keeps_the_clients(server, path):
     own = [server.http.get(path).headers["x-request-id"] for _ in range(2)]
     assert own[0] != own[1] and own[0].startswith("req_")
     answer = server.http.get(path, headers={"x-request-id": "trace-7.a:b"})
@@ -699,7 +701,7 @@ def test_every_answer_has_an_id_and_takes_the_clients(server, path):
     )
 
 
-def test_a_clients_id_may_be_repeated(server):
+def test_a_client_may_repeat_its_request_id(server):
     answers = [server.speak("frames 1", voice=voice) for voice in ("nobody", "vivian")]
     assert all(answer.headers["x-request-id"].startswith("req_") for answer in answers)
     server.http.headers["x-request-id"] = "same"

@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech/batch: several requests, each with its own file or its own error."""
+"""The route POST /v1/audio/speech/batch: several requests, each with its own file or error."""
 
 import base64
 import io
@@ -35,7 +35,7 @@ def said(result):
     return base64.b64decode(result["audio"])
 
 
-def test_each_item_is_a_file_in_its_own_words(server):
+def test_each_item_is_a_file_with_its_own_fields(server):
     results = ask(
         server,
         {"input": "frames 3"},
@@ -56,7 +56,7 @@ def test_each_item_is_a_file_in_its_own_words(server):
     ]
 
 
-def test_what_is_wrong_with_one_is_no_matter_of_the_others(server):
+def test_an_error_in_one_item_does_not_affect_the_others(server):
     results = ask(
         server,
         {"input": "frames 1"},
@@ -92,22 +92,22 @@ def test_what_is_wrong_with_one_is_no_matter_of_the_others(server):
     assert all(result["audio"] is None for result in results if result["error"])
 
 
-def test_an_items_recording_is_its_voice(server):
+def test_a_recording_in_an_item_is_its_voice(server):
     audio = base64.b64encode(recording()).decode()
     [result] = ask(server, {"input": "frames 1", "ref_audio": audio, "ref_text": "Hm."}, model="cloner")
     [reference] = next(reversed(server.engine.messages.values())).references
     assert said(result) == frame(0) and reference.transcript == "Hm."
 
 
-def test_whole_files_are_pinned_whatever_is_said_of_streams(server):
+def test_items_are_reproducible_and_ignore_stream_fields(server):
     ask(server, {"input": "frames 1", "stream": True, "stream_format": "sse"}, stream_format="sse")
     assert next(reversed(server.engine.messages.values())).is_pinned
 
 
-def test_a_warning_stands_with_its_item(tmp_path):
+def test_a_warning_is_in_its_items_result(tmp_path):
     with Server(tmp_path) as server:
         [result] = ask(server, {"input": "frames 1"}, model="tts-1")
-        assert "'fake' speaks in its place" in result["warning"] and said(result) == frame(0)
+        assert "'fake' is used instead" in result["warning"] and said(result) == frame(0)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_a_warning_stands_with_its_item(tmp_path):
         ({"items": [{"input": "frames 1"}], "speed": 9}, "speed"),
     ],
 )
-def test_a_wrong_batch_is_refused_as_a_whole(server, body, param):
+def test_an_invalid_batch_is_refused_as_a_whole(server, body, param):
     assert error(server.http.post("/v1/audio/speech/batch", json=body), 400)["param"] == param
 
 
-def test_a_client_that_leaves_cancels_all(server):
+def test_a_disconnect_cancels_all_items(server):
     before = len(server.engine.cancelled)
     items = [{"input": "hold 1", "model": "fake"}] * 3 + [{"input": "frames 1", "model": "fake"}]
     body = json.dumps({"items": items}).encode()
@@ -137,7 +137,7 @@ def test_a_client_that_leaves_cancels_all(server):
     until(lambda: len(server.engine.cancelled) == before + 3)
 
 
-def test_an_engine_that_is_away_is_the_errors_of_those_it_left(tmp_path):
+def test_an_engine_that_dies_fails_the_items_that_it_had(tmp_path):
     with Server(tmp_path) as server:
         results = ask(server, {"input": "hold 1"}, {"input": "die"})
         assert {result["error"]["code"] for result in results} == {"engine_stopped"}
@@ -145,13 +145,13 @@ def test_an_engine_that_is_away_is_the_errors_of_those_it_left(tmp_path):
         assert error(answer, 503)["code"] == "engine_not_ready"
 
 
-def test_the_key_is_asked_for(tmp_path):
+def test_a_batch_needs_the_api_key(tmp_path):
     with Server(tmp_path, api_key="sk") as server:
         answer = server.http.post("/v1/audio/speech/batch", json={"items": [{"input": "frames 1"}]})
         assert error(answer, 401)["code"] == "invalid_api_key"
 
 
-def test_openais_client_reaches_it(server):
+def test_openais_client_can_send_a_batch(server):
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     body = {"model": "fake", "items": [{"input": "frames 1", "response_format": "pcm"}]}
     answer = client.post("/audio/speech/batch", cast_to=object, body=body)

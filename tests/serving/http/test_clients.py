@@ -1,7 +1,7 @@
-"""What well-known clients send, as their sources say it, and the answers that they can use.
+"""Requests of well-known clients, copied from their sources, and the answers that these clients need.
 
-Each case names the repository and the file that its request was read in (November 2026). A client is set up with this server's
-address and otherwise with its own defaults, so that it asks for OpenAI's models and voices.
+Each test names the repository and the file of the request (read in November 2026). The clients know this
+server's address and otherwise use their own defaults, so they ask for OpenAI's models and voices.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ def keyed(tmp_path_factory):
 
 
 def lasts(name, data, seconds, rate_hz=RATE_HZ):
-    """A whole file of that length, as a strict reader hears it."""
+    """Check that a file is valid and has this length."""
     heard_s = len(decoded(name, data, rate_hz)) / rate_hz
     assert 0 <= heard_s - seconds < 0.1, heard_s
 
@@ -43,8 +43,9 @@ def lasts(name, data, seconds, rate_hz=RATE_HZ):
 
 
 def test_open_webui_lists_models_and_voices(server):
-    """open-webui/open-webui, backend/open_webui/routers/audio.py: get_available_models, get_available_voices. It reads
-    `models` and, of each entry of `voices`, `id` and `name`; without a key."""
+    """open-webui/open-webui, backend/open_webui/routers/audio.py: get_available_models,
+    get_available_voices. It sends no key and reads `models`, and `id` and `name` of each entry in
+    `voices`."""
     models = server.http.get("/v1/audio/models").json().get("models", [])
     assert [model["id"] for model in models] == ["fake"]
     voices = server.http.get("/v1/audio/voices").json().get("voices", [])
@@ -53,8 +54,8 @@ def test_open_webui_lists_models_and_voices(server):
 
 @pytest.mark.parametrize("model", ["tts-1", "fake"])
 def test_open_webui_speaks(keyed, model):
-    """open-webui/open-webui, backend/open_webui/routers/audio.py: speech. The page's body, with the model of its settings,
-    and headers about its user; the answer becomes an MP3 file."""
+    """open-webui/open-webui, backend/open_webui/routers/audio.py: speech. It sends the body of its page
+    with the model from its settings, and headers about the user. It stores the answer as an MP3 file."""
     headers = {
         "Content-Type": "application/json",
         "Authorization": "Bearer sk-key",
@@ -76,8 +77,8 @@ def test_open_webui_speaks(keyed, model):
     lasts("mp3", data, TEXT_S)
 
 
-def test_open_webui_shows_what_is_wrong(keyed):
-    """The same: of an answer that is none it shows `error`."""
+def test_open_webui_gets_an_error_message(keyed):
+    """From the same file: if a request fails, it shows `error`."""
     payload = {"input": TEXT, "voice": "nobody", "model": "tts-1"}
     answer = keyed.http.post("/v1/audio/speech", json=payload, headers={"Authorization": "Bearer sk-key"})
     assert "no voice 'nobody'" in error(answer, 400)["message"]
@@ -89,8 +90,8 @@ def test_open_webui_shows_what_is_wrong(keyed):
 @pytest.mark.parametrize("name", ["mp3", "opus", "wav", "aac", "flac", "pcm"])
 @pytest.mark.parametrize("speed", [1.0, 1.25, 0.5])
 def test_home_assistant_openai_tts_speaks(server, name, speed):
-    """sfortis/openai_tts, custom_components/openai_tts/openaitts_engine.py: get_tts (MP3, as a whole) and
-    async_get_tts_stream (in chunks)."""
+    """sfortis/openai_tts, custom_components/openai_tts/openaitts_engine.py: get_tts (a whole MP3 file) and
+    async_get_tts_stream (chunks)."""
     payload = {"model": "tts-1", "input": TEXT, "voice": "shimmer", "response_format": name, "speed": speed}
     headers = {"Content-Type": "application/json", "User-Agent": "HomeAssistant-OpenAI-TTS"}
     with server.http.stream("POST", "/v1/audio/speech", json=payload, headers=headers) as answer:
@@ -99,8 +100,8 @@ def test_home_assistant_openai_tts_speaks(server, name, speed):
     lasts(name, data, TEXT_S / speed, rate_hz)
 
 
-def test_home_assistant_openai_tts_adds_fields_of_ours(server):
-    """The same: `extra_payload` is JSON that is merged into the request."""
+def test_home_assistant_openai_tts_can_send_extra_fields(server):
+    """From the same file: `extra_payload` is JSON that is merged into the request."""
     payload = {"model": "tts-1", "input": TEXT, "voice": "shimmer", "response_format": "mp3", "speed": 1.0}
     payload.update(json.loads('{"language": "english", "seed": 7, "cfg_scale": 3.0}'))
     answer = server.http.post("/v1/audio/speech", json=payload)
@@ -108,16 +109,16 @@ def test_home_assistant_openai_tts_adds_fields_of_ours(server):
 
 
 def test_home_assistant_openai_tts_lists_voices(server):
-    """sfortis/openai_tts, custom_components/openai_tts/voice_listing.py: `limit` is asked for, and `data` is read before
-    `voices`."""
+    """sfortis/openai_tts, custom_components/openai_tts/voice_listing.py: it sends `limit`, and prefers
+    `data` to `voices`."""
     answer = server.http.get("/v1/audio/voices", params={"limit": 100})
     items = answer.json().get("items") or answer.json().get("data") or answer.json().get("voices")
     assert [(item["id"], item["name"]) for item in items] == [("vivian", "vivian"), ("ryan", "ryan")]
 
 
 def test_wyoming_openai_lists_voices_and_speaks(server):
-    """roryeckel/wyoming_openai, src/wyoming_openai/compatibility.py: of `voices` each `id`; handler.py: OpenAI's client, which reads
-    the answer in pieces, and no key where there is none."""
+    """roryeckel/wyoming_openai, src/wyoming_openai/compatibility.py reads `id` of each entry in `voices`.
+    handler.py uses OpenAI's client, reads the answer in pieces, and sends no key if it has none."""
     voices = server.http.get("/v1/audio/voices").json()["voices"]
     assert [voice.get("id") or voice.get("name") for voice in voices] == ["vivian", "ryan"]
 
@@ -139,8 +140,9 @@ def test_wyoming_openai_lists_voices_and_speaks(server):
 
 @pytest.mark.parametrize("speed", [0.25, 1, 4])
 def test_sillytavern_openai_compatible_speaks(server, speed):
-    """SillyTavern/SillyTavern, public/scripts/extensions/tts/openai-compatible.js: fetchTtsGeneration, whose fields its server
-    (src/endpoints/openai.js) passes on; speed is a slider from 0.25 to 4, the voices are OpenAI's first six."""
+    """SillyTavern/SillyTavern, public/scripts/extensions/tts/openai-compatible.js: fetchTtsGeneration. Its
+    server (src/endpoints/openai.js) forwards the fields. Speed is a slider from 0.25 to 4, and the voices
+    are OpenAI's first six."""
     for voice in ("alloy", "echo", "fable", "onyx", "nova", "shimmer"):
         payload = {"input": TEXT, "response_format": "mp3", "voice": voice, "speed": speed, "model": "tts-1"}
         answer = server.http.post("/v1/audio/speech", json=payload, headers={"Authorization": "Bearer none"})
@@ -152,7 +154,8 @@ def test_sillytavern_openai_compatible_speaks(server, speed):
 
 
 def openais(server, **fields):
-    """As OpenAI's asynchronous client asks -> the chunks, and the answer's headers."""
+    """Send a request with OpenAI's asynchronous client, and return the chunks and the headers of the
+    answer."""
 
     async def speak():
         async with (
@@ -165,9 +168,9 @@ def openais(server, **fields):
 
 
 @pytest.mark.parametrize("more", [{}, {"speed": 1.5}, {"instructions": "Cheerfully."}])
-def test_pipecat_hears_pcm_at_24_khz(server, more):
-    """pipecat-ai/pipecat, src/pipecat/services/openai/tts.py: OpenAITTSService.run_tts; its defaults are gpt-4o-mini-tts and
-    alloy, and it takes what comes for 24 kHz."""
+def test_pipecat_gets_pcm_at_24_khz(server, more):
+    """pipecat-ai/pipecat, src/pipecat/services/openai/tts.py: OpenAITTSService.run_tts. Its defaults are
+    gpt-4o-mini-tts and alloy, and it assumes 24 kHz."""
     chunks, headers = openais(
         server, input=TEXT, model="gpt-4o-mini-tts", voice="alloy", response_format="pcm", **more
     )
@@ -175,8 +178,9 @@ def test_pipecat_hears_pcm_at_24_khz(server, more):
     assert len(b"".join(chunks)) == 2 * round(TEXT_S / more.get("speed", 1) * 24000)
 
 
-def test_pcm_is_at_openais_rate_for_who_asks_for_openais_model(tmp_path):
-    """The same of a model with another rate: pcm does not say it, so the speech would be slow and low."""
+def test_requests_for_an_openai_model_get_pcm_at_openais_rate(tmp_path):
+    """This also holds for a model with another rate: pcm does not carry its rate, so the speech would be
+    slow and low."""
     other = msgspec.structs.replace(MODEL, sample_rate_hz=48000)
     with Server(tmp_path, models=[other]) as server:
         chunks, headers = openais(
@@ -188,7 +192,7 @@ def test_pcm_is_at_openais_rate_for_who_asks_for_openais_model(tmp_path):
         for fields in ({"model": "fake"}, {"model": "tts-1", "sample_rate": 48000}):
             answer = server.speak("tone 1", response_format="pcm", **fields)
             assert answer.headers["x-sample-rate"] == "48000"
-        answer = server.speak("tone 1", response_format="wav", model="tts-1")  # which says its rate
+        answer = server.speak("tone 1", response_format="wav", model="tts-1")  # a WAV file carries its rate
         assert answer.headers["x-sample-rate"] == "48000"
 
 
@@ -197,8 +201,9 @@ def test_pcm_is_at_openais_rate_for_who_asks_for_openais_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["mp3", "pcm", "opus", "wav"])
 def test_livekit_speaks(server, name):
-    """livekit/agents, livekit-plugins/livekit-plugins-openai/livekit/plugins/openai/tts.py: TTS and ChunkedStream._run; its
-    defaults are gpt-4o-mini-tts, ash, speed 1.0 and mp3, and the request's id is read from the answer."""
+    """livekit/agents, livekit-plugins/livekit-plugins-openai/livekit/plugins/openai/tts.py: TTS and
+    ChunkedStream._run. Its defaults are gpt-4o-mini-tts, ash, speed 1.0 and mp3, and it reads the request
+    ID from the answer."""
     chunks, headers = openais(
         server,
         input=TEXT,
@@ -214,21 +219,22 @@ def test_livekit_speaks(server, name):
 
 
 def test_livekit_prewarms(server):
-    """The same: TTS.prewarm asks for the address itself, to have a connection; whatever comes is well."""
+    """From the same file: TTS.prewarm requests the base address to open a connection, and accepts any
+    answer."""
     assert server.http.get("/v1/").status_code == 404
 
 
-def test_livekit_tells_what_is_wrong(server):
-    """The same: the message, the status and the body of an APIStatusError become its own."""
+def test_livekit_gets_status_and_code_of_an_error(server):
+    """From the same file: it copies the message, the status and the body of an APIStatusError."""
     with pytest.raises(openai.APIStatusError) as refused:
         openais(server, input="full", model="gpt-4o-mini-tts", voice="ash", response_format="mp3")
     assert refused.value.status_code == 503 and refused.value.body["code"] == "engine_full"
 
 
-# whoever plays a stream as it comes
+# Any client that plays a stream while it arrives
 
 
-def test_audio_is_there_before_the_end_whatever_the_format(server):
+def test_every_format_streams_before_the_speech_ends(server):
     for name in ("mp3", "opus", "aac", "flac", "wav", "pcm"):
         payload = {"model": "tts-1", "input": "tone 30", "voice": "nova", "response_format": name}
         with server.http.stream("POST", "/v1/audio/speech", json=payload) as answer:
@@ -236,6 +242,6 @@ def test_audio_is_there_before_the_end_whatever_the_format(server):
         assert len(sizes) > 5 and max(sizes) < sum(sizes) / 2, name
 
 
-def test_frames_of_the_engine_are_what_is_heard(server):
+def test_pcm_is_exactly_the_engines_frames(server):
     chunks, _ = openais(server, input="frames 3", model="tts-1", voice="nova", response_format="pcm")
     assert b"".join(chunks) == b"".join(map(frame, range(3)))

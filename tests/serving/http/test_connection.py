@@ -1,4 +1,4 @@
-"""What a client may do to its connection: before the key is asked for, and after the answer began."""
+"""Limits on a client's connection: before the API key is checked, and after the answer has begun."""
 
 import json
 import socket
@@ -29,7 +29,7 @@ def connected(server):
 
 
 def rest(client):
-    """All that comes until the server closes."""
+    """Return all data until the server closes the connection."""
     data = b""
     while True:
         try:
@@ -48,7 +48,7 @@ def refused(data, status):
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"G", b"GET /health HTTP/1.1\r\n", SPEAK + b"x-a: b"])
-def test_a_request_that_does_not_come_is_not_waited_for(server, sent):
+def test_an_incomplete_head_times_out(server, sent):
     with connected(server) as client:
         client.sendall(sent)
         began = time.monotonic()
@@ -56,7 +56,7 @@ def test_a_request_that_does_not_come_is_not_waited_for(server, sent):
         assert time.monotonic() - began < 3
 
 
-def test_a_request_that_drips_is_not_waited_for(server):
+def test_a_head_sent_byte_by_byte_times_out(server):
     with connected(server) as client:
         began = time.monotonic()
         try:
@@ -69,15 +69,15 @@ def test_a_request_that_drips_is_not_waited_for(server):
 
 
 @pytest.mark.parametrize("how", [b"content-length: 100", b"transfer-encoding: chunked"])
-def test_a_body_that_does_not_come_is_not_waited_for(server, how):
+def test_an_incomplete_body_times_out(server, how):
     with connected(server) as client:
         client.sendall(SPEAK + b"authorization: Bearer sk-test\r\n" + how + b"\r\n\r\n")
-        assert refused(rest(client), 408)["message"] == "the body did not come within 0.5 s"
+        assert refused(rest(client), 408)["message"] == "the body did not arrive within 0.5 s"
     until(lambda: outcomes(server, "").get("cancelled") == 1)
 
 
 @pytest.mark.parametrize("line", [b"x-many: %s\r\n" % (b"y" * 500), b"z" * 500], ids=["many", "one"])
-def test_headers_have_a_limit(server, line):
+def test_headers_have_a_size_limit(server, line):
     with connected(server) as client:
         client.sendall(SPEAK)
         sent = 0
@@ -87,11 +87,11 @@ def test_headers_have_a_limit(server, line):
                 sent += len(line) * 100
         except (BrokenPipeError, ConnectionResetError):
             pass
-        assert sent < 8 << 20  # what the system's buffers hold, too
+        assert sent < 8 << 20  # includes the buffers of the operating system
     assert server.http.get("/health", headers={"x-long": "y" * (MAX_HEAD_BYTES - 1000)}).status_code == 200
 
 
-def test_trailers_have_a_limit(server):
+def test_trailers_have_a_size_limit(server):
     with connected(server) as client:
         client.sendall(SPEAK + b"transfer-encoding: chunked\r\n\r\n0\r\n")
         sent = 0
@@ -104,7 +104,7 @@ def test_trailers_have_a_limit(server):
         assert sent < 8 << 20
 
 
-def test_a_reader_that_stops_is_left_and_counts_as_cancelled(server):
+def test_a_client_that_stops_reading_is_disconnected_and_counts_as_cancelled(server):
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
@@ -118,10 +118,9 @@ def test_a_reader_that_stops_is_left_and_counts_as_cancelled(server):
         assert len(rest(client)) < 500_000
 
 
-def test_the_engine_is_told_what_clients_took(server):
-    with server.http.stream(
-        "POST", "/v1/audio/speech", json=server.body("hold 30")
-    ):  # ended ones are not told of
+def test_the_engine_is_told_what_clients_have_read(server):
+    # "hold" keeps the request open: the engine is told nothing about finished ones.
+    with server.http.stream("POST", "/v1/audio/speech", json=server.body("hold 30")):
         until(lambda: list(server.engine.heard.values()) == [30])
     body = server.body("frames 5000", response_format="pcm")
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
@@ -130,7 +129,7 @@ def test_the_engine_is_told_what_clients_took(server):
         assert list(server.engine.heard.values())[1] < 5000
 
 
-def test_a_reader_that_leaves_counts_as_cancelled(server, monkeypatch):
+def test_a_slow_client_that_disconnects_counts_as_cancelled(server, monkeypatch):
     monkeypatch.setattr("serving.http.listener.WRITE_S", 60)
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     with socket.socket() as client:
@@ -146,7 +145,7 @@ def test_a_reader_that_leaves_counts_as_cancelled(server, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_slow_reader_is_not_left(server):
+def test_a_slow_reader_stays_connected(server):
     body = server.body("frames 3000", response_format="pcm")
     heard = 0
     with server.http.stream("POST", "/v1/audio/speech", json=body) as answer:
@@ -156,9 +155,9 @@ def test_a_slow_reader_is_not_left(server):
     assert heard == 3000 * 200
 
 
-def test_a_connection_is_used_again_and_an_answer_takes_its_time(server):
-    """No deadline of a request is one of its answer, nor one of a stray line end that an old client sends
-    after its body."""
+def test_deadlines_of_a_request_do_not_affect_its_answer(server):
+    """The answer may take longer than any deadline of the request. An extra line end after a body, which
+    old clients send, starts no deadline either."""
     with connected(server) as client:
         for text, wait_s in (("tone 60", 1.0), ("frames 1", 0.0)):
             body = json.dumps({"input": text, "response_format": "pcm"}).encode()
@@ -167,7 +166,7 @@ def test_a_connection_is_used_again_and_an_answer_takes_its_time(server):
             data = b""
             while not data.endswith(b"0\r\n\r\n"):
                 piece = client.recv(1 << 16)
-                assert piece, "the answer was cut"
+                assert piece, "the answer is incomplete"
                 data += piece
             assert data.startswith(b"HTTP/1.1 200 ") and len(data) > 60 * 3840 * (wait_s > 0)
 

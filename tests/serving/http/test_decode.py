@@ -1,4 +1,4 @@
-"""Reference audio as it comes."""
+"""Decoding of reference audio from clients."""
 
 import io
 import random
@@ -28,7 +28,7 @@ def samples_of(clip):
 
 
 def contained(form, codec):
-    """One second in a container that browsers and phones record to."""
+    """Return one second of audio in a container that browsers and phones use."""
     file = io.BytesIO()
     with av.open(file, "w", format=form) as out:
         stream = out.add_stream(codec, rate=48000, layout="mono")
@@ -44,7 +44,7 @@ def contained(form, codec):
 
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "PCM_U8", "FLOAT", "DOUBLE", "ULAW"])
-def test_wav_is_read_to_the_bit_and_averaged(subtype, channels):
+def test_wav_is_read_exactly_and_averaged_to_mono(subtype, channels):
     data = sound(NOISE[:, :channels], subtype=subtype, rate_hz=44100)
     truth, _ = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     clip = decode(data, 60)
@@ -56,13 +56,13 @@ WRITTEN = [("FLAC", None), ("AIFF", None), ("OGG", "VORBIS"), ("OGG", "OPUS"), (
 
 
 @pytest.mark.parametrize(("kind", "subtype"), WRITTEN)
-def test_what_soundfile_writes(kind, subtype):
+def test_files_written_by_soundfile_are_read(kind, subtype):
     clip = decode(sound(NOISE, kind, subtype), 60)
     assert clip.duration_s == pytest.approx(1, abs=0.01) and np.abs(samples_of(clip)).max() > 0.1
 
 
 @pytest.mark.parametrize("name", sorted({*encode.FORMATS} - {"pcm"}))
-def test_what_this_server_sends(name):
+def test_files_sent_by_this_server_are_read(name):
     encoder = encode.Encoder(name, RATE_HZ)
     for data in (encoder.feed(PCM) + encoder.finish(), encode.file(name, PCM, RATE_HZ)):
         clip = decode(data, 60)
@@ -72,7 +72,7 @@ def test_what_this_server_sends(name):
 
 
 @pytest.mark.parametrize(("form", "codec"), [("mp4", "aac"), ("webm", "libopus"), ("matroska", "libopus")])
-def test_what_phones_and_browsers_record(form, codec):
+def test_recordings_of_phones_and_browsers_are_read(form, codec):
     clip = decode(contained(form, codec), 60)
     assert clip.duration_s == pytest.approx(1, abs=0.1) and samples_of(clip).std() == pytest.approx(
         0.28, abs=0.03
@@ -81,33 +81,36 @@ def test_what_phones_and_browsers_record(form, codec):
 
 WAV = sound(NOISE)
 BAD = {
-    "nothing": (b"", "not audio that is known"),
-    "text": (b"Good morning, this is no audio.", "not audio that is known"),
-    "a playlist": (b"#EXTM3U\nhttp://127.0.0.1/secret.wav\n", "not audio that is known"),
-    "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", "not audio that is known"),
-    "a picture": (b"\x89PNG\r\n\x1a\n" + bytes(100), "not audio that is known"),
-    "a word": (b"RIFF", "no wav audio"),
-    "no samples": (WAV[:44], "no audio in it"),
-    "zeros": (b"RIFF" + bytes(500), "no wav audio"),
-    "noise": (b"fLaC" + NOISE.tobytes(), "no flac audio"),
-    "noise in ogg": (b"OggS" + NOISE.tobytes(), "no ogg audio"),
-    "noise in mp4": (b"\0\0\0\x20ftypM4A " + NOISE.tobytes(), "no mp4 audio"),
-    "half a file": (sound(NOISE, "FLAC")[:50_000], "no flac audio"),
-    "three channels": (sound(np.zeros((100, 3))), "3 channels; one or two"),
-    "ten seconds": (sound(np.zeros((10 * RATE_HZ, 1))), "longer than 5 s"),
-    "an endless header": (encode.wav_header(RATE_HZ) + bytes(2 * 6 * RATE_HZ), "longer than 5 s"),
+    "nothing": (b"", "format is not supported"),
+    "text": (b"Good morning, this is no audio.", "format is not supported"),
+    "a playlist": (b"#EXTM3U\nhttp://127.0.0.1/secret.wav\n", "format is not supported"),
+    "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", "format is not supported"),
+    "a picture": (b"\x89PNG\r\n\x1a\n" + bytes(100), "format is not supported"),
+    "a word": (b"RIFF", "cannot be read as wav"),
+    "no samples": (WAV[:44], "contains no audio"),
+    "zeros": (b"RIFF" + bytes(500), "cannot be read as wav"),
+    "noise": (b"fLaC" + NOISE.tobytes(), "cannot be read as flac"),
+    "noise in ogg": (b"OggS" + NOISE.tobytes(), "cannot be read as ogg"),
+    "noise in mp4": (b"\0\0\0\x20ftypM4A " + NOISE.tobytes(), "cannot be read as mp4"),
+    "half a file": (sound(NOISE, "FLAC")[:50_000], "cannot be read as flac"),
+    "three channels": (sound(np.zeros((100, 3))), "3 channels; use one or two"),
+    "ten seconds": (sound(np.zeros((10 * RATE_HZ, 1))), "longer than the maximum of 5 s"),
+    "an endless header": (
+        encode.wav_header(RATE_HZ) + bytes(2 * 6 * RATE_HZ),
+        "longer than the maximum of 5 s",
+    ),
 }
 
 
 @pytest.mark.parametrize(("data", "says"), BAD.values(), ids=BAD)
-def test_what_is_no_reference(data, says, capfd):
+def test_unusable_files_are_refused(data, says, capfd):
     with pytest.raises(ValueError, match=says):
         decode(data, 5)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_rate_that_no_model_hears_is_not_kept():
-    """A tone below both Nyquist frequencies comes out as one made at the lower rate."""
+def test_rates_above_48_khz_are_resampled():
+    """A tone below both Nyquist frequencies equals one made at the lower rate."""
     at, kept_at = (np.arange(2 * rate_hz) / rate_hz for rate_hz in (192_000, 48_000))
     file = io.BytesIO()
     soundfile.write(file, 0.5 * np.sin(2 * np.pi * 1000 * at), 192_000, format="WAV", subtype="FLOAT")
@@ -118,19 +121,19 @@ def test_a_rate_that_no_model_hears_is_not_kept():
     assert np.abs(heard - truth)[1000:-1000].max() < 1e-4
 
 
-def test_no_more_is_decoded_than_is_taken(monkeypatch):
-    """Ten minutes in a few kilobytes: the first second says that it is too long."""
+def test_decoding_stops_at_the_longest_duration(monkeypatch):
+    """The file has ten minutes in a few kilobytes; after one second it is refused as too long."""
     file = io.BytesIO()
     soundfile.write(file, np.zeros(600 * 48_000, np.int16), 48_000, format="FLAC")
     fed = []
     monkeypatch.setattr(Slower, "feed", lambda self, samples, is_last=False: fed.append(len(samples)) or b"")
-    with pytest.raises(ValueError, match="longer than 1 s"):
+    with pytest.raises(ValueError, match="longer than the maximum of 1 s"):
         decode(file.getvalue(), 1)
     assert sum(fed) <= 48_000
 
 
-def test_what_was_changed_by_chance_is_audio_or_refused():
-    """Some of these name a codec that has no decoder."""
+def test_randomly_changed_files_are_read_or_refused():
+    """Some of these files name a codec that has no decoder."""
     mutate, seeds = random.Random(1), [in_container("matroska", "flac"), in_container("mp4", "aac")]
     refusals = []
     for _ in range(1500):
@@ -141,7 +144,7 @@ def test_what_was_changed_by_chance_is_audio_or_refused():
             decode(bytes(data), 30)
         except ValueError as error:
             refusals.append(str(error))
-    assert len(refusals) > 100 and "it is in a codec that cannot be read here" in refusals
+    assert len(refusals) > 100 and "its codec is not supported" in refusals
 
 
 def in_container(form, codec):

@@ -1,4 +1,4 @@
-"""What a request may hold in memory before the engine has heard of it."""
+"""Limits on the memory of requests that have not reached the engine."""
 
 import asyncio
 import base64
@@ -32,7 +32,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def decoding(monkeypatch):
-    """Decoding waits for this event."""
+    """Return an event that decoding waits for."""
     go, decode_now = threading.Event(), decode.decode
 
     def slow(data, max_s):
@@ -44,7 +44,7 @@ def decoding(monkeypatch):
     go.set()
 
 
-def test_who_finds_the_door_full_is_refused_at_once_and_a_text_goes_by(server, decoding):
+def test_over_the_limit_recordings_are_refused_and_texts_are_not(server, decoding):
     with ThreadPoolExecutor(2) as pool:
         inside = [pool.submit(server.speak, "frames 1", **CLONE) for _ in range(2)]
         door = server.app.state.server.references.decoding
@@ -52,10 +52,8 @@ def test_who_finds_the_door_full_is_refused_at_once_and_a_text_goes_by(server, d
         for answer in (server.speak("frames 1", **CLONE), upload(server)):
             fault = error(answer, 503)
             assert fault["code"] == "server_busy" and answer.headers["retry-after"] == "1"
-            assert (
-                fault["message"]
-                == "2 recordings are being decoded already, and more do not fit; try again in 1 s"
-            )
+            says = "too many recordings are being decoded (limit: 2); try again in 1 s"
+            assert fault["message"] == says
         assert server.speak("frames 1").status_code == 200
         decoding.set()
         assert [answer.result().status_code for answer in inside] == [200, 200]
@@ -64,7 +62,7 @@ def test_who_finds_the_door_full_is_refused_at_once_and_a_text_goes_by(server, d
 
 
 @pytest.mark.parametrize("how", [b"content-length: 1000000", b"transfer-encoding: chunked"])
-def test_a_large_body_that_does_not_come_keeps_its_place_and_no_more(server, how):
+def test_a_large_body_that_does_not_arrive_takes_one_place(server, how):
     head = b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\n" + how + b"\r\n\r\n"
     large = "x" * LARGE_BODY_BYTES
     clients = [socket.create_connection(server.listener.getsockname()) for _ in range(2)]
@@ -72,7 +70,7 @@ def test_a_large_body_that_does_not_come_keeps_its_place_and_no_more(server, how
         client.sendall(head)
     until(lambda: server.app.state.server.bodies.num_inside == 2)
     answer = server.speak(large)
-    assert error(answer, 503)["message"].startswith("2 large bodies are being read already")
+    assert error(answer, 503)["message"].startswith("too many large bodies are being read (limit: 2)")
     assert server.speak("frames 1").status_code == 200
     for client in clients:
         client.close()
@@ -80,8 +78,8 @@ def test_a_large_body_that_does_not_come_keeps_its_place_and_no_more(server, how
     assert error(server.speak(large), 400)["param"] == "input"
 
 
-def test_a_place_is_left_when_the_body_is_there():
-    """Not when the answer ends."""
+def test_a_place_is_free_once_the_body_is_read():
+    """It is not held until the answer ends."""
     door, seen = Door(1, "bodies"), []
 
     async def app(scope, receive, send):
@@ -104,7 +102,7 @@ def test_a_place_is_left_when_the_body_is_there():
 
 
 def test_an_open_answer_holds_no_recording(server):
-    """Neither the body, nor its base64, nor the samples: only the engine has them."""
+    """The server drops the body, its base64 and the samples; only the engine has them."""
     noise = np.random.default_rng(1).uniform(-0.5, 0.5, 20 * 44_100).astype(np.float32)
     clone = {"model": "cloner", "ref_audio": base64.b64encode(recording(noise, 44_100)).decode()}
     server.speak("frames 1", **clone)
@@ -113,11 +111,11 @@ def test_an_open_answer_holds_no_recording(server):
     gc.collect()
     tracemalloc.start()
     with server.http.stream("POST", "/v1/audio/speech", content=body) as answer:
-        chunks = answer.iter_raw()  # to let go of it would close the answer
+        chunks = answer.iter_raw()  # keep the iterator: dropping it would close the answer
         next(chunks)
-        server.speak("frames 1")  # the fake engine keeps the last message that it read
+        server.speak("frames 1")  # replaces the last message, which the fake engine still holds
         server.engine.messages.clear()
         gc.collect()
         held_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert held_bytes < len(body) / 2, f"{held_bytes} bytes are held, of a body of {len(body)}"
+    assert held_bytes < len(body) / 2, f"{held_bytes} bytes are held; the body has {len(body)}"

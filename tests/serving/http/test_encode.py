@@ -1,4 +1,4 @@
-"""The six formats: valid, of the right length, ready early, and the same however the audio is cut."""
+"""The six formats are valid, have the right length, are ready early, and do not depend on the chunks."""
 
 import io
 import wave
@@ -15,28 +15,28 @@ from serving.http import encode
 RATE_HZ = 24000
 FRAME = 1920
 NUM_FRAMES = 30
-MIN_SNR_DB = {"mp3": 40, "opus": 25, "aac": 45}  # the beginning included
-DELAYED = {"mp3", "aac"}  # their encoders' delay cannot be told in a stream
+MIN_SNR_DB = {"mp3": 40, "opus": 25, "aac": 45}  # including the beginning
+DELAYED = {"mp3", "aac"}  # a stream cannot say how long their encoder's delay is
 
 
 def speech(rate_hz=RATE_HZ, seconds=2.4):
-    """Something like a voice: a gliding tone with overtones that comes and goes. [N] float32"""
+    """Return samples [N] float32 similar to a voice: a gliding tone with overtones and changing loudness."""
     t = np.arange(int(rate_hz * seconds)) / rate_hz
     phase = 2 * np.pi * (180 * t + 20 * np.sin(3 * t))
     return ((0.4 * np.sin(phase) + 0.1 * np.sin(3 * phase)) * (0.6 + 0.4 * np.sin(8 * t))).astype(np.float32)
 
 
 def streamed(name, pcm, model_hz=RATE_HZ, asked_hz=None, step=2 * FRAME):
-    """-> the chunks that come of feeding the samples bit by bit, the last one of `finish`; and the rate they
-    are decoded to."""
+    """Feed the samples in steps. Return the chunks, the last one from `finish`, and the rate that they
+    decode to."""
     encoder = encode.Encoder(name, model_hz, asked_hz)
     chunks = [encoder.feed(pcm[at : at + step]) for at in range(0, len(pcm), step)]
     return [*chunks, encoder.finish()], encoder.sample_rate_hz
 
 
 def snr_db(heard, truth):
-    """How well it is what was said, at the delay that fits best. LAME makes everything 5 % quieter, which is
-    no error."""
+    """Return the signal-to-noise ratio at the delay that fits best. The gain is ignored, because LAME makes
+    everything 5 % quieter."""
     delays = range(len(heard) - len(truth) + 1)
     fits = [(float(heard[delay : delay + len(truth)] @ truth), delay) for delay in delays]
     heard = heard[max(fits)[1] :][: len(truth)]
@@ -46,7 +46,7 @@ def snr_db(heard, truth):
 
 @pytest.mark.parametrize("speed", [0.25, 1.3, 4.0])
 @pytest.mark.parametrize("name", encode.FORMATS)
-def test_a_faster_stream_is_valid_and_as_long_as_it_should_be(name, speed):
+def test_a_stream_at_another_speed_is_valid_and_has_the_right_length(name, speed):
     pcm = pcm16(speech())
     encoder = encode.Encoder(name, RATE_HZ, None, speed)
     chunks = [encoder.feed(pcm[at : at + 2 * FRAME]) for at in range(0, len(pcm), 2 * FRAME)]
@@ -54,14 +54,14 @@ def test_a_faster_stream_is_valid_and_as_long_as_it_should_be(name, speed):
     chunks.append(encoder.finish())
     rate_hz = encoder.sample_rate_hz
     more = len(decoded(name, b"".join(chunks), rate_hz)) - round(2.4 * rate_hz / speed)
-    most = 2304 if name in DELAYED else 2  # resampled, a sample is two
+    most = 2304 if name in DELAYED else 2  # opus doubles the rate, so one sample becomes two
     assert -2 <= more <= most
     whole = decoded(name, encode.file(name, pcm, RATE_HZ, None, speed), rate_hz)
     assert -2 <= len(whole) - round(2.4 * rate_hz / speed) <= most
 
 
 @pytest.mark.parametrize("name", encode.FORMATS)
-def test_a_stream_is_valid_and_is_what_was_said(name):
+def test_a_stream_is_valid_and_has_the_original_samples(name):
     truth = speech()
     chunks, rate_hz = streamed(name, pcm16(truth))
     assert rate_hz == (48000 if name == "opus" else RATE_HZ)
@@ -74,17 +74,17 @@ def test_a_stream_is_valid_and_is_what_was_said(name):
 
 
 @pytest.mark.parametrize("name", encode.FORMATS)
-def test_bytes_leave_while_the_audio_is_made(name):
+def test_bytes_are_ready_while_audio_arrives(name):
     chunks, _ = streamed(name, pcm16(speech()))
     sizes = [len(chunk) for chunk in chunks]
-    assert any(sizes[:3]), "a listener waits for more than three frames"
-    assert all(any(sizes[at : at + 3]) for at in range(len(sizes) - 3)), "the stream stands still"
+    assert any(sizes[:3]), "no bytes within the first three frames"
+    assert all(any(sizes[at : at + 3]) for at in range(len(sizes) - 3)), "no bytes for three frames"
     assert sum(sizes[:8]) > 0.1 * sum(sizes)
 
 
 @pytest.mark.parametrize("name", encode.FORMATS)
-def test_it_does_not_matter_how_the_audio_is_cut(name):
-    """Nor when it is encoded: no byte is by chance."""
+def test_the_bytes_do_not_depend_on_the_chunks(name):
+    """No byte is random, so the time of encoding does not matter either."""
     pcm = pcm16(speech(seconds=1))
     cuts = [b"".join(streamed(name, pcm, step=step)[0]) for step in (2 * FRAME, 2 * 25 * FRAME, 2 * 313)]
     assert len(set(cuts)) == 1
@@ -92,7 +92,7 @@ def test_it_does_not_matter_how_the_audio_is_cut(name):
 
 @pytest.mark.parametrize("name", encode.FORMATS)
 @pytest.mark.parametrize("frames", [0, 1])
-def test_hardly_anything_to_say(name, frames):
+def test_very_short_audio_is_valid(name, frames):
     pcm = pcm16(speech())[: 2 * FRAME * frames]
     chunks, rate_hz = streamed(name, pcm)
     for data in (b"".join(chunks), encode.file(name, pcm, RATE_HZ)):
@@ -103,12 +103,12 @@ def test_hardly_anything_to_say(name, frames):
 
 
 @pytest.mark.parametrize("name", encode.FORMATS)
-def test_a_file_knows_its_length(name):
+def test_a_file_has_its_true_length(name):
     truth = speech()
     data = encode.file(name, pcm16(truth), RATE_HZ)
     rate_hz = 48000 if name == "opus" else RATE_HZ
     heard = decoded(name, data, rate_hz)
-    if name != "aac":  # ADTS has nowhere to say it
+    if name != "aac":  # ADTS has no field for the length
         assert len(heard) == len(truth) * rate_hz // RATE_HZ
     if name not in ("aac", "pcm"):
         info = soundfile.info(io.BytesIO(data))
@@ -120,7 +120,7 @@ def test_a_file_knows_its_length(name):
 
 @pytest.mark.parametrize("asked_hz", [8000, 16000, 44100, 48000])
 @pytest.mark.parametrize("model_hz", [24000, 44100])
-def test_resampled_chunk_by_chunk_is_as_resampled_at_once(model_hz, asked_hz):
+def test_resampling_by_chunks_equals_resampling_at_once(model_hz, asked_hz):
     truth = speech(model_hz)
     chunks, rate_hz = streamed("pcm", pcm16(truth), model_hz, asked_hz)
     heard = decoded("pcm", b"".join(chunks), rate_hz)
@@ -132,14 +132,14 @@ def test_resampled_chunk_by_chunk_is_as_resampled_at_once(model_hz, asked_hz):
 
 
 @pytest.mark.parametrize("name", sorted({*encode.FORMATS} - {"opus"}))
-def test_every_format_at_another_rate(name):
+def test_every_format_supports_another_rate(name):
     truth = speech()
     chunks, rate_hz = streamed(name, pcm16(truth), asked_hz=16000)
     more = len(decoded(name, b"".join(chunks), 16000)) - len(truth) * 16000 / RATE_HZ
     assert rate_hz == 16000 and -1 <= more <= (2304 if name in DELAYED else 1)
 
 
-def test_a_models_rate_that_a_codec_has_not_becomes_the_next_one():
+def test_a_models_rate_is_rounded_up_to_one_that_the_codec_supports():
     assert encode.Encoder("mp3", 25000).sample_rate_hz == 32000
     assert encode.Encoder("aac", 96000).sample_rate_hz == 48000
     assert encode.Encoder("flac", 25000).sample_rate_hz == 25000
@@ -150,16 +150,16 @@ def test_a_models_rate_that_a_codec_has_not_becomes_the_next_one():
 
 @pytest.mark.parametrize(
     ("name", "asked_hz", "says"),
-    [("mp3", 9000, "it has: 8000, 11025"), ("opus", 24000, "always decoded to 48000")],
+    [("mp3", 9000, "use one of 8000, 11025"), ("opus", 24000, "always decodes to 48000")],
 )
-def test_a_rate_that_a_format_has_not(name, asked_hz, says):
+def test_an_unsupported_rate_is_refused(name, asked_hz, says):
     with pytest.raises(ValueError, match=says):
         encode.Encoder(name, RATE_HZ, asked_hz)
     with pytest.raises(ValueError, match=says):
         encode.file(name, b"", RATE_HZ, asked_hz)
 
 
-def test_an_encoder_that_is_left_alone_leaves_nothing(capfd):
+def test_an_abandoned_encoder_prints_nothing(capfd):
     for name in encode.FORMATS:
         encoder = encode.Encoder(name, RATE_HZ)
         encoder.feed(pcm16(speech(seconds=0.4)))

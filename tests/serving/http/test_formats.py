@@ -1,5 +1,4 @@
-"""Six formats and events over HTTP, streamed: valid, whole, early, side by side, and with nothing left
-behind."""
+"""The six formats and events over HTTP: streams are valid, complete and early, also next to each other."""
 
 import asyncio
 import base64
@@ -35,7 +34,7 @@ def server(tmp_path_factory):
 
 
 def listen(server, name, **fields):
-    """-> headers, the whole body, and when its first byte came as a part of the time until its last one."""
+    """Return the headers, the body, and the time of its first byte as a share of the time of its last."""
     with httpx.Client(base_url=server.url, timeout=20) as http:
         body = {"input": f"tone {FRAMES}", "response_format": name, **fields}
         with http.stream("POST", "/v1/audio/speech", json=body) as answer:
@@ -48,14 +47,14 @@ def listen(server, name, **fields):
 
 
 def events(data):
-    """Every event of a stream of events, which holds nothing else."""
+    """Return all events of a body, and check that it has nothing else."""
     lines = data.decode().split("\n\n")
     assert lines.pop() == "" and all(line.startswith("data: ") for line in lines)
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def test_eight_streams_in_six_formats_at_once(server):
-    """In one event loop, which goes on turning meanwhile."""
+def test_eight_streams_in_six_formats_leave_the_event_loop_responsive(server):
+    """A task on the event loop measures how late it is woken up."""
     lags = []
 
     async def watch():
@@ -76,11 +75,11 @@ def test_eight_streams_in_six_formats_at_once(server):
         assert first < 0.3, f"{name} is silent for {first:.0%} of the time"
         more_s = len(decoded(name, data, rate_hz)) / rate_hz - LASTS_S
         assert 0 <= more_s < 0.1 if name in ("mp3", "aac") else more_s == 0, f"{name} lasts {more_s} s longer"
-    # half of all turns; a busy machine holds back some, whatever is done
+    # The median: a busy machine always delays some iterations.
     assert sorted(lags)[len(lags) // 2] < 0.01
 
 
-def test_files_in_one_piece(server):
+def test_whole_files_in_every_format(server):
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda name: listen(server, name, stream=False), encode.FORMATS))
     for name, (headers, data, _) in zip(encode.FORMATS, answers, strict=True):
@@ -90,7 +89,7 @@ def test_files_in_one_piece(server):
         assert duration_s == LASTS_S or (name == "aac" and 0 <= duration_s - LASTS_S < 0.1)
 
 
-def test_mp3_is_what_is_sent_when_nothing_is_said_about_it(server):
+def test_mp3_is_the_default_format(server):
     answer = server.http.post("/v1/audio/speech", json={"input": "tone 2"})
     assert (
         answer.headers["content-type"] == "audio/mpeg"
@@ -99,7 +98,7 @@ def test_mp3_is_what_is_sent_when_nothing_is_said_about_it(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_another_sample_rate(server, stream):
+def test_an_answer_can_have_another_sample_rate(server, stream):
     headers, data, _ = listen(server, "wav", sample_rate=16000, stream=stream)
     heard = decoded("wav", data, 16000)
     truth = 0.5 * np.sin(2 * np.pi * 220 * np.arange(len(heard)) / 16000)
@@ -108,7 +107,7 @@ def test_another_sample_rate(server, stream):
 
 
 @pytest.mark.parametrize("name", ["mp3", "opus", "pcm"])
-def test_events_hold_the_file(server, name):
+def test_events_contain_the_file(server, name):
     headers, data, first = listen(server, name, stream_format="sse")
     assert headers["content-type"].startswith("text/event-stream") and first < 0.3
     *deltas, done = events(data)
@@ -125,27 +124,26 @@ def test_events_hold_the_file(server, name):
         assert file == b"".join(map(tone, range(FRAMES)))
 
 
-def test_errors_among_events(server):
+def test_an_error_after_audio_is_an_event(server):
     [delta, error_event] = events(server.speak("fail 1", stream_format="sse", response_format="pcm").content)
     assert base64.b64decode(delta["audio"]) == frame(0)
     fault = {"message": "the codec broke", "type": "server_error", "param": None, "code": "engine_failed"}
     assert error_event == {"type": "error", "error": fault}
-    # before any audio it is an error as ever
+    # Before any audio it is a normal HTTP error.
     assert "codec" in error(server.speak("fail 0", stream_format="sse"), 500)["message"]
     assert error(server.speak("reject voice", stream_format="sse"), 400)["param"] == "voice"
 
 
-def test_a_text_without_audio_ends_in_an_error_event(server):
+def test_an_answer_with_text_but_no_audio_ends_with_an_error_event(server):
     text, fault = events(server.speak("mute", stream_format="sse").content)
     assert text == {"type": "speech.text.delta", "delta": "Hm."}
     assert fault["type"] == "error" and fault["error"]["code"] == "no_audio"
-    assert (
-        error(server.speak("mute"), 422)["code"] == "no_audio"
-    )  # where the text is left out, nothing has begun
+    # Without events the text is left out, so nothing has been sent.
+    assert error(server.speak("mute"), 422)["code"] == "no_audio"
 
 
 @pytest.mark.parametrize("name", encode.FORMATS)
-def test_a_client_that_leaves_an_encoder_behind(server, name):
+def test_a_disconnect_during_encoding_cancels_the_request(server, name):
     before = len(server.engine.cancelled)
     with server.stream("tone 100", response_format=name) as answer:
         next(answer.iter_raw())
@@ -155,6 +153,6 @@ def test_a_client_that_leaves_an_encoder_behind(server, name):
 
 
 @pytest.mark.parametrize("name", ["mp3", "flac"])
-def test_a_failure_after_audio_breaks_an_encoded_answer_too(server, name):
+def test_a_failure_after_audio_cuts_an_encoded_answer_too(server, name):
     with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
         server.speak("fail 20", response_format=name)

@@ -1,4 +1,4 @@
-"""The one line that each speech request leaves in the log."""
+"""The log has one line for each speech request."""
 
 import json
 
@@ -25,7 +25,7 @@ def line(server):
     return found
 
 
-def test_what_a_line_says(server):
+def test_the_line_of_a_request_has_its_facts(server):
     answer = server.speak("frames 3", voice="vivian")
     found = line(server)
     assert found["id"] == answer.headers["x-request-id"]
@@ -46,7 +46,7 @@ def test_what_a_line_says(server):
     }
 
 
-def test_each_end_is_one_line(server):
+def test_every_outcome_is_one_line(server):
     server.speak("silent")
     assert line(server)["reason"] == "no_audio"
     server.speak("full")
@@ -61,7 +61,7 @@ def test_each_end_is_one_line(server):
     assert line(server).items() >= {"reason": "cancelled", "status": 499, "frames": 1}.items()
 
 
-def test_what_is_refused_of_a_batch_is_a_line_each(server):
+def test_every_refused_item_of_a_batch_is_one_line(server):
     items = [{"input": "full"}, {"input": "frames 1"}]
     items += [{"input": "frames 1", name: "nobody"} for name in ("voice", "model")]
     shared = {"model": "fake", "response_format": "pcm", "items": items}
@@ -79,7 +79,7 @@ def test_what_is_refused_of_a_batch_is_a_line_each(server):
     assert all(line["id"] == "mine" and line["path"] == "/v1/audio/speech/batch" for line in refused)
 
 
-def test_what_is_refused_of_a_session_is_a_line_each(server):
+def test_a_refused_utterance_of_a_session_is_one_line(server):
     url = server.url.replace("http", "ws") + "/v1/audio/speech/stream"
     with connect(url, additional_headers={"x-request-id": "mine"}) as socket:
         for message in (
@@ -96,7 +96,7 @@ def test_what_is_refused_of_a_session_is_a_line_each(server):
     assert found["reason"] == "unavailable" and found["path"] == "/v1/audio/speech/stream"
 
 
-def test_a_recording_is_no_name(server):
+def test_the_voice_of_a_recording_is_not_a_name(server):
     import base64
 
     sample = base64.b64encode(recording()).decode()

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""The metrics for Prometheus."""
 
 import platform
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ def server(tmp_path):
         yield server
 
 
-def test_how_requests_ended(server):
+def test_requests_are_counted_by_outcome(server):
     assert metrics.outcomes(server) == {
         "stop": 0,
         "length": 0,
@@ -33,7 +33,7 @@ def test_how_requests_ended(server):
             assert text == "fail 1"
     server.http.post("/v1/audio/speech", json={"inptu": "x"})
     server.http.post("/v1/audio/speech/", content=b"{")
-    server.http.get("/v1/models/nothing")  # no speech request
+    server.http.get("/v1/models/nothing")  # not a speech request, so not counted
     with server.stream("hold 1") as answer:
         next(answer.iter_raw())
     until(lambda: metrics.outcomes(server)["cancelled"] == 1)
@@ -46,14 +46,14 @@ def test_how_requests_ended(server):
         "unavailable": 1,
         "failed": 2,
     }
-    assert metrics.outcomes(server, "") == {"refused": 2}  # whose model was never known
+    assert metrics.outcomes(server, "") == {"refused": 2}  # their model was never known
 
 
-def test_times(server):
+def test_time_to_first_audio_and_audio_are_measured(server):
     server.speak("frames 3")
     server.speak("silent")
     samples = metrics.samples(server)
-    # not of silence
+    # The request without audio does not count.
     assert (
         samples["zoo_time_to_first_audio_seconds_count", "fake"]
         == samples["zoo_real_time_factor_count", "fake"]
@@ -64,8 +64,9 @@ def test_times(server):
     assert samples["zoo_time_to_first_audio_seconds_bucket", "10.0", "fake"] == 1
 
 
-def test_what_a_listener_notices(server, monkeypatch):
-    """By a clock that stands still, no chunk is late; by one that runs a second each time it is read, all are."""
+def test_late_chunks_and_underruns_are_counted(server, monkeypatch):
+    """With a clock that stands still, no chunk is late. With one that advances a second per reading, all
+    are."""
     clock = SimpleNamespace(now_s=0.0, tick_s=0.0)
 
     def perf_counter():
@@ -91,14 +92,14 @@ def test_what_a_listener_notices(server, monkeypatch):
     server.speak("frames 3", stream_format="sse")
     assert told() == [4, 2, 2, 1]
     assert metrics.samples(server)["zoo_stream_underrun_seconds_sum", "fake"] > 1
-    server.speak("frames 1")  # one chunk says nothing
-    server.speak("frames 3", stream=False)  # a file is not listened to while it is made
+    server.speak("frames 1")  # a single chunk cannot be late
+    server.speak("frames 3", stream=False)  # a whole file has no chunks that could be late
     with pytest.raises(httpx.RemoteProtocolError):
-        server.speak("fail 3")  # its end is a failure, not a wait
+        server.speak("fail 3")  # failed streams do not count as underruns
     assert told() == [6, 4, 2, 1]
 
 
-def test_what_the_engine_holds(server):
+def test_the_engines_statistics_are_exposed(server):
     until(lambda: ("zoo_pages",) in metrics.samples(server))
     samples = metrics.samples(server)
     expected = {
@@ -140,7 +141,7 @@ def test_what_the_engine_holds(server):
     assert {name: samples[name] for name in expected} == expected
 
 
-def test_an_engine_that_is_away_holds_nothing(server):
+def test_there_are_no_statistics_while_the_engine_is_away(server):
     until(lambda: ("zoo_pages",) in metrics.samples(server))
     server.call(server.engine.away)
     until(lambda: ("zoo_pages",) not in metrics.samples(server))
@@ -149,12 +150,12 @@ def test_an_engine_that_is_away_holds_nothing(server):
     assert metrics.samples(server)["zoo_engine_restarts_total",] == 1
 
 
-def test_the_key_does_not_guard_the_metrics(tmp_path):
+def test_metrics_need_no_key_by_default(tmp_path):
     with Server(tmp_path, api_key="sk-test") as server:
         assert server.http.get("/metrics").status_code == 200
 
 
-def test_what_runs_and_for_how_long(server):
+def test_versions_and_process_metrics_are_exposed(server):
     samples = metrics.samples(server)
     [build] = [key for key in samples if key[0] == "zoo_build_info"]
     assert platform.python_version() in build and samples[build] == 1
@@ -163,7 +164,7 @@ def test_what_runs_and_for_how_long(server):
     assert ("zoo_time_to_first_audio_seconds_bucket", "120.0", "fake") in metrics.samples(server)
 
 
-def test_the_key_guards_the_metrics_where_that_was_asked_for(tmp_path):
+def test_private_metrics_need_the_key(tmp_path):
     with Server(tmp_path, api_key="sk-test", private_metrics=True) as server:
         assert server.http.get("/metrics").status_code == 401
         assert server.http.get("/metrics", headers={"authorization": "Bearer sk-test"}).status_code == 200

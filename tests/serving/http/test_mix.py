@@ -1,4 +1,4 @@
-"""Requests that mix voices, over HTTP: the engine is told of each by its name."""
+"""Requests over HTTP that mix voices: the engine gets each uploaded voice with its name."""
 
 import msgspec
 import pytest
@@ -22,7 +22,7 @@ def mixing(tmp_path_factory):
         yield server
 
 
-def test_a_mix_takes_its_voices_along_by_name(mixing):
+def test_a_mix_sends_its_voices_by_name(mixing):
     answer = mixing.speak("frames 1", model="mixer", voice="Anna(2)+nova(1)")
     assert answer.status_code == 200, answer.text
     message = mixing.engine.messages[answer.headers["x-request-id"]]
@@ -31,30 +31,30 @@ def test_a_mix_takes_its_voices_along_by_name(mixing):
     assert found == [("anna", None, CLIP), ("bert", "What I say.", CLIP)]
 
 
-def test_a_voice_that_is_mixed_with_itself_goes_along_once(mixing):
+def test_a_voice_mixed_with_itself_is_sent_once(mixing):
     answer = mixing.speak("frames 1", model="mixer", voice="anna+ANNA(2)")
     message = mixing.engine.messages[answer.headers["x-request-id"]]
     assert [reference.name for reference in message.references] == ["anna"]
 
 
 MIXES = [
-    ("mixer", "anna+clara", "there is no voice 'clara': there is anna, bert"),
-    ("cloner", "anna+bert", "model 'cloner' mixes no voices, and 'anna+bert' is a mix"),
+    ("mixer", "anna+clara", "there is no voice 'clara'; available voices: anna, bert"),
+    ("cloner", "anna+bert", "model 'cloner' cannot mix voices, and 'anna+bert' is a mix"),
     (
         "fake",
         "vivian+ryan",
-        "model 'fake' mixes no voices, and 'vivian+ryan' is a mix: there is vivian, ryan",
+        "model 'fake' cannot mix voices, and 'vivian+ryan' is a mix; available voices: vivian, ryan",
     ),
 ]
 
 
 @pytest.mark.parametrize(("model", "voice", "says"), MIXES)
-def test_what_cannot_be_mixed(mixing, model, voice, says):
+def test_impossible_mixes_are_refused(mixing, model, voice, says):
     fault = error(mixing.speak("frames 1", model=model, voice=voice), 400)
     assert fault["param"] == "voice" and says in fault["message"]
 
 
-def test_models_tell_whether_they_mix(mixing):
+def test_models_say_whether_they_can_mix(mixing):
     models = mixing.http.get("/v1/models").json()["data"]
     assert {model["id"]: model["mixes"] for model in models} == {
         "mixer": True,

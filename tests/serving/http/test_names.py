@@ -1,4 +1,4 @@
-"""The names that clients written for OpenAI ask for, and those that `zoo serve --alias` gives."""
+"""OpenAI's names for models and voices, and aliases from `zoo serve --alias`."""
 
 import base64
 
@@ -33,7 +33,7 @@ def strict(tmp_path_factory):
 
 
 def reached(server, **fields):
-    """-> model and voice as the engine has them, and the warning."""
+    """Return the model and the voice that reached the engine, and the warning."""
     answer = server.speak("frames 1", **fields)
     assert answer.status_code == 200, answer.text
     message = server.engine.messages[answer.headers["x-request-id"]]
@@ -41,36 +41,36 @@ def reached(server, **fields):
 
 
 @pytest.mark.parametrize("model", ["tts-1", "tts-1-hd", "gpt-4o-mini-tts", "gpt-4o-mini-tts-2025-12-15"])
-def test_openais_models_are_the_one_model_with_a_warning(server, model):
-    instead = f"model '{model}' is not here; 'fake' speaks in its place"
+def test_openais_models_mean_the_only_model_with_a_warning(server, model):
+    instead = f"model '{model}' is not served; 'fake' is used instead"
     assert reached(server, model=model) == ("fake", None, instead)
 
 
 @pytest.mark.parametrize("voice", ["alloy", "Verse", {"id": "shimmer"}])
-def test_openais_voices_are_the_models_first_with_a_warning(server, voice):
+def test_openais_voices_mean_the_first_voice_with_a_warning(server, voice):
     name = voice["id"] if isinstance(voice, dict) else voice
-    instead = f"voice '{name}' is not here; 'vivian' speaks in its place"
+    instead = f"voice '{name}' does not exist; 'vivian' is used instead"
     assert reached(server, voice=voice) == ("fake", "vivian", instead)
     both = reached(server, voice=voice, model="tts-1", stream_format="sse")
-    assert both[:2] == ("fake", "vivian") and both[2].count(" in its place") == 2
+    assert both[:2] == ("fake", "vivian") and both[2].count(" is used instead") == 2
 
 
-def test_names_that_are_here_are_taken_without_a_word(server):
+def test_real_names_give_no_warning(server):
     assert reached(server, model="fake", voice="Ryan") == ("fake", "Ryan", None)
     assert reached(server) == ("fake", None, None)
 
 
-def test_names_of_nobodys_are_refused(server):
+def test_unknown_names_are_refused(server):
     assert error(server.speak("frames 1", model="tts-2"), 404)["code"] == "model_not_found"
     assert error(server.speak("frames 1", voice="carl"), 400)["param"] == "voice"
 
 
 def test_a_strict_server_refuses_openais_names(strict):
     assert error(strict.speak("frames 1", model="tts-1"), 404)["code"] == "model_not_found"
-    assert "there is vivian, ryan" in error(strict.speak("frames 1", voice="alloy"), 400)["message"]
+    assert "available voices: vivian, ryan" in error(strict.speak("frames 1", voice="alloy"), 400)["message"]
 
 
-def test_of_several_models_openais_names_say_nothing(several):
+def test_a_server_of_several_models_refuses_openais_names(several):
     assert error(several.speak("frames 1", model="tts-1"), 404)["code"] == "model_not_found"
     assert error(several.speak("frames 1", voice="alloy"), 400)["param"] == "voice"
 
@@ -80,11 +80,11 @@ def test_an_alias_is_a_name_like_any_other(several):
     assert several.http.get("/v1/models/fast").json()["id"] == "fake"
 
 
-def test_a_name_that_is_here_goes_before_its_alias(several):
+def test_real_names_take_precedence_over_aliases(several):
     assert reached(several, voice="vivian") == ("fake", "vivian", None)
 
 
-def test_the_lists_say_the_aliases(several):
+def test_the_lists_contain_the_aliases(several):
     models = several.http.get("/v1/models").json()["data"]
     assert [(model["id"], model["aliases"]) for model in models] == [("fake", ["fast"]), ("cloner", ["copy"])]
     choices = several.http.get("/v1/audio/models").json()
@@ -98,25 +98,26 @@ def test_the_lists_say_the_aliases(several):
     }
 
 
-def test_a_model_without_voices_of_its_own_is_left_to_choose(tmp_path):
-    """OpenAI's client cannot leave the voice out; with a recording it is the recording's."""
+def test_a_model_without_voices_ignores_openais_voices(tmp_path):
+    """OpenAI's client must send a voice. With a recording, the voice of the recording is used."""
     with Server(tmp_path, models=[CHANCE]) as server:
-        assert reached(server, voice="alloy") == ("cloner", None, "voice 'alloy' is not here; it is left out")
+        ignored = "voice 'alloy' does not exist; the field is ignored"
+        assert reached(server, voice="alloy") == ("cloner", None, ignored)
         recorded = {"ref_audio": base64.b64encode(recording()).decode(), "ref_text": "Hm."}
-        instead = "voice 'alloy' is not here; the recording speaks in its place"
+        instead = "voice 'alloy' does not exist; the recording is used instead"
         assert reached(server, voice="alloy", **recorded) == ("cloner", None, instead)
         upload(server, "alloy").raise_for_status()
-        assert reached(server, voice="alloy")[2] is None  # an uploaded one is here
+        assert reached(server, voice="alloy")[2] is None  # the uploaded voice is a real name
 
 
-def test_a_warning_is_a_header_whatever_a_model_is_called(tmp_path):
+def test_a_warning_is_a_valid_header_for_any_model_name(tmp_path):
     odd = msgspec.structs.replace(MODEL, id="größe\n", voices=["Zoë"])
     with Server(tmp_path, models=[odd]) as server:
         warning = reached(server, model="tts-1", voice="alloy")[2]
-    assert "'gr\\xf6\\xdfe\\n' speaks" in warning and "'Zo\\xeb' speaks" in warning
+    assert "'gr\\xf6\\xdfe\\n' is used" in warning and "'Zo\\xeb' is used" in warning
 
 
-def test_a_model_that_is_called_as_openais_is_itself(tmp_path):
+def test_a_model_with_an_openai_name_is_used_without_a_warning(tmp_path):
     named = msgspec.structs.replace(MODEL, id="tts-1", voices=["alloy", "ryan"])
     with Server(tmp_path, models=[named]) as server:
         assert reached(server, model="tts-1", voice="alloy") == ("tts-1", "alloy", None)

@@ -1,4 +1,4 @@
-"""The whole of `zoo serve` on the demo checkpoint, and OpenAI's own client in front of it."""
+"""All of `zoo serve` on the demo checkpoint, used through OpenAI's own client."""
 
 import base64
 import io
@@ -27,7 +27,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cloner(tmp_path_factory):
-    """A client of a server that has a model which takes references, and beside it the other server's."""
+    """Return a client of a server with two models: one that takes references, and the other server's."""
     with (
         serving(tmp_path_factory.mktemp("served"), demo="tiny-base", talker="tiny") as url,
         connected(url) as client,
@@ -36,7 +36,7 @@ def cloner(tmp_path_factory):
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """The same PCM but for the last bits: which frames share a window depends on the clock."""
+    """Whether two PCM answers are equal up to the last bits: timing decides which frames share a window."""
     a, b = (np.frombuffer(pcm, "<i2").astype(int) for pcm in (one, other))
     return len(a) == len(b) and np.abs(a - b).max() <= 2
 
@@ -47,7 +47,7 @@ def client(server):
         yield client
 
 
-def test_it_streams_speech(client):
+def test_openais_client_streams_speech(client):
     fields = {"model": "demo", "voice": "vivian", "response_format": "pcm"}
     extra = {"seed": 1, "max_new_tokens": 40, "repetition_penalty": 1.05}
     with client.audio.speech.with_streaming_response.create(
@@ -60,10 +60,10 @@ def test_it_streams_speech(client):
     whole = client.audio.speech.create(
         input="Hello from the zoo.", extra_body={**extra, "stream": False}, **fields
     )
-    assert same(whole.content, streamed)  # the same seed, the same speech
+    assert same(whole.content, streamed)  # the same seed gives the same speech
 
 
-def test_a_long_text_begins_with_its_first_piece_and_numbers_become_words(client):
+def test_long_texts_are_split_and_numbers_are_written_out(client):
     def pcm(text, **extra):
         body = {"seed": 1, "max_new_tokens": 12, "stream": False, **extra}
         fields = {"model": "demo", "voice": "vivian", "response_format": "pcm", "extra_body": body}
@@ -81,8 +81,8 @@ def test_a_long_text_begins_with_its_first_piece_and_numbers_become_words(client
     assert refused.value.param == "normalize"
 
 
-def test_audio_begins_before_it_ends(client):
-    """Chunks are handed on one by one: the first is less than the whole."""
+def test_audio_arrives_in_chunks(client):
+    """Chunks are passed on one by one, so the first is only a part of the answer."""
     fields = {
         "model": "demo",
         "voice": "vivian",
@@ -108,7 +108,7 @@ def test_every_format_of_openais(client, tmp_path, name):
     assert 0 <= heard_s - truth_s < 0.1 if name in ("mp3", "aac") else heard_s == truth_s
 
 
-def test_mp3_is_openais_default_and_ours(client):
+def test_mp3_is_the_default_format(client):
     answer = client.audio.speech.create(
         model="demo", voice="vivian", input="Hello.", extra_body={"max_new_tokens": 5}
     )
@@ -118,7 +118,7 @@ def test_mp3_is_openais_default_and_ours(client):
     )
 
 
-def test_events(client):
+def test_the_events_join_to_the_answer(client):
     extra = {"seed": 1, "max_new_tokens": 10}
     fields = {
         "model": "demo",
@@ -137,7 +137,7 @@ def test_events(client):
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] > usage["output_tokens"]
 
 
-def test_several_at_once_are_as_each_alone(client):
+def test_concurrent_requests_equal_single_ones(client):
     def speak(seed):
         fields = {"model": "demo", "voice": "ryan", "response_format": "pcm", "input": "Hello."}
         return client.audio.speech.create(extra_body={"seed": seed, "max_new_tokens": 20}, **fields).content
@@ -147,18 +147,18 @@ def test_several_at_once_are_as_each_alone(client):
         together = list(pool.map(speak, range(4)))
     for one, among_others in zip(alone, together, strict=True):
         assert same(one, among_others)
-    assert len(set(alone)) == 4  # other seeds, other speech
+    assert len(set(alone)) == 4  # other seeds give other speech
 
 
-def test_models(client):
+def test_openais_client_lists_the_models(client):
     [model] = client.models.list().data
     assert model.id == "demo" and "vivian" in model.voices
     assert client.models.retrieve("demo") == model
 
 
-def test_errors_are_openais(server, client):
+def test_errors_become_openais_exceptions(server, client):
     with pytest.raises(openai.BadRequestError) as refused:
-        client.audio.speech.create(input="Hello.", model="demo", voice="somebody")
+        client.audio.speech.create(input="Hello.", model="demo", voice="carl")
     assert refused.value.param == "voice" and "vivian" in refused.value.message
     with pytest.raises(openai.BadRequestError) as refused:
         client.audio.speech.create(input="Hello.", model="demo", voice="vivian", speed=4.5)
@@ -173,11 +173,11 @@ def test_errors_are_openais(server, client):
         openai.OpenAI(base_url=server + "/v1", api_key="wrong", max_retries=0).models.list()
 
 
-# a model that takes references, beside one that does not
+# A model that takes references, next to one that does not
 
 
 @pytest.mark.slow
-def test_two_models_speak_side_by_side_as_each_alone(client, cloner):
+def test_two_models_at_once_equal_each_model_alone(client, cloner):
     [demo_model, talker] = cloner.models.list().data
     assert (demo_model.id, demo_model.modes, talker.id, talker.modes) == (
         "demo",
@@ -216,13 +216,13 @@ def recording(seed=0, seconds=2.0):
 
 
 def clone(client, **fields):
-    """The PCM of the same short text and seed."""
+    """Return the PCM of a short text with a fixed seed."""
     extra = {"seed": 1, "max_new_tokens": 6, **fields.pop("extra_body", {})}
     fields = {"model": "demo", "input": "Hello.", "response_format": "pcm", "voice": openai.omit, **fields}
     return client.audio.speech.create(extra_body=extra, **fields).content
 
 
-def test_a_voice_is_uploaded_spoken_in_and_deleted(cloner):
+def test_a_voice_is_uploaded_used_and_deleted(cloner):
     sample = ("anna.flac", recording())
     voice = cloner.audio.voices.create(
         name="Anna", audio_sample=sample, consent="I agree.", extra_body={"ref_text": "Hi."}
@@ -249,7 +249,7 @@ def test_a_voice_is_uploaded_spoken_in_and_deleted(cloner):
         clone(cloner, voice="anna")
 
 
-def test_the_sound_of_a_voice_alone(cloner):
+def test_a_voice_without_a_text_gives_only_its_sound(cloner):
     cloner.audio.voices.create(name="bert", audio_sample=recording(), consent="")
     inline = {"ref_audio": "data:audio/flac;base64," + base64.b64encode(recording()).decode()}
     sound = clone(cloner, voice="bert")
@@ -258,7 +258,7 @@ def test_the_sound_of_a_voice_alone(cloner):
     cloner.audio.voices.delete("bert")
 
 
-def test_references_that_the_model_refuses(cloner):
+def test_references_that_the_model_cannot_use_are_refused(cloner):
     def fault(seconds=2.0, loud=1.0, **extra):
         samples = loud * np.random.default_rng(0).uniform(-0.3, 0.3, int(16000 * seconds))
         file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""OpenAI's JavaScript client, as its documentation uses it, in front of every family."""
+"""OpenAI's JavaScript client, used as in its documentation, with every family."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ pytestmark = [
 
 @cache
 def heard(name, where):
-    """What a program of the client's hears of a server of one family."""
+    """Run the program with the client against a server of one family, and return its results."""
     models = [] if name == "the small voice" else [directory(name, "tiny")]
     with serving(where, models=models) as url:
         command = ["node", THERE / "speak.mjs", url + "/v1", KEY]
@@ -54,26 +54,28 @@ def values(pcm):
 
 
 def same(one, other):
-    """Which frames share a window depends on the clock, and with it the last bits."""
+    """Whether two answers are equal up to the last bits: timing decides which frames share a window."""
     return len(one) == len(other) > 0 and np.abs(values(one) - values(other)).max() <= 2
 
 
-def test_it_streams(family):
+def test_the_javascript_client_streams(family):
     pcm = family["pcm"]
     assert pcm["length"] is None and pcm["num_chunks"] > 0 and pcm["requestId"]
-    assert pcm["rate"] == 24000 and values(audio(pcm)).any()  # as OpenAI's, whatever the model's own rate
-    assert "speaks in its place" in pcm["warning"]
+    assert (
+        pcm["rate"] == 24000 and values(audio(pcm)).any()
+    )  # OpenAI's rate, whatever the model's own rate is
+    assert "is used instead" in pcm["warning"]
     assert len(family["models"]) == 1
 
 
-def test_it_hears_the_default_format(family):
+def test_the_javascript_client_gets_mp3_by_default(family):
     mp3 = family["mp3"]
     assert mp3["type"] == "audio/mpeg" and mp3["num_chunks"] >= 1
     seconds = len(decoded("mp3", audio(mp3), mp3["rate"])) / mp3["rate"]
     assert 0 <= seconds - len(audio(family["pcm"])) / 2 / 24000 < 0.12
 
 
-def test_a_whole_answer_is_what_is_streamed(family):
+def test_a_whole_answer_equals_the_stream(family):
     whole = audio(family["whole"])
     assert int(family["whole"]["length"]) == len(whole)
     assert same(whole, audio(family["pcm"]))
@@ -81,7 +83,7 @@ def test_a_whole_answer_is_what_is_streamed(family):
     assert wav[:4] == b"RIFF" and int.from_bytes(wav[4:8], "little") == len(wav) - 8
 
 
-def test_its_events_join_to_the_answer(family):
+def test_the_events_join_to_the_answer(family):
     *deltas, last = family["events"]
     assert {event["type"] for event in deltas} == {"speech.audio.delta"} and last[
         "type"
@@ -90,12 +92,12 @@ def test_its_events_join_to_the_answer(family):
     assert last["usage"]["output_tokens"] > 0
 
 
-def test_it_leaves_and_asks_again(family):
+def test_the_javascript_client_cancels_and_asks_again(family):
     assert family["left"]["heard"] > 0 and family["left"]["error"] in (None, "AbortError")
     assert same(audio(family["afterwards"]), audio(family["pcm"]))
 
 
-def test_its_errors_are_its_own(family):
+def test_errors_become_the_javascript_clients_exceptions(family):
     empty = family["empty"]
     assert (empty["class"], empty["status"], empty["param"]) == ("BadRequestError", 400, "input")
     assert empty["requestID"] and empty["type"] == "invalid_request_error"

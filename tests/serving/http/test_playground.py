@@ -1,4 +1,4 @@
-"""The page at GET /, as files and headers; test_playground_in_browser.py uses it."""
+"""The files and headers of the page at GET /. test_playground_in_browser.py tests the page in a browser."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ def server(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """What a page has: (tag, attributes) of each element."""
+    """The elements of a page, as (tag, attributes)."""
 
     def __init__(self, text):
         super().__init__()
@@ -37,7 +37,7 @@ class Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
 
 
-def test_browsers_get_a_page_and_others_learn_where_the_api_is(server):
+def test_browsers_get_the_page_and_other_clients_get_the_api_addresses(server):
     page = server.http.get("/", headers=BROWSER)
     assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.text == TEXTS["index.html"]
@@ -49,7 +49,7 @@ def test_browsers_get_a_page_and_others_learn_where_the_api_is(server):
         )
 
 
-def test_the_page_may_run_its_own_modules_and_nothing_else(server):
+def test_the_page_may_only_run_its_own_modules(server):
     policy = server.http.get("/", headers=BROWSER).headers["content-security-policy"]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == rules["frame-ancestors"] == "'none'"
@@ -58,7 +58,7 @@ def test_the_page_may_run_its_own_modules_and_nothing_else(server):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_file_is_sent_once_and_then_only_asked_about(server, name):
+def test_each_file_is_sent_once_and_then_revalidated(server, name):
     answer = server.http.get(f"/playground/{name}")
     assert answer.status_code == 200 and answer.text == TEXTS[name]
     assert answer.headers["content-type"].startswith(TYPES[FILES.joinpath(name).suffix])
@@ -76,25 +76,25 @@ def test_each_file_is_sent_once_and_then_only_asked_about(server, name):
 @pytest.mark.parametrize(
     "path", ["nothing.js", "..%2fapp.py", "%2e%2e/app.py", "", "index.html/x", ".", "a%00"]
 )
-def test_nothing_but_the_page_is_among_its_files(server, path):
+def test_only_files_of_the_page_are_served(server, path):
     assert error(server.http.get(f"/playground/{path}"), 404)["code"] == "not_found"
 
 
-def test_it_can_be_left_out(tmp_path):
+def test_the_page_can_be_turned_off(tmp_path):
     with Server(tmp_path, playground=False) as server:
         assert server.http.get("/", headers=BROWSER).json()["schema"] == "/schema"
         assert error(server.http.get("/playground/main.js"), 404)["code"] == "not_found"
 
 
 @pytest.mark.parametrize(("options", "has_page"), [([], True), (["--no-playground"], False)])
-def test_zoo_serve_has_an_option_for_it(tmp_path, monkeypatch, options, has_page):
+def test_zoo_serve_has_an_option_for_the_page(tmp_path, monkeypatch, options, has_page):
     started = []
     monkeypatch.setattr(supervisor, "serve", lambda *arguments: started.append(arguments) or 0)
     assert zoo("serve", str(tmp_path), *options).returncode == 0
     assert started[0][3]["playground"] is has_page
 
 
-def test_every_file_that_a_file_names_is_there():
+def test_every_referenced_file_exists():
     for tag, attributes in Page(TEXTS["index.html"]).elements:
         address = attributes.get("src") or attributes.get("href", "")
         if tag in ("link", "script"):
@@ -104,7 +104,7 @@ def test_every_file_that_a_file_names_is_there():
             assert module.startswith("./") and module[2:] in NAMES, f"{name} imports {module}"
 
 
-def test_it_asks_no_other_server_and_makes_no_tags_of_text():
+def test_the_page_uses_no_other_server_and_makes_no_tags_from_text():
     for name, text in TEXTS.items():
         found = re.findall(r"https?://[^\s\"'`]*|//\w+\.\w+/", text.replace("http://www.w3.org/2000/svg", ""))
         assert not found, f"{name}: {found}"
@@ -118,7 +118,7 @@ def test_it_asks_no_other_server_and_makes_no_tags_of_text():
         assert tag != "script" or "src" in attributes
 
 
-def test_every_field_has_a_label_and_every_reference_its_element():
+def test_every_field_has_a_label_and_every_reference_an_element():
     elements = Page(TEXTS["index.html"]).elements
     ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -133,8 +133,8 @@ def test_every_field_has_a_label_and_every_reference_its_element():
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_colours_have_the_contrast_that_wcag_asks_for(theme):
-    """AA: 4.5 of text, 3 of what shows where a control is."""
+def test_colours_have_the_contrast_that_wcag_requires(theme):
+    """Level AA: 4.5 for text, 3 for the outlines of controls."""
     light, dark = re.findall(r":root \{(.*?)\}", TEXTS["style.css"], re.DOTALL)
     colours = dict(re.findall(r"--([\w-]+): (#\w{6});", light if theme == "light" else dark))
     for ground in ("ground", "surface"):
@@ -158,8 +158,8 @@ def luminance(colour):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_the_page(tmp_path):
-    """Built elsewhere: setuptools writes beside what it packs."""
+def test_a_wheel_contains_the_page(tmp_path):
+    """The wheel is built from a copy, because setuptools writes next to the sources."""
     source = tmp_path / "source"
     shutil.copytree(ROOT / "serving", source / "serving", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

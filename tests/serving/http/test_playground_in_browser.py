@@ -1,4 +1,4 @@
-"""The page at GET /, in a headless Chromium, against an engine process without a model (fake_engine.py)."""
+"""The page at GET / in a headless Chromium, with a fake engine (fake_engine.py)."""
 
 import asyncio
 import io
@@ -26,7 +26,7 @@ COMMANDS = ("chromium", "chromium-browser", "google-chrome")
 SOUND = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
 KEY = "sk-test"
 IS_OVER = "playground.take !== null && !playground.isSpeaking"
-NOT_LOADED = "Failed to load resource: "  # what any error leaves in the console, whoever expects it
+NOT_LOADED = "Failed to load resource: "  # the console shows it for every HTTP error, even expected ones
 TEXT = 'it\'s "$HOME" `a` \\n ${b} %s größer\n 語 😀 </script>'
 NASTY = "<img src=x onerror=alert(1)>"
 STRANGE = msgspec.structs.replace(
@@ -64,7 +64,8 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def visit(chromium):
-    """Opens the page of a server. In the end it must have met no error, and asked no other server."""
+    """Return a function that opens a server's page. At the end, check that the page had no errors and used
+    no other server."""
     contexts, wrong = [], []
 
     def open_page(server, *, is_ready=True, **options):
@@ -105,12 +106,13 @@ def speak(page, text):
 
 
 def wait(page, fact):
-    """Playwright's own waiting evaluates texts in the page, which its policy forbids."""
+    """Wait for a condition. Playwright's own function evaluates strings in the page, which its policy
+    forbids."""
     until(lambda: page.evaluate(fact), 10)
 
 
 def player_of(page):
-    """Its bookkeeping."""
+    """Return the player's records."""
     return page.evaluate(
         "(({ length, runs, schedule, leadS }) => ({ length, runs, schedule, leadS }))(playground.take.player)"
     )
@@ -124,13 +126,13 @@ def asked_last(server):
     return list(server.engine.asked.values())[-1]
 
 
-def test_it_loads(page, server):
+def test_the_page_loads(page, server):
     assert page.title() == "speechzoo" and shown(page, "speak") == "Speak"
     assert page.input_value("#model") == "fake" and page.input_value("#voice") == "vivian"
     assert "24 kHz" in shown(page, "model-hint") and "research only" in shown(page, "model-hint")
 
 
-def test_it_speaks_and_hands_out_what_was_said(page, server, tmp_path):
+def test_speech_plays_and_can_be_downloaded(page, server, tmp_path):
     speak(page, "tone 25")
     wait(page, IS_OVER)
     assert page.evaluate("playground.take.player.context.sampleRate") == RATE_HZ
@@ -149,7 +151,8 @@ def test_it_speaks_and_hands_out_what_was_said(page, server, tmp_path):
 
 
 def check_schedule(player, num_samples):
-    """Every chunk begins where the one before it ends, to the sample, but where it came too late: there a run begins, which is counted."""
+    """Check that every chunk begins exactly where the one before it ends. A chunk that arrived too late
+    begins a run, which is recorded."""
     assert player["length"] == num_samples == sum(chunk["length"] for chunk in player["schedule"])
     begins = {run["from"]: run["frame"] for run in player["runs"]}
     at, frame = 0, None
@@ -159,15 +162,16 @@ def check_schedule(player, num_samples):
         at, frame = at + chunk["length"], frame + chunk["length"]
 
 
-def test_speech_that_comes_in_time_has_no_gap(visit, server):
-    """The clock of the sound stands still until all is there, so that no slow machine makes anything late."""
+def test_speech_that_arrives_in_time_plays_without_a_gap(visit, server):
+    """The audio clock stands still until everything has arrived, so that a slow machine makes nothing
+    late."""
     page = visit(server)
     page.evaluate(
         """AudioContext.prototype.hear = AudioContext.prototype.resume;
         AudioContext.prototype.resume = AudioContext.prototype.suspend;
         null"""
     )
-    page.click("#input")  # which makes the sound ready
+    page.click("#input")  # starts the audio output
     wait(page, "[...playground.contexts.values()].every((context) => context.state === 'suspended')")
     speak(page, "tone 25")
     wait(page, "playground.take?.isComing === false")
@@ -180,8 +184,8 @@ def test_speech_that_comes_in_time_has_no_gap(visit, server):
     assert page.evaluate("playground.take.positionS") == 2.0
 
 
-def test_what_is_heard_is_what_came_sample_by_sample(page):
-    """Chunks of all sizes, rendered by the browser's own mixer."""
+def test_playback_equals_the_received_samples(page):
+    """The browser's own mixer renders chunks of many sizes."""
     sizes = [random.Random(1).randrange(1, 3000) for _ in range(40)]
     heard = page.evaluate(
         """async (sizes) => {
@@ -200,7 +204,7 @@ def test_what_is_heard_is_what_came_sample_by_sample(page):
     np.testing.assert_allclose(heard[2:], np.sin(np.arange(sum(sizes))), atol=1e-6)
 
 
-def test_speech_that_comes_too_late_is_counted_and_waits_longer_from_then_on(page, server):
+def test_an_underrun_is_counted_and_increases_the_lead(page, server):
     server.call(server.engine.go.clear)
     speak(page, "frames 3")
     wait(page, "playground.take?.player?.positionS > 0.004")
@@ -216,7 +220,7 @@ def test_speech_that_comes_too_late_is_counted_and_waits_longer_from_then_on(pag
     ("text", "num_samples"), [("hold 3", 300), ("queued", 0)], ids=["speaking", "waiting"]
 )
 @pytest.mark.parametrize("key", ["Escape", None], ids=["by key", "by button"])
-def test_stop_cancels(page, server, text, num_samples, key):
+def test_stop_cancels_the_request(page, server, text, num_samples, key):
     num_asked = len(server.engine.asked)
     speak(page, text)
     wait(page, f"playground.take.length === {num_samples}")
@@ -227,14 +231,14 @@ def test_stop_cancels(page, server, text, num_samples, key):
     assert page.is_visible("#download") == bool(num_samples) and shown(page, "problem") == ""
 
 
-def test_leaving_the_page_cancels(page, server):
+def test_leaving_the_page_cancels_the_request(page, server):
     speak(page, "hold 3")
     wait(page, "playground.take.length === 300")
     page.goto("about:blank")
     until(lambda: list(server.engine.asked)[-1] in server.engine.cancelled)
 
 
-def test_keys_speak_and_what_is_spoken_ends_for_what_is_asked_next(page, server):
+def test_a_new_request_cancels_the_current_one(page, server):
     speak(page, "hold 3")
     wait(page, "playground.take.length === 300")
     first = list(server.engine.asked)[-1]
@@ -244,7 +248,7 @@ def test_keys_speak_and_what_is_spoken_ends_for_what_is_asked_next(page, server)
     until(lambda: first in server.engine.cancelled)
 
 
-def test_it_plays_again(page):
+def test_play_again_repeats_the_speech(page):
     speak(page, "frames 50")
     wait(page, IS_OVER)
     page.click("#again")
@@ -254,7 +258,7 @@ def test_it_plays_again(page):
 
 
 @pytest.mark.parametrize("param", ["text", "voice", "language", "cfg_scale", "max_frames"])
-def test_an_error_is_shown_beside_the_field_that_it_is_about(page, param):
+def test_an_error_is_shown_next_to_its_field(page, param):
     name = {"text": "input", "max_frames": "max_new_tokens"}.get(param, param)
     speak(page, f"reject {param}")
     field = page.locator(f"[data-field={name}]")
@@ -278,7 +282,7 @@ def test_an_error_is_shown_beside_the_field_that_it_is_about(page, param):
         ("fail 2", "the codec broke"),
     ],
 )
-def test_an_error_of_no_field_is_shown_in_words(page, text, message):
+def test_an_error_without_a_field_is_shown_as_text(page, text, message):
     speak(page, text)
     sync_api.expect(page.locator("#problem")).to_have_text(message)
     assert page.get_attribute("#problem", "role") == "alert" and shown(page, "speak") == "Speak"
@@ -287,7 +291,7 @@ def test_an_error_of_no_field_is_shown_in_words(page, text, message):
     assert shown(page, "problem") == ""
 
 
-def test_a_value_that_makes_no_sense_is_the_servers_to_refuse(page):
+def test_invalid_values_are_sent_and_refused_by_the_server(page):
     page.click("summary")
     page.fill("#option-temperature", "warm")
     speak(page, "frames 1")
@@ -296,7 +300,7 @@ def test_a_value_that_makes_no_sense_is_the_servers_to_refuse(page):
     )
 
 
-def test_options_are_those_of_the_model_and_only_what_was_set_is_sent(page, server):
+def test_the_models_options_are_shown_and_only_set_values_are_sent(page, server):
     names = "[...document.querySelectorAll('#options .field')].map((field) => field.dataset.field)"
     page.click("summary")
     assert page.evaluate(names) == [option.name for option in MODEL.options]
@@ -339,7 +343,7 @@ def choose_recording(page, tmp_path, name="the speaker's.wav", **more):
 
 @pytest.mark.parametrize("language", ["curl", "python"])
 @pytest.mark.parametrize("has_recording", [False, True])
-def test_what_is_copied_does_the_same(page, server, tmp_path, language, has_recording):
+def test_copied_code_makes_the_same_request(page, server, tmp_path, language, has_recording):
     if has_recording:
         choose_recording(page, tmp_path)
         page.fill("#ref-text", "What I say.")
@@ -369,7 +373,7 @@ def test_what_is_copied_does_the_same(page, server, tmp_path, language, has_reco
     assert file.getvalue()[44:] == b"".join(map(frame, range(3)))
 
 
-def test_the_code_is_of_what_was_done_until_something_else_is_asked_for(page, server):
+def test_the_code_shows_the_last_request_until_a_setting_changes(page, server):
     assert '"seed"' not in shown(page, "code")
     speak(page, "frames 1")
     wait(page, IS_OVER)
@@ -387,31 +391,31 @@ def test_the_code_is_of_what_was_done_until_something_else_is_asked_for(page, se
     ("level", "num_s", "judgement"),
     [
         (0.5, 2, "2.0 s, peak -6 dB: good"),
-        (0.5, 0.5, "0.5 s, peak -6 dB: too short, 1 to 30 s are possible"),
-        (0.5, 31, "31.0 s, peak -6 dB: too long, 1 to 30 s are possible"),
-        (0.01, 2, "2.0 s, peak -40 dB: very quiet; come closer to the microphone"),
+        (0.5, 0.5, "0.5 s, peak -6 dB: too short; use 1 to 30 s"),
+        (0.5, 31, "31.0 s, peak -6 dB: too long; use 1 to 30 s"),
+        (0.01, 2, "2.0 s, peak -40 dB: very quiet; move closer to the microphone"),
         (1, 2, "2.0 s, peak 0 dB: clipped; record it with less gain"),
     ],
 )
-def test_a_recording_is_judged(page, tmp_path, level, num_s, judgement):
-    """Of two channels, at the rate that the page decodes to."""
+def test_a_recording_gets_a_verdict(page, tmp_path, level, num_s, judgement):
+    """The recording has two channels, at the rate that the page decodes to."""
     samples = np.full((round(48000 * num_s), 2), level, np.float32)
     choose_recording(page, tmp_path, samples=samples, rate_hz=48000)
     assert shown(page, "ref-facts") == f"the speaker's.wav: {judgement}"
 
 
-def test_a_file_that_is_no_recording_is_said_to_be_none(page, tmp_path):
+def test_a_file_that_is_not_audio_is_reported(page, tmp_path):
     (tmp_path / "x.wav").write_bytes(b"RIFF and then nothing that is audio")
     page.select_option("#model", "cloner")
     page.set_input_files("#ref-file", tmp_path / "x.wav")
     sync_api.expect(page.locator("#ref-facts")).to_have_text(
-        "x.wav: this browser cannot read it; the server may"
+        "x.wav: this browser cannot read the file, but the server may be able to"
     )
     speak(page, "frames 1")
     sync_api.expect(page.locator("[data-field=ref_audio] .error")).to_contain_text("ref_audio cannot be used")
 
 
-def test_the_microphone_is_recorded(page, server):
+def test_the_microphone_can_be_recorded(page, server):
     page.select_option("#model", "cloner")
     page.click("#record")
     wait(page, r"/^Recording: (1\.[5-9]|[2-9])/.test(document.querySelector('#ref-facts').textContent)")
@@ -425,7 +429,7 @@ def test_the_microphone_is_recorded(page, server):
     assert reference.clip.duration_s >= 1 and np.abs(np.frombuffer(reference.clip.samples, "<f4")).max() > 0.1
 
 
-def test_a_server_with_a_key_asks_for_it(visit, tmp_path):
+def test_the_page_asks_for_the_api_key(visit, tmp_path):
     with Server(tmp_path, api_key=KEY) as server:
         page = visit(server, is_ready=False)
         page.wait_for_selector("#locked:visible")
@@ -449,7 +453,7 @@ def test_a_server_with_a_key_asks_for_it(visit, tmp_path):
         assert first == second
 
 
-def test_it_waits_for_a_server_that_is_not_ready(visit, tmp_path):
+def test_the_page_waits_until_the_server_is_ready(visit, tmp_path):
     with Server(tmp_path) as server:
         server.call(server.engine.tell, protocol.Status("loading", 0.4, "reading weights"))
         until(lambda: server.http.get("/ready").status_code == 503)
@@ -462,7 +466,7 @@ def test_it_waits_for_a_server_that_is_not_ready(visit, tmp_path):
         assert not page.is_visible("#waiting")
 
 
-def test_it_waits_for_an_engine_that_went_away(visit, tmp_path):
+def test_the_page_waits_for_a_stopped_engine(visit, tmp_path):
     with Server(tmp_path) as server:
         page = visit(server)
         speak(page, "die")
@@ -475,13 +479,13 @@ def test_it_waits_for_an_engine_that_went_away(visit, tmp_path):
         wait(page, "playground.take.length === 200")
 
 
-def test_an_answer_that_is_cut_is_not_taken_for_the_whole(visit, tmp_path):
+def test_an_incomplete_answer_is_an_error(visit, tmp_path):
     with Server(tmp_path) as server:
         page = visit(server)
         speak(page, "hold 3")
         wait(page, "playground.take.length === 300")
         asyncio.run_coroutine_threadsafe(close_connections(server), server.loop).result(5)
-        sync_api.expect(page.locator("#problem")).to_contain_text("The connection broke")
+        sync_api.expect(page.locator("#problem")).to_contain_text("The connection was lost")
         assert shown(page, "speak") == "Speak"
 
 
@@ -490,7 +494,7 @@ async def close_connections(server):
         connection.transport.abort()
 
 
-def test_what_a_model_calls_things_is_text(visit, tmp_path):
+def test_names_from_a_model_are_shown_as_plain_text(visit, tmp_path):
     with Server(tmp_path, models=[STRANGE]) as server:
         page = visit(server)
         page.click("summary")
@@ -502,14 +506,14 @@ def test_what_a_model_calls_things_is_text(visit, tmp_path):
 
 
 @pytest.mark.parametrize("width", [320, 390, 1440])
-def test_it_fits(visit, server, width):
+def test_the_page_fits_the_width(visit, server, width):
     page = visit(server, viewport={"width": width, "height": 800})
     page.select_option("#model", "cloner")
     page.click("summary")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_tab_goes_through_it_in_order(page):
+def test_tab_moves_through_the_fields_in_order(page):
     page.focus("#input")
     visited = []
     for _ in range(7):

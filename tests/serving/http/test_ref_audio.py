@@ -1,4 +1,4 @@
-"""Reference audio that comes with a request: inline, by URL, and wrong in every way."""
+"""Reference audio in a request: inline, by URL, and invalid in many ways."""
 
 import base64
 import io
@@ -42,7 +42,7 @@ def server(tmp_path_factory):
 
 
 def reached(server, **fields):
-    """-> what of the reference reached the engine."""
+    """Return the references and options that reached the engine."""
     answer = server.speak("frames 1", **fields)
     assert answer.status_code == 200, answer.text
     assert answer.content[44:] == frame(0)
@@ -53,14 +53,14 @@ def reached(server, **fields):
 @pytest.mark.parametrize(
     "prefix", ["", "data:audio/wav;base64,", "DATA:audio/x-wav;codecs=1;BASE64,", "data:;base64,"]
 )
-def test_a_reference_and_its_text(server, prefix):
+def test_a_reference_reaches_the_engine_with_its_text(server, prefix):
     assert reached(server, ref_audio=prefix + BASE64, ref_text="What I say.") == (
         [Reference(CLIP, "What I say.")],
         None,
     )
 
 
-def test_the_other_forms(server):
+def test_references_can_be_sent_in_other_forms(server):
     assert reached(server, ref_audio=BASE64, x_vector_only_mode=True) == (
         [Reference(CLIP)],
         {"x_vector_only_mode": True},
@@ -76,12 +76,12 @@ def test_the_other_forms(server):
     assert reached(server, ref_audio=BASE64, references=[], task_type="Base", voice=None, model="cloner")[
         0
     ] == [Reference(CLIP)]
-    assert reached(server) == ([], None)  # the engine will say that it needs one
+    assert reached(server) == ([], None)  # the real engine would refuse it
 
 
 def test_models_say_whether_they_take_references(server):
     cloner, fake = server.http.get("/v1/models").json()["data"]
-    # the model's own limits within the server's
+    # The model's limits, narrowed by the server's.
     assert (cloner["modes"], cloner["reference_s"]) == (["clone"], [1.0, 20.0])
     assert fake["reference_s"] is None
 
@@ -91,11 +91,11 @@ BAD = {
     "no base64": ({"ref_audio": "hello!"}, "ref_audio", "neither a data URL nor base64"),
     "not ASCII": ({"ref_audio": "ä" * 8}, "ref_audio", "neither a data URL nor base64"),
     "a file's name": ({"ref_audio": "file:///etc/passwd"}, "ref_audio", "neither a data URL nor base64"),
-    "nothing": ({"ref_audio": ""}, "ref_audio", "not audio that is known"),
+    "nothing": ({"ref_audio": ""}, "ref_audio", "format is not supported"),
     "no audio": (
         {"ref_audio": base64.b64encode(b"Good morning.").decode()},
         "ref_audio",
-        "not audio that is known",
+        "format is not supported",
     ),
     "a data URL of text": ({"ref_audio": "data:text/plain,hello"}, "ref_audio", "data:audio/wav;base64,"),
     "a data URL without an end": (
@@ -106,9 +106,13 @@ BAD = {
     "a URL": (
         {"ref_audio": "https://example.com/a.wav"},
         "ref_audio",
-        "fetches no URLs .* --allow-url-references",
+        "does not fetch URLs .* --allow-url-references",
     ),
-    "too long": ({"ref_audio": base64.b64encode(LONG).decode()}, "ref_audio", "longer than 20 s"),
+    "too long": (
+        {"ref_audio": base64.b64encode(LONG).decode()},
+        "ref_audio",
+        "longer than the maximum of 20 s",
+    ),
     "too large": (
         {"ref_audio": base64.b64encode(bytes(600_000)).decode()},
         "ref_audio",
@@ -123,16 +127,20 @@ BAD = {
         "2 references are given; model 'cloner' takes up to 1",
     ),
     "seventeen": ({"references": [{"audio": "x"}] * 17}, "references", "a list of up to 16"),
-    "an empty item": ({"references": [{}]}, "references", "has 0 of audio and ref_audio"),
+    "an empty item": (
+        {"references": [{}]},
+        "references",
+        "exactly one of audio and ref_audio .*; one item has 0",
+    ),
     "both names": (
         {"references": [{"audio": BASE64, "ref_audio": BASE64}]},
         "references",
-        "has 2 of audio and ref_audio",
+        "exactly one of audio and ref_audio .*; one item has 2",
     ),
     "two texts": (
         {"references": [{"audio": BASE64, "text": "a"}], "ref_text": "b"},
         "references",
-        "give one",
+        "both given; leave one out",
     ),
     "an unknown name": (
         {"references": [{"audio": BASE64, "vq_codes": [1]}]},
@@ -141,29 +149,29 @@ BAD = {
     ),
     "no list": ({"references": {"audio": BASE64}}, "references", "a list of up to 16"),
     "bad in a list": ({"references": [{"audio": "!"}]}, "references", "neither a data URL nor base64"),
-    "a text alone": ({"ref_text": "What I say."}, "ref_text", "there is no ref_audio"),
-    "too short": ({"ref_audio": SHORT}, "ref_audio", "lasts 0.5 s; from 1 to 20 s are possible"),
+    "a text alone": ({"ref_text": "What I say."}, "ref_text", "ref_audio is missing"),
+    "too short": ({"ref_audio": SHORT}, "ref_audio", "lasts 0.5 s; it must last 1 to 20 s"),
     "too short in a list": (
         {"references": [{"audio": SHORT}]},
         "references",
-        "lasts 0.5 s; from 1 to 20 s are possible",
+        "lasts 0.5 s; it must last 1 to 20 s",
     ),
     "a model without": (
         {"ref_audio": BASE64, **OTHER},
         "ref_audio",
-        "'fake' takes no reference audio: there is vivian, ryan",
+        "'fake' takes no reference audio; available voices: vivian, ryan",
     ),
-    "a task without": ({"ref_audio": BASE64, "task_type": "VoiceDesign"}, "task_type", "it is for: Base"),
+    "a task without": ({"ref_audio": BASE64, "task_type": "VoiceDesign"}, "task_type", "it supports: Base"),
     "no such voice": (
         {"voice": "alloy"},
         "voice",
-        "no voice 'alloy': upload a voice .POST /v1/audio/voices. or send ref_audio",
+        "no voice 'alloy'; upload a voice .POST /v1/audio/voices. or send ref_audio",
     ),
 }
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), BAD.values(), ids=BAD)
-def test_what_is_no_reference(server, fields, param, says):
+def test_unusable_references_are_refused(server, fields, param, says):
     before = len(server.engine.asked)
     fault = error(server.speak("frames 1", **fields), 400)
     assert fault["param"] == param
@@ -172,11 +180,11 @@ def test_what_is_no_reference(server, fields, param, says):
     assert len(server.engine.asked) == before  # nothing of it reached the engine
 
 
-def test_a_body_over_the_limit(server):
+def test_a_body_over_the_limit_is_a_413(server):
     assert error(server.speak("frames 1", ref_audio="A" * 2_000_000), 413)["code"] == "body_too_large"
 
 
-def test_what_the_engine_refuses_has_the_clients_names(server):
+def test_rejections_by_the_engine_use_the_clients_field_names(server):
     for fields in ({"ref_audio": BASE64}, {}):
         assert error(server.speak("reject references", **fields), 400)["param"] == "ref_audio"
         fault = error(server.speak("reject transcript", **fields), 400)
@@ -192,13 +200,13 @@ def test_what_the_engine_refuses_has_the_clients_names(server):
 
 @pytest.fixture(scope="module")
 def choir(tmp_path_factory):
-    """A server of a model for several voices."""
+    """A server with a model that takes several references."""
     model = msgspec.structs.replace(CLONER, max_references=16, reference_s=(0.1, 30.0))
     with Server(tmp_path_factory.mktemp("s"), models=[model]) as server:
         yield server
 
 
-def test_several_references(choir):
+def test_several_references_reach_the_engine(choir):
     items = [
         {"audio": BASE64, "text": "a", "speaker": "[S1]"},
         {"ref_audio": SHORT, "text": "b", "speaker": "[S2]"},
@@ -209,21 +217,20 @@ def test_several_references(choir):
     assert len(reached(choir, references=[{"audio": SHORT}] * 16)[0]) == 16
 
 
-def test_of_several_references_the_wrong_one_is_named(choir):
+def test_the_wrong_one_of_several_references_is_named(choir):
     fault = error(choir.speak("frames 1", references=[{"audio": BASE64}, {"audio": "!"}]), 400)
     assert fault["param"] == "references" and fault["message"].startswith(
         "references[1] cannot be used: it is neither"
     )
     fault = error(choir.speak("frames 1", references=[{"audio": SHORT}] * 2, ref_text="x"), 400)
-    assert fault["param"] == "references" and "give each its text" in fault["message"]
+    assert fault["param"] == "references" and "give each item its own text" in fault["message"]
 
 
 @pytest.mark.slow
-def test_references_that_are_too_much_together(choir):
+def test_references_that_are_too_large_together_are_refused(choir):
     file = io.BytesIO()
-    soundfile.write(
-        file, np.zeros(30 * 192_000), 192_000, format="FLAC"
-    )  # 5.5 MiB of samples at the rate that is kept, and hardly a byte
+    # 5.5 MiB of samples after decoding, in a very small file.
+    soundfile.write(file, np.zeros(30 * 192_000), 192_000, format="FLAC")
     item = {"audio": base64.b64encode(file.getvalue()).decode()}
     assert len(reached(choir, references=[item] * 8)[0]) == 8
     fault = error(choir.speak("frames 1", references=[item] * 9), 400)
@@ -231,11 +238,11 @@ def test_references_that_are_too_much_together(choir):
     assert f"more than {MAX_CLIP_BYTES >> 20} MiB" in fault["message"]
 
 
-# by URL
+# References by URL
 
 
 class Files(BaseHTTPRequestHandler):
-    """What a host on the Internet may answer."""
+    """Answers that a host on the Internet may give."""
 
     def do_GET(self):
         self.server.hosts.append(self.headers["host"])
@@ -270,7 +277,7 @@ class Files(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def host():
-    """The address of a host that the tests declare public."""
+    """A local host that the tests treat as public."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Files)
     server.going, server.hosts = threading.Event(), []
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -293,10 +300,12 @@ def public(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/voice.wav", "/twice"])
-def test_a_reference_by_url(fetching, host, public, path):
+def test_a_reference_is_fetched_from_a_url(fetching, host, public, path):
     name = f"localhost:{host.server_port}"
     assert reached(fetching, ref_audio=f"http://{name}{path}", ref_text="x") == ([Reference(CLIP, "x")], None)
-    assert host.hosts[-1] == name  # the name, though the connection is to the address that was checked
+    assert (
+        host.hosts[-1] == name
+    )  # the Host header has the name, although the connection goes to the checked address
 
 
 @pytest.mark.parametrize(
@@ -310,13 +319,13 @@ def test_a_reference_by_url(fetching, host, public, path):
         ("/silent", "did not answer within 0.3 s"),
     ],
 )
-def test_a_url_without_a_reference(fetching, host, public, monkeypatch, path, says):
+def test_a_url_without_a_usable_reference_is_refused(fetching, host, public, monkeypatch, path, says):
     monkeypatch.setattr(references, "FETCH_S", 0.3)
     fault = error(fetching.speak("frames 1", ref_audio=f"http://127.0.0.1:{host.server_port}{path}"), 400)
     assert fault["param"] == "ref_audio" and says in fault["message"]
 
 
-def test_a_client_that_leaves_while_its_reference_is_fetched(fetching, host, public):
+def test_a_disconnect_while_its_reference_is_fetched_cancels_the_request(fetching, host, public):
     before = len(fetching.engine.asked)
     with pytest.raises(httpx.ReadTimeout):
         url = f"http://127.0.0.1:{host.server_port}/silent"
@@ -330,7 +339,7 @@ def test_a_client_that_leaves_while_its_reference_is_fetched(fetching, host, pub
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "[::1]", "0", "2130706433", "[::ffff:127.0.0.1]"])
-def test_this_machine_is_no_public_address(fetching, host, name):
+def test_urls_of_this_machine_are_refused(fetching, host, name):
     before = len(host.hosts)
     fault = error(fetching.speak("frames 1", ref_audio=f"http://{name}:{host.server_port}/voice.wav"), 400)
     assert "not at a public address" in fault["message"] or "cannot be fetched" in fault["message"]
@@ -340,7 +349,7 @@ def test_this_machine_is_no_public_address(fetching, host, name):
 @pytest.mark.parametrize(
     "url", ["http://", "http:///x", "https://no.such.host.invalid/a.wav", "http://[::1", "http://a:99999/"]
 )
-def test_urls_that_are_none(fetching, url):
+def test_invalid_urls_are_refused(fetching, url):
     assert error(fetching.speak("frames 1", ref_audio=url), 400)["param"] == "ref_audio"
 
 
@@ -350,10 +359,10 @@ PRIVATE += " 2001:db8::1 ::7f00:1"
 
 
 @pytest.mark.parametrize("address", PRIVATE.split())
-def test_private_addresses(address):
+def test_private_addresses_are_not_public(address):
     assert not references.is_public(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8"])
-def test_public_addresses(address):
+def test_public_addresses_are_public(address):
     assert references.is_public(address)

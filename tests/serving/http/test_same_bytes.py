@@ -1,4 +1,4 @@
-"""The same seed gives the same bytes, through the whole of `zoo serve`: alone, and with others beside it."""
+"""The same seed gives the same bytes through all of `zoo serve`, alone and next to other requests."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ def speak(client, seed=1, num_frames=12, name="pcm", **extra):
 
 @contextmanager
 def others(client, num=3):
-    """So many requests at any time, with other seeds."""
+    """Keep `num` requests with other seeds running within the `with` block."""
     is_over = threading.Event()
 
     def speak_on(seed):
@@ -52,7 +52,7 @@ def others(client, num=3):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_is_the_same_whoever_else_speaks(client, name):
+def test_a_whole_file_is_the_same_under_load(client, name):
     alone = {speak(client, name=name, stream=False) for _ in range(4)}
     with others(client):
         beside = {speak(client, name=name, stream=False) for _ in range(4)}

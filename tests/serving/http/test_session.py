@@ -1,4 +1,4 @@
-"""Sessions over a real WebSocket, against an engine process without a model (fake_engine.py)."""
+"""Sessions over a real WebSocket, with a fake engine (fake_engine.py)."""
 
 import base64
 import io
@@ -73,7 +73,7 @@ class Client:
         return chunk
 
     def heard(self):
-        """An utterance to its end -> audio.start, audio, audio.done."""
+        """Receive an utterance to its end. Return audio.start, the audio and audio.done."""
         start, chunks = self.event("audio.start"), []
         while isinstance(message := self.receive(), bytes):
             chunks.append(message)
@@ -97,17 +97,19 @@ def last_asked(server, count=1):
     return list(server.engine.asked.values())[-count:]
 
 
-# speech
+# Speech
 
 
-def test_sentences_are_spoken_as_they_come_in_one_stream_and_one_seed(server):
+def test_sentences_are_spoken_as_they_arrive_in_one_stream_with_one_seed(server):
     with session(server) as client:
         configured = client.configure()
         assert (configured["split_granularity"], configured["sample_rate"]) == ("sentence", RATE_HZ)
         client.say("frames 3 of ", "the first.", done=False)
         client.say(" frames", " 2 of the second. fra", done=False)
         start = client.event("audio.start")
-        assert b"".join(client.audio() for _ in range(5)) == frames(3) + frames(2)  # and there is no end yet
+        assert b"".join(client.audio() for _ in range(5)) == frames(3) + frames(
+            2
+        )  # the utterance has not ended yet
         client.say("mes 1")
         assert client.audio() == frame(0)
         done = client.event("audio.done")
@@ -117,11 +119,11 @@ def test_sentences_are_spoken_as_they_come_in_one_stream_and_one_seed(server):
     assert all(one["seed"] == start["seed"] and one["voice"] == "vivian" for one in asked)
 
 
-def test_text_goes_token_by_token_into_one_request_where_the_model_can(server):
+def test_text_goes_token_by_token_into_one_request_if_the_model_supports_it(server):
     with session(server) as client:
         assert client.configure(model="feeder", seed=9)["split_granularity"] == "token"
         client.say("Hello", done=False)
-        assert client.event("audio.start")["seed"] == 9 and client.audio() == frame(0)  # at the first word
+        assert client.event("audio.start")["seed"] == 9 and client.audio() == frame(0)  # after the first word
         client.say(" you", " there", done=False)
         assert client.audio() + client.audio() == frame(1) + frame(2)
         client.send("input.done")
@@ -139,13 +141,13 @@ def test_text_goes_token_by_token_into_one_request_where_the_model_can(server):
     until(lambda: server.engine.heard[id] == 3)
 
 
-def test_what_the_model_refuses_token_by_token_goes_by_sentences(server):
+def test_settings_that_the_model_refuses_with_tokens_fall_back_to_sentences(server):
     with session(server) as client:
         client.configure(model="feeder")
         client.say("reject instructions fra")
-        assert client.error(1)["message"] == "instructions is not possible"  # by sentences too
+        assert client.error(1)["message"] == "instructions is not possible"  # also by sentences
         client.say("frames 2 of this.")
-        assert client.heard()[1] == frames(2)  # from then on
+        assert client.heard()[1] == frames(2)  # later utterances go by sentences too
         client.configure(model="feeder", split_granularity="token")
         client.say("reject voice")
         assert client.error(3)["param"] == "voice"
@@ -155,7 +157,7 @@ def test_what_the_model_refuses_token_by_token_goes_by_sentences(server):
 
 
 def test_a_long_text_is_several_fed_requests_cut_at_sentences(tmp_path):
-    """Each of which the model speaks well."""
+    """No request is longer than the model speaks well."""
     short = msgspec.structs.replace(FEEDER, piece_s=1.0)
     with Server(tmp_path, models=[short]) as server, session(server) as client:
         client.configure(model="feeder")
@@ -168,7 +170,7 @@ def test_a_long_text_is_several_fed_requests_cut_at_sentences(tmp_path):
     assert pcm == frames(5) + frames(4) + frames(4)
 
 
-def test_a_voice_by_chance_is_the_first_sentences_from_then_on(server):
+def test_a_random_voice_is_kept_from_the_first_sentence(server):
     with session(server) as client:
         client.configure(model="chance", voice=None)
         client.say("frames 30 to begin. frames 1 to go on. frames 1 to end.")
@@ -181,7 +183,7 @@ def test_a_voice_by_chance_is_the_first_sentences_from_then_on(server):
     np.testing.assert_allclose(kept, np.frombuffer(frames(30), "<i2") / 32767, atol=1e-6)
 
 
-def test_a_recording_is_the_voice_of_all_sentences(server):
+def test_a_recording_is_used_for_all_sentences(server):
     with session(server) as client:
         audio = base64.b64encode(recording()).decode()
         client.configure(model="chance", voice=None, ref_audio=audio, ref_text="Hm.")
@@ -192,7 +194,7 @@ def test_a_recording_is_the_voice_of_all_sentences(server):
 
 
 @pytest.mark.parametrize("name", ["mp3", "opus", "aac", "flac", "wav", "pcm"])
-def test_every_format_is_one_file_at_its_true_rate(server, name):
+def test_every_format_gives_one_file_at_its_stated_rate(server, name):
     with session(server) as client:
         configured = client.configure(response_format=name)
         client.say("tone 10 to begin with. tone 5 to end.")
@@ -209,7 +211,7 @@ def test_every_format_is_one_file_at_its_true_rate(server, name):
     assert 0 <= heard_s - 15 * 0.08 < 0.11 and done["audio_s"] == 15 * 0.08
 
 
-def test_speed_rate_and_base64(server):
+def test_speed_sample_rate_and_base64_work_together(server):
     with session(server) as client:
         client.configure(speed=2, sample_rate=16000, audio="base64")
         client.say("tone 10 of it all.")
@@ -221,7 +223,7 @@ def test_speed_rate_and_base64(server):
     assert next(reversed(server.engine.messages.values())).speed == 2
 
 
-def test_a_cap_holds_for_the_whole_utterance(server):
+def test_a_frame_limit_applies_to_the_whole_utterance(server):
     with session(server) as client:
         client.configure(max_new_tokens=5)
         client.say("frames 3 of the first. frames 2 of the second. frames 1 of the third.")
@@ -229,7 +231,7 @@ def test_a_cap_holds_for_the_whole_utterance(server):
     assert [asked["max_frames"] for asked in last_asked(server, 2)] == [5, 2]
 
 
-def test_without_a_config_it_is_the_one_model_and_its_voice(tmp_path):
+def test_without_a_config_the_only_model_is_used(tmp_path):
     with Server(tmp_path) as server, session(server) as client:
         client.say("frames 2 of this.")
         assert client.heard()[1] == frames(2)
@@ -248,7 +250,7 @@ def test_timings_begin_with_the_first_text(server):
     assert 90 < timings["last_text_ms"] <= timings["first_audio_ms"] <= timings["total_ms"] < 290
 
 
-# cancel, barge-in, leaving
+# Cancelling, barge-in and disconnecting
 
 
 def is_cancelled(server, text):
@@ -256,7 +258,7 @@ def is_cancelled(server, text):
 
 
 @pytest.mark.parametrize("text", ["hold 2 of cancelled.", "queued for ever and ever."])
-def test_cancel_frees_at_once_and_the_session_goes_on(server, text):
+def test_cancel_stops_immediately_and_the_session_continues(server, text):
     with session(server) as client:
         client.configure()
         client.say(text)
@@ -271,7 +273,7 @@ def test_cancel_frees_at_once_and_the_session_goes_on(server, text):
         assert client.heard()[1] == frame(0)
 
 
-def test_cancel_frees_a_request_whose_text_still_comes(server):
+def test_cancel_stops_a_request_whose_text_is_incomplete(server):
     with session(server) as client:
         client.configure(model="feeder")
         client.say("Waiting", " for", done=False)
@@ -284,7 +286,7 @@ def test_cancel_frees_a_request_whose_text_still_comes(server):
         assert (start["utterance"], pcm) == (2, frames(2))
 
 
-def test_cancel_with_nothing_to_cancel_is_nothing(server):
+def test_cancel_without_an_utterance_has_no_effect(server):
     with session(server) as client:
         client.send("input.cancel")
         client.configure()
@@ -292,7 +294,7 @@ def test_cancel_with_nothing_to_cancel_is_nothing(server):
         assert client.heard()[1] == frame(0)
 
 
-def test_utterances_wait_for_each_other(server):
+def test_utterances_are_spoken_in_order(server):
     with session(server) as client:
         client.configure()
         for count in (3, 1, 2):
@@ -302,7 +304,7 @@ def test_utterances_wait_for_each_other(server):
     assert [start["utterance"] for start, _, _ in heard] == [1, 2, 3]
 
 
-def test_a_new_utterance_cancels_those_before_where_it_is_to(server):
+def test_with_barge_in_cancel_a_new_utterance_cancels_the_current_one(server):
     with session(server) as client:
         client.configure(barge_in="cancel")
         client.say("hold 1 of the barged in.")
@@ -313,7 +315,7 @@ def test_a_new_utterance_cancels_those_before_where_it_is_to(server):
     assert is_cancelled(server, "hold 1 of the barged in.")
 
 
-def test_more_utterances_than_wait_are_refused(server):
+def test_too_many_queued_utterances_are_refused(server):
     with session(server) as client:
         client.configure()
         for _ in range(MAX_QUEUED):
@@ -328,7 +330,7 @@ def test_more_utterances_than_wait_are_refused(server):
 
 
 @pytest.mark.parametrize("model", ["fake", "feeder"])
-def test_a_client_that_leaves_cancels_all(server, model):
+def test_a_disconnect_cancels_everything(server, model):
     text = f"hold 1 of one that leaves {model}."
     with session(server) as client:
         client.configure(model=model)
@@ -339,7 +341,7 @@ def test_a_client_that_leaves_cancels_all(server, model):
     until(lambda: server.app.state.server.sessions.num_inside == 0)
 
 
-# what is wrong
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,7 @@ def test_a_client_that_leaves_cancels_all(server, model):
         ('{"type": "input.done"}', None, "no utterance is open"),
     ],
 )
-def test_a_wrong_message_is_an_error_and_nothing_else(server, message, code, says):
+def test_a_wrong_message_gets_an_error_and_has_no_other_effect(server, message, code, says):
     with session(server) as client:
         client.socket.send(message)
         fault = client.error()
@@ -369,26 +371,26 @@ def test_a_wrong_message_is_an_error_and_nothing_else(server, message, code, say
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"voice": "carl"}, "voice", "there is vivian, ryan"),
-        ({"model": "nobody"}, "model", "there is: fake, feeder, chance"),
+        ({"voice": "carl"}, "voice", "available voices: vivian, ryan"),
+        ({"model": "nobody"}, "model", "available models: fake, feeder, chance"),
         ({"speed": 9}, "speed", "from 0.25 to 4"),
         ({"temperature": "hot"}, "temperature", "0 .greedy. to 2"),
         ({"sede": 1}, "sede", "no field 'sede'"),
         ({"cfg_scale": []}, "cfg_scale", "a number from 0 to 100"),
         ({"audio": "pigeon"}, "audio", "binary .default."),
-        ({"barge_in": 1}, "barge_in", "queue .default. or cancel"),
+        ({"barge_in": 1}, "barge_in", "queue .default. lets it finish first, cancel stops it"),
         ({"split_granularity": "word"}, "split_granularity", "token by token"),
-        ({"input": "frames 1"}, "input", "input comes as input.text"),
+        ({"input": "frames 1"}, "input", "send text as input.text"),
         ({"sample_rate": 9000}, None, ""),
-        ({"response_format": "opus", "sample_rate": 24000}, "sample_rate", "always decoded to 48000 Hz"),
+        ({"response_format": "opus", "sample_rate": 24000}, "sample_rate", "always decodes to 48000 Hz"),
         ({"model": "chance", "voice": None, "ref_audio": "!"}, "ref_audio", "neither a data URL nor base64"),
     ],
 )
-def test_a_wrong_config_is_refused_and_the_one_before_holds(server, fields, param, says):
+def test_a_wrong_config_is_refused_and_the_previous_one_stays(server, fields, param, says):
     with session(server) as client:
         client.configure(seed=77)
         if param is None:
-            assert client.configure(**fields)["sample_rate"] == 9000  # pcm has any rate
+            assert client.configure(**fields)["sample_rate"] == 9000  # pcm supports any rate
             return
         client.send("session.config", **{"model": "fake", **fields})
         fault = client.error()
@@ -411,7 +413,7 @@ def test_an_utterance_without_text_is_an_error(server, model, text):
             assert "no utterance is open" in client.error()["message"]
 
 
-def test_too_much_text_is_refused_and_what_came_before_is_spoken(server):
+def test_text_over_the_limit_is_refused_and_earlier_text_is_spoken(server):
     with session(server) as client:
         client.configure()
         client.say("frames 1 of it all. ", "x" * 2000)
@@ -419,13 +421,13 @@ def test_too_much_text_is_refused_and_what_came_before_is_spoken(server):
         assert client.heard()[1] == frame(0)
 
 
-def test_an_utterance_that_fails_ends_in_its_error_and_the_next_one_speaks(server):
+def test_a_failed_utterance_ends_with_an_error_and_the_next_one_is_spoken(server):
     with session(server) as client:
         client.configure()
         client.say("fail 2 of this one. frames", done=False)
         client.event("audio.start"), client.audio(), client.audio()
         assert client.error(1)["message"] == "the codec broke"
-        client.say(" 1 that nobody", " hears")  # it still came
+        client.say(" 1 that is", " ignored")  # the rest of the failed utterance
         client.say("frames 1 of more.")
         start, pcm, _ = client.heard()
         assert (start["utterance"], pcm) == (2, frame(0))
@@ -434,7 +436,7 @@ def test_an_utterance_that_fails_ends_in_its_error_and_the_next_one_speaks(serve
             assert client.error(start["utterance"] + 1 + (code == "engine_full"))["code"] == code
 
 
-def test_an_engine_that_dies_is_an_error_and_the_session_lives(tmp_path):
+def test_the_session_survives_an_engine_crash(tmp_path):
     with Server(tmp_path) as server, session(server) as client:
         client.configure()
         client.say("die as you must.")
@@ -446,38 +448,38 @@ def test_an_engine_that_dies_is_an_error_and_the_session_lives(tmp_path):
         assert client.heard()[1] == frame(0)
 
 
-# how it ends
+# The end of a session
 
 
 def closed(client):
-    """-> the code and the reason of the server's close, whatever came before."""
+    """Skip other messages, and return the code and the reason of the server's close."""
     with pytest.raises(ConnectionClosed) as ended:
         while True:
             client.receive()
     return ended.value.rcvd.code, ended.value.rcvd.reason
 
 
-def test_a_binary_message_ends_it(server):
+def test_a_binary_message_closes_the_session(server):
     with session(server) as client:
         client.socket.send(b"\x00")
-        assert closed(client) == (1003, "messages are JSON, as text")
+        assert closed(client) == (1003, "messages must be JSON in text messages")
 
 
-def test_too_many_wrong_messages_end_it(server):
+def test_too_many_wrong_messages_close_the_session(server):
     with session(server) as client:
         for _ in range(MAX_WRONG):
             client.socket.send("{")
         assert closed(client)[0] == 1008
 
 
-def test_a_message_that_is_too_large_ends_it(server):
+def test_a_too_large_message_closes_the_session(server):
     with session(server) as client:
         client.socket.send(" " * (MAX_MESSAGE_BYTES + 1))
         assert closed(client)[0] == 1009
 
 
 @pytest.mark.parametrize("model", ["fake", "feeder"])
-def test_a_text_that_does_not_go_on_ends_it_and_frees_its_slot(tmp_path, model):
+def test_an_idle_utterance_closes_the_session_and_frees_its_slot(tmp_path, model):
     limits = Limits(text_idle_s=0.3)
     with Server(tmp_path, models=[MODEL, FEEDER], limits=limits) as server, session(server) as client:
         client.configure(model=model)
@@ -490,7 +492,7 @@ def test_a_text_that_does_not_go_on_ends_it_and_frees_its_slot(tmp_path, model):
         assert (len(server.engine.cancelled) == 1) == (model == "feeder")
 
 
-def test_silence_ends_it_but_a_long_speech_does_not(tmp_path):
+def test_an_idle_session_is_closed_but_not_during_a_long_speech(tmp_path):
     with Server(tmp_path, limits=Limits(session_idle_s=0.4)) as server, session(server) as client:
         client.configure()
         client.say("tone 40 of it all.")  # 0.8 s
@@ -499,20 +501,20 @@ def test_silence_ends_it_but_a_long_speech_does_not(tmp_path):
         assert closed(client)[0] == 4408 and 0.3 < time.monotonic() - began_s < 2
 
 
-def test_a_server_that_stops_says_so(tmp_path):
+def test_a_stopping_server_closes_the_session_with_an_error(tmp_path):
     with Server(tmp_path) as server:
         with session(server) as client:
             client.configure()
             client.say("hold 1 of it all.")
             client.event("audio.start"), client.audio()
             server.uvicorn.should_exit = True
-            assert client.error(1)["message"] == "this server is stopping"  # when its grace is over
+            assert client.error(1)["message"] == "this server is stopping"  # when the grace period is over
             assert closed(client)[0] == 1012
         server.thread.join(5)
         assert not server.thread.is_alive()
 
 
-def test_what_has_begun_may_end_within_the_grace_of_a_server_that_stops(tmp_path):
+def test_utterances_that_have_begun_may_finish_within_the_grace_period(tmp_path):
     with Server(tmp_path) as server, session(server) as client, session(server) as other:
         other.configure()
         client.configure()
@@ -520,7 +522,7 @@ def test_what_has_begun_may_end_within_the_grace_of_a_server_that_stops(tmp_path
         client.say("frames 3 of it all.")
         start = client.event("audio.start")
         server.uvicorn.should_exit = True
-        assert closed(other)[0] == 1012  # it had nothing to say
+        assert closed(other)[0] == 1012  # it had no utterance
         client.say("frames 1 more.", done=False)
         assert client.audio() == frame(0) and start["utterance"] == 1
         refused = client.error()
@@ -533,7 +535,7 @@ def test_what_has_begun_may_end_within_the_grace_of_a_server_that_stops(tmp_path
         assert closed(client)[0] == 1012
 
 
-def test_who_has_said_half_a_text_is_closed_after_the_grace(tmp_path):
+def test_an_incomplete_utterance_is_closed_after_the_grace_period(tmp_path):
     with Server(tmp_path) as server, session(server) as client:
         client.configure()
         client.say("tone 1", done=False)
@@ -541,7 +543,7 @@ def test_who_has_said_half_a_text_is_closed_after_the_grace(tmp_path):
         assert closed(client)[0] == 1012
 
 
-def test_it_outlives_the_time_that_a_request_has(tmp_path, monkeypatch):
+def test_a_session_outlives_the_deadlines_of_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr(listener, "HEAD_S", 0.2)
     monkeypatch.setattr(listener, "BODY_S", 0.2)
     with Server(tmp_path) as server, session(server) as client:
@@ -551,7 +553,7 @@ def test_it_outlives_the_time_that_a_request_has(tmp_path, monkeypatch):
         assert client.heard()[1] == frame(0)
 
 
-# who may open one
+# Access to sessions
 
 
 def denied(server, headers=None, **options):
@@ -561,7 +563,7 @@ def denied(server, headers=None, **options):
     return answer.status_code, json.loads(answer.body)["error"]["code"]
 
 
-def test_the_key_is_asked_for(tmp_path):
+def test_a_session_needs_the_api_key(tmp_path):
     with Server(tmp_path, api_key="sk-a") as server:
         assert denied(server) == (401, "invalid_api_key")
         assert denied(server, {"authorization": "Bearer sk-b"}) == (401, "invalid_api_key")
@@ -574,7 +576,7 @@ def test_the_key_is_asked_for(tmp_path):
                 client.configure()
 
 
-def test_pages_of_other_sites_open_none(tmp_path):
+def test_pages_of_other_sites_cannot_open_a_session(tmp_path):
     with Server(tmp_path, cors_origins=["https://good.example"]) as server:
         assert denied(server, origin="https://evil.example") == (403, "foreign")
         for origin in (server.url, "https://good.example"):
@@ -582,7 +584,7 @@ def test_pages_of_other_sites_open_none(tmp_path):
                 client.configure()
 
 
-def test_only_so_many_are_open(tmp_path):
+def test_the_number_of_open_sessions_is_limited(tmp_path):
     with Server(tmp_path, limits=Limits(sessions=1)) as server:
         with session(server) as client:
             client.configure()
@@ -593,22 +595,22 @@ def test_only_so_many_are_open(tmp_path):
             client.configure()
 
 
-def test_asked_for_as_a_page_it_says_what_it_is(server):
+def test_a_plain_get_request_gets_426(server):
     answer = server.http.get(PATH)
     assert answer.status_code == 426 and answer.json()["error"]["code"] == "upgrade_required"
 
 
-# bounds
+# Limits
 
 
-def test_a_slow_reader_holds_back_what_it_has_not_read_and_is_left(tmp_path):
+def test_a_slow_reader_is_paused_by_backpressure_and_then_disconnected(tmp_path):
     with Server(tmp_path, stall_s=1.0) as server, session(server, max_queue=1, close_timeout=0.1) as client:
         client.configure()
         client.say("flood 60 of it all.")
         until(lambda: server.engine.heard)
         [id] = server.engine.heard
-        until(lambda: id in server.engine.cancelled, 10)  # it took nothing for a second
-        assert server.engine.heard[id] < 50  # what fits into the buffers of two sockets
+        until(lambda: id in server.engine.cancelled, 10)  # it read nothing for a second
+        assert server.engine.heard[id] < 50  # as much as fits into the buffers of two sockets
         with session(server) as other:
             other.configure()
             other.say("frames 1 of more.")
@@ -616,7 +618,7 @@ def test_a_slow_reader_holds_back_what_it_has_not_read_and_is_left(tmp_path):
 
 
 @pytest.mark.slow
-def test_whatever_is_sent_the_server_lives_and_nothing_is_left(server):
+def test_random_messages_leave_the_server_working_and_clean(server):
     draw = random.Random(1)
     texts = [
         "frames 1 of it. ",
@@ -673,7 +675,7 @@ def test_whatever_is_sent_the_server_lives_and_nothing_is_left(server):
     until(lambda: not client_inboxes)
 
 
-# sentences
+# Sentences
 
 
 @pytest.mark.parametrize(
@@ -688,7 +690,7 @@ def test_whatever_is_sent_the_server_lives_and_nothing_is_left(server):
         ("... --- ...", []),
     ],
 )
-def test_sentences_follow_from_the_text_alone(text, cut):
+def test_sentence_cuts_depend_only_on_the_text(text, cut):
     def spoken(size):
         sentences = Sentences()
         ready = [one for at in range(0, len(text), size) for one in sentences.more(text[at : at + size])]
@@ -699,7 +701,7 @@ def test_sentences_follow_from_the_text_alone(text, cut):
     assert cut is None or whole == cut
 
 
-def test_a_text_without_an_end_is_cut_at_a_clause():
+def test_a_text_without_a_sentence_end_is_cut_at_a_clause():
     sentences = Sentences()
     text = "a few words more, and " * 100
     ready = [one for at in range(0, len(text), 5) for one in sentences.more(text[at : at + 5])]

@@ -1,4 +1,5 @@
-"""Several models behind one HTTP process: listed, chosen by name, counted apart, with voices of their own."""
+"""Several models behind one HTTP process: they are listed, chosen by name, counted separately and have
+their own voices."""
 
 import asyncio
 
@@ -23,7 +24,7 @@ def server(tmp_path_factory):
         yield server
 
 
-def test_all_are_listed(server):
+def test_all_models_are_listed(server):
     models = server.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == ["fake", "other", "cloner"]
     for model in models:
@@ -39,21 +40,21 @@ def test_a_request_goes_to_the_model_it_names(server, model):
     assert server.engine.messages[answer.headers["x-request-id"]].model == model.id
 
 
-def test_a_request_that_names_none_is_told_what_there_is(server):
+def test_a_request_without_a_model_gets_the_list_of_models(server):
     fault = error(server.speak("frames 1", model=None), 400)
     assert (fault["param"], fault["code"]) == ("model", "missing_field")
-    assert fault["message"] == "model is missing, and this server has several: fake, other, cloner"
+    assert fault["message"] == "model is missing; this server has several: fake, other, cloner"
 
 
-def test_a_model_that_is_not_there(server):
+def test_an_unknown_model_is_a_404_with_the_list_of_models(server):
     fault = error(server.speak("frames 1", model="tts-1"), 404)
     assert (fault["param"], fault["code"]) == (
         "model",
         "model_not_found",
-    ) and "there is: fake, other, cloner" in fault["message"]
+    ) and "available models: fake, other, cloner" in fault["message"]
 
 
-def test_a_voice_belongs_to_the_models_that_have_it(server):
+def test_a_voice_works_only_with_its_models(server):
     assert upload(server, "anna").status_code == 200
     voices = server.http.get("/v1/audio/voices").json()["data"]
     expected = {"vivian": ["fake"], "ryan": ["fake", "other"], "uncle_fu": ["other"], "anna": ["cloner"]}
@@ -63,18 +64,18 @@ def test_a_voice_belongs_to_the_models_that_have_it(server):
             answer = server.speak("frames 1", model=model.id, voice=voice)
             assert answer.status_code == (200 if model.id in models else 400), (model.id, voice)
     assert (
-        "there is ryan, uncle_fu"
+        "available voices: ryan, uncle_fu"
         in error(server.speak("frames 1", model="other", voice="vivian"), 400)["message"]
     )
     assert error(upload(server, "uncle_fu"), 409)["code"] == "voice_exists"
-    assert "stays" in error(server.http.delete("/v1/audio/voices/uncle_fu"), 400)["message"]
+    assert "not an uploaded one" in error(server.http.delete("/v1/audio/voices/uncle_fu"), 400)["message"]
 
 
-def test_where_no_model_takes_recordings_each_says_what_it_has(tmp_path):
+def test_an_upload_that_no_model_can_use_gets_the_voices_of_each_model(tmp_path):
     with Server(tmp_path, models=[MODEL, OTHER]) as server:
         message = error(upload(server), 400)["message"]
-    assert message.startswith("no model here takes reference audio")
-    assert message.endswith("fake: there is vivian, ryan; other: there is ryan, uncle_fu")
+    assert message.startswith("no served model takes reference audio")
+    assert message.endswith("fake (available voices: vivian, ryan); other (available voices: ryan, uncle_fu)")
 
 
 def test_requests_are_counted_by_model(tmp_path):
@@ -92,10 +93,10 @@ def test_requests_are_counted_by_model(tmp_path):
         assert samples["zoo_time_to_first_audio_seconds_count", "cloner"] == 0
 
 
-def test_the_engine_tells_of_each_model(tmp_path):
+def test_statistics_are_exposed_by_model(tmp_path):
     numbers = {"fake": NUMBERS, "other": msgspec.structs.replace(NUMBERS, running=7, underruns=0)}
     with Server(tmp_path, models=MODELS) as server:
-        server.engine.is_awake = False  # or it says the usual in between
+        server.engine.is_awake = False  # otherwise its usual statistics arrive in between
         server.call(server.engine.tell, msgspec.structs.replace(STATS, models=numbers))
         until(lambda: ("zoo_requests_running", "other") in read(server))
         samples = read(server)
@@ -107,7 +108,7 @@ def test_the_engine_tells_of_each_model(tmp_path):
     assert samples["zoo_pages",] == STATS.pages
 
 
-def test_the_engine_client_says_which_model_is_meant(tmp_path):
+def test_the_engine_client_sends_the_model(tmp_path):
     async def scene():
         heard = asyncio.Queue()
 

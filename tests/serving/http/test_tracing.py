@@ -1,4 +1,4 @@
-"""Traces: what OpenTelemetry's own exporter in memory gets of requests."""
+"""Traces of requests, collected by OpenTelemetry's in-memory exporter."""
 
 import gzip
 import http.server
@@ -53,14 +53,14 @@ def server(tmp_path, spans):
 
 
 def pair(spans):
-    """The two spans of the one speech request: of the server, and of the model."""
+    """Wait for the two spans of a speech request, and return the server's and the model's."""
     until(lambda: len(spans.get_finished_spans()) == 2)
     server, model = sorted(spans.get_finished_spans(), key=lambda span: span.kind is not SpanKind.SERVER)
     assert model.parent.span_id == server.context.span_id
     return server, model
 
 
-def test_a_speech_is_a_span_of_the_server_and_one_of_the_model(server, spans):
+def test_a_speech_request_has_a_server_span_and_a_model_span(server, spans):
     answer = server.speak("frames 3", voice="ryan", temperature=0.5)
     asked, model = pair(spans)
     port = int(server.url.rpartition(":")[2])
@@ -96,16 +96,18 @@ def test_a_speech_is_a_span_of_the_server_and_one_of_the_model(server, spans):
     assert model.start_time >= asked.start_time and model.end_time <= asked.end_time
 
 
-def test_names_are_the_conventions(server, spans):
+def test_attribute_names_follow_the_conventions(server, spans):
     server.speak("frames 1")
     server.http.get("/v1/models/nothing")
     until(lambda: len(spans.get_finished_spans()) == 3)
     names = {name for span in spans.get_finished_spans() for name in span.attributes}
     assert {name for name in names if not name.startswith("zoo.")} <= STANDARD
-    assert not any("frames 1" in str(span.attributes) for span in spans.get_finished_spans())  # no text
+    assert not any(
+        "frames 1" in str(span.attributes) for span in spans.get_finished_spans()
+    )  # no span has the text
 
 
-def test_a_clients_trace_goes_on(server, spans):
+def test_a_clients_trace_continues(server, spans):
     server.http.post("/v1/audio/speech", json=server.body("frames 1"), headers={"traceparent": PARENT})
     asked, _ = pair(spans)
     assert (
@@ -117,7 +119,7 @@ def test_a_clients_trace_goes_on(server, spans):
     ("text", "status", "kind"),
     [("silent", 422, "no_audio"), ("full", 503, "engine_full"), ("reject voice", 400, "400")],
 )
-def test_a_refusal(server, spans, text, status, kind):
+def test_a_refused_request_sets_the_error_type(server, spans, text, status, kind):
     assert server.speak(text).status_code == status
     asked, model = pair(spans)
     assert asked.attributes["http.response.status_code"] == status
@@ -126,7 +128,7 @@ def test_a_refusal(server, spans, text, status, kind):
     assert (asked.status.status_code is StatusCode.ERROR) == (status >= 500)
 
 
-def test_speech_that_breaks(server, spans):
+def test_a_failed_stream_is_an_error(server, spans):
     with pytest.raises(httpx.RemoteProtocolError):
         server.speak("fail 1")
     _, model = pair(spans)
@@ -134,7 +136,7 @@ def test_speech_that_breaks(server, spans):
     assert model.attributes["zoo.frames"] == 1
 
 
-def test_a_client_that_leaves(server, spans):
+def test_a_disconnect_is_not_an_error(server, spans):
     with server.stream("hold 1") as answer:
         next(answer.iter_raw())
     _, model = pair(spans)
@@ -142,7 +144,7 @@ def test_a_client_that_leaves(server, spans):
     assert model.status.status_code is StatusCode.UNSET
 
 
-def test_what_watches_the_server_is_not_traced(server, spans):
+def test_monitoring_routes_are_not_traced(server, spans):
     for path in ("/health", "/ready", "/metrics", "/schema/openapi.json", "/"):
         assert server.http.get(path).status_code == 200
     server.http.get("/v1/models")
@@ -150,7 +152,7 @@ def test_what_watches_the_server_is_not_traced(server, spans):
     assert [span.name for span in spans.get_finished_spans()] == ["GET /v1/models"]
 
 
-def test_an_id_is_no_name(server, spans):
+def test_the_name_of_a_span_contains_no_id(server, spans):
     server.http.get("/v1/models/fake")
     until(lambda: spans.get_finished_spans())
     [span] = spans.get_finished_spans()
@@ -158,7 +160,7 @@ def test_an_id_is_no_name(server, spans):
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes what is posted, as a collector does."""
+    """A collector that records what is posted to it."""
 
     def do_POST(self):
         self.server.posted.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
@@ -169,7 +171,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_collector_gets_the_spans_when_the_server_ends(tmp_path, monkeypatch):
+def test_a_collector_gets_the_spans_when_the_server_stops(tmp_path, monkeypatch):
     with http.server.HTTPServer(("127.0.0.1", 0), Collector) as collector:
         collector.posted = []
         threading.Thread(target=collector.serve_forever, daemon=True).start()
@@ -188,7 +190,7 @@ def test_a_collector_gets_the_spans_when_the_server_ends(tmp_path, monkeypatch):
     assert service["service.name"] == "voices-of-the-house"
 
 
-def test_a_collector_that_is_away_holds_nothing_up(tmp_path, monkeypatch):
+def test_an_unreachable_collector_does_not_delay_the_shutdown(tmp_path, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     with Server(tmp_path, tracing=Tracing(exporter())) as server:
         assert server.speak("frames 1").status_code == 200
@@ -196,7 +198,7 @@ def test_a_collector_that_is_away_holds_nothing_up(tmp_path, monkeypatch):
     assert time.monotonic() - began_s < 4
 
 
-def test_a_session_is_a_span_with_its_utterances_in_it(server, spans):
+def test_a_session_is_a_span_that_contains_its_utterances(server, spans):
     with connect(server.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
         for message in ({"type": "input.text", "text": "frames 3"}, {"type": "input.done"}):
             socket.send(json.dumps(message))
@@ -215,7 +217,7 @@ def until_done(socket):
         pass
 
 
-def test_every_item_of_a_batch_is_a_span(server, spans):
+def test_every_item_of_a_batch_has_a_span(server, spans):
     items = [{"input": "frames 2"}, {"input": "silent"}]
     server.http.post("/v1/audio/speech/batch", json={"items": items, "response_format": "wav"})
     until(lambda: len(spans.get_finished_spans()) == 3)
