@@ -47,10 +47,8 @@ CONFIG = OpenAPIConfig(
     render_plugins=[ServedJson(), ServedYaml()],
     components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer")}),
 )
-SECURITY: list[SecurityRequirement] = [
-    {"key": []},
-    {},
-]  # a key, or none if the server was started without one
+# A key, or none if the server was started without one.
+SECURITY: list[SecurityRequirement] = [{"key": []}, {}]
 
 
 def models_of(request: Request[Any, Any, Any]) -> list[protocol.ModelInfo]:

@@ -256,9 +256,7 @@ class SpeechBatch(SpeechRequest, kw_only=True):
     """The body of POST /v1/audio/speech/batch: several requests in one. Fields next to `items` are defaults
     for all items. Every answer is a whole file."""
 
-    input: Annotated[str, Meta(description="the text of items without their own input; usually left out")] = (
-        ""
-    )
+    input: Annotated[str, Meta(description="the text of items without their own input; optional")] = ""
     items: Annotated[
         Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_BATCH)],
         Meta(
@@ -346,7 +344,7 @@ class Model(msgspec.Struct):
     max_references: int
     options: list[protocol.OptionInfo]  # further fields of a request
     licence: str  # of the weights, if it limits their use
-    # A text with more than about this much speech is spoken in pieces; null: never.
+    # A text with more than about this many seconds of speech is spoken in pieces; null: never.
     piece_s: float | None
     feeds: bool  # whether it takes text token by token while it speaks (WS /v1/audio/speech/stream)
     keeps_voice: bool  # whether it draws a random voice if none is given, and can clone that voice
@@ -414,8 +412,7 @@ class VoiceObject(msgspec.Struct):
 
 
 class VoiceList(msgspec.Struct):
-    """The voices. voices: all names that a request may use, in the form that Open WebUI and other clients
-    read."""
+    """The list of voices. `voices` has all names that a request may use, as Open WebUI reads them."""
 
     data: list[VoiceObject]
     voices: list[Entry]

@@ -3,9 +3,9 @@
     client  session.config   input.text input.text input.done   input.text ...   input.cancel
     server  session.configured       audio.start ~~~~~~~~ audio.done     audio.start ~~~ audio.done
 
-An utterance is all text up to an input.done. Utterances are spoken one after the other. Three things stop
-the current one immediately: input.cancel, a client that disconnects, and a new utterance if `barge_in` is
-"cancel". The engine then frees its slot at the next step. Each utterance ends with one audio.done or one
+An utterance is all text up to an input.done. Utterances are spoken one after the other. Three things cancel
+all of them immediately: input.cancel, a client that disconnects, and a new utterance if `barge_in` is
+"cancel". The engine then frees the slot at its next step. Each utterance ends with one audio.done or one
 error. When the server stops, utterances that have begun may finish within its grace period. A message that
 is wrong gets an error and has no other effect.
 
@@ -127,7 +127,7 @@ class Session:
                 message = await asyncio.wait_for(self.receive(), until_s - time.monotonic())
             except TimeoutError:
                 if not self.queue and time.monotonic() >= self.active_s + idle_s:
-                    raise Closed(SILENT, f"no message for {idle_s:g} s") from None
+                    raise Closed(SILENT, f"the session was idle for {idle_s:g} s") from None
                 continue
             match message:
                 case {"type": "websocket.disconnect"}:
@@ -266,9 +266,8 @@ class Session:
             speaking = self.speaking = asyncio.create_task(self._speak(utterance))
             await asyncio.wait((speaking,))
             self.speaking, utterance.is_over, self.active_s = None, True, time.monotonic()
-            if (
-                self.queue and self.queue[0] is utterance
-            ):  # otherwise it was cancelled, and `_cancel` reported it
+            # Otherwise the utterance was cancelled, and `_cancel` has reported it.
+            if self.queue and self.queue[0] is utterance:
                 self.queue.popleft()
                 await self._tell(speaking.result())
 

@@ -135,10 +135,8 @@ class Utterance:
         self.began_s = time.perf_counter()
         self.ended_s: float | None = None  # when its text was complete
         self.heard_s: float | None = None  # when its first audio was sent
-        self.text, self.num_taken = (
-            "",
-            0,
-        )  # all text so far, and how many characters of it `more` has returned
+        self.text = ""  # all text so far
+        self.num_taken = 0  # how many characters of it `more` has returned
         self.came = asyncio.Event()
         self.is_over = False
         self.frames = self.num_samples = self.input_tokens = self.text_tokens = 0

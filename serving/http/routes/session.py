@@ -15,7 +15,7 @@ from serving.http.server import Server, check_api_key
 from serving.http.session import PATH, Session
 
 SUBPROTOCOL = "speechzoo"
-# A page cannot set headers of a WebSocket except its subprotocols, so OpenAI's API takes the key from there.
+# A page can set no header of a WebSocket but its subprotocols, so the key comes in one, as in OpenAI's API.
 KEY = "openai-insecure-api-key."
 
 
@@ -52,6 +52,6 @@ def offered(scope: Scope) -> list[str]:
 
 
 def chosen(subprotocols: list[str]) -> str | None:
-    """Return one of the subprotocols that the client offers, since clients require that; never the key."""
+    """Return one of the offered subprotocols, because clients expect an answer. Never return the key."""
     possible = [name for name in subprotocols if not name.startswith(KEY)]
     return SUBPROTOCOL if SUBPROTOCOL in possible else next(iter(possible), None)

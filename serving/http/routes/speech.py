@@ -68,7 +68,7 @@ async def speak(data: SpeechRequest, request: ForgetfulRequest, server: Server) 
 
 
 def is_default(name: str, value: object) -> bool:
-    """Whether a field is null and thus has its default. For options, the model decides."""
+    """Whether a shared field is null, which means its default. `options_of` handles null options."""
     return value is None and name in FIELDS[PATH]
 
 

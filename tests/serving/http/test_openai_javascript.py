@@ -61,9 +61,8 @@ def same(one, other):
 def test_the_javascript_client_streams(family):
     pcm = family["pcm"]
     assert pcm["length"] is None and pcm["num_chunks"] > 0 and pcm["requestId"]
-    assert (
-        pcm["rate"] == 24000 and values(audio(pcm)).any()
-    )  # OpenAI's rate, whatever the model's own rate is
+    # OpenAI's rate, whatever the model's own rate is.
+    assert pcm["rate"] == 24000 and values(audio(pcm)).any()
     assert "is used instead" in pcm["warning"]
     assert len(family["models"]) == 1
 

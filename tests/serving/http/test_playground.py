@@ -57,6 +57,11 @@ def test_the_page_may_only_run_its_own_modules(server):
     assert "unsafe" not in policy and "http" not in policy
 
 
+def test_the_page_says_where_the_documentation_is():
+    links = [attributes.get("href") for tag, attributes in Page(TEXTS["index.html"]).elements if tag == "a"]
+    assert "schema" in links and "make docs" in TEXTS["index.html"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_file_is_sent_once_and_then_revalidated(server, name):
     answer = server.http.get(f"/playground/{name}")

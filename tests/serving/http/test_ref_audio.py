@@ -119,7 +119,11 @@ BAD = {
         "about 600000 bytes; .* takes up to 500000",
     ),
     "a number": ({"ref_audio": 5}, "ref_audio", "a data URL or base64"),
-    "a voice too": ({"ref_audio": BASE64, "voice": "anna"}, "voice", "one voice: leave one out"),
+    "a voice too": (
+        {"ref_audio": BASE64, "voice": "anna"},
+        "voice",
+        "both given, but a request has one voice; leave one out",
+    ),
     "twice": ({"ref_audio": BASE64, "references": [{"audio": BASE64}]}, "references", "both given"),
     "two": (
         {"references": [{"audio": BASE64}] * 2},
@@ -235,7 +239,7 @@ def test_references_that_are_too_large_together_are_refused(choir):
     assert len(reached(choir, references=[item] * 8)[0]) == 8
     fault = error(choir.speak("frames 1", references=[item] * 9), 400)
     assert fault["param"] == "references" and fault["message"].startswith("references[8] cannot be used")
-    assert f"more than {MAX_CLIP_BYTES >> 20} MiB" in fault["message"]
+    assert f"exceed {MAX_CLIP_BYTES >> 20} MiB" in fault["message"]
 
 
 # References by URL
@@ -303,9 +307,8 @@ def public(monkeypatch):
 def test_a_reference_is_fetched_from_a_url(fetching, host, public, path):
     name = f"localhost:{host.server_port}"
     assert reached(fetching, ref_audio=f"http://{name}{path}", ref_text="x") == ([Reference(CLIP, "x")], None)
-    assert (
-        host.hosts[-1] == name
-    )  # the Host header has the name, although the connection goes to the checked address
+    # The Host header has the name, although the connection goes to the checked address.
+    assert host.hosts[-1] == name
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,8 @@ def test_attribute_names_follow_the_conventions(server, spans):
     until(lambda: len(spans.get_finished_spans()) == 3)
     names = {name for span in spans.get_finished_spans() for name in span.attributes}
     assert {name for name in names if not name.startswith("zoo.")} <= STANDARD
-    assert not any(
-        "frames 1" in str(span.attributes) for span in spans.get_finished_spans()
-    )  # no span has the text
+    # No span has the text.
+    assert not any("frames 1" in str(span.attributes) for span in spans.get_finished_spans())
 
 
 def test_a_clients_trace_continues(server, spans):

@@ -421,10 +421,8 @@ def test_a_voice_without_a_text_gives_only_its_sound(server):
         return message.references[0].transcript, message.request.get("options")
 
     assert spoken_with(voice="anna") == (None, {"x_vector_only_mode": True})
-    assert spoken_with(voice="anna", x_vector_only_mode=False) == (
-        None,
-        {"x_vector_only_mode": False},
-    )  # the real engine refuses it
+    # The real engine refuses this one.
+    assert spoken_with(voice="anna", x_vector_only_mode=False) == (None, {"x_vector_only_mode": False})
     assert spoken_with(voice="bert") == ("What I say.", None)
     assert spoken_with(voice="bert", x_vector_only_mode=True) == ("What I say.", {"x_vector_only_mode": True})
 
