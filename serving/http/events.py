@@ -60,7 +60,7 @@ class Configured(msgspec.Struct, tag_field="type", tag="session.configured"):
     model: str
     sample_rate: int
     response_format: str
-    split_granularity: Literal["token", "sentence"]  # the choice that "auto" made
+    split_granularity: Literal["token", "sentence"]  # the granularity in effect
     warnings: list[str]
 
 

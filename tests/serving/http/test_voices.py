@@ -117,7 +117,7 @@ def test_a_full_store_refuses_new_voices(store):
 
 
 def test_only_one_of_many_writers_gets_the_name(store):
-    """A reader finds all of a voice or nothing meanwhile."""
+    """A concurrent reader finds all of a voice or nothing."""
     outcomes, seen = [], []
     going = threading.Event()
 
