@@ -180,7 +180,7 @@ BAD = [
     ),
     (
         ["say", "Hello.", "-m", ".", "--reference", "README.md"],
-        "README.md cannot be used: it is not audio that is known here: WAV",
+        "README.md cannot be used: its audio format is not supported; use WAV",
     ),
     (["serve", ".", "--max-reference-bytes", "ten"], "4GiB, 512MiB"),
     (["serve", ".", "--max-reference-s", "61"], "--max-reference-s"),

@@ -181,7 +181,7 @@ def test_the_flags_for_aliases_and_sessions_take_effect(chance):
     ]
     assert len({answer.content for answer in heard_by_name}) == 1
     warnings = [answer.response.headers.get("x-warning", "") for answer in heard_by_name]
-    assert warnings[:2] == ["", ""] and "'slt' speaks in its place" in warnings[2]
+    assert warnings[:2] == ["", ""] and "'slt' is used instead" in warnings[2]
     with session(chance), pytest.raises(InvalidStatus, match="503"), session(chance):
         pass
 

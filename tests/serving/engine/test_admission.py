@@ -193,7 +193,7 @@ def test_who_is_refused_is_refused_at_once_and_told_when_to_come():
     refused = [one for one in simulation.heard if isinstance(one.end, Full)]
     assert refused and all(one.ended_s == one.submitted_s for one in refused)
     assert all(1 <= one.end.retry_after_s <= 60 for one in refused)
-    assert "first audio is to be expected in" in str(refused[-1].end)
+    assert "first audio is expected in" in str(refused[-1].end)
 
 
 def test_only_so_many_speak_as_are_made_in_time():
