@@ -1,5 +1,7 @@
-"""VoxCPM2 (OpenBMB, Apache-2.0): text to 48 kHz speech, a patch of 4 continuous latents per 160 ms; and
-VoxCPM 0.5B and 1.5 before it. See README.md beside this file."""
+"""VoxCPM2 (OpenBMB, Apache-2.0): text to 48 kHz speech, one patch of 4 continuous latents per 160 ms.
+
+The family also loads the first generation, VoxCPM 0.5B and 1.5. See README.md in this folder.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,22 @@ NAME = "voxcpm2"
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`. Raises ValueError for a config.json that cannot
-    be read."""
+    """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
+    read."""
     from zoo.nn.json_files import read_config
 
     config = read_config(path)
     if "residual_lm_no_rope" in config:
         return True
-    named = (config.get("architecture"), config.get("model_type"))  # the published one has no model_type
+    named = (config.get("architecture"), config.get("model_type"))  # the published config has no model_type
     return any(str(name).lower() in ("voxcpm", "voxcpm2") for name in named)
 
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> VoxCPM2:
-    """The family with its weights: the nets in `dtype`, an adapter (LoRA) added to them, and the VAE in fp32.
-    Raises ValueError that names what is wrong."""
+    """Load the family: the nets in `dtype` with an optional LoRA adapter merged in, and the VAE in fp32.
+
+    Raises ValueError that names the file and what is wrong with it.
+    """
     from zoo.nn import checkpoint, tensor_files
     from zoo.voxcpm2 import weights
     from zoo.voxcpm2.adapter import read_adapter
@@ -54,7 +58,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
 
 
 def check_boundaries(file: TensorFile, boundaries: tuple[int, ...]) -> None:
-    """Raises ValueError where the VAE's file and the config name different sample rates."""
+    """Raise ValueError if the VAE file and the config state different sample-rate boundaries."""
     from zoo.voxcpm2.weights import BOUNDARIES
 
     found = file.read(BOUNDARIES).tolist() if BOUNDARIES in file.headers else []
@@ -63,7 +67,7 @@ def check_boundaries(file: TensorFile, boundaries: tuple[int, ...]) -> None:
 
 
 def vae_file(directory: Path) -> Path:
-    """The VAE's file. Raises ValueError."""
+    """Return the path of the VAE file. Raises ValueError if there is none."""
     from zoo.voxcpm2.weights import VAE_FILES
 
     for name in VAE_FILES:
@@ -73,7 +77,7 @@ def vae_file(directory: Path) -> Path:
 
 
 def build(config):
-    """Net and VAE on `meta`: names and shapes, no memory."""
+    """Return the net and the VAE on the `meta` device: names and shapes, no memory."""
     import torch
 
     from zoo.voxcpm2.model import Net
@@ -84,7 +88,7 @@ def build(config):
 
 
 def describe(directory: Path, dtype=None):
-    """Config and Spec, read from config.json alone. dtype: of the tape; the model's."""
+    """Return Config and Spec, read from config.json alone. dtype: the model's, which the tape shares."""
     import torch
 
     from zoo.contract import KV, Spec
@@ -124,13 +128,13 @@ def describe(directory: Path, dtype=None):
 
 
 def survey(directory: Path):
-    """Spec and number of parameters, weights unread."""
+    """Return the Spec and the number of parameters without reading any weights."""
     config, spec = describe(directory)
     return spec, sum(p.numel() for module in build(config) for p in module.parameters())
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    """Write a random checkpoint in the published layout. Raises ValueError and OSError."""
     import torch
 
     from zoo.voxcpm2.demo import write

@@ -1,7 +1,7 @@
-"""A LoRA adapter, added to the weights while they are read: W + (alpha / r) B A.
+"""LoRA adapters, merged into the weights while these are read: W + (alpha / r) B A.
 
     lora_config.json           {"base_model": …, "lora_config": {"r": 32, "alpha": 32, "enable_lm": true,
-                                "target_modules_lm": ["q_proj", …], …}}, as fine-tuning writes it
+                                "target_modules_lm": ["q_proj", …], …}}, as the fine-tuning script writes it
     lora_weights.safetensors   base_lm.layers.0.self_attn.q_proj.lora_A [r, in], ….lora_B [out, r], …
 
 Source: OpenBMB/VoxCPM, modules/layers/lora.py; model/voxcpm2.py, _apply_lora;
@@ -22,13 +22,12 @@ from zoo.nn.config import WIDTH, ConfigBlock
 from zoo.nn.json_files import read_json
 from zoo.nn.tensor_files import open_file
 
-CONFIG, FILES = (
-    "lora_config.json",
-    ("lora_weights.safetensors", "lora_weights.ckpt"),
-)  # the first that is there
+CONFIG = "lora_config.json"
+FILES = ("lora_weights.safetensors", "lora_weights.ckpt")  # the first one found is read
 MAX_ALPHA = 1e6
-EMBEDDING = "base_lm.embed_tokens"  # a table as wide as a linear, and none
-# What switches a part of the model on, what lists its linears by their last names, and which modules it has.
+EMBEDDING = "base_lm.embed_tokens"  # its weight is 2-D like a linear's, but it is not a linear
+# For each part of the model: the key that enables it, the key that lists its linears by last name, and a
+# pattern for the names of its modules.
 PARTS = (
     ("enable_lm", "target_modules_lm", r"(?:base_lm|residual_lm)\.(?:.+\.)?(\w+)"),
     ("enable_dit", "target_modules_dit", r"feat_decoder\.estimator\.(?:.+\.)?(\w+)"),
@@ -38,13 +37,15 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Adapter:
+    """A change to published tensors, applied while they are read."""
+
     scale: float
-    tensors: dict[
-        str, Tensor
-    ]  # MODULE.lora_A [r, in] and MODULE.lora_B [out, r], by the published module's name
+    # MODULE.lora_A [r, in] and MODULE.lora_B [out, r], keyed by the published name of the module
+    tensors: dict[str, Tensor]
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        """A published tensor -> what it is with the adapter: in fp32 where it is changed, else as it came."""
+        """Return a published tensor with the adapter merged in: fp32 if the adapter changes it, else as
+        given."""
         module = name.removesuffix(".weight")
         if f"{module}.lora_A" not in self.tensors:
             return tensor
@@ -53,8 +54,10 @@ class Adapter:
 
 
 def read_adapter(directory: Path, published: Mapping[str, Shape]) -> Adapter:
-    """published: name -> shape of the model's tensors. Raises ValueError for anything but the tensors, and
-    all of them, that the adapter's config says it changes."""
+    """Read an adapter from its directory. published: name -> shape of the model's tensors.
+
+    Raises ValueError unless the file holds exactly the tensors that the adapter's config promises.
+    """
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; an adapter is one with {CONFIG} and {FILES[0]}")
     config = ConfigBlock(read_json(directory / CONFIG), file=str(directory / CONFIG)).block("lora_config")
@@ -70,7 +73,8 @@ def read_adapter(directory: Path, published: Mapping[str, Shape]) -> Adapter:
 
 
 def targets(config: ConfigBlock, published: Mapping[str, Shape]) -> list[str]:
-    """The linears that an adapter changes, by their published names. Raises ValueError."""
+    """Return the published names of the linears that an adapter changes. Raises ValueError if there are
+    none."""
     weights = [name for name, shape in published.items() if name.endswith(".weight") and len(shape) == 2]
     linears = [name.removesuffix(".weight") for name in weights if not name.startswith(EMBEDDING)]
     chosen: list[str] = []
@@ -84,7 +88,7 @@ def targets(config: ConfigBlock, published: Mapping[str, Shape]) -> list[str]:
     if not chosen:
         switches = ", ".join(switch for switch, _, _ in PARTS)
         raise ValueError(
-            f"{config.file} changes nothing: none of {switches} is on with a linear of the model's"
+            f"{config.file} changes nothing: none of {switches} is true and selects a linear of the model"
         )
     return chosen
 

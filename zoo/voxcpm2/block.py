@@ -1,4 +1,4 @@
-"""MiniCPM4: the block that all four stacks are made of, and the two kinds of stacks.
+"""The MiniCPM4 block, which all four stacks are made of, and the two kinds of stack.
 
 Source: OpenBMB/VoxCPM, modules/minicpm4/model.py; MiniCPM4 (arXiv 2506.07900).
 """
@@ -19,8 +19,10 @@ from zoo.voxcpm2.config import Rope, StackConfig
 
 
 class Block(nn.Module):
-    """Grouped-query attention, then a gated MLP, each behind a norm and added to its input. heads * head_dim
-    may differ from the width."""
+    """A pre-norm block: grouped-query attention, then a gated MLP, each with a residual connection.
+
+    heads * head_dim may differ from the width.
+    """
 
     def __init__(self, config: StackConfig):
         super().__init__()
@@ -33,19 +35,22 @@ class Block(nn.Module):
         self.mlp = FusedSwiGLU(config.hidden, config.inner)
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., D] -> queries [..., H, dim], keys and values [..., Hkv, dim], not rotated."""
+        """Project x [..., D] to queries [..., H, dim], and keys and values [..., Hkv, dim], not yet
+        rotated."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
         return q, k, v
 
     def project_output(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., D] and what its heads made of it [..., H * dim] -> two parts of the block's output [..., D], which is
-        their sum."""
+        """Return the block's output [..., D] as two parts, whose sum it is.
+
+        x [..., D]: the block's input; mixed [..., H * dim]: the output of its heads.
+        """
         x = x + self.out(mixed)
         return x, self.mlp(self.mlp_norm(x))
 
 
 class PagedBlock(Block):
-    """A block of the two language models, over pages."""
+    """A block of the base model or the residual model, over paged keys and values."""
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
@@ -55,7 +60,7 @@ class PagedBlock(Block):
 
 
 class UnplacedBlock(Block):
-    """The same without positions."""
+    """A paged block without positions."""
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, paged: Paged) -> Tensor:
@@ -69,7 +74,7 @@ def sum_of(parts: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class LocalBlock(Block):
-    """A block over the few tokens of a patch: each sees all of them."""
+    """A block over the few tokens of a patch, without a causal mask."""
 
     def __init__(self, config: StackConfig, kept: slice):
         super().__init__(config)
@@ -77,12 +82,15 @@ class LocalBlock(Block):
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, more: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x, and what is added to it first [..., L, D], cos and sin [L, dim] -> likewise two parts, of the tokens that
-        are kept. What a block ends with is so added where the next one begins, in the launch of its norm."""
+        """Return the block's output for the kept tokens, as two parts [..., kept, D].
+
+        x and more [..., L, D]: the two parts of the input; cos and sin [L, dim]. The sum of the two parts is
+        left to the next block, which fuses it into the kernel of its norm.
+        """
         return self.apart(x + more, cos, sin)
 
     def apart(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward`, of one tensor, and in whichever region calls it."""
+        """Do what `forward` does, on one tensor x [..., L, D], in the region of the caller."""
         q, k, v = (part.flatten(0, -4) for part in self.project_qkv(x))  # [B, L, H or Hkv, dim]
         mixed = self._attend(q[:, self.kept], k, v, cos, sin)  # [B, kept, H * dim]
         return self.project_output(x[..., self.kept, :], mixed.unflatten(0, x.shape[:-2]))
@@ -95,14 +103,14 @@ class LocalBlock(Block):
         q, k = rope(q, cos[self.kept], sin[self.kept]), rope(k, cos, sin)
         q = q.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, kept, dim]
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, L, dim]
-        # nothing is masked, so a group's queries may stand where the positions of a plain attention would
+        # nothing is masked, so the queries of a group can be folded into the axis of positions
         mixed = F.scaled_dot_product_attention(q.flatten(2, 3), k, v).unflatten(2, q.shape[2:4])
         return mixed.permute(0, 3, 1, 2, 4).flatten(2)
 
 
 class LongRope(nn.Module):
-    """Tables of cosines and sines. Angles in fp32; the table is rounded to the model's dtype, as the
-    reference's is."""
+    """Cosines and sines of LongRoPE. Angles are fp32; the results are rounded to the model's dtype, as in the
+    reference."""
 
     stretch: Tensor  # [dim / 2], after prepare()
     frequency: Tensor  # [dim / 2]
@@ -122,7 +130,7 @@ class LongRope(nn.Module):
         self.register_buffer("frequency", frequency.to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, dim]."""
+        """Return cos and sin [T, dim] of positions [T]."""
         angle = positions.float()[:, None] * self.stretch * self.frequency
         angle = torch.cat((angle, angle), -1)
         cos, sin = angle.cos() * self.config.amplitude, angle.sin() * self.config.amplitude
@@ -130,7 +138,7 @@ class LongRope(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A causal stack. Its layers' pages are those from `first_layer` on of the family's."""
+    """A causal stack. Its layers use the family's paged layers from `first_layer` on."""
 
     def __init__(self, config: StackConfig, first_layer: int):
         super().__init__()
@@ -147,7 +155,7 @@ class LanguageModel(nn.Module):
             self.rope.prepare(device, dtype)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, D] -> hidden states after the final norm [T, D]."""
+        """Return the hidden states after the final norm [T, D]. x [T, D]."""
         table = self.rope(batch.positions) if self.rope else ()
         for i, layer in enumerate(self.layers, self.first_layer):
             x = layer(x, *table, Paged(batch, i))
@@ -155,8 +163,10 @@ class LanguageModel(nn.Module):
 
 
 class LocalStack(nn.Module):
-    """A stack over `tokens` tokens that see each other. Its last block computes no more than what is `kept` of them:
-    nobody reads the others' output."""
+    """A stack over `tokens` tokens that all attend to each other.
+
+    Its last block computes only the `kept` tokens, because the output of the others is never read.
+    """
 
     cos: Tensor  # [tokens, dim], after prepare()
     sin: Tensor  # likewise
@@ -181,12 +191,13 @@ class LocalStack(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., tokens, D] -> what `finish` goes on with: the first block's output, as two parts."""
+        """Run the first block on x [..., tokens, D] and return its output as two parts, the input of
+        `finish`."""
         first: LocalBlock = self.layers[0]  # type: ignore[assignment]
         return first.apart(x, self.cos, self.sin)
 
     def finish(self, x: Tensor, more: Tensor) -> Tensor:
-        """-> [..., kept, D]"""
+        """Run the other blocks and the final norm. Returns [..., kept, D]."""
         for layer in list(self.layers)[1:]:
             x, more = layer(x, more, self.cos, self.sin)
         return self.norm(x + more)

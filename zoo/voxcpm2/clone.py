@@ -1,5 +1,5 @@
-"""What a clone needs of its reference: its latents, their rows for the language model and, where speech goes
-on from it, where the decoder stands after it. All of it is encoded once and kept.
+"""Encode a reference recording for cloning: its latents, the rows that the language model reads, and, if
+speech continues the recording, the decoder's state at its end. Each reference is encoded once and cached.
 
     clip ─ mono, 16 kHz ─ padded to whole patches ─ VAE encoder ─> patches [R, P, D] ─┬─ LocEnc ─> rows [R, H]
                                                                                      └─ prime ─> codec_state: no seam after the reference
@@ -22,20 +22,23 @@ from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.vae import Vae
 
 FAMILY = "voxcpm2"
-LONGEST_S = 60.0  # 375 positions; the model was made for a few seconds
+LONGEST_S = 60.0  # 375 positions; the model was trained with references of a few seconds
 
 
 def reference_s(config: Config) -> tuple[float, float]:
-    """The shortest reference, a patch, and the longest."""
+    """Return the lengths of the shortest reference (one patch) and of the longest, in seconds."""
     return config.patch * config.vae.hop_samples / config.vae.rate_hz, LONGEST_S
 
 
 @dataclass(frozen=True)
 class EncodedReference:
+    """A reference as the model reads it."""
+
     name: bytes  # equal for equal clips with the same use
-    patches: Tensor  # [R, P, D], rounded to the model's dtype as the model hears them
+    patches: Tensor  # [R, P, D], rounded to the model's dtype, as the model reads them
     rows: Tensor  # [R, H], the model's dtype
-    codec_state: Tensor | None  # [values], the decoder's after these patches; where speech goes on from them
+    # [values], the decoder's state after these patches; None unless speech continues them
+    codec_state: Tensor | None
 
     def tensors(self) -> dict[str, Tensor]:
         state = {} if self.codec_state is None else {"codec_state": self.codec_state}
@@ -47,8 +50,11 @@ class EncodedReference:
 
 
 class Cloner:
-    """AudioClip -> EncodedReference. May be called from several threads. rows: patches [R, P, D] -> what the
-    language model reads of them [R, H]; heard_by: the modules that compute them."""
+    """Turns an AudioClip into an EncodedReference. Can be called from several threads.
+
+    rows: maps patches [R, P, D] to the rows that the language model reads [R, H]; heard_by: the modules that
+    `rows` computes with, which become part of the key of the stored files.
+    """
 
     def __init__(
         self,
@@ -65,8 +71,11 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, (config, dtype), vae, *heard_by))
 
     def __call__(self, clip: AudioClip, continues: bool) -> EncodedReference:
-        """continues: speech goes on from the clip, so it is padded before, not after. Raises ValueError
-        (`param` "references") for audio that is no reference."""
+        """Encode a clip, or return it from the cache. continues: speech continues the clip, so the padding
+        comes before it and not after.
+
+        Raises ValueError (`param` "references") for audio that cannot be a reference.
+        """
         name = content(clip, continues)
         file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
         return self.references.get(name, lambda: self._encode(name, clip, continues), file)
@@ -86,7 +95,7 @@ class Cloner:
 
     @torch.inference_mode()
     def spoken(self, frames: Tensor, continues: bool) -> EncodedReference:
-        """Of patches that the model made [R, P, D]."""
+        """Return patches that the model generated [R, P, D] as a reference."""
         name = blake2b(frames.float().numpy().tobytes(), digest_size=16).digest() + bytes([continues])
         return self._heard(name, frames.to(self.device, self.dtype), continues)
 

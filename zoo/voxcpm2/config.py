@@ -1,4 +1,4 @@
-"""The checkpoint's config.json as frozen dataclasses. A key that is missing or out of range is an error that
+"""The checkpoint's config.json as frozen dataclasses. A missing or out-of-range key raises an error that
 names it; unknown keys are ignored."""
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from zoo.nn.config import (
     ConfigBlock,
 )
 
-# What the published config.json leaves to the reference's defaults, and the only values that this package
-# knows.
+# Keys that the published config.json leaves to the reference's defaults. No other values are supported.
 VAE_FIXED: dict[str, Any] = {
     "depthwise": True,
     "use_noise_block": False,
     "cond_type": "scale_bias",
     "cond_out_layer": False,
 }
-# The same of the first generation (model/voxcpm.py, modules/audiovae/audio_vae.py): VoxCPM-0.5B says nothing
-# of its VAE.
+# Defaults of the first generation (model/voxcpm.py, modules/audiovae/audio_vae.py). The config of VoxCPM-0.5B
+# does not describe its VAE.
 OLD_LOCAL: dict[str, Any] = {"hidden_dim": 1024, "ffn_dim": 4096, "num_heads": 16, "num_layers": 4}
 OLD_VAE: dict[str, Any] = {
     "encoder_dim": 128,
@@ -52,14 +51,14 @@ OLD: dict[str, Any] = {
     "scalar_quantization_scale": 9,
     "max_length": 4096,
 }
-PATCH = (1, 64)  # latent frames: tokens of the small stacks
-FACTOR = (1e-3, 1e6)  # of a rotary angle
+PATCH = (1, 64)  # latent frames, each a token of the small stacks
+FACTOR = (1e-3, 1e6)  # divisor of a rotary angle
 FSQ_SCALE = (1, 1 << 16)
 
 
 @dataclass(frozen=True)
 class Rope:
-    """LongRoPE: the angle of position t and pair i is t / factors[i] * theta ** (-2 i / head_dim)."""
+    """LongRoPE. The angle of position t and pair i is t / factors[i] * theta ** (-2 i / head_dim)."""
 
     theta: float
     factors: tuple[float, ...]  # one per pair of values of a head
@@ -79,7 +78,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class StackConfig:
-    """A stack of MiniCPM4 blocks."""
+    """The sizes of a stack of MiniCPM4 blocks."""
 
     hidden: int
     inner: int
@@ -88,7 +87,7 @@ class StackConfig:
     kv_heads: int
     head_dim: int
     eps: float
-    rope: Rope | None  # None: the blocks know no positions
+    rope: Rope | None  # None: the blocks have no positional encoding
 
     @classmethod
     def read(cls, lm: ConfigBlock) -> StackConfig:
@@ -106,9 +105,8 @@ class StackConfig:
         )
 
     def local(self, block: ConfigBlock) -> StackConfig:
-        """One of the small stacks that work within a patch: it has its own sizes, and the rest of this
-        one."""
-        hidden = block.integer("hidden_dim", 4, MAX_WIDTH, step=2)  # the solver reads sines and cosines
+        """Return the config of a small stack within a patch: its own sizes, the rest from this stack."""
+        hidden = block.integer("hidden_dim", 4, MAX_WIDTH, step=2)  # even, for the sines and cosines of times
         heads = block.integer("num_heads", *HEADS, step=self.kv_heads)
         return replace(
             self,
@@ -128,30 +126,32 @@ def _head_dim(block: ConfigBlock, hidden: int, heads: int) -> int:
 
 @dataclass(frozen=True)
 class VaeConfig:
+    """The sizes and rates of the AudioVAE."""
+
     latent: int  # channels of a latent frame
-    encoder_width: int  # channels of the first convolution, doubled by each stride
+    encoder_width: int  # channels of the first convolution; each stride doubles them
     encoder_rates: tuple[int, ...]
-    decoder_width: int  # channels of the first block, halved by each
+    decoder_width: int  # channels of the first block; each block halves them
     decoder_rates: tuple[int, ...]
-    rate_hz: int  # of what is encoded
+    rate_hz: int  # of the encoder's input
     out_rate_hz: int
-    # of the classes of output rates, in Hz; empty where the decoder knows one rate alone
+    # between classes of output rates, in Hz; empty if the decoder supports only one rate
     boundaries: tuple[int, ...]
-    pads_odd: bool  # the encoder pads a convolution of an odd stride by one sample more
+    pads_odd: bool  # the encoder pads a convolution of odd stride by one more sample
 
     @property
     def hop_samples(self) -> int:
-        """Samples that are encoded as one latent frame."""
+        """Input samples per latent frame."""
         return prod(self.encoder_rates)
 
     @property
     def frame_samples(self) -> int:
-        """Samples that one latent frame is decoded to."""
+        """Output samples per latent frame."""
         return prod(self.decoder_rates)
 
     @property
     def rate_class(self) -> int:
-        """Which row of the decoder's rate tables the output rate takes: how many boundaries lie below it."""
+        """The output rate's row in the decoder's rate tables: the number of boundaries below it."""
         return sum(boundary < self.out_rate_hz for boundary in self.boundaries)
 
     @classmethod
@@ -178,41 +178,41 @@ class VaeConfig:
             raise block.refuse("sr_bin_boundaries", "they must ascend")
         if read.hop_samples * read.out_rate_hz != read.frame_samples * read.rate_hz:
             heard = f"{read.hop_samples} samples of {read.rate_hz} Hz as a latent frame"
-            made = f"{read.frame_samples} samples of {read.out_rate_hz} Hz, which do not last as long"
+            made = f"{read.frame_samples} samples of {read.out_rate_hz} Hz, a different duration"
             raise ValueError(f"{block.file}: {block.name} encodes {heard} and decodes it to {made}")
         return read
 
 
 @dataclass(frozen=True)
 class Config:
-    is_first_generation: bool  # the first generation adds what VoxCPM2 lays side by side
+    """A whole config.json of either generation."""
+
+    is_first_generation: bool  # the first generation adds vectors where VoxCPM2 concatenates them
     lm: StackConfig
     residual: StackConfig
     encoder: StackConfig
     dit: StackConfig
     vae: VaeConfig
     vocab: int
-    patch: int  # latent frames of one position
+    patch: int  # latent frames per position
     fsq_width: int
     fsq_scale: int
     max_positions: int
 
     @property
     def frame_samples(self) -> int:
-        """Samples of one patch."""
+        """Output samples per patch."""
         return self.patch * self.vae.frame_samples
 
     @property
     def name(self) -> str:
-        return (
-            ("VoxCPM1.5" if self.vae.rate_hz == 44_100 else "VoxCPM-0.5B")
-            if self.is_first_generation
-            else "VoxCPM2"
-        )
+        if not self.is_first_generation:
+            return "VoxCPM2"
+        return "VoxCPM1.5" if self.vae.rate_hz == 44_100 else "VoxCPM-0.5B"
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Config:
-        """Raises ValueError for what is missing or out of range, and by name for models that cannot run."""
+        """Read a config.json. Raises ValueError that names a missing, unsupported or out-of-range key."""
         root, is_first_generation = ConfigBlock(config), is_old(config)
         if is_first_generation:
             root = root.with_defaults(OLD | {"audio_vae_config": {}})
@@ -255,8 +255,11 @@ class Config:
 
 
 def is_old(config: dict[str, Any]) -> bool:
-    """Whether a VoxCPM config is of the first generation. Re-uploads state model_type, and wrongly: what it
-    holds decides."""
+    """Return whether a VoxCPM config is of the first generation.
+
+    model_type is not read, because re-uploads state a wrong one; without an architecture the other keys
+    decide.
+    """
     if (architecture := str(config.get("architecture", "")).lower()) in ("voxcpm", "voxcpm2"):
         return architecture == "voxcpm"
     vae = config.get("audio_vae_config")

@@ -1,12 +1,11 @@
-"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work
-without weights.
+"""Random checkpoints in the published layout, for tests, first tries, and speed work without trained weights.
 
-    write("demo", "tiny")    # under a megabyte, runs anywhere
+    write("demo", "tiny")    # less than a megabyte, runs anywhere
     write("mid", "mid")      # 150 million parameters, shaped like the published model
-    write("full", "full")    # the published shapes and sizes; also "1.5" and "0.5b", the first generation's
+    write("full", "full")    # the published shapes and sizes; also "1.5" and "0.5b" of the first generation
 
-All files but the tokenizer's remote code, which nothing here needs. A tensor's values follow from (seed,
-published name, shape) alone.
+The tokenizer's remote code is not written, because nothing here needs it. The values of a tensor depend only
+on (seed, published name, shape).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _lm(
     last_factor: float,
 ) -> dict[str, Any]:
     pairs = head_dim // 2
-    # the published ends; between, a guess
+    # the first and last factors are published; those between are a guess
     factors = [round(0.9978 * (last_factor / 0.9978) ** (i / (pairs - 1)), 5) for i in range(pairs)]
     return {
         "bos_token_id": 1,
@@ -125,7 +124,7 @@ def _config(
 def _old(
     lm: dict[str, Any], patch: int, residual_layers: int, fsq: int, local: dict[str, Any], longest: int
 ) -> dict[str, Any]:
-    """The first generation: it gives no width of a head and knows no rates; 0.5B says nothing of its VAE."""
+    """Return a config of the first generation: no head width, no output rates, and, as in 0.5B, no VAE."""
     config = copy.deepcopy(_config(lm, residual_layers, fsq, local, OLD_VAE, longest))
     for block in (config["lm_config"], config["encoder_config"], config["dit_config"]):
         del block["kv_channels"]
@@ -211,22 +210,22 @@ SIZES = tuple(CONFIGS)
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# The values are meant to catch errors: nothing is one, zero or so small that a branch of the network could be
-# left out unnoticed.
+# The values are chosen to catch errors: none is one, zero, or so small that a missing branch of the network
+# would go unnoticed.
 RULES: tuple[Rule, ...] = (
     (r"norm\.weight$", 1.0, 0.1, False),
     (r"\.alpha$", 1.0, 0.2, False),
     (r"scale_embed\.weight$", 1.0, 0.1, False),
-    (r"^decoder\.model\.\d+\.block\.1\.weight_g$", 1.0, 0.1, False),  # transposed: by input channel
-    (r"\.block\.[0-4]\.block\.3\.weight_g$", 0.5, 0.05, False),  # the last of a residual unit
-    (r"^decoder\.model\.[789]\.weight_g$", 0.03, 0.003, False),  # soft audio, far from the tanh's bends
+    (r"^decoder\.model\.\d+\.block\.1\.weight_g$", 1.0, 0.1, False),  # transposed: per input channel
+    (r"\.block\.[0-4]\.block\.3\.weight_g$", 0.5, 0.05, False),  # last convolution of a residual unit
+    (r"^decoder\.model\.[789]\.weight_g$", 0.03, 0.003, False),  # quiet audio, where tanh is nearly linear
     (r"\.weight_g$", 1.0, 0.1, False),
     (r"\.weight_v$", 0.0, 1.0, False),
     (r"(embed_tokens|bias_embed)\.weight$", 0.0, 0.5, False),
     (r"special_token$", 0.0, 1.0, False),
     (r"^stop_proj\.bias$", 0.05, 0.1, False),  # see fill
     (r"\.bias$", 0.0, 0.1, False),
-    # latents about as large as the noise that they are made of
+    # latents about as large as the noise they start from
     (r"estimator\.out_proj\.weight$", 0.0, 0.6, True),
     (r"\.weight$", 0.0, 1.0, True),
 )
@@ -234,10 +233,10 @@ BOUNDARIES = "decoder.sr_bin_boundaries"
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
-    knows."""
+    """Return random float32 values for a tensor by its published name. Raises ValueError if no rule matches
+    the name."""
     values = synthetic.fill(name, shape, f"voxcpm2:{seed}", RULES)
-    # to go on is likelier than to stop: otherwise chance lets a checkpoint say nothing, or never end
+    # makes "continue" likelier than "stop": otherwise some seeds give a model that stops at once or never
     if name == "stop_head.weight":
         values = np.sort(values, axis=0)[::-1].copy()
     return values
@@ -253,12 +252,12 @@ def write(
     dtype: torch.dtype = torch.bfloat16,
     **config: Any,
 ) -> Path:
-    """A checkpoint in the published layout. dtype: of the nets' tensors (the VAE's are float32).
+    """Write a checkpoint in the published layout. dtype: of the nets' tensors (the VAE's are float32).
 
     config: changes to config.json, merged into its blocks: `lm_config={"num_hidden_layers": 1}`. Raises
     ValueError for an unknown size, key or dtype, and for a directory that is not empty.
     """
-    # here, so that configs and values can be had without the model
+    # imported here, so that configs and values need no import of the model
     from zoo.nn.checkpoint import published, weight_normed
     from zoo.voxcpm2 import build, describe, weights
 
@@ -283,10 +282,10 @@ def write(
 
 
 def write_texts(directory: str | Path, size: str, **config: Any) -> Path:
-    """The JSON files of a checkpoint, without its tensors; arguments and errors as in `write`."""
+    """Write the JSON files of a checkpoint without its tensors. Arguments and errors are those of `write`."""
     directory, content = synthetic.begin(directory, size, CONFIGS)
     change(content, config, "config.json")
-    Config.read(content)  # before anything is written
+    Config.read(content)  # raises before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     files = {
         "config.json": content,

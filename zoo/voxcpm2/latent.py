@@ -1,8 +1,8 @@
-"""Within a patch: LocEnc makes one row for the language model of a patch of latents, LocDiT makes the next
-patch of the language models' hidden states, by flow matching.
+"""The networks within a patch. LocEnc encodes a patch of latents as one row for the language model. LocDiT
+generates the next patch from the language models' hidden states, by flow matching.
 
-    LocEnc   [special, z0 z1 z2 z3] ─ 12 blocks ─> the special token's output: the patch's code
-    LocDiT   [lm, residual, time, c0 c1 c2 c3, x0 x1 x2 x3] ─ 12 blocks ─> the last four's output: the velocity of x
+    LocEnc   [special, z0 z1 z2 z3] ─ 12 blocks ─> output of the special token: the patch's code
+    LocDiT   [lm, residual, time, c0 c1 c2 c3, x0 x1 x2 x3] ─ 12 blocks ─> output of the last four: the velocity of x
               └── mu ─────┘        └ patch before ┘  the patch so far
 
 In the first generation lm, residual and time are one token, their sum.
@@ -20,12 +20,12 @@ from zoo.nn.cfm import euler_steps, guided, sinusoid, sway_times
 from zoo.voxcpm2.block import LocalStack
 from zoo.voxcpm2.config import Config
 
-# of the solver; every slot's solve makes as many, so that requests with fewer can share a launch with it
+# of the solver; every slot runs this many, so that requests that ask for fewer can share its launch
 MAX_STEPS = 10
 
 
 class PatchEncoder(nn.Module):
-    """Patches of latents [N, P, D] -> [N, h]."""
+    """LocEnc: patches of latents [N, P, D] -> codes [N, h]."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -54,11 +54,12 @@ class TimeProjection(nn.Module):
 
 
 class PatchSolver(nn.Module):
-    """Hidden states to a patch of latents, for all rows at once and with nothing read back."""
+    """LocDiT with its solver: hidden states to a patch of latents, for all rows at once, without a device
+    sync."""
 
-    # [n + 1, n, h], after prepare(): the time token of every step of every schedule of at most n steps
+    # [n + 1, n, h], after prepare(): the time token of each step, for schedules of 0 to n steps
     times: Tensor
-    goes: Tensor  # [n + 1, n], how far each step goes; 0 beyond the schedule's end
+    goes: Tensor  # [n + 1, n], the size of each step; 0 after the end of the schedule
 
     def __init__(self, config: Config):
         super().__init__()
@@ -75,8 +76,11 @@ class PatchSolver(nn.Module):
 
     @torch.no_grad()
     def prepare(self, most_steps: int) -> None:
-        """Call once, with the weights in place: what follows from the weights and the schedules alone.
-        Schedules are made on the host."""
+        """Fill the tables that depend only on the weights and the schedules. Call once the weights are
+        loaded.
+
+        Schedules are computed on the host.
+        """
         weight = self.input.weight
         looks = torch.zeros(most_steps + 1, most_steps, dtype=weight.dtype)
         goes = torch.zeros_like(looks)
@@ -89,19 +93,20 @@ class PatchSolver(nn.Module):
         self.register_buffer("goes", goes.to(weight.device), persistent=False)
 
     def forward(self, mu: Tensor, before: Tensor, noise: Tensor, guidance: Tensor, steps: Tensor) -> Tensor:
-        """mu [B, M, h], M being 2, or 1 in the first generation; before [B, P, D], the patch before this one;
-        noise [B, P, D]; guidance [B] fp32; steps [B] -> patch [B, P, D].
+        """Return a patch of latents [B, P, D].
 
-        The net sees every row twice, with its mu and with one of zeros: guidance is the difference.
+        mu [B, M, h], where M is 2, or 1 in the first generation; before [B, P, D]: the previous patch; noise
+        [B, P, D]; guidance [B] fp32; steps [B]. The net runs every row twice, with its mu and with zeros, for
+        classifier-free guidance.
         """
         mu = torch.stack((mu, torch.zeros_like(mu)), 1)  # [B, 2, M, h]
         condition = self.condition(before)[:, None].expand(-1, 2, -1, -1)  # [B, 2, P, h]
-        # what stays: zeros where x will be, and where the time is added
+        # the part that all evaluations share: zeros where x goes, and where the time is added
         place = self.time_place + 1 - mu.shape[2]
         told = F.pad(torch.cat((F.pad(mu, (0, 0, 0, place)), condition), 2), (0, 0, 0, self.patch))
         times, goes = self.times[steps], self.goes[steps]  # [B, n, h], [B, n]
         x = noise
-        for k in range(1, self.times.shape[1]):  # the first step of every schedule goes nowhere
+        for k in range(1, self.times.shape[1]):  # the first step of every schedule has size 0
             y = self.stack.finish(*self._begin(told, times[:, k], x))  # [B, 2, P, h]
             velocity, null = self.output(y).unbind(1)  # [B, P, D] each
             x = x - goes[:, k, None, None] * guided(velocity, null, guidance)
@@ -109,7 +114,8 @@ class PatchSolver(nn.Module):
 
     @torch.compiler.nested_compile_region
     def _begin(self, told: Tensor, time: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """told [B, 2, L, h], what all evaluations read; time [B, h]; x [B, P, D]."""
+        """Run the first block. told [B, 2, L, h]: the part that all evaluations share; time [B, h]; x [B, P,
+        D]."""
         length, place = told.shape[2], self.time_place
         time = F.pad(time[:, None], (0, 0, place, length - 1 - place))  # [B, L, h]
         x = F.pad(self.input(x), (0, 0, length - self.patch, 0))

@@ -24,18 +24,19 @@ from zoo.voxcpm2.prompt import AUDIO, PromptWriter, Script
 from zoo.voxcpm2.strategy import STRATEGY
 from zoo.voxcpm2.vae import Vae
 
-STOP_AFTER = 2  # the step (from 0) after which the stop head is believed: four patches are the least
-# the guard against a voice that never ends, where the request sets no cap
+STOP_AFTER = 2  # the stop head is ignored up to this step (from 0), so speech has at least four patches
+# the cap if the request sets none, for speech that never stops: 6 patches per text token, plus 10
 PATCHES_PER_TEXT_TOKEN, MORE_PATCHES = 6, 10
 MAX_PATCHES = 4096
 
 
 class FSQ(nn.Module):
-    """Finite scalar quantisation (arXiv 2309.15505): a narrow middle of which each value is rounded to one of
-    2 scale + 1 levels.
+    """Finite scalar quantisation (arXiv 2309.15505): a bottleneck whose values are rounded to 2 scale + 1
+    levels.
 
-    vector-quantize-pytorch's FSQ is not used: in bf16 it rounds from fp32, and so to other levels than the
-    reference."""
+    vector-quantize-pytorch's FSQ is not used: for bf16 input it rounds in fp32, and so to other levels than
+    the reference.
+    """
 
     def __init__(self, width: int, middle: int, scale: int):
         super().__init__()
@@ -48,7 +49,7 @@ class FSQ(nn.Module):
 
 
 class Net(nn.Module):
-    """All of model.safetensors."""
+    """The networks in model.safetensors."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -67,35 +68,39 @@ class Net(nn.Module):
         self.stop = nn.Linear(width, 2, bias=False)
 
     def prepare(self) -> None:
-        """Call once, with the weights in place."""
+        """Fill the tables that depend on the weights. Call once the weights are loaded."""
         weight = self.embedding.weight
         for stack in (self.base, self.residual, self.encoder.stack, self.solver.stack):
             stack.prepare(weight.device, weight.dtype)
         self.solver.prepare(MAX_STEPS)
 
     def rows(self, patches: Tensor) -> Tensor:
-        """patches [N, P, D] -> what the language model reads of them [N, H]."""
+        """Return the rows that the language model reads for patches [N, P, D], as [N, H]."""
         return self.from_code(self.encoder(patches))
 
     def join(self, base: Tensor, heard: Tensor) -> Tensor:
-        """The base model's hidden states and the rows of audio, zero elsewhere [T, H] each -> what the
-        residual model reads [T, H]."""
+        """Return the residual model's input [T, H].
+
+        base [T, H]: the base model's hidden states; heard [T, H]: the input rows at audio positions, zero
+        elsewhere.
+        """
         return base + heard if self.fusion is None else self.fusion(torch.cat((base, heard), 1))
 
     def mu(self, base: Tensor, residual: Tensor) -> Tensor:
-        """Both models' hidden states [B, H] -> what the solver is told of them [B, 2, h], or their sum [B, 1,
-        h]."""
+        """Return the solver's condition from both models' hidden states [B, H]: [B, 2, h], or in the first
+        generation their sum [B, 1, h]."""
         mu = torch.stack((self.lm_to_solver(base), self.residual_to_solver(residual)), 1)
         return mu.sum(1, keepdim=True) if self.fusion is None else mu
 
     def stops(self, h: Tensor) -> Tensor:
-        """The base model's hidden states [B, H] -> whether the patch that is made of each is the last [B]."""
+        """Return whether the patch generated from each of the base model's hidden states [B, H] is the last:
+        [B]."""
         return self.stop(F.silu(self.stop_input(h))).argmax(-1) == 1
 
 
 class VoxState(State):
-    """Adds: the patch before the first [S+1, P, D]; guidance [S+1]; solver steps [S+1]; the decoder's state
-    [S+1, values]."""
+    """Adds the patch before the first one [S+1, P, D], guidance [S+1], solver steps [S+1] and the decoder's
+    state [S+1, values]."""
 
     before: Tensor
     cfg_scale: Tensor
@@ -112,13 +117,15 @@ class VoxState(State):
 
 
 class VoxCPM2(Family[VoxState]):
+    """VoxCPM2 and the first generation as a family."""
+
     def __init__(self, config: Config, spec: Spec, net: Net, vae: Vae, writer: PromptWriter):
         super().__init__()
         self.config, self.spec, self.strategy = config, spec, STRATEGY
         self.net, self.vae, self.writer = net, vae, writer
         self.dtype, self.device = net.embedding.weight.dtype, net.embedding.weight.device
 
-    # host, off the loop
+    # on the host, outside the engine's loop
 
     def prompt(self, request: Request) -> Prompt:
         return self._prompt(request)
@@ -153,20 +160,23 @@ class VoxCPM2(Family[VoxState]):
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(script.ids)},
         )
 
-    # at the door
+    # at start-up
 
     def state(self, slots: int, max_frames: int | None = None) -> VoxState:
         return VoxState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
 
-    # device
+    # on the device
 
     def embed(self, state: VoxState, slots: Tensor) -> Tensor:
-        """The last patch as one row."""
+        """Return the last patch of each slot as one row [B, H]."""
         return self.net.rows(self._last(state, slots))  # [B, H]
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        """[T, H] -> [T, 2 H], the base model's hidden states, quantised where audio is, and the residual
-        model's."""
+        """Return [T, 2 H]: the base model's hidden states, quantised at audio positions, and the residual
+        model's.
+
+        inputs [T, H].
+        """
         is_audio = batch.is_audio[:, None]
         base = self.net.base(inputs, batch)
         base = torch.where(is_audio, self.net.fsq(base), base)  # [T, H]
@@ -174,8 +184,10 @@ class VoxCPM2(Family[VoxState]):
         return torch.cat((base, residual), 1)
 
     def emit(self, state: VoxState, slots: Tensor, h: Tensor) -> None:
-        """One patch of latents (160 ms) per slot. The patch at which the model stops is said. h [B, 2 H] at
-        each last position."""
+        """Append one patch of latents (160 ms) to each slot's tape, also at the step where the model stops.
+
+        h [B, 2 H]: the hidden states at each last position.
+        """
         base, residual = h.chunk(2, -1)
         steps = state.steps[slots]
         mu, noise = self.net.mu(base, residual), self._noise(state, slots)
@@ -187,13 +199,13 @@ class VoxCPM2(Family[VoxState]):
         state.done[slots] = state.done[slots] | stops
 
     def _last(self, state: VoxState, slots: Tensor) -> Tensor:
-        """The patch before the next one [B, P, D]: on the tape, or of the reference, or zeros."""
+        """Return the previous patch [B, P, D]: from the tape, else the end of the reference, else zeros."""
         return torch.where(
             (state.ready[slots] > 0)[:, None, None], state.last_frame(slots), state.before[slots]
         )
 
     def _noise(self, state: VoxState, slots: Tensor) -> Tensor:
-        """[B, P, D]"""
+        """Return the noise of this step [B, P, D], from the seeds unless the state holds given noise."""
         if state.noise is not None:
             return state.noise[state.steps[slots]].to(self.dtype)
         width = self.config.patch * self.config.vae.latent
@@ -211,7 +223,8 @@ class VoxCPM2(Family[VoxState]):
 
 
 def keys(script: Script) -> tuple[int, ...]:
-    """What names each position: a text id, or, negative, a hash of the reference and the patch."""
+    """Return a prefix key for each position: its text id, or a negative hash of the reference and patch
+    number."""
     patches = [
         prefix_key(reference.name, i)
         for reference in script.references

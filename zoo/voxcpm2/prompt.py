@@ -1,16 +1,16 @@
-"""From a request to what the language model reads before the first patch.
+"""Build the prompt: everything that the language model reads before the first patch.
 
-Every position is a text row or the row of an audio patch. R and C are patches of references, encoded with
-padding after and before them:
+Every position is a text row or the row of an audio patch. R and C are patches of references. R is padded at
+its end, C at its start:
 
     plain, or a described voice             (description)text…  start
     a reference without a transcript        ref_start  R…  ref_end  (description)text…  start
-    a reference with one, to go on from     transcript text…  start  C…
+    a reference with one, to continue       transcript text…  start  C…
     both                                    ref_start  R…  ref_end  transcript text…  start  C…
 
-There is neither a beginning- nor an end-of-sequence token. Transcript and text are one string, joined as they
-are given. The first generation was made for plain texts and for references with their transcripts.
-Source: OpenBMB/VoxCPM, model/voxcpm2.py, _generate_with_prompt_cache; core.py.
+There is neither a beginning- nor an end-of-sequence token. Transcript and text are one string, concatenated
+as given. The first generation supports plain texts and references with transcripts only. Source:
+OpenBMB/VoxCPM, model/voxcpm2.py, _generate_with_prompt_cache; core.py.
 """
 
 from __future__ import annotations
@@ -31,40 +31,36 @@ from zoo.voxcpm2.clone import Cloner, EncodedReference
 from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.latent import MAX_STEPS
 
-AUDIO_START, REFERENCE_START, REFERENCE_END = (
-    101,
-    103,
-    104,
-)  # by number: the published files disagree about the last two's spelling
-AUDIO = -1  # in a script: the next patch of its reference
-VOICE = "default"  # a voice of its own choice; OpenAI's clients must name one
-PIECE_S = 60.0  # its makers advise less than two minutes a call, and its users hear a drift before
-MIN_STEPS = 2  # one step would return the noise
+# by number, because the published files spell the last two differently
+AUDIO_START, REFERENCE_START, REFERENCE_END = 101, 103, 104
+AUDIO = -1  # in a script: the next patch of its references
+VOICE = "default"  # the model chooses a voice; OpenAI clients must name one
+# OpenBMB advises less than two minutes per call, and users report that the voice drifts earlier
+PIECE_S = 60.0
+MIN_STEPS = 2  # a single step would return the noise
 GUIDANCE = 2.0
 HINTS = {
     "voice": "describe one in instructions, or give a reference",
-    "language": "it hears the language from the text",
-    "instructions": "VoxCPM2 does",
-    "temperature": "it draws no tokens",
+    "language": "the model infers the language from the text",
+    "instructions": "use VoxCPM2 for a described voice",
+    "temperature": "it samples no tokens",
 }
 OPTIONS = (
-    Option("cfg_scale", float, "how far guidance goes; 1 is the model unguided", GUIDANCE, (0, 100)),
-    Option("solver_steps", int, "in how many steps noise becomes a frame", MAX_STEPS, (MIN_STEPS, MAX_STEPS)),
-    Option("x_vector_only_mode", bool, "take the sound of the voice alone from the reference", False),
+    Option("cfg_scale", float, "guidance strength; 1 turns guidance off", GUIDANCE, (0, 100)),
+    Option("solver_steps", int, "solver steps from noise to a frame", MAX_STEPS, (MIN_STEPS, MAX_STEPS)),
+    Option("x_vector_only_mode", bool, "use only the reference's voice and ignore its transcript", False),
 )
-POSSIBLE_TOGETHER = (
-    "one without (for the voice) and one with a transcript (to go on from) are possible together"
-)
+POSSIBLE_TOGETHER = "give at most one without (for the voice) and one with a transcript (to continue)"
 _HAN = re.compile("[\u4e00-\u9fff]{2,}")
 
 
 class TextTokenizer:
-    """BPE with byte fallback. Chinese words are taken apart, as the model was trained: it knows characters.
+    """BPE with byte fallback. Chinese words are split into characters, as in the model's training.
 
-    Special tokens are never read out of a user's text: `<|audio_start|>` there is ordinary text. The
-    tokenizer is read as it stands in its file, which puts a space before every text. The reference reads it
-    through transformers, which from release 5 on rebuilds it on the way: a text that begins with a space then
-    gets no other, and so it is here.
+    A user's text never yields special tokens: `<|audio_start|>` there is ordinary text. The tokenizer is
+    loaded unchanged from its file, which prepends a space to every text. The reference loads it through
+    transformers, whose releases from 5 on rebuild it and prepend no space to a text that begins with one.
+    This class does the same.
     """
 
     def __init__(self, directory: Path):
@@ -99,21 +95,23 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-    """A prompt as ids: text ids, and AUDIO where the next patch of the references stands."""
+    """A prompt as ids: text ids, and AUDIO at the position of each reference patch."""
 
     ids: tuple[int, ...]
-    text_tokens: int  # of the text that is to be said, with its description
-    references: tuple[EncodedReference, ...]  # in the order in which their patches stand
+    text_tokens: int  # of the text to speak, with its description
+    references: tuple[EncodedReference, ...]  # in the order of their patches
 
     @property
     def continues(self) -> bool:
-        """Whether speech goes on from the last patch of the last reference."""
+        """Whether speech continues the last patch of the last reference."""
         return self.ids[-1] == AUDIO
 
 
 class PromptWriter:
-    """Request -> Script. Raises RequestError for what a user got wrong. References are encoded last, when all
-    else is known to be right."""
+    """Turns a Request into a Script. Raises RequestError for an invalid request.
+
+    References are encoded last, after everything else has been checked.
+    """
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.config = config
@@ -124,9 +122,11 @@ class PromptWriter:
             raise ValueError(f"{directory / 'tokenizer.json'} has ids up to {max_id}, but {rows}")
 
     def __call__(self, request: Request, values: Mapping[str, Any], voice: Said | None = None) -> Script:
-        """values: of the model's options, as `zoo.request.check` gives them. voice: what stands in for a
-        reference: its sound alone, where the model was made for that, as a description may be said again
-        then."""
+        """Write the script of a request. values: of the model's options, from `zoo.request.check`.
+
+        voice: earlier speech of the same request, used as the reference. VoxCPM2 takes only its voice, so
+        that the description can be given again; the first generation continues it.
+        """
         voices, continued = self._roles(request, values)
         goes_on = voice is not None and self.config.is_first_generation
         said = self._description(request, bool(continued)) + _one_line(request.text)
@@ -147,7 +147,8 @@ class PromptWriter:
         return Script(tuple(ids), len(self.tokenize(said)), (*before, *after))
 
     def _roles(self, request: Request, values: Mapping[str, Any]) -> tuple[list[Reference], list[Reference]]:
-        """The references whose voice is taken, and those that speech goes on from; at most one of each."""
+        """Return the references that give only their voice and those that speech continues, at most one of
+        each."""
         is_sound_alone = values["x_vector_only_mode"]
         voices: list[Reference] = []
         continued: list[Reference] = []
@@ -156,7 +157,7 @@ class PromptWriter:
             (continued if has_words and not is_sound_alone else voices).append(reference)
         if voices and self.config.is_first_generation:
             needed = "a transcript (what the reference says) is needed"
-            raise RequestError("transcript", f"{needed}: {self.config.name} goes on from a reference")
+            raise RequestError("transcript", f"{needed}: {self.config.name} can only continue a reference")
         if is_sound_alone and len(voices) > 1:
             takes = "x_vector_only_mode takes the sound of one reference"
             raise RequestError("x_vector_only_mode", f"{takes}; {len(voices)} are given")
@@ -167,17 +168,16 @@ class PromptWriter:
         return voices, continued
 
     def _description(self, request: Request, continues: bool) -> str:
-        """The control text: in brackets, and free of brackets itself."""
+        """Return the instructions in parentheses, with their own parentheses removed, or an empty string."""
         words = re.sub("[()\uff08\uff09]", "", _one_line(request.instructions or "")).strip()
         if words and continues:
-            either = "leave the transcript out, or them"
             raise RequestError(
                 "instructions",
-                f"instructions would be read aloud where the reference's words are given: {either}",
+                "the model would read instructions aloud after a transcript; omit one of the two",
             )
         return f"({words})" if words else ""
 
 
 def _one_line(text: str) -> str:
-    """As the reference prepares a text; a transcript it leaves as it is."""
+    """Collapse white space, as the reference does in a text but not in a transcript."""
     return re.sub(r"\s+", " ", text)

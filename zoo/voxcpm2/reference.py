@@ -1,8 +1,7 @@
-"""The reference implementation of VoxCPM2, voxcpm 2.0.3, as serving/tools/reference.py orders it: for `zoo
-bench --against reference` and `zoo parity`. It runs as a script in an environment of its own, which
-tests/parity/remake.sh builds.
+"""Run the reference implementation, voxcpm 2.0.3, for `zoo bench --against reference` and `zoo parity`.
 
-It speaks one text at a time: `streams` texts come one after the other.
+serving/tools/reference.py starts this file as a script, in a separate environment that tests/parity/remake.sh
+builds. The reference generates one text at a time, so `streams` texts run one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import soundfile
 import torch
-import transformers  # noqa: F401  (before the stub below, for it looks for torchaudio's version)
+import transformers  # noqa: F401  (before the stub below, because it looks up torchaudio's version)
 
 NAME = "voxcpm 2.0.3"
 
@@ -32,9 +31,12 @@ def read_wav(path: str) -> tuple[torch.Tensor, int]:
 
 
 def load(directory: Path, place: Path, dtype: str) -> Any:
-    """-> a VoxCPMModel of either generation. It takes the dtype from the config, so it gets a directory of
-    links, in `place`, with a config of its own. Of torchaudio, of which no release fits this torch, the first
-    generation uses `load` alone."""
+    """Return the reference's model, of either generation.
+
+    The reference reads the dtype from the config, so `place` becomes a directory of links with an edited
+    config. No release of torchaudio fits this torch; it is replaced by a stub with `load`, all that the first
+    generation uses.
+    """
     torchaudio = types.ModuleType("torchaudio")
     torchaudio.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
     vars(torchaudio)["load"] = read_wav
@@ -53,14 +55,16 @@ def load(directory: Path, place: Path, dtype: str) -> Any:
 
 @torch.inference_mode()
 def speak(model: Any, request: dict[str, Any], place: Path, min_frames: int = 2) -> np.ndarray:
-    """-> samples [N]"""
+    """Generate one request with the reference and return samples [N]."""
     options, names = request["options"], {"cfg_scale": "cfg_value", "solver_steps": "inference_timesteps"}
     how = {names[name]: value for name, value in options.items() if name in names}
     text = (f"({request['instructions']})" if request["instructions"] else "") + request["text"]
     cache = prompt_cache(model, request, place)
     how |= {"min_len": min_frames, "max_len": request["max_frames"]}
     samples, _, patches = model.generate_with_prompt_cache(text, cache, **how)
-    if cache is not None and "audio_feat" in cache:  # its decoder is warmed up over three patches alone
+    if (
+        cache is not None and "audio_feat" in cache
+    ):  # the reference warms its decoder up over only three patches
         heard = torch.cat((cache["audio_feat"], patches))
         whole = model.audio_vae.decode(heard.flatten(0, 1).T[None].float())[0]
         samples = whole[:, len(cache["audio_feat"]) * (whole.shape[-1] // len(heard)) :]
@@ -68,8 +72,8 @@ def speak(model: Any, request: dict[str, Any], place: Path, min_frames: int = 2)
 
 
 def prompt_cache(model: Any, request: dict[str, Any], place: Path) -> Any:
-    """What the model keeps of the reference: speech goes on from one whose words are given; of others it
-    takes the sound."""
+    """Return the reference's prompt cache: a clip with a transcript is continued, another gives only its
+    voice."""
     given: dict[str, str] = {}
     for i, reference in enumerate(request["references"]):
         clip, wav = np.load(reference["clip"]), str(place / f"clip-{i}.wav")
@@ -82,14 +86,15 @@ def prompt_cache(model: Any, request: dict[str, Any], place: Path) -> Any:
 
 
 def speak_from(model: Any, request: dict[str, Any], place: Path, noise: np.ndarray) -> np.ndarray:
-    """noise [F, P, D], which takes the place of what is drawn -> samples [N]"""
-    given: Iterator[torch.Tensor] = iter(torch.from_numpy(noise).mT[:, None])  # one [1, D, P] after the other
+    """Generate one request from given noise [F, P, D] instead of random noise, and return samples [N]."""
+    given: Iterator[torch.Tensor] = iter(torch.from_numpy(noise).mT[:, None])  # of [1, D, P] each
     with patch("voxcpm.modules.locdit.unified_cfm.torch.randn", lambda *args, **kwargs: next(given)):
         return speak(model, request, place)
 
 
 def measure(model: Any, request: dict[str, Any], place: Path, streams: int, rounds: int) -> dict[str, float]:
-    """The stop head is kept from ending a text before its time: all of its frames are made."""
+    """Time the reference. The minimum length is the requested length, so the stop head never ends a text
+    early."""
     frames = request["max_frames"]
     speak(model, request | {"max_frames": min(frames, 2)}, place)
     began_s, samples = time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""How VoxCPM2 is lowered; data only."""
+"""How VoxCPM2 is compiled; data only."""
 
 from compile_cache.strategy import Strategy, Whole
 from zoo.contract import Window

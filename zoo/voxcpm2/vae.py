@@ -1,11 +1,11 @@
-"""The AudioVAE, in fp32 always. The decoder turns latent frames (40 ms) into 48 kHz samples, exactly, however
-the frames are cut into calls; the encoder makes latent frames of reference audio.
+"""The AudioVAE, always in fp32. The decoder turns latent frames (40 ms) into 48 kHz samples; its output does
+not depend on how the frames are split into calls. The encoder turns reference audio into latent frames.
 
     latents [B, D, F] ─ conv ─ x8 ─ x6 ─ x5 ─ x2 ─ x2 ─ x2 ─ conv, tanh ─ samples [B, 1920 F]
                         2048  1024  512  256  128   64   32  channels
 
-Every layer looks back only. What the layers must remember of a stream, the ends of their inputs, is one row
-of `state_size` values: zeros for a new stream, handed in and out. Source: OpenBMB/VoxCPM,
+Every layer is causal. The decoder's state for a stream, the ends of its layers' inputs, is one row of
+`state_size` values, passed in and out of each call. It is zeros for a new stream. Source: OpenBMB/VoxCPM,
 modules/audiovae/audio_vae_v2.py.
 """
 
@@ -26,13 +26,13 @@ from zoo.nn.residual import (
 from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
 
-DILATIONS = (1, 3, 9)  # of a block's residual units
-KERNEL = 7  # of every convolution that neither resamples nor is 1 wide
+DILATIONS = (1, 3, 9)  # of the residual units in a block
+KERNEL = 7  # of all convolutions except resampling and pointwise ones
 LATENT_KERNEL = 3  # of the encoder's last convolution
 
 
 class Residual(nn.Module):
-    """A convolution of each channel by itself, then one across channels; added to the input."""
+    """A residual unit: a depthwise convolution, then a pointwise one."""
 
     def __init__(self, channels: int, dilation: int):
         super().__init__()
@@ -46,8 +46,8 @@ class Residual(nn.Module):
 
 
 class Rate(nn.Module):
-    """What the decoder is told of the rate that it is to make: a scale and a bias by channel, from tables by
-    class of rates."""
+    """Condition the decoder on the output rate: a scale and a bias per channel, from tables indexed by rate
+    class."""
 
     def __init__(self, classes: int, which: int, channels: int):
         super().__init__()
@@ -60,7 +60,7 @@ class Rate(nn.Module):
 
 
 class Block(nn.Module):
-    """[B, C, N] -> [B, C / 2, stride N]."""
+    """A decoder block: [B, C, N] -> [B, C / 2, stride N]."""
 
     def __init__(self, channels: int, stride: int, config: VaeConfig):
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents to samples, in the dtype of its weights."""
+    """Decodes latents to samples, in the dtype of its weights."""
 
     def __init__(self, config: VaeConfig):
         super().__init__()
@@ -97,12 +97,12 @@ class Decoder(nn.Module):
 
     @property
     def state_size(self) -> int:
-        """Values that one stream carries from call to call."""
+        """Number of values that a stream carries from call to call."""
         return self.layout.size
 
     @property
     def reach(self) -> int:
-        """Latent frames that the first sample of a new one depends on, beside it."""
+        """Number of earlier latent frames that the first sample of a frame depends on."""
         return reach(self.modules())
 
     @property
@@ -110,9 +110,12 @@ class Decoder(nn.Module):
         return self.tail.weight.dtype
 
     def forward(self, latents: Tensor, rows: Tensor, count: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-        """latents [B, D, N], N a multiple of `frames`; rows [B, state_size], zeros for a new stream; count
-        [B], how many of the `frames` equal stretches of N are valid (0 to all) -> samples in [-1, 1] and the
-        rows for the next call. Other samples mean nothing."""
+        """Return samples in [-1, 1] and the rows for the next call.
+
+        latents [B, D, N], where N is a multiple of `frames`; rows [B, state_size]: zeros for a new stream;
+        count [B]: how many of the `frames` equal parts of N are valid (0 to all). Samples of invalid parts
+        are undefined.
+        """
         state = CodecState(self.layout, rows, frames, count)
         x = self.widen(self.conv(latents, state), state)
         for block in self.blocks:
@@ -121,8 +124,10 @@ class Decoder(nn.Module):
         return x.squeeze(1).tanh(), state.next()
 
     def prime(self, latents: Tensor) -> Tensor:
-        """latents [B, D, F] -> the rows [B, state_size] of streams that have said them. The last `reach`
-        frames are enough."""
+        """Return the rows [B, state_size] of streams that have decoded latents [B, D, F].
+
+        Only the last `reach` frames are decoded, because the state depends on no earlier ones.
+        """
         latents = latents[:, :, -self.reach :]
         batch, _, frames = latents.shape
         count = torch.full((batch,), frames, device=latents.device)
@@ -130,8 +135,10 @@ class Decoder(nn.Module):
 
 
 class EncoderConv(nn.Module):
-    """A causal convolution over all of its input at once; a strided one has a kernel of two strides. [B, C,
-    N] -> [B, Cout, N / stride]."""
+    """A causal convolution over its whole input at once: [B, C, N] -> [B, Cout, N / stride].
+
+    A strided one has a kernel of two strides.
+    """
 
     def __init__(
         self,
@@ -168,7 +175,7 @@ class EncoderResidual(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """[B, C, N] -> [B, 2 C, N / stride]."""
+    """An encoder block: [B, C, N] -> [B, 2 C, N / stride]."""
 
     def __init__(self, channels: int, stride: int, pads_odd: bool):
         super().__init__()
@@ -183,7 +190,7 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Samples to latents, in the dtype of its weights. The mean is the latent: nothing is drawn."""
+    """Encodes samples as latents, in the dtype of its weights. The latent is the mean; nothing is sampled."""
 
     def __init__(self, config: VaeConfig):
         super().__init__()
@@ -193,15 +200,15 @@ class Encoder(nn.Module):
             *(EncoderBlock(width << i, rate, config.pads_odd) for i, rate in enumerate(config.encoder_rates))
         )
         self.mean = EncoderConv(last, config.latent, LATENT_KERNEL)
-        self.log_variance = EncoderConv(last, config.latent, LATENT_KERNEL)  # published; read by nothing
+        self.log_variance = EncoderConv(last, config.latent, LATENT_KERNEL)  # published but unused
 
     def forward(self, samples: Tensor) -> Tensor:
-        """samples [B, N], N a multiple of a latent frame's -> latents [B, D, N / hop]."""
+        """Return latents [B, D, N / hop] of samples [B, N], where N is a multiple of hop."""
         return self.mean(self.blocks(self.conv(samples[:, None])))
 
 
 class Vae(nn.Module):
-    """What audiovae.pth holds, weight norm folded."""
+    """The networks in audiovae.pth, with weight norm folded into the weights."""
 
     def __init__(self, config: VaeConfig):
         super().__init__()

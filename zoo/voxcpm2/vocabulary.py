@@ -1,5 +1,5 @@
-"""The tokenizer of the demo checkpoints: a small BPE with byte fallback that is made here, in the form of the
-published one."""
+"""The tokenizer of the demo checkpoints: a small BPE with byte fallback, built here in the published
+format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ SPECIAL = {
     2: "</s>",
     101: "<|audio_start|>",
     102: "<|audio_end|>",
-    103: "<|ref_audio_start|>",  # tokenizer_config.json spells these two otherwise, as the published one does
+    # tokenizer_config.json spells the next two differently, as the published one does
+    103: "<|ref_audio_start|>",
     104: "<|ref_audio_end|>",
 }
 PUBLISHED_WORDS = 73448
-# Words that must be one piece: Chinese ones, which are taken apart again, one of them with its space, and one
-# with a letter, which is not.
+# Words that must be one BPE piece: Chinese words, which the tokenizer splits again, one of them with its
+# space, and one with a Latin letter, which it does not split.
 TRAPS = ("你好", "世界", "今天", "天气", "很好", "▁我们", "大家", "卡拉O")
 NUM_MERGES = 300
 WORDS = (
@@ -32,13 +33,16 @@ Good Once It's iPhone 7 4 5 0 1 2 3 6 8 9 , . ! ? : ; ' " ( ) - < > | / _ naïve
 
 @cache
 def merges() -> tuple[Pair, ...]:
-    """The BPE merges: chains that make each of TRAPS one piece, then the most frequent pairs of WORDS."""
+    """Return the BPE merges: chains that make each of TRAPS one piece, then the most frequent pairs of
+    WORDS."""
     return learn(TRAPS, [f"▁{word}" for word in WORDS.split()], NUM_MERGES)
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """Token -> id: special tokens at their published ids, bytes, characters, pieces; filled up to the
-    published number where it is full."""
+    """Return token -> id: special tokens at their published ids, then bytes, characters and pieces.
+
+    A full vocabulary is filled up to the published size.
+    """
     characters = sorted({character for word in (*WORDS.split(), *TRAPS) for character in word} | {"▁"})
     pieces = ["".join(pair) for pair in merges()]
     rest = iter(dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)] + characters + pieces))
@@ -51,7 +55,7 @@ def vocabulary(full: bool) -> dict[str, int]:
 
 
 def tokenizer(full: bool) -> dict[str, Any]:
-    """tokenizer.json."""
+    """Return the content of tokenizer.json."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -100,7 +104,7 @@ def tokenizer(full: bool) -> dict[str, Any]:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """tokenizer_config.json."""
+    """Return the content of tokenizer_config.json."""
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     spelled = SPECIAL | {103: "<|audio_prompt_start|>", 104: "<|audio_prompt_end|>"}
     return {
@@ -123,7 +127,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def special_tokens_map() -> dict[str, Any]:
-    """special_tokens_map.json."""
+    """Return the content of special_tokens_map.json."""
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     return {
         f"{role}_token": {"content": token, **flags}

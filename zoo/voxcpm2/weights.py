@@ -1,4 +1,4 @@
-"""Published name -> our name, as tables (see zoo.nn.checkpoint)."""
+"""Tables from published tensor names to ours (see zoo.nn.checkpoint)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from zoo.nn.names import decoder_block
 from zoo.voxcpm2.config import Config, VaeConfig
 
 BOUNDARIES = "decoder.sr_bin_boundaries"  # int32 in the VAE's file; the config states them too
-VAE_FILES = ("audiovae.safetensors", "audiovae.pth")  # the first that is there
+VAE_FILES = ("audiovae.safetensors", "audiovae.pth")  # the first one found is read
 
 
 def root(config: Config) -> dict[str, str]:
-    """model.safetensors -> zoo.voxcpm2.model.Net."""
+    """Return the names of model.safetensors -> those of zoo.voxcpm2.model.Net."""
     table = {"base_lm.embed_tokens.weight": "embedding.weight", "stop_head.weight": "stop.weight"}
     table |= _stack("base_lm", "base", config.lm.layers)
     table |= _stack("residual_lm", "residual", config.residual.layers)
@@ -46,7 +46,7 @@ def _stack(theirs: str, ours: str, layers: int) -> dict[str, str]:
 
 
 def vae(config: VaeConfig) -> dict[str, str]:
-    """The VAE's file, weight norm folded -> zoo.voxcpm2.vae.Vae."""
+    """Return the names of the VAE's file, with weight norm folded -> those of zoo.voxcpm2.vae.Vae."""
     table: dict[str, str] = {}
 
     def conv(theirs: str, ours: str) -> None:

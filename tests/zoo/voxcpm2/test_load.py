@@ -151,11 +151,11 @@ def test_what_the_first_generation_cannot_do():
         AudioClip(np.sin(np.arange(4000, dtype=np.float32)), 44100),
     )
     for fields, param, message in (
-        ({"instructions": "slowly"}, "instructions", r"VoxCPM1\.5 takes no instructions: VoxCPM2 does"),
+        ({"instructions": "slowly"}, "instructions", r"VoxCPM1\.5 takes no instructions: use VoxCPM2"),
         (
             {"references": (Reference(clip),)},
             "transcript",
-            r"a transcript .* needed: VoxCPM1\.5 goes on from a reference",
+            r"a transcript .* needed: VoxCPM1\.5 can only continue a reference",
         ),
         (
             {"references": (Reference(clip), Reference(clip, "a"))},
@@ -196,7 +196,7 @@ def test_a_re_upload_without_an_architecture_is_known_by_what_its_config_holds(t
         ("audio_vae_config", {"latent_dim": 16}, "feat_dim=8; audio_vae_config has latent_dim=16"),
         ("audio_vae_config", {"depthwise": False}, "depthwise=False; only True is known"),
         ("audio_vae_config", {"cond_type": "add"}, "cond_type='add'; only 'scale_bias' is known"),
-        ("audio_vae_config", {"decoder_rates": [5, 3, 2, 2]}, "do not last as long|which do not last"),
+        ("audio_vae_config", {"decoder_rates": [5, 3, 2, 2]}, "a different duration"),
         ("audio_vae_config", {"sr_bin_boundaries": [30000, 20000]}, "they must ascend"),
         (None, {"patch_size": None}, "the root has no 'patch_size'"),
     ],

@@ -196,7 +196,7 @@ def test_what_rules_the_drawing_of_tokens_is_refused(param):
     ("fields", "param", "message"),
     [
         ({"text": " \n"}, "text", "text is empty"),
-        ({"temperature": 1}, "temperature", "it draws no tokens"),
+        ({"temperature": 1}, "temperature", "it samples no tokens"),
         (
             {"voice": "alloy"},
             "voice",
@@ -205,7 +205,7 @@ def test_what_rules_the_drawing_of_tokens_is_refused(param):
         (
             {"language": "english"},
             "language",
-            "VoxCPM2 has no language 'english'; possible: auto: it hears the language from the text",
+            "VoxCPM2 has no language 'english'; possible: auto: the model infers the language from the text",
         ),
         (
             {"options": {"text_mode": "interleaved"}},
@@ -225,19 +225,23 @@ def test_what_rules_the_drawing_of_tokens_is_refused(param):
         (
             {"references": (PROMPT,), "instructions": "slowly"},
             "instructions",
-            "instructions would be read aloud where the reference's words are given",
+            "the model would read instructions aloud after a transcript; omit one of the two",
         ),
-        ({"references": (VOICE, PROMPT), "instructions": "slowly"}, "instructions", "would be read aloud"),
+        (
+            {"references": (VOICE, PROMPT), "instructions": "slowly"},
+            "instructions",
+            "would read instructions aloud",
+        ),
         (
             {"references": (VOICE, Reference(CLIP, " "))},
             "references",
-            r"2 references have no transcript; one without \(for the voice\) and one with a transcript "
-            r"\(to go on from\) are possible together",
+            r"2 references have no transcript; give at most one without \(for the voice\) and one with a "
+            r"transcript \(to continue\)",
         ),
         (
             {"references": (PROMPT, PROMPT)},
             "references",
-            "2 references have a transcript; one without .* are possible together",
+            "2 references have a transcript; give at most one without .* and one with",
         ),
         (
             {"references": (VOICE, PROMPT, PROMPT)},
