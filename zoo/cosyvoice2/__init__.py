@@ -1,6 +1,5 @@
-"""CosyVoice 2 (FunAudioLLM, Apache-2.0): text to 24 kHz speech, one code per 40 ms, flow matching and a HiFT
-vocoder. See README.md beside
-this file."""
+"""CosyVoice 2 (FunAudioLLM, Apache-2.0): text to 24 kHz speech, with one code per 40 ms, flow matching and a
+HiFT vocoder. See README.md in this folder."""
 
 from __future__ import annotations
 
@@ -18,17 +17,21 @@ OTHERS = {"cosyvoice.yaml": "CosyVoice 1", "cosyvoice3.yaml": "Fun-CosyVoice 3"}
 
 
 def claims(path: Path) -> bool:
-    """Whether this family reads the model directory `path`: its config.json says nothing. Its relatives are
-    claimed too, to be refused by
-    name."""
+    """Return whether this family reads the model directory `path`.
+
+    The yaml file decides, because config.json is empty. CosyVoice 1 and Fun-CosyVoice 3 are claimed too, so
+    that `describe` can refuse them by name.
+    """
     return any((path / name).exists() for name in ("cosyvoice2.yaml", *OTHERS))
 
 
 def load(
     directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
 ) -> CosyVoice2:
-    """The family with its weights: language model and flow in `dtype`, the rest in fp32. Raises ValueError
-    that names what is wrong."""
+    """Load the family: language model and flow in `dtype`, the rest in fp32.
+
+    Raises ValueError that names the file and what is wrong with it.
+    """
     import torch
 
     from zoo.cosyvoice2 import weights
@@ -76,7 +79,7 @@ def load(
 
 
 def build(config):
-    """Language model, flow and vocoder on `meta`: names and shapes, no memory."""
+    """Return language model, flow and vocoder on the `meta` device: names and shapes, no memory."""
     import torch
 
     from zoo.cosyvoice2.flow import Flow
@@ -88,7 +91,7 @@ def build(config):
 
 
 def describe(directory: Path):
-    """Config and Spec, read from the text files and the list of voices. Raises ValueError."""
+    """Return Config and Spec, read from the text files and the list of voices. Raises ValueError."""
     import torch
 
     from zoo.contract import KV, Spec
@@ -116,7 +119,7 @@ def describe(directory: Path):
         max_frames=min(MAX_FRAMES, config.lm.max_positions),
         max_positions=config.lm.max_positions,
         window=replace(WINDOW, hold_samples=Plan.of(config.vocoder).lag),
-        # of each mel frame: where the flow starts from, then the vocoder's source
+        # per mel frame: the flow's starting noise, then the noise of the vocoder's source
         noise_shape=(TOKEN_FRAMES, MELS + MEL_SAMPLES * config.vocoder.harmonics),
         voices=voices,
         modes=("voice", "instruct", "clone") if voices else ("instruct", "clone"),
@@ -133,7 +136,7 @@ def describe(directory: Path):
 
 
 def survey(directory: Path):
-    """Spec and number of parameters, weights unread."""
+    """Return the Spec and the number of parameters without reading any weights."""
     config, spec = describe(directory)
     (*modules,) = build(config)
     modules[0].text_head = None
@@ -141,7 +144,7 @@ def survey(directory: Path):
 
 
 def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
-    """A random checkpoint in the published layout. Raises ValueError, OSError."""
+    """Write a random checkpoint in the published layout. Raises ValueError and OSError."""
     import torch
 
     from zoo.cosyvoice2.demo import write

@@ -1,9 +1,9 @@
-"""CAM++: a recording's speaker, as a vector (arXiv 2303.00332).
+"""CAM++, the speaker encoder: a recording to a vector (arXiv 2303.00332).
 
-    16 kHz ─ 80 filters, 100 Hz ─ 2d convolutions /8 in frequency ─ conv /2 ─ dense blocks of 12, 24, 16 ─
-    mean, deviation ─> [192]
+    16 kHz ─ 80 filters, 100 Hz ─ 2d convolutions /8 in frequency ─ conv /2 ─ dense blocks of 12, 24, 16
+           ─ mean, deviation ─> [192]
 
-The published ONNX file has most normalisations folded into the convolution before them; those that stay are
+In the published ONNX file most normalisations are folded into the convolution before them. The others are
 applied as a scale and a shift.
 Source: modelscope/3D-Speaker, speakerlab/models/campplus; Kaldi's filter banks as in torchaudio 2.11,
 compliance/kaldi.py, fbank.
@@ -20,12 +20,12 @@ FRAME, HOP, FFT = 400, 160, 512
 PREEMPHASIS, LOW_HZ = 0.97, 20.0
 HEAD, INITIAL, GROWTH, BOTTLENECK = 32, 128, 32, 128
 BLOCKS = ((12, 1), (24, 2), (16, 2))  # layers, dilation
-SEGMENT = 100  # frames that a layer's gate looks at together
+SEGMENT = 100  # frames that a layer's gate averages over
 EPS = 1e-5
 
 
 class Fbank(nn.Module):
-    """samples [N] in [-1, 1] -> log energies less their mean [1 + (N - 400) // 160, FILTERS]."""
+    """Samples [N] in [-1, 1] to mean-subtracted log energies [1 + (N - 400) // 160, FILTERS]."""
 
     window: Tensor
     filters: Tensor
@@ -46,7 +46,8 @@ class Fbank(nn.Module):
 
 
 def kaldi_filters() -> Tensor:
-    """-> [FILTERS, FFT / 2 + 1] float64: triangles evenly spaced, and straight, in mel."""
+    """Return filters [FILTERS, FFT / 2 + 1] in float64: triangles that are evenly spaced and linear in
+    mel."""
 
     def mel(hz: Tensor) -> Tensor:
         return 1127 * (1 + hz / 700).log()
@@ -56,12 +57,12 @@ def kaldi_filters() -> Tensor:
     left, middle, right = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     at = mel(torch.arange(FFT // 2 + 1, dtype=torch.float64) * RATE_HZ / FFT)
     triangles = torch.minimum((at - left) / (middle - left), (right - at) / (right - middle)).clamp(min=0)
-    triangles[:, -1] = 0  # Kaldi leaves out half the rate
+    triangles[:, -1] = 0  # Kaldi omits the Nyquist bin
     return triangles
 
 
 class Norm(nn.Module):
-    """A batch normalisation's statistics, over axis 1."""
+    """A batch normalisation with fixed statistics, over axis 1."""
 
     def __init__(self, channels: int, is_affine: bool = True):
         super().__init__()
@@ -87,7 +88,7 @@ class ResBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """[B, FILTERS, T] -> [B, HEAD * FILTERS / 8, T]."""
+    """The 2d convolutions: [B, FILTERS, T] -> [B, HEAD * FILTERS / 8, T]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class Head(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """Adds GROWTH channels, gated by what the whole recording and each segment of it sound like."""
+    """A layer that appends GROWTH channels, gated by the means over the recording and over each segment."""
 
     def __init__(self, channels: int, dilation: int):
         super().__init__()
@@ -123,7 +124,7 @@ class DenseLayer(nn.Module):
 
 
 class Transit(nn.Module):
-    """Halves the channels."""
+    """A layer that halves the number of channels."""
 
     def __init__(self, channels: int, bias: bool):
         super().__init__()
@@ -146,13 +147,13 @@ class CamPlus(nn.Module):
             self.blocks.append(nn.Sequential(*layers))
             channels += num_layers * GROWTH
             is_last = i == len(BLOCKS) - 1
-            self.transits.append(Transit(channels, bias=is_last))  # a normalisation is folded into the last
+            self.transits.append(Transit(channels, bias=is_last))  # the last contains a folded normalisation
             channels //= 2
         self.out = nn.Conv1d(2 * channels, WIDTH, 1, bias=False)
         self.norm = Norm(WIDTH, is_affine=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        """features [B, T, FILTERS], T at least 3 -> [B, WIDTH]."""
+        """Return speaker vectors [B, WIDTH] of features [B, T, FILTERS], where T is at least 3."""
         x = self.stem(self.head(features.mT)).relu()
         for block, transit in zip(self.blocks, self.transits, strict=True):
             x = transit(block(x))

@@ -1,6 +1,7 @@
-"""A recording to a voice: its codes, its mel and its speaker, in fp32, made once and kept.
+"""Encode a recording as a voice: its codes, its mel and its speaker vector, in fp32. Each recording is
+encoded once and cached.
 
-    clip ─┬─ 16 kHz ─┬─ S3 tokenizer ─> codes [P]          both cut to the shorter: a code has two mel frames
+    clip ─┬─ 16 kHz ─┬─ S3 tokenizer ─> codes [P]          codes and mel are cut to equal length: 2 frames a code
           │          └─ CAM++ ────────> speaker [192]
           └─ 24 kHz ─── log mel ──────> mel [2P, 80]
 
@@ -25,11 +26,13 @@ from zoo.references import References, content, mono
 from zoo.request import AudioClip
 
 FAMILY = "cosyvoice2"
-REFERENCE_S = (0.2, 30.0)  # the reference takes 30 s at most
+REFERENCE_S = (0.2, 30.0)  # the reference accepts at most 30 s
 FFT, TOP_HZ = 1920, 8000.0
 
 
 class EncodedVoice(Voice):
+    """A voice that can be stored in a file."""
+
     def tensors(self) -> dict[str, Tensor]:
         return {"speaker": self.speaker, "codes": self.codes, "mel": self.mel}
 
@@ -39,7 +42,7 @@ class EncodedVoice(Voice):
 
 
 class Cloner:
-    """AudioClip -> Voice. May be called from several threads."""
+    """Turns an AudioClip into a Voice. Can be called from several threads."""
 
     def __init__(self, tokenizer: S3Tokenizer, speaker: CamPlus, device: torch.device):
         self.tokenizer, self.speaker, self.device = tokenizer, speaker, device
@@ -50,7 +53,8 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker))
 
     def __call__(self, clip: AudioClip) -> Voice:
-        """Raises RequestError for audio that is no reference."""
+        """Encode a clip, or return it from the cache. Raises RequestError for audio that cannot be a
+        reference."""
         name = content(clip)
         file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
         return self.voices.get(name, lambda: self._encode(name, clip), file)

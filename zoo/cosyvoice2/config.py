@@ -1,11 +1,11 @@
-"""cosyvoice2.yaml and the language model's config.json as frozen dataclasses. A value that is missing or out
-of range is an error that
-names it; what the classes of the reference have in their code and not in a file (the encoder's width, its
-four upper layers) is a constant
-here and is checked against the tensors' shapes.
+"""cosyvoice2.yaml and the language model's config.json as frozen dataclasses.
 
-The yaml is HyperPyYAML, which constructs and calls what its tags name. Nothing is called here: a tag's
-content is read as plain data.
+A missing or out-of-range value raises an error that names it. Values that the reference keeps in code and not
+in a file (the encoder's width, its four upper layers) are constants here, checked against the shapes of the
+tensors.
+
+The yaml is HyperPyYAML, which constructs and calls whatever its tags name. Nothing is called here: the
+content of a tag is read as plain data.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ YAML, LM_CONFIG = "cosyvoice2.yaml", "config.json"
 BLANK = "CosyVoice-BlankEN"  # the directory of the text tokenizer and of the language model's config
 RATE_HZ = 24_000
 MELS = 80
-NUM_CODES = 6561  # eight digits of base 3, as the tokenizer gives them
-NUM_STOPS = (
-    3  # ids behind the codes that are in the tables: the end, one unused, "more text" of interleaved speech
-)
-FILL = NUM_CODES + 2  # "more text"
+NUM_CODES = 6561  # eight base-3 digits from the tokenizer
+NUM_STOPS = 3  # ids after the codes in the tables: the end, an unused one, and FILL
+FILL = NUM_CODES + 2  # "more text", in interleaved speech
 NUM_UP_LAYERS = 4
 MAX_RAS_WINDOW = 100  # codes
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Every tag is its content: `!new:some.Class` with a block is that block."""
+    """A loader that replaces every tag by its content: `!new:some.Class` with a block becomes that block."""
 
 
 def _plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
@@ -62,10 +60,10 @@ _PlainLoader.add_multi_constructor("!", _plain)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Raises ValueError for what is no YAML object. `!ref <name>` becomes what the name stands for at the
-    top."""
+    """Read a YAML object. `!ref <name>` becomes the top-level value of that name. Raises ValueError for any
+    other content."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)  # constructs nothing
+        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)  # this loader constructs nothing
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -85,7 +83,7 @@ def _resolved(value: Any, top: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class LMConfig:
-    """A stack of Qwen2 blocks and the tables around it."""
+    """The sizes of the stack of Qwen2 blocks and of the tables around it."""
 
     hidden: int
     inner: int
@@ -135,7 +133,7 @@ class LMConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Of repetition-aware sampling (VALL-E 2, arXiv 2406.05370)."""
+    """The defaults of repetition-aware sampling (VALL-E 2, arXiv 2406.05370)."""
 
     top_p: float
     top_k: int
@@ -154,18 +152,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Codes to mel frames."""
+    """The sizes of the flow, which turns codes into mel frames."""
 
     num_codes: int
     width: int  # of the encoder
     heads: int
     inner: int
-    layers: int  # at the token rate; as many as NUM_UP_LAYERS follow at the frame rate
-    speaker: int  # width of the speaker's vector
+    layers: int  # at the token rate; NUM_UP_LAYERS more follow at the frame rate
+    speaker: int  # width of the speaker vector
     channels: int  # of the estimator
     estimator_heads: int
     head_dim: int
-    num_blocks: int  # transformer blocks of a stage
+    num_blocks: int  # transformer blocks per stage
     num_mid: int  # stages between the first and the last
     guidance: float
 
@@ -203,12 +201,12 @@ class FlowConfig:
 
 @dataclass(frozen=True)
 class VocoderConfig:
-    """HiFT: mel frames to samples."""
+    """The sizes of HiFT, which turns mel frames into samples."""
 
     channels: int
-    harmonics: int  # the fundamental included
-    alpha: float  # how loud the sines of the source are
-    sigma: float  # how loud the noise of the source is where there is a voice
+    harmonics: int  # including the fundamental
+    alpha: float  # amplitude of the source's sines
+    sigma: float  # amplitude of the source's noise in voiced frames
     voiced_hz: float
     rates: tuple[int, ...]
     kernels: tuple[int, ...]
@@ -234,10 +232,10 @@ class VocoderConfig:
         if product != MEL_SAMPLES:
             raise block.refuse(
                 "upsample_rates",
-                f"with a hop of {hop} they must multiply to {MEL_SAMPLES}, and multiply to {product}",
+                f"together with a hop of {hop} their product is {product}; it must be {MEL_SAMPLES}",
             )
         if fft != 4 * hop:
-            raise istft.refuse("n_fft", f"only four hops of {hop} are known")
+            raise istft.refuse("n_fft", f"only {4 * hop}, four times hop_len, is supported")
         if any(kernel < rate or (kernel - rate) % 2 for kernel, rate in zip(kernels, rates, strict=True)):
             raise block.refuse(
                 "upsample_kernel_sizes", f"each must exceed its rate of {list(rates)} by an even number"
@@ -264,7 +262,7 @@ class VocoderConfig:
 
 
 def _dilations(block: ConfigBlock, key: str) -> tuple[int, ...]:
-    """Equal for all kernels."""
+    """Return the dilations, which must be equal for all kernels."""
     known = [[1, 3, 5]] * 3
     if block.get(key) != known:
         raise block.refuse(key, f"only {known} is known")
@@ -273,6 +271,8 @@ def _dilations(block: ConfigBlock, key: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Config:
+    """All configs of a model directory."""
+
     lm: LMConfig
     sampling: Sampling
     flow: FlowConfig
@@ -280,7 +280,7 @@ class Config:
 
     @classmethod
     def read(cls, directory: Path) -> Config:
-        """Raises ValueError for what is missing or out of range."""
+        """Read the configs of a model directory. Raises ValueError for a missing or out-of-range value."""
         root = ConfigBlock(read_yaml(directory / YAML), file=YAML)
         root.expect(sample_rate=RATE_HZ, token_frame_rate=GRID, token_mel_ratio=TOKEN_FRAMES)
         lm_block = ConfigBlock(read_json(directory / BLANK / LM_CONFIG), file=f"{BLANK}/{LM_CONFIG}")

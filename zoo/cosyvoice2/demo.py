@@ -1,14 +1,11 @@
-"""Random checkpoints in the published layout, no trained weight. For tests, first tries, and speed work
-without weights.
+"""Random checkpoints in the published layout, for tests, first tries, and speed work without trained weights.
 
-    write("demo", "tiny")    # 40 megabytes, most of them the speaker encoder's, which has one size; runs
-    anywhere
-    write("mid", "mid")      # a fifth of the language model and the flow, the vocoder as published
+    write("demo", "tiny")    # 40 megabytes, most of them of the speaker encoder, which has one size; runs
+    anywhere write("mid", "mid")      # a fifth of the language model and the flow; the vocoder as published
     write("full", "full")    # the published shapes
 
-A tensor's values follow from (seed, published name, shape) alone. Unlike the published directory these bring
-voices along: "demo", a cached
-prompt, and "sound", a speaker's vector alone.
+The values of a tensor depend only on (seed, published name, shape). Unlike the published directory these
+checkpoints contain voices: "demo", a cached prompt, and "sound", only a speaker vector.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ TINY = Size(
     channels=16, head_dim=8, estimator_heads=2, num_blocks=1, num_mid=2,
     vocoder=16, f0=8, s3_width=64, s3_layers=1,
 )  # fmt: skip
-# The reference's encoder has 512 channels whatever its config says.
+# The reference's encoder always has 512 channels, regardless of its config.
 PARITY = Size(
     hidden=56, inner=96, layers=2, text_vocab=768, positions=1024, encoder_inner=64, encoder_layers=2,
     channels=64, head_dim=16, estimator_heads=2, num_blocks=1, num_mid=2, vocoder=64, f0=32,
@@ -189,16 +186,16 @@ def _lm_config(size: Size) -> dict[str, Any]:
 
 # --- values -------------------------------------------------------------------------------------------------
 
-# (where the published name matches, middle, deviation, whether the deviation is divided by the root of
-# the fan-in); the first match counts.
+# (pattern for the published name, mean, deviation, whether the deviation is divided by the root of the
+# fan-in); the first match counts.
 RULES: tuple[Rule, ...] = (
-    (r"^f0_predictor\.classifier\.bias$", 110.0, 0.0, False),  # a voice
+    (r"^f0_predictor\.classifier\.bias$", 110.0, 0.0, False),  # the pitch of a voice, in Hz
     (r"^f0_predictor\.classifier\.weight$", 0.0, 60.0, True),
-    (r"^conv_post\..*original0$", 0.1, 0.01, False),  # soft audio, far from the clamp
+    (r"^conv_post\..*original0$", 0.1, 0.01, False),  # quiet audio, far from the clamp
     (r"^conv_post\.bias$", 0.0, 0.1, False),
     (r"^m_source\.l_linear\.weight$", 0.0, 3.0, True),
-    (r"^ups\..*original0$", 1.5, 0.2, False),  # of a transposed convolution: each input's gain
-    (r"original0$", 0.7, 0.1, False),  # of a convolution: each output's gain
+    (r"^ups\..*original0$", 1.5, 0.2, False),  # transposed convolution: the gain of each input channel
+    (r"original0$", 0.7, 0.1, False),  # convolution: the gain of each output channel
     (r"\.alpha$", 1.0, 0.2, False),
     (r"running_var$", 1.0, 0.1, False),
     (r"running_mean$", 0.0, 0.1, False),
@@ -211,8 +208,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
-    """Random float32 values for the tensor of that published name. Raises ValueError for a name that no rule
-    knows."""
+    """Return random float32 values for a tensor by its published name. Raises ValueError if no rule matches
+    the name."""
     shape = tuple(shape)
     if name == "llm.model.lm_head.weight":
         name = "llm.model.model.embed_tokens.weight"  # tied
@@ -225,7 +222,7 @@ def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
 def write(
     directory: str | Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Path:
-    """A checkpoint with every file of the published layout that is read. dtype: of llm.pt and flow.pt.
+    """Write a checkpoint with every published file that the loader reads. dtype: of llm.pt and flow.pt.
 
     Raises ValueError for an unknown size or dtype, and for a directory that is not empty.
     """
@@ -272,7 +269,7 @@ def _save(
 
 
 def _voices(values: Callable[..., np.ndarray], num_codes: int = 38) -> dict[str, dict[str, torch.Tensor]]:
-    """A prompt that does not end on the grid, and a sound."""
+    """Return two voices: a prompt that does not end on the grid, and a speaker vector."""
     codes = torch.arange(num_codes)[None] * 1237 % NUM_CODES
     mel = torch.from_numpy(values("voice.demo.weight", (1, 2 * num_codes, MELS))) * MELS - 4
     speakers = [
@@ -290,7 +287,7 @@ def _voices(values: Callable[..., np.ndarray], num_codes: int = 38) -> dict[str,
 
 
 def write_texts(directory: str | Path, size: str) -> Path:
-    """The text files of a checkpoint, without its tensors; arguments and errors as in `write`."""
+    """Write the text files of a checkpoint without its tensors. Arguments and errors are those of `write`."""
     directory, known = synthetic.begin(directory, size, CONFIGS)
     (directory / BLANK).mkdir(parents=True, exist_ok=True)
     (directory / YAML).write_text(YAML_TEXT.format(**vars(known)), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The two ONNX files of a demo checkpoint: initializers, and the nodes that read them under the names that
-PyTorch's exporter gives.
+"""Write the two ONNX files of a demo checkpoint: initializers, and the nodes that read them, named as
+PyTorch's exporter names them.
 
-They hold no graph that could run: the nodes are not joined, and nothing but their names is read. Source:
-onnx/onnx.proto.
+The files hold no graph that could run: the nodes are not connected, because the loader reads only their
+names. Source: onnx/onnx.proto.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _node(kind: str, name: str, inputs: list[str]) -> bytes:
 
 
 def write(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill) -> None:
-    """shapes: of a state dict's tensors, as torch has them; those of NUMBERED keep these names."""
+    """Write an ONNX file. shapes: of the tensors in a torch state dict; tensors in NUMBERED keep these
+    names."""
     parts: list[bytes] = []
     for kind, module, names in _layers(shapes):
         is_numbered = names[0] in NUMBERED
@@ -59,7 +60,8 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill) -> None
 
 
 def _layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str, list[str]]]:
-    """Kind, module and tensors of each node. A linear layer over a sequence is two, MatMul and Add."""
+    """Yield kind, module and tensors of each node. A linear layer over a sequence is two nodes, MatMul and
+    Add."""
     modules = {name: NUMBERED.get(name, name).rpartition(".")[0] for name in shapes}
     for module in dict.fromkeys(modules.values()):
         names = [name for name in shapes if modules[name] == module]
@@ -75,10 +77,12 @@ def _layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str, l
 
 
 def _path(module: str) -> str:
-    """ "head.layer1.0.conv1" -> "head/layer1/layer1.0/conv1": a part of a list carries the list's name, and
-    stands in the list's scope where
-    the list is called (a Sequential), unlike the tokenizer's `blocks`: "blocks.0.mlp.2" ->
-    "blocks.0/mlp/mlp.2"."""
+    """Return the scope of a module in the exporter's node names.
+
+    A list item carries the name of its list: "head.layer1.0.conv1" -> "head/layer1/layer1.0/conv1". It stands
+    inside the scope of the list only if the list is called (a Sequential). The tokenizer's `blocks` is not
+    called: "blocks.0.mlp.2" -> "blocks.0/mlp/mlp.2".
+    """
     parts: list[str] = []
     for part in module.split("."):
         named = f"{parts[-1]}.{part}" if part.isdigit() else part

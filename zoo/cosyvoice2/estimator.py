@@ -1,15 +1,13 @@
-"""The flow's estimator: where each mel frame should move, given where it is, what it should be, who speaks
-and what the prompt sounds like.
+"""The flow's estimator: the velocity of each mel frame, from its current state, the encoder's output, the
+speaker and the prompt's mel.
 
-    [x, mu, speaker, prompt] ─ stage ─┬─ conv ─ stages ... ─┬─ stage ─ conv ─ conv ─> velocity      all at 50
-    Hz
-                                      └─────────────────────┘                    a stage: resnet, transformer
-                                      blocks
+    [x, mu, speaker, prompt] ─ stage ─┬─ conv ─ stages ... ─┬─ stage ─ conv ─ conv ─> velocity
+                                      └─────────────────────┘
 
-Convolutions look back only; attention sees chunks (see stretch.py). Rows come in pairs, with the condition
-and without it.
-Source: FunAudioLLM/CosyVoice, cosyvoice/flow/decoder.py, CausalConditionalDecoder; Matcha-TTS (arXiv
-2309.03199), matcha/models/components.
+All of it runs at 50 Hz. A stage is a resnet block and transformer blocks. Convolutions are causal, attention
+is chunked (see stretch.py). Rows come in pairs, with the condition and without it. Source:
+FunAudioLLM/CosyVoice, cosyvoice/flow/decoder.py, CausalConditionalDecoder; Matcha-TTS (arXiv 2309.03199),
+matcha/models/components.
 """
 
 from __future__ import annotations
@@ -29,23 +27,29 @@ from zoo.nn.linear import FusedLinear
 from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, packed_convolution
 
 KERNEL = 3  # of every convolution
-PAIR = 2  # with the condition, and without
+PAIR = 2  # with the condition, and without it
 
 
 def mish(x: Tensor) -> Tensor:
-    """x tanh(softplus(x)). On a CPU with one exponential: a third of the time of torch's, which also takes a
-    logarithm and the tanh."""
+    """Return x tanh(softplus(x)).
+
+    On a CPU it is computed with one exponential, in a third of the time of torch's version, which also
+    computes a logarithm and a tanh.
+    """
     if x.device.type != "cpu":
         return F.mish(x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    e = wide.clamp(max=20).exp()  # from there on the factor is 1
+    e = wide.clamp(max=20).exp()  # beyond 20 the factor is 1
     e = (e + 2).mul_(e)
     return e.div_(e + 2).mul_(wide).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [B, H, Q, dim], k and v [B, H, K, dim], mask [B, 1, Q, K] that is added -> [B, H, Q, dim]. On a CPU as two
-    products, which take half as long as torch's own attention there."""
+    """Return attention [B, H, Q, dim] of q [B, H, Q, dim] over k and v [B, H, K, dim]; mask [B, 1, Q, K] is
+    added.
+
+    On a CPU it is two matrix products, which take half as long as torch's own attention there.
+    """
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     q, k, v = (q * q.shape[-1] ** -0.5).contiguous(), k.contiguous(), v.contiguous()
@@ -53,13 +57,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def pointwise(x: Tensor, conv: nn.Conv1d) -> Tensor:
-    """A convolution that reads one position, over rows: x [B, N, C] -> [B, N, Cout]."""
+    """Apply a convolution of kernel size 1 to rows: x [B, N, C] -> [B, N, Cout]."""
     return F.linear(x, conv.weight[..., 0], conv.bias)
 
 
 class Conv(Stateful):
-    """A causal convolution over rows: x [B, N, C] -> [B, N, Cout]. As one product, or on a CPU by oneDNN, a tenth faster.
-    Norms and attention read rows too, so nothing is transposed."""
+    """A causal convolution over rows: x [B, N, C] -> [B, N, Cout].
+
+    It is one matrix product, or on a CPU oneDNN's convolution, which is a tenth faster. Norms and attention
+    read rows too, so nothing is transposed.
+    """
 
     def __init__(self, channels: int, out_channels: int):
         super().__init__(channels, KERNEL - 1, dim=1)
@@ -67,7 +74,7 @@ class Conv(Stateful):
         self.bias = nn.Parameter(torch.empty(out_channels))
 
     def prepare(self) -> None:
-        """Lay the weight out as `forward` reads it; its shape stays."""
+        """Lay the weight out in memory as `forward` reads it. Its shape does not change."""
         self.weight.data = self.weight.data.mT.contiguous().mT
 
     @cached_property
@@ -89,7 +96,7 @@ class ConvBlock(nn.Module):
         self.norm = nn.LayerNorm(out_channels)
 
     def forward(self, x: Tensor, state: CodecState, shift: Tensor | None = None) -> Tensor:
-        """x [B, N, C] -> [B, N, Cout]; shift [Cout] is added."""
+        """Apply convolution, norm and mish to x [B, N, C] and add shift [Cout]. Returns [B, N, Cout]."""
         x = self.conv(x, state)
         if kernels.know(x):
             return kernels.norm_mish(x, self.norm.weight, self.norm.bias, shift, self.norm.eps)
@@ -106,13 +113,13 @@ class Resnet(nn.Module):
         self.shortcut = nn.Conv1d(channels, out_channels, 1)
 
     def forward(self, x: Tensor, shift: Tensor, state: CodecState) -> Tensor:
-        """shift [Cout], what the solver's time adds."""
+        """Apply the block to x [B, N, C]. shift [Cout]: the embedding of the solver's time."""
         y = self.block1(x, state, shift)
         return self.block2(y, state) + pointwise(x, self.shortcut)
 
 
 class TransformerBlock(nn.Module):
-    reads_many_rows = True  # those of a stretch
+    reads_many_rows = True  # all rows of a stretch
 
     def __init__(self, channels: int, heads: int, head_dim: int):
         super().__init__()
@@ -128,8 +135,12 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor, block: int
     ) -> Tensor:
-        """x [2B, Q, C]; mask [2B, 1, Q, K], -inf where not seen, or on a GPU None; caches of some layers [_, S, capacity + 1, PAIR,
-        2 * inner]: with a mask `block` is this one's, and without one what `layers` names at `block`."""
+        """Apply the block to x [2B, Q, C].
+
+        mask [2B, 1, Q, K]: -inf at unseen positions, or None on a GPU; caches [_, S, capacity + 1, PAIR, 2 *
+        inner]: of several layers. This block's cache is number `block` if there is a mask, else number
+        `layers[block]`.
+        """
         q, k, v = self.qkv(self.attention_norm(x))
         if mask is not None:
             y = self._attend(q, k, v, seen, mask, caches[block])
@@ -140,7 +151,7 @@ class TransformerBlock(nn.Module):
         return linear_add(self.narrow, linear_gelu(self.widen, self.mlp_norm(x)), x)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, mask: Tensor, cache: Tensor) -> Tensor:
-        """q, k, v [2B, Q, inner] -> [2B, Q, inner]"""
+        """Return attention [2B, Q, inner] of q, k, v [2B, Q, inner] and the cache, and update the cache."""
         if may_follow_values(q) and kernels.know(q, k, v, cache):
             return kernels.attend_stretch(q, k, v, cache, seen.slots, seen.index, seen.mask, self.heads)
         new = torch.cat((k, v), -1).unflatten(0, (-1, PAIR)).transpose(1, 2)  # [B, Q, PAIR, 2 inner]
@@ -173,7 +184,7 @@ class Stage(nn.Module):
     ) -> Tensor:
         return self._transform(self.resnet(x, shift, state), seen, mask, caches, layers)
 
-    # Four blocks and not one: a region begins and ends with launches of its own.
+    # A region holds four blocks instead of one because each region begins and ends with kernels of its own.
     @torch.compiler.nested_compile_region
     def _transform(
         self, x: Tensor, seen: Seen, mask: Tensor | None, caches: Tensor, layers: Tensor
@@ -184,8 +195,8 @@ class Stage(nn.Module):
 
 
 class Estimator(nn.Module):
-    shifts: Tensor  # [steps, stages, channels], what the times of the solver's steps add
-    numbers: Tensor  # [layers], of the transformer blocks
+    shifts: Tensor  # [steps, stages, channels], the embeddings of the solver's times
+    numbers: Tensor  # [layers], the numbers of the transformer blocks
 
     def __init__(self, config: FlowConfig):
         super().__init__()
@@ -207,7 +218,8 @@ class Estimator(nn.Module):
 
     @torch.no_grad()
     def prepare(self, times: Tensor) -> None:
-        """Lay weights out, and make what follows from the times of the solver's steps [steps], fp32 from 0 (noise) to 1."""
+        """Lay the weights out and embed the times of the solver's steps [steps], in fp32 from 0 (noise) to
+        1."""
         for module in self.modules():
             if isinstance(module, Conv):
                 module.prepare()
@@ -221,8 +233,11 @@ class Estimator(nn.Module):
     def forward(
         self, x: Tensor, shifts: Tensor, state: CodecState, seen: Seen, mask: Tensor | None, caches: Tensor
     ) -> Tensor:
-        """x [2B, Q, 4 * MELS]; shifts [stages, channels], of a step of the solver; mask as a block takes it; caches [layers,
-        S, capacity + 1, PAIR, 2 * inner] -> velocity [2B, Q, MELS]."""
+        """Return the velocity [2B, Q, MELS] of x [2B, Q, 4 * MELS].
+
+        shifts [stages, channels]: of one step of the solver; mask: as for a block;
+        caches [layers, S, capacity + 1, PAIR, 2 * inner].
+        """
         num = len(self.first.blocks)
         layers = self.numbers.split(num)
         by_stage = [caches] * len(layers) if mask is None else caches.split(num)

@@ -1,15 +1,14 @@
-"""Codes to mel frames: conditional flow matching (arXiv 2210.02747) in ten Euler steps, from a noise that
-belongs to each frame's place.
+"""Codes to mel frames by conditional flow matching (arXiv 2210.02747), in ten Euler steps. The starting noise
+of a frame depends only on its position.
 
     codes [B, T] ─ encoder ─ mu [B, 2T, 80] ┐
     speaker, the prompt's mel ──────────────┼─ 10 x estimator, with and without all of it ─> mel [B, 2T, 80]
     noise of these frames ──────────────────┘
 
-What the network reads of the stream before a stretch is kept in a FlowCache: nothing is computed twice, and
-a stretch costs the same
-wherever in the speech it lies. Source: FunAudioLLM/CosyVoice, cosyvoice/flow/flow.py and flow_matching.py
-(the streaming attention mask, in
-every chunk), which computes all frames anew for every chunk.
+A FlowCache holds everything that a stretch reads of the stream before it. Nothing is computed twice, and a
+stretch costs the same anywhere in the speech. Source: FunAudioLLM/CosyVoice, cosyvoice/flow/flow.py and
+flow_matching.py, with the streaming attention mask in every chunk. The original recomputes all frames for
+every chunk.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from zoo.cosyvoice2.stretch import Seen, Stretch
 from zoo.nn.conv import CodecState
 
 STEPS = 10
-NOISE_BLOCK = 15_000  # frames of the reference's buffer
-PAST_TOKENS = 500  # that a stretch can see, the prompt's included: 20 s
+NOISE_BLOCK = 15_000  # frames in the reference's buffer
+PAST_TOKENS = 500  # the past that a stretch can see, including the prompt: 20 s
 
 
 def fixed_noise(num_frames: int) -> Tensor:
-    """-> [F, MELS]: the reference's buffer (torch.randn on a CPU, seed 0), then further ones of the same
-    generator."""
+    """Return noise [F, MELS]: the reference's buffer (torch.randn on a CPU, seed 0), then further blocks from
+    the same generator."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     blocks = -(-num_frames // NOISE_BLOCK)
     noise = [torch.randn(MELS, NOISE_BLOCK, generator=generator, device="cpu") for _ in range(blocks)]
@@ -44,29 +43,33 @@ def fixed_noise(num_frames: int) -> Tensor:
 
 
 def cosine_times() -> list[float]:
-    """The STEPS + 1 times of the solver, from 0 (noise) to 1; densest near 0."""
+    """Return the STEPS + 1 times of the solver, from 0 (noise) to 1, densest near 0."""
     return (1 - torch.cos(torch.linspace(0, 1, STEPS + 1, device="cpu") * 0.5 * math.pi)).tolist()
 
 
 def zeros(like: Tensor, *shape: int) -> Tensor:
-    """As like.new_zeros. On a CPU no memory is taken before it is written to, where torch would write the zeros; and then
-    in small pages: a stream writes in places that lie far apart, and of a huge page would use a tenth."""
+    """Return like.new_zeros(*shape), on a CPU without using memory before it is written to.
+
+    torch would write the zeros. Small pages are used, because a stream writes to places far apart and would
+    use only a tenth of a huge page.
+    """
     if like.device.type != "cpu":
         return like.new_zeros(*shape)
     memory = mmap.mmap(-1, max(1, math.prod(shape) * like.itemsize))
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel that has none
+        with suppress(OSError):  # kernels without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype, count=math.prod(shape)).view(shape)
 
 
 class FlowCache:
-    """What streams have left behind: a row each. `capacity` counts tokens."""
+    """The past of streams, one row each: keys, values and the ends of the convolutions. `capacity` is in
+    tokens."""
 
     def __init__(self, flow: Flow, rows: int, capacity: int):
         config, like = flow.config, flow.output.weight
         self.capacity = capacity
-        tokens, frames = capacity + 1, TOKEN_FRAMES * capacity + 1  # the last one is where padding is written
+        tokens, frames = capacity + 1, TOKEN_FRAMES * capacity + 1  # padding is written to the last place
         self.encoder = [zeros(like, rows, tokens, 2 * config.width) for _ in range(config.layers)]
         self.encoder += [zeros(like, rows, frames, 2 * config.width) for _ in range(NUM_UP_LAYERS)]
         num_layers, inner = (config.num_mid + 2) * config.num_blocks, config.estimator_heads * config.head_dim
@@ -75,12 +78,13 @@ class FlowCache:
         self.estimator_past = like.new_zeros(STEPS, rows, PAIR, flow.estimator.layout.size)
 
     def clear(self, row: int) -> None:
-        """Of the pasts alone: attention sees nothing that was not written for the row's stream."""
+        """Clear the convolutions' past of a row. Attention ignores entries that the row's stream has not
+        written."""
         self.encoder_past[row] = 0
         self.estimator_past[:, row] = 0
 
     def put(self, row: int, other: FlowCache) -> None:
-        """Take over the only row of a cache of a whole prompt."""
+        """Copy the only row of a cache of a whole prompt into a row."""
         for mine, theirs in zip(self.encoder, other.encoder, strict=True):
             mine[row, : theirs.shape[1] - 1] = theirs[0, :-1]
         for mine, theirs in zip(self.estimator, other.estimator, strict=True):
@@ -94,8 +98,10 @@ class FlowCache:
 
 
 class Flow(nn.Module):
+    """The encoder and the estimator with its solver."""
+
     noise: Tensor  # [F, MELS]
-    strides: Tensor  # [STEPS] fp64, how far the solver's steps go
+    strides: Tensor  # [STEPS] fp64, the sizes of the solver's steps
 
     def __init__(self, config: FlowConfig):
         super().__init__()
@@ -107,7 +113,7 @@ class Flow(nn.Module):
         self.estimator = Estimator(config)
 
     def prepare(self) -> None:
-        """Make what is in no checkpoint, and lay out what is."""
+        """Fill the buffers that are in no checkpoint, and lay out the weights."""
         noise = fixed_noise(TOKEN_FRAMES * (MAX_FRAMES + PAST_TOKENS + GRID)).to(self.output.weight.device)
         self.register_buffer("noise", noise, persistent=False)
         times = torch.tensor(cosine_times(), dtype=torch.float64)
@@ -124,9 +130,11 @@ class Flow(nn.Module):
         cache: FlowCache,
         start: Tensor | None = None,
     ) -> Tensor:
-        """codes [B, T + LOOKAHEAD], of which the first num_there [B] are of the speech; prompt [B, 2T, MELS],
-        the prompt's mel, 0 behind it; speaker [B, D]; start [B, 2T, MELS] in place of `noise_of` -> mel
-        [B, 2T, MELS]. Moves the cache by stretch.count tokens."""
+        """Return the mel [B, 2T, MELS] of a stretch, and advance the cache by stretch.count tokens.
+
+        codes [B, T + LOOKAHEAD], of which the first num_there [B] belong to the speech; prompt [B, 2T, MELS]:
+        the prompt's mel, then zeros; speaker [B, D]; start [B, 2T, MELS]: replaces the noise of `noise_of`.
+        """
         assert codes.shape[1] == stretch.tokens + LOOKAHEAD, (
             f"{codes.shape[1]} codes for a stretch of {stretch.tokens}"
         )
@@ -140,18 +148,20 @@ class Flow(nn.Module):
         return self._solve(given, self.noise_of(stretch) if start is None else start, stretch, cache)
 
     def noise_of(self, stretch: Stretch) -> Tensor:
-        """What belongs to the places of a stretch [B, 2T, MELS]."""
+        """Return the fixed noise of a stretch's positions [B, 2T, MELS]."""
         frames = torch.arange(TOKEN_FRAMES * stretch.tokens, device=self.noise.device)
         place = TOKEN_FRAMES * stretch.start[:, None] + frames
         return self.noise[place.clamp(max=len(self.noise) - 1)]
 
     def _solve(self, given: Tensor, x: Tensor, stretch: Stretch, cache: FlowCache) -> Tensor:
-        """given [B, Q, 3 MELS], x [B, Q, MELS] -> [B, Q, MELS]. Where frames are and how they move is kept in
-        fp32."""
+        """Solve from noise x [B, Q, MELS] with the condition given [B, Q, 3 MELS]. Returns [B, Q, MELS].
+
+        The state and the velocities are fp32.
+        """
         seen = Seen(stretch, TOKEN_FRAMES)
         pairs = torch.stack((given, torch.zeros_like(given)), 1)  # [B, PAIR, Q, 3 MELS]
         mask = None
-        if x.device.type != "cuda":  # there an operator reads the cache where it lies
+        if x.device.type != "cuda":  # on a GPU an operator reads the cache in place and needs no mask
             mask = given.new_zeros(seen.mask.shape).masked_fill_(~seen.mask, -torch.inf)
             mask = mask.repeat_interleave(PAIR, 0)[:, None]
         for k in range(STEPS):
@@ -170,8 +180,11 @@ class Flow(nn.Module):
         past: Tensor,
         caches: Tensor,
     ) -> Tensor:
-        """A step of the solver, `stride` [] long: x [B, Q, MELS], pairs [B, PAIR, Q, 3 MELS] -> [B, Q, MELS]. Moves the
-        estimator's past [S, PAIR, V] and its caches; the others are as it takes them."""
+        """Take a step of the solver of size stride []: x [B, Q, MELS] -> [B, Q, MELS].
+
+        pairs [B, PAIR, Q, 3 MELS]: the condition and zeros. Advances the estimator's past [S, PAIR, V] and
+        its caches. The other arguments are the estimator's.
+        """
         rows, count = past[seen.slots].flatten(0, 1), seen.count.repeat_interleave(PAIR)
         state = CodecState(self.estimator.layout, rows, x.shape[1], count)
         inputs = torch.cat((x.repeat_interleave(PAIR, 0).to(pairs.dtype), pairs.flatten(0, 1)), -1)

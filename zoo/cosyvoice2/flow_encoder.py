@@ -1,11 +1,9 @@
-"""The flow's encoder: codes at 25 Hz to what the mel should be at 50 Hz.
+"""The flow's encoder: codes at 25 Hz to the flow's condition at 50 Hz.
 
-    codes ─ table ─ embed ─ lookahead 3 ─ conformer layers ─ upsample x2 ─ embed ─ 4 conformer layers ─ norm
-    ─> [B, 2T, D]
+    codes ─ table ─ embed ─ lookahead 3 ─ conformer layers ─ upsample x2 ─ embed ─ 4 conformer layers ─ norm ─> [B, 2T, D]
 
-Source: FunAudioLLM/CosyVoice, cosyvoice/transformer/upsample_encoder.py, UpsampleConformerEncoder; attention
-with relative positions after
-Transformer-XL (arXiv 1901.02860), section 3.3.
+Source: FunAudioLLM/CosyVoice, cosyvoice/transformer/upsample_encoder.py, UpsampleConformerEncoder. Attention
+with relative positions follows Transformer-XL (arXiv 1901.02860), section 3.3.
 """
 
 from __future__ import annotations
@@ -22,15 +20,13 @@ from zoo.cosyvoice2.stretch import Seen, Stretch
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
 
 EMBED_EPS, LAYER_EPS = 1e-5, 1e-12
-LOOKBACK, UP_LOOKBACK = (
-    2,
-    4,
-)  # of the second lookahead convolution, and of the one that follows the upsampling
+LOOKBACK = 2  # of the second lookahead convolution
+UP_LOOKBACK = 4  # of the convolution after the upsampling
 SLOPE = 0.01
 
 
 def relative_table(first: int, last: int, width: int, like: Tensor) -> Tensor:
-    """Sines and cosines, taking turns, of the distances first .. last -> [last - first + 1, D]."""
+    """Return alternating sines and cosines of the distances first .. last [last - first + 1, D]."""
     distance = torch.arange(first, last + 1, device=like.device, dtype=torch.float32)
     rate = torch.exp(
         torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * -(math.log(10000.0) / width)
@@ -52,8 +48,11 @@ class RelativeAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(heads, width // heads))
 
     def forward(self, x: Tensor, seen: Seen, cache: Tensor, table: Tensor) -> Tensor:
-        """x [B, Q, D]; cache [S, capacity + 1, 2D]; table [distances, D], from the farthest ahead to the
-        farthest back."""
+        """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D] and to x, and write x's keys and values
+        to it.
+
+        table [distances, D]: from the farthest position ahead to the farthest behind.
+        """
         kv = seen.exchange(cache, torch.cat((self.k(x), self.v(x)), -1))  # [B, K, 2D]
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *kv.chunk(2, -1))
@@ -67,7 +66,7 @@ class RelativeAttention(nn.Module):
 
 
 class ConformerLayer(nn.Module):
-    """Neither convolution nor a second feed-forward: a transformer layer, normalised first."""
+    """A pre-norm transformer layer: the conformer without its convolution and second feed-forward."""
 
     def __init__(self, config: FlowConfig):
         super().__init__()
@@ -109,9 +108,10 @@ class FlowEncoder(nn.Module):
     def forward(
         self, x: Tensor, is_there: Tensor, stretch: Stretch, state: CodecState, caches: list[Tensor]
     ) -> Tensor:
-        """x [B, T + LOOKAHEAD, D], rows of codes; is_there [B, T + LOOKAHEAD], whether the speech has that
-        code; one cache a layer
-        -> [B, 2T, D]."""
+        """Return the condition [B, 2T, D] of code embeddings x [B, T + LOOKAHEAD, D].
+
+        is_there [B, T + LOOKAHEAD]: whether the speech has that code; caches: one per layer.
+        """
         x = self.embed(x) * is_there[..., None]
         ahead = F.leaky_relu(self.ahead(x.mT), SLOPE)  # [B, D, T]
         x = x[:, : stretch.tokens] + self.behind(ahead, state).mT
