@@ -1,11 +1,8 @@
 """CosyVoice 2 as a family: embed, hidden, emit, render.
 
-    slot ── embed ──> [B, D] ── hidden: 24 paged blocks ──> [B, D] ── emit ──> a code on the tape ── render
-    ──> 24 kHz samples
-             │ row of the last code                          │ head, repetition-aware       │ flow: 10 steps,
-             its past kept
-                                                             │ sampling                     │ vocoder: its
-                                                             stages' past and phase kept
+    slot ── embed ──> [B, D] ── hidden: 24 paged blocks ──> [B, D] ── emit ──> a code on the tape ── render ──> 24 kHz samples
+             │ row of the last code                          │ head, repetition-aware       │ flow: 10 steps; its past is kept
+                                                             │ sampling                     │ vocoder: past and phase are kept
 
 Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py (Qwen2LM) and cosyvoice/cli/model.py (CosyVoice2Model).
 """
@@ -70,14 +67,15 @@ from zoo.nn.sampling import gumbel, normal
 from zoo.references import References
 from zoo.request import Share, check, shares
 
-NEVER = 1 << 40  # a step that does not come
-# That a CPU renders: what lies between its operators is to stay in its caches. The vocoder's signals are longer.
+NEVER = 1 << 40  # a step that is never reached
+# The most codes that a CPU renders at once, in the flow and in the vocoder, whose signals are longer. With
+# more, the intermediate results would not fit its caches.
 MAX_CODES_AT_ONCE, MAX_CODES_HEARD = 400, 200
-NOISE_STEP = 1 << 31  # the vocoder draws at frame numbers from here on, the language model below
+NOISE_STEP = 1 << 31  # the vocoder draws noise at steps from here on, the language model below
 
 
 class Block(nn.Module):
-    """A Qwen2 block over pages."""
+    """A Qwen2 block over paged keys and values."""
 
     def __init__(self, config: LMConfig):
         super().__init__()
@@ -99,7 +97,7 @@ class Block(nn.Module):
 
 
 class SpeechLM(nn.Module):
-    """All of llm.pt. The text head is the text table, and is never used."""
+    """The networks in llm.pt. The text head is tied to the text table and never used."""
 
     def __init__(self, config: LMConfig):
         super().__init__()
@@ -112,7 +110,7 @@ class SpeechLM(nn.Module):
         self.text_head: nn.Module | None = nn.Linear(config.hidden, config.text_vocab, bias=False)
 
     def given(self, key: Tensor) -> Tensor:
-        """key [T], none below 0 (see order.py) -> the rows that they name [T, D]."""
+        """Return the rows [T, D] that keys [T] name (see order.py). Keys must be 0 or more."""
         index, table = key // NUM_TABLES, key % NUM_TABLES
         text = self.text(torch.where(table == TEXT, index, 0))
         control = self.control(torch.where(table == CONTROL, index, 0))
@@ -123,13 +121,19 @@ class SpeechLM(nn.Module):
 
 
 class CosyVoice2State(State):
-    """Adds: sampling values [S+1]; steps before which the speech does not end [S+1]; what was drawn of late
-    [S+1, MAX_RAS_WINDOW]. Of an interleaved text: whether it is one [S+1], and what is read behind the
-    prompt, as keys [S+1, K] (see order.py). Of the prompt: its codes as the flow counts them [S+1], those in
-    the cache [S+1], and the rest, with its mel [S+1, MAX_REST, ...]; the speaker [S+1, D]. Of the vocoder:
-    what its layers remember [S+1, V], how many mel frames they were given [S+1], how many samples were
-    heard [S+1], and the sines' phase [S+1, H]. On the host, of each slot whose text is on its way: how far it
-    has come, and its keys."""
+    """What a slot holds in addition to the fields of State.
+
+    - sampling: its values [S+1]; the step before which the speech does not end [S+1]; the last codes
+      [S+1, MAX_RAS_WINDOW]
+    - interleaved text: whether the text is interleaved [S+1]; what follows the prompt, as keys [S+1, K] (see
+    order.py) - the flow's prompt: number of codes [S+1]; how many of them are in the cache [S+1]; the others,
+    and their mel
+      [S+1, MAX_REST, ...]; the speaker [S+1, D]
+    - the vocoder: state of its layers [S+1, V]; number of mel frames read [S+1]; number of samples returned
+    [S+1];
+      phase of the sines [S+1, H]
+    - on the host, for each slot that waits for text: its order so far and the number of its keys
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -182,6 +186,8 @@ class CosyVoice2State(State):
 
 
 class CosyVoice2(Family[CosyVoice2State]):
+    """CosyVoice 2 as a family."""
+
     def __init__(
         self,
         config: Config,
@@ -201,7 +207,7 @@ class CosyVoice2(Family[CosyVoice2State]):
         self.past_tokens = PAST_TOKENS
         self.flow_prompts: References[FlowPrompt] = References(max_bytes=4 << 30)
 
-    # host, off the loop
+    # on the host, outside the engine's loop
 
     @torch.inference_mode()
     def prompt(self, request: Request) -> Prompt:
@@ -223,7 +229,8 @@ class CosyVoice2(Family[CosyVoice2State]):
         return self._prompt(keys, cap, num_text, {"min_steps": MIN_CODES_PER_TOKEN * num_text})
 
     def _interleaved(self, request: Request, script: Script, codes: tuple[int, ...]) -> Prompt:
-        """The prompt is what stands before the first code that is drawn; the rest is read step by step."""
+        """Return a prompt of all keys before the first sampled code. The slot reads the other keys step by
+        step."""
         order, keys = Interleaved(codes).fed((*script.before, *script.text))
         check_length(order)
         keys = [FIRST, *keys] if request.is_open else [FIRST, *keys, *order.end()]
@@ -251,7 +258,8 @@ class CosyVoice2(Family[CosyVoice2State]):
         )
 
     def _voice(self, request: Request) -> Voice:
-        """A reference's, with its transcript, one of the directory's, or a mix of the sound of some."""
+        """Return the voice of the reference, with its transcript, or a named voice, or a mix of speaker
+        vectors."""
         if mix := shares(request, self.spec):
             return self._mixed(mix)
         if request.references:
@@ -260,12 +268,13 @@ class CosyVoice2(Family[CosyVoice2State]):
             return replace(self.cloner(reference.clip), transcript=transcript)
         if not self.voices:
             raise RequestError(
-                "references", f"a reference is needed: {self.spec.name} brings no voice of its own"
+                "references", f"a reference is needed: this checkpoint of {self.spec.name} has no voices"
             )
         return self.voices[request.voice.lower()] if request.voice else next(iter(self.voices.values()))
 
     def _mixed(self, mix: Sequence[Share]) -> Voice:
-        """The sum of speaker vectors by weight, without a prompt to go on from."""
+        """Return a voice without a prompt, whose speaker vector is the weighted sum of those of the
+        shares."""
         found = [
             (
                 share.weight,
@@ -292,7 +301,7 @@ class CosyVoice2(Family[CosyVoice2State]):
             "flow": flow.cache,
         }
 
-    # at the door
+    # at start-up and admission
 
     def state(self, slots: int, max_frames: int | None = None) -> CosyVoice2State:
         return CosyVoice2State(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
@@ -315,7 +324,7 @@ class CosyVoice2(Family[CosyVoice2State]):
     def feed(self, state: CosyVoice2State, slot: int, tokens: Sequence[int], is_last: bool) -> int:
         if wrong := [token for token in tokens if not 0 <= token < self.config.lm.text_vocab]:
             possible = f"ids from 0 to {self.config.lm.text_vocab - 1} are possible"
-            raise RequestError("text", f"{wrong[0]} is no token of the text; {possible}")
+            raise RequestError("text", f"{wrong[0]} is not a text token; {possible}")
         order, start = state.texts[slot]
         order, more = order.fed(tokens)
         check_length(order)
@@ -328,10 +337,10 @@ class CosyVoice2(Family[CosyVoice2State]):
             state.min_steps[slot] = stop
         return len(more)
 
-    # device
+    # on the device
 
     def embed(self, state: CosyVoice2State, slots: Tensor) -> Tensor:
-        """The last code, or what the order has in its place."""
+        """Return the rows [B, D] of the last code, or of the given key that the order has in its place."""
         key = state.keys[slots, (state.steps[slots] - 1).clamp(min=0)]
         code = NUM_TABLES * state.last_frame(slots)[:, 0] + CODE
         return self.lm.given(torch.where(key < 0, code, key))
@@ -346,8 +355,10 @@ class CosyVoice2(Family[CosyVoice2State]):
         return self.lm.norm(x)
 
     def emit(self, state: CosyVoice2State, slots: Tensor, h: Tensor) -> None:
-        """One code (40 ms) per slot, or the end, which is any id behind the codes; nothing where the next
-        thing to read is given."""
+        """Append one code (40 ms) to each slot's tape, or end the speech if the sampled id is not a code.
+
+        A slot whose next key is given appends nothing.
+        """
         steps, recent = state.steps[slots], state.recent[slots]  # [B, MAX_RAS_WINDOW]
         logits = self._scores(state, slots, h)  # [B, V]
         noise = gumbel(state.seed[slots], state.ready[slots], range(2), logits.shape[1])  # [B, 2, V]
@@ -369,8 +380,11 @@ class CosyVoice2(Family[CosyVoice2State]):
         state.append(slots, code[:, None].clamp(max=num_codes - 1), ended, is_drawn)
 
     def _scores(self, state: CosyVoice2State, slots: Tensor, h: Tensor) -> Tensor:
-        """h [B, D] -> logits [B, V] fp32, without the end before its time; and, before the last of an
-        interleaved text, without any other id that is no code."""
+        """Return logits [B, V] in fp32 of hidden states h [B, D].
+
+        The end is masked before the minimum length. While interleaved text is incomplete, all ids that are
+        not codes are masked.
+        """
         logits = self.lm.head(h).float()
         index, end = torch.arange(logits.shape[1], device=h.device), self.config.lm.num_codes
         is_early = (state.steps[slots] < state.min_steps[slots])[:, None]
@@ -391,8 +405,10 @@ class CosyVoice2(Family[CosyVoice2State]):
         return torch.cat(samples), torch.cat(valid)
 
     def _mel(self, state: CosyVoice2State, view: View) -> Tensor:
-        """-> [B, 2 * view.frames, MELS], of which 2 * view.count are valid. The first stretch begins with
-        what is left of the prompt."""
+        """Return mel frames [B, 2 * view.frames, MELS], of which 2 * view.count are valid.
+
+        The first stretch begins with the codes of the prompt that are not in the cache.
+        """
         slots, may_begin = view.slots, view.length <= SIZES[-1] or view.frames > SIZES[-1]
         is_first = view.start == 0
         num_rest = torch.where(is_first, state.num_prompt[slots] - state.num_cached[slots], 0)  # [B]
@@ -426,8 +442,11 @@ class CosyVoice2(Family[CosyVoice2State]):
         return mel.gather(1, at.clamp(max=mel.shape[1] - 1)[..., None].expand(-1, -1, MELS))
 
     def _samples(self, state: CosyVoice2State, view: View, mel: Tensor) -> tuple[Tensor, Tensor]:
-        """mel [B, 2 * view.frames, MELS] -> samples of all frames but for the vocoder's lag, or of all where
-        the speech ends: then silent frames follow until they are out."""
+        """Return samples of mel [B, 2 * view.frames, MELS] and the number of valid ones [B].
+
+        The samples end before the last frame by the vocoder's lag. At the end of the speech silent frames are
+        appended until all samples are out.
+        """
         slots, plan = view.slots, self.vocoder.plan
         start, heard = state.num_mel[slots], state.num_heard[slots]
         num_new = TOKEN_FRAMES * view.count
@@ -452,8 +471,10 @@ class CosyVoice2(Family[CosyVoice2State]):
         return samples.gather(1, at.clamp(max=samples.shape[1] - 1)).float(), ends - heard
 
     def _start(self, state: CosyVoice2State, noise: Tensor, stretch: Stretch) -> Tensor:
-        """Where the flow starts from, of noise that was given [B, 2T, MELS]. The prompt's frames keep the
-        fixed one: they come before the first frame of the speech."""
+        """Return the flow's starting noise [B, 2T, MELS] from given noise.
+
+        The given noise begins at the first frame of the speech, so the prompt's frames keep the fixed noise.
+        """
         given = noise[..., :MELS].flatten(0, 1)  # [2F, MELS]
         frames = torch.arange(TOKEN_FRAMES * stretch.tokens, device=given.device)
         at = TOKEN_FRAMES * (stretch.start - state.num_prompt[stretch.slots])[:, None] + frames  # [B, 2T]
@@ -461,8 +482,10 @@ class CosyVoice2(Family[CosyVoice2State]):
         return torch.where((at >= 0)[..., None], spoken, self.flow.noise_of(stretch))
 
     def _noise(self, state: CosyVoice2State, slots: Tensor, frame: Tensor) -> Tensor:
-        """Of the vocoder's source [B, W, MEL_SAMPLES, H], for the speech's frames [B, W]: the same in
-        whatever window one lies."""
+        """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for frames of the speech [B, W].
+
+        The noise of a frame does not depend on the window.
+        """
         frame = frame.clamp(min=0)
         shape = MEL_SAMPLES, self.config.vocoder.harmonics
         if state.noise is not None:
@@ -474,7 +497,7 @@ class CosyVoice2(Family[CosyVoice2State]):
 
 
 def parts(view: View, codes: int) -> Iterator[View]:
-    """A view as some of fewer slots, of `codes` together at most where one of them has no more."""
+    """Split a view by slots into views of at most `codes` codes each, or of one slot if a slot has more."""
     num = max(1, codes // view.frames)
     rows = (x.split(num) for x in (view.slots, view.start, view.count, view.is_last))
     for slots, start, count, is_last in zip(*rows, strict=True):
@@ -483,7 +506,7 @@ def parts(view: View, codes: int) -> Iterator[View]:
 
 def check_length(text: Interleaved) -> None:
     if text.num_text > MAX_TEXT_TOKENS:
-        given = f"the prompt's and the text have {text.num_text} tokens so far"
+        given = f"the transcript and the text have {text.num_text} tokens so far"
         raise RequestError("text", f"{given}; at most {MAX_TEXT_TOKENS} are possible")
 
 

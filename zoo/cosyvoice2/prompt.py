@@ -1,11 +1,11 @@
-"""From a request to what the language model reads before the first code.
+"""Build the prompt: everything that the language model reads before the first code.
 
-    sos  text of the prompt…  text…  task  codes of the prompt…        zero-shot: a voice with its transcript
-    sos  instruction… <|endofprompt|>  text…  task                     instruct
-    sos  text…  task                                                   cross-lingual, or a voice without a prompt
+    sos  transcript…  text…  task  codes of the prompt…       zero-shot: a voice with its transcript
+    sos  instruction… <|endofprompt|>  text…  task            instruct
+    sos  text…  task                                          cross-lingual, or a voice without a prompt
 
-Or text and codes take turns (order.py), without instructions. The flow hears the prompt in every mode. Source:
-FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py, Qwen2LM.inference; cosyvoice/cli/frontend.py.
+Text and codes can also be interleaved (order.py), without instructions. The flow reads the prompt in every
+mode. Source: FunAudioLLM/CosyVoice, cosyvoice/llm/llm.py, Qwen2LM.inference; cosyvoice/cli/frontend.py.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SPLIT = Regex(
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MAX_TEXT_TOKENS = 4096
-PIECE_S = 20.0  # about the 80 characters of Chinese, or tokens of English, at which the reference cuts a text
-MIN_CODES_PER_TOKEN, MAX_CODES_PER_TOKEN = 2, 20  # of the text that is spoken
+PIECE_S = 20.0  # about the 80 Chinese characters or English tokens at which the reference splits a text
+MIN_CODES_PER_TOKEN, MAX_CODES_PER_TOKEN = 2, 20  # per token of the text to speak
 
-# What the reference adds to the vocabulary, in this order, behind the words of vocab.json.
+# Tokens that the reference adds to the vocabulary, in this order, after the words of vocab.json.
 BASE = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END_OF_PROMPT = "<|endofprompt|>"
 _TAGS = """
@@ -37,43 +37,46 @@ _TAGS = """
 </laughter> [hissing] [sigh]
 [vocalized-noise] [lipsmack] [mn]
 """
-TAGS = tuple(_TAGS.split())  # that a text may hold
+TAGS = tuple(_TAGS.split())  # special tokens that are allowed in a text
 SPECIAL = (*BASE, END_OF_PROMPT, *TAGS)
 _TAG = re.compile("(" + "|".join(re.escape(tag) for tag in TAGS) + ")")
 
 HINTS = {
-    "language": "it reads the text's own; dialects and styles are asked for with instructions",
-    "voice": "it clones a reference",
+    "language": "the model infers it from the text; use instructions for dialects and styles",
+    "voice": "give a reference to clone",
 }
 
 
 def options(config: Config) -> tuple[Option, ...]:
     s = config.sampling
-    mode = "full: the model reads all of the text first; interleaved: 5 tokens, then 15 codes"
+    mode = "full: the model reads all of the text first; interleaved: 5 text tokens, then 15 codes"
     return (
         *sampling_options(1.0, s.top_k, s.top_p),
         Option(
             "ras_win_size",
             int,
-            "how many of the last codes a code is not to repeat; 0 is off",
+            "number of last codes that are checked for repetition; 0 turns the check off",
             s.win_size,
             (0, MAX_RAS_WINDOW),
         ),
-        Option("ras_tau_r", float, "the share of them from which on it counts as repeated", s.tau_r, (0, 1)),
+        Option(
+            "ras_tau_r", float, "share of these codes at which a code counts as repeated", s.tau_r, (0, 1)
+        ),
         Option(
             "text_mode",
             str,
-            f"{mode}; by itself full, and interleaved where text arrives while it speaks",
+            f"{mode}; the default is full, or interleaved if text arrives during speech",
             choices=("full", "interleaved"),
         ),
     )
 
 
 class TextTokenizer:
-    """Byte-level BPE with Qwen2's split, from the directory's own words and merges: there are fewer merges
-    than Qwen2 has, so that Chinese
-    is read character by character. Of the special tokens a text may hold the TAGS; any other is ordinary
-    text."""
+    """Byte-level BPE with Qwen2's split, from the vocabulary and merges in the model directory.
+
+    The directory has fewer merges than Qwen2, so that Chinese is read character by character. The only
+    special tokens in a text are the TAGS; all others are read as ordinary text.
+    """
 
     def __init__(self, directory: Path):
         vocab, merges = directory / "vocab.json", directory / "merges.txt"
@@ -107,8 +110,11 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-    """The text that the language model reads, as ids: the prompt's, and what is spoken; whether the prompt's
-    codes are read too; and whether text and codes take turns (see order.py)."""
+    """The text that the language model reads, as ids.
+
+    before: the transcript or the instructions; text: the text to speak; has_codes: whether the model reads
+    the codes of the prompt too; is_interleaved: whether text and codes are interleaved (see order.py).
+    """
 
     before: tuple[int, ...]
     text: tuple[int, ...]
@@ -117,7 +123,7 @@ class Script:
 
 
 class PromptWriter:
-    """Request -> Script. Raises RequestError for what a user got wrong."""
+    """Turns a Request into a Script. Raises RequestError for an invalid request."""
 
     def __init__(self, config: LMConfig, directory: Path):
         self.tokenize = TextTokenizer(directory)
@@ -128,7 +134,7 @@ class PromptWriter:
             )
 
     def __call__(self, request: Request, transcript: tuple[int, ...]) -> Script:
-        """transcript: what the voice's prompt says, as text ids; empty where that is not known."""
+        """Write the script of a request. transcript: text ids of the voice's prompt; empty if not known."""
         text = self.tokens("text", request.text)
         if not text:
             raise RequestError("text", "text is empty")
@@ -136,7 +142,7 @@ class PromptWriter:
         is_interleaved = self._is_interleaved(request)
         if instructions:
             if is_interleaved:
-                instead = "they need text_mode full, and all of the text at once"
+                instead = "use text_mode full and send all of the text at once"
                 raise RequestError(
                     "instructions", f"instructions would be spoken between the codes: {instead}"
                 )

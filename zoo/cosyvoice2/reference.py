@@ -1,15 +1,18 @@
-"""The reference implementation of CosyVoice 2, as serving/tools/reference.py orders it: for `zoo bench --against
-reference` and `zoo parity`. It runs as a script in an environment of its own, which tests/parity/environments.sh
-builds.
+"""Run the reference implementation of CosyVoice 2, for `zoo bench --against reference` and `zoo parity`.
 
-Language model, flow and vocoder are cosyvoice-minicpmo 0.1.0, which holds the original's files, around transformers'
-Qwen2; codes of a recording are s3tokenizer 0.3.0, its speaker is chatterbox-tts 0.1.7. It speaks one text at a time:
-`streams` texts come one after the other. It does not stream: all codes are drawn first, then flow and vocoder see all
-of them at once. Streaming, it computes the whole speech anew for every chunk, so this is the fairer peer.
+serving/tools/reference.py starts this file as a script, in a separate environment that
+tests/parity/environments.sh builds. Language model, flow and vocoder are cosyvoice-minicpmo 0.1.0, which
+contains the original's files, around transformers' Qwen2. The codes of a recording come from s3tokenizer
+0.3.0, its speaker vector from chatterbox-tts 0.1.7.
 
-Three things are mended. A cached step gets no attention mask, since the mask of one place that it passes makes newer
-transformers wrong. The first "fill" of an interleaved text comes where the original has it since; before, the model
-had to draw it. And the last code before the end of such a text is read once.
+The reference generates one text at a time, so `streams` texts run one after the other. It does not stream: it
+samples all codes first, then flow and vocoder read all of them at once. In streaming mode it would recompute
+the whole speech for every chunk, so this is the fairer comparison.
+
+Three things are fixed. A cached step gets no attention mask, because the reference passes a mask of length 1,
+with which newer releases of transformers compute wrong results. The first "fill" of an interleaved text is
+placed where newer releases of the original place it; in this release the model has to sample it. The last
+code before the end of such a text is read once, not twice.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ SITE = Path(_SPEC.submodule_search_locations[0]).parent
 
 
 def stub(name: str, path: Path | None = None, **values: Any) -> None:
-    """A package whose own __init__, which imports training code, is not run."""
+    """Register an empty package, so that its own __init__, which imports training code, is not run."""
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     if path is not None:
@@ -94,14 +97,17 @@ from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2  # noqa: E402
 
 
 class KeyValues(transformers.DynamicCache):
+    """A cache with the interface of older releases of transformers."""
+
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Older transformers' way to ask for a length."""
+        """Return keys and values of a layer; the reference reads the cache's length from them."""
         held: Any = self.layers[layer]
         return held.keys, held.values
 
 
 def one_step(encoder: Qwen2Encoder, xs: Tensor, masks: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-    """In place of Qwen2Encoder.forward_one_step, without its mask. The text head is computed too, as there."""
+    """Replace Qwen2Encoder.forward_one_step, without its mask. The text head is computed too, as in the
+    original."""
     how = {"output_hidden_states": True, "use_cache": True, "past_key_values": cache or KeyValues()}
     made = encoder.model(inputs_embeds=xs, **how)
     return made.hidden_states[-1], made.past_key_values
@@ -120,8 +126,8 @@ def make_lm(directory: Path, config: Config) -> Qwen2LM:
 
 
 def greedy(scores: Tensor, said: list[int], win_size: int) -> int:
-    """common.ras_sampling with draws that take the likeliest, and what was repeated left out of the second
-    one."""
+    """Return the id of common.ras_sampling if both draws take the likeliest id and the second excludes the
+    first."""
 
     def likeliest(weights: Tensor, *_: Any, **__: Any) -> Tensor:
         return weights.argmax()[None]
@@ -137,13 +143,13 @@ def greedy(scores: Tensor, said: list[int], win_size: int) -> int:
 
 
 def greedy_ids(scores: Tensor, said: list[int], sampling: int, ignore_eos: bool = True) -> Tensor:
-    """In place of Qwen2LM.sampling_ids."""
+    """Replace Qwen2LM.sampling_ids."""
     scores = scores.index_fill(0, torch.tensor([EOS]), -torch.inf) if ignore_eos else scores
     return torch.tensor(greedy(scores, said, 10))
 
 
 def say_interleaved(lm: Qwen2LM, text: list[int], before: list[int], codes: Tensor) -> Iterator[int]:
-    """Qwen2LM.inference_bistream with a text that comes token by token."""
+    """Run Qwen2LM.inference_bistream on a text that arrives token by token, and yield its codes."""
     draw, step, num_codes = lm.sampling_ids, lm.llm.forward_one_step, codes.shape[1]
     first_fill = -num_codes % CODE_GROUP if num_codes else CODE_GROUP
     last = torch.zeros(0)
@@ -169,7 +175,8 @@ def ids(values: list[int]) -> Tensor:
 
 
 def make_tokenizer(directory: Path) -> transformers.Qwen2Tokenizer:
-    """As cosyvoice/tokenizer/tokenizer.py, QwenTokenizer, adds its special tokens."""
+    """Return the text tokenizer, with special tokens as in cosyvoice/tokenizer/tokenizer.py,
+    QwenTokenizer."""
     blank = directory / BLANK
     merges: Any = [tuple(line.split()) for line in (blank / "merges.txt").read_text().splitlines()[1:]]
     words = json.loads((blank / "vocab.json").read_text())
@@ -242,7 +249,8 @@ def make_s3_tokenizer(directory: Path) -> S3TokenizerV2:
 
 
 def make_speaker(directory: Path) -> CAMPPlus:
-    """The exported file has its normalisations folded: they keep a bias, and scale by 1."""
+    """Return the speaker encoder. The exported file has folded normalisations: here they scale by 1 and add a
+    bias."""
     model, ours = CAMPPlus(memory_efficient=False).eval(), CamPlus()
     table, cpu = weights.campplus(), torch.device("cpu")
     checkpoint.load_file(ours, table, weights.open_speaker(directory), cpu, torch.float32)
@@ -260,7 +268,7 @@ def make_speaker(directory: Path) -> CAMPPlus:
 
 
 def prompt_mel(samples: Tensor) -> Tensor:
-    """samples [1, N] -> [1, MELS, F]"""
+    """Return the mel [1, MELS, F] of samples [1, N]."""
     return mel_spectrogram(samples, 1920, MELS, RATE_HZ, 480, 1920, 0, 8000, center=False)
 
 
@@ -277,14 +285,16 @@ class Model:
         self.voices = torch.load(path, weights_only=True) if path.exists() else {}
 
     def autocast(self) -> Any:
-        """As the original is run in half precision: over modules that are cast already."""
+        """Return the context for half precision, as the original uses it: autocast over modules already
+        cast."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast("cpu", self.dtype)
 
     def text(self, text: str) -> list[int]:
         return self.tokenizer(text.strip())["input_ids"]
 
     def voice(self, request: dict[str, Any]) -> dict[str, Tensor]:
-        """Of what cosyvoice/cli/frontend.py calls a prompt: words, codes, mel and speaker."""
+        """Return text, codes, mel and speaker of the voice; cosyvoice/cli/frontend.py calls them the
+        prompt."""
         if not request["references"]:
             return stored(self.voices[request["voice"] or next(iter(self.voices))])
         [reference] = request["references"]
@@ -308,7 +318,8 @@ class Model:
         return {"codes": codes[:, :num].long(), "mel": mel[:, : 2 * num], "speaker": speaker}
 
     def codes(self, request: dict[str, Any], voice: dict[str, Tensor], is_endless: bool = False) -> list[int]:
-        """is_endless: as many codes as are asked for, however soon the model would end."""
+        """Return the codes of a request. is_endless: suppress an early end, to get as many codes as
+        requested."""
         text, before, prompt = self.text(request["text"]), voice["text"][0].tolist(), voice["codes"]
         if request["instructions"]:
             instructions = request["instructions"].strip().removesuffix(END_OF_PROMPT)
@@ -325,7 +336,8 @@ class Model:
         return list(islice(said, request["max_frames"]))
 
     def samples(self, codes: list[int], voice: dict[str, Tensor], has_masks: bool = False) -> Tensor:
-        """Of all codes at once [N]. has_masks: as a stream would see them, the last chunk too."""
+        """Return samples [N] of all codes at once. has_masks: use the streaming mask, for the last chunk
+        too."""
         prompt, mel, speaker = voice["codes"], voice["mel"].to(self.dtype), voice["speaker"].to(self.dtype)
         lengths = (torch.tensor([size]) for size in (len(codes), prompt.shape[1], mel.shape[1]))
         num_codes, num_prompt, num_mel = lengths
@@ -336,7 +348,7 @@ class Model:
 
 
 def stored(voice: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of spk2info.pt: a prompt, or a speaker alone."""
+    """Return a voice of spk2info.pt: a prompt, or only a speaker vector."""
     if "flow_prompt_speech_token" not in voice:
         none = torch.zeros(1, 0, dtype=torch.int64)
         return {"text": none, "codes": none, "mel": torch.zeros(1, 0, MELS), "speaker": voice["embedding"]}
@@ -350,7 +362,10 @@ def stored(voice: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def speak_from(model: Model, request: dict[str, Any], noise: Tensor) -> np.ndarray:
-    """A greedy request; noise [F, 2, MELS + 480 * H], of the flow and of the vocoder's source -> samples [N]"""
+    """Generate a request greedily and return samples [N].
+
+    noise [F, 2, MELS + 480 * H]: of the flow and of the vocoder's source.
+    """
     voice = model.voice(request)
     with patch.object(model.lm, "sampling_ids", greedy_ids):
         codes = model.codes(request, voice)
@@ -368,7 +383,7 @@ def speak_from(model: Model, request: dict[str, Any], noise: Tensor) -> np.ndarr
 
 @torch.inference_mode()
 def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
-    """What is made of a voice once is not in the time."""
+    """Time the reference. The voice is encoded before the clock starts."""
     voice = model.voice(request)
 
     def speak(max_frames: int) -> int:

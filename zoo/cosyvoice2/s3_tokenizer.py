@@ -1,7 +1,7 @@
-"""The S3 speech tokenizer, version 2: a recording's 25 codes a second, for a voice's prompt.
+"""The S3 speech tokenizer, version 2: a recording to 25 codes per second, for the prompt of a voice.
 
-    16 kHz ─ log mel, 128 bins, 100 Hz ─ conv /2 ─ conv /2 ─ transformer, 6 layers ─ 8 digits of base 3 ─>
-    codes [F], 0 .. 6560
+    16 kHz ─ log mel, 128 bins, 100 Hz ─ conv /2 ─ conv /2 ─ transformer, 6 layers
+           ─ 8 base-3 digits ─> codes [F], 0 .. 6560
 
 Source: CosyVoice 2 (arXiv 2412.10117), section 2.2; xingchensong/S3Tokenizer, s3tokenizer/model_v2.py and
 utils.py.
@@ -22,12 +22,12 @@ RATE_HZ, FFT, HOP = 16_000, 400, 160
 HEAD_DIM, ROPE_THETA, EPS = 64, 10_000.0, 1e-5
 MEMORY_KERNEL = 31
 DIGITS, BASE = 8, 3
-SCALE = 0.9990000128746033  # keeps a digit from 1.5
+SCALE = 0.9990000128746033  # keeps tanh below 1
 
 
 @dataclass(frozen=True)
 class S3Config:
-    """As the file's tensors have it."""
+    """The sizes of the tokenizer, as the shapes in its file give them."""
 
     mels: int
     width: int
@@ -39,8 +39,10 @@ class S3Config:
 
 
 class WhisperMel(nn.Module):
-    """samples [N] at 16 kHz -> [mels, N // 160]. Source: openai/whisper, whisper/audio.py,
-    log_mel_spectrogram."""
+    """Samples [N] at 16 kHz to log mel [mels, N // 160].
+
+    Source: openai/whisper, whisper/audio.py, log_mel_spectrogram.
+    """
 
     window: Tensor  # [FFT]
     filters: Tensor  # [mels, FFT / 2 + 1]
@@ -60,7 +62,7 @@ class WhisperMel(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, with a convolution over the values beside it (FSMN), and a feed-forward."""
+    """Attention with a parallel convolution over the values (FSMN), then a feed-forward."""
 
     def __init__(self, config: S3Config):
         super().__init__()
@@ -79,7 +81,7 @@ class Layer(nn.Module):
         self.narrow = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, D]; cos and sin [T, head_dim]"""
+        """Apply the layer to x [B, T, D]. cos and sin [T, head_dim]."""
         y = self.attention_norm(x)
         v = self.v(y)
         memory = self.memory(v.mT).mT + v
@@ -101,12 +103,11 @@ class S3Tokenizer(nn.Module):
         self.digits = nn.Linear(config.width, DIGITS)
 
     def forward(self, mel: Tensor) -> Tensor:
-        """mel [B, mels, T] -> codes [B, ceil(ceil(T / 2) / 2)] int64."""
+        """Return codes [B, ceil(ceil(T / 2) / 2)] in int64 of mel [B, mels, T]."""
         x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).mT
         cos, sin = rope_table(torch.arange(x.shape[1], device=x.device), HEAD_DIM, ROPE_THETA, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        digits = (
-            self.digits(x).tanh() * SCALE
-        ).round().long() + 1  # [B, F, DIGITS] of 0, 1, 2; the first counts ones
+        # [B, F, DIGITS] of 0, 1, 2; the first digit counts ones
+        digits = (self.digits(x).tanh() * SCALE).round().long() + 1
         return (digits * BASE ** torch.arange(DIGITS, device=x.device)).sum(-1)

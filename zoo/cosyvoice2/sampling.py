@@ -1,8 +1,8 @@
-"""Repetition-aware sampling: a nucleus draw, and where the code was just said, one from all codes but it.
+"""Repetition-aware sampling: a code is sampled from the nucleus, and if it is a repetition, from all other
+codes.
 
 Source: VALL-E 2 (arXiv 2406.05370), section 3.3; FunAudioLLM/CosyVoice, cosyvoice/utils/common.py,
-ras_sampling (since 2026-02 the repeated code
-cannot be drawn again).
+ras_sampling (since 2026-02 it excludes the repeated code from the second draw).
 """
 
 from collections.abc import Callable
@@ -15,9 +15,11 @@ from zoo.nn.operator import operator
 
 
 def nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """logits [B, V] with all but the likeliest at -inf: the fewest that hold top_p of all probability [B],
-    at most top_k [B] (0: any number).
-    Unlike `zoo.nn.sampling.keep_likely` the share is of all tokens, not of the top_k."""
+    """Return logits [B, V] with all but the nucleus at -inf.
+
+    The nucleus is the fewest tokens whose probabilities reach top_p [B], at most top_k [B] of them (0: no
+    limit). Unlike in `zoo.nn.sampling.keep_likely`, top_p is a share of all tokens and not of the top_k.
+    """
     if logits.device.type == "cpu":
         return torch.ops.zoo.nucleus.default(logits, top_k, top_p)
     return _nucleus(logits, top_k, top_p)
@@ -37,7 +39,7 @@ def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 @operator("nucleus")
 def nucleus_on_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Without a sort."""
+    """Compute `nucleus` without a sort if the kernels support the logits."""
     is_known = logits.dtype == torch.float32 and kernels.know(logits)
     return (kernels.keep_nucleus if is_known else _nucleus)(logits, top_k, top_p)
 
@@ -50,10 +52,10 @@ def repetition_aware(
     is_repeated: Callable[[Tensor], Tensor],
     noise: Tensor,
 ) -> Tensor:
-    """logits [B, V] fp32; noise [B, 2, V], Gumbel, of the two draws -> [B]. At temperature 0 both draws take
-    the likeliest.
+    """Sample ids [B] from logits [B, V] in fp32. noise [B, 2, V]: Gumbel noise of the two draws.
 
-    is_repeated: ids [B] -> whether each was said so lately, and so often, that it is drawn again [B] bool.
+    At temperature 0 both draws take the likeliest id. is_repeated maps ids [B] to bools [B]: whether each
+    occurred so often lately that another one must be sampled.
     """
     hot = (temperature > 0)[:, None]
     scaled = logits / torch.where(hot, temperature[:, None], 1.0)

@@ -1,10 +1,10 @@
-"""How CosyVoice 2 is lowered; data only."""
+"""How CosyVoice 2 is compiled; data only."""
 
 from compile_cache.strategy import Part, Parts, Strategy, Whole
 from zoo.contract import Window
 
-GRID = 25  # tokens of a chunk: within one, everything sees everything
-LOOKAHEAD = 3  # tokens behind a chunk that its encoder reads
+GRID = 25  # tokens of a chunk, which all attend to each other
+LOOKAHEAD = 3  # tokens after a chunk that the flow's encoder reads
 FRAME_SAMPLES, MEL_SAMPLES, TOKEN_FRAMES = 960, 480, 2
 MAX_FRAMES = 15_000  # ten minutes
 SIZES = (GRID, 2 * GRID, 4 * GRID)
@@ -12,13 +12,11 @@ WINDOW = Window(
     sizes=SIZES,
     lookahead=LOOKAHEAD,
     grid=GRID,
-    lengths=(
-        SIZES[-1],
-        MAX_FRAMES,
-    ),  # a stretch that ends in the first length may have the prompt's end before it
+    # a stretch that ends within the first length may begin with the end of the prompt
+    lengths=(SIZES[-1], MAX_FRAMES),
 )
 BATCH, ROWS = ("batch",), ("batch", "frames")
-# Ten passes through the flow's network are too large a graph: one step of its solver, for any number of streams and frames.
+# One step of the flow's solver, for any number of streams and frames. Ten steps would be too large a graph.
 ADVANCE = Part(
     "flow.advance",
     (

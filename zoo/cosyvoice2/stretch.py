@@ -1,12 +1,11 @@
-"""A stretch of a stream of tokens, and what attention keeps of the stream before it.
+"""A stretch of a stream of tokens, and the cache of the stream before it, for attention.
 
-    cache     | prompt, kept for good | the latest tokens, a ring |         `capacity` tokens; frames are two
-    a token
+    cache     | prompt, never dropped | the latest tokens, a ring |         `capacity` tokens, of two frames each
     stream    | prompt ...            | ... dropped ... | past    | stretch: chunks of GRID tokens |
 
-A position sees its whole chunk, the prompt, and as many whole chunks of the past as the ring holds. What it
-sees follows from its place in
-the stream alone, so a stream cut into stretches on the grid gives what it gives at once.
+A position sees its whole chunk, the prompt, and as many whole chunks of the past as the ring holds. That
+depends only on its position in the stream. So a stream gives the same result at once and in stretches that
+end on the grid.
 """
 
 from __future__ import annotations
@@ -24,31 +23,34 @@ from zoo.nn.operator import operator, written_in_regions
 
 @dataclass
 class Stretch:
-    """Tokens start .. start + count of each row's stream, in `tokens` places. All but `slots` and sizes
-    count tokens."""
+    """Tokens start .. start + count of each row's stream, padded to `tokens`. All fields but `slots` are in
+    tokens."""
 
     slots: Tensor  # [B], rows of the cache
     start: Tensor  # [B], a multiple of GRID
     count: Tensor  # [B]
-    num_kept: Tensor  # [B], of the prompt: never dropped; a multiple of GRID
+    num_kept: Tensor  # [B], tokens of the prompt, which are never dropped; a multiple of GRID
     tokens: int
     capacity: int  # of the cache; a multiple of GRID
     chunk: int = GRID
 
 
 def may_follow_values(like: Tensor) -> bool:
-    """Whether shapes may follow from values here, so that nothing is computed for padding: in plain calls on
-    a CPU, where reading a value costs nothing."""
+    """Return whether shapes may depend on values here, to skip the computation of padding.
+
+    They may in eager code on a CPU, where reading a value costs nothing.
+    """
     return like.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class Seen:
-    """Who sees whom in a stretch, at `rate` positions a token.
+    """Which positions attend to which in a stretch, at `rate` positions per token.
 
-    start, count and num_kept [B]: the stretch's, in positions; index [B, Q], where the cache takes each position, and its
-    last row where it does not. mask [B, Q, held + Q] of the cache's positions, then the stretch's own; distance
-    [B, Q, held + Q], how far back each lies, with what was dropped left out. held: the cache's first positions, those
-    of all that hold something; all of them where shapes do not follow from values.
+    start, count and num_kept [B]: those of the stretch, in positions. index [B, Q]: the place in the cache of
+    each position; the last place if it is not stored. mask [B, Q, held + Q]: which positions of the cache,
+    then of the stretch, are seen. distance [B, Q, held + Q]: how far back each of them lies, not counting
+    dropped positions. held: the number of places of the cache that are read. If shapes may depend on values,
+    only as many as are used.
     """
 
     def __init__(self, stretch: Stretch, rate: int):
@@ -79,13 +81,14 @@ class Seen:
         return self._look()[1]
 
     def _look(self) -> tuple[Tensor, Tensor]:
-        """mask and distance: made when they are asked for, which a GPU's attention does not."""
+        """Return mask and distance. They are computed at first use, because attention on a GPU needs
+        neither."""
         if self._sight is None:
             start, count, kept = (part[:, None] for part in (self.start, self.count, self.num_kept))
             place = torch.arange(self.held, device=start.device)
-            latest = start - kept - 1  # the last one in the ring, counted from the prompt's end
-            in_ring = latest - (latest - place + kept) % self.ring  # below 0 where the ring's place is empty
-            # the position that each place holds [B, held]
+            latest = start - kept - 1  # the last position in the ring, counted from the end of the prompt
+            in_ring = latest - (latest - place + kept) % self.ring  # negative if the place is empty
+            # the position at each place [B, held]
             held = torch.where(place < kept, place, kept + in_ring)
             is_held = torch.where(place < kept, place < start, in_ring >= 0)
 
@@ -100,26 +103,28 @@ class Seen:
                 & (is_kept | (chunks_back <= (self.ring // self.grid)[:, :, None]))
             )
             place = torch.arange(key.shape[2], device=start.device)
-            mask = mask | (
-                place == (self.held + own)[:, None]
-            )  # padding sees itself: a row of nothing is NaN
+            # every position sees itself, padding too: a fully masked row would give NaN
+            mask = mask | (place == (self.held + own)[:, None])
 
-            # before the ring's first chunk
+            # the number of positions between the prompt and the first chunk in the ring
             dropped = ((self.query - kept) // self.grid * self.grid - self.ring).clamp(min=0)[:, :, None]
             distance = self.query[:, :, None] - key - torch.where(is_kept, dropped, 0)
             self._sight = mask, distance.clamp(1 - self.grid, self.max_distance)
         return self._sight
 
     def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
-        """cache [S, capacity + 1, ...], new [B, Q, ...] -> the cache's positions and the new ones [B, held +
-        Q, ...]; the new ones take their places in the cache."""
+        """Return the cached positions and the new ones [B, held + Q, ...], and write the new ones to the
+        cache.
+
+        cache [S, capacity + 1, ...]; new [B, Q, ...].
+        """
         whole = torch.cat((cache[self.slots, : self.held], new), 1)
         cache[self.slots[:, None], self.index] = new
         return whole
 
 
 def like_rows(q: Tensor, *others: object) -> Tensor:
-    """Of q's shape, position by position: q may be a part of a product."""
+    """Return an empty, contiguous tensor of q's shape. q itself may be a strided part of a product."""
     return q.new_empty(q.shape)
 
 
@@ -139,10 +144,14 @@ def stretch_attention(
     chunk: int,
     heads: int,
 ) -> Tensor:
-    """q, k, v [B * L, Q, H * D] over what the streams hold in one of the caches [layers, S, capacity + 1, L, 2 * H * D], as
-    `Seen` says, and over themselves -> [B * L, Q, H * D]; then the new ones take their places there. layers [_] int64, of
-    which the one at `block` says whose cache it is; the others are a `Seen`'s, chunk its grid. What padding gives is finite,
-    and nobody's. An operator: a GPU reads a cache where it lies, as far as it is seen."""
+    """Attend over the cache and over the new positions, as `Seen` defines, and write the new ones to the
+    cache.
+
+    q, k, v [B * L, Q, H * D]; caches [layers, S, capacity + 1, L, 2 * H * D], of which number layers[block]
+    is used; layers [_] int64; the other arguments are those of a `Seen`, with chunk its grid. Returns [B * L,
+    Q, H * D], finite and meaningless for padding. This is an operator so that a GPU reads the cache in place,
+    and only what is seen.
+    """
     if kernels.use_gpu(q):
         where = caches, layers, block, slots, index, start, count, num_kept, chunk, heads
         return kernels.on_gpu("triton_stretch", "stretch_attention", q, k, v, *where)

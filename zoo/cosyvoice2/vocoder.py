@@ -1,15 +1,14 @@
-"""HiFT: mel frames (50 Hz) to 24 kHz samples, by a source of sines and noise that is filtered (HiFT-Net,
-arXiv 2309.09493).
+"""HiFT: mel frames (50 Hz) to 24 kHz samples, by filtering a source of sines and noise (HiFT-Net, arXiv
+2309.09493).
 
     mel ─┬─ f0 ─ 9 harmonics + noise ─ STFT ──┬───────────┬───────────┐
-         └─ conv ──────────────────── x8 ─────+──── x5 ───+──── x3 ───+─ conv ─ magnitude, phase ─ inverse
-         STFT ─> samples
+         └─ conv ──────────────────── x8 ─────+──── x5 ───+──── x3 ───+─ conv ─ magnitude, phase ─ inverse STFT ─> samples
 
-Its convolutions look ahead, so samples come out `Plan.lag` behind the mel frames that go in. What a stage
-reads of the frames before a window is carried: the ends of its input, the source's phase. Only within a
-stage's residual blocks are up to `reach` positions on each side of a window computed again.
+The convolutions look ahead, so the samples lag `Plan.lag` behind the mel frames. The state that is carried
+from window to window is the end of each stage's input, and the phase of the source. Only inside the residual
+blocks are up to `reach` positions on each side of a window computed again.
 
-Before the speech and behind it every layer reads zeros, hence the masks.
+Before and after the speech every layer reads zeros. The masks make sure of that.
 Source: FunAudioLLM/CosyVoice, cosyvoice/hifigan/generator.py (HiFTGenerator, SineGen2) and f0_predictor.py.
 """
 
@@ -35,21 +34,23 @@ from zoo.nn.snake import snake
 NUM_F0_CONVS, F0_KERNEL, KERNEL = 5, 3, 7
 HALF = MEL_SAMPLES // 2
 LAST_SLOPE = 0.01
-UNVOICED = 1 / 3  # of alpha: how loud the noise is where there is no voice
+UNVOICED = 1 / 3  # of alpha: the amplitude of the noise in unvoiced frames
 MAX_MAGNITUDE = 100.0
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Of an upsampling and its residual blocks. A lag is how many positions a signal is behind the newest
-    frame."""
+    """The plan of a stage: an upsampling and its residual blocks.
 
-    rate: int  # positions a frame, once upsampled
-    stride: int  # STFT frames a position
-    lag_in: int  # of what comes in, at its own rate
-    up_context: int  # positions of that, before a window's own, that the upsampling reads
-    lag: int  # of what the residual blocks read
-    reach: int  # of the residual blocks, to either side
+    A lag is the number of positions that a signal is behind the newest frame.
+    """
+
+    rate: int  # positions per frame, after upsampling
+    stride: int  # STFT frames per position
+    lag_in: int  # of the input, at the input's rate
+    up_context: int  # positions of the input before the window that the upsampling reads
+    lag: int  # of the input of the residual blocks
+    reach: int  # of the residual blocks, on each side
     source_reach: int  # of the source's residual block
 
     @property
@@ -59,7 +60,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How far behind the newest mel frame each signal is, and what of it is carried from window to window."""
+    """How far each signal lags behind the newest mel frame, and how much of it is carried from window to
+    window."""
 
     f0_lag: int  # frames
     stem_lag: int  # frames
@@ -71,13 +73,13 @@ class Plan:
 
     @property
     def flush(self) -> int:
-        """Mel frames that have to follow the last one until its samples are out."""
+        """Number of mel frames that must follow the last one to get its samples out."""
         return -(-self.lag // MEL_SAMPLES)
 
     @classmethod
     def of(cls, config: VocoderConfig) -> Plan:
         f0_lag = NUM_F0_CONVS * (F0_KERNEL // 2)
-        source_lag = MEL_SAMPLES * f0_lag + HALF  # a sine runs from one frame's middle to the next one's
+        source_lag = MEL_SAMPLES * f0_lag + HALF  # a sine runs from the middle of a frame to that of the next
         stft_lag = -(-(source_lag + config.fft // 2) // config.hop) - 1
         per_frame = MEL_SAMPLES // config.hop  # STFT frames
         stages: list[StagePlan] = []
@@ -88,14 +90,14 @@ class Plan:
             stride, width = per_frame // rate, down_width(per_frame // rate)
             source_reach = reach(config.source_kernels[i], config.resblock_dilations)
             late = stft_lag + width - stride - stride // 2
-            lag = source_reach + max(0, -(-late // stride))  # as soon as the source is there
+            lag = source_reach + max(0, -(-late // stride))  # as soon as the source is available
             if stages:
                 lag_in = stages[-1].lag_out
                 lag = max(lag, up * lag_in + padding)
             else:
                 lag_in = stem_lag = max(KERNEL // 2, (lag - padding) // up)
                 lag = max(lag, up * lag_in + padding)
-            first = lag + 2 * is_last  # the reflection reads two positions more
+            first = lag + 2 * is_last  # the reflection reads two more positions
             up_context = (first + kernel - 1 - padding) // up - lag_in
             lag += is_last
             stages.append(
@@ -123,30 +125,34 @@ class Plan:
 
 
 def reach(kernel: int, dilations: tuple[int, ...]) -> int:
-    """Positions that a residual block reads on either side."""
+    """Return the number of positions that a residual block reads on each side."""
     return kernel // 2 * (sum(dilations) + len(dilations))
 
 
 def down_width(stride: int) -> int:
-    """The kernel of the convolution that brings the source's spectrum to a stage's rate."""
+    """Return the kernel size of the convolution that brings the source's spectrum to a stage's rate."""
     return 2 * stride if stride > 1 else 1
 
 
 @dataclass
 class Place:
-    """Where a window of mel frames lies in its speech."""
+    """The position of a window of mel frames in its speech."""
 
-    first: Tensor  # [B], the speech's frame at the window's beginning
-    limit: Tensor  # [B], frames of the speech; NO_LIMIT where its end is not known
+    first: Tensor  # [B], the number of the window's first frame
+    limit: Tensor  # [B], frames of the speech; NO_LIMIT if its end is not known
     frames: int  # of the window
 
     def at(self, rate: int, lag: int, num: int) -> Tensor:
-        """The positions of `num` ones that begin `lag` before the window [B, num]; `rate` of them a frame."""
+        """Return `num` positions that begin `lag` before the window [B, num], at `rate` positions per
+        frame."""
         return self.first[:, None] * rate - lag + torch.arange(num, device=self.first.device)
 
     def mask(self, rate: int, lag: int, num: int, extra: int = 0) -> Tensor | None:
-        """Which of these are in the speech [B, 1, num], with `extra` at its end; None where all of them are,
-        and shapes may follow from values."""
+        """Return which of the positions of `at` are in the speech [B, 1, num], counting `extra` ones at its
+        end.
+
+        If shapes may depend on values and all positions are in the speech, the result is None.
+        """
         if may_follow_values(self.first):
             last = (self.first - self.limit).max().item() * rate - lag + num - extra
             if last <= 0 and self.first.min().item() * rate >= lag:
@@ -159,29 +165,33 @@ NO_LIMIT = 1 << 32
 
 
 def middle(x: Tensor, num: int) -> Tensor:
-    """The `num` positions in the middle of x [..., N]."""
+    """Return the `num` positions in the middle of x [..., N]."""
     edge = (x.shape[-1] - num) // 2
     return x[..., edge : edge + num]
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x [B, C, N] with zeros where the mask [B, 1, M], or its middle, says so."""
+    """Return x [B, C, N] with zeros where the mask [B, 1, M] is false. If M exceeds N, the middle of it
+    counts."""
     return x if mask is None else x * middle(mask, x.shape[-1])
 
 
 class Tail(Stateful):
-    """A signal's last positions before a window, then the window's own: x [B, C, N] -> [B, C, length + N]."""
+    """Prepends the last positions of a signal before a window: x [B, C, N] -> [B, C, length + N]."""
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
         return state.extend(self, x)
 
 
 class Conv(nn.Conv1d):
-    """x [B, C, N] -> [B, Cout, M]. On a CPU as an image of one line with its channels last, which is a quarter faster
-    there, and what comes out lies so: the channels of a position side by side."""
+    """A convolution: x [B, C, N] -> [B, Cout, M].
+
+    On a CPU it runs as a 2d convolution of one line with channels last, which is a quarter faster. The output
+    is in channels-last layout too.
+    """
 
     def prepare(self) -> None:
-        """Lay the weight out as `forward` reads it; its shape stays."""
+        """Lay the weight out in memory as `forward` reads it. Its shape does not change."""
         self.weight.data = self.weight.data.mT.contiguous().mT
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,13 +203,13 @@ class Conv(nn.Conv1d):
 
 
 class SnakeConv(Conv, ShortFilters):
-    """Behind a snake."""
+    """A convolution that follows a snake."""
 
     weight: nn.Parameter
     bias: nn.Parameter
 
     def of_snake(self, snake: Snake, x: Tensor, mask: Tensor | None, more: Tensor | None = None) -> Tensor:
-        """The convolution of a snake of x, which is zero where the mask says no; the middle of `more` is added."""
+        """Return the convolution of snake(x), zeroed where the mask is false, plus the middle of `more`."""
         if not kernels.know(x):
             y = self(masked(snake(x), mask))
             return y if more is None else y.add_(middle(more, y.shape[2]))
@@ -210,19 +220,24 @@ class SnakeConv(Conv, ShortFilters):
 
 
 class ConvTranspose(nn.ConvTranspose1d):
-    """x [B, C, N] -> positions first .. first + num of what it makes of x and of zeros around it [B, Cout, num]. On a CPU
-    as a plain convolution, in a third of the time: an output reads the few inputs before it, with weights that follow
-    from its place between two inputs. What comes out lies as a `Conv`'s."""
+    """A transposed convolution, of which `part` returns some positions.
+
+    On a CPU it runs as a plain convolution, in a third of the time: an output reads a few inputs before it,
+    with weights that depend on its place between two inputs. The output has the layout of a `Conv`.
+    """
 
     _by_place: tuple[Tensor, Tensor] | None = None
 
     def prepare(self) -> None:
-        """Lay the weight out as a CPU reads it."""
+        """Prepare the weights that a CPU reads."""
         if self.weight.device.type == "cpu":
             self.by_place()
 
     def by_place(self) -> tuple[Tensor, Tensor]:
-        """Weight [stride * Cout, C, inputs] and bias of the outputs of an input, which read it and those before it."""
+        """Return weight [stride * Cout, C, inputs] and bias [stride * Cout] of the plain convolution.
+
+        Each input yields `stride` outputs, which read that input and those before it.
+        """
         if self._by_place is None or self._by_place[0].dtype != self.weight.dtype:
             [kernel], [stride] = self.kernel_size, self.stride
             weight = F.pad(self.weight.detach(), (0, -kernel % stride)).unflatten(2, (-1, stride)).flip(2)
@@ -231,19 +246,20 @@ class ConvTranspose(nn.ConvTranspose1d):
         return self._by_place
 
     def part(self, x: Tensor, first: int, num: int) -> Tensor:
+        """Return output positions first .. first + num [B, Cout, num] of x [B, C, N] with zeros around it."""
         if x.device.type != "cpu":
             return self(x)[:, :, first : first + num]
         (weight, bias), [stride] = self.by_place(), self.stride
-        start, stop = first // stride, -(-(first + num) // stride)  # of the inputs that have these outputs
+        start, stop = first // stride, -(-(first + num) // stride)  # of the inputs that yield these outputs
         before = weight.shape[2] - 1 - start
-        rows = F.pad(x.mT, (0, 0, before, stop - x.shape[2]))  # or what is not read is left out
+        rows = F.pad(x.mT, (0, 0, before, stop - x.shape[2]))  # a negative pad drops unread inputs
         y = F.conv2d(rows.mT[:, :, None], weight[:, :, None], bias)[:, :, 0]
         y = y.mT.unflatten(2, (stride, -1)).flatten(1, 2)  # [B, (stop - start) * stride, Cout]
         return y[:, first - start * stride :][:, :num].mT
 
 
 class Snake(nn.Module):
-    """x + sin(a x)^2 / a, one a per channel."""
+    """The activation x + sin(a x)^2 / a, with one a per channel."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -260,7 +276,8 @@ class Snake(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """x [B, C, N] and whether each position is in the speech -> [B, C, N - 2 reach], what N is enough for."""
+    """A residual block: x [B, C, N] -> [B, C, N - 2 reach]. The mask tells which positions are in the
+    speech."""
 
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]):
         super().__init__()
@@ -280,7 +297,7 @@ class ResBlock(nn.Module):
 
 
 class F0Predictor(nn.Module):
-    """mel [B, MELS, W + 2 NUM_F0_CONVS] -> the voice's pitch in Hz [B, W], about 0 where there is none."""
+    """mel [B, MELS, W + 2 NUM_F0_CONVS] -> pitch in Hz [B, W], about 0 in unvoiced frames."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -296,9 +313,11 @@ class F0Predictor(nn.Module):
 
 
 class Vocoder(nn.Module):
+    """HiFT over windows of mel frames."""
+
     window: Tensor  # [fft]
-    waves: Tensor  # [fft, bins], the cosines and the negative sines that a frame is made of
-    synthesis: Tensor  # [bins, fft], back from them
+    waves: Tensor  # [fft, bins], cosines and negative sines: the Fourier transform of a frame
+    synthesis: Tensor  # [bins, fft], its inverse
 
     def __init__(self, config: VocoderConfig):
         super().__init__()
@@ -330,7 +349,8 @@ class Vocoder(nn.Module):
         self.layout = StateLayout(self)
 
     def prepare(self) -> None:
-        """The Fourier transforms of a frame, as matrices: they are tiny. And weights as convolutions read them."""
+        """Fill the Fourier transforms, which are small matrices, and lay the weights out for the
+        convolutions."""
         for module in self.modules():
             if isinstance(module, Conv | ConvTranspose):
                 module.prepare()
@@ -338,7 +358,7 @@ class Vocoder(nn.Module):
         turns = torch.outer(torch.arange(fft), torch.arange(fft // 2 + 1)).double() * (2 * math.pi / fft)
         waves = torch.cat((turns.cos(), -turns.sin()), 1)
         weight = torch.full((fft // 2 + 1,), 2 / fft, dtype=torch.float64)
-        weight[[0, -1]] = 1 / fft  # the bins that have no mirror image
+        weight[[0, -1]] = 1 / fft  # these bins have no mirror image
         self.register_buffer(
             "window", torch.hann_window(fft, dtype=torch.float64).float().to(device), persistent=False
         )
@@ -350,10 +370,13 @@ class Vocoder(nn.Module):
     def forward(
         self, mel: Tensor, place: Place, state: CodecState, phase: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """mel [B, W, MELS]; phase [B, H] fp64, in turns, in the middle of the frame f0_lag + 1 before the
-        window; noise [B, W + 1, MEL_SAMPLES, H] of the frames from there on -> samples [B, W * MEL_SAMPLES],
-        plan.lag behind the window, and the phase at all these frames' middles [B, W + 1, H]."""
-        # said by the mel alone: a graph holds for any number of frames
+        """Return samples [B, W * MEL_SAMPLES], plan.lag behind the window, and phases [B, W + 1, H].
+
+        mel [B, W, MELS]; phase [B, H]: fp64, in turns, in the middle of the frame f0_lag + 1 before the
+        window; noise [B, W + 1, MEL_SAMPLES, H]: of the frames from that one on. The phases are those in the
+        middle of each of these frames.
+        """
+        # taken from the mel's shape, so that a graph holds for any number of frames
         place, state.frames = replace(place, frames=mel.shape[1]), mel.shape[1]
         mel = self.mel_tail(mel.mT, state)  # [B, MELS, mel_context + W]
         f0 = self.pitch(mel, place)
@@ -361,22 +384,28 @@ class Vocoder(nn.Module):
         return self.filter(mel, source, place, state), phases
 
     def pitch(self, mel: Tensor, place: Place) -> Tensor:
-        """mel [B, MELS, mel_context + W] -> of the frames from f0_lag + 1 before the window on, in Hz
-        [B, W + 1]"""
+        """Return the pitch in Hz [B, W + 1] of the frames from f0_lag + 1 before the window on.
+
+        mel [B, MELS, mel_context + W].
+        """
         context = 2 * self.plan.f0_lag + 1
         num = context + place.frames
         return self.f0(mel[:, :, -num:], place.mask(1, context, num))
 
     def source(self, f0: Tensor, place: Place, phase: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """f0 [B, W + 1] -> [B, W * MEL_SAMPLES] from the first frame's middle to the last one's, and phases
-        there [B, W + 1, H] in turns. The phase runs straight from middle to middle, and stands still before
-        the first one and behind the last. In fp64: it is a sum over the whole speech."""
+        """Return the source [B, W * MEL_SAMPLES] from the middle of the first frame to that of the last, and
+        the phases in the middle of each frame [B, W + 1, H], in turns.
+
+        f0 [B, W + 1]. The phase is linear between the middles of frames, and constant before the first one
+        and after the last one. It is fp64 because it is a sum over the whole speech.
+        """
         config = self.config
         harmonic = torch.arange(1, config.harmonics + 1, device=f0.device)
-        turns = f0[:, 1:, None].double() * harmonic / RATE_HZ % 1  # [B, W, H], a sample
+        turns = f0[:, 1:, None].double() * harmonic / RATE_HZ % 1  # [B, W, H], per sample
         phases = torch.cat((phase[:, None], phase[:, None] + turns.cumsum(1)), 1)
         way = (torch.arange(MEL_SAMPLES, device=f0.device, dtype=torch.float64) + 0.5) / MEL_SAMPLES
-        is_before = place.at(1, self.plan.f0_lag, place.frames) == 0  # [B, W], the way to the first middle
+        # [B, W], before the first frame's middle
+        is_before = place.at(1, self.plan.f0_lag, place.frames) == 0
         way = torch.where(is_before[..., None], 1, way)[..., None]  # [B, W, MEL_SAMPLES, 1]
         angle = MEL_SAMPLES * (phases[:, :-1, None] + way * turns[:, :, None]) % 1
         sines = (2 * math.pi * angle).to(f0.dtype).sin().flatten(1, 2)  # [B, W * MEL_SAMPLES, H]
@@ -388,7 +417,8 @@ class Vocoder(nn.Module):
         return self.mix(config.alpha * is_voiced * sines + loudness * noise).tanh()[..., 0], phases % 1
 
     def filter(self, mel: Tensor, source: Tensor, place: Place, state: CodecState) -> Tensor:
-        """mel [B, MELS, mel_context + W], source [B, W * MEL_SAMPLES] -> samples [B, W * MEL_SAMPLES]."""
+        """Return samples [B, W * MEL_SAMPLES] of mel [B, MELS, mel_context + W] and source [B, W *
+        MEL_SAMPLES]."""
         config, plan = self.config, self.plan
         spectrum = self._spectrum(source, place, state)  # [B, bins, spectrum_context + W * STFT frames]
         x = self._stem(mel, place)
@@ -396,7 +426,7 @@ class Vocoder(nn.Module):
             x = self._up(i, F.leaky_relu(x, config.slope), place).add_(self._from_source(i, spectrum, place))
             x = self.block_tails[i](x, state)  # [B, C, 2 reach + N]
             if x.device.type == "cpu":
-                x = x.mT.contiguous().mT  # as its convolutions read it, and all that follows
+                x = x.mT.contiguous().mT  # the layout that the convolutions and all later layers read
             mask = place.mask(stage.rate, stage.lag + 2 * stage.reach, x.shape[2], self._extra(i))
             blocks = self.blocks[len(config.resblock_kernels) * i :]
             parts = [
@@ -416,7 +446,7 @@ class Vocoder(nn.Module):
         return self._samples(magnitude.exp().clamp(max=MAX_MAGNITUDE), phase.sin(), mask)
 
     def _stem(self, mel: Tensor, place: Place) -> Tensor:
-        """-> [B, C, up_context + W], stem_lag behind the window."""
+        """Return the first convolution's output [B, C, up_context + W], stem_lag behind the window."""
         context = self.plan.stages[0].up_context + 2 * (KERNEL // 2)
         lag = self.plan.stem_lag - KERNEL // 2 + context  # of the first frame that is read
         num = context + place.frames
@@ -424,28 +454,28 @@ class Vocoder(nn.Module):
         return self.stem(masked(mel[:, :, first : first + num], place.mask(1, lag, num)))
 
     def _extra(self, i: int) -> int:
-        """The positions of a stage that a speech has beyond a whole frame: one in the last, as many as STFT
-        frames."""
+        """Return the number of positions of a stage after the last whole frame: 1 in the last stage, as for
+        STFT frames, else 0."""
         return int(i == len(self.ups) - 1)
 
     def _up(self, i: int, x: Tensor, place: Place) -> Tensor:
-        """x [B, 2C, up_context + N] -> [B, C, N * stride] at the stage's lag."""
+        """Upsample x [B, 2C, up_context + N] to [B, C, N * stride] at the stage's lag."""
         stage, kernel, stride = self.plan.stages[i], self.config.kernels[i], self.config.rates[i]
         rate, lag = stage.rate // stride, stage.lag_in + stage.up_context
         x = masked(x, place.mask(rate, lag, x.shape[2]))
         up = self.ups[i]
         assert isinstance(up, ConvTranspose)
-        begins = stride * lag + (kernel - stride) // 2  # how far before the window y begins
+        begins = stride * lag + (kernel - stride) // 2  # positions from the beginning of y to the window
         num = place.frames * stage.rate
         if not self._extra(i):
             return up.part(x, begins - stage.lag, num)
-        # before the speech's first position stands its second, and all are one position later
+        # left reflection: a copy of the second position comes before the first, which delays all by one
         y = up.part(x, begins - stage.lag - 1, num + 2)
         is_first = place.at(stage.rate, stage.lag, num) == 0
         return torch.where(is_first[:, None], y[:, :, 2:], y[:, :, :-2])
 
     def _from_source(self, i: int, spectrum: Tensor, place: Place) -> Tensor:
-        """What the source gives to a stage [B, C, W * rate] at the stage's lag."""
+        """Return the source's contribution to a stage [B, C, W * rate] at the stage's lag."""
         plan, stage = self.plan, self.plan.stages[i]
         lag, width = stage.lag + stage.source_reach, down_width(stage.stride)
         first = plan.stft_lag + plan.spectrum_context - stage.stride * lag - stage.stride // 2
@@ -455,8 +485,10 @@ class Vocoder(nn.Module):
         return self.source_blocks[i](x, place.mask(stage.rate, lag, num, self._extra(i)))
 
     def _spectrum(self, source: Tensor, place: Place, state: CodecState) -> Tensor:
-        """Frames around every hop [B, bins, spectrum_context + W * STFT frames], stft_lag behind the window;
-        the speech's ends are mirrored."""
+        """Return the source's STFT [B, bins, spectrum_context + W * STFT frames], stft_lag behind the window.
+
+        The source is mirrored at both ends of the speech.
+        """
         config, edge = self.config, self.config.fft // 2
         source = self.source_tail(source[:, None], state)[:, 0]
         held = self.plan.f0_lag * MEL_SAMPLES + HALF + config.fft  # samples before the window
@@ -477,8 +509,10 @@ class Vocoder(nn.Module):
         return self.spectrum_tail(masked(spectrum, mask), state)
 
     def _samples(self, magnitude: Tensor, phase: Tensor, mask: Tensor | None) -> Tensor:
-        """The inverse STFT: frames laid over one another, divided by what the windows add up to. [B, bins /
-        2, 3 + M] twice -> [B, M * hop]"""
+        """Return samples [B, M * hop] by inverse STFT of magnitude and phase [B, bins / 2, 3 + M] each.
+
+        The frames are added with overlap and divided by the sum of the squared windows.
+        """
         bins = torch.cat((magnitude * phase.cos(), magnitude * phase.sin()), 1)
         frames = (bins.mT @ self.synthesis) * self.window  # [B, 3 + M, fft]
         weight = self.window.square().expand_as(frames)
@@ -488,7 +522,8 @@ class Vocoder(nn.Module):
         return samples.clamp(-self.config.limit, self.config.limit)
 
     def _overlap(self, frames: Tensor) -> Tensor:
-        """frames [B, 3 + M, 4 hop] -> their sum [B, M * hop], from the fourth quarter of the first one on."""
+        """Overlap-add frames [B, 3 + M, 4 hop] to [B, M * hop], from the fourth quarter of the first frame
+        on."""
         num = frames.shape[1] - 3
         quarters = frames.unflatten(2, (4, -1)).unbind(2)  # 4 of [B, 3 + M, hop]
         return sum(part[:, 3 - i : 3 - i + num] for i, part in enumerate(quarters)).flatten(1)

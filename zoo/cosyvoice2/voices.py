@@ -1,9 +1,9 @@
-"""Voices: what is kept of one, the file of those that a directory brings along, and the flow's past after a
-prompt.
+"""Voices: the content of one, the voices in a model directory, and the flow's past after a prompt.
 
-codes   | chunk | chunk | ... | rest, 3 .. 27 |     of the prompt; its last chunk sees the first codes of the
-speech
-flow    | done once a voice   | with the speech's first stretch
+    codes of the prompt   | chunk | chunk | ... | rest, 3 .. 27 |
+    read by the flow      | once per voice      | with the first stretch of the speech
+
+The rest is not cached because its chunk sees the first codes of the speech.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from zoo.cosyvoice2.stretch import Stretch
 from zoo.nn.tensor_files import read_pickle
 
 VOICES_FILE = "spk2info.pt"
-MAX_PROMPT = 250  # codes that the flow hears of a prompt, its last ones: 10 s
+MAX_PROMPT = 250  # the flow reads only the last 250 codes of a prompt: 10 s
 MAX_REST = GRID + LOOKAHEAD - 1
 
 
 @dataclass(frozen=True)
 class Voice:
-    """What a recording gives. codes may be empty: then there is the sound of the voice alone."""
+    """A recording as the model reads it. Without codes it gives only the speaker vector."""
 
     name: bytes  # equal for equal recordings
     codes: Tensor  # [P] int64
     mel: Tensor  # [2P, MELS] fp32
     speaker: Tensor  # [D] fp32
-    transcript: tuple[int, ...] = ()  # text ids of what it says, where that is kept with it
+    transcript: tuple[int, ...] = ()  # text ids; empty if not known
 
 
 @dataclass(frozen=True)
 class FlowPrompt:
-    """A voice as the flow hears it: so many codes in its cache, the rest to be heard with the speech."""
+    """A voice as the flow reads it: num_cached codes are in its cache, the rest comes with the speech."""
 
     num_codes: int
     num_cached: int
@@ -55,7 +55,7 @@ class FlowPrompt:
 
 @torch.inference_mode()
 def flow_prompt(flow: Flow, voice: Voice) -> FlowPrompt:
-    """Move the flow through a voice's whole chunks."""
+    """Run the flow over the whole chunks of a voice's codes and return its cache and the remaining codes."""
     codes, mel = voice.codes[-MAX_PROMPT:], voice.mel[-TOKEN_FRAMES * MAX_PROMPT :]
     num = max(0, len(codes) - LOOKAHEAD) // GRID * GRID
     cache = None
@@ -77,12 +77,10 @@ def flow_prompt(flow: Flow, voice: Voice) -> FlowPrompt:
 
 
 def read_voices(directory: Path, config: Config, device: torch.device) -> dict[str, Voice]:
-    """Lower-case names -> the voices of a directory's spk2info.pt; none where there is no such file. Raises
-    ValueError.
+    """Return the voices in a directory's spk2info.pt by lower-case name, or none without that file.
 
-    Source: FunAudioLLM/CosyVoice, cosyvoice/cli/cosyvoice.py, add_zero_shot_spk; frontend.py for the names
-    in it. Voices of models that were
-    fine-tuned are the embedding alone.
+    Raises ValueError. Source: FunAudioLLM/CosyVoice, cosyvoice/cli/cosyvoice.py, add_zero_shot_spk;
+    frontend.py for the names of its keys. The voices of fine-tuned models have only the embedding.
     """
     path = directory / VOICES_FILE
     if not path.exists():
@@ -97,7 +95,7 @@ def read_voices(directory: Path, config: Config, device: torch.device) -> dict[s
 
 def _voice(path: Path, name: str, entry: Any, config: Config, device: torch.device) -> Voice:
     def tensor(key: str, shape: tuple[int, ...]) -> Tensor:
-        """The only row of a tensor [1, *shape], where it was read; -1 in shape: any number."""
+        """Return the only row of the tensor [1, *shape] under a key of the entry. -1 in shape: any number."""
         value = entry.get(key)
         fits = isinstance(value, Tensor) and value.dim() == 1 + len(shape) and len(value) == 1
         if not fits or any(

@@ -1,4 +1,4 @@
-"""Published name -> our name, as tables (see zoo.nn.checkpoint), and the files that they are of."""
+"""Tables from published tensor names to ours (see zoo.nn.checkpoint), and the files that hold the tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 LM_FILE, FLOW_FILE, VOCODER_FILE = "llm.pt", "flow.pt", "hift.pt"
 SPEAKER_FILE, TOKENIZER_FILE = "campplus.onnx", "speech_tokenizer_v2.onnx"
-TEXT_HEAD = "llm.model.lm_head.weight"  # the text table once more; never used
-# Tensors of the tokenizer that an exporter numbered.
+TEXT_HEAD = "llm.model.lm_head.weight"  # a copy of the text table; never used
+# Tensors of the tokenizer to which the exporter gave numbers.
 # Source: xingchensong/S3Tokenizer, s3tokenizer/utils.py, onnx2torch.
 NUMBERED = {
     "onnx::Conv_2216": "conv1.weight",
@@ -31,12 +31,12 @@ STATISTICS = ("running_mean", "running_var")
 
 
 def _both(pairs: dict[str, str], kinds: Iterable[str] = WB) -> dict[str, str]:
-    """Modules -> their tensors."""
+    """Return a table of tensors from a table of modules."""
     return {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in pairs.items() for kind in kinds}
 
 
 def lm(config: LMConfig) -> dict[str, str]:
-    """llm.pt -> SpeechLM."""
+    """Return the names of llm.pt -> those of SpeechLM."""
     names = {
         "llm_embedding.weight": "control.weight",
         "speech_embedding.weight": "codes.weight",
@@ -51,7 +51,7 @@ def lm(config: LMConfig) -> dict[str, str]:
 
 
 def flow(config: FlowConfig) -> dict[str, str]:
-    """flow.pt -> Flow."""
+    """Return the names of flow.pt -> those of Flow."""
     from zoo.cosyvoice2.config import NUM_UP_LAYERS
 
     names = {"input_embedding.weight": "codes.weight"}
@@ -122,7 +122,7 @@ def _estimator(config: FlowConfig) -> dict[str, str]:
 
 
 def vocoder(config: VocoderConfig, prefix: str = "") -> dict[str, str]:
-    """hift.pt, as it is without weight norm -> Vocoder."""
+    """Return the names of hift.pt without weight norm -> those of Vocoder."""
     pairs = {
         "conv_pre": "stem",
         "conv_post": "tail",
@@ -146,12 +146,12 @@ def vocoder(config: VocoderConfig, prefix: str = "") -> dict[str, str]:
 
 
 def is_weight_normed(name: str) -> bool:
-    """Of hift.pt."""
+    """Return whether a tensor of hift.pt has weight norm."""
     return "source_downs." not in name
 
 
 def s3_tokenizer(config: S3Config) -> dict[str, str]:
-    """speech_tokenizer_v2.onnx -> S3Tokenizer."""
+    """Return the names of speech_tokenizer_v2.onnx -> those of S3Tokenizer."""
     names = dict(NUMBERED)
     for i in range(config.layers):
         theirs, ours = f"blocks.{i}", f"layers.{i}"
@@ -171,29 +171,28 @@ def s3_tokenizer(config: S3Config) -> dict[str, str]:
 
 
 def open_tokenizer(directory: Path) -> tuple[TensorFile, S3Config]:
-    """The tokenizer's tensors, and the sizes that they have. Raises ValueError."""
+    """Return the tokenizer's file and the sizes of its tensors. Raises ValueError."""
     from zoo.cosyvoice2.s3_tokenizer import HEAD_DIM, S3Config
 
     file = open_onnx_parameters(directory / TOKENIZER_FILE, frozenset(NUMBERED))
     first = file.headers.get("onnx::Conv_2216")
     if first is None or len(first.shape) != 3 or first.shape[0] % HEAD_DIM:
         what = "nothing" if first is None else f"{list(first.shape)}"
-        needed = f"a convolution to a multiple of {HEAD_DIM} channels is needed"
+        needed = f"a convolution whose output channels are a multiple of {HEAD_DIM} is needed"
         raise ValueError(f"{file.path} has {what} as onnx::Conv_2216; {needed}")
     layers = sum(name.endswith(".attn_ln.weight") for name in file.headers)
     return file, S3Config(mels=first.shape[1], width=first.shape[0], layers=layers)
 
 
 def campplus() -> dict[str, str]:
-    """campplus.onnx -> CamPlus."""
+    """Return the names of campplus.onnx -> those of CamPlus."""
     from zoo.cosyvoice2.campplus import BLOCKS
 
     pairs = {"head.conv1": "head.conv1", "head.conv2": "head.conv2", "xvector.tdnn.linear": "stem"}
     norms: dict[str, str] = {}
     names = {"xvector.dense.linear.weight": "out.weight"}
-    names |= _both(
-        {"xvector.dense.nonlinear.batchnorm": "norm"}, STATISTICS
-    )  # its scale and shift are constants of the graph: 1 and 0
+    # only the statistics, because its scale and shift are constants of the graph: 1 and 0
+    names |= _both({"xvector.dense.nonlinear.batchnorm": "norm"}, STATISTICS)
     for i, (layer, block) in enumerate(((1, 0), (1, 1), (2, 0), (2, 1))):
         theirs = f"head.layer{layer}.{block}"
         pairs |= {f"{theirs}.{conv}": f"head.blocks.{i}.{conv}" for conv in ("conv1", "conv2")}
@@ -218,7 +217,8 @@ def open_speaker(directory: Path) -> TensorFile:
 
 
 def open_vocoder(directory: Path) -> tuple[TensorFile, str]:
-    """hift.pt, and what its names begin with where it was saved with its discriminators."""
+    """Return the file hift.pt and the prefix of its names, which is not empty if it was saved by its
+    trainer."""
     file, prefix = open_file(directory / VOCODER_FILE), "generator."
     return file, prefix if any(name.startswith(prefix) for name in file.headers) else ""
 
@@ -232,7 +232,7 @@ _FOLDED = {
 
 
 def folded_norm(owner: str) -> str | None:
-    """A convolution of CAM++ -> the normalisation that the exported file has folded into it."""
+    """Return the normalisation that the exported file has folded into a convolution of CAM++, or None."""
     parent, _, last = owner.rpartition(".")
     if owner in _FOLDED:
         return _FOLDED[owner]
