@@ -1,7 +1,7 @@
 """Random checkpoints in the published layout, for tests, first tries, and speed work without trained weights.
 
-    write("demo", "tiny")    # 40 megabytes, most of them of the speaker encoder, which has one size; runs
-    anywhere write("mid", "mid")      # a fifth of the language model and the flow; the vocoder as published
+    write("demo", "tiny")    # 40 megabytes, mostly the speaker encoder, which has one size; runs anywhere
+    write("mid", "mid")      # a fifth of the language model and the flow; the vocoder as published
     write("full", "full")    # the published shapes
 
 The values of a tensor depend only on (seed, published name, shape). Unlike the published directory these

@@ -1,4 +1,4 @@
-"""What the estimator writes out for a CPU, against torch's own."""
+"""The estimator's own operations for a CPU, compared with torch's."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from zoo.nn.conv import CodecState, StateLayout
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_mish(dtype):
+def test_mish_equals_torchs(dtype):
     x = torch.cat((torch.linspace(-30, 30, 601), torch.tensor([-1e4, -100.0, 100.0, 1e4]))).to(dtype)
     torch.testing.assert_close(mish(x), F.mish(x.double()).to(dtype))
 
@@ -20,15 +20,14 @@ def test_mish(dtype):
 @pytest.mark.parametrize(
     ("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
 )
-def test_attention_with_a_mask_of_each_row(dtype, atol):
+def test_attention_with_a_mask_per_row_equals_torchs(dtype, atol):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 50, 3, 16, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 2, 3, 70, 16, generator=generator, dtype=torch.float64)
     is_seen = torch.rand(2, 1, 50, 70, generator=generator) < 0.5
     is_seen[..., 0] = True
-    q, k, v = (
-        part.to(dtype) for part in (q.transpose(1, 2), k, v)
-    )  # queries are not contiguous, as in a block
+    # queries are not contiguous, as in a block
+    q, k, v = (part.to(dtype) for part in (q.transpose(1, 2), k, v))
     mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
     truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=is_seen)
     torch.testing.assert_close(attend(q, k, v, mask).double(), truth, rtol=0, atol=atol)
@@ -38,7 +37,7 @@ def test_attention_with_a_mask_of_each_row(dtype, atol):
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 6), (2, 16), (2, 64), (3, 80)])
 @torch.inference_mode()
-def test_the_kernel_of_attention_is_torchs(heads, dim, dtype, atol, threads, monkeypatch):
+def test_the_attention_kernel_equals_torchs(heads, dim, dtype, atol, threads, monkeypatch):
     kernels.build()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(dim)
@@ -47,7 +46,7 @@ def test_the_kernel_of_attention_is_torchs(heads, dim, dtype, atol, threads, mon
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    # nothing held, a part of the ring, a ring that is full: its places are read, and then taken by the new ones
+    # an empty ring, a partly filled one, and a full one, whose places are read and then overwritten
     starts, counts = torch.tensor([0, 10, 35]), torch.tensor([7, 10, 4])
     slots, kept = torch.tensor([2, 0, 3]), torch.tensor([5, 0, 10])
     seen = Seen(Stretch(slots, starts, counts, kept, 10, capacity, grid), 2)
@@ -66,11 +65,11 @@ def test_the_kernel_of_attention_is_torchs(heads, dim, dtype, atol, threads, mon
     assert torch.equal(ours[:, :unused], theirs[:, :unused])
     alone = Seen(Stretch(slots[2:], starts[2:], counts[2:], kept[2:], 10, capacity, grid), 2)
     again = block._attend(q[4:], k[4:], v[4:], alone, mask[4:], cache.clone())
-    assert torch.equal(again, found[4:])  # a row does not know of the others
+    assert torch.equal(again, found[4:])  # a row does not depend on the others
 
 
 @torch.inference_mode()
-def test_a_convolution_of_rows_in_windows_is_conv1d():
+def test_a_convolution_of_rows_in_windows_equals_conv1d():
     generator = torch.Generator().manual_seed(0)
     conv = nn.ModuleList([Conv(6, 4)]).double()
     layout = StateLayout(conv)
@@ -90,7 +89,7 @@ def test_a_convolution_of_rows_in_windows_is_conv1d():
 
 
 @torch.inference_mode()
-def test_a_convolution_of_one_position():
+def test_a_pointwise_convolution_equals_conv1d():
     generator = torch.Generator().manual_seed(0)
     conv, x = nn.Conv1d(6, 4, 1), torch.randn(2, 30, 6, generator=generator)
     torch.testing.assert_close(pointwise(x, conv), conv(x.mT).mT)

@@ -1,5 +1,7 @@
-"""Text that arrives while CosyVoice 2 speaks: five tokens, then fifteen codes, in whatever portions, it says
-what it says of the whole text in that order."""
+"""Text that arrives while CosyVoice 2 speaks: five text tokens, then fifteen codes.
+
+The speech must not depend on the portions in which the text arrives.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,27 @@ SOUND = Request(text=TEXT, voice="sound", options=INTERLEAVED, temperature=0.0, 
 PROMPTED = replace(SOUND, voice="demo")
 SAMPLED = replace(SOUND, text="It's 7:45, and my phone rings.", temperature=None, seed=3, max_frames=64)
 CLONED = replace(SOUND, voice=None, references=(Reference(CLIP, "Hm, hm."),))
-HURRIED = replace(CLONED, text="It's 7:45.", max_frames=30)  # over before the prompt's codes are
+HURRIED = replace(CLONED, text="It's 7:45.", max_frames=30)  # the text ends before the prompt's codes do
 CASES = {"sound": SOUND, "prompted": PROMPTED, "sampled": SAMPLED, "cloned": CLONED, "hurried": HURRIED}
 
 
 def cut(request: Request) -> tuple[Request, list[int]]:
-    """The request open with its first word alone, and the tokens that follow."""
+    """Return the request with only its first word and open for more text, and the tokens that follow."""
     whole, first = MODEL.writer.tokenize(request.text), request.text.split()[0]
     head = MODEL.writer.tokenize(first)
     assert whole[: len(head)] == head and len(whole) > len(head) + 4, (
-        f"{first!r} is not cut off where tokens meet"
+        f"{first!r} does not end at a token boundary"
     )
     return replace(request, text=first, is_open=True), whole[len(head) :]
 
 
 def agrees(listener: Listener, whole: Request) -> None:
-    """With the whole text given at once, alone."""
+    """Check that the listener heard the same as a request that gives the whole text at once and runs
+    alone."""
     truth = zoo.generate(MODEL, whole)
     assert isinstance(listener.end, Finished), listener.end
     assert listener.frames == len(truth.frames) > 4
-    # windows and one launch round otherwise
+    # several windows round differently from one launch
     np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
 
 
@@ -57,8 +60,8 @@ def agrees(listener: Listener, whole: Request) -> None:
 
 @pytest.mark.parametrize("num_codes", [0, 1, 14, 15, 40])
 @pytest.mark.parametrize("num_text", [0, 4, 5, 23])
-def test_the_order(num_codes, num_text):
-    """Spelled out by place; portions change nothing."""
+def test_interleaved_order_does_not_depend_on_portions(num_codes, num_text):
+    """The expected keys are written out position by position."""
     text, codes = range(100, 100 + num_text), tuple(range(num_codes))
     order, whole = Interleaved(codes).fed(text)
     places = num_text // TEXT_GROUP * CODE_GROUP
@@ -73,7 +76,7 @@ def test_the_order(num_codes, num_text):
     assert (piecewise, heard) == (order, whole)
 
 
-def test_no_order_has_more_given_keys_than_its_bound():
+def test_given_keys_never_exceed_their_bound():
     for num_codes in range(0, 50, 7):
         for num_text in range(0, 80, 3):
             order, whole = Interleaved(tuple(range(num_codes))).fed(range(num_text))
@@ -81,7 +84,7 @@ def test_no_order_has_more_given_keys_than_its_bound():
             assert 1 + len(whole) - num_frames + len(order.end()) <= order.max_given(num_frames)
 
 
-# what is said
+# the speech
 
 
 @pytest.mark.slow
@@ -106,22 +109,22 @@ def test_fed_equals_the_whole_text_at_once(name, portions):
     agrees(listener, CASES[name])
 
 
-def test_the_order_changes_what_is_said():
+def test_full_and_interleaved_orders_give_different_codes():
     full = replace(PROMPTED, options={})
     assert zoo.generate(MODEL, PROMPTED).frames.tolist() != zoo.generate(MODEL, full).frames.tolist()
 
 
-def test_no_end_comes_before_the_text_s():
-    """Nor any other id that is no code: a model that wants nothing but to end has said what its order asks
-    for, and ends behind it."""
+def test_speech_does_not_end_before_the_text_does():
+    """Ids that are not codes are masked until then: a model that always wants to end speaks all groups of the
+    text and ends after them."""
     hasty = copy.deepcopy(MODEL)
     hasty.lm.head.bias[MODEL.config.lm.num_codes :] += 1e4
     num_groups = len(MODEL.writer.tokenize(TEXT)) // TEXT_GROUP
     assert len(zoo.generate(hasty, SOUND).frames) == CODE_GROUP * num_groups > 15
 
 
-def test_the_whole_text_may_take_fewer_steps_than_tokens():
-    """A text of less than a group is read behind the prompt, and then as in the other order."""
+def test_a_text_shorter_than_a_group_is_read_as_in_the_full_order():
+    """All of its tokens are read before the first code is sampled."""
     short = replace(SOUND, text="Hm.", max_frames=10)
     assert len(MODEL.writer.tokenize("Hm.")) < TEXT_GROUP
     full = replace(short, options={})
@@ -133,23 +136,23 @@ def test_the_whole_text_may_take_fewer_steps_than_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("report_lag", [0, 1])
-def test_who_starves_takes_no_step_and_the_others_go_on(report_lag):
-    """And is heard as far as the grid and the lookahead let it."""
+def test_a_slot_without_text_takes_no_step_and_the_others_continue(report_lag):
+    """Its listener receives as much as the grid and the lookahead allow."""
     speaking = Speaking(MODEL, report_lag=report_lag)
     request, rest = cut(SOUND)
     hungry = speaking.begin(request, "hungry")
     num_first = len(MODEL.writer.tokenize(request.text))
     speaking.turn(10)
-    # the prompt's last input, and nothing to say behind it
+    # only the prompt's last input, because there is no more text
     assert num_first < TEXT_GROUP and [slots for slots in speaking.steps if slots] == [[0]]
     speaking.engine.feed("hungry", rest[: 2 * TEXT_GROUP - num_first])
     speaking.turn(60)
     num_steps = 2 * (TEXT_GROUP + CODE_GROUP) - num_first + 1
     assert [slots for slots in speaking.steps if slots] == [[0]] * num_steps
-    assert hungry.frames == 25 and hungry.end is None  # of 30: they are what 3 more are known behind
+    assert hungry.frames == 25 and hungry.end is None  # of 30 codes: the grid is 25 and the lookahead 3
     before = len(speaking.steps)
     speaking.turn(20)
-    assert len(speaking.steps) == before and speaking.model.is_idle  # nobody has anything to do
+    assert len(speaking.steps) == before and speaking.model.is_idle  # no slot has work
     other = speaking.begin(SAMPLED, "other")
     while other.end is None:
         speaking.turn()
@@ -162,8 +165,8 @@ def test_who_starves_takes_no_step_and_the_others_go_on(report_lag):
 
 
 @pytest.mark.slow
-def test_a_prompt_s_codes_wait_for_text_too():
-    """2.5 s of a recording stand beside 21 tokens: those that come are read, and nothing is said before."""
+def test_the_codes_of_a_prompt_wait_for_text_too():
+    """A recording of 2.5 s is interleaved with 21 tokens. No speech comes before all of them are read."""
     speaking = Speaking(MODEL)
     request, rest = cut(CLONED)
     listener = speaking.begin(request)
@@ -191,7 +194,7 @@ def test_the_end_may_come_without_a_token():
     agrees(listener, PROMPTED)
 
 
-def test_a_cancel_while_starving_leaves_nothing_to_who_comes_next():
+def test_a_request_cancelled_while_it_waits_for_text_leaves_no_state_behind():
     speaking = Speaking(MODEL, max_slots=1)
     request, rest = cut(PROMPTED)
     gone, plain = speaking.begin(request, "gone"), replace(SAMPLED, options={})
@@ -200,7 +203,7 @@ def test_a_cancel_while_starving_leaves_nothing_to_who_comes_next():
     speaking.turn(40)
     assert again.frames == 0 and gone.end is None
     speaking.engine.cancel("gone")
-    speaking.engine.feed("gone", rest[7:], is_last=True)  # comes too late, and is no error
+    speaking.engine.feed("gone", rest[7:], is_last=True)  # too late, but not an error
     speaking.engine.feed("again", rest, is_last=True)
     while last.end is None:
         speaking.turn()
@@ -213,7 +216,7 @@ def test_a_cancel_while_starving_leaves_nothing_to_who_comes_next():
 
 
 @pytest.mark.slow
-def test_too_much_text_fails_that_request_alone():
+def test_too_much_text_fails_only_that_request():
     speaking = Speaking(MODEL)
     request, rest = cut(SOUND)
     other, greedy = speaking.begin(SAMPLED, "other"), speaking.begin(request, "greedy")
@@ -225,23 +228,21 @@ def test_too_much_text_fails_that_request_alone():
     while other.end is None:
         speaking.turn()
     assert isinstance(greedy.end, Failed) and f"at most {MAX_TEXT_TOKENS} are possible" in greedy.end.message
-    assert isinstance(wrong.end, Failed) and "is no token of the text" in wrong.end.message
+    assert isinstance(wrong.end, Failed) and "is not a text token" in wrong.end.message
     agrees(other, SAMPLED)
-    agrees(
-        speak_in_portions(speaking, request, rest, [(0, 60)], "again"), SOUND
-    )  # the slot is as good as new
+    agrees(speak_in_portions(speaking, request, rest, [(0, 60)], "again"), SOUND)  # the slot works again
 
 
-def test_who_reaches_its_cap_while_text_comes_ends_there():
+def test_a_request_that_reaches_its_cap_ends_while_text_arrives():
     request, rest = cut(replace(SOUND, max_frames=20))
     listener = speak_in_portions(Speaking(MODEL), request, rest, PORTIONS["one by one"])
     assert isinstance(listener.end, Finished) and (listener.end.reason, listener.end.frames) == ("length", 20)
 
 
-# what is refused
+# invalid requests
 
 
-def test_what_does_not_go_with_text_on_its_way():
+def test_options_that_conflict_with_arriving_text_are_refused():
     with pytest.raises(RequestError, match="needs text_mode interleaved") as error:
         MODEL.prompt(replace(SOUND, is_open=True, options={"text_mode": "full"}))
     assert error.value.param == "text_mode"

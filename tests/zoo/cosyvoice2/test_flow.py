@@ -1,4 +1,4 @@
-"""What the flow keeps of a stream, and how a GPU moves it."""
+"""The flow's cache of a stream, and how a GPU updates it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ STATM = Path("/proc/self/statm")
 CAPACITY, SLOTS = 4 * GRID, 6
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="memory is read in /proc")
-def test_what_nobody_wrote_takes_no_memory():
+@pytest.mark.skipif(not STATM.exists(), reason="memory use is read from /proc")
+def test_unwritten_zeros_take_no_memory():
     def resident_pages() -> int:
         return int(STATM.read_text().split()[1])
 
@@ -44,15 +44,15 @@ def flow() -> Flow:
 
 
 def stretch(streams: list[tuple[int, int, int]], tokens: int) -> Stretch:
-    """Of each stream its start, of which it keeps so many, and count."""
+    """Return a stretch. streams: start, number of kept positions, and count of each."""
     start, kept, count = (torch.tensor(part) for part in zip(*streams, strict=True))
     slots = torch.tensor([4, 1, 5, 0, 2])[: len(streams)]
     return Stretch(slots, start, count, kept, tokens, CAPACITY)
 
 
 @torch.inference_mode()
-def test_a_gpu_s_operator_moves_streams_as_the_plain_lines_do(flow):
-    """From stretch to stretch, until the rings of all have turned."""
+def test_the_gpu_operator_updates_streams_like_plain_code(flow):
+    """The streams advance from stretch to stretch until their rings have wrapped around."""
     generator = torch.Generator().manual_seed(0)
     ours, theirs = (FlowCache(flow, SLOTS, CAPACITY) for _ in range(2))
     starts = torch.tensor([0, 0, 0])
@@ -85,7 +85,7 @@ class Speech:
 
 @pytest.fixture
 def _as_on_gpu(monkeypatch):
-    """Without inductor: it takes longer, and knows nothing of what is asked here."""
+    """Compile without inductor, which takes longer and does not affect what these tests check."""
 
     def mark(tensors: tuple[Tensor, ...], dim: int, name: str) -> None:
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The published layout, and what is refused of it."""
+"""Loading the published layout, and the errors for damaged directories."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rewritten(path: Path, file: str, old: str, new: str) -> None:
     (path / file).write_text(text.replace(old, new))
 
 
-def test_the_yaml_claims_a_directory_whose_config_says_nothing():
+def test_the_yaml_claims_a_directory_with_an_empty_config():
     path = directory(NAME, "tiny")
     assert json.loads((path / "config.json").read_text()) == {} and FOLDER.claims(path)
     assert zoo.inspect(path)["family"] == NAME
@@ -69,7 +69,7 @@ def test_the_yaml_is_never_executed(tmp_path):
 @pytest.mark.parametrize(
     "text", ["a: [", "- 1", "", "a: &x [*x]\n? {}", "!!python/object/apply:os.getcwd []", "a: !ref <b"]
 )
-def test_what_is_no_yaml_object_is_one_line(tmp_path, text):
+def test_invalid_yaml_gives_a_one_line_error(tmp_path, text):
     (tmp_path / "file.yaml").write_text(text)
     if text == "a: !ref <b":
         assert read_yaml(tmp_path / "file.yaml") == {"a": "<b"}
@@ -102,7 +102,7 @@ def test_a_wrong_value_of_the_yaml_is_named(copy, old, new, says):
 
 
 @pytest.mark.slow
-def test_every_mutation_of_the_language_model_s_config_is_described_or_refused_in_one_line(copy):
+def test_every_mutation_of_the_lm_config_is_accepted_or_refused_in_one_line(copy):
     file = copy / "CosyVoice-BlankEN" / "config.json"
     config = json.loads(file.read_text())
     for key in config:
@@ -120,7 +120,7 @@ def test_every_mutation_of_the_language_model_s_config_is_described_or_refused_i
 @pytest.mark.parametrize(
     "file", ["llm.pt", "flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v2.onnx"]
 )
-def test_every_file_is_needed_whole(copy, file):
+def test_missing_and_truncated_files_are_named(copy, file):
     content = (copy / file).read_bytes()
     (copy / file).write_bytes(content[: len(content) // 2])
     assert file in refusal(copy)
@@ -129,7 +129,7 @@ def test_every_file_is_needed_whole(copy, file):
 
 
 @pytest.mark.parametrize("file", ["llm.pt", "flow.pt", "hift.pt"])
-def test_tensors_are_what_the_config_promises(copy, file):
+def test_tensors_that_do_not_match_the_config_are_refused(copy, file):
     tensors = torch.load(copy / file, weights_only=True)
     name = next(iter(tensors))
     torch.save({f"{name}.more": torch.zeros(1), **tensors}, copy / file)
@@ -140,8 +140,8 @@ def test_tensors_are_what_the_config_promises(copy, file):
     assert "NaN" in refusal(copy)
 
 
-def test_what_may_be_there_and_what_may_not(copy):
-    """A language model without the tied text head, a vocoder that was saved inside its trainer, no voices."""
+def test_optional_parts_of_a_directory(copy):
+    """The tied text head and the voices are optional, and the vocoder may carry its trainer's prefix."""
     tensors = torch.load(copy / "llm.pt", weights_only=True)
     del tensors["llm.model.lm_head.weight"]
     torch.save(tensors, copy / "llm.pt")
@@ -174,7 +174,7 @@ def test_a_wrong_voice_is_named(copy, change, says):
 
 
 def test_the_published_sizes_have_the_published_number_of_values():
-    """The counts of tensors and of values are those of the published state dicts."""
+    """The numbers of tensors and of values equal those of the published state dicts."""
     from zoo.cosyvoice2 import build, weights
     from zoo.cosyvoice2.demo import write_texts
     from zoo.nn.checkpoint import published, weight_normed

@@ -1,4 +1,4 @@
-"""From a request to the language model's inputs; the flow's bounded past; sampling."""
+"""CosyVoice 2: prompts, the flow's bounded past, and sampling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> CosyVoice2:
 # prompts
 
 
-def test_the_prompt_s_words_and_codes_come_with_a_transcript_alone(model):
+def test_only_a_transcript_adds_the_words_and_codes_of_a_reference(model):
     text, said = model.writer.tokenize("Hm."), model.writer.tokenize("Good evening.")
     cloned = model.prompt(Request(text="Hm.", references=(Reference(CLIP, "Good evening."),)))
     num_codes = len(model.cloner(CLIP).codes)
@@ -42,12 +42,12 @@ def test_the_prompt_s_words_and_codes_come_with_a_transcript_alone(model):
         Request(text="Hm.", references=(Reference(CLIP, "Good evening."),), instructions="slowly")
     )
     assert len(told.inputs) == 1 + len(model.writer.tokenize("slowly")) + 1 + len(text) + 1
-    for prompt in (cloned, crossed, told):  # the flow hears the prompt in every mode
+    for prompt in (cloned, crossed, told):  # the flow reads the prompt in every mode
         assert int(prompt.slot["num_prompt"]) == num_codes
         assert (prompt.grid_offset + num_codes) % GRID == 0
 
 
-def test_an_instruction_ends_once(model):
+def test_an_instruction_has_exactly_one_end_token(model):
     asked = [
         Request(text="Hm.", voice="demo", instructions=text) for text in ("slowly", f"slowly{END_OF_PROMPT}")
     ]
@@ -70,19 +70,19 @@ def test_the_text_bounds_the_speech(model):
     assert len(speech.samples) == 960 * len(speech.frames)
 
 
-def test_a_request_without_a_voice_of_several_is_refused(model):
+def test_a_request_must_name_one_of_several_voices(model):
     with pytest.raises(RequestError, match="a voice is needed"):
         model.prompt(Request(text="Hm."))
 
 
-def test_a_long_prompt_is_cut_for_the_flow_alone(model):
+def test_only_the_flow_cuts_a_long_prompt(model):
     long = AudioClip(np.tile(CLIP.samples, 6), 16000)  # 15 s
     prompt = model.prompt(Request(text="Hm.", references=(Reference(long, "Good evening."),)))
     assert int(prompt.slot["num_prompt"]) == MAX_PROMPT and len(prompt.slot["rest"]) <= MAX_REST
     assert len(prompt.inputs) > 370
 
 
-def test_what_was_made_of_a_voice_is_kept(model):
+def test_an_encoded_voice_is_cached(model):
     before = model.flow_prompts.num_encoded, model.cloner.voices.num_encoded
     clip = AudioClip(CLIP.samples[:20_000], 16000)
     for text in ("Hm.", "Good morning."):
@@ -95,7 +95,7 @@ def test_what_was_made_of_a_voice_is_kept(model):
 
 @torch.inference_mode()
 def rendered(model: CosyVoice2, voice: str, codes: Tensor, size: int) -> Tensor:
-    """A tape of these codes in windows of `size` frames after the first point of the grid."""
+    """Return samples of a tape of these codes, in windows of `size` frames after the first grid point."""
     state: CosyVoice2State = model.state(1, len(codes))
     prompt = model.prompt(Request(text="Hm.", voice=voice))
     model.admit(state, 0, prompt)
@@ -117,7 +117,7 @@ def rendered(model: CosyVoice2, voice: str, codes: Tensor, size: int) -> Tensor:
 
 
 @torch.inference_mode()
-def test_what_is_too_much_for_one_pass_is_rendered_in_several(model):
+def test_a_large_batch_is_rendered_in_several_parts(model):
     exact = copy.deepcopy(model).double()
     rows = MAX_CODES_AT_ONCE // 50 + 1
     state: CosyVoice2State = exact.state(rows, 60)
@@ -144,8 +144,8 @@ def test_what_is_too_much_for_one_pass_is_rendered_in_several(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("voice", ["demo", "sound"])
 @pytest.mark.parametrize("past_tokens", [150, 500])
-def test_a_stream_equals_the_tape_at_once_beyond_the_past_that_it_keeps(model, voice, past_tokens):
-    """In float64, with a prompt; 150 tokens are too few, so the oldest are dropped, in both alike."""
+def test_a_stream_equals_the_whole_tape_beyond_the_cached_past(model, voice, past_tokens):
+    """In float64. A past of 150 tokens is too short, so both drop the oldest tokens alike."""
     exact = copy.deepcopy(model).double()
     exact.past_tokens = past_tokens
     codes = torch.arange(260) * 733 % 6561
@@ -156,18 +156,18 @@ def test_a_stream_equals_the_tape_at_once_beyond_the_past_that_it_keeps(model, v
 
 
 @pytest.mark.slow
-def test_a_past_that_is_too_short_changes_the_speech(model):
-    """The bound is no exact form of what the reference computes."""
+def test_a_shorter_past_changes_the_speech(model):
+    """The bound is an approximation of the reference, which has none."""
     codes = torch.arange(260) * 733 % 6561
     short = copy.deepcopy(model)
     short.past_tokens = 150
     whole, bounded = rendered(model, "demo", codes, 25), rendered(short, "demo", codes, 25)
-    same = 960 * 90  # nothing is dropped yet: 150 tokens, less the prompt's and the vocoder's
+    same = 960 * 90  # nothing is dropped yet: 150 tokens less the prompt and the vocoder's lag
     torch.testing.assert_close(bounded[:same], whole[:same], rtol=0, atol=1e-5)
     assert (bounded - whole).abs().max() > 1e-4
 
 
-def test_noise_may_be_given(model):
+def test_given_noise_replaces_random_noise(model):
     request = Request(text="Hm.", voice="demo", max_frames=6)
     noise = torch.randn(6, *model.spec.noise_shape, generator=torch.Generator().manual_seed(1))
     first, second = (zoo.generate(model, request, noise=given).samples for given in (noise, noise + 1))
@@ -181,7 +181,7 @@ def test_noise_may_be_given(model):
 
 
 def test_the_nucleus_keeps_the_token_that_crosses():
-    """As the reference's loop has it: of all probability, and at most top_k."""
+    """As in the reference's loop, top_p counts all probability and top_k limits the number."""
     logits = torch.randn(40, 60, generator=torch.Generator().manual_seed(0)) * 2
     top_k, top_p = torch.randint(0, 12, (40,)), torch.rand(40)
     kept = nucleus(logits, top_k, top_p).isfinite()
@@ -197,7 +197,7 @@ def test_the_nucleus_keeps_the_token_that_crosses():
         assert mask.nonzero()[:, 0].tolist() == sorted(expected)
 
 
-def test_what_is_repeated_is_drawn_once_more_from_all_others():
+def test_a_repeated_code_is_sampled_again_from_all_others():
     logits = torch.tensor([[5.0, 3.0, 1.0, 0.0]]).repeat(4000, 1)
     num = len(logits)
     noise = -torch.log(-torch.log(torch.rand(num, 2, 4, generator=torch.Generator().manual_seed(0))))

@@ -1,4 +1,4 @@
-"""HiFT in windows: what it carries from one to the next, and how far behind it is."""
+"""HiFT in windows: the state it carries from one to the next, and its lag."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def mel() -> Tensor:
 
 @torch.inference_mode()
 def spoken(vocoder: Vocoder, mel: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """mel [F, MELS] in windows of these sizes, the last one over and over, then silence until all is out
-    -> samples [F * MEL_SAMPLES]"""
+    """Return samples [F * MEL_SAMPLES] of mel [F, MELS], in windows of these sizes.
+
+    The last size is repeated. Silence follows until all samples are out.
+    """
     plan, harmonics, num = vocoder.plan, vocoder.config.harmonics, len(mel)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(num + 2 * plan.flush, MEL_SAMPLES, harmonics, generator=generator)
@@ -58,14 +60,14 @@ def spoken(vocoder: Vocoder, mel: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (7,), (50, 3, 20), (5, 1, 1, 60)], ids=str)
-def test_windows_joined_are_the_whole(vocoder, mel, sizes):
+def test_windows_joined_equal_the_whole(vocoder, mel, sizes):
     whole = spoken(vocoder, mel, (1000,))
     assert len(whole) == FRAMES * MEL_SAMPLES and whole.std() > 0.01
     torch.testing.assert_close(spoken(vocoder, mel, sizes), whole, rtol=0, atol=1e-10)
 
 
-def test_no_sample_is_held_longer_than_it_must_be(vocoder, mel):
-    """The earliest sample that a mel frame changes is as far before it as the vocoder is behind, to a frame."""
+def test_no_sample_is_held_longer_than_necessary(vocoder, mel):
+    """A mel frame changes samples before it up to the vocoder's lag, to within a frame."""
     at = 60
     changed = mel.clone()
     changed[at] += 3
@@ -76,7 +78,7 @@ def test_no_sample_is_held_longer_than_it_must_be(vocoder, mel):
 
 @pytest.mark.compile
 @torch.inference_mode()
-def test_it_is_one_graph_for_any_number_of_streams_and_frames(vocoder, monkeypatch):
+def test_the_vocoder_is_one_graph_for_any_number_of_streams_and_frames(vocoder, monkeypatch):
     class Speech:
         def __init__(self) -> None:
             self.vocoder = vocoder

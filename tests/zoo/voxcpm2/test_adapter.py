@@ -1,5 +1,7 @@
-"""VoxCPM2's LoRA adapters: what they make of the weights, and what is said of one that does not fit. That
-speech with them is the reference's is seen in tests/parity."""
+"""VoxCPM2's LoRA adapters: their effect on the weights, and the errors for adapters that do not fit.
+
+tests/parity compares speech with adapters with the reference.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ FUSION = "fusion_concat_proj"
 
 
 def tensors() -> dict[str, Tensor]:
-    """As CONFIG promises: the base model's 3 layers, the residual model's 2, and two projections."""
+    """Return the tensors that CONFIG promises: of the base model's 3 layers, the residual model's 2, and two
+    projections."""
     published = load_file(TINY / "model.safetensors")
     layers = [f"base_lm.layers.{i}" for i in range(3)] + [f"residual_lm.layers.{i}" for i in range(2)]
     modules = [f"{layer}.{leaf}" for layer in layers for leaf in ("self_attn.q_proj", "mlp.down_proj")]
@@ -53,7 +56,7 @@ def adapter(tmp_path) -> Path:
 
 
 def configure(place: Path, **values: Any) -> None:
-    """Write the config with these values; None takes one away."""
+    """Write the config with these values. None removes a key."""
     config = {key: value for key, value in (CONFIG | values).items() if value is not None}
     (place / "lora_config.json").write_text(json.dumps({"base_model": "elsewhere", "lora_config": config}))
 
@@ -86,7 +89,7 @@ def test_an_adapter_is_added_before_a_weight_is_rounded(dtype, adapter):
 @pytest.mark.parametrize(
     "content", [lambda found: {"state_dict": found}, lambda found: found], ids=["state_dict", "flat"]
 )
-def test_an_adapter_in_a_pickle(content, adapter):
+def test_an_adapter_is_read_from_a_pickle(content, adapter):
     expected = zoo.load(f"{TINY}+{adapter}", "cpu").net.fusion.weight
     (adapter / "lora_weights.safetensors").unlink()
     torch.save(content(tensors()), adapter / "lora_weights.ckpt")
@@ -117,7 +120,7 @@ def test_an_adapter_in_a_pickle(content, adapter):
         ({"enable_lm": False, "target_proj_modules": ["embed_tokens"]}, "changes nothing"),
     ],
 )
-def test_configs_that_are_refused(values, message, adapter):
+def test_invalid_adapter_configs_are_refused(values, message, adapter):
     configure(adapter, **values)
     refused(adapter, message)
 
@@ -134,7 +137,7 @@ def test_configs_that_are_refused(values, message, adapter):
         ),
     ],
 )
-def test_tensors_that_the_config_does_not_promise(name, renamed, message, adapter):
+def test_tensors_that_do_not_match_the_config_are_refused(name, renamed, message, adapter):
     found = tensors()
     value = found.pop(name)
     if renamed:
@@ -143,14 +146,14 @@ def test_tensors_that_the_config_does_not_promise(name, renamed, message, adapte
     refused(adapter, message)
 
 
-def test_an_adapter_that_is_not_finite(adapter):
+def test_an_adapter_with_nan_is_refused(adapter):
     found = tensors()
     found[f"{FUSION}.lora_A"][0, 0] = torch.nan
     save_file(found, adapter / "lora_weights.safetensors")
     refused(adapter, f"{FUSION}.weight holds NaN or infinity")
 
 
-def test_a_directory_that_is_no_adapter(adapter, tmp_path):
+def test_a_directory_without_a_valid_adapter_is_refused(adapter, tmp_path):
     refused(
         tmp_path / "none",
         "none' is not a directory; a model with an adapter is MODEL",
@@ -166,7 +169,7 @@ def test_a_directory_that_is_no_adapter(adapter, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.families() if name != "voxcpm2"])
-def test_other_families_take_none(name, adapter):
+def test_other_families_refuse_adapters(name, adapter):
     with pytest.raises(
         ValueError, match=f"{name} takes no adapter, and .* is given: load the model without one"
     ):

@@ -1,5 +1,5 @@
-"""VoxCPM2: what a directory gives, and what is said of one that cannot be run. The reference loads all of
-these without a word."""
+"""VoxCPM2: loading model directories, and the errors for unusable ones. The reference loads all of these
+without an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def copied(tmp_path) -> Path:
 
 
 def change(file: Path, block: str | None = None, **values: Any) -> None:
-    """Set keys of a JSON file, or of a block of it; None takes one away."""
+    """Set keys of a JSON file, or of a block of it. None removes a key."""
     content = json.loads(file.read_text())
     target = content[block] if block else content
     target |= values
@@ -51,7 +51,7 @@ def sounds(path: Path) -> torch.Tensor:
     return decoder(latents, torch.zeros(1, decoder.state_size), torch.tensor([2]), 2)[0]
 
 
-# what it gives
+# valid directories
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def sounds(path: Path) -> torch.Tensor:
         ({}, False),
     ],
 )
-def test_who_is_claimed(config, expected, tmp_path):
+def test_directories_are_claimed_by_their_config(config, expected, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert claims(tmp_path) is expected
 
@@ -73,14 +73,14 @@ def test_who_is_claimed(config, expected, tmp_path):
 @pytest.mark.parametrize(
     "change_to", [{"architecture": None}, {"model_type": "voxcpm"}, {"architecture": "VoxCPM2"}]
 )
-def test_a_re_upload_is_known_by_what_it_holds(change_to, copied):
+def test_a_re_upload_is_recognised_by_its_content(change_to, copied):
     change(copied / "config.json", **change_to)
     assert zoo.load(copied, "cpu").spec.family == "voxcpm2"
 
 
 def test_inspect_reads_no_weights(tmp_path):
     found = zoo.inspect(demo.write_texts(tmp_path / "model", "full"))
-    assert found["parameters"] == 2_290_004_544 + 94_180_097  # what the published files hold
+    assert found["parameters"] == 2_290_004_544 + 94_180_097  # as in the published files
     assert (found["sample_rate_hz"], found["frame_rate_hz"], found["kv_bytes_per_audio_s"]) == (
         48000,
         6.25,
@@ -90,9 +90,9 @@ def test_inspect_reads_no_weights(tmp_path):
     assert found["max_audio_s"] == 4096 * 0.16
 
 
-def test_the_vae_in_every_form(copied):
-    """Pickles of tensors by themselves, safetensors (which comes first), and the names of newer releases of
-    PyTorch."""
+def test_the_vae_is_read_in_every_form(copied):
+    """The forms are flat pickles, names of newer releases of PyTorch, and safetensors, which takes
+    precedence."""
     tensors, heard = vae_tensors(), sounds(TINY)
     for is_zip in (True, False):
         torch.save(tensors, copied / "audiovae.pth", _use_new_zipfile_serialization=is_zip)
@@ -113,7 +113,7 @@ def test_the_vae_in_every_form(copied):
 # the first generation
 
 
-def test_the_first_generation():
+def test_the_first_generation_is_described():
     old = family("voxcpm2", size="tiny-1.5")
     spec = old.spec
     assert (spec.variant, spec.sample_rate_hz, spec.modes, spec.frame_shape) == (
@@ -130,7 +130,7 @@ def test_the_first_generation():
 
 
 def test_a_first_generation_with_two_latents_a_patch_in_a_pickle(tmp_path):
-    """As 0.5B has them; and what its config leaves out."""
+    """0.5B has this layout, and its config omits the patch size."""
     path = demo.write(tmp_path / "model", "tiny-1.5", dtype=torch.float32, patch_size=2)
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -145,7 +145,7 @@ def test_a_first_generation_with_two_latents_a_patch_in_a_pickle(tmp_path):
     refused(path, "missing stop_head.weight")
 
 
-def test_what_the_first_generation_cannot_do():
+def test_the_first_generation_refuses_what_it_cannot_do():
     old, clip = (
         family("voxcpm2", size="tiny-1.5"),
         AudioClip(np.sin(np.arange(4000, dtype=np.float32)), 44100),
@@ -169,13 +169,13 @@ def test_what_the_first_generation_cannot_do():
         assert error.value.param == param
 
 
-def test_a_re_upload_without_an_architecture_is_known_by_what_its_config_holds(tmp_path):
+def test_a_re_upload_without_an_architecture_is_recognised_by_its_other_keys(tmp_path):
     path = demo.write(tmp_path / "model", "tiny-1.5")
     change(path / "config.json", architecture=None, model_type="voxcpm2")
     assert zoo.load(path, "cpu").spec.variant == "voxcpm1.5"
 
 
-# what is said
+# errors
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_re_upload_without_an_architecture_is_known_by_what_its_config_holds(t
         (None, {"patch_size": None}, "the root has no 'patch_size'"),
     ],
 )
-def test_configs_that_cannot_be_run(block, values, message, copied):
+def test_unsupported_configs_are_refused(block, values, message, copied):
     change(copied / "config.json", block, **values)
     refused(copied, message)
 
@@ -212,12 +212,12 @@ def test_a_missing_file_is_named(name, copied):
     refused(copied, f"{name} does not exist")
 
 
-def test_no_vae(copied):
+def test_a_missing_vae_is_refused(copied):
     (copied / "audiovae.pth").unlink()
     refused(copied, "has neither audiovae.safetensors nor audiovae.pth; one of them is needed")
 
 
-def test_a_vae_that_was_cut_short(copied):
+def test_a_truncated_vae_is_refused(copied):
     path = copied / "audiovae.pth"
     path.write_bytes(path.read_bytes()[:5000])
     refused(copied, "audiovae.pth is not a whole PyTorch file")
@@ -245,7 +245,7 @@ def test_a_vae_that_was_cut_short(copied):
         ),
     ],
 )
-def test_a_vae_with_other_tensors(name, renamed, message, copied):
+def test_a_vae_with_wrong_tensors_is_refused(name, renamed, message, copied):
     tensors = vae_tensors()
     value = tensors.pop(name)
     if renamed:
@@ -254,7 +254,7 @@ def test_a_vae_with_other_tensors(name, renamed, message, copied):
     refused(copied, message)
 
 
-def test_a_net_with_other_tensors(copied):
+def test_a_net_with_wrong_tensors_is_refused(copied):
     tensors = load_file(copied / "model.safetensors")
     tensors["residual_lm.layers.0.mlp.up.weight"] = tensors.pop("residual_lm.layers.0.mlp.up_proj.weight")
     save_file(tensors, copied / "model.safetensors")
@@ -266,7 +266,7 @@ def test_a_net_with_other_tensors(copied):
 # demo checkpoints
 
 
-def test_the_seed_and_the_dtype_of_the_demo(tmp_path):
+def test_the_demo_follows_its_seed_and_dtype(tmp_path):
     half, other = demo.write(tmp_path / "half"), demo.write(tmp_path / "other", seed=1)
     full, halved, changed = (
         load_file(path / "model.safetensors")["stop_proj.weight"] for path in (TINY, half, other)
@@ -278,7 +278,7 @@ def test_the_seed_and_the_dtype_of_the_demo(tmp_path):
     )
 
 
-def test_the_sizes():
+def test_the_demo_sizes():
     net, vae = zoo.voxcpm2.build(zoo.voxcpm2.config.Config.read(demo.CONFIGS["mid"]))
     assert 130e6 < sum(p.numel() for module in (net, vae) for p in module.parameters()) < 200e6
     assert family("voxcpm2").spec.max_positions == 512
@@ -293,7 +293,7 @@ def test_the_sizes():
         ({"feat_dim": 16}, "feat_dim=16; audio_vae_config has latent_dim=8"),
     ],
 )
-def test_write_says_what_is_wrong_and_leaves_nothing(arguments, message, tmp_path):
+def test_a_failed_write_names_the_cause_and_leaves_no_files(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         demo.write(tmp_path / "demo", **arguments)
     assert not (tmp_path / "demo").exists()

@@ -1,4 +1,4 @@
-"""VoxCPM2: how a patch is made, when speech ends, and what the decoder carries."""
+"""VoxCPM2: generating a patch, the end of speech, and the decoder's state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def steer(monkeypatch: pytest.MonkeyPatch, *stops: bool) -> None:
-    """Let the stop head say these, one a step, and the last one from then on."""
+    """Make the stop head answer these values, one per step, and then repeat the last one."""
     said = iter(stops)
     last = [False]
 
@@ -56,11 +56,9 @@ def steer(monkeypatch: pytest.MonkeyPatch, *stops: bool) -> None:
         ((False,) * 11 + (True,), 12),
         ((False,), 12),
     ],
-    ids=["at once", "not believed at first", "at the cap", "never"],
+    ids=["at once", "ignored at first", "at the cap", "never"],
 )
-def test_the_patch_at_which_the_model_stops_is_said_and_three_come_before_it_at_least(
-    stops, frames, monkeypatch
-):
+def test_the_patch_at_which_the_model_stops_is_kept_and_at_least_three_precede_it(stops, frames, monkeypatch):
     steer(monkeypatch, *stops)
     speech = zoo.generate(OURS, ASKED)
     assert len(speech.frames) == frames and len(speech.samples) == 480 * frames
@@ -70,7 +68,7 @@ def test_the_patch_at_which_the_model_stops_is_said_and_three_come_before_it_at_
 # noise
 
 
-def test_noise_is_of_the_seed_the_step_and_the_element_alone():
+def test_noise_depends_only_on_seed_step_and_element():
     seed, step = torch.tensor([5, 5, 6, 5]), torch.tensor([0, 1, 0, 0])
     noise = normal(seed, step, 32)
     assert torch.equal(noise[0], noise[3]) and torch.equal(noise[:1], normal(seed[:1], step[:1], 32))
@@ -85,7 +83,7 @@ def test_noise_is_normal():
         assert abs(values[::3].quantile(quantile) - expected) < 0.05
 
 
-def test_noise_that_is_given_takes_the_place_of_what_the_seed_gives():
+def test_given_noise_replaces_the_noise_of_the_seed():
     steps, seed = torch.arange(12), torch.full((12,), 9)
     drawn = zoo.generate(OURS, replace(ASKED, seed=9))
     given = zoo.generate(OURS, ASKED, noise=normal(seed, steps, 32).unflatten(1, (4, 8)))
@@ -109,7 +107,7 @@ def solve(guidance: list[float], steps: list[int]) -> Tensor:
         return OURS.net.solver(mu, before, noise, torch.tensor(guidance), torch.tensor(steps))
 
 
-def test_rows_have_guidance_and_steps_of_their_own():
+def test_each_row_has_its_own_guidance_and_steps():
     kinds = [(2.0, 10), (1.0, 10), (2.0, 2), (3.5, 5), (0.0, 7)]
     together = solve(*map(list, zip(*kinds, strict=True)))
     for row, (guidance, steps) in zip(together, kinds, strict=True):
@@ -118,7 +116,7 @@ def test_rows_have_guidance_and_steps_of_their_own():
     assert apart.min() > 0.1
 
 
-def test_a_slot_is_solved_as_its_request_asks():
+def test_a_slot_uses_the_solver_options_of_its_request():
     default = zoo.generate(OURS, ASKED).frames
     same = {"cfg_scale": 2.0, "solver_steps": MAX_STEPS}
     assert torch.equal(zoo.generate(OURS, replace(ASKED, options=same)).frames, default)
@@ -128,8 +126,9 @@ def test_a_slot_is_solved_as_its_request_asks():
         )
 
 
-def test_guidance():
-    """1 is the velocity itself; beyond it, away from the part that the null velocity explains."""
+def test_guidance_moves_away_from_the_null_velocity():
+    """At 1 the result is the velocity itself. Above 1 it moves away from the projection on the null
+    velocity."""
     velocity, null = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0, 0.0]])
     assert torch.equal(guided(velocity, null, torch.tensor([1.0])), velocity)
     torch.testing.assert_close(guided(velocity, null, torch.tensor([2.0])), torch.tensor([[3.0, 8.0]]))
@@ -137,13 +136,13 @@ def test_guidance():
 
 
 @both_dtypes
-def test_audio_positions_alone_are_quantised(dtype):
+def test_only_audio_positions_are_quantised(dtype):
     ours = family("voxcpm2", dtype)
     rows = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).to(ours.dtype)
     is_audio = torch.tensor([False, False, True, True, False, True])
     base, fsq = ours.net.base, ours.net.fsq
     prompt = ours.prompt(replace(ASKED, text="hello world again"))
-    prompt.inputs = prompt.inputs[:7]  # of which the last is not prefilled
+    prompt.inputs = prompt.inputs[:7]  # the last one is not prefilled
     prompt.is_audio = torch.cat((is_audio, torch.tensor([False])))
     batch = zoo.loop.SoloBatches(ours, prompt)
     with torch.inference_mode():
@@ -156,9 +155,12 @@ def test_audio_positions_alone_are_quantised(dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("form", FORMS)
-def test_the_model_is_told_which_inputs_are_audio(form, dtype, monkeypatch):
-    """By the plain loop and by the engine, in stretches of 3 positions: those of references, and every patch
-    that was made; the last input of a prompt is read by the first step."""
+def test_the_model_learns_which_inputs_are_audio(form, dtype, monkeypatch):
+    """The plain loop and the engine, with a prefill of 3 positions at a time, both set the flags.
+
+    Audio inputs are those of references and every generated patch. The first step reads the last input of a
+    prompt.
+    """
     ours, asked = family("voxcpm2", dtype), replace(FORMS[form], max_frames=4)
     expected = ours.prompt(asked).is_audio.tolist() + [True] * 3
     assert expected[-4] == (form in ("continued", "combined")) and any(expected[:-3]) == (
@@ -184,9 +186,8 @@ def test_the_model_is_told_which_inputs_are_audio(form, dtype, monkeypatch):
 
 @both_dtypes
 @pytest.mark.parametrize("form", FORMS)
-def test_a_wrong_flag_is_heard(form, dtype, monkeypatch):
-    """The first patch is another where the prompt's last input, or one before it, passes for what it is
-    not."""
+def test_a_wrong_audio_flag_changes_the_patch(form, dtype, monkeypatch):
+    """The first patch differs if the flag of the prompt's last input, or of an earlier one, is inverted."""
     ours, asked = family("voxcpm2", dtype), replace(FORMS[form], max_frames=1)
     right, prompt = zoo.generate(ours, asked).frames, ours.prompt(asked)
     for wrong in (len(prompt.inputs) - 1, len(prompt.inputs) // 2):
@@ -201,9 +202,9 @@ def test_a_wrong_flag_is_heard(form, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["continued", "combined"])
-def test_streamed_equals_one_shot_behind_a_reference(form):
-    """Several at once, in the windows of the scheduler; the second of two equal requests shares the pages of
-    the first."""
+def test_streamed_equals_one_shot_after_a_reference(form):
+    """Several requests run at once, in the scheduler's windows. Of two equal requests the second shares the
+    pages of the first."""
     asked = [replace(FORMS[form], seed=seed, max_frames=20) for seed in (1, 1, 2)]
     engine = Engine(OURS, max_slots=2, compile=False, clock=Clock())
     for listener, request in zip(serve(engine, {0: asked[:1], 8: asked[1:]}), asked, strict=True):
@@ -216,7 +217,7 @@ def test_streamed_equals_one_shot_behind_a_reference(form):
 
 
 def test_streamed_equals_one_shot_over_a_minute():
-    """375 patches, in the windows of the strategy, and what is carried stays as large as it was."""
+    """Render 375 patches in windows of several sizes; the carried state keeps its size."""
     family64 = family("voxcpm2", "float64")
     decoder, patches = family64.vae.decoder, 375
     latents = torch.randn(1, 8, 4 * patches, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -254,17 +255,18 @@ def test_streamed_equals_one_shot_over_a_minute():
 
 
 @torch.inference_mode()
-def test_priming_needs_the_last_frames_alone():
+def test_priming_needs_only_the_last_frames():
     decoder = OURS.vae.decoder
     latents, reach = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(0)), decoder.reach
     assert reach == 33  # 20 with the published rates
     _, past = decoder(latents, torch.zeros(1, decoder.state_size), torch.tensor([100]), 100)
     torch.testing.assert_close(decoder.prime(latents)[0], past[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(decoder.prime(latents[:, :, -reach:])[0], past[0], rtol=0, atol=1e-6)
-    assert not torch.allclose(decoder.prime(latents[:, :, -12:])[0], past[0], atol=1e-6)  # what others take
+    # other servers decode over a window of 12 frames, which is too short
+    assert not torch.allclose(decoder.prime(latents[:, :, -12:])[0], past[0], atol=1e-6)
 
 
-def test_the_vae_is_in_float32_whatever_the_model_is():
+def test_the_vae_is_in_float32_for_every_model_dtype():
     small = family("voxcpm2", "bfloat16")
     assert {p.dtype for p in small.vae.parameters()} == {torch.float32} and {
         p.dtype for p in small.net.parameters()

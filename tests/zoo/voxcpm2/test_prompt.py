@@ -1,5 +1,4 @@
-"""VoxCPM2: from a request to positions, in every mode; what is made of a reference; and what a user may get
-wrong."""
+"""VoxCPM2: prompts in every mode, the encoding of references, and the errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ TEXT = tuple(TOKENS("hello world"))
 
 
 def clip(seed: int = 0, seconds: float = 0.1, rate_hz: int = 16000, channels: int = 1) -> AudioClip:
-    """A buzz of its own pitch. A patch of the tiny model lasts 10 ms."""
+    """Return a buzz whose pitch depends on the seed. A patch of the tiny model lasts 10 ms."""
     at = np.arange(round(seconds * rate_hz)) / rate_hz
     voices = [
         sum(np.sin(2 * np.pi * (200 + 37 * seed + c) * k * at) / k for k in range(1, 9))
@@ -55,10 +54,10 @@ FORMS = {
     "combined": COMBINED,
 }
 
-# what stands where
+# the order of positions
 
 
-def test_a_plain_text():
+def test_the_prompt_of_a_plain_text():
     script = write(ASKED)
     assert (
         script.ids == (*TEXT, START)
@@ -70,29 +69,30 @@ def test_a_plain_text():
 
 
 @pytest.mark.parametrize("text", ["  hello world", "\n hello\t\n world", "hello  \u3000world"])
-def test_a_text_is_one_line_and_spaces_at_its_start_do_not_count(text):
+def test_white_space_in_a_text_is_collapsed_and_dropped_at_its_start(text):
     assert write(replace(ASKED, text=text)) == write(ASKED)
 
 
 @pytest.mark.parametrize("description", ["A slow old man", " (A slow old man) ", "（A slow\nold man）"])  # noqa: RUF001
-def test_a_description_stands_in_brackets_before_the_text(description):
+def test_a_description_precedes_the_text_in_parentheses(description):
     script = write(replace(ASKED, instructions=description))
     assert script.ids == (*TOKENS("(A slow old man)hello world"), START)
-    assert script.text_tokens == len(script.ids) - 1  # it counts for the cap, as in the reference
+    # the description counts for the cap, as in the reference
+    assert script.text_tokens == len(script.ids) - 1
     assert write(replace(ASKED, instructions=" () ")) == write(ASKED)
 
 
-def test_a_reference_alone_stands_before_the_text():
+def test_a_reference_without_a_transcript_precedes_the_text():
     script = write(ALONE)
     assert script.ids == (REFERENCE_START, *[AUDIO] * 10, REFERENCE_END, *TEXT, START)
     assert not script.continues and script.references[0].codec_state is None
-    assert write(ask(PROMPT, options={"x_vector_only_mode": True})) == script  # it is heard, not continued
+    assert write(ask(PROMPT, options={"x_vector_only_mode": True})) == script  # the transcript is ignored
     assert write(replace(ALONE, instructions="slowly")).ids[12:] == (*TOKENS("(slowly)hello world"), START)
-    assert write(ask(Reference(CLIP, " \n"))) == script  # a transcript of nothing is none
+    assert write(ask(Reference(CLIP, " \n"))) == script  # a blank transcript counts as none
 
 
-def test_speech_goes_on_from_a_reference_with_its_transcript():
-    """Transcript and text are one string; the text alone counts for the cap."""
+def test_speech_continues_a_reference_with_a_transcript():
+    """Transcript and text are one string. Only the text counts for the cap."""
     script = write(CONTINUED)
     assert script.ids == (*TOKENS("Good evening.hello world"), START, *[AUDIO] * 10)
     assert script.continues and script.text_tokens == len(TEXT)
@@ -104,7 +104,7 @@ def test_speech_goes_on_from_a_reference_with_its_transcript():
     )
 
 
-def test_a_voice_and_a_clip_to_go_on_from_in_either_order():
+def test_a_voice_and_a_clip_to_continue_are_accepted_in_either_order():
     script = write(COMBINED)
     assert script.ids == (REFERENCE_START, *[AUDIO] * 3, REFERENCE_END, *write(CONTINUED).ids)
     assert script == write(ask(PROMPT, VOICE)) and script.continues and script.text_tokens == len(TEXT)
@@ -112,13 +112,14 @@ def test_a_voice_and_a_clip_to_go_on_from_in_either_order():
 
 
 @pytest.mark.parametrize("asked", FORMS.values(), ids=FORMS)
-def test_inputs_say_what_is_audio_and_the_slot_where_speech_goes_on(asked):
+def test_the_prompt_flags_audio_and_the_slot_holds_the_end_of_a_continued_clip(asked):
     script, prompt, state = write(asked), OURS.prompt(asked), OURS.state(1)
     is_audio = [index == AUDIO for index in script.ids]
     assert prompt.is_audio.dtype == torch.bool and prompt.is_audio.tolist() == is_audio
     assert prompt.usage == {"input_tokens": script.text_tokens, "prompt_positions": len(is_audio)}
     continues = asked in (CONTINUED, COMBINED)
-    state.before[0], state.codec_state[0], state.first_is_audio[0] = 7, 7, not continues  # of somebody before
+    # values that an earlier request left in the slot
+    state.before[0], state.codec_state[0], state.first_is_audio[0] = 7, 7, not continues
     OURS.admit(state, 0, prompt)
     assert bool(state.first_is_audio[0]) == is_audio[-1] == continues
     before = script.references[-1].patches[-1] if continues else torch.zeros(4, 8)
@@ -126,9 +127,8 @@ def test_inputs_say_what_is_audio_and_the_slot_where_speech_goes_on(asked):
     assert (state.codec_state[0] == 0).all() != continues
 
 
-def test_keys_name_what_stands_at_a_position():
-    """Equal references share their positions from the start, whatever is said after them; others share none
-    of them."""
+def test_prefix_keys_name_the_content_of_positions():
+    """Equal references share their positions with any text after them. Different references share none."""
     plain, one, other, longer, continued, combined = (
         OURS.prompt(asked).prefix_keys
         for asked in (
@@ -147,34 +147,30 @@ def test_keys_name_what_stands_at_a_position():
         and all(key < 0 for key in one[1:11])
         and len(set(one[1:11])) == 10
     )
-    assert not set(one[1:11]) & set(other) and not set(one[1:11]) & set(
-        continued
-    )  # its padding stands on the other side
-    assert combined == (
-        *one[:12],
-        *continued,
-    )  # the same clip in both uses; so its pages serve who asks for the voice alone
+    assert not set(one[1:11]) & set(other)
+    assert not set(one[1:11]) & set(continued)  # a continued clip is padded on the other side
+    # the same clip in both uses, so that its pages also serve requests for its voice
+    assert combined == (*one[:12], *continued)
     assert OURS.prompt(ask(Reference(clip(seconds=0.095)))).prefix_keys == one
 
 
-def test_caps():
-    """Six patches a token of the text and ten, as the reference has it; a request's own cap counts alone."""
+def test_the_cap_follows_the_text_unless_the_request_sets_one():
+    """The default is six patches per token of the text plus ten, as in the reference."""
     assert OURS.prompt(ASKED).max_frames == 6 * len(TEXT) + 10
     assert OURS.prompt(replace(CONTINUED, max_frames=200)).max_frames == 200
     assert OURS.prompt(replace(ASKED, text="a " * 40)).max_frames == 6 * len(TOKENS("a " * 40)) + 10
     room = OURS.spec.max_positions - len(TEXT) - 1
     assert OURS.prompt(replace(ASKED, max_frames=room)).max_frames == room
     long = OURS.prompt(replace(ASKED, text="a " * 90))
-    assert (
-        long.max_frames == OURS.spec.max_positions - len(long.inputs) < 6 * long.usage["input_tokens"]
-    )  # as many as fit
+    # as many as fit
+    assert long.max_frames == OURS.spec.max_positions - len(long.inputs) < 6 * long.usage["input_tokens"]
     for asked in (replace(ASKED, max_frames=room + 1), replace(ASKED, text="a " * 600)):
         refused(
             asked, "text", r"the prompt takes \d+ positions and leaves room for \d+ frames; \d+ are asked for"
         )
 
 
-# what a user may get wrong
+# invalid requests
 
 
 def refused(asked: Request, param: str, message: str) -> None:
@@ -184,7 +180,7 @@ def refused(asked: Request, param: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("param", ["temperature", "top_k", "top_p", "repetition_penalty"])
-def test_what_rules_the_drawing_of_tokens_is_refused(param):
+def test_token_sampling_options_are_refused(param):
     refused(
         replace(ASKED, **{param: 1}),
         param,
@@ -255,12 +251,12 @@ def test_what_rules_the_drawing_of_tokens_is_refused(param):
         ),
     ],
 )
-def test_what_is_refused(fields, param, message):
+def test_invalid_requests_are_refused(fields, param, message):
     refused(replace(ASKED, **fields), param, message)
 
 
 @pytest.mark.parametrize("value", [-0.1, 101.0, float("nan")])
-def test_guidance_that_no_model_can_take(value):
+def test_guidance_out_of_range_is_refused(value):
     refused(
         replace(ASKED, options={"cfg_scale": value}),
         "cfg_scale",
@@ -283,12 +279,12 @@ def test_guidance_that_no_model_can_take(value):
     ],
     ids=["silent", "short", "long", "nan", "dtype", "rate"],
 )
-def test_audio_that_is_no_reference(given, message):
+def test_unusable_reference_audio_is_refused(given, message):
     for asked in (ask(Reference(given)), ask(VOICE, Reference(given, "Good evening."))):
         refused(asked, "references", message)
 
 
-def test_other_families_refuse_what_they_have_no_use_for():
+def test_other_families_refuse_solver_options_and_noise():
     for option in ({"cfg_scale": 2.0}, {"solver_steps": 5}):
         param = next(iter(option))
         with pytest.raises(RequestError, match=f"takes no {param}; it takes: ") as error:
@@ -310,7 +306,7 @@ def test_a_reference_is_encoded_once_for_each_use():
 
 
 def test_a_reference_is_padded_after_and_its_continuation_before():
-    """So that speech goes on from the clip's end."""
+    """The padding comes before a continued clip so that speech continues its end."""
     heard, gone_on_from = (write(asked).references[0].patches for asked in (ALONE, CONTINUED))
     half = np.zeros(80, np.float32)
     after, before = (
@@ -322,17 +318,17 @@ def test_a_reference_is_padded_after_and_its_continuation_before():
 
 
 @pytest.mark.parametrize(("rate_hz", "channels"), [(44100, 1), (48000, 2), (16000, 2)])
-def test_any_rate_and_channels(rate_hz, channels):
+def test_references_of_any_rate_and_number_of_channels_are_accepted(rate_hz, channels):
     [reference] = write(ask(Reference(clip(2, rate_hz=rate_hz, channels=channels)))).references
     assert reference.patches.shape == (10, 4, 8)
     [plain] = write(ask(Reference(clip(2)))).references
     ratio = (reference.patches - plain.patches).norm() / plain.patches.norm()
-    assert ratio < 0.5  # the pitch of the second channel is another; edges ring
+    assert ratio < 0.5  # the second channel has a different pitch, and resampling rings at the edges
 
 
 @pytest.mark.parametrize("asked", [CONTINUED, COMBINED], ids=["continued", "combined"])
-def test_the_decoder_goes_on_from_a_reference_without_a_seam(asked):
-    """Speech after a reference sounds as if the decoder had decoded both in one go."""
+def test_the_decoder_continues_a_reference_without_a_seam(asked):
+    """Speech after a reference equals that of a decoder that decoded both at once."""
     speech, reference = zoo.generate(OURS, replace(asked, max_frames=6)), write(asked).references[-1]
     whole = torch.cat((reference.patches, speech.frames)).flatten(0, 1).T[None]  # [1, D, F]
     decoder = OURS.vae.decoder
@@ -344,24 +340,23 @@ def test_the_decoder_goes_on_from_a_reference_without_a_seam(asked):
 # the tokenizer
 
 
-def test_chinese_words_are_taken_apart():
+def test_chinese_words_are_split_into_characters():
     ids = {token: index for index, token in enumerate(sorted(TOKENS._vocabulary, key=TOKENS._vocabulary.get))}
     assert "你好" in ids and "卡拉O" in ids
     assert TOKENS("x你好世界")[-4:] == [ids[character] for character in "你好世界"]
-    assert (
-        TOKENS("我们") == [ids["▁我们"]] and "我们" not in ids
-    )  # a piece with its space, whose word is none by itself, stays
+    # a piece with its space is not split if the word alone is not in the vocabulary
+    assert TOKENS("我们") == [ids["▁我们"]] and "我们" not in ids
     assert TOKENS("x卡拉O")[-1] == ids["卡拉O"]
 
 
 @pytest.mark.parametrize(
     "text", ["<|audio_start|>", "</s>", "<unk>", "a<|ref_audio_start|>b", "<|audio_prompt_start|>", "<s>"]
 )
-def test_what_looks_like_a_special_token_is_ordinary_text(text):
+def test_special_tokens_in_a_text_are_ordinary_text(text):
     assert not set(TOKENS(text)) & {0, 1, 2, 101, 102, 103, 104} and len(TOKENS(text)) > 2
 
 
-def test_a_tokenizer_that_is_none(tmp_path):
+def test_an_invalid_tokenizer_is_refused(tmp_path):
     for change, message in (
         ({"model": {"type": "BPE"}}, "is not a tokenizer: "),
         ({"model": None}, "is not a tokenizer: "),
