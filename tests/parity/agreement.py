@@ -1,5 +1,4 @@
-"""A fixture's request, and what a greedy one must agree in with the reference, whatever kind of voice it asks
-for."""
+"""Build the request of a fixture, and check that a greedy request agrees with the reference."""
 
 from __future__ import annotations
 
@@ -19,8 +18,11 @@ FIELDS = frozenset(field.name for field in fields_of(Request))
 
 
 def request_of(asked: dict[str, Any], clip: AudioClip | None = None) -> Request:
-    """A fixture's request, which is greedy: fields of Request, a reference's transcript, and else options.
-    clip: of its reference."""
+    """Return the greedy request of a fixture. asked: fields of Request, a reference's transcript, and
+    options.
+
+    clip: the audio of its reference.
+    """
     asked = {name: value for name, value in asked.items() if name != "reference"}
     transcript = asked.pop("transcript", None)
     fields = {name: value for name, value in asked.items() if name in FIELDS}
@@ -30,12 +32,13 @@ def request_of(asked: dict[str, Any], clip: AudioClip | None = None) -> Request:
 
 
 def check_prompt(ours: model.Qwen3TTS, asked: Request, found: dict[str, Tensor], atol: float) -> None:
-    """What the talker reads before the first frame, and the text rows after it."""
+    """Check the talker's prompt and the text rows that follow it."""
     prompt = ours.prompt(asked)
     torch.testing.assert_close(prompt.inputs, found["inputs"], rtol=0, atol=atol)
     trailing = prompt.slot["text"]
     if not len(trailing):
-        trailing = torch.tensor([ours.config.tts_pad])  # what the reference adds for ever in text_mode full
+        # the reference adds it to every frame in text_mode full
+        trailing = torch.tensor([ours.config.tts_pad])
     torch.testing.assert_close(ours.talker.text(trailing), found["trailing"], rtol=0, atol=1e-6)
 
 
@@ -46,7 +49,7 @@ def check_speech(
     found: dict[str, Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Codes exactly; the talker's hidden states, all logits and the samples within 1e-4."""
+    """Check codes exactly, and the talker's hidden states, all logits and the samples to 1e-4."""
     heads: list[tuple[Tensor, Tensor]] = []
     drawn: list[Tensor] = []
 
@@ -76,7 +79,7 @@ def check_speech(
     torch.testing.assert_close(torch.stack([depth[step] for step in kept]), found["depth_logits"], **CLOSE)
 
     assert len(speech.samples) == 1920 * frames and speech.sample_rate_hz == 24000
-    early = facts.get("early", 0)  # the reference's cut may leave a sample of the clip
+    early = facts.get("early", 0)  # the reference may leave a sample of the clip
     at = torch.arange(0, 1920 * frames + early, facts["stride"]) - early
     inside = at >= 0
     torch.testing.assert_close(speech.samples[at[inside]], found["samples"][inside], **CLOSE)

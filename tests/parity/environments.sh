@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the reference environments, .venv-parity-FAMILY: for the fixtures, `zoo parity` and `zoo bench --against reference`.
-#   tests/parity/environments.sh [BASE]     BASE: an environment with speechzoo[dev] (default .venv); its torch serves all
-# Nothing is installed with its dependencies: they would bring another torch.
+#   tests/parity/environments.sh [BASE]     BASE: an environment with speechzoo[dev] (default .venv); all of them use its torch
+# Packages are installed without their dependencies, which would bring another torch.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 base=$(cd "${1:-.venv}" && pwd)
@@ -23,19 +23,19 @@ environment qwen3_tts qwen-tts==0.1.1 transformers==4.57.3 tokenizers==0.22.2 hu
     requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
 environment voxcpm2 voxcpm==2.0.3 "${audio[@]}"
 
-# Its packages are imported around their own __init__, which pull in training code. torchaudio's compiled parts are for CUDA alone.
+# The packages are imported without their own __init__, which imports training code. torchaudio's compiled parts need CUDA.
 environment cosyvoice2 cosyvoice-minicpmo==0.1.0 s3tokenizer==0.3.0 chatterbox-tts==0.1.7 transformers==5.23.0 torchaudio==2.11.0 \
     diffusers==0.42.1 conformer==0.3.2 omegaconf==2.4.0 antlr4-python3-runtime==4.13.2 onnx==1.23.2 protobuf==7.36.2 ml_dtypes==0.6.0 \
     pillow==13.0.0 importlib_metadata==10.2.0 zipp==4.1.2 requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 "${audio[@]}"
 rm -f "$(site .venv-parity-cosyvoice2)"/torchaudio/lib/*.so
 
-# Of sglang-omni a few files are read, and nothing is installed: it would bring a server. torchaudio's compiled parts are for CUDA alone.
+# Only a few files of sglang-omni are read; it is not installed, because it would bring a server. torchaudio's compiled parts need CUDA.
 environment higgs_v3 transformers==5.23.0 torchaudio==2.11.0
 higgs=.venv-parity-higgs_v3
 rm -f "$(site "$higgs")"/torchaudio/lib/*.so
 "$higgs/bin/python" -m pip download --quiet --no-deps --dest "$higgs" sglang_omni==0.1.9
 "$higgs/bin/python" -m zipfile -e "$higgs"/sglang_omni-0.1.9-*.whl "$higgs/sglang_omni"
 
-# Of vllm-omni the codec's modules are read alone: what they lie in would import a server.
+# Only the codec's modules of vllm-omni are imported, because the package around them would import a server.
 environment fish_s2 fish-speech==0.1.0 vllm-omni==0.30.0 transformers==5.23.0 loguru==0.7.3 loralib==0.1.2 tiktoken==0.14.0 \
     regex==2026.11.15 click==8.5.1 tqdm==4.70.1

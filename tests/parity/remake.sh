@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the reference environments and remakes every fixture and manifest.
-#   tests/parity/remake.sh [BASE]     as for environments.sh
+#   tests/parity/remake.sh [BASE]     BASE: see environments.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1 PYTHONPATH=.

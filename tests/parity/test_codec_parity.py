@@ -1,5 +1,5 @@
-"""The codec against the reference implementation, float32, tiny: codec.safetensors, made by
-oracle_qwen3_tts.py."""
+"""The codec of Qwen3-TTS compared with the reference implementation, in float32: codec.safetensors, which
+oracle_qwen3_tts.py makes."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def codec(tmp_path_factory):
 
 
 def output_of(module, call):
-    """What `module` returns during `call()`, and what that returns."""
+    """Return the output of `module` during `call()`, and the result of `call()`."""
     seen = []
     hook = module.register_forward_hook(lambda module, args, output: seen.append(output))
     result = call()
@@ -45,7 +45,7 @@ def output_of(module, call):
     return inner, result
 
 
-def test_codebooks(codec):
+def test_codebooks_equal_the_reference(codec):
     for name in ("decoder", "encoder"):
         for k in (0, 15):
             torch.testing.assert_close(
@@ -54,8 +54,9 @@ def test_codebooks(codec):
 
 
 @pytest.mark.parametrize("frames", [1, 7, 40, 120])  # the window is 6
-def test_decoder(codec, frames):
-    """Measured: transformer 2e-6, samples 2e-5. It is rounding: in float64 the two agree to 1e-14."""
+def test_the_decoder_equals_the_reference(codec, frames):
+    """The measured differences are 2e-6 (transformer) and 2e-5 (samples), by rounding: in float64 they are
+    1e-14."""
     codes = FOUND[f"decode_{frames}.codes"].long()[None]
     past, start = torch.zeros(1, codec.decoder.state_size), torch.zeros(1, dtype=torch.int64)
     transformer, (samples, _) = output_of(
@@ -66,9 +67,9 @@ def test_decoder(codec, frames):
     torch.testing.assert_close(samples[0, ::stride], FOUND[f"decode_{frames}.samples"], rtol=0, atol=5e-5)
 
 
-# the last is past the window, which the reference does not apply
+# the last one exceeds the window, which the reference does not apply
 @pytest.mark.parametrize("samples", [1920, 3940, 30001])
-def test_encoder(codec, samples):
+def test_the_encoder_equals_the_reference(codec, samples):
     audio = FOUND[f"encode_{samples}.audio"].float()[None] / 32768
     latent, codes = output_of(codec.encoder.downsample, lambda: codec.encoder(audio))
     torch.testing.assert_close(latent[0].T, FOUND[f"encode_{samples}.latent"], rtol=1e-5, atol=1e-5)

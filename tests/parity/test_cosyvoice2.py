@@ -1,5 +1,7 @@
-"""CosyVoice 2 against the reference implementations, in float32 on the same noise. The fixtures and what
-they hold: README.md beside this."""
+"""CosyVoice 2 compared with the reference implementations, in float32 with the same noise.
+
+README.md in this folder describes the fixtures.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ VOCODER = load_file(HERE / "vocoder.safetensors")
 VOICES = load_file(HERE / "voices.safetensors")
 RATES_HZ = json.loads((HERE / "voices.json").read_text())["rates_hz"]
 MEL = {"rtol": 0, "atol": 1e-4}
-# A rounding of the pitch becomes a phase, and in a random net the samples: see the README beside this.
+# Rounding of the pitch shifts the phase, which a random net shows in its samples: see README.md in this
+# folder.
 SAMPLES = {"rtol": 0, "atol": 6e-4}
 
 
@@ -47,17 +50,18 @@ def model() -> CosyVoice2:
 
 
 def noise(name: str, *shape: int) -> Tensor:
-    """As the oracle makes it."""
+    """Return the oracle's noise of that name."""
     return torch.from_numpy(synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, 1.0, False)]))
 
 
 def packed(start: Tensor, source: Tensor) -> Tensor:
-    """start [2F, MELS] of the flow, source [960 F, H] of the vocoder -> as `spec.noise_shape` has it."""
+    """Pack noise of the flow [2F, MELS] and of the vocoder's source [960 F, H] as `spec.noise_shape` has
+    it."""
     return torch.cat((start.unflatten(0, (-1, 2)), source.unflatten(0, (-1, 2, 480)).flatten(2)), -1)
 
 
 def start_noise(voice: str, num_frames: int) -> Tensor:
-    """The flow's own, behind the prompt."""
+    """Return the flow's fixed noise after the prompt [2 num_frames, MELS]."""
     first = len(model().voices[voice].mel)
     return model().flow.noise[first : first + 2 * num_frames]
 
@@ -65,13 +69,13 @@ def start_noise(voice: str, num_frames: int) -> Tensor:
 # text and language model
 
 
-def test_text_ids():
+def test_text_ids_equal_the_reference():
     for case in json.loads((HERE / "tokens.json").read_text()):
         assert model().writer.tokenize(case["text"]) == case["ids"], case["text"]
 
 
-def test_chinese_is_read_by_the_character():
-    """The words are in the vocabulary; the merges that would make them are not in the directory's file."""
+def test_chinese_is_read_character_by_character():
+    """The words are in the vocabulary, but the directory's file lacks the merges that produce them."""
     known = json.loads((demo_directory() / "CosyVoice-BlankEN" / "vocab.json").read_text())
     words = {"你好": "ä½łå¥½", "今天": "ä»Ĭå¤©"}
     for word, symbols in words.items():
@@ -87,7 +91,7 @@ def demo_directory() -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LM_CASES)
 @torch.inference_mode()
-def test_codes_and_hidden_states(name, monkeypatch):
+def test_codes_and_hidden_states_equal_the_reference(name, monkeypatch):
     facts, made = json.loads((HERE / f"{name}.json").read_text()), load_file(HERE / f"{name}.safetensors")
     request = Request(**facts["request"])
     voice = model()._voice(request)
@@ -109,8 +113,9 @@ def test_codes_and_hidden_states(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "rest", "whole"])
-def test_interleaved_codes(name, monkeypatch):
-    """With no prompt, and with one whose codes end within a turn or with one."""
+def test_interleaved_codes_equal_the_reference(name, monkeypatch):
+    """The cases have no prompt, a prompt whose codes end inside a group of fifteen, and one whose codes end
+    with a group."""
     facts, made = (
         json.loads((HERE / "interleaved.json").read_text()),
         load_file(HERE / "interleaved.safetensors"),
@@ -124,7 +129,7 @@ def test_interleaved_codes(name, monkeypatch):
     assert speech.frames[:, 0].tolist() == made[name].tolist() and len(made[name]) > 75
 
 
-def test_repetition_aware_sampling_makes_a_difference():
+def test_repetition_aware_sampling_changes_the_codes():
     codes = {name: load_file(HERE / f"{name}.safetensors")["codes"].tolist() for name in LM_CASES}
     assert any(
         codes[name] != codes[name.removesuffix("_10") + "_0"] for name in codes if name.endswith("_10")
@@ -134,14 +139,14 @@ def test_repetition_aware_sampling_makes_a_difference():
 # flow
 
 
-def test_the_noise_is_the_reference_s():
+def test_the_fixed_noise_equals_the_reference():
     torch.testing.assert_close(fixed_noise(15_000).mT[:, ::101], FLOW["noise"], rtol=0, atol=0)
     torch.testing.assert_close(fixed_noise(16_000)[:15_000], fixed_noise(15_000), rtol=0, atol=0)
 
 
 @torch.inference_mode()
 def mel_of(voice: Voice, num_there: int, num: int, chunk: int) -> Tensor:
-    """The flow alone, the prompt and `num` codes of the speech in one stretch, of which num_there are
+    """Return the mel of the flow alone, for the prompt and `num` codes in one stretch. num_there codes are
     known."""
     codes = torch.cat((voice.codes, FLOW["codes"], torch.zeros(LOOKAHEAD, dtype=torch.int64)))
     total = len(voice.codes) + num
@@ -156,15 +161,16 @@ def mel_of(voice: Voice, num_there: int, num: int, chunk: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["demo", "sound"])
-def test_mel_with_chunk_masks(name):
+def test_mel_with_chunk_masks_equals_the_reference(name):
     voice, num = model().voices[name], len(FLOW["codes"])
     torch.testing.assert_close(mel_of(voice, num, num, GRID), FLOW[f"{name}_chunks"], **MEL)
     torch.testing.assert_close(mel_of(voice, num, num - LOOKAHEAD, GRID), FLOW[f"{name}_chunks_open"], **MEL)
 
 
 @pytest.mark.parametrize("name", ["demo", "sound"])
-def test_mel_without_chunk_masks(name):
-    """What the reference gives when it does not stream: no mode of ours, but the same network."""
+def test_mel_without_chunk_masks_equals_the_reference(name):
+    """The reference computes this when it does not stream. We offer no such mode, but the network is the
+    same."""
     num = len(FLOW["codes"])
     whole = mel_of(model().voices[name], num, num, chunk=1000)
     torch.testing.assert_close(whole, FLOW[f"{name}_whole"], **MEL)
@@ -175,8 +181,8 @@ def test_mel_without_chunk_masks(name):
 @pytest.mark.parametrize("name", ["demo", "sound"])
 @pytest.mark.parametrize("sizes", [(57,), (25,), (50, 25)], ids=str)
 @torch.inference_mode()
-def test_streamed_speech(name, sizes):
-    """From a tape to samples in windows: the prompt from the cache, then its rest, then the speech."""
+def test_streamed_speech_equals_the_reference(name, sizes):
+    """A tape is rendered in windows: the prompt comes from the cache, then its rest, then the speech."""
     state = model().state(1)
     prompt = model().prompt(Request(text="Hm.", voice=name))
     model().admit(state, 0, prompt)
@@ -209,8 +215,8 @@ def test_streamed_speech(name, sizes):
 
 
 @torch.inference_mode()
-def test_speech_from_noise_that_is_given():
-    """The flow's and the vocoder's, both by frame."""
+def test_speech_from_given_noise_equals_the_reference():
+    """The noise of the flow and that of the vocoder's source are both given by frame."""
     made, num = load_file(HERE / "noise.safetensors"), len(FLOW["codes"])
     state = model().state(1)
     model().admit(state, 0, model().prompt(Request(text="Hm.", voice="demo")))
@@ -227,7 +233,7 @@ def test_speech_from_noise_that_is_given():
 
 @pytest.mark.parametrize("name", ["demo", "sound"])
 @torch.inference_mode()
-def test_samples_of_a_given_source(name):
+def test_pitch_source_and_samples_equal_the_reference(name):
     vocoder, mel = model().vocoder, FLOW[f"{name}_chunks"][None]
     plan, num = vocoder.plan, mel.shape[1]
     frames = num + plan.flush
@@ -243,9 +249,8 @@ def test_samples_of_a_given_source(name):
     source, _ = vocoder.source(given, place, torch.zeros(1, 9, dtype=torch.float64), values)
     late = 480 * plan.f0_lag + 240
     heard = source[0, late : late + 480 * num : 7]
-    torch.testing.assert_close(
-        heard, VOCODER[f"{name}_chunks_source"], rtol=0, atol=1e-3
-    )  # its phase is a sum in fp32
+    # the phase of this one is a sum in fp32
+    torch.testing.assert_close(heard, VOCODER[f"{name}_chunks_source"], rtol=0, atol=1e-3)
     torch.testing.assert_close(heard, VOCODER[f"{name}_chunks_source_exact"], rtol=0, atol=1e-5)
     samples = vocoder.filter(mel, source, place, state)[:, plan.lag : plan.lag + 480 * num]
     torch.testing.assert_close(samples[0, ::7], VOCODER[f"{name}_chunks_samples_exact"], rtol=0, atol=1e-5)
@@ -256,7 +261,7 @@ def test_samples_of_a_given_source(name):
 
 
 @pytest.mark.parametrize("name", sorted(RATES_HZ))
-def test_codes_and_mel_of_a_clip(name):
+def test_codes_and_mel_of_a_clip_equal_the_reference(name):
     samples = VOICES[f"{name}_clip"].numpy().astype("float32") / 32768
     clip = AudioClip(samples if len(samples) > 1 else samples[0], RATES_HZ[name])
     voice = model().cloner(clip)
@@ -268,7 +273,7 @@ def test_codes_and_mel_of_a_clip(name):
 
 @pytest.mark.parametrize("name", sorted(RATES_HZ))
 @torch.inference_mode()
-def test_speaker_of_a_clip(name):
+def test_speaker_vector_of_a_clip_equals_the_reference(name):
     samples = torch.from_numpy(VOICES[f"{name}_clip"].numpy().astype("float32") / 32768).mean(0)
     cloner = model().cloner
     features = cloner.fbank(cloner._resampled(samples, RATES_HZ[name], 16_000))
@@ -280,8 +285,7 @@ def test_speaker_of_a_clip(name):
 
 @cache
 def folded_campplus() -> CamPlus:
-    """The reference's weights, as the oracle fills them, with its batch normalisations folded as in the
-    published file."""
+    """Return CAM++ with the oracle's weights, and batch normalisations folded as in the published file."""
     module = CamPlus().eval()
     ours = dict(module.named_parameters())
     for name, mine in weights.campplus().items():

@@ -1,6 +1,7 @@
-"""OpenAudio S1-mini against fish-speech 0.1.0, end to end: tokens, prompts, greedy requests and sampling.
+"""OpenAudio S1-mini compared with fish-speech 0.1.0, end to end: tokens, prompts, greedy requests and
+sampling.
 
-The fixtures and what they hold: README.md beside this.
+README.md in this folder describes the fixtures.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ def ours() -> OpenAudioS1:
     return family("fish_s2", size="tiny-s1")
 
 
-def test_token_ids(ours):
-    """Those of tiktoken. Of the special tokens a text may hold the phoneme pair; other forms are ordinary
-    text."""
+def test_token_ids_equal_tiktokens(ours):
+    """The only special tokens in a text are the phoneme pair. Forged ones are ordinary text."""
     tokenize = ours.writer.tokenize
     for entry in facts("tokens")["texts"]:
         assert tokenize(entry["text"]) == entry["ids"], entry["text"]
@@ -60,8 +60,8 @@ def test_token_ids(ours):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_lm_reads(case, ours):
-    """The tokens, and of frames the rows of their codes."""
+def test_prompts_equal_the_reference(case, ours):
+    """A prompt has tokens, and at frames also the rows of their codes."""
     request, expected = asked(case), found(case)["ids"]
     columns = ours.writer(request.text, request.references)
     assert columns[:, 0].tolist() == expected.tolist()
@@ -72,15 +72,16 @@ def test_what_the_lm_reads(case, ours):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_codes_and_samples(case, ours):
+def test_greedy_codes_and_samples_equal_the_reference(case, ours):
     expected, speech = found(case), zoo.generate(ours, asked(case))
     assert speech.frames.tolist() == expected["codes"].tolist()
     torch.testing.assert_close(speech.samples[:: facts(case)["stride"]], expected["samples"], **CLOSE)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hidden_states_and_logits(case, ours, monkeypatch):
-    """The state before the last norm, which the fast AR reads, and the logits of code 0 before a penalty."""
+def test_hidden_states_and_logits_equal_the_reference(case, ours, monkeypatch):
+    """Compared are the state before the last norm, which the fast AR reads, and the logits of code 0 before
+    any penalty."""
     expected, seen = found(case), []
     emit, scores = ours.emit, ours.scores
 
@@ -93,12 +94,12 @@ def test_hidden_states_and_logits(case, ours, monkeypatch):
     for i, step in enumerate(facts(case)["steps"]):
         hidden, logits = seen[step]
         torch.testing.assert_close(hidden, expected["hidden"][i], **LM_CLOSE)
-        known = len(logits) - (step == 0)  # the end is not drawn first
+        known = len(logits) - (step == 0)  # the end is masked at the first step
         torch.testing.assert_close(logits[:known], expected["logits"][i, :known], **LM_CLOSE)
 
 
-def test_the_penalty_decides(ours):
-    """With none, or another, most of the fixtures' requests would be spoken otherwise."""
+def test_the_penalty_changes_the_codes(ours):
+    """Without it most of the fixtures' requests give different codes."""
     changed = 0
     for case in CASES:
         speech = zoo.generate(ours, replace(asked(case), repetition_penalty=1.0))
@@ -106,7 +107,7 @@ def test_the_penalty_decides(ours):
     assert changed >= 4
 
 
-def test_probabilities():
+def test_probabilities_equal_the_reference():
     expected = found("likely")
     for i, (temperature, top_p, penalty) in enumerate(facts("likely")["settings"]):
         seen = torch.zeros(8, 65, dtype=torch.bool).scatter(1, expected["previous"], True)

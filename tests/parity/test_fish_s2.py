@@ -1,7 +1,7 @@
-"""Fish Audio S2 against the reference implementations: checkpoint, prompts, greedy requests, sampling and
-codec.
+"""Fish Audio S2 compared with the reference implementations: checkpoint, prompts, greedy requests, sampling
+and codec.
 
-The fixtures and what they hold: README.md beside this.
+README.md in this folder describes the fixtures.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_our_modules_have_the_published_tensors():
     assert rows(shapes, "F32") == (MANIFESTS / "fish_s2_codec.txt").read_text().splitlines()
 
 
-def test_the_demo_is_the_checkpoint_of_the_reference():
+def test_the_demo_equals_the_reference_checkpoint():
     expected, path = facts("checkpoint"), directory("fish_s2", "tiny")
     for name, digest in expected["texts"].items():
         assert hashlib.sha256((path / name).read_bytes()).hexdigest() == digest, name
@@ -89,8 +89,9 @@ def test_the_demo_is_the_checkpoint_of_the_reference():
 # prompts
 
 
-def test_token_ids(ours):
-    """Of the special tokens a text may hold the phoneme pair; other forms are ordinary text, to us alone."""
+def test_token_ids_equal_the_reference(ours):
+    """The only special tokens in a text are the phoneme pair. Unlike in the reference, forged ones are
+    ordinary text."""
     tokenize = ours.writer.tokenize
     for entry in facts("tokens")["texts"]:
         assert tokenize(entry["text"]) == entry["ids"], entry["text"]
@@ -99,22 +100,22 @@ def test_token_ids(ours):
         assert max(tokenize(entry["text"])) < first <= max(entry["ids"]), entry["text"]
 
 
-def test_segments_are_encoded_apart():
-    """Where a transcript ends in a full stop, the tokenizer would join it with the line feeds that follow."""
+def test_segments_are_encoded_separately():
+    """The tokenizer would merge the full stop at the end of a transcript with the line feeds that follow."""
     expected = facts("tokens")
     assert expected["joined"] != expected["apart"]
     assert set(expected["apart"]) <= set(found("generate_two_speakers")["columns_0"][:, 0].tolist())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_spoken_at_a_time(case):
+def test_texts_are_split_into_passes_like_the_reference(case):
     request = facts(case)["request"]
     assert passes(request["text"], request.get("chunk_length", 200)) == facts(case)["passes"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_lm_reads(case, ours):
-    """Every pass, each behind what the ones before said."""
+def test_prompts_equal_the_reference(case, ours):
+    """The prompt of every pass contains the speech of the earlier ones."""
     expected, prompts = found(case), ours.prompts(asked(case))
     prompt = next(prompts)
     for number in range(len(facts(case)["passes"])):
@@ -130,7 +131,7 @@ def test_what_the_lm_reads(case, ours):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_codes_and_samples(case, ours):
+def test_greedy_codes_and_samples_equal_the_reference(case, ours):
     expected, told = found(case), facts(case)
     speech = zoo.generate(ours, asked(case))
     numbers = range(len(told["passes"]))
@@ -140,8 +141,8 @@ def test_greedy_codes_and_samples(case, ours):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hidden_states_and_logits(case, ours, monkeypatch):
-    """Of the steps 0, 3 and 9: the slow AR's hidden state, and what code 0 and all others are drawn from."""
+def test_hidden_states_and_logits_equal_the_reference(case, ours, monkeypatch):
+    """At steps 0, 3 and 9 the slow AR's hidden state and the logits of all codes are compared."""
     expected, seen, fast = found(case), [], []
     scores = ours.scores
     monkeypatch.setattr(
@@ -161,9 +162,9 @@ def test_hidden_states_and_logits(case, ours, monkeypatch):
         torch.testing.assert_close(others, expected["fast_logits"][i], **LM_CLOSE)
 
 
-def test_an_exact_rotary_table_would_show(ours):
-    """The reference's table is rounded to bf16; with an exact one the hidden states are a hundred tolerances
-    away."""
+def test_an_exact_rotary_table_changes_the_hidden_states(ours):
+    """The reference rounds its table to bf16. With an exact table the hidden states differ by a hundred
+    tolerances."""
     prompt = ours.prompt(asked("generate_clone"))
     batches = SoloBatches(ours, prompt)
     config, rounded = ours.config.slow, ours.lm.rope
@@ -180,16 +181,16 @@ def test_an_exact_rotary_table_would_show(ours):
 # bfloat16
 
 
-def test_rotary_tables_bit_for_bit():
+def test_rotary_tables_equal_the_reference_in_every_bit():
     expected = found("bfloat16")
     for name, dim, theta in (("slow", 128, 1e6), ("codec", 64, 1e4)):
         table = rope_table(32768, dim, theta)[expected["positions"]]  # [T, 2, dim / 2]
         assert torch.equal(table.transpose(1, 2), expected[f"rope_{name}"])
 
 
-def test_columns_and_the_slow_ar_in_bfloat16():
-    """Columns bit for bit. Attention is in fp32 here and not there, so hidden states are as close as bf16 is:
-    3 %."""
+def test_columns_and_the_slow_ar_in_bfloat16_are_close_to_the_reference():
+    """Columns are equal in every bit. Our attention is fp32 and the reference's is not, so hidden states are
+    within 3 %."""
     expected, ours = found("bfloat16"), family("fish_s2", "bfloat16")
     with torch.inference_mode():
         inputs = ours.lm.read(expected["columns"])
@@ -204,7 +205,7 @@ def test_columns_and_the_slow_ar_in_bfloat16():
 # sampling
 
 
-def test_probabilities():
+def test_probabilities_equal_the_reference():
     expected = found("likely")
     for i, (temperature, top_k, top_p) in enumerate(facts("likely")["settings"]):
         limits = torch.full((8,), top_k), torch.full((8,), top_p)
@@ -212,8 +213,8 @@ def test_probabilities():
         torch.testing.assert_close(probabilities, expected["probabilities"][i], rtol=0, atol=1e-6)
 
 
-def test_repetition_aware_draws():
-    """Over 120 recorded steps, of which some dozens repeat."""
+def test_repetition_aware_sampling_equals_plain_loops():
+    """The fixture has 120 recorded steps, of which some dozens repeat a token."""
     expected, told = found("repetition"), facts("repetition")
     limits = [torch.tensor([told[name]]) for name in ("temperature", "top_k", "top_p")]
     recent = torch.full((1, sampling.RAS_WINDOW), -1)
@@ -228,7 +229,7 @@ def test_repetition_aware_draws():
     assert 0 < sum(a != b for a, b in zip(drawn, plain, strict=True)) <= told["replaced"]
 
 
-def test_greedy_repeats_itself_as_the_original_does_with_one_candidate():
+def test_greedy_sampling_repeats_a_token_like_the_original_with_one_candidate():
     logits, recent = torch.eye(4)[1:2], torch.full((1, sampling.RAS_WINDOW), 1)
     limits = torch.tensor([0.0]), torch.tensor([0]), torch.tensor([0.8])
     noise = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(0)) * 100
@@ -241,9 +242,9 @@ def test_greedy_repeats_itself_as_the_original_does_with_one_candidate():
 @pytest.mark.parametrize("frames", [1, 3, 200])
 @pytest.mark.parametrize("chunk", [1, 4, 25, 200])
 @torch.inference_mode()
-def test_decoding(frames, chunk, ours):
-    """In one go and in pieces; 200 frames are more than the 128 that the transformer looks back. Codes above
-    a codebook's last one are its last one."""
+def test_decoding_equals_the_reference_in_any_chunks(frames, chunk, ours):
+    """200 frames are more than the 128 that the transformer looks back. Codes above a codebook's last one are
+    read as its last one."""
     expected, decoder = found("codec"), ours.codec.decoder
     codes = expected[f"decode_{frames}.codes"].long()[None]  # [1, F, K]
     assert frames == 1 or codes[:, :, 1:].max() > 31
@@ -258,8 +259,8 @@ def test_decoding(frames, chunk, ours):
 
 @pytest.mark.parametrize("length", facts("codec")["lengths"])
 @torch.inference_mode()
-def test_encoding(length, ours):
-    """Codes exactly; the longest clip has more positions than the encoder's transformer looks back."""
+def test_encoding_equals_the_reference(length, ours):
+    """Codes agree exactly. The longest clip has more positions than the encoder's transformer looks back."""
     expected = found("codec")
     samples = torch.tensor(clip(length).samples)[None]
     assert ours.codec.encode(samples)[0].tolist() == expected[f"encode_{length}.codes"].tolist()

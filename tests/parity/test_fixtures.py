@@ -1,4 +1,4 @@
-"""The demo checkpoint is the one that the reference's classes make, and the manifests are those of the
+"""The demo checkpoint equals the one that the reference's classes make, and the manifests equal those of the
 published files."""
 
 import hashlib
@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "qwen3_tts"
 MANIFESTS = HERE.parent / "manifests"
 
-# sha256 of the rows, joined with line feeds: taken from the headers of the published files by
-# kadirnar/voicehub (voicehub/models/qwen3tts/native/metadata.py).
+# sha256 of the rows, joined with line feeds. kadirnar/voicehub took them from the headers of the published
+# files (voicehub/models/qwen3tts/native/metadata.py).
 FINGERPRINTS = {
     "0.6b_base": "3889c5131670e5b82d9cca8f7e14164e69572b3820c26db7c68a486a458f6c4e",
     "0.6b_custom_voice": "e19ec7ba43585e1a5992503f4401083394eb97b62c7eb53aff79b45889927b14",
@@ -36,11 +36,11 @@ def rows(shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FINGERPRINTS)
-def test_manifests_are_those_of_the_published_files(name):
+def test_manifests_equal_those_of_the_published_files(name):
     assert hashlib.sha256("\n".join(manifest(name)).encode()).hexdigest() == FINGERPRINTS[name]
 
 
-# VoiceDesign has the tensors of CustomVoice, as its published header says.
+# VoiceDesign has the tensors of CustomVoice, according to its published header.
 PUBLISHED = {
     "0.6b": "0.6b_custom_voice",
     "full": "0.6b_custom_voice",
@@ -62,7 +62,7 @@ def test_our_modules_have_the_published_tensors(size, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-1.7b", "tiny-base", "tiny-1.7b-base"])
-def test_the_demo_is_the_checkpoint_of_the_reference(size, tmp_path):
+def test_the_demo_equals_the_reference_checkpoint(size, tmp_path):
     expected = json.loads((FIXTURES / f"checkpoint_{size}.json").read_text())
     directory = demo.write(tmp_path / "demo", size, seed=expected["seed"], dtype=torch.float32)
     files = {path.relative_to(directory).as_posix() for path in directory.rglob("*.*")}
@@ -79,7 +79,7 @@ def test_the_demo_is_the_checkpoint_of_the_reference(size, tmp_path):
         )
 
 
-def test_the_seed_and_the_dtype_of_the_demo(tmp_path):
+def test_the_demo_follows_its_seed_and_dtype(tmp_path):
     name = "talker.codec_head.weight"
     full, half, other = (tmp_path / part for part in ("full", "half", "other"))
     demo.write(full, dtype=torch.float32)
@@ -94,7 +94,7 @@ def test_the_seed_and_the_dtype_of_the_demo(tmp_path):
     assert not torch.equal(tensors[half], tensors[other])
 
 
-def test_values_are_the_same_on_every_machine_and_of_the_size_their_name_asks_for():
+def test_values_are_the_same_on_every_machine_and_scaled_by_their_name():
     assert demo.fill("talker.codec_head.weight", (1, 4), seed=0).tolist() == [
         [-0.1889408975839615, 0.6007839441299438, -0.7461963295936584, 2.1704814434051514]
     ]
@@ -132,13 +132,13 @@ def test_changes_to_the_config_are_merged_in(tmp_path):
         ({"talker_config": {"layers": 1}}, "talker_config has no 'layers'; it has: .*num_hidden_layers"),
     ],
 )
-def test_write_says_what_is_wrong_and_leaves_nothing(arguments, message, tmp_path):
+def test_a_failed_write_names_the_cause_and_leaves_no_files(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         demo.write(tmp_path / "demo", **arguments)
     assert not (tmp_path / "demo").exists()
 
 
-def test_write_does_not_write_over_anything(tmp_path):
+def test_write_never_overwrites_files(tmp_path):
     (tmp_path / "kept").write_text("kept")
     with pytest.raises(ValueError, match="exists and is not an empty directory"):
         demo.write(tmp_path)
@@ -166,9 +166,9 @@ def test_the_vocabulary_of_the_published_size():
     )
 
 
-def test_files_whose_published_bytes_are_known(tmp_path):
+def test_files_with_known_published_bytes_are_equal(tmp_path):
     directory = demo.write_texts(tmp_path / "demo", "0.6b")
-    # published without a last line feed
+    # the published file has no line feed at its end
     generation = (directory / "generation_config.json").read_bytes().rstrip()
     features = (directory / "speech_tokenizer" / "preprocessor_config.json").read_bytes()
     assert hashlib.sha256(generation).hexdigest().startswith("f1b90b45")

@@ -1,7 +1,7 @@
-"""Higgs Audio V3 against the reference implementations: checkpoint, prompts, greedy requests, stop rule,
-sampling and codec.
+"""Higgs Audio V3 compared with the reference implementations: checkpoint, prompts, greedy requests, stop
+rule, sampling and codec.
 
-The fixtures and what they hold: README.md beside this.
+README.md in this folder describes the fixtures.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def rows(shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
 
 
 def test_our_modules_have_the_published_tensors(tmp_path):
-    """929 tensors in the file, 927 of them in its index; as many values as the hub counts."""
+    """The file has 929 tensors, 927 of them in its index, and as many values as the hub counts."""
     config, spec = describe(demo.write_texts(tmp_path / "demo", "full"))
     shapes = published(build(config), weights.table(config))
     assert rows(shapes, "BF16") == MANIFEST.read_text().splitlines()
@@ -81,7 +81,7 @@ def test_our_modules_have_the_published_tensors(tmp_path):
     )
 
 
-def test_the_demo_is_the_checkpoint_of_the_reference():
+def test_the_demo_equals_the_reference_checkpoint():
     expected = facts("checkpoint")
     for name, digest in expected["texts"].items():
         assert hashlib.sha256((directory("higgs_v3", "tiny") / name).read_bytes()).hexdigest() == digest, name
@@ -98,8 +98,8 @@ def test_the_demo_is_the_checkpoint_of_the_reference():
 # prompts
 
 
-def test_the_public_golden(tmp_path):
-    """Ids of the published tokenizer, whose pieces of this one text the full demo has in their places."""
+def test_ids_of_the_public_golden(tmp_path):
+    """The full demo has the published tokenizer's pieces of this one text at their published ids."""
     expected = facts("golden")
     tokenize = TextTokenizer(demo.write_texts(tmp_path / "full", "full"))
     special = tokenize.special
@@ -126,9 +126,9 @@ def test_the_public_golden(tmp_path):
     assert {token: special[token] for token in published_ids} == published_ids
 
 
-def test_token_ids(ours):
-    """Control tags are read out of a text; whatever else looks like a special token there is ordinary text,
-    to us alone."""
+def test_token_ids_equal_the_reference(ours):
+    """Control tags in a text are special tokens. Unlike in the reference, all other special tokens are
+    ordinary text."""
     tokenize = ours.writer.tokenize
     first = min(tokenize.special.values())
     for entry in facts("tokens")["texts"]:
@@ -136,11 +136,11 @@ def test_token_ids(ours):
     for entry in facts("tokens")["forged"]:
         ids = tokenize(entry["text"])
         assert max(ids) < first, entry["text"]
-        assert max(entry["ids"]) >= first or "joy" in entry["text"]  # the last one is nobody's tag
+        assert max(entry["ids"]) >= first or "joy" in entry["text"]  # the last one is not a tag of the model
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_lm_reads(case, ours):
+def test_prompts_equal_the_reference(case, ours):
     script, expected = write(ours, asked(case)), found(case)
     assert (
         torch.where(torch.tensor(script.ids) < 0, -100, torch.tensor(script.ids)).tolist()
@@ -154,7 +154,7 @@ def test_what_the_lm_reads(case, ours):
 # greedy requests, float32
 
 
-def test_there_are_cases():
+def test_cases_cover_references_transcripts_and_forced_ends():
     requests = [facts(name)["request"] for name in CASES]
     kinds = {(bool(r.get("reference")), bool(r.get("transcript")), "ends" in r) for r in requests}
     assert len(CASES) == 7 and len(kinds) == 5
@@ -162,8 +162,8 @@ def test_there_are_cases():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_greedy_request_from_text_to_samples(case, ours, monkeypatch):
-    """Codes exactly; hidden states, logits and samples within 1e-4. Measured: 2e-6, 4e-6 and 8e-6."""
+def test_greedy_requests_equal_the_reference(case, ours, monkeypatch):
+    """Codes agree exactly; hidden states, logits and samples to 1e-4 (measured: 2e-6, 4e-6 and 8e-6)."""
     said, expected = facts(case), found(case)
     seen: list[tuple[Tensor, Tensor]] = []
     forced = said["request"].get("ends")
@@ -190,8 +190,10 @@ def test_a_greedy_request_from_text_to_samples(case, ours, monkeypatch):
 
 
 def tape(logits: Tensor, end: int, most: int) -> tuple[DelayState, int]:
-    """Greedy steps over scripted logits [R, K, V], in which codebook 0 ends at step `end` -> the state, and
-    how many steps it took."""
+    """Run greedy steps over scripted logits [R, K, V], in which codebook 0 ends at step `end`.
+
+    Returns the state and the number of steps.
+    """
     state = family("higgs_v3").state(1, most)
     state.open(0, family("higgs_v3").prompt(Request(text="a", max_frames=most)))
     told = logits.clone()
@@ -205,10 +207,10 @@ def tape(logits: Tensor, end: int, most: int) -> tuple[DelayState, int]:
 
 
 @pytest.mark.parametrize("end", range(21))
-def test_where_speech_ends(end):
-    """From step 8 on as the reference does it: as many frames as the step that ended it, six steps later, and
-    no special in them. Before, the reference takes no notice and goes on, here to the end of the script; to
-    us speech that ends is speech that ends."""
+def test_speech_ends_where_codebook_0_ends(end):
+    """From step 8 on this equals the reference: the number of frames is the step of the end, no frame holds a
+    special, and six more steps follow. Before step 8 the reference ignores the end and continues; here speech
+    ends."""
     expected, said = found("stops"), facts("stops")
     state, steps = tape(expected["logits"], end, most=33)
     codes = state.tape[0, : state.ready[0]]
@@ -221,8 +223,8 @@ def test_where_speech_ends(end):
         assert (said["frames"][end], said["steps"][end]) == (33, 40)
 
 
-def test_the_scripts_hold_specials_where_codes_are_kept():
-    """Otherwise nothing says that they become code 0."""
+def test_the_scripts_hold_specials_in_stored_frames():
+    """Without them no test would show that specials become code 0."""
     logits = found("stops")["logits"]
     assert (logits[:20, 1:].argmax(-1) >= 64).sum() > 20
 
@@ -230,7 +232,7 @@ def test_the_scripts_hold_specials_where_codes_are_kept():
 # sampling
 
 
-def test_what_is_drawn_from():
+def test_probabilities_equal_the_reference():
     expected = found("likely")
     for (temperature, top_k, top_p), probabilities in zip(
         facts("likely")["settings"], expected["probabilities"], strict=True
@@ -245,12 +247,13 @@ def test_what_is_drawn_from():
 # the codec
 
 
-@pytest.mark.parametrize("frames", [1, 3, 30])  # a frame is heard ten frames away
-def test_decoder(frames, ours):
-    """Measured: 7e-6. It is rounding: the tables of codes are folded, and the sums have another order."""
+@pytest.mark.parametrize("frames", [1, 3, 30])  # a frame affects samples ten frames away
+def test_the_decoder_equals_the_reference(frames, ours):
+    """The measured difference is 7e-6, by rounding: the tables of codes are folded, and sums have another
+    order."""
     expected = found("codec")
     codes = expected[f"decode_{frames}.codes"].long()
-    edge = torch.randint(64, (10, 8))  # what lies beyond the tape is not read
+    edge = torch.randint(64, (10, 8))  # frames beyond the tape are not read
     samples = ours.codec.decoder(
         torch.cat((edge, codes, edge))[None], torch.tensor([0]), torch.tensor([frames])
     )[0]
@@ -260,9 +263,8 @@ def test_decoder(frames, ours):
 
 
 @pytest.mark.parametrize("length", facts("codec")["lengths"])
-def test_encoder(length, ours):
-    """Lengths for which the two branches agree on the number of frames, and lengths for which the acoustic
-    one is padded."""
+def test_the_encoder_equals_the_reference(length, ours):
+    """At some lengths both branches give the same number of frames; at others the acoustic one is padded."""
     expected, encoder = found("codec"), ours.codec.encoder
     seen: dict[str, Tensor] = {}
     hooks = [
@@ -291,9 +293,9 @@ def test_encoder(length, ours):
 # bfloat16
 
 
-def test_where_bfloat16_rounds():
-    """The rotary table and the sum of a step's rows bit for bit. Attention adds up in another order than the
-    reference's: cosine."""
+def test_bfloat16_rounds_like_the_reference():
+    """The rotary table and the sum of a step's rows are equal in every bit. Attention sums in another order,
+    so hidden states are compared by their cosine."""
     rounded, expected = family("higgs_v3", "bfloat16"), found("bfloat16")
     stack, kv = rounded.config.stack, rounded.spec.kv
     cos, sin = rope_table(expected["positions"], stack.head_dim, stack.rope_theta, torch.bfloat16)
@@ -317,7 +319,7 @@ def test_where_bfloat16_rounds():
     assert F.cosine_similarity(hidden.float(), expected["hidden"].float()).min() > 0.9998
 
 
-def test_logits_are_float32_before_anything_is_done_to_them(monkeypatch):
+def test_logits_become_float32_before_they_are_changed(monkeypatch):
     rounded, drawn = family("higgs_v3", "bfloat16"), []
     monkeypatch.setattr(
         model, "draw", lambda logits, *how: drawn.append((logits, *how)) or draw(logits, *how)
@@ -330,7 +332,7 @@ def test_logits_are_float32_before_anything_is_done_to_them(monkeypatch):
     logits, temperature, top_k, top_p, noise = drawn[0]
     assert {tensor.dtype for tensor in (logits, temperature, top_p, noise)} == {torch.float32}
     expected = heads[0].float().view(8, -1)
-    expected[0, rounded.config.end] = -torch.inf  # of the first row alone
+    expected[0, rounded.config.end] = -torch.inf  # masked in the first row only
     assert torch.equal(logits, expected)
     assert torch.equal(drawn[1][0], heads[1].float().view(8, -1))
     assert (
@@ -346,11 +348,11 @@ def test_logits_are_float32_before_anything_is_done_to_them(monkeypatch):
 @pytest.mark.checkpoint
 @pytest.mark.skipif(
     "ZOO_CHECKPOINT_HIGGS_V3" not in os.environ,
-    reason="ZOO_CHECKPOINT_HIGGS_V3 names no published checkpoint",
+    reason="ZOO_CHECKPOINT_HIGGS_V3 does not name a published checkpoint",
 )
-def test_the_published_model_says_what_the_public_golden_says():
-    """The first row before any masking, greedy: the model itself knows that seven codebooks have not
-    begun."""
+def test_the_published_model_gives_the_public_golden():
+    """This is the first greedy row before any masking: the model itself predicts that seven codebooks have
+    not begun."""
     real = zoo.load(os.environ["ZOO_CHECKPOINT_HIGGS_V3"], "cpu", "bfloat16")
     said = Request(text="Hello from PegaInfer.")
     script = write(real, said)

@@ -1,7 +1,7 @@
-"""Qwen3-TTS against the reference implementation: greedy requests in float32, rounding in bfloat16, token
-ids; then the rules one by one.
+"""Qwen3-TTS compared with the reference implementation: greedy requests in float32, rounding in bfloat16,
+token ids; then the rules one by one.
 
-The fixtures and what they hold: README.md beside this.
+README.md in this folder describes the fixtures.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def voices(size: str = "tiny"):
 # greedy requests, float32
 
 
-def test_there_are_cases():
+def test_cases_cover_sizes_stops_and_text_modes():
     assert len(CASES) == 15
     facts = [fixture(name)[0] for name in CASES]
     assert {f["size"] for f in facts} == {"tiny", "tiny-1.7b"}
@@ -55,13 +55,13 @@ def test_there_are_cases():
     assert {f["request"]["text_mode"] for f in facts} == {"full", "interleaved"}
 
 
-def test_what_the_talker_reads(case):
+def test_prompts_equal_the_reference(case):
     facts, found = case
     check_prompt(voices(facts["size"]), request(facts), found, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_greedy_request_from_text_to_samples(case, monkeypatch):
+def test_greedy_requests_equal_the_reference(case, monkeypatch):
     facts, found = case
     check_speech(voices(facts["size"]), request(facts), facts, found, monkeypatch)
 
@@ -71,7 +71,7 @@ def test_a_greedy_request_from_text_to_samples(case, monkeypatch):
 
 @pytest.fixture(scope="module")
 def rounded():
-    """The talker in bfloat16, and where the reference rounds."""
+    """Return the talker in bfloat16, and the fixture of the reference's rounding."""
     return family("qwen3_tts", "bfloat16"), load_file(HERE / "bfloat16.safetensors")
 
 
@@ -81,8 +81,8 @@ def same_bits(ours: Tensor, theirs: Tensor) -> None:
 
 
 def same_but_for_the_last_bit(ours: Tensor, theirs: Tensor) -> None:
-    """For what comes out of matrix products: on the machine that made the fixtures the bits are equal, on
-    others the kernels may add up in another order."""
+    """Compare results of matrix products. On the machine that made the fixtures all bits are equal; elsewhere
+    kernels may sum in another order."""
     assert ours.dtype == theirs.dtype == torch.bfloat16
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-9)
 
@@ -92,7 +92,7 @@ def test_the_norm_casts_before_it_multiplies(rounded):
     same_bits(ours.talker.layers[0].norm(found["norm.x"]), found["norm.out"])
 
 
-def test_the_rope_table(rounded):
+def test_the_rope_table_equals_the_reference_in_every_bit(rounded):
     ours, found = rounded
     stack = ours.config.talker
     cos, sin = rope_table(found["rope.positions"], stack.head_dim, stack.rope_theta, torch.bfloat16)
@@ -100,7 +100,7 @@ def test_the_rope_table(rounded):
     same_bits(sin, found["rope.sin"][0])
 
 
-def test_queries_and_keys_are_normed_by_head_and_then_rotated(rounded):
+def test_queries_and_keys_are_normed_per_head_and_then_rotated(rounded):
     ours, found = rounded
     block = ours.talker.layers[0]
     cos, sin = (found[f"rope.{name}"][0][:, None] for name in ("cos", "sin"))
@@ -113,14 +113,14 @@ def test_queries_and_keys_are_normed_by_head_and_then_rotated(rounded):
         same_bits(rotate(found[f"attention.{name}_normed"], cos, sin), found[f"attention.{name}"])
 
 
-def test_the_text_rows(rounded):
+def test_text_rows_equal_the_reference(rounded):
     ours, found = rounded
     same_but_for_the_last_bit(ours.talker.text(found["text.ids"]), found["text.out"])
 
 
-def test_the_whole_talker_in_bfloat16(rounded):
-    """Three layers of attention add up in another order than the reference's, so the bits differ; measured
-    cosine: 0.9999."""
+def test_the_whole_talker_in_bfloat16_is_close_to_the_reference(rounded):
+    """Three layers of attention sum in another order than the reference, so bits differ. Measured cosine:
+    0.9999."""
     ours, found = rounded
     at = torch.arange(len(found["talker.inputs"]))
     kv = ours.spec.kv
@@ -146,9 +146,8 @@ def test_the_whole_talker_in_bfloat16(rounded):
 # token ids
 
 
-def test_token_ids():
-    """The one deviation: a user's text is only ever text. What looks like a special token there is its
-    characters, to us."""
+def test_token_ids_equal_the_reference():
+    """There is one deviation: special tokens in a user's text are ordinary text."""
     added = read_json(directory("qwen3_tts", "tiny") / "tokenizer_config.json")["added_tokens_decoder"]
     special = [token["content"] for token in added.values()]
     tokenize, lookalikes = voices().writer.tokenize, 0
@@ -171,7 +170,7 @@ SPOKEN = Request(
 )
 
 
-def test_the_penalty_counts_every_code_said_and_no_prompt():
+def test_the_penalty_counts_every_generated_code_and_no_prompt():
     asked = replace(SPOKEN, repetition_penalty=1.2, max_frames=60)
     heads: list[Tensor] = []
     hook = voices().talker.codec_head.register_forward_hook(lambda module, args, out: heads.append(out[0]))
@@ -183,14 +182,16 @@ def test_the_penalty_counts_every_code_said_and_no_prompt():
             logits[code] = logits[code] / 1.2 if logits[code] > 0 else logits[code] * 1.2
         by_hand.append(max([*range(64), *([eos] if step >= 2 else [])], key=lambda code: logits[code]))
     assert [code for code in by_hand if code != eos] == codes
-    assert len(set(codes)) < len(codes), "nothing was said twice, so nothing says that the penalty is bounded"
+    assert len(set(codes)) < len(codes), (
+        "no code occurs twice, so the test cannot show that the penalty is bounded"
+    )
     assert codes != zoo.generate(voices(), replace(asked, repetition_penalty=1.0)).frames[:, 0].tolist()
 
 
 def scores(
     name: str = "float32", steps: int = 5, penalty: float = 1.0, said: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Raw logits of some hidden state, and the scores that are drawn from. Both [V]."""
+    """Return raw logits [V] of a random hidden state, and the scores [V] that codes are sampled from."""
     ours = family("qwen3_tts", name)
     h = torch.randn(1, ours.spec.width, generator=torch.Generator().manual_seed(1)).to(ours.dtype)
     mask = torch.zeros(1, ours.config.vocab, dtype=torch.bool)
@@ -200,7 +201,7 @@ def scores(
     ]
 
 
-def test_scores_are_float32_before_anything_is_done_to_them():
+def test_scores_become_float32_before_they_are_changed():
     raw, found = scores("bfloat16", penalty=1.05, said=(5, 6, 7))
     assert raw.dtype == torch.bfloat16 and found.dtype == torch.float32
     wide = raw.float()
@@ -209,7 +210,7 @@ def test_scores_are_float32_before_anything_is_done_to_them():
     assert found[eos] == wide[eos]
 
 
-def test_the_last_1024_ids_are_never_said_but_for_the_end():
+def test_the_last_1024_ids_except_the_end_are_never_sampled():
     raw, found = scores()
     config = voices().config
     allowed = [*range(config.vocab - 1024), config.control.eos]
@@ -226,7 +227,7 @@ def test_the_end_is_banned_for_two_tokens(steps):
     assert (found[voices().config.control.eos] > -torch.inf) == (steps >= 2)
 
 
-def test_a_model_that_wants_to_end_at_once_says_two_frames():
+def test_a_model_that_wants_to_end_at_once_generates_two_frames():
     def end(module, args, out: Tensor) -> Tensor:
         out[:, voices().config.control.eos] = 1000.0
         return out
@@ -242,9 +243,9 @@ def test_the_cap_is_the_number_of_frames(cap):
     assert len(zoo.generate(voices(), replace(SPOKEN, max_frames=cap)).frames) == cap
 
 
-def test_the_cap_of_who_sets_none():
-    """Twelve frames a text token but 192 at least, and never more than the checkpoint's max_new_tokens
-    allow."""
+def test_the_default_cap_follows_the_text():
+    """It is twelve frames per text token, at least 192, and at most what the checkpoint's max_new_tokens
+    allows."""
     spec = voices().spec
     assert (
         spec.max_frames
@@ -259,9 +260,9 @@ def test_the_cap_of_who_sets_none():
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-1.7b"])
-def test_what_is_read_after_a_frame(size):
-    """All sixteen codes, the last one too, in tables of the talker's width; and the text by offset, then
-    tts_pad for ever."""
+def test_the_input_after_a_frame_sums_all_codes_and_the_next_text_row(size):
+    """All sixteen codes have tables of the talker's width. After the text, tts_pad is added to every
+    frame."""
     ours = voices(size)
     prompt = ours.prompt(Request(text="one two", voice="ryan", options={"text_mode": "interleaved"}))
     state = ours.state(1)

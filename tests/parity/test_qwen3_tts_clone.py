@@ -1,7 +1,7 @@
-"""Base and VoiceDesign against the reference implementation: what is made of a reference, and greedy requests
-in float32.
+"""Base and VoiceDesign compared with the reference implementation: encoded references, and greedy requests in
+float32.
 
-The fixtures and what they hold: README.md beside this.
+README.md in this folder describes the fixtures.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def case(request):
 # references
 
 
-def test_mel_filters():
-    """librosa's, which are rounded to float32 twice."""
+def test_mel_filters_equal_librosas():
+    """librosa rounds its filters to float32 twice."""
     torch.testing.assert_close(
         slaney_filters(24000, 1024, 128)[::8].float(), CLIPS["filters"], rtol=0, atol=1e-8
     )
 
 
 @pytest.mark.parametrize("name", FACTS["rates_hz"])
-def test_what_is_made_of_a_reference(name, monkeypatch):
-    """Mel and speaker vector within 1e-4, codes exactly, for clips below and above the encoder's window.
-    Measured: 1e-6 each."""
+def test_encoded_references_equal_the_reference(name, monkeypatch):
+    """Mel and speaker vector agree to 1e-4 (measured: 1e-6), codes exactly, for clips shorter and longer than
+    the encoder's window."""
     cloner = family("qwen3_tts", size="tiny-base").writer.cloner
     mels: list[Tensor] = []
     hook = cloner.mel.register_forward_hook(lambda module, args, out: mels.append(out[0]))
@@ -67,7 +67,7 @@ def test_what_is_made_of_a_reference(name, monkeypatch):
     assert made.codes.tolist() == CLIPS[f"{name}.codes"].tolist()
 
 
-def test_the_clips_are_shorter_and_longer_than_the_encoders_window():
+def test_some_clips_are_shorter_and_some_longer_than_the_encoders_window():
     encoder = family("qwen3_tts", size="tiny-base").codec.encoder.config
     frames = {len(CLIPS[f"{name}.codes"]) for name in FACTS["rates_hz"]}
     assert min(frames) < encoder.window / 2 < max(frames)
@@ -76,7 +76,7 @@ def test_the_clips_are_shorter_and_longer_than_the_encoders_window():
 # greedy requests, float32
 
 
-def test_there_are_cases():
+def test_cases_cover_all_voices_and_text_modes():
     facts = [json.loads((HERE / f"{name}.json").read_text()) for name in CASES]
     assert len(facts) == 11
     long = [(f["size"].split("-")[-1], f["request"]) for f in facts if f["frames"] >= 60]
@@ -86,13 +86,13 @@ def test_there_are_cases():
     assert {f.get("early") for f in facts} == {0, 1, None}
 
 
-def test_what_the_talker_reads(case):
+def test_prompts_equal_the_reference(case):
     facts, found = case
     check_prompt(family("qwen3_tts", size=facts["size"]), request(facts), found, atol=1e-5)
 
 
-def test_text_is_shorter_and_longer_than_the_codes():
-    """In text_mode interleaved the longer side goes on: codes beside padding, or text beside the frames that
+def test_some_texts_are_shorter_and_some_longer_than_the_codes():
+    """In text_mode interleaved the longer side continues: codes with padding, or text with the frames that
     follow."""
     trailing = {
         name: load_file(HERE / f"clone_{name}.safetensors")["trailing"]
@@ -102,6 +102,6 @@ def test_text_is_shorter_and_longer_than_the_codes():
 
 
 @pytest.mark.slow
-def test_a_greedy_request_from_text_to_samples(case, monkeypatch):
+def test_greedy_requests_equal_the_reference(case, monkeypatch):
     facts, found = case
     check_speech(family("qwen3_tts", size=facts["size"]), request(facts), facts, found, monkeypatch)

@@ -1,7 +1,7 @@
-"""VoxCPM2 against the reference implementation, in float32 on the same noise, and where single bits matter in
-bfloat16.
+"""VoxCPM2 compared with the reference implementation, in float32 with the same noise, and bit for bit where
+rounding matters.
 
-The fixtures and what they hold: README.md beside this.
+README.md in this folder describes the fixtures.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def facts(name: str) -> dict:
 
 
 def noise(name: str, *shape: int, deviation: float = 1.0) -> Tensor:
-    """As the oracle makes it."""
+    """Return the oracle's noise of that name."""
     return torch.from_numpy(
         synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, deviation, False)])
     )
@@ -67,7 +67,7 @@ def request(name: str) -> Request:
 
 @cache
 def model(name: str) -> VoxCPM2:
-    """The model that a case was asked of: with its adapter, where there is one."""
+    """Return the model of a case, with its adapter if it has one."""
     fact = facts(name)
     if "adapter" not in fact:
         return family("voxcpm2", size=fact["size"])
@@ -77,7 +77,7 @@ def model(name: str) -> VoxCPM2:
 
 
 def write_adapter(place: Path, adapter: dict) -> None:
-    """As fine-tuning writes it, with the values that the oracle gives the tensors."""
+    """Write an adapter as the fine-tuning script does, with the oracle's values of its tensors."""
     (place / "lora_config.json").write_text(
         json.dumps({"base_model": "a path of its own", "lora_config": adapter["config"]})
     )
@@ -130,11 +130,11 @@ def test_our_modules_have_the_published_tensors(
         spec.kv.num_heads,
         spec.kv.head_dim,
     ) == kv and spec.frame_samples == frame_samples
-    assert size != "full" or vae.decoder.state_size == 161_856  # as many as the reference's stream holds
+    assert size != "full" or vae.decoder.state_size == 161_856  # as in the reference's stream
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-1.5"])
-def test_the_demo_is_the_checkpoint_of_the_reference(size):
+def test_the_demo_equals_the_reference_checkpoint(size):
     expected, made = facts(f"checkpoint_{size}"), directory("voxcpm2", size)
     assert {path.name for path in made.iterdir()} == expected["texts"].keys() | expected["tensors"].keys()
     for name, digest in expected["texts"].items():
@@ -156,16 +156,15 @@ def test_the_demo_is_the_checkpoint_of_the_reference(size):
 # requests from text to samples
 
 
-def test_there_are_cases():
+def test_cases_cover_both_ends_and_no_stop_is_close():
     found = {name: facts(name) for name in CASES}
     assert len(found) == 19 and {fact["stop"] for fact in found.values()} == {"end", "cap"}
-    assert min(fact["margin"] for fact in found.values()) > 1e-3  # no stop hangs on rounding
+    assert min(fact["margin"] for fact in found.values()) > 1e-3  # no stop depends on rounding
 
 
 @cache
 def spoken(name: str) -> tuple[zoo.Speech, dict[str, Tensor]]:
-    """A case, and what passed by on the way: what the language models read, what the solver was given, how
-    near the stop was."""
+    """Generate a case. Returns the speech, the solver's conditions and the stop head's outputs."""
     fact = facts(name)
     ours = model(name)
     seen: dict[str, list[Tensor]] = {"mu": [], "stop": []}
@@ -181,7 +180,7 @@ def spoken(name: str) -> tuple[zoo.Speech, dict[str, Tensor]]:
 
 
 @every_case
-def test_what_the_language_model_reads(name):
+def test_prompts_equal_the_reference(name):
     fact, found = facts(name), load_file(HERE / f"{name}.safetensors")
     script, prompt = script_of(name), model(name).prompt(request(name))
     torch.testing.assert_close(prompt.inputs, found["inputs"], **CLOSE)
@@ -193,7 +192,7 @@ def test_what_the_language_model_reads(name):
 
 
 @every_case
-def test_what_is_heard_of_references(name):
+def test_reference_latents_equal_the_reference(name):
     found, references = load_file(HERE / f"{name}.safetensors"), script_of(name).references
     assert len(references) == len(facts(name)["request"].get("references", ()))
     if references:
@@ -204,7 +203,7 @@ def test_what_is_heard_of_references(name):
 
 @pytest.mark.slow
 @every_case
-def test_patches_stops_and_samples(name):
+def test_patches_stops_and_samples_equal_the_reference(name):
     fact, found = facts(name), load_file(HERE / f"{name}.safetensors")
     speech, seen = spoken(name)
     assert len(speech.frames) == fact["frames"]
@@ -213,7 +212,8 @@ def test_patches_stops_and_samples(name):
     torch.testing.assert_close(speech.frames, found["patches"], **CLOSE)
     frame_samples, rate_hz = (120, 44100) if fact["size"] == "tiny-1.5" else (480, 48000)
     assert (len(speech.samples), speech.sample_rate_hz) == (frame_samples * fact["frames"], rate_hz)
-    # the first generation's checkpoint is twice as loud: samples reach full scale, from patches that are 1e-6 off
+    # the first generation's checkpoint is twice as loud: its samples reach full scale, and its patches are
+    # 1e-6 off
     most = 2e-5 if fact["size"] == "tiny-1.5" else 1e-5
     torch.testing.assert_close(speech.samples[:: fact["stride"]], found["samples"], rtol=0, atol=most)
 
@@ -222,7 +222,7 @@ def test_patches_stops_and_samples(name):
 
 
 @torch.inference_mode()
-def test_the_vae():
+def test_the_vae_equals_the_reference():
     found, vae = load_file(HERE / "vae.safetensors"), family("voxcpm2").vae
     latents, audio = noise("vae", 1, 8, 60, deviation=1.5), noise("audio", 1, 1600, deviation=0.1)
     stride = facts("vae")["stride"]
@@ -239,8 +239,8 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 
 @both_dtypes
 @pytest.mark.parametrize("steps", [2, 3, 7, 10, 25, 49])
-def test_the_schedule(steps, dtype):
-    """Bit for bit: the times, where the solver looks, and how far all its steps go with a velocity of one."""
+def test_the_schedule_equals_the_reference_in_every_bit(steps, dtype):
+    """This holds for the times, for the times of evaluation, and for the result of a velocity of one."""
     name = f"{str(dtype).removeprefix('torch.')}.{steps}"
     times = sway_times(steps, dtype)
     assert torch.equal(times, SOLVER[f"{name}.times"])
@@ -254,7 +254,7 @@ def test_the_schedule(steps, dtype):
 
 
 @both_dtypes
-def test_the_time_sinusoid(dtype):
+def test_the_time_sinusoid_equals_the_reference_in_every_bit(dtype):
     name = str(dtype).removeprefix("torch.")
     assert torch.equal(sinusoid(sway_times(10, dtype), 1024)[:, ::11], SOLVER[f"{name}.sinusoid"])
     assert torch.equal(
@@ -263,7 +263,7 @@ def test_the_time_sinusoid(dtype):
 
 
 @both_dtypes
-def test_the_positions(dtype, tmp_path):
+def test_rotary_tables_equal_the_reference_in_every_bit(dtype, tmp_path):
     config, _ = describe(demo.write_texts(tmp_path / "demo", "full"))
     rope = LongRope(config.lm.rope)
     rope.prepare(torch.device("cpu"), dtype)
@@ -274,8 +274,8 @@ def test_the_positions(dtype, tmp_path):
 
 
 @torch.inference_mode()
-def test_a_patch_in_bfloat16():
-    """Where everything rounds. The facts file measures 0.6 % between batch sizes of one implementation."""
+def test_a_patch_in_bfloat16_is_close_to_the_reference():
+    """Every operation rounds. Two batch sizes of the reference itself differ by 0.6 %."""
     found, ours, how = (
         load_file(HERE / "bfloat16.safetensors"),
         family("voxcpm2", "bfloat16"),
@@ -298,8 +298,8 @@ def test_a_patch_in_bfloat16():
 # token ids
 
 
-def test_token_ids():
-    """One deviation: a user's text is only ever text."""
+def test_token_ids_equal_the_reference():
+    """There is one deviation: special tokens in a user's text are ordinary text."""
     tokenize, special = family("voxcpm2").writer.tokenize, ("</s>", "<s>", "<unk>", "<|audio_start|>")
     lookalikes = 0
     for entry in facts("tokens")["texts"]:
@@ -314,8 +314,8 @@ def test_token_ids():
 
 
 def test_token_ids_where_transcript_and_text_meet():
-    """They are one string, joined as they are given: neither is stripped, and in the text alone white space
-    becomes single spaces."""
+    """Transcript and text are one string, concatenated as given. Neither is stripped, and only the text has
+    its white space collapsed."""
     writer, seams = family("voxcpm2").writer, facts("tokens")["seams"]
     given = AudioClip(np.sin(np.arange(400, dtype=np.float32)), 16000)
     for seam in seams:
@@ -333,7 +333,7 @@ def test_token_ids_where_transcript_and_text_meet():
 
 
 @pytest.mark.parametrize(("name", "size"), [("adapted", "tiny"), ("old_adapted", "tiny-1.5")])
-def test_an_adapter_changes_what_is_said(name, size):
+def test_an_adapter_changes_the_speech(name, size):
     plain = zoo.generate(
         family("voxcpm2", size=size), request(name), noise=noise(str(facts(name)["case"]), 400, 4, 8)[:5]
     )

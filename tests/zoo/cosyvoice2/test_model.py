@@ -145,7 +145,7 @@ def test_a_large_batch_is_rendered_in_several_parts(model):
 @pytest.mark.parametrize("voice", ["demo", "sound"])
 @pytest.mark.parametrize("past_tokens", [150, 500])
 def test_a_stream_equals_the_whole_tape_beyond_the_cached_past(model, voice, past_tokens):
-    """In float64. A past of 150 tokens is too short, so both drop the oldest tokens alike."""
+    """In float64. A past of 150 tokens is too short, so both drop the same oldest tokens."""
     exact = copy.deepcopy(model).double()
     exact.past_tokens = past_tokens
     codes = torch.arange(260) * 733 % 6561
