@@ -1,8 +1,8 @@
-"""Makes the CosyVoice 2 fixtures from reference packages: transformers (language model, text tokenizer),
-cosyvoice-minicpmo 0.1.0 (flow,
-vocoder), s3tokenizer 0.3.0, chatterbox-tts 0.1.7 (CAM++), torchaudio 2.11 (filter banks, resampling).
+"""Make the CosyVoice 2 fixtures with reference packages: transformers (language model, text tokenizer),
+cosyvoice-minicpmo 0.1.0 (flow, vocoder), s3tokenizer 0.3.0, chatterbox-tts 0.1.7 (CAM++), torchaudio 2.11
+(filter banks, resampling).
 
-Runs in the reference environment that remake.sh builds:
+Run it in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-cosyvoice2/bin/python tests/parity/oracle_cosyvoice2.py
 """
 
@@ -47,7 +47,7 @@ PACKAGES = (
     "librosa",
 )
 VERSIONS = {name: importlib.metadata.version(name) for name in PACKAGES}
-NUM_CODES, FRAMES = 6561, 57  # 57 codes: two chunks and a rest
+NUM_CODES, FRAMES = 6561, 57  # 57 codes are two chunks and a part of a third
 TEXTS = (
     "Good morning.",
     "It's 7:45, and my iPhone isn't ready [laughter] at all.",
@@ -90,7 +90,8 @@ def language_model(directory: Path) -> tuple[transformers.Qwen2Model, dict[str, 
 def speak(
     model: transformers.Qwen2Model, tensors: dict[str, Tensor], case: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """As Qwen2LM.inference puts it together; the whole sequence is computed anew for every code."""
+    """Generate codes from inputs in the order of Qwen2LM.inference. Every code recomputes the whole
+    sequence."""
     embed, speech = tensors["llm.model.model.embed_tokens.weight"], tensors["speech_embedding.weight"]
     sos, task = tensors["llm_embedding.weight"].split(1)
     inputs = torch.cat((sos, embed[case["text_ids"]], task, speech[case["codes"]]))
@@ -151,7 +152,8 @@ INTERLEAVED = "Good morning, everybody who is here today: my phone rings."
 
 @torch.inference_mode()
 def make_interleaved(directory: Path) -> None:
-    """Qwen2LM.inference_bistream as it is run by zoo/cosyvoice2/reference.py; the text comes token by token."""
+    """Write the codes of Qwen2LM.inference_bistream, as zoo/cosyvoice2/reference.py runs it, token by
+    token."""
     lm, tokenizer = reference.make_lm(directory, Config.read(directory)), make_tokenizer(directory)
     demo_voice = torch.load(directory / "spk2info.pt", weights_only=True)["demo"]
     prompt_codes, before = demo_voice["flow_prompt_speech_token"], demo_voice["prompt_text"][0].tolist()
@@ -178,7 +180,7 @@ Prompt = tuple[Tensor, Tensor, Tensor]  # codes [1, P], mel [1, 2P, MELS], speak
 
 
 def mel_of(flow: Any, codes: Tensor, prompt: Prompt, streaming: bool, finalize: bool) -> Tensor:
-    """-> [F, MELS]"""
+    """Return the mel [F, MELS] of codes after a prompt."""
     before, mel, speaker = prompt
     num_codes, num_before, num_mel = (torch.tensor([part.shape[1]]) for part in (codes, before, mel))
     given = (codes, num_codes, before, num_before, mel, num_mel, speaker)
@@ -210,7 +212,7 @@ def make_flow(directory: Path) -> None:
 
 
 def make_noise(directory: Path, flow: Any, codes: Tensor, prompt: Prompt) -> None:
-    """The speech begins with another noise than the flow's own; the prompt does not."""
+    """Write samples of speech with given noise. The prompt keeps the flow's own noise."""
     start, first, fixed = noise("start", 2 * FRAMES, 80), prompt[1].shape[1], flow.decoder.rand_noise.clone()
     fixed[0, :, first : first + len(start)] = start.mT
     with patch.object(flow.decoder, "rand_noise", fixed):
@@ -222,7 +224,8 @@ def make_noise(directory: Path, flow: Any, codes: Tensor, prompt: Prompt) -> Non
 
 
 def source_noise(like: Tensor) -> Tensor:
-    """Ours; the random phase has no effect."""
+    """Return the fixture's noise in place of torch.randn_like. The random phase, which has no effect, is
+    zero."""
     values = noise("source", FRAMES * 960, 9)
     return values.expand_as(like) if like.shape[-1] == 9 else torch.zeros_like(like)
 
@@ -248,7 +251,7 @@ def make_vocoder(directory: Path, mels: dict[str, Tensor]) -> None:
 
 
 def clips() -> dict[str, tuple[Tensor, int]]:
-    """Chirps with noise, one of them in stereo."""
+    """Return clips and their rates in Hz: chirps with noise, one of them in stereo."""
     made = {}
     for name, seconds, rate_hz, channels in (
         ("short", 0.7, 16000, 1),
@@ -291,7 +294,7 @@ def speaker_encoder() -> CAMPPlus:
 
 
 def speaker_tensors(model: CAMPPlus) -> dict[str, Tensor]:
-    """Unlike any two of them: an exporter merges equal ones."""
+    """Return the tensors of CAM++. No two are equal, because the exporter would merge them."""
     state = model.state_dict()
     filled = {
         name: torch.from_numpy(fill_speaker(name, tuple(value.shape)))
@@ -307,8 +310,8 @@ def fill_speaker(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @torch.inference_mode()
 def check_exported_speaker(directory: Path) -> None:
-    """What PyTorch's exporter writes of the reference's own CAM++ is read through our table, and gives the
-    same vector."""
+    """Check that our table reads the file that PyTorch's exporter writes of the reference's CAM++, and that
+    the vectors agree."""
     model = speaker_encoder()
     model.load_state_dict(speaker_tensors(model))
     path = directory / "exported" / weights.SPEAKER_FILE

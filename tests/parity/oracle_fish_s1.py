@@ -1,7 +1,7 @@
-"""Makes the OpenAudio S1-mini fixtures from fish-speech 0.1.0, whose own loader, tokenizer, prompt and loop run
-them; see README.md beside this. All requests are greedy.
+"""Make the OpenAudio S1-mini fixtures with fish-speech 0.1.0's own loader, tokenizer, prompt and loop; see
+README.md in this folder. All requests are greedy.
 
-Runs in the reference environment that environments.sh builds:
+Run it in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-fish_s2/bin/python tests/parity/oracle_fish_s1.py
 """
 
@@ -54,9 +54,9 @@ def generate(
     codes = model.speak(request["text"], heard, request["max_frames"], greedy=True)
     for hook in hooks:
         hook.remove()
-    assert len(codes), "the end comes first: choose another text"
+    assert len(codes), "the model ends at the first step; choose another text"
     steps = [step for step in (0, 3, 9, 18) if step < len(codes)]
-    passes = codes.shape[1]  # of the fast AR, a frame
+    passes = codes.shape[1]  # passes of the fast AR per frame
     tensors = {
         "ids": read[0],
         "codes": codes.to(torch.int16),
@@ -68,7 +68,7 @@ def generate(
 
 
 def tokens(directory: Path) -> dict[str, Any]:
-    """Ids by tiktoken, in which every special token is read out of the text."""
+    """Return ids by tiktoken, which recognises every special token in a text."""
     encode = FishTokenizer.from_pretrained(str(directory)).encode
     forged = ("<|im_end|>", "a<|semantic:3|>b", "<|interleave|>")
     return {
@@ -78,7 +78,7 @@ def tokens(directory: Path) -> dict[str, Any]:
 
 
 def likely() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The probabilities that are drawn from, by the reference's own function: penalty, top-p, temperature."""
+    """Return sampling probabilities by the reference's own function: penalty, top-p, temperature."""
     random = torch.Generator().manual_seed(2)
     logits = 3 * torch.randn(8, 65, generator=random)
     previous = torch.randint(65, (8, 16), generator=random)

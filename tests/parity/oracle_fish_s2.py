@@ -1,8 +1,10 @@
-"""Makes the Fish Audio S2 fixtures and its manifests from the reference implementations; see README.md beside
-this, and zoo/fish_s2/reference.py, whose classes and prompts these are. The repetition-aware draw is written
-here, step by step in plain loops. All requests are greedy.
+"""Make the Fish Audio S2 fixtures and manifests with the reference implementations; see README.md in this
+folder.
 
-Runs in the reference environment that environments.sh builds:
+Classes and prompts are those of zoo/fish_s2/reference.py. Repetition-aware sampling is written here, step by
+step in plain loops. All requests are greedy.
+
+Run it in the reference environment that environments.sh builds:
     PYTHONPATH=. .venv-parity-fish_s2/bin/python tests/parity/oracle_fish_s2.py
 """
 
@@ -27,17 +29,16 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "fish_s2"
 MANIFESTS = HERE.parent / "manifests"
 SIZE, SEED = "tiny", 0
-STRIDE = 997  # of the samples that are kept; coprime to a frame, so every place in a frame is seen
+STRIDE = 997  # every STRIDEth sample is stored; coprime to a frame, to cover all positions in a frame
 PACKAGES = ("fish-speech", "vllm-omni", "transformers", "tokenizers", "torch", "numpy")
 VERSIONS = {name: importlib.metadata.version(name) for name in PACKAGES}
-LM_SHA256 = (
-    "7080b1c9b5d5e95589a1efa18db19616170d7e35664e2e4e7f744bbf7180adad"  # of the published header's rows
-)
+# of the published header's rows
+LM_SHA256 = "7080b1c9b5d5e95589a1efa18db19616170d7e35664e2e4e7f744bbf7180adad"
 
 STORY = "The quick brown fox jumps over the lazy dog."
 CHINESE = "今天天气很好。"
 TURNS = "<|speaker:0|>Good morning, [laughing] everybody! <|speaker:1|> It's 7:45.\n<|speaker:0|>" + STORY * 3
-# Requests in the fields of zoo.contract.Request; `references` are transcripts, and lengths of the one clip in
+# Requests as fields of zoo.contract.Request. `references` are transcripts and lengths of the one clip in
 # samples.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 40},
@@ -60,14 +61,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CLIP_SAMPLES = 44_100 * 7  # 603 positions of the encoder's transformer, which looks back 512
 LENGTHS = (1, 2047, 2048, 2049, 30_000, CLIP_SAMPLES)
-STEPS = (0, 3, 9)  # kept of hidden states and logits
+STEPS = (0, 3, 9)  # whose hidden states and logits are stored
 
 
-# --- what they make ---
+# --- the fixtures ---
 
 
 def record() -> Tensor:
-    """A buzz whose pitch and loudness move, and noise. int16 [N]."""
+    """Return the clip, int16 [N]: a buzz with changing pitch and loudness, and noise."""
     random = torch.Generator().manual_seed(SEED)
     at = torch.arange(CLIP_SAMPLES, dtype=torch.float64) / 44100
     phase = 2 * torch.pi * 130 * (at + 0.02 * torch.sin(9 * at))
@@ -77,12 +78,12 @@ def record() -> Tensor:
 
 
 def heard(model: Model, clip: Tensor, length: int) -> Tensor:
-    """codes [K, F] of the clip's beginning."""
+    """Return codes [K, F] of the first `length` samples of the clip."""
     return model.codec.encode(clip[:length].float()[None, None] / 32768)[0][0]
 
 
 def gap(logits: Tensor) -> float:
-    """How far the best is ahead of the second."""
+    """Return the smallest distance in any row between the best and the second-best logit."""
     best, second = logits.topk(2).values.unbind(-1)
     return (best - second).min().item()
 
@@ -103,7 +104,7 @@ def generate(model: Model, request: dict[str, Any], clip: Tensor) -> tuple[dict[
         while len(codes) < request["max_frames"]:
             hidden, logits = model.step(columns, at)
             first = logits.argmax(-1)
-            assert codes or first < model.size, "the end comes first: choose another text"
+            assert codes or first < model.size, "the model ends at the first step; choose another text"
             if first == model.size:
                 break
             frame, fast_logits = model.frame(hidden, first, lambda logits: logits.argmax(-1))
@@ -125,8 +126,8 @@ def generate(model: Model, request: dict[str, Any], clip: Tensor) -> tuple[dict[
 
 @torch.no_grad()
 def codec(model: Model, clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The codec alone: random codes to samples in one go; a clip, cut to several lengths, to codes, with what
-    the codebooks read."""
+    """Return results of the codec: random codes to samples at once, and a clip, cut to several lengths, to
+    codes and the input of the codebooks."""
     random = torch.Generator().manual_seed(4)
     tensors: dict[str, Tensor] = {"clip": clip}
     for frames in (1, 3, 200):
@@ -153,15 +154,19 @@ def codec(model: Model, clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def nearness(x: Tensor, rows: Tensor) -> float:
-    """How much further away the second nearest direction is than the nearest. x [F, dim], rows [V, dim]"""
+    """Return by how much the second-nearest direction is farther than the nearest. x [F, dim], rows [V,
+    dim]."""
     x, rows = nn.functional.normalize(x), nn.functional.normalize(rows)
     nearest = torch.cdist(x, rows).topk(2, largest=False).values
     return (nearest[:, 1] - nearest[:, 0]).min().item()
 
 
 def kept_logits(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """logits [V] -> probabilities [V], as the original makes them: top-p of the softmax at temperature 1, the
-    entry that crosses it gone too; top-k; the best one always; then the temperature."""
+    """Return sampling probabilities [V] of logits [V], as the original computes them.
+
+    Top-p applies to the softmax at temperature 1 and drops the entry that crosses it. Then come top-k and the
+    temperature. The best entry is always kept.
+    """
     order = logits.sort(descending=True, stable=True).indices
     total, kept = 0.0, []
     probabilities = logits.double().softmax(-1)
@@ -175,7 +180,7 @@ def kept_logits(logits: Tensor, temperature: float, top_k: int, top_p: float) ->
 
 
 def likely() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The probabilities that are drawn from; those without a top-k also by the reference's own function."""
+    """Return sampling probabilities. Those without top-k are checked against the reference's own function."""
     from fish_speech.models.text2semantic.inference import logits_to_probs
 
     random = torch.Generator().manual_seed(2)
@@ -199,8 +204,10 @@ def likely() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def repetition() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Repetition-aware draws over recorded logits and noise, step by step in plain loops. Few codes are
-    likely, so most draws repeat."""
+    """Return repetition-aware samples from fixed logits and noise, step by step in plain loops.
+
+    Few codes are likely, so many samples are repetitions.
+    """
     random = torch.Generator().manual_seed(3)
     steps, size = 120, 64
     logits = torch.randn(steps, size + 1, generator=random)
@@ -215,7 +222,7 @@ def repetition() -> tuple[dict[str, Tensor], dict[str, Any]]:
         repeats = at > 0 and first != size and first in window
         tokens.append(again if repeats else first)
         replaced.append(repeats)
-        if at > 0:  # the token of the prefill is never put there
+        if at > 0:  # the token of the prefill never enters the window
             window = [*window[1:], tokens[-1]]
     assert 20 < sum(replaced) < steps - 20 and tokens.index(size) == steps - 1
     setting = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -227,8 +234,8 @@ def repetition() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @torch.no_grad()
 def bfloat16(model: Model) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The published rotary tables at some positions, bit for bit; columns of codes, embedded in bfloat16; and
-    the slow AR over them."""
+    """Return published rotary tables at some positions, columns of codes embedded in bfloat16, and the slow
+    AR over them."""
     positions = torch.tensor([0, 1, 2, 3, 5, 9, 17, 64, 257, 1001, 4095, 32767])
     tables = {}
     for name, dim, theta in (("slow", 128, 1_000_000), ("codec", 64, 10_000)):
@@ -252,8 +259,7 @@ def bfloat16(model: Model) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def tokens(model: Model) -> dict[str, Any]:
-    """Token ids by the tokenizers library's own reading of tokenizer.json, in which every added token is read
-    out of the text."""
+    """Return token ids by the tokenizers library, which recognises every added token in a text."""
     texts = (
         STORY,
         CHINESE,
@@ -296,7 +302,8 @@ def rows(tensors: dict[str, Tensor], dtype: str) -> list[str]:
 
 
 def manifests() -> None:
-    """The published tensors, from the references' classes at the published sizes."""
+    """Write the names and shapes of the published tensors, from the references' classes at the published
+    sizes."""
     with torch.device("meta"):
         lm = {
             published_name(name): value
@@ -310,7 +317,7 @@ def manifests() -> None:
 
 
 def checkpoint(directory: Path) -> dict[str, Any]:
-    """What the demo's files are: JSON by their bytes, tensors by their values."""
+    """Return fingerprints of the demo: sha256 of the bytes of each JSON file and of all tensor values."""
     texts = {path.name: sha256(path.read_bytes()) for path in sorted(directory.glob("*.json"))}
     tensors: dict[str, Tensor] = {}
     for shard in sorted(directory.glob("*.safetensors")):

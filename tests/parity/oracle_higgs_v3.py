@@ -1,12 +1,12 @@
-"""Makes the Higgs Audio V3 fixtures and its manifest from the reference implementations; see README.md beside
-this.
+"""Make the Higgs Audio V3 fixtures and manifest with the reference implementations; see README.md in this
+folder.
 
-There is no package that runs the whole model, so the parts come from where the model card points. Backbone
-and codec are transformers' Qwen3Model and HiggsAudioV2TokenizerModel, which needs torchaudio. Prompt, delay
-pattern, sampling and stop rule are sglang-omni's: those files are loaded one by one, without the server. The
-loop around them is this file's, and all of it is greedy.
+No package runs the whole model, so the parts come from the packages that the model card names. Backbone and
+codec are transformers' Qwen3Model and HiggsAudioV2TokenizerModel, which needs torchaudio. Prompt, delay
+pattern, sampling and stop rule are files of sglang-omni, loaded one by one without its server. This file adds
+the loop around them. All requests are greedy.
 
-Runs in the reference environment that remake.sh builds; SGLANG_OMNI is the unpacked wheel:
+Run it in the reference environment that environments.sh builds; SGLANG_OMNI is the unpacked wheel:
     PYTHONPATH=. .venv-parity-higgs_v3/bin/python tests/parity/oracle_higgs_v3.py SGLANG_OMNI
 """
 
@@ -43,7 +43,8 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "higgs_v3"
 MANIFESTS = HERE.parent / "manifests"
 SIZE, SEED = "tiny", 0
-# of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
+# every STRIDEth sample is stored where all would be too many; coprime to a frame, to cover all positions in a
+# frame
 STRIDE = 97
 CODEC = "tied.embedding.modality_embeddings.0.model."
 BOOKS, CODES = 8, 64
@@ -56,8 +57,8 @@ VERSIONS = {
 STORY = "The quick brown fox jumps over the lazy dog."
 TAGGED = "<|emotion:awe|>Look at this! <|sfx:laughter|>Haha<|prosody:pause|> It's 7:45."
 CHINESE = "今天天气很好。"
-# Requests in the fields of zoo.contract.Request. `reference` is the one clip; `ends` forces the end of
-# codebook 0 at that step.
+# Requests as fields of zoo.contract.Request. `reference` is the one clip; `ends` forces the end of codebook 0
+# at that step.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 40},
     "tagged": {"text": TAGGED, "max_frames": 24},
@@ -73,10 +74,10 @@ CASES: dict[str, dict[str, Any]] = {
         "ends": 8,
     },
 }
-STEPS = (0, 3, 9)  # kept of hidden states and logits: in the delay window and behind it
+STEPS = (0, 3, 9)  # whose hidden states and logits are stored: inside the delay window and after it
 CLIP_SAMPLES = 12_700
-# Lengths mod 960: 0 and 118 (acoustic and semantic branch agree), 119 and 631 (they do not), 632 and 959
-# (they do again)
+# Lengths mod 960: at 0, 118, 632 and 959 the acoustic and the semantic branch give the same number of frames,
+# at 119, 400 and 631 they do not.
 LENGTHS = tuple(9600 + more for more in (0, 118, 119, 400, 631, 632, 959))
 TEXTS = (
     STORY,
@@ -95,7 +96,7 @@ FORGED = ("<|audio|>", "a<|ref_audio|>b", "<|im_end|>", "<|env:music|>", "<|tts|
 
 
 def sglang(root: Path) -> dict[str, Any]:
-    """The files of sglang-omni that are needed, without what they import of a server."""
+    """Return the modules of sglang-omni that are needed, with stubs for their imports from the server."""
 
     def stub(name: str, **content: Any) -> None:
         sys.modules[name] = types.ModuleType(name)
@@ -111,10 +112,10 @@ def sglang(root: Path) -> dict[str, Any]:
     higgs = "sglang_omni.models.higgs_tts"
     for package in ("sglang", "sglang.srt", "sglang.srt.layers", "sglang_omni", "sglang_omni.models", higgs):
         stub(package, __path__=[])
-    stub("sglang.srt.layers.sampler", multinomial_with_seed=None)  # nothing here draws
+    stub("sglang.srt.layers.sampler", multinomial_with_seed=None)  # nothing is sampled here
     stub(f"{higgs}.reset_kernels", reset_sampler_row=lambda *args: False)
     stub("sglang_omni.platforms", current_platform=types.SimpleNamespace(device_type="cpu"))
-    # utils.py imports a server's audio loading; its two pure functions are taken from its text
+    # utils.py imports the server's audio loading, so its two pure functions are cut out of the source
     source = (root / higgs.replace(".", "/") / "utils.py").read_text()
     start, stop = source.index("# Codec-vocab specials"), source.index("def delay_pattern_action_mask")
     pure = (
@@ -134,7 +135,8 @@ def sglang(root: Path) -> dict[str, Any]:
 
 
 def codec_config(config: dict[str, Any]) -> HiggsAudioV2TokenizerConfig:
-    """transformers' own config of a codec of ours; the number of codebooks follows there from a bandwidth."""
+    """Return transformers' config of one of our codecs. There the bandwidth determines the number of
+    codebooks."""
     codec = copy.deepcopy(config)
     bits = (codec["codebook_size"] - 1).bit_length()
     ratios = codec["acoustic_model_config"]["downsampling_ratios"]
@@ -160,8 +162,8 @@ def codec_config(config: dict[str, Any]) -> HiggsAudioV2TokenizerConfig:
 
 
 def shapes_of(config: dict[str, Any], codec: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Published name -> shape, from the references' classes without memory; what they have no class for is
-    added by hand."""
+    """Return published name -> shape, from the references' classes without memory. Tensors without a class
+    are added by hand."""
     with torch.device("meta"):
         backbone = Qwen3Model(Qwen3Config(**config["text_config"])).state_dict()
         model = HiggsAudioV2TokenizerModel(codec_config(codec)).state_dict()
@@ -177,7 +179,7 @@ def shapes_of(config: dict[str, Any], codec: dict[str, Any]) -> dict[str, tuple[
 
 
 class Reference:
-    """The tiny checkpoint in the references' own classes, float32."""
+    """The tiny checkpoint in the references' own classes, in float32."""
 
     def __init__(self, parts: dict[str, Any], directory: Path):
         config = json.loads((directory / "config.json").read_text())
@@ -210,11 +212,11 @@ class Reference:
         self.adapter = parts["prompt"].HiggsTokenizerAdapter(self.tokenizer)
 
 
-# --- what they make -----------------------------------------------------------------------------------------
+# --- the fixtures -------------------------------------------------------------------------------------------
 
 
 def record() -> Tensor:
-    """A buzz whose pitch and loudness move, and noise. int16 [N]."""
+    """Return the clip, int16 [N]: a buzz with changing pitch and loudness, and noise."""
     random = torch.Generator().manual_seed(SEED)
     at = torch.arange(CLIP_SAMPLES, dtype=torch.float64) / 24000
     phase = 2 * torch.pi * 130 * (at + 0.02 * torch.sin(9 * at))
@@ -224,7 +226,7 @@ def record() -> Tensor:
 
 
 def spoken(rows: Tensor, parts: dict[str, Any]) -> Tensor:
-    """rows [R, K] -> codes [R - 7, K], specials replaced: as sglang-omni's vocoder does."""
+    """Return codes [R - 7, K] of rows [R, K] with specials replaced by 0, as sglang-omni's vocoder does."""
     codes = parts["undelay"].reverse_delay_pattern(rows, allow_short=True)
     return torch.where(codes >= CODES, torch.zeros_like(codes), codes)
 
@@ -236,7 +238,7 @@ def generate(
     parts, sampler = reference.parts, reference.parts["sampler"]
     delayed = torch.empty(0, BOOKS, dtype=torch.long)
     if request.get("reference"):
-        # clips of less than a second: audio_codec.py, encode
+        # clips shorter than a second are padded: audio_codec.py, encode
         samples = F.pad(clip.float() / 32768, (0, 24000 - CLIP_SAMPLES))
         delayed = parts["delay"].apply_delay_pattern(
             reference.codec.encode(samples[None, None]).audio_codes[0].T
@@ -281,8 +283,8 @@ def generate(
 
 @torch.no_grad()
 def codec(reference: Reference, clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The codec alone: random codes to samples in one go; a clip, cut to several lengths, to codes, with what
-    is made on the way."""
+    """Return results of the codec: random codes to samples at once, and a clip, cut to several lengths, to
+    codes and intermediate tensors."""
     model, random = reference.codec, torch.Generator().manual_seed(4)
     tensors: dict[str, Tensor] = {"clip": clip}
     for frames in (1, 3, 30):
@@ -301,7 +303,7 @@ def codec(reference: Reference, clip: Tensor) -> tuple[dict[str, Tensor], dict[s
     model.encoder_semantic.register_forward_hook(
         lambda module, args, out: seen.update(features=args[0][0], semantic=out[0])
     )
-    for book in model.quantizer.quantizers:  # the reference measures -|x - c|^2 and takes the greatest
+    for book in model.quantizer.quantizers:  # the reference computes -|x - c|^2 and takes the maximum
         book.project_in.register_forward_hook(
             lambda module, args, out, book=book: margins.append(gap(out, book.codebook.embed))
         )
@@ -319,20 +321,20 @@ def codec(reference: Reference, clip: Tensor) -> tuple[dict[str, Tensor], dict[s
 
 
 def gap(x: Tensor, rows: Tensor) -> float:
-    """How much further away the second nearest row is than the nearest."""
+    """Return by how much, relatively, the second-nearest row is farther than the nearest."""
     nearest = torch.cdist(x, rows[None]).topk(2, largest=False).values
     return (nearest[..., 1] / nearest[..., 0] - 1).min().item()
 
 
 def stops(parts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The sampler alone: the same logits every time, in which specials are likely, with the end of codebook 0
-    forced at one step."""
+    """Return results of the sampler for an end of codebook 0 forced at each step. The logits, in which
+    specials are likely, are always the same."""
     sampler, random = parts["sampler"], torch.Generator().manual_seed(1)
     logits = torch.randint(-100, 101, (40, BOOKS, CODES + 2), generator=random).to(torch.int8)
     logits[:, 1:, CODES:] = torch.maximum(
         logits[:, 1:, CODES:], torch.randint(60, 104, (40, BOOKS - 1, 2), generator=random).to(torch.int8)
     )
-    logits[:, 0, END] = -128  # codebook 0 ends where it is told to
+    logits[:, 0, END] = -128  # codebook 0 ends only where this is overwritten
     tensors, frames, steps = {"logits": logits}, [], []
     for end in range(21):
         told = logits.clone()
@@ -351,7 +353,7 @@ def stops(parts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def likely(parts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Temperature, top-k and top-p: the probabilities that are drawn from."""
+    """Return sampling probabilities after temperature, top-k and top-p."""
     renorm, random = parts["renorm"], torch.Generator().manual_seed(2)
     logits = 3 * torch.randn(BOOKS, CODES + 2, generator=random)
     settings = [(0.8, 30, 0.8), (1.0, 66, 1.0), (1.5, 50, 0.95), (0.5, 5, 0.5), (0.8, 30, 0.05)]
@@ -365,9 +367,9 @@ def likely(parts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @torch.no_grad()
 def bfloat16(reference: Reference) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The backbone over a whole prompt in bfloat16, its rotary table, and a row of codes."""
+    """Return the backbone over a whole prompt in bfloat16, its rotary table, and embedded rows of codes."""
     backbone, random = copy.deepcopy(reference.backbone).to(torch.bfloat16), torch.Generator().manual_seed(3)
-    # its frequencies are float32 in a checkpoint that is loaded, not cast
+    # the frequencies are float32 in a loaded checkpoint, unlike in a cast one
     backbone.rotary_emb = reference.backbone.rotary_emb
     width = backbone.config.hidden_size
     inputs = torch.randn(1, 12, width, generator=random).to(torch.bfloat16)
@@ -382,8 +384,7 @@ def bfloat16(reference: Reference) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def tokens(reference: Reference) -> dict[str, Any]:
-    """Token ids by transformers' own reading of tokenizer.json, in which every added token is read out of the
-    text."""
+    """Return token ids by transformers, which recognises every added token in a text."""
     return {
         "texts": [
             {"text": text, "ids": reference.tokenizer.encode(text, add_special_tokens=False)}
@@ -397,7 +398,7 @@ def tokens(reference: Reference) -> dict[str, Any]:
 
 
 def golden(parts: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A public golden's text, at the published vocabulary's size."""
+    """Return the ids of a public golden's text, with a vocabulary of the published size."""
     (directory / "full.json").write_text(
         json.dumps(tokenizer_json(full=True), ensure_ascii=False), encoding="utf-8"
     )

@@ -1,8 +1,8 @@
-"""Makes the Qwen3-TTS fixtures and manifests from the reference package (qwen-tts 0.1.1, transformers
-4.57.3); see README.md beside this.
+"""Make the Qwen3-TTS fixtures and manifests with the reference package (qwen-tts 0.1.1, transformers 4.57.3);
+see README.md in this folder.
 
-Runs in the reference environment that remake.sh builds:  PYTHONPATH=. .venv-parity-qwen3_tts/bin/python
-tests/parity/oracle_qwen3_tts.py
+Run it in the reference environment that environments.sh builds:
+    PYTHONPATH=. .venv-parity-qwen3_tts/bin/python tests/parity/oracle_qwen3_tts.py
 """
 
 # ruff: noqa: RUF001  (the Chinese texts have Chinese punctuation)
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-# only 25 Hz code uses them
+# only the code of the 25 Hz model uses these
 for absent in ("sox", "onnxruntime", "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi"):
     sys.modules[absent] = types.ModuleType(absent)
     sys.modules[absent].__spec__ = importlib.machinery.ModuleSpec(absent, None)
@@ -43,19 +43,20 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "qwen3_tts"
 MANIFESTS = HERE.parent / "manifests"
 SEED = 0
-# of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
+# every STRIDEth sample is stored where all would be too many; coprime to a frame, to cover all positions in a
+# frame
 STRIDE = 97
 SIZES = ("tiny", "tiny-1.7b", "tiny-base", "tiny-1.7b-base", "tiny-1.7b-design")
-# the end-of-speech id is banned at step 0 and free at step 2; by step 31 the penalty has much to say
+# the end-of-speech id is banned at step 0 and allowed at step 2; by step 31 the penalty has a large effect
 STEPS = (0, 2, 31)
 VERSIONS = {
     name: importlib.metadata.version(name)
     for name in ("qwen-tts", "transformers", "tokenizers", "torch", "numpy")
 }
 
-# Requests in fields and options of zoo.contract.Request, all greedy. The reference counts the token that ends
-# the prefill: its max_new_tokens is max_frames + 1. Among them: both text modes, both kinds of size, texts of
-# one token and of many, stops by the model and by the cap.
+# Requests as fields and options of zoo.contract.Request, all greedy. The reference counts the token that ends
+# the prefill, so its max_new_tokens is max_frames + 1. The cases cover both text modes, both kinds of size,
+# texts of one and of many tokens, and stops by the model and by the cap.
 STORY = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
 HOUSE = "Once there was a small house near the river, where an old man lived with his daughter."
 ODD = "It's 7:45, and my iPhone isn't ready."
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# The models without voices of their own. `reference` names one of CLIPS; texts are shorter and longer than
+# Cases of the models without voices. `reference` names one of CLIPS. There are texts shorter and longer than
 # the reference's codes.
 SAYS = {"reference": "long", "transcript": "Good evening.", "text_mode": "interleaved"}
 SOUND = SAYS | {"x_vector_only_mode": True}
@@ -119,8 +120,8 @@ WITHOUT_VOICES: dict[str, tuple[str, dict[str, Any]]] = {
         {"text": ODD, "instructions": "用开心的语气说。", "text_mode": "interleaved"},
     ),
 }
-# name -> rate, channels, samples. The encoder's window is 5 frames of 1920 samples at 24 kHz: below it and
-# above, with a part of a frame
+# name -> rate, channels, samples. The encoder's window is 5 frames of 1920 samples at 24 kHz. There are
+# shorter and longer clips, with a partial frame.
 CLIPS = {
     "short": (24000, 1, 7001),
     "long": (24000, 1, 31000),
@@ -130,8 +131,8 @@ CLIPS = {
 
 
 def checkpoint(size: str, directory: Path) -> dict[str, Any]:
-    """A checkpoint built by the reference's own classes, float32, in the published layout; and what it
-    holds."""
+    """Write a float32 checkpoint with the reference's own classes, in the published layout, and return its
+    facts."""
     demo.write_texts(directory, size)
     texts = {
         path.relative_to(directory).as_posix(): sha256(path.read_bytes())
@@ -161,7 +162,7 @@ def checkpoint(size: str, directory: Path) -> dict[str, Any]:
 
 
 def deep(config: dict[str, Any]) -> dict[str, Any]:
-    """A deep copy: the reference's config classes write into the dictionaries they are given."""
+    """Return a deep copy, because the reference's config classes write into their arguments."""
     return json.loads(json.dumps(config))
 
 
@@ -178,8 +179,10 @@ def sha256(data: bytes) -> str:
 def generate(
     model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One greedy request through the wrapper's own path, with what passed by on the way. clips: int16 [C, N]
-    by name."""
+    """Generate one greedy request through the wrapper's own path. Returns intermediate tensors and facts.
+
+    clips: int16 [C, N] by name.
+    """
     inner, talker = model.model, model.model.talker
     seen: dict[str, Any] = {}
     depth_logits: list[Tensor] = []
@@ -211,13 +214,13 @@ def generate(
         )
     hook.remove()
     codes, result = seen["codes"][0], seen["result"]
-    # the reference cuts its clip off at a rounded place, a sample too early at times
+    # the reference cuts its clip off at a rounded position, sometimes a sample too early
     early = len(waves[0]) - 1920 * len(codes)
     assert early in (0, 1)
     frames, steps = len(codes), [step for step in STEPS if step < len(result.logits)]
     # [steps, V] before and after the processors
     logits, scores = torch.cat(result.logits), torch.cat(result.scores)
-    # [F, 15, V], and one frame more that the cap cuts off
+    # [F, 15, V], and one more frame, which the cap cuts off
     depth = torch.stack(depth_logits).unflatten(0, (-1, 15))
     useful = talker.config.codec_eos_token_id + 1  # no id above it can be sampled
     assert scores[:, useful:].max() == -torch.inf
@@ -230,7 +233,7 @@ def generate(
         "logits": logits[steps, :useful],
         "scores": scores[steps, :useful],
         "depth_logits": depth[[step for step in STEPS if step < frames]],
-        "samples": torch.from_numpy(waves[0])[::STRIDE],  # of the codec, in one go
+        "samples": torch.from_numpy(waves[0])[::STRIDE],  # of the codec's one-shot decoding
     }
     if seen["instruct"] is not None:
         tensors["instruct_ids"] = seen["instruct"][0]
@@ -248,7 +251,7 @@ def generate(
 def calls(
     model: Qwen3TTSModel, request: dict[str, Any], clips: dict[str, Tensor]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The wrapper's entry for the model's variant, and the arguments that it alone takes."""
+    """Return the wrapper's method for the model's variant, and the arguments that only this method takes."""
     if "voice" in request:
         return model.generate_custom_voice, {"speaker": request["voice"], "instruct": request["instructions"]}
     if "reference" not in request:
@@ -262,7 +265,8 @@ def mono(name: str, clips: dict[str, Tensor]) -> tuple[np.ndarray, int]:
 
 
 def record() -> dict[str, Tensor]:
-    """CLIPS: a buzz whose pitch and loudness move, differently in each, and noise. int16 [C, N]."""
+    """Return the clips, int16 [C, N]: in each a buzz with its own changes of pitch and loudness, and
+    noise."""
     random = torch.Generator().manual_seed(SEED)
     clips = {}
     for i, (name, (rate, channels, samples)) in enumerate(CLIPS.items()):
@@ -276,7 +280,7 @@ def record() -> dict[str, Tensor]:
 
 @torch.no_grad()
 def references(model: Qwen3TTSModel, clips: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the Base models make of clips: mel spectrogram, speaker vector and codes; and some of the mel
+    """Return the Base models' encodings of the clips (mel spectrogram, speaker vector, codes) and some mel
     filters."""
     filters = modeling.librosa_mel_fn(sr=24000, n_fft=1024, n_mels=128, fmin=0, fmax=12000)
     tensors = {"filters": torch.from_numpy(filters)[::8]}
@@ -302,18 +306,18 @@ def references(model: Qwen3TTSModel, clips: dict[str, Tensor]) -> tuple[dict[str
 
 
 def margin(scores: Tensor) -> float:
-    """The closest that a greedy choice was: how far the best of any row lies above its second."""
+    """Return the smallest distance in any row between the best and the second-best score."""
     first, second = scores.topk(2).values.unbind(-1)
     return (first - second).min().item()
 
 
 @torch.no_grad()
 def codec(model: Qwen3TTSModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The codec alone, float32: random codes to samples in one go, audio to codes, and the codebooks after
-    their division."""
+    """Return results of the codec in float32: random codes to samples at once, audio to codes, and the
+    codebooks after their division."""
     tokenizer = model.model.speech_tokenizer
     decoder, encoder = tokenizer.model.decoder, tokenizer.model.encoder
-    random = torch.Generator().manual_seed(4)  # audio that lies near no tie of two codes
+    random = torch.Generator().manual_seed(4)  # its audio is not near a tie between two codes
     tensors: dict[str, Tensor] = {}
     seen: list[Tensor] = []
     hook = decoder.pre_transformer.register_forward_hook(
@@ -338,15 +342,15 @@ def codec(model: Qwen3TTSModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
         gaps.append((nearest[..., 1] / nearest[..., 0] - 1).min())
         return found
 
-    # one frame; a part of a third; past the encoder's window of 10 positions = 5 frames
+    # one frame; two frames and a partial one; more than the encoder's window of 10 positions = 5 frames
     for samples in (1920, 3940, 30001):
         audio = (torch.randn(samples, generator=random) * 2000).round().clamp(-32768, 32767).to(torch.int16)
         with patch.object(torch, "cdist", spy):
             codes = tokenizer.encode((audio.float() / 32768).numpy(), sr=24000).audio_codes[0]
-        margins.append(min(gaps[:16]).item())  # the codebooks that are kept come first
+        margins.append(min(gaps[:16]).item())  # the codebooks that are used come first
         gaps.clear()
         tensors[f"encode_{samples}.audio"] = audio
-        tensors[f"encode_{samples}.latent"] = seen.pop()  # [T, D], what both quantizers read
+        tensors[f"encode_{samples}.latent"] = seen.pop()  # [T, D], the input of both quantizers
         tensors[f"encode_{samples}.codes"] = codes.to(torch.int16)
     hook.remove()
     quantizers = {"decoder": decoder.quantizer, "encoder": encoder.quantizer}
@@ -367,8 +371,8 @@ def embedding(codebook: Any) -> Tensor:
 
 @torch.no_grad()
 def bfloat16(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Where bfloat16 rounds: norms, rotary tables, normed and rotated q and k, text rows, and the talker over
-    a whole prompt."""
+    """Return results that depend on rounding in bfloat16: norms, rotary tables, normed and rotated q and k,
+    text rows, and the talker over a whole prompt."""
     talker = Qwen3TTSModel.from_pretrained(str(directory), dtype=torch.bfloat16).model.talker
     random = torch.Generator().manual_seed(SEED)
     width = talker.config.hidden_size
@@ -411,8 +415,8 @@ def bfloat16(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def tokens(model: Qwen3TTSModel) -> dict[str, Any]:
-    """Ids of texts.json by the checkpoint's tokenizer, split by Qwen's own rule: small vocabularies never get
-    the other one."""
+    """Return ids of texts.json by the checkpoint's tokenizer, split by Qwen's own rule. The other rule never
+    applies to small vocabularies."""
     tokenizer = model.processor.tokenizer
     assert tokenizer.encode("iPhone") == [tokenizer.convert_tokens_to_ids("iPhone")], (
         "the text was split at capitals"
@@ -425,8 +429,8 @@ def tokens(model: Qwen3TTSModel) -> dict[str, Any]:
 
 
 def manifests() -> None:
-    """The published files' tensors, from the reference's classes at the published configs; no memory is
-    touched."""
+    """Write the names and shapes of the published files, from the reference's classes on the `meta`
+    device."""
     found = {}
     with torch.device("meta"):
         for size in ("0.6b", "1.7b"):
@@ -442,7 +446,7 @@ def manifests() -> None:
 
 
 def save(name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """NAME.safetensors and NAME.json, the same bytes on every run."""
+    """Write NAME.safetensors and NAME.json, with the same bytes on every run."""
     FIXTURES.mkdir(exist_ok=True)
     if tensors:
         save_file(
@@ -461,7 +465,7 @@ def main() -> None:
         for size in SIZES:
             directory = Path(temporary) / size
             facts = checkpoint(size, directory)
-            if size != "tiny-1.7b-design":  # it has the tensors of tiny-1.7b
+            if size != "tiny-1.7b-design":  # which has the tensors of tiny-1.7b
                 save(f"checkpoint_{size}", {}, facts)
             models[size] = Qwen3TTSModel.from_pretrained(str(directory), dtype=torch.float32)
         cases = {f"generate_{name}": case for name, case in CASES.items()} | WITHOUT_VOICES

@@ -1,8 +1,8 @@
-"""Makes the VoxCPM2 fixtures and manifests from the reference package (voxcpm 2.0.3); see README.md beside
-this.
+"""Make the VoxCPM2 fixtures and manifests with the reference package (voxcpm 2.0.3); see README.md in this
+folder.
 
-Runs in the reference environment that remake.sh builds:  PYTHONPATH=. .venv-parity-voxcpm2/bin/python
-tests/parity/oracle_voxcpm2.py
+Run it in the reference environment that environments.sh builds:
+    PYTHONPATH=. .venv-parity-voxcpm2/bin/python tests/parity/oracle_voxcpm2.py
 """
 
 # ruff: noqa: RUF001  (the Chinese texts have Chinese punctuation)
@@ -25,7 +25,7 @@ from unittest.mock import patch
 import numpy as np
 import soundfile
 import torch
-import transformers  # noqa: F401  (before the stub below, for it looks for torchaudio's version)
+import transformers  # noqa: F401  (before the stub below, because it looks up torchaudio's version)
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def read_wav(path: str) -> tuple[Tensor, int]:
     return torch.from_numpy(samples.T.copy()), rate_hz
 
 
-# of which the first generation uses `load` alone; no release fits this torch
+# No release of torchaudio fits this torch. The first generation uses only its `load`.
 sys.modules["torchaudio"] = types.ModuleType("torchaudio")
 sys.modules["torchaudio"].load = read_wav
 sys.modules["torchaudio"].__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
@@ -55,7 +55,8 @@ from zoo.voxcpm2 import demo  # noqa: E402
 HERE = Path(__file__).parent
 FIXTURES = HERE / "voxcpm2"
 MANIFESTS = HERE.parent / "manifests"
-# of the samples that are kept where all are too many; coprime to a frame, so every place in a frame is seen
+# every STRIDEth sample is stored where all would be too many; coprime to a frame, to cover all positions in a
+# frame
 SEED, STRIDE = 0, 31
 VERSIONS = {
     name: importlib.metadata.version(name)
@@ -63,7 +64,7 @@ VERSIONS = {
 }
 
 STORY = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
-# Requests in the fields of zoo.Request. The noise of case i is `noise(i)`. `clip` names one of CLIPS.
+# Requests as fields of zoo.Request. The noise of case i is `noise(i)`. `clip` names one of CLIPS.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 40},
     "plain_chinese": {"text": "你好，世界！今天天气很好。"},
@@ -101,7 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
         "references": [{"clip": "stereo", "transcript": "我们大家，"}],
     },
 }
-# Of the first generation ("tiny-1.5"), whose clips need no resampling here.
+# Cases of the first generation ("tiny-1.5"), whose clips need no resampling.
 OLD_CASES: dict[str, dict[str, Any]] = {
     "old": {"text": STORY, "max_frames": 40},
     "old_few_steps": {"text": "今天天气很好", "options": {"cfg_scale": 1.5, "solver_steps": 5}},
@@ -111,7 +112,7 @@ OLD_CASES: dict[str, dict[str, Any]] = {
         "max_frames": 30,
     },
 }
-# Of VoxCPM2 again: a voice, and a clip to go on from, in either order.
+# More cases of VoxCPM2: a voice and a clip to continue, in either order.
 COMBINED_CASES: dict[str, dict[str, Any]] = {
     "combined": {
         "text": "And then it was night.",
@@ -123,7 +124,8 @@ COMBINED_CASES: dict[str, dict[str, Any]] = {
         "references": [{"clip": "short", "transcript": "我们大家，"}, {"clip": "short"}],
     },
 }
-# What fine-tuning writes into lora_config.json; the lists are other than the reference's defaults.
+# The adapters' configs, as fine-tuning writes them into lora_config.json. The lists differ from the
+# reference's defaults.
 LM_TARGETS = ["q_proj", "v_proj", "k_proj", "o_proj", "up_proj"]
 DIT_TARGETS = ["q_proj", "o_proj", "down_proj", "cond_proj", "linear_2"]
 PROJECTIONS = ["enc_to_lm_proj", "lm_to_dit_proj", "res_to_dit_proj", "fusion_concat_proj"]
@@ -159,23 +161,23 @@ ADAPTED_CASES: dict[str, dict[str, Any]] = {
     },
     "old_adapted": {"text": STORY, "max_frames": 20},
 }
-# in this order: a case's noise is named by its place
+# Keep this order: the noise of a case is named after its place.
 ALL_CASES = CASES | OLD_CASES | COMBINED_CASES | ADAPTED_CASES
-# name -> rate, channels, samples. A patch is 160 samples at 16 kHz, and the decoder looks back five patches:
-# below that and above
+# name -> rate, channels, samples. A patch is 160 samples at 16 kHz, and the decoder looks back five patches.
+# There are shorter and longer clips.
 CLIPS = {"padded": (16000, 1, 1500), "short": (16000, 1, 330), "stereo": (44100, 2, 4001)}
 
 
 def noise(case: int, frames: int) -> Tensor:
-    """[F, P, D], bell-shaped; the tests make the same."""
+    """Return the normal noise of a case [F, P, D]. The tests compute the same."""
     return torch.from_numpy(
         synthetic.fill(f"noise {case}", (frames, 4, 8), "parity", [("noise", 0.0, 1.0, False)])
     )
 
 
 def checkpoint(size: str, directory: Path) -> dict[str, Any]:
-    """A checkpoint built by the reference's own classes, float32, in the published layout; and what it
-    holds."""
+    """Write a float32 checkpoint with the reference's own classes, in the published layout, and return its
+    facts."""
     demo.write_texts(directory, size)
     texts = {path.name: sha256(path.read_bytes()) for path in sorted(directory.iterdir())}
     model = empty(size)
@@ -202,7 +204,7 @@ def checkpoint(size: str, directory: Path) -> dict[str, Any]:
 
 
 def empty(size: str) -> VoxCPM2Model:
-    """The reference's model at a demo config, unfilled; float32 on the CPU."""
+    """Return the reference's model at a demo config, without our values, in float32 on the CPU."""
     config, tokenizer = (
         demo.CONFIGS[size] | {"dtype": "float32", "max_length": 64},
         types.SimpleNamespace(vocab={}),
@@ -223,7 +225,7 @@ def vae_state(model: VoxCPM2Model) -> dict[str, Tensor]:
 
 
 def load(directory: Path, dtype: str) -> VoxCPM2Model:
-    """Through the reference's loader, which takes the dtype from the config."""
+    """Load a checkpoint with the reference's loader, which takes the dtype from the config."""
     path = directory / "config.json"
     config = json.loads(path.read_text()) | {"dtype": dtype}
     path.write_text(json.dumps(config))
@@ -233,7 +235,8 @@ def load(directory: Path, dtype: str) -> VoxCPM2Model:
 
 
 def load_adapted(directory: Path, name: str) -> tuple[VoxCPM2Model, list[str]]:
-    """The same with a random adapter, through the reference's own machinery; and the adapter's tensors."""
+    """Load a checkpoint with a random adapter through the reference's own code. Also returns the adapter's
+    rows."""
     is_old = name.startswith("old")
     config = (OldLoRAConfig if is_old else LoRAConfig)(**ADAPTERS[name])
     model = (OldModel if is_old else VoxCPM2Model).from_local(
@@ -264,7 +267,8 @@ def sha256(data: bytes) -> str:
 
 
 def record() -> dict[str, Tensor]:
-    """CLIPS: a buzz whose pitch and loudness move, differently in each, and noise. int16 [C, N]."""
+    """Return the clips, int16 [C, N]: in each a buzz with its own changes of pitch and loudness, and
+    noise."""
     random = torch.Generator().manual_seed(SEED)
     clips = {}
     for i, (name, (rate, channels, samples)) in enumerate(CLIPS.items()):
@@ -280,8 +284,10 @@ def record() -> dict[str, Tensor]:
 def generate(
     model: VoxCPM2Model, case: int, request: dict[str, Any], directory: Path
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One request through the reference's own path, with what passed by on the way. directory: of the clips'
-    files."""
+    """Generate one request through the reference's own path. Returns intermediate tensors and facts.
+
+    directory: of the clips' files.
+    """
     cache, transcript, options = None, "", request.get("options", {})
     asked: dict[str, str] = {}
     for reference in request.get("references", ()):
@@ -295,7 +301,7 @@ def generate(
         cache = model.build_prompt_cache(**asked)
     text = (f"({request['instructions']})" if "instructions" in request else "") + request["text"]
     cap = request.get("max_frames", 4096)
-    given = iter(noise(case, 400).mT[:, None])  # one [1, D, P] after the other
+    given = iter(noise(case, 400).mT[:, None])  # of [1, D, P] each
     seen: dict[str, list[Tensor]] = {"inputs": [], "mu": [], "stop": []}
     hooks = [
         model.base_lm.register_forward_pre_hook(
@@ -316,7 +322,7 @@ def generate(
         )
     for hook in hooks:
         hook.remove()
-    patches = patches[-len(seen["mu"]) :]  # the first generation returns those that it warmed up over, too
+    patches = patches[-len(seen["mu"]) :]  # the first generation also returns the patches of its warm-up
     tensors = {
         "ids": torch.tensor(model.text_tokenizer(transcript + text)),
         "inputs": seen["inputs"][0],
@@ -324,7 +330,8 @@ def generate(
         "stop": torch.stack(seen["stop"]),
         "patches": patches,
     }
-    # the reference itself warms up over three patches alone, or none when streaming; here all of them
+    # the reference warms its decoder up over only three patches, or none when streaming; here over all of
+    # them
     if transcript:
         heard = torch.cat((cache["audio_feat"], patches))
         whole = model.audio_vae.decode(heard.flatten(0, 1).T[None].float())[0]
@@ -351,7 +358,7 @@ def generate(
 
 @torch.inference_mode()
 def vae(model: VoxCPM2Model) -> dict[str, Tensor]:
-    """Latents to samples at once and in a stream, and samples to latents."""
+    """Return results of the VAE: latents to samples, at once and in a stream, and samples to latents."""
     latents = torch.from_numpy(
         synthetic.fill("noise vae", (1, 8, 60), "parity", [("noise", 0.0, 1.5, False)])
     )
@@ -368,7 +375,7 @@ def vae(model: VoxCPM2Model) -> dict[str, Tensor]:
 
 
 class Steady(torch.nn.Module):
-    """A velocity of one everywhere, that notes at which times it was asked for."""
+    """A net whose velocity is one everywhere, and which records its times of evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +388,8 @@ class Steady(torch.nn.Module):
 
 @torch.inference_mode()
 def solver() -> dict[str, Tensor]:
-    """What hangs on single bits, at the published widths: schedules, sinusoids, positions."""
+    """Return results that must match in every bit, at the published widths: schedules, sinusoids,
+    positions."""
     tensors: dict[str, Tensor] = {}
     cfm = empty("tiny").feat_decoder
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
@@ -418,7 +426,7 @@ def solver() -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def bfloat16(model: VoxCPM2Model) -> dict[str, Tensor]:
-    """One patch, and its row, in bfloat16 with float32 weights rounded to it."""
+    """Return patches, their rows and quantised states in bfloat16, with float32 weights rounded to it."""
     made = {
         name: synthetic.fill(f"noise {name}", shape, "parity", [("noise", 0.0, 1.0, False)])
         for name, shape in BFLOAT16.items()
@@ -436,8 +444,8 @@ BFLOAT16 = {"noise": (3, 4, 8), "mu": (3, 48), "cond": (3, 4, 8), "hidden": (3, 
 
 
 def tokens(model: VoxCPM2Model) -> dict[str, Any]:
-    """The ids of texts, as the reference's wrapper around the transformers tokenizer has them once its core
-    has made one line of them."""
+    """Return token ids by the reference's wrapper around the transformers tokenizer, of texts made one line
+    as its core does."""
     texts = json.loads((HERE / "texts.json").read_text())
     texts += ["你好", "你好世界", "我们", "x我们y", "我们 大家", "卡拉O", "天气 weather 天气", "饕餮"]
     texts += ["</s>", "a<|audio_start|>b", "<s>", "<0x41>", "<unk>"]
@@ -474,7 +482,8 @@ def tokens(model: VoxCPM2Model) -> dict[str, Any]:
 
 
 def manifests() -> None:
-    """The published files' tensors, from the reference's classes at the published configs."""
+    """Write the names and shapes of the published files, from the reference's classes at the published
+    configs."""
     for size, prefix in (("full", "voxcpm2"), ("1.5", "voxcpm2_1.5"), ("0.5b", "voxcpm2_0.5b")):
         with torch.device("meta"):
             model = empty(size)
@@ -487,7 +496,7 @@ def manifests() -> None:
 
 
 def save(name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """NAME.safetensors and NAME.json, the same bytes on every run."""
+    """Write NAME.safetensors and NAME.json, with the same bytes on every run."""
     FIXTURES.mkdir(exist_ok=True)
     if tensors:
         save_file(
