@@ -90,8 +90,10 @@ def language_model(directory: Path) -> tuple[transformers.Qwen2Model, dict[str, 
 def speak(
     model: transformers.Qwen2Model, tensors: dict[str, Tensor], case: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Generate codes from inputs in the order of Qwen2LM.inference. Every code recomputes the whole
-    sequence."""
+    """Generate codes from inputs in the order of Qwen2LM.inference.
+
+    Every code recomputes the whole sequence.
+    """
     embed, speech = tensors["llm.model.model.embed_tokens.weight"], tensors["speech_embedding.weight"]
     sos, task = tensors["llm_embedding.weight"].split(1)
     inputs = torch.cat((sos, embed[case["text_ids"]], task, speech[case["codes"]]))
@@ -152,8 +154,7 @@ INTERLEAVED = "Good morning, everybody who is here today: my phone rings."
 
 @torch.inference_mode()
 def make_interleaved(directory: Path) -> None:
-    """Write the codes of Qwen2LM.inference_bistream, as zoo/cosyvoice2/reference.py runs it, token by
-    token."""
+    """Write the codes of Qwen2LM.inference_bistream, run token by token by zoo/cosyvoice2/reference.py."""
     lm, tokenizer = reference.make_lm(directory, Config.read(directory)), make_tokenizer(directory)
     demo_voice = torch.load(directory / "spk2info.pt", weights_only=True)["demo"]
     prompt_codes, before = demo_voice["flow_prompt_speech_token"], demo_voice["prompt_text"][0].tolist()
@@ -224,8 +225,10 @@ def make_noise(directory: Path, flow: Any, codes: Tensor, prompt: Prompt) -> Non
 
 
 def source_noise(like: Tensor) -> Tensor:
-    """Return the fixture's noise in place of torch.randn_like. The random phase, which has no effect, is
-    zero."""
+    """Return the fixture's noise in place of torch.randn_like.
+
+    The random phase, which has no effect, is zero.
+    """
     values = noise("source", FRAMES * 960, 9)
     return values.expand_as(like) if like.shape[-1] == 9 else torch.zeros_like(like)
 
@@ -310,8 +313,7 @@ def fill_speaker(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @torch.inference_mode()
 def check_exported_speaker(directory: Path) -> None:
-    """Check that our table reads the file that PyTorch's exporter writes of the reference's CAM++, and that
-    the vectors agree."""
+    """Check that our CAM++ gives the reference's vector from the file that PyTorch's exporter writes."""
     model = speaker_encoder()
     model.load_state_dict(speaker_tensors(model))
     path = directory / "exported" / weights.SPEAKER_FILE

@@ -154,8 +154,7 @@ def codec(model: Model, clip: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def nearness(x: Tensor, rows: Tensor) -> float:
-    """Return by how much the second-nearest direction is farther than the nearest. x [F, dim], rows [V,
-    dim]."""
+    """Return the gap between the nearest and the second-nearest direction. x [F, dim], rows [V, dim]."""
     x, rows = nn.functional.normalize(x), nn.functional.normalize(rows)
     nearest = torch.cdist(x, rows).topk(2, largest=False).values
     return (nearest[:, 1] - nearest[:, 0]).min().item()
@@ -234,8 +233,7 @@ def repetition() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @torch.no_grad()
 def bfloat16(model: Model) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return published rotary tables at some positions, columns of codes embedded in bfloat16, and the slow
-    AR over them."""
+    """Return rotary tables, columns of codes embedded in bfloat16, and the slow AR over them."""
     positions = torch.tensor([0, 1, 2, 3, 5, 9, 17, 64, 257, 1001, 4095, 32767])
     tables = {}
     for name, dim, theta in (("slow", 128, 1_000_000), ("codec", 64, 10_000)):
@@ -302,8 +300,7 @@ def rows(tensors: dict[str, Tensor], dtype: str) -> list[str]:
 
 
 def manifests() -> None:
-    """Write the names and shapes of the published tensors, from the references' classes at the published
-    sizes."""
+    """Write names and shapes of the published tensors, from the references' classes."""
     with torch.device("meta"):
         lm = {
             published_name(name): value

@@ -135,8 +135,10 @@ def sglang(root: Path) -> dict[str, Any]:
 
 
 def codec_config(config: dict[str, Any]) -> HiggsAudioV2TokenizerConfig:
-    """Return transformers' config of one of our codecs. There the bandwidth determines the number of
-    codebooks."""
+    """Return transformers' config of one of our codecs.
+
+    There the bandwidth determines the number of codebooks.
+    """
     codec = copy.deepcopy(config)
     bits = (codec["codebook_size"] - 1).bit_length()
     ratios = codec["acoustic_model_config"]["downsampling_ratios"]
@@ -162,8 +164,10 @@ def codec_config(config: dict[str, Any]) -> HiggsAudioV2TokenizerConfig:
 
 
 def shapes_of(config: dict[str, Any], codec: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return published name -> shape, from the references' classes without memory. Tensors without a class
-    are added by hand."""
+    """Return published name -> shape, from the references' classes without memory.
+
+    Tensors without a class are added by hand.
+    """
     with torch.device("meta"):
         backbone = Qwen3Model(Qwen3Config(**config["text_config"])).state_dict()
         model = HiggsAudioV2TokenizerModel(codec_config(codec)).state_dict()

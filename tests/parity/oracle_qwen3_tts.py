@@ -131,8 +131,7 @@ CLIPS = {
 
 
 def checkpoint(size: str, directory: Path) -> dict[str, Any]:
-    """Write a float32 checkpoint with the reference's own classes, in the published layout, and return its
-    facts."""
+    """Write a float32 checkpoint in the published layout with the reference's classes. Returns its facts."""
     demo.write_texts(directory, size)
     texts = {
         path.relative_to(directory).as_posix(): sha256(path.read_bytes())
@@ -265,8 +264,7 @@ def mono(name: str, clips: dict[str, Tensor]) -> tuple[np.ndarray, int]:
 
 
 def record() -> dict[str, Tensor]:
-    """Return the clips, int16 [C, N]: in each a buzz with its own changes of pitch and loudness, and
-    noise."""
+    """Return the clips, int16 [C, N]: noise, and a buzz with changing pitch and loudness."""
     random = torch.Generator().manual_seed(SEED)
     clips = {}
     for i, (name, (rate, channels, samples)) in enumerate(CLIPS.items()):
@@ -280,8 +278,7 @@ def record() -> dict[str, Tensor]:
 
 @torch.no_grad()
 def references(model: Qwen3TTSModel, clips: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the Base models' encodings of the clips (mel spectrogram, speaker vector, codes) and some mel
-    filters."""
+    """Return the Base models' mel, speaker vector and codes of the clips, and some mel filters."""
     filters = modeling.librosa_mel_fn(sr=24000, n_fft=1024, n_mels=128, fmin=0, fmax=12000)
     tensors = {"filters": torch.from_numpy(filters)[::8]}
     mels: list[Tensor] = []
@@ -429,8 +426,7 @@ def tokens(model: Qwen3TTSModel) -> dict[str, Any]:
 
 
 def manifests() -> None:
-    """Write the names and shapes of the published files, from the reference's classes on the `meta`
-    device."""
+    """Write names and shapes of the published tensors, from the reference's classes on `meta`."""
     found = {}
     with torch.device("meta"):
         for size in ("0.6b", "1.7b"):

@@ -176,8 +176,7 @@ def noise(case: int, frames: int) -> Tensor:
 
 
 def checkpoint(size: str, directory: Path) -> dict[str, Any]:
-    """Write a float32 checkpoint with the reference's own classes, in the published layout, and return its
-    facts."""
+    """Write a float32 checkpoint in the published layout with the reference's classes. Returns its facts."""
     demo.write_texts(directory, size)
     texts = {path.name: sha256(path.read_bytes()) for path in sorted(directory.iterdir())}
     model = empty(size)
@@ -235,8 +234,10 @@ def load(directory: Path, dtype: str) -> VoxCPM2Model:
 
 
 def load_adapted(directory: Path, name: str) -> tuple[VoxCPM2Model, list[str]]:
-    """Load a checkpoint with a random adapter through the reference's own code. Also returns the adapter's
-    rows."""
+    """Load a checkpoint with a random adapter through the reference's own code.
+
+    Also returns the adapter's rows.
+    """
     is_old = name.startswith("old")
     config = (OldLoRAConfig if is_old else LoRAConfig)(**ADAPTERS[name])
     model = (OldModel if is_old else VoxCPM2Model).from_local(
@@ -267,8 +268,7 @@ def sha256(data: bytes) -> str:
 
 
 def record() -> dict[str, Tensor]:
-    """Return the clips, int16 [C, N]: in each a buzz with its own changes of pitch and loudness, and
-    noise."""
+    """Return the clips, int16 [C, N]: noise, and a buzz with changing pitch and loudness."""
     random = torch.Generator().manual_seed(SEED)
     clips = {}
     for i, (name, (rate, channels, samples)) in enumerate(CLIPS.items()):
@@ -388,8 +388,7 @@ class Steady(torch.nn.Module):
 
 @torch.inference_mode()
 def solver() -> dict[str, Tensor]:
-    """Return results that must match in every bit, at the published widths: schedules, sinusoids,
-    positions."""
+    """Return results that must match in every bit, at the published widths."""
     tensors: dict[str, Tensor] = {}
     cfm = empty("tiny").feat_decoder
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
@@ -444,8 +443,7 @@ BFLOAT16 = {"noise": (3, 4, 8), "mu": (3, 48), "cond": (3, 4, 8), "hidden": (3, 
 
 
 def tokens(model: VoxCPM2Model) -> dict[str, Any]:
-    """Return token ids by the reference's wrapper around the transformers tokenizer, of texts made one line
-    as its core does."""
+    """Return token ids by the reference's tokenizer, of texts that are made one line as in its core."""
     texts = json.loads((HERE / "texts.json").read_text())
     texts += ["你好", "你好世界", "我们", "x我们y", "我们 大家", "卡拉O", "天气 weather 天气", "饕餮"]
     texts += ["</s>", "a<|audio_start|>b", "<s>", "<0x41>", "<unk>"]
@@ -482,8 +480,7 @@ def tokens(model: VoxCPM2Model) -> dict[str, Any]:
 
 
 def manifests() -> None:
-    """Write the names and shapes of the published files, from the reference's classes at the published
-    configs."""
+    """Write names and shapes of the published tensors, from the reference's classes."""
     for size, prefix in (("full", "voxcpm2"), ("1.5", "voxcpm2_1.5"), ("0.5b", "voxcpm2_0.5b")):
         with torch.device("meta"):
             model = empty(size)

@@ -55,8 +55,7 @@ def test_codebooks_equal_the_reference(codec):
 
 @pytest.mark.parametrize("frames", [1, 7, 40, 120])  # the window is 6
 def test_the_decoder_equals_the_reference(codec, frames):
-    """The measured differences are 2e-6 (transformer) and 2e-5 (samples), by rounding: in float64 they are
-    1e-14."""
+    """Measured: transformer 2e-6, samples 2e-5. In float64 both agree to 1e-14, so this is rounding."""
     codes = FOUND[f"decode_{frames}.codes"].long()[None]
     past, start = torch.zeros(1, codec.decoder.state_size), torch.zeros(1, dtype=torch.int64)
     transformer, (samples, _) = output_of(

@@ -55,8 +55,7 @@ def noise(name: str, *shape: int) -> Tensor:
 
 
 def packed(start: Tensor, source: Tensor) -> Tensor:
-    """Pack noise of the flow [2F, MELS] and of the vocoder's source [960 F, H] as `spec.noise_shape` has
-    it."""
+    """Pack noise of flow [2F, MELS] and vocoder [960 F, H] in the shape of `spec.noise_shape`."""
     return torch.cat((start.unflatten(0, (-1, 2)), source.unflatten(0, (-1, 2, 480)).flatten(2)), -1)
 
 
@@ -114,8 +113,7 @@ def test_codes_and_hidden_states_equal_the_reference(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "rest", "whole"])
 def test_interleaved_codes_equal_the_reference(name, monkeypatch):
-    """The cases have no prompt, a prompt whose codes end inside a group of fifteen, and one whose codes end
-    with a group."""
+    """There is no prompt, or its codes end inside a group of fifteen, or they end with a group."""
     facts, made = (
         json.loads((HERE / "interleaved.json").read_text()),
         load_file(HERE / "interleaved.safetensors"),
@@ -146,8 +144,7 @@ def test_the_fixed_noise_equals_the_reference():
 
 @torch.inference_mode()
 def mel_of(voice: Voice, num_there: int, num: int, chunk: int) -> Tensor:
-    """Return the mel of the flow alone, for the prompt and `num` codes in one stretch. num_there codes are
-    known."""
+    """Return the flow's mel of `num` codes after the prompt, in one stretch. num_there codes are known."""
     codes = torch.cat((voice.codes, FLOW["codes"], torch.zeros(LOOKAHEAD, dtype=torch.int64)))
     total = len(voice.codes) + num
     one = torch.ones(1, dtype=torch.int64)
@@ -169,8 +166,10 @@ def test_mel_with_chunk_masks_equals_the_reference(name):
 
 @pytest.mark.parametrize("name", ["demo", "sound"])
 def test_mel_without_chunk_masks_equals_the_reference(name):
-    """The reference computes this when it does not stream. We offer no such mode, but the network is the
-    same."""
+    """The reference computes this when it does not stream.
+
+    We offer no such mode, but the network is the same.
+    """
     num = len(FLOW["codes"])
     whole = mel_of(model().voices[name], num, num, chunk=1000)
     torch.testing.assert_close(whole, FLOW[f"{name}_whole"], **MEL)

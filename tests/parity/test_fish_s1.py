@@ -80,8 +80,7 @@ def test_greedy_codes_and_samples_equal_the_reference(case, ours):
 
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_and_logits_equal_the_reference(case, ours, monkeypatch):
-    """Compared are the state before the last norm, which the fast AR reads, and the logits of code 0 before
-    any penalty."""
+    """Compare the state before the last norm (read by the fast AR) and the raw logits of code 0."""
     expected, seen = found(case), []
     emit, scores = ours.emit, ours.scores
 

@@ -90,8 +90,10 @@ def test_the_demo_equals_the_reference_checkpoint():
 
 
 def test_token_ids_equal_the_reference(ours):
-    """The only special tokens in a text are the phoneme pair. Unlike in the reference, forged ones are
-    ordinary text."""
+    """The only special tokens in a text are the phoneme pair.
+
+    Unlike in the reference, forged ones are ordinary text.
+    """
     tokenize = ours.writer.tokenize
     for entry in facts("tokens")["texts"]:
         assert tokenize(entry["text"]) == entry["ids"], entry["text"]
@@ -163,8 +165,10 @@ def test_hidden_states_and_logits_equal_the_reference(case, ours, monkeypatch):
 
 
 def test_an_exact_rotary_table_changes_the_hidden_states(ours):
-    """The reference rounds its table to bf16. With an exact table the hidden states differ by a hundred
-    tolerances."""
+    """The reference rounds its table to bf16.
+
+    With an exact table the hidden states differ by a hundred tolerances.
+    """
     prompt = ours.prompt(asked("generate_clone"))
     batches = SoloBatches(ours, prompt)
     config, rounded = ours.config.slow, ours.lm.rope
@@ -189,8 +193,10 @@ def test_rotary_tables_equal_the_reference_in_every_bit():
 
 
 def test_columns_and_the_slow_ar_in_bfloat16_are_close_to_the_reference():
-    """Columns are equal in every bit. Our attention is fp32 and the reference's is not, so hidden states are
-    within 3 %."""
+    """Columns are equal in every bit.
+
+    Our attention is fp32 and the reference's is not, so hidden states are within 3 %.
+    """
     expected, ours = found("bfloat16"), family("fish_s2", "bfloat16")
     with torch.inference_mode():
         inputs = ours.lm.read(expected["columns"])
@@ -243,8 +249,10 @@ def test_greedy_sampling_repeats_a_token_like_the_original_with_one_candidate():
 @pytest.mark.parametrize("chunk", [1, 4, 25, 200])
 @torch.inference_mode()
 def test_decoding_equals_the_reference_in_any_chunks(frames, chunk, ours):
-    """200 frames are more than the 128 that the transformer looks back. Codes above a codebook's last one are
-    read as its last one."""
+    """200 frames are more than the 128 that the transformer looks back.
+
+    Codes above a codebook's last one are read as its last one.
+    """
     expected, decoder = found("codec"), ours.codec.decoder
     codes = expected[f"decode_{frames}.codes"].long()[None]  # [1, F, K]
     assert frames == 1 or codes[:, :, 1:].max() > 31

@@ -1,5 +1,4 @@
-"""The demo checkpoint equals the one that the reference's classes make, and the manifests equal those of the
-published files."""
+"""The demo checkpoint equals the reference's, and the manifests equal those of the published files."""
 
 import hashlib
 import json

@@ -127,8 +127,10 @@ def test_ids_of_the_public_golden(tmp_path):
 
 
 def test_token_ids_equal_the_reference(ours):
-    """Control tags in a text are special tokens. Unlike in the reference, all other special tokens are
-    ordinary text."""
+    """Control tags in a text are special tokens.
+
+    Unlike in the reference, all other special tokens are ordinary text.
+    """
     tokenize = ours.writer.tokenize
     first = min(tokenize.special.values())
     for entry in facts("tokens")["texts"]:
@@ -249,8 +251,7 @@ def test_probabilities_equal_the_reference():
 
 @pytest.mark.parametrize("frames", [1, 3, 30])  # a frame affects samples ten frames away
 def test_the_decoder_equals_the_reference(frames, ours):
-    """The measured difference is 7e-6, by rounding: the tables of codes are folded, and sums have another
-    order."""
+    """Measured: 7e-6, which is rounding. The tables of codes are folded, and sums have another order."""
     expected = found("codec")
     codes = expected[f"decode_{frames}.codes"].long()
     edge = torch.randint(64, (10, 8))  # frames beyond the tape are not read
@@ -351,8 +352,7 @@ def test_logits_become_float32_before_they_are_changed(monkeypatch):
     reason="ZOO_CHECKPOINT_HIGGS_V3 does not name a published checkpoint",
 )
 def test_the_published_model_gives_the_public_golden():
-    """This is the first greedy row before any masking: the model itself predicts that seven codebooks have
-    not begun."""
+    """Before any masking, the first greedy row shows that seven codebooks have not begun."""
     real = zoo.load(os.environ["ZOO_CHECKPOINT_HIGGS_V3"], "cpu", "bfloat16")
     said = Request(text="Hello from PegaInfer.")
     script = write(real, said)

@@ -119,8 +119,10 @@ def test_text_rows_equal_the_reference(rounded):
 
 
 def test_the_whole_talker_in_bfloat16_is_close_to_the_reference(rounded):
-    """Three layers of attention sum in another order than the reference, so bits differ. Measured cosine:
-    0.9999."""
+    """Three layers of attention sum in another order than the reference, so bits differ.
+
+    Measured cosine: 0.9999.
+    """
     ours, found = rounded
     at = torch.arange(len(found["talker.inputs"]))
     kv = ours.spec.kv
@@ -244,8 +246,7 @@ def test_the_cap_is_the_number_of_frames(cap):
 
 
 def test_the_default_cap_follows_the_text():
-    """It is twelve frames per text token, at least 192, and at most what the checkpoint's max_new_tokens
-    allows."""
+    """It is twelve frames per text token, at least 192, and within the checkpoint's max_new_tokens."""
     spec = voices().spec
     assert (
         spec.max_frames
@@ -261,8 +262,10 @@ def test_the_default_cap_follows_the_text():
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-1.7b"])
 def test_the_input_after_a_frame_sums_all_codes_and_the_next_text_row(size):
-    """All sixteen codes have tables of the talker's width. After the text, tts_pad is added to every
-    frame."""
+    """All sixteen codes have tables of the talker's width.
+
+    After the text, tts_pad is added to every frame.
+    """
     ours = voices(size)
     prompt = ours.prompt(Request(text="one two", voice="ryan", options={"text_mode": "interleaved"}))
     state = ours.state(1)

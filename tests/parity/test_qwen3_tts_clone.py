@@ -55,8 +55,7 @@ def test_mel_filters_equal_librosas():
 
 @pytest.mark.parametrize("name", FACTS["rates_hz"])
 def test_encoded_references_equal_the_reference(name, monkeypatch):
-    """Mel and speaker vector agree to 1e-4 (measured: 1e-6), codes exactly, for clips shorter and longer than
-    the encoder's window."""
+    """Codes are equal, mel and speaker vector within 1e-4 (measured: 1e-6), for short and long clips."""
     cloner = family("qwen3_tts", size="tiny-base").writer.cloner
     mels: list[Tensor] = []
     hook = cloner.mel.register_forward_hook(lambda module, args, out: mels.append(out[0]))
@@ -92,8 +91,7 @@ def test_prompts_equal_the_reference(case):
 
 
 def test_some_texts_are_shorter_and_some_longer_than_the_codes():
-    """In text_mode interleaved the longer side continues: codes with padding, or text with the frames that
-    follow."""
+    """In text_mode interleaved the longer side continues: codes with padding, or text with later frames."""
     trailing = {
         name: load_file(HERE / f"clone_{name}.safetensors")["trailing"]
         for name in ("short_text", "long_text")

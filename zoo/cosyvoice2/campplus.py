@@ -46,8 +46,7 @@ class Fbank(nn.Module):
 
 
 def kaldi_filters() -> Tensor:
-    """Return filters [FILTERS, FFT / 2 + 1] in float64: triangles that are evenly spaced and linear in
-    mel."""
+    """Return filters [FILTERS, FFT / 2 + 1] in float64: triangles, evenly spaced and linear in mel."""
 
     def mel(hz: Tensor) -> Tensor:
         return 1127 * (1 + hz / 700).log()

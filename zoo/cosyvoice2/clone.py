@@ -53,8 +53,10 @@ class Cloner:
         self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, tokenizer.config, tokenizer, speaker))
 
     def __call__(self, clip: AudioClip) -> Voice:
-        """Encode a clip, or return it from the cache. Raises RequestError for audio that cannot be a
-        reference."""
+        """Encode a clip, or return it from the cache.
+
+        Raises RequestError for audio that cannot be a reference.
+        """
         name = content(clip)
         file = self.files.of(clip, name, lambda tensors: self._restored(name, tensors))
         return self.voices.get(name, lambda: self._encode(name, clip), file)

@@ -60,8 +60,7 @@ _PlainLoader.add_multi_constructor("!", _plain)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML object. `!ref <name>` becomes the top-level value of that name. Raises ValueError for any
-    other content."""
+    """Read a YAML object and resolve `!ref <name>` to top-level values. Raises ValueError."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)  # this loader constructs nothing
     except FileNotFoundError:

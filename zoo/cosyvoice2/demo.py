@@ -208,8 +208,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def fill(name: str, shape: Iterable[int], seed: int) -> np.ndarray:
-    """Return random float32 values for a tensor by its published name. Raises ValueError if no rule matches
-    the name."""
+    """Return random float32 values for a tensor by its published name.
+
+    Raises ValueError if no rule matches the name.
+    """
     shape = tuple(shape)
     if name == "llm.model.lm_head.weight":
         name = "llm.model.model.embed_tokens.weight"  # tied

@@ -43,8 +43,7 @@ def _node(kind: str, name: str, inputs: list[str]) -> bytes:
 
 
 def write(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill) -> None:
-    """Write an ONNX file. shapes: of the tensors in a torch state dict; tensors in NUMBERED keep these
-    names."""
+    """Write an ONNX file. shapes: of a torch state dict, whose names in NUMBERED are kept."""
     parts: list[bytes] = []
     for kind, module, names in _layers(shapes):
         is_numbered = names[0] in NUMBERED
@@ -60,8 +59,10 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill) -> None
 
 
 def _layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield kind, module and tensors of each node. A linear layer over a sequence is two nodes, MatMul and
-    Add."""
+    """Yield kind, module and tensors of each node.
+
+    A linear layer over a sequence is two nodes, MatMul and Add.
+    """
     modules = {name: NUMBERED.get(name, name).rpartition(".")[0] for name in shapes}
     for module in dict.fromkeys(modules.values()):
         names = [name for name in shapes if modules[name] == module]

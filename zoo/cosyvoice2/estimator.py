@@ -218,8 +218,7 @@ class Estimator(nn.Module):
 
     @torch.no_grad()
     def prepare(self, times: Tensor) -> None:
-        """Lay the weights out and embed the times of the solver's steps [steps], in fp32 from 0 (noise) to
-        1."""
+        """Lay out the weights and embed the solver's times [steps], in fp32 from 0 (noise) to 1."""
         for module in self.modules():
             if isinstance(module, Conv):
                 module.prepare()

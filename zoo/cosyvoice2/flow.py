@@ -34,8 +34,7 @@ PAST_TOKENS = 500  # the past that a stretch can see, including the prompt: 20 s
 
 
 def fixed_noise(num_frames: int) -> Tensor:
-    """Return noise [F, MELS]: the reference's buffer (torch.randn on a CPU, seed 0), then further blocks from
-    the same generator."""
+    """Return noise [F, MELS]: torch.randn on a CPU with seed 0, as in the reference, block after block."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     blocks = -(-num_frames // NOISE_BLOCK)
     noise = [torch.randn(MELS, NOISE_BLOCK, generator=generator, device="cpu") for _ in range(blocks)]
@@ -63,8 +62,10 @@ def zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 class FlowCache:
-    """The past of streams, one row each: keys, values and the ends of the convolutions. `capacity` is in
-    tokens."""
+    """The past of streams, one row each: keys, values and the ends of the convolutions.
+
+    `capacity` is in tokens.
+    """
 
     def __init__(self, flow: Flow, rows: int, capacity: int):
         config, like = flow.config, flow.output.weight
@@ -78,8 +79,10 @@ class FlowCache:
         self.estimator_past = like.new_zeros(STEPS, rows, PAIR, flow.estimator.layout.size)
 
     def clear(self, row: int) -> None:
-        """Clear the convolutions' past of a row. Attention ignores entries that the row's stream has not
-        written."""
+        """Clear the convolutions' past of a row.
+
+        Attention ignores entries that the row's stream has not written.
+        """
         self.encoder_past[row] = 0
         self.estimator_past[:, row] = 0
 

@@ -68,7 +68,7 @@ from zoo.references import References
 from zoo.request import Share, check, shares
 
 NEVER = 1 << 40  # a step that is never reached
-# The most codes that a CPU renders at once, in the flow and in the vocoder, whose signals are longer. With
+# The most codes that a CPU renders at once in the flow, and in the vocoder, whose signals are longer. With
 # more, the intermediate results would not fit its caches.
 MAX_CODES_AT_ONCE, MAX_CODES_HEARD = 400, 200
 NOISE_STEP = 1 << 31  # the vocoder draws noise at steps from here on, the language model below
@@ -227,8 +227,10 @@ class CosyVoice2(Family[CosyVoice2State]):
         return self._prompt(keys, cap, num_text, {"min_steps": MIN_CODES_PER_TOKEN * num_text})
 
     def _interleaved(self, request: Request, script: Script, codes: tuple[int, ...]) -> Prompt:
-        """Return a prompt of all keys before the first sampled code. The slot reads the other keys step by
-        step."""
+        """Return a prompt of all keys before the first sampled code.
+
+        The slot reads the other keys step by step.
+        """
         order, keys = Interleaved(codes).fed((*script.before, *script.text))
         check_length(order)
         keys = [FIRST, *keys] if request.is_open else [FIRST, *keys, *order.end()]
@@ -256,8 +258,7 @@ class CosyVoice2(Family[CosyVoice2State]):
         )
 
     def _voice(self, request: Request) -> Voice:
-        """Return the voice of the reference, with its transcript, or a named voice, or a mix of speaker
-        vectors."""
+        """Return the voice of the reference, with its transcript, or a named voice, or a mix of voices."""
         if mix := shares(request, self.spec):
             return self._mixed(mix)
         if request.references:
@@ -271,8 +272,7 @@ class CosyVoice2(Family[CosyVoice2State]):
         return self.voices[request.voice.lower()] if request.voice else next(iter(self.voices.values()))
 
     def _mixed(self, mix: Sequence[Share]) -> Voice:
-        """Return a voice without a prompt, whose speaker vector is the weighted sum of those of the
-        shares."""
+        """Return a voice without a prompt: the weighted sum of the speaker vectors."""
         found = [
             (
                 share.weight,

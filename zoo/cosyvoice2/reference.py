@@ -106,8 +106,10 @@ class KeyValues(transformers.DynamicCache):
 
 
 def one_step(encoder: Qwen2Encoder, xs: Tensor, masks: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-    """Replace Qwen2Encoder.forward_one_step, without its mask. The text head is computed too, as in the
-    original."""
+    """Replace Qwen2Encoder.forward_one_step, without its mask.
+
+    The text head is computed too, as in the original.
+    """
     how = {"output_hidden_states": True, "use_cache": True, "past_key_values": cache or KeyValues()}
     made = encoder.model(inputs_embeds=xs, **how)
     return made.hidden_states[-1], made.past_key_values
@@ -126,8 +128,7 @@ def make_lm(directory: Path, config: Config) -> Qwen2LM:
 
 
 def greedy(scores: Tensor, said: list[int], win_size: int) -> int:
-    """Return the id of common.ras_sampling if both draws take the likeliest id and the second excludes the
-    first."""
+    """Return the id of common.ras_sampling with greedy draws, of which the second excludes the first id."""
 
     def likeliest(weights: Tensor, *_: Any, **__: Any) -> Tensor:
         return weights.argmax()[None]
@@ -175,8 +176,7 @@ def ids(values: list[int]) -> Tensor:
 
 
 def make_tokenizer(directory: Path) -> transformers.Qwen2Tokenizer:
-    """Return the text tokenizer, with special tokens as in cosyvoice/tokenizer/tokenizer.py,
-    QwenTokenizer."""
+    """Return the tokenizer, with the special tokens of cosyvoice/tokenizer/tokenizer.py, QwenTokenizer."""
     blank = directory / BLANK
     merges: Any = [tuple(line.split()) for line in (blank / "merges.txt").read_text().splitlines()[1:]]
     words = json.loads((blank / "vocab.json").read_text())
@@ -249,8 +249,10 @@ def make_s3_tokenizer(directory: Path) -> S3TokenizerV2:
 
 
 def make_speaker(directory: Path) -> CAMPPlus:
-    """Return the speaker encoder. The exported file has folded normalisations: here they scale by 1 and add a
-    bias."""
+    """Return the speaker encoder.
+
+    The exported file has folded normalisations: here they scale by 1 and add a bias.
+    """
     model, ours = CAMPPlus(memory_efficient=False).eval(), CamPlus()
     table, cpu = weights.campplus(), torch.device("cpu")
     checkpoint.load_file(ours, table, weights.open_speaker(directory), cpu, torch.float32)
@@ -285,16 +287,14 @@ class Model:
         self.voices = torch.load(path, weights_only=True) if path.exists() else {}
 
     def autocast(self) -> Any:
-        """Return the context for half precision, as the original uses it: autocast over modules already
-        cast."""
+        """Return the original's context for half precision: autocast over modules that are already cast."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast("cpu", self.dtype)
 
     def text(self, text: str) -> list[int]:
         return self.tokenizer(text.strip())["input_ids"]
 
     def voice(self, request: dict[str, Any]) -> dict[str, Tensor]:
-        """Return text, codes, mel and speaker of the voice; cosyvoice/cli/frontend.py calls them the
-        prompt."""
+        """Return text, codes, mel and speaker of the voice, the prompt in cosyvoice/cli/frontend.py."""
         if not request["references"]:
             return stored(self.voices[request["voice"] or next(iter(self.voices))])
         [reference] = request["references"]
@@ -318,8 +318,7 @@ class Model:
         return {"codes": codes[:, :num].long(), "mel": mel[:, : 2 * num], "speaker": speaker}
 
     def codes(self, request: dict[str, Any], voice: dict[str, Tensor], is_endless: bool = False) -> list[int]:
-        """Return the codes of a request. is_endless: suppress an early end, to get as many codes as
-        requested."""
+        """Return the codes of a request. is_endless: as many as requested, without an early end."""
         text, before, prompt = self.text(request["text"]), voice["text"][0].tolist(), voice["codes"]
         if request["instructions"]:
             instructions = request["instructions"].strip().removesuffix(END_OF_PROMPT)
@@ -336,8 +335,7 @@ class Model:
         return list(islice(said, request["max_frames"]))
 
     def samples(self, codes: list[int], voice: dict[str, Tensor], has_masks: bool = False) -> Tensor:
-        """Return samples [N] of all codes at once. has_masks: use the streaming mask, for the last chunk
-        too."""
+        """Return samples [N] of all codes at once. has_masks: with the streaming mask in every chunk."""
         prompt, mel, speaker = voice["codes"], voice["mel"].to(self.dtype), voice["speaker"].to(self.dtype)
         lengths = (torch.tensor([size]) for size in (len(codes), prompt.shape[1], mel.shape[1]))
         num_codes, num_prompt, num_mel = lengths

@@ -23,8 +23,10 @@ from zoo.nn.operator import operator, written_in_regions
 
 @dataclass
 class Stretch:
-    """Tokens start .. start + count of each row's stream, padded to `tokens`. All fields but `slots` are in
-    tokens."""
+    """Tokens start .. start + count of each row's stream, padded to `tokens`.
+
+    All fields but `slots` are in tokens.
+    """
 
     slots: Tensor  # [B], rows of the cache
     start: Tensor  # [B], a multiple of GRID
@@ -46,11 +48,11 @@ def may_follow_values(like: Tensor) -> bool:
 class Seen:
     """Which positions attend to which in a stretch, at `rate` positions per token.
 
-    start, count and num_kept [B]: those of the stretch, in positions. index [B, Q]: the place in the cache of
-    each position; the last place if it is not stored. mask [B, Q, held + Q]: which positions of the cache,
-    then of the stretch, are seen. distance [B, Q, held + Q]: how far back each of them lies, not counting
-    dropped positions. held: the number of places of the cache that are read. If shapes may depend on values,
-    only as many as are used.
+    - start, count and num_kept [B]: those of the stretch, in positions
+    - index [B, Q]: the place in the cache of each position; the last place if it is not stored
+    - mask [B, Q, held + Q]: which positions of the cache, then of the stretch, are seen
+    - distance [B, Q, held + Q]: how far back each of them is, not counting dropped positions
+    - held: the number of places of the cache that are read; all, unless shapes may depend on values
     """
 
     def __init__(self, stretch: Stretch, rate: int):
@@ -81,8 +83,7 @@ class Seen:
         return self._look()[1]
 
     def _look(self) -> tuple[Tensor, Tensor]:
-        """Return mask and distance. They are computed at first use, because attention on a GPU needs
-        neither."""
+        """Return mask and distance, computed at first use: attention on a GPU needs neither."""
         if self._sight is None:
             start, count, kept = (part[:, None] for part in (self.start, self.count, self.num_kept))
             place = torch.arange(self.held, device=start.device)

@@ -15,15 +15,13 @@ CUT = ("你好", "世界", "今天", "天气", "很好", "我们", "大家", "�
 
 @cache
 def merges() -> tuple[Pair, ...]:
-    """Return the merges: chains that make each character of CUT one piece, then frequent pairs of English
-    words."""
+    """Return chains that make each character of CUT one piece, then frequent pairs of English words."""
     characters = [in_symbols(character) for character in dict.fromkeys("".join(CUT))]
     return learn(characters, [in_symbols(f" {word}") for word in ENGLISH.split()], NUM_MERGES)
 
 
 def vocabulary(full: bool) -> dict[str, int]:
-    """Return the content of vocab.json: bytes, merged pieces, CUT and, at the published size, unused
-    filler."""
+    """Return vocab.json: bytes, merged pieces, CUT and, at the published size, unused filler."""
     pieces = ["".join(pair) for pair in merges()]
     tokens = list(dict.fromkeys([*byte_symbols().values(), *pieces, *map(in_symbols, CUT)]))
     if full:

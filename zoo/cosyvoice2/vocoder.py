@@ -60,8 +60,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How far each signal lags behind the newest mel frame, and how much of it is carried from window to
-    window."""
+    """The lag of each signal behind the newest mel frame, and the context that is carried of it."""
 
     f0_lag: int  # frames
     stem_lag: int  # frames
@@ -143,8 +142,7 @@ class Place:
     frames: int  # of the window
 
     def at(self, rate: int, lag: int, num: int) -> Tensor:
-        """Return `num` positions that begin `lag` before the window [B, num], at `rate` positions per
-        frame."""
+        """Return `num` positions [B, num] from `lag` before the window on, at `rate` positions per frame."""
         return self.first[:, None] * rate - lag + torch.arange(num, device=self.first.device)
 
     def mask(self, rate: int, lag: int, num: int, extra: int = 0) -> Tensor | None:
@@ -171,8 +169,10 @@ def middle(x: Tensor, num: int) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x [B, C, N] with zeros where the mask [B, 1, M] is false. If M exceeds N, the middle of it
-    counts."""
+    """Return x [B, C, N] with zeros where the mask [B, 1, M] is false.
+
+    If M exceeds N, the middle of it counts.
+    """
     return x if mask is None else x * middle(mask, x.shape[-1])
 
 
@@ -276,8 +276,10 @@ class Snake(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """A residual block: x [B, C, N] -> [B, C, N - 2 reach]. The mask tells which positions are in the
-    speech."""
+    """A residual block: x [B, C, N] -> [B, C, N - 2 reach].
+
+    The mask tells which positions are in the speech.
+    """
 
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]):
         super().__init__()
@@ -349,8 +351,7 @@ class Vocoder(nn.Module):
         self.layout = StateLayout(self)
 
     def prepare(self) -> None:
-        """Fill the Fourier transforms, which are small matrices, and lay the weights out for the
-        convolutions."""
+        """Fill the matrices of the Fourier transforms, and lay out the weights of the convolutions."""
         for module in self.modules():
             if isinstance(module, Conv | ConvTranspose):
                 module.prepare()
@@ -417,8 +418,7 @@ class Vocoder(nn.Module):
         return self.mix(config.alpha * is_voiced * sines + loudness * noise).tanh()[..., 0], phases % 1
 
     def filter(self, mel: Tensor, source: Tensor, place: Place, state: CodecState) -> Tensor:
-        """Return samples [B, W * MEL_SAMPLES] of mel [B, MELS, mel_context + W] and source [B, W *
-        MEL_SAMPLES]."""
+        """Return samples of mel [B, MELS, mel_context + W] and source; both [B, W * MEL_SAMPLES]."""
         config, plan = self.config, self.plan
         spectrum = self._spectrum(source, place, state)  # [B, bins, spectrum_context + W * STFT frames]
         x = self._stem(mel, place)
@@ -454,8 +454,7 @@ class Vocoder(nn.Module):
         return self.stem(masked(mel[:, :, first : first + num], place.mask(1, lag, num)))
 
     def _extra(self, i: int) -> int:
-        """Return the number of positions of a stage after the last whole frame: 1 in the last stage, as for
-        STFT frames, else 0."""
+        """Return the positions of a stage after the last whole frame: 1 in the last stage, else 0."""
         return int(i == len(self.ups) - 1)
 
     def _up(self, i: int, x: Tensor, place: Place) -> Tensor:
@@ -522,8 +521,7 @@ class Vocoder(nn.Module):
         return samples.clamp(-self.config.limit, self.config.limit)
 
     def _overlap(self, frames: Tensor) -> Tensor:
-        """Overlap-add frames [B, 3 + M, 4 hop] to [B, M * hop], from the fourth quarter of the first frame
-        on."""
+        """Overlap-add frames [B, 3 + M, 4 hop] to [B, M * hop], from the first frame's fourth quarter on."""
         num = frames.shape[1] - 3
         quarters = frames.unflatten(2, (4, -1)).unbind(2)  # 4 of [B, 3 + M, hop]
         return sum(part[:, 3 - i : 3 - i + num] for i, part in enumerate(quarters)).flatten(1)

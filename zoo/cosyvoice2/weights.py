@@ -217,8 +217,7 @@ def open_speaker(directory: Path) -> TensorFile:
 
 
 def open_vocoder(directory: Path) -> tuple[TensorFile, str]:
-    """Return the file hift.pt and the prefix of its names, which is not empty if it was saved by its
-    trainer."""
+    """Return hift.pt and the prefix of its names, which its trainer adds."""
     file, prefix = open_file(directory / VOCODER_FILE), "generator."
     return file, prefix if any(name.startswith(prefix) for name in file.headers) else ""
 

@@ -18,8 +18,10 @@ NAME = "voxcpm2"
 
 
 def claims(path: Path) -> bool:
-    """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
-    read."""
+    """Return whether this family reads the model directory `path`.
+
+    Raises ValueError if config.json cannot be read.
+    """
     from zoo.nn.json_files import read_config
 
     config = read_config(path)

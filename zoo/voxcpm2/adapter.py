@@ -44,8 +44,7 @@ class Adapter:
     tensors: dict[str, Tensor]
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a published tensor with the adapter merged in: fp32 if the adapter changes it, else as
-        given."""
+        """Return a published tensor with the adapter merged in: in fp32 if it changes, else as given."""
         module = name.removesuffix(".weight")
         if f"{module}.lora_A" not in self.tensors:
             return tensor
@@ -73,8 +72,10 @@ def read_adapter(directory: Path, published: Mapping[str, Shape]) -> Adapter:
 
 
 def targets(config: ConfigBlock, published: Mapping[str, Shape]) -> list[str]:
-    """Return the published names of the linears that an adapter changes. Raises ValueError if there are
-    none."""
+    """Return the published names of the linears that an adapter changes.
+
+    Raises ValueError if there are none.
+    """
     weights = [name for name, shape in published.items() if name.endswith(".weight") and len(shape) == 2]
     linears = [name.removesuffix(".weight") for name in weights if not name.startswith(EMBEDDING)]
     chosen: list[str] = []

@@ -35,8 +35,7 @@ class Block(nn.Module):
         self.mlp = FusedSwiGLU(config.hidden, config.inner)
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x [..., D] to queries [..., H, dim], and keys and values [..., Hkv, dim], not yet
-        rotated."""
+        """Return queries [..., H, dim], keys and values [..., Hkv, dim] of x [..., D], before rotation."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
         return q, k, v
 
@@ -109,8 +108,10 @@ class LocalBlock(Block):
 
 
 class LongRope(nn.Module):
-    """Cosines and sines of LongRoPE. Angles are fp32; the results are rounded to the model's dtype, as in the
-    reference."""
+    """Cosines and sines of LongRoPE.
+
+    Angles are fp32; the results are rounded to the model's dtype, as in the reference.
+    """
 
     stretch: Tensor  # [dim / 2], after prepare()
     frequency: Tensor  # [dim / 2]
@@ -120,7 +121,7 @@ class LongRope(nn.Module):
         self.config = config
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Call once, with the weights in place."""
+        """Fill the tables. Call once the weights are loaded."""
         self.dtype = dtype
         pairs = torch.arange(0, 2 * len(self.config.factors), 2).float()
         frequency = 1.0 / self.config.theta ** (pairs / (2 * len(self.config.factors)))
@@ -150,7 +151,7 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Call once, with the weights in place."""
+        """Fill the tables. Call once the weights are loaded."""
         if self.rope:
             self.rope.prepare(device, dtype)
 
@@ -183,7 +184,7 @@ class LocalStack(nn.Module):
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Call once, with the weights in place."""
+        """Fill the tables. Call once the weights are loaded."""
         self.rope.prepare(device, dtype)
         for name, table in zip(
             ("cos", "sin"), self.rope(torch.arange(self.tokens, device=device)), strict=True
@@ -191,8 +192,7 @@ class LocalStack(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the first block on x [..., tokens, D] and return its output as two parts, the input of
-        `finish`."""
+        """Run the first block on x [..., tokens, D]. Returns its output as two parts, for `finish`."""
         first: LocalBlock = self.layers[0]  # type: ignore[assignment]
         return first.apart(x, self.cos, self.sin)
 

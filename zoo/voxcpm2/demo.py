@@ -233,8 +233,10 @@ BOUNDARIES = "decoder.sr_bin_boundaries"
 
 
 def fill(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return random float32 values for a tensor by its published name. Raises ValueError if no rule matches
-    the name."""
+    """Return random float32 values for a tensor by its published name.
+
+    Raises ValueError if no rule matches the name.
+    """
     values = synthetic.fill(name, shape, f"voxcpm2:{seed}", RULES)
     # makes "continue" likelier than "stop": otherwise some seeds give a model that stops at once or never
     if name == "stop_head.weight":

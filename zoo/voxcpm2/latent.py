@@ -54,8 +54,7 @@ class TimeProjection(nn.Module):
 
 
 class PatchSolver(nn.Module):
-    """LocDiT with its solver: hidden states to a patch of latents, for all rows at once, without a device
-    sync."""
+    """LocDiT with its solver: hidden states to a patch of latents, without a device sync."""
 
     # [n + 1, n, h], after prepare(): the time token of each step, for schedules of 0 to n steps
     times: Tensor
@@ -114,8 +113,7 @@ class PatchSolver(nn.Module):
 
     @torch.compiler.nested_compile_region
     def _begin(self, told: Tensor, time: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the first block. told [B, 2, L, h]: the part that all evaluations share; time [B, h]; x [B, P,
-        D]."""
+        """Run the first block. told [B, 2, L, h]: shared by all evaluations; time [B, h]; x [B, P, D]."""
         length, place = told.shape[2], self.time_place
         time = F.pad(time[:, None], (0, 0, place, length - 1 - place))  # [B, L, h]
         x = F.pad(self.input(x), (0, 0, length - self.patch, 0))

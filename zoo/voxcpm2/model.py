@@ -93,14 +93,17 @@ class Net(nn.Module):
         return mu.sum(1, keepdim=True) if self.fusion is None else mu
 
     def stops(self, h: Tensor) -> Tensor:
-        """Return whether the patch generated from each of the base model's hidden states [B, H] is the last:
-        [B]."""
+        """Return whether patches are the last [B], from the base model's hidden states [B, H]."""
         return self.stop(F.silu(self.stop_input(h))).argmax(-1) == 1
 
 
 class VoxState(State):
-    """Adds the patch before the first one [S+1, P, D], guidance [S+1], solver steps [S+1] and the decoder's
-    state [S+1, values]."""
+    """The fields of State, and for each slot:
+
+    - before [S+1, P, D]: the patch before the first one
+    - cfg_scale [S+1] and solver_steps [S+1]: the request's options
+    - codec_state [S+1, values]: the decoder's state
+    """
 
     before: Tensor
     cfg_scale: Tensor
@@ -223,8 +226,7 @@ class VoxCPM2(Family[VoxState]):
 
 
 def keys(script: Script) -> tuple[int, ...]:
-    """Return a prefix key for each position: its text id, or a negative hash of the reference and patch
-    number."""
+    """Return a key per position: its text id, or a negative hash of reference and patch number."""
     patches = [
         prefix_key(reference.name, i)
         for reference in script.references

@@ -147,8 +147,7 @@ class PromptWriter:
         return Script(tuple(ids), len(self.tokenize(said)), (*before, *after))
 
     def _roles(self, request: Request, values: Mapping[str, Any]) -> tuple[list[Reference], list[Reference]]:
-        """Return the references that give only their voice and those that speech continues, at most one of
-        each."""
+        """Return the references that give only their voice and those to continue, at most one of each."""
         is_sound_alone = values["x_vector_only_mode"]
         voices: list[Reference] = []
         continued: list[Reference] = []

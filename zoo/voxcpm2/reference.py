@@ -72,8 +72,7 @@ def speak(model: Any, request: dict[str, Any], place: Path, min_frames: int = 2)
 
 
 def prompt_cache(model: Any, request: dict[str, Any], place: Path) -> Any:
-    """Return the reference's prompt cache: a clip with a transcript is continued, another gives only its
-    voice."""
+    """Return the prompt cache: a clip with a transcript is continued, another gives only its voice."""
     given: dict[str, str] = {}
     for i, reference in enumerate(request["references"]):
         clip, wav = np.load(reference["clip"]), str(place / f"clip-{i}.wav")
@@ -93,8 +92,7 @@ def speak_from(model: Any, request: dict[str, Any], place: Path, noise: np.ndarr
 
 
 def measure(model: Any, request: dict[str, Any], place: Path, streams: int, rounds: int) -> dict[str, float]:
-    """Time the reference. The minimum length is the requested length, so the stop head never ends a text
-    early."""
+    """Time the reference. A minimum length keeps the stop head from ending a text early."""
     frames = request["max_frames"]
     speak(model, request | {"max_frames": min(frames, 2)}, place)
     began_s, samples = time.perf_counter(), 0

@@ -46,8 +46,7 @@ class Residual(nn.Module):
 
 
 class Rate(nn.Module):
-    """Condition the decoder on the output rate: a scale and a bias per channel, from tables indexed by rate
-    class."""
+    """The decoder's condition on its output rate: scale and bias per channel, from tables by rate class."""
 
     def __init__(self, classes: int, which: int, channels: int):
         super().__init__()

@@ -1,5 +1,4 @@
-"""The tokenizer of the demo checkpoints: a small BPE with byte fallback, built here in the published
-format."""
+"""The tokenizer of the demo checkpoints: a small BPE with byte fallback in the published format."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ Good Once It's iPhone 7 4 5 0 1 2 3 6 8 9 , . ! ? : ; ' " ( ) - < > | / _ naïve
 
 @cache
 def merges() -> tuple[Pair, ...]:
-    """Return the BPE merges: chains that make each of TRAPS one piece, then the most frequent pairs of
-    WORDS."""
+    """Return merges: chains that make each of TRAPS one piece, then the most frequent pairs of WORDS."""
     return learn(TRAPS, [f"▁{word}" for word in WORDS.split()], NUM_MERGES)
 
 

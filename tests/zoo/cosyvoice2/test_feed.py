@@ -46,8 +46,7 @@ def cut(request: Request) -> tuple[Request, list[int]]:
 
 
 def agrees(listener: Listener, whole: Request) -> None:
-    """Check that the listener heard the same as a request that gives the whole text at once and runs
-    alone."""
+    """Check that the samples equal those of the same text given at once to a request that runs alone."""
     truth = zoo.generate(MODEL, whole)
     assert isinstance(listener.end, Finished), listener.end
     assert listener.frames == len(truth.frames) > 4

@@ -33,8 +33,7 @@ FUSION = "fusion_concat_proj"
 
 
 def tensors() -> dict[str, Tensor]:
-    """Return the tensors that CONFIG promises: of the base model's 3 layers, the residual model's 2, and two
-    projections."""
+    """Return the tensors that CONFIG promises: of 3 base layers, 2 residual layers and two projections."""
     published = load_file(TINY / "model.safetensors")
     layers = [f"base_lm.layers.{i}" for i in range(3)] + [f"residual_lm.layers.{i}" for i in range(2)]
     modules = [f"{layer}.{leaf}" for layer in layers for leaf in ("self_attn.q_proj", "mlp.down_proj")]

@@ -1,5 +1,7 @@
-"""VoxCPM2: loading model directories, and the errors for unusable ones. The reference loads all of these
-without an error."""
+"""VoxCPM2: loading model directories, and the errors for unusable ones.
+
+The reference loads all of these without an error.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +93,7 @@ def test_inspect_reads_no_weights(tmp_path):
 
 
 def test_the_vae_is_read_in_every_form(copied):
-    """The forms are flat pickles, names of newer releases of PyTorch, and safetensors, which takes
-    precedence."""
+    """The forms are a flat pickle, PyTorch's newer names, and safetensors, which takes precedence."""
     tensors, heard = vae_tensors(), sounds(TINY)
     for is_zip in (True, False):
         torch.save(tensors, copied / "audiovae.pth", _use_new_zipfile_serialization=is_zip)

@@ -127,8 +127,10 @@ def test_a_slot_uses_the_solver_options_of_its_request():
 
 
 def test_guidance_moves_away_from_the_null_velocity():
-    """At 1 the result is the velocity itself. Above 1 it moves away from the projection on the null
-    velocity."""
+    """At 1 the result is the velocity itself.
+
+    Above 1 it moves away from the projection on the null velocity.
+    """
     velocity, null = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0, 0.0]])
     assert torch.equal(guided(velocity, null, torch.tensor([1.0])), velocity)
     torch.testing.assert_close(guided(velocity, null, torch.tensor([2.0])), torch.tensor([[3.0, 8.0]]))
@@ -203,8 +205,10 @@ def test_a_wrong_audio_flag_changes_the_patch(form, dtype, monkeypatch):
 
 @pytest.mark.parametrize("form", ["continued", "combined"])
 def test_streamed_equals_one_shot_after_a_reference(form):
-    """Several requests run at once, in the scheduler's windows. Of two equal requests the second shares the
-    pages of the first."""
+    """Several requests run at once, in the scheduler's windows.
+
+    Of two equal requests the second shares the pages of the first.
+    """
     asked = [replace(FORMS[form], seed=seed, max_frames=20) for seed in (1, 1, 2)]
     engine = Engine(OURS, max_slots=2, compile=False, clock=Clock())
     for listener, request in zip(serve(engine, {0: asked[:1], 8: asked[1:]}), asked, strict=True):
