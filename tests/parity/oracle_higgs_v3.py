@@ -43,8 +43,7 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "higgs_v3"
 MANIFESTS = HERE.parent / "manifests"
 SIZE, SEED = "tiny", 0
-# every STRIDEth sample is stored where all would be too many; coprime to a frame, to cover all positions in a
-# frame
+# Every STRIDEth sample is stored where all would be too many. It is coprime to a frame, to cover all of it.
 STRIDE = 97
 CODEC = "tied.embedding.modality_embeddings.0.model."
 BOOKS, CODES = 8, 64

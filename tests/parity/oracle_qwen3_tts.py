@@ -43,8 +43,7 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "qwen3_tts"
 MANIFESTS = HERE.parent / "manifests"
 SEED = 0
-# every STRIDEth sample is stored where all would be too many; coprime to a frame, to cover all positions in a
-# frame
+# Every STRIDEth sample is stored where all would be too many. It is coprime to a frame, to cover all of it.
 STRIDE = 97
 SIZES = ("tiny", "tiny-1.7b", "tiny-base", "tiny-1.7b-base", "tiny-1.7b-design")
 # the end-of-speech id is banned at step 0 and allowed at step 2; by step 31 the penalty has a large effect

@@ -55,8 +55,7 @@ from zoo.voxcpm2 import demo  # noqa: E402
 HERE = Path(__file__).parent
 FIXTURES = HERE / "voxcpm2"
 MANIFESTS = HERE.parent / "manifests"
-# every STRIDEth sample is stored where all would be too many; coprime to a frame, to cover all positions in a
-# frame
+# Every STRIDEth sample is stored where all would be too many. It is coprime to a frame, to cover all of it.
 SEED, STRIDE = 0, 31
 VERSIONS = {
     name: importlib.metadata.version(name)
@@ -330,8 +329,7 @@ def generate(
         "stop": torch.stack(seen["stop"]),
         "patches": patches,
     }
-    # the reference warms its decoder up over only three patches, or none when streaming; here over all of
-    # them
+    # the reference warms its decoder up over three patches, or none when streaming; here over all of them
     if transcript:
         heard = torch.cat((cache["audio_feat"], patches))
         whole = model.audio_vae.decode(heard.flatten(0, 1).T[None].float())[0]

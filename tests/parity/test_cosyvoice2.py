@@ -37,8 +37,7 @@ VOCODER = load_file(HERE / "vocoder.safetensors")
 VOICES = load_file(HERE / "voices.safetensors")
 RATES_HZ = json.loads((HERE / "voices.json").read_text())["rates_hz"]
 MEL = {"rtol": 0, "atol": 1e-4}
-# Rounding of the pitch shifts the phase, which a random net shows in its samples: see README.md in this
-# folder.
+# Rounding of the pitch shifts the phase, and a random net shows it: see README.md in this folder.
 SAMPLES = {"rtol": 0, "atol": 6e-4}
 
 

@@ -212,8 +212,7 @@ def test_patches_stops_and_samples_equal_the_reference(name):
     torch.testing.assert_close(speech.frames, found["patches"], **CLOSE)
     frame_samples, rate_hz = (120, 44100) if fact["size"] == "tiny-1.5" else (480, 48000)
     assert (len(speech.samples), speech.sample_rate_hz) == (frame_samples * fact["frames"], rate_hz)
-    # the first generation's checkpoint is twice as loud: its samples reach full scale, and its patches are
-    # 1e-6 off
+    # the first generation's checkpoint is twice as loud: samples reach full scale, and patches are 1e-6 off
     most = 2e-5 if fact["size"] == "tiny-1.5" else 1e-5
     torch.testing.assert_close(speech.samples[:: fact["stride"]], found["samples"], rtol=0, atol=most)
 
@@ -240,7 +239,7 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 @both_dtypes
 @pytest.mark.parametrize("steps", [2, 3, 7, 10, 25, 49])
 def test_the_schedule_equals_the_reference_in_every_bit(steps, dtype):
-    """This holds for the times, for the times of evaluation, and for the result of a velocity of one."""
+    """Compare the times, the times of evaluation, and the result of a velocity of one."""
     name = f"{str(dtype).removeprefix('torch.')}.{steps}"
     times = sway_times(steps, dtype)
     assert torch.equal(times, SOLVER[f"{name}.times"])

@@ -45,10 +45,10 @@ def mish(x: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return attention [B, H, Q, dim] of q [B, H, Q, dim] over k and v [B, H, K, dim]; mask [B, 1, Q, K] is
-    added.
+    """Return attention [B, H, Q, dim] of q [B, H, Q, dim] over k and v [B, H, K, dim].
 
-    On a CPU it is two matrix products, which take half as long as torch's own attention there.
+    mask [B, 1, Q, K] is added to the scores. On a CPU it is two matrix products, which take half as long as
+    torch's own attention there.
     """
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

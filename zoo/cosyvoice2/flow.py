@@ -34,7 +34,7 @@ PAST_TOKENS = 500  # the past that a stretch can see, including the prompt: 20 s
 
 
 def fixed_noise(num_frames: int) -> Tensor:
-    """Return noise [F, MELS]: torch.randn on a CPU with seed 0, as in the reference, block after block."""
+    """Return noise [F, MELS]: the reference's buffer, then further blocks of its generator (CPU, seed 0)."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     blocks = -(-num_frames // NOISE_BLOCK)
     noise = [torch.randn(MELS, NOISE_BLOCK, generator=generator, device="cpu") for _ in range(blocks)]

@@ -48,8 +48,7 @@ class RelativeAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(heads, width // heads))
 
     def forward(self, x: Tensor, seen: Seen, cache: Tensor, table: Tensor) -> Tensor:
-        """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D] and to x, and write x's keys and values
-        to it.
+        """Attend from x [B, Q, D] to the cache [S, capacity + 1, 2D] and to x, and update the cache.
 
         table [distances, D]: from the farthest position ahead to the farthest behind.
         """

@@ -125,8 +125,8 @@ class CosyVoice2State(State):
 
     - sampling: its values [S+1]; the step before which the speech does not end [S+1];
       the last codes [S+1, MAX_RAS_WINDOW]
-    - interleaved text: whether the text is interleaved [S+1]; the keys after the prompt [S+1, K] (see
-    order.py) - the flow's prompt: number of codes [S+1]; how many of them are in the cache [S+1];
+    - interleaved text: whether it is interleaved [S+1]; the keys after the prompt [S+1, K] (see order.py)
+    - the flow's prompt: number of codes [S+1]; how many of them are in the cache [S+1];
       the others, and their mel [S+1, MAX_REST, ...]; the speaker [S+1, D]
     - the vocoder: state of its layers [S+1, V]; number of mel frames read [S+1];
       number of samples returned [S+1]; phase of the sines [S+1, H]

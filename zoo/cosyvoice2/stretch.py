@@ -114,8 +114,7 @@ class Seen:
         return self._sight
 
     def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
-        """Return the cached positions and the new ones [B, held + Q, ...], and write the new ones to the
-        cache.
+        """Return the cached and the new positions [B, held + Q, ...], and write the new ones to the cache.
 
         cache [S, capacity + 1, ...]; new [B, Q, ...].
         """
@@ -145,8 +144,7 @@ def stretch_attention(
     chunk: int,
     heads: int,
 ) -> Tensor:
-    """Attend over the cache and over the new positions, as `Seen` defines, and write the new ones to the
-    cache.
+    """Attend over cached and new positions, as `Seen` defines, and write the new ones to the cache.
 
     q, k, v [B * L, Q, H * D]; caches [layers, S, capacity + 1, L, 2 * H * D], of which number layers[block]
     is used; layers [_] int64; the other arguments are those of a `Seen`, with chunk its grid. Returns [B * L,

@@ -146,8 +146,7 @@ class Place:
         return self.first[:, None] * rate - lag + torch.arange(num, device=self.first.device)
 
     def mask(self, rate: int, lag: int, num: int, extra: int = 0) -> Tensor | None:
-        """Return which of the positions of `at` are in the speech [B, 1, num], counting `extra` ones at its
-        end.
+        """Return which positions of `at` are in the speech [B, 1, num], with `extra` ones at its end.
 
         If shapes may depend on values and all positions are in the speech, the result is None.
         """
@@ -394,11 +393,12 @@ class Vocoder(nn.Module):
         return self.f0(mel[:, :, -num:], place.mask(1, context, num))
 
     def source(self, f0: Tensor, place: Place, phase: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the source [B, W * MEL_SAMPLES] from the middle of the first frame to that of the last, and
-        the phases in the middle of each frame [B, W + 1, H], in turns.
+        """Return the source [B, W * MEL_SAMPLES] between the middles of the first and the last frame, and
+        phases.
 
-        f0 [B, W + 1]. The phase is linear between the middles of frames, and constant before the first one
-        and after the last one. It is fp64 because it is a sum over the whole speech.
+        f0 [B, W + 1]; phases [B, W + 1, H]: in the middle of each frame, in turns. The phase is linear
+        between the middles of frames, and constant before the first one and after the last one. It is fp64
+        because it is a sum over the whole speech.
         """
         config = self.config
         harmonic = torch.arange(1, config.harmonics + 1, device=f0.device)
@@ -418,7 +418,8 @@ class Vocoder(nn.Module):
         return self.mix(config.alpha * is_voiced * sines + loudness * noise).tanh()[..., 0], phases % 1
 
     def filter(self, mel: Tensor, source: Tensor, place: Place, state: CodecState) -> Tensor:
-        """Return samples of mel [B, MELS, mel_context + W] and source; both [B, W * MEL_SAMPLES]."""
+        """Return samples of mel [B, MELS, mel_context + W] and source; source and samples [B, W *
+        MEL_SAMPLES]."""
         config, plan = self.config, self.plan
         spectrum = self._spectrum(source, place, state)  # [B, bins, spectrum_context + W * STFT frames]
         x = self._stem(mel, place)

@@ -217,7 +217,7 @@ def open_speaker(directory: Path) -> TensorFile:
 
 
 def open_vocoder(directory: Path) -> tuple[TensorFile, str]:
-    """Return hift.pt and the prefix of its names, which its trainer adds."""
+    """Return hift.pt and the prefix of its names, which is empty unless its trainer saved it."""
     file, prefix = open_file(directory / VOCODER_FILE), "generator."
     return file, prefix if any(name.startswith(prefix) for name in file.headers) else ""
 

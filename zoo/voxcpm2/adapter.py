@@ -1,4 +1,4 @@
-"""LoRA adapters, merged into the weights while these are read: W + (alpha / r) B A.
+"""LoRA adapters, merged into the weights as they are read: W + (alpha / r) B A.
 
     lora_config.json           {"base_model": …, "lora_config": {"r": 32, "alpha": 32, "enable_lm": true,
                                 "target_modules_lm": ["q_proj", …], …}}, as the fine-tuning script writes it

@@ -40,7 +40,7 @@ class Block(nn.Module):
         return q, k, v
 
     def project_output(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the block's output [..., D] as two parts, whose sum it is.
+        """Return two parts [..., D] that sum to the block's output.
 
         x [..., D]: the block's input; mixed [..., H * dim]: the output of its heads.
         """
@@ -89,7 +89,7 @@ class LocalBlock(Block):
         return self.apart(x + more, cos, sin)
 
     def apart(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Do what `forward` does, on one tensor x [..., L, D], in the region of the caller."""
+        """Apply the block like `forward`, but to one tensor x [..., L, D] and in the region of the caller."""
         q, k, v = (part.flatten(0, -4) for part in self.project_qkv(x))  # [B, L, H or Hkv, dim]
         mixed = self._attend(q[:, self.kept], k, v, cos, sin)  # [B, kept, H * dim]
         return self.project_output(x[..., self.kept, :], mixed.unflatten(0, x.shape[:-2]))

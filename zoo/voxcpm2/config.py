@@ -257,7 +257,7 @@ class Config:
 def is_old(config: dict[str, Any]) -> bool:
     """Return whether a VoxCPM config is of the first generation.
 
-    model_type is not read, because re-uploads state a wrong one; without an architecture the other keys
+    model_type is ignored, because re-uploads state a wrong one. If the architecture is missing, other keys
     decide.
     """
     if (architecture := str(config.get("architecture", "")).lower()) in ("voxcpm", "voxcpm2"):

@@ -75,8 +75,7 @@ class PatchSolver(nn.Module):
 
     @torch.no_grad()
     def prepare(self, most_steps: int) -> None:
-        """Fill the tables that depend only on the weights and the schedules. Call once the weights are
-        loaded.
+        """Fill the tables of weights and schedules. Call once the weights are loaded.
 
         Schedules are computed on the host.
         """

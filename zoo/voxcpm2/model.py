@@ -31,8 +31,7 @@ MAX_PATCHES = 4096
 
 
 class FSQ(nn.Module):
-    """Finite scalar quantisation (arXiv 2309.15505): a bottleneck whose values are rounded to 2 scale + 1
-    levels.
+    """Finite scalar quantisation (arXiv 2309.15505): a bottleneck with values rounded to 2 scale + 1 levels.
 
     vector-quantize-pytorch's FSQ is not used: for bf16 input it rounds in fp32, and so to other levels than
     the reference.
@@ -175,10 +174,10 @@ class VoxCPM2(Family[VoxState]):
         return self.net.rows(self._last(state, slots))  # [B, H]
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        """Return [T, 2 H]: the base model's hidden states, quantised at audio positions, and the residual
-        model's.
+        """Return the hidden states of the base model, quantised at audio positions, and of the residual
+        model.
 
-        inputs [T, H].
+        inputs [T, H]; the result is [T, 2 H].
         """
         is_audio = batch.is_audio[:, None]
         base = self.net.base(inputs, batch)

@@ -62,9 +62,8 @@ def speak(model: Any, request: dict[str, Any], place: Path, min_frames: int = 2)
     cache = prompt_cache(model, request, place)
     how |= {"min_len": min_frames, "max_len": request["max_frames"]}
     samples, _, patches = model.generate_with_prompt_cache(text, cache, **how)
-    if (
-        cache is not None and "audio_feat" in cache
-    ):  # the reference warms its decoder up over only three patches
+    # the reference warms its decoder up over only three patches
+    if cache is not None and "audio_feat" in cache:
         heard = torch.cat((cache["audio_feat"], patches))
         whole = model.audio_vae.decode(heard.flatten(0, 1).T[None].float())[0]
         samples = whole[:, len(cache["audio_feat"]) * (whole.shape[-1] // len(heard)) :]
