@@ -1,9 +1,9 @@
-"""A zoo of speech language models. `load` one, from a directory or the Hugging Face Hub; `generate` speech.
+"""A zoo of speech language models: `load` one from a directory or the Hugging Face Hub, then `generate` speech.
 
     family = zoo.load("Qwen3-TTS-12Hz-1.7B-CustomVoice")
     speech = zoo.generate(family, zoo.Request(text="Good morning.", voice="vivian"))
 
-torch is imported when the first model is, not with the package.
+torch is imported with the first model, not with the package.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ __all__ = [
     "load",
 ]
 DTYPES = ("float32", "bfloat16")
-SMALL_VOICE = (
-    Path(__file__).parent / "small_voice"
-)  # a checkpoint that comes with the package, and speaks words
+# a small checkpoint that comes with the package and speaks English
+SMALL_VOICE = Path(__file__).parent / "small_voice"
 
 
 def __getattr__(name: str) -> Any:
@@ -51,16 +50,16 @@ def __getattr__(name: str) -> Any:
 
 
 def families() -> dict[str, FamilyFolder]:
-    """Every folder of this package that is a family: one that has `claims`."""
+    """Return the families: all subpackages except `nn`."""
     names = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and module.name != "nn"]
     return {name: cast("FamilyFolder", importlib.import_module(f"zoo.{name}")) for name in names}
 
 
 def find(model: str | Path) -> tuple[FamilyFolder, Path]:
-    """The family that claims a model, and where the model lies. Raises ValueError.
+    """Return the family that claims a model, and the model's directory. Raises ValueError.
 
-    model: a directory, which never touches the network; or ORG/NAME or ORG/NAME@REVISION, which `zoo.hub`
-    fetches; either with +ADAPTER behind it, a directory.
+    model: a directory, which never needs the network, or ORG/NAME or ORG/NAME@REVISION, which `zoo.hub` fetches. Both
+    may be followed by +ADAPTER, a directory.
     """
     from zoo.hub import local_directory, split_adapter
     from zoo.nn.json_files import read_config
@@ -78,11 +77,10 @@ def find(model: str | Path) -> tuple[FamilyFolder, Path]:
 
 
 def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
-    """A model (see `find`) -> its family, with weights. Raises ValueError.
+    """Load a model (see `find`) with its weights. Raises ValueError.
 
-    device None: the GPU where there is one. dtype: float32 or bfloat16, as torch's or by name; None: bfloat16
-    on a GPU, float32 on a CPU. MODEL+ADAPTER: a directory with what fine-tuning adds to the weights (LoRA),
-    for families that take one.
+    device None: the GPU if there is one. dtype: float32 or bfloat16, as a torch dtype or by name; None: bfloat16 on a
+    GPU, float32 on a CPU. In MODEL+ADAPTER, the adapter is a directory of LoRA weights, for families that take one.
     """
     import torch
 
@@ -95,19 +93,21 @@ def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype 
         where = torch.device(device)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} is not to be had here: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {device!r} is not available: {reason}; use cpu or cuda") from None
     if dtype is None:
         dtype = "float32" if where.type == "cpu" else "bfloat16"
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     if name not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not possible; possible: {', '.join(DTYPES)}")
-    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32: a reference's codes can hang on its last bits
+    # fp32 means fp32: a reference's codes can depend on the last bits
+    torch.backends.cudnn.allow_tf32 = False
     return family.load(path, where, getattr(torch, name), adapter)
 
 
 def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:
-    """What a model (see `find`) is, without loading its weights, and what computes its attention on a device
-    (None: the GPU where there is one). Raises ValueError."""
+    """Return the facts about a model (see `find`) without loading its weights, and the backend that computes its
+    attention on `device` (None: the GPU if there is one). Raises ValueError."""
     import torch
 
     from zoo.nn import attention
@@ -116,7 +116,8 @@ def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {device!r} is not possible: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {device!r} is not possible: {reason}; use cpu or cuda") from None
     family, path = find(model)
     spec, parameters = family.survey(path)
     token_bytes = spec.kv.token_bytes(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Every type that crosses rooms: what a family is, and what the engine hands it.
+"""The types that the engine and the families share.
 
     request -> Prompt -> slot -> frames on the tape -> samples
 
@@ -7,7 +7,7 @@ paged layers and appends one *frame*, or a part of one, to the slot's *tape*. Th
 the tape and returns samples. The engine knows slots, pages, frames and deadlines; it never sees a logit, a
 codebook or a latent.
 
-Letters, everywhere: B slots in a launch, L lanes per slot, S all slots, T positions, F frames, K codebooks, V
+Letters in shapes: B slots in a launch, L lanes per slot, S all slots, T positions, F frames, K codebooks, V
 vocabulary, D width, H heads, C channels, N samples, P pages of one sequence.
 """
 
@@ -56,7 +56,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class KV:
-    """One stack of attention layers that shares a page table."""
+    """The shape of the KV cache: one stack of attention layers that shares a page table."""
 
     num_layers: int
     num_heads: int
@@ -64,7 +64,7 @@ class KV:
 
     @property
     def row_values(self) -> int:
-        """Values of one row: the keys, or the values, of one position in one layer."""
+        """Return the size of one row: the keys (or the values) of one position in one layer."""
         return self.num_heads * self.head_dim
 
     def token_bytes(self, dtype: torch.dtype) -> int:
@@ -73,19 +73,18 @@ class KV:
 
 @dataclass(frozen=True)
 class Window:
-    """Which stretches of the tape `render` takes, in frames. The engine picks when a stretch is rendered,
-    this fixes its shapes.
+    """The stretches of the tape that `render` accepts, in frames. The engine picks when a stretch is rendered;
+    this class fixes its shapes.
 
-    sizes: the shapes of a launch, ascending; a shorter stretch is padded up to one.
-    lookahead: frames beyond a stretch that `render` reads. They are on the tape before it is rendered, unless
-    the speech ends there.
-    left: frames before a stretch that `render` reads again from the tape.
-    grid: a stretch ends where `Prompt.grid_offset` and a multiple of the grid add up, or where the speech
-    ends.
-    hold_samples: the most samples that `render` keeps back until the next stretch; the last one gives them
-    all.
-    lengths: shapes of everything up to a stretch's end, ascending, for a decoder that reads a growing past;
-    () for one that does not.
+    sizes: the shapes of a launch, ascending. A shorter stretch is padded up to one of them.
+    lookahead: the frames after a stretch that `render` also reads. They must be on the tape before the stretch
+    is rendered, unless the speech ends there.
+    left: the frames before a stretch that `render` reads again.
+    grid: a stretch ends at `Prompt.grid_offset` plus a multiple of the grid, or at the end of the speech.
+    hold_samples: the most samples that `render` may hold back until the next stretch. The last stretch returns
+    all of them.
+    lengths: for a decoder that reads a growing past, the padded lengths of everything up to a stretch's end,
+    ascending. Empty for other decoders.
 
         tape      0        25        50        75         grid 25, grid_offset 0, lookahead 3
         ready     ............................... 78 ->   the stretch 50 .. 75 may be rendered
@@ -100,12 +99,11 @@ class Window:
     lengths: tuple[int, ...] = ()
 
     def bucket(self, frames: int) -> int:
-        """The smallest shape that holds `frames` frames, or the largest shape."""
+        """Return the smallest size that holds `frames` frames, or the largest size if none does."""
         return next((n for n in self.sizes if n >= frames), self.sizes[-1])
 
     def length_bucket(self, stop: int) -> int:
-        """The smallest length that holds everything up to frame `stop`; 0 where the decoder reads no growing
-        past."""
+        """Return the smallest length that holds everything up to frame `stop`, or 0 without `lengths`."""
         if not self.lengths:
             return 0
         assert stop <= self.lengths[-1], (
@@ -116,7 +114,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Spec:
-    """The facts of a loaded model that the engine and its users may know."""
+    """The facts about a model that the engine and its users may know."""
 
     family: str
     variant: str
@@ -125,40 +123,42 @@ class Spec:
     frame_samples: int
     sample_rate_hz: int
     kv: KV
-    width: int  # D, of what the LM reads
-    max_frames: int  # the longest tape
-    max_positions: int  # the longest prompt and tape together
+    width: int  # D of the LM's inputs
+    max_frames: int  # of the longest tape
+    max_positions: int  # of a prompt and its tape together
     window: Window
     lanes: int = 1
-    # of the noise that one frame is solved from; () where frames are not solved from noise
+    # shape of the noise that one frame is solved from; empty if frames are not solved from noise
     noise_shape: tuple[int, ...] = ()
     voices: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
-    # "voice" of its own, "instruct", "design" from instructions, "clone" of a reference
+    # "voice" (built-in voices), "instruct", "design" (a voice from instructions), "clone" (of a reference)
     modes: tuple[str, ...] = ()
-    # the shortest and the longest reference, where references are taken
+    # the shortest and the longest reference; None if the model takes no references
     reference_s: tuple[float, float] | None = None
     max_references: int = 1
-    options: tuple[Option, ...] = ()  # what else a request may set, the shared sampling fields included
-    # field -> what to do instead, where the model does not take it
+    options: tuple[Option, ...] = ()  # everything else that a request may set, including the sampling fields
+    # field that the model does not take -> what to use instead
     hints: Mapping[str, str] = field(default_factory=dict)
-    name: str = ""  # for messages; the variant where it is empty
+    name: str = ""  # for messages; family and variant if empty
     feeds: bool = False  # whether text may arrive while the model speaks
-    tags: tuple[str, ...] = ()  # what is one token in a text that is fed, and begins with "[" or "<"
+    # strings that are a single token in fed text; each begins with "[" or "<"
+    tags: tuple[str, ...] = ()
     listens: bool = False  # whether a request may hold turns of a conversation
-    # whether the KV cache of what was generated serves the conversation's next turn
+    # whether the next turn of a conversation can reuse the KV cache of generated frames
     shares_turns: bool = False
-    licence: str = ""  # of the weights, where it limits their use
-    # The longest text that the model speaks well in one pass, as `zoo.text.expected_s` counts it; a longer one is spoken
-    # in pieces. None: it stays whole, however long it is
+    licence: str = ""  # of the weights, if it limits their use
+    # The longest text that the model speaks well in one pass, in seconds of `zoo.text.expected_s`. A longer text is
+    # split into pieces. None: a text is never split.
     piece_s: float | None = None
-    # whether, where no reference is given, the first piece's frames are the voice of the others: `Family.later_prompt`
+    # whether later pieces continue in the voice of the first one if the request has no reference: `Family.later_prompt`
     keeps_voice: bool = False
-    lead: str = (
-        ""  # a pattern: what stands at a text's start and holds for all of it, so before each of its pieces
+    # a pattern that matches a prefix of the text that applies to all of it; it is repeated before each piece
+    lead: str = ""
+    mixes: bool = (
+        False  # whether voices can be mixed by adding up their speaker vectors: `zoo.request.shares`
     )
-    mixes: bool = False  # whether voices may be mixed, by their speaker vectors: `zoo.request.shares`
-    unsplit: str = ""  # a pattern: a text that holds it stays whole
+    unsplit: str = ""  # a pattern; a text in which it is found is never split
 
     @property
     def frame_rate_hz(self) -> float:
@@ -166,7 +166,7 @@ class Spec:
 
 
 def following(passes: Generator[Prompt, Tensor, None], frames: Tensor) -> Prompt | None:
-    """What follows a pass that made `frames`; None where the answer ends with it."""
+    """Send a pass its `frames` and return the next pass, or None at the end of the answer."""
     try:
         return passes.send(frames)
     except StopIteration:
@@ -181,11 +181,11 @@ def frame_cap(
     extra_steps: int = 0,
     steps_per_frame: int | Fraction = 1,
 ) -> int:
-    """The longest tape of a request whose prompt takes `num_positions`: what it asks for, else `expected`
-    frames or as many as fit.
+    """Return the most frames that a request may make when its prompt takes `num_positions`.
 
-    extra_steps: positions that the model takes beside those of its frames. Raises RequestError where there is
-    no room.
+    That is the request's `max_frames`, or else as many of `expected` frames as fit; never more than `spec.max_frames`.
+    extra_steps: positions that the model takes in addition to those of its frames. Raises RequestError if the
+    frames do not fit.
     """
     room = (spec.max_positions - num_positions - extra_steps) // steps_per_frame
     wanted = min(expected, room) if request.max_frames is None else request.max_frames
@@ -198,16 +198,16 @@ def frame_cap(
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """What one lane reads before the first frame: all but the last input fill pages, the last one is read by
-    the first step.
+    """The inputs that one lane reads before the first frame. Prefill reads all but the last one; the first step
+    reads the last one.
 
-    `prefix_keys` name the positions: equal keys from the start mean equal inputs, so pages can be shared, by
-    the lanes of any slots.
+    `prefix_keys` name the positions: two lanes whose keys are equal from the start have equal inputs, so they can
+    share pages, whichever slots they belong to.
     """
 
     inputs: Tensor  # [T, D], the model's dtype and device
     prefix_keys: tuple[int, ...]  # T values of 64 bits
-    is_audio: Tensor | None = None  # [T] bool, which inputs are rows of audio; None: none of them
+    is_audio: Tensor | None = None  # [T] bool, which inputs are rows of audio; None: no input is
 
     @property
     def audio_mask(self) -> Tensor:
@@ -219,30 +219,30 @@ class Lane:
 
 @dataclass
 class Prompt:
-    """What one pass of a request begins with. `inputs`, `prefix_keys` and `is_audio` are those of its first
-    lane (see Lane), which for most families is the only one.
+    """The start of one pass of a request. `inputs`, `prefix_keys` and `is_audio` belong to its first lane (see
+    Lane), which for most families is the only one.
 
-    Guidance is a second lane of the same slot: the same speech over a prompt of another length that lacks
-    what guides, and `emit` merges what the two say. A request that asks for no guidance has both lanes too:
-    the launch is the same for all.
+    Guidance is a second lane of the same slot. It reads the same frames after an unconditional prompt, which has
+    another length, and `emit` merges the outputs of both lanes. A request without guidance has both lanes too,
+    because all requests share one launch.
     """
 
     inputs: Tensor  # [T, D]
     prefix_keys: tuple[int, ...]
     max_frames: int
-    # rows of the state by name; what is left out gets its default
+    # values of the slot's rows in the state, by name; rows that are not named get their default
     slot: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
-    null: Lane | None = None  # of the second lane, where spec.lanes is 2
-    max_steps: int = 0  # the most steps that the pass can take; 0: one a frame
+    null: Lane | None = None  # the second lane, if spec.lanes is 2
+    max_steps: int = 0  # the most steps that the pass can take; 0: one per frame
     is_audio: Tensor | None = None
     grid_offset: int = 0  # frames before the first point of the window's grid
-    # steps that the text given so far allows; None: all of the text is there
+    # the number of steps that the text so far allows; None if the text is complete
     num_fed_steps: int | None = None
-    conversation: str | None = None  # as the request names it
-    is_final: bool = True  # whether it is certain that no other pass follows in the same answer
-    expected_s: float = 0.0  # about how long its speech is; 0: not known
-    text: str = ""  # all that it says, where that is known
+    conversation: str | None = None  # the request's `conversation`
+    is_final: bool = True  # whether this is certainly the last pass of the answer
+    expected_s: float = 0.0  # roughly how long its speech is; 0: unknown
+    text: str = ""  # the text of the pass, if known
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -251,18 +251,18 @@ class Prompt:
 
     @property
     def max_positions(self) -> tuple[int, ...]:
-        """All that each lane can ever hold: every step adds one to each."""
+        """Return the most positions that each lane can hold: its prompt, and one for each step."""
         steps = self.max_steps or self.max_frames
         return tuple(len(lane.inputs) + steps for lane in self.lanes)
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds, wherever they are."""
+        """Return all tensors of the prompt, on any device."""
         lanes = [(lane.inputs, lane.is_audio) for lane in self.lanes]
         values = [*chain(*lanes), *self.slot.values()]
         return [value for value in values if isinstance(value, Tensor)]
 
     def check_room(self, spec: Spec) -> None:
-        """Raises RequestError for a pass that the model has too few positions for."""
+        """Raise RequestError if the pass needs more positions than the model has."""
         longest = max(self.max_positions)
         if longest > spec.max_positions:
             takes = f"the prompt and {self.max_frames} frames take {longest} positions"
@@ -271,25 +271,25 @@ class Prompt:
 
 @dataclass
 class Batch:
-    """Where a launch reads and writes. Fixed shapes; the tensors live on the device and the host fills them.
+    """The addresses that a launch reads and writes. Shapes are fixed; the tensors live on the device, and the
+    host fills them.
 
-    A step has a sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones. A
-    prefill has N sequences of any slots and lanes. Sequences lie one after the other: sequence n owns
-    positions cu_seqlens[n]:cu_seqlens[n+1]. `page_table` counts rows of `kv`: layer 0's keys of a page begin
-    at its row in the table, the values `page_tokens` rows later, and each further layer 2 * page_tokens rows
-    later.
+    A step has one sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones. A
+    prefill has N sequences of any slots and lanes. The sequences are packed: sequence n owns positions
+    cu_seqlens[n]:cu_seqlens[n+1]. `page_table` counts rows of `kv`: layer 0's keys of a page begin at its row
+    in the table, its values `page_tokens` rows later, and each further layer 2 * page_tokens rows later.
     """
 
-    slots: Tensor  # [B], the slots of a step (unused while prompts are prefilled)
-    positions: Tensor  # [T], each input's place in its sequence; of a step, T is L * B
-    kv_write_index: Tensor  # [T], the row of kv that takes layer 0's key of each input
-    page_table: Tensor  # [N, P], the row of kv where each page begins; of a step, N is L * B
-    kv_lens: Tensor  # [N], positions in the KV cache, those of this launch included
+    slots: Tensor  # [B], the slots of a step (unused in a prefill)
+    positions: Tensor  # [T], each input's position in its sequence; in a step, T is L * B
+    kv_write_index: Tensor  # [T], the row of kv that receives layer 0's key of each input
+    page_table: Tensor  # [N, P], the row of kv where each page begins; in a step, N is L * B
+    kv_lens: Tensor  # [N], positions in the KV cache, including those of this launch
     cu_seqlens: Tensor  # [N + 1]
     kv: Tensor  # [rows, H, D], the family's view of the byte arena
-    page: Tensor  # [page_tokens], the positions within a page; a graph takes their number from it
-    # [T] bool, whether each input is a row of audio; of a step, whether it is the prompt's last input and is
-    # one
+    page: Tensor  # [page_tokens], the positions within a page; its shape tells a graph the page size
+    # [T] bool, whether each input is a row of audio. `Family.step` replaces it: true for all but a prompt's last
+    # input, which may be text.
     is_audio: Tensor
 
     @property
@@ -299,29 +299,27 @@ class Batch:
 
 @dataclass
 class View:
-    """A stretch of tape per slot to be rendered: frames start .. start + count of `frames` (the launch's
-    shape) ones."""
+    """The stretches of tape to render, one per slot: frames start .. start + count, padded to `frames`."""
 
     slots: Tensor  # [B]
     start: Tensor  # [B]
-    count: Tensor  # [B], at most `frames`; 0 where nothing but held samples is left
+    count: Tensor  # [B], at most `frames`; 0 if only held samples are left
     is_last: Tensor  # [B] bool, whether the speech ends with this stretch
-    frames: int
-    length: int = 0  # of `Window.lengths`, at least start + count; 0 where the decoder reads no growing past
+    frames: int  # the launch's shape, one of `Window.sizes`
+    length: int = 0  # one of `Window.lengths`, at least start + count; 0 if the decoder reads no growing past
 
 
-SMALL_ROW = 64  # values; a longer row is filled where it lies
+SMALL_ROW = 64  # values; a longer row is filled on the device
 
 
 class State:
-    """One row per slot, and a spare row (the last) that padding reads and writes. Tensors only; families add
-    theirs with `add`.
+    """The tensors of all slots: one row per slot, and a spare last row that padding reads and writes. Families
+    add tensors with `add`.
 
-    tape [S+1, F, *frame]; ready [S+1] frames on the tape, at most limit [S+1]; steps [S+1] emissions made;
-    done [S+1]; seed [S+1]; first [S+1, L, D], the last input of each lane's prompt, which the first step
-    reads, and whether it is audio, first_is_audio [S+1, L]; written [S+1], the text token that the last step
-    wrote, or -1. noise [F, *noise] takes the place of what each step draws, in every slot alike, where it is
-    not None: see zoo.generate.
+    tape [S+1, F, *frame]; ready [S+1], the frames on the tape, at most limit [S+1]; steps [S+1], the steps made;
+    done [S+1]; seed [S+1]; first [S+1, L, D], the last input of each lane's prompt, which the first step reads;
+    first_is_audio [S+1, L], whether that input is audio; written [S+1], the text token of the last step, or -1.
+    noise [F, *noise] replaces the noise that each step draws, in every slot, unless it is None: see zoo.generate.
     """
 
     seed: Tensor
@@ -343,16 +341,14 @@ class State:
         self.add("seed", dtype=torch.int64)
 
     def add(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, default: float = 0) -> None:
-        """A tensor [S+1, *shape] under `name`; `open` sets a slot's row to what the prompt says of it, or to
-        `default`."""
+        """Add a tensor [S+1, *shape] under `name`. `open` sets a slot's row to the prompt's value or `default`."""
         rows = self.spare + 1
         setattr(self, name, torch.full((rows, *shape), default, dtype=dtype, device=self.device))
         self._defaults[name] = default
 
     def open(self, slot: int, prompt: Prompt) -> None:
-        """Make a row new: nothing of the request that held it before is left. A value shorter than its row
-        fills the row's beginning. What the host knows of the row goes to the device in one copy, and nothing
-        waits."""
+        """Reset a slot's row for a new request. A value shorter than its row fills the beginning of the row.
+        Values on the host go to the device in one copy, without synchronizing."""
         lanes, expected = prompt.lanes, self.first.shape[1]
         assert len(lanes) == expected, f"a prompt of {len(lanes)} lanes for a model of {expected}"
         unknown = prompt.slot.keys() - self._defaults.keys()
@@ -363,7 +359,7 @@ class State:
         always = {"ready": 0, "steps": 0, "done": False, "written": -1, "limit": prompt.max_frames}
         values: dict[str, Any] = {**self._defaults, **always, **prompt.slot}
         rows = {name: getattr(self, name)[slot : slot + 1] for name in values}  # [1, *shape]
-        known = {}  # rows on the host
+        known = {}  # the rows whose values are on the host
         for name, value in values.items():
             row, default = rows[name], self._defaults.get(name, 0)
             if isinstance(value, Tensor) and value.device.type != "cpu":
@@ -376,35 +372,35 @@ class State:
         copy_rows([rows[name] for name in known], list(known.values()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that have a row for each slot, by name."""
+        """Return the tensors that have a row for each slot, by name."""
         return {
             name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "noise"
         }
 
     def take_row(self, slot: int, source: State) -> None:
-        """Make a slot all that slot 0 of `source` is: both states are of one family."""
+        """Copy slot 0 of `source`, a state of the same family, to `slot`."""
         for name, value in source.tensors().items():
             getattr(self, name)[slot] = value[0]
 
     def last_frame(self, slots: Tensor) -> Tensor:
-        """The latest frame on each tape [B, *frame]; anything where there is none yet."""
+        """Return the latest frame of each tape [B, *frame]; undefined if a tape is empty."""
         return self.tape[slots, (self.ready[slots] - 1).clamp(min=0)]
 
     def window(self, view: View, left: int = 0, lookahead: int = 0) -> Tensor:
-        """The tape around each stretch [B, left + F + lookahead, *frame]; what lies beyond an end of the tape
-        repeats that end."""
+        """Return the tape around each stretch [B, left + F + lookahead, *frame]. Frames beyond an end of the tape
+        repeat that end."""
         frames = torch.arange(-left, view.frames + lookahead, device=view.start.device)
         at = (view.start[:, None] + frames).clamp(min=0, max=self.tape.shape[1] - 1)  # [B, F]
         return self.tape[view.slots[:, None], at]
 
     def write(self, slots: Tensor, token: Tensor) -> None:
-        """The text token of this step [B], -1 where it writes none; a slot that is done stays as it is, so
-        this comes before its end."""
+        """Set the text token of this step [B], -1 for none. Slots that are done are left unchanged, so call this
+        before `append` ends one."""
         self.written[slots] = torch.where(self.done[slots], self.written[slots], token)
 
     def append(self, slots: Tensor, frame: Tensor, ended: Tensor, is_spoken: Tensor | None = None) -> None:
-        """One more frame [B, *frame] on each tape, or none where the model ended [B], or where `is_spoken`
-        [B] says that this step makes none; a slot that is done stays as it is."""
+        """Append a frame [B, *frame] to each tape, unless the model `ended` [B] there or `is_spoken` [B] is false.
+        Slots that are done are left unchanged."""
         alive, ready = ~self.done[slots], self.ready[slots]
         spoken = alive & ~ended if is_spoken is None else alive & ~ended & is_spoken
         at = ready.clamp(max=self.tape.shape[1] - 1)
@@ -420,14 +416,14 @@ S = TypeVar("S", bound=State)
 
 @dataclass(frozen=True, eq=False)
 class Said:
-    """What was said in the voice that an answer goes on in."""
+    """The first spoken piece of an answer, whose voice the later pieces continue."""
 
     text: str
     frames: Tensor  # [F, *frame], on the CPU
 
 
 class Family(nn.Module, ABC, Generic[S]):
-    """A speech LM as four verbs: embed (slot -> what the LM reads next), hidden (through the layers), emit
+    """A speech LM as four verbs: embed (slot -> the LM's next input), hidden (through the layers), emit
     (hidden -> one frame on the tape) and render (a window of the tape -> samples)."""
 
     spec: Spec
@@ -435,25 +431,25 @@ class Family(nn.Module, ABC, Generic[S]):
     dtype: torch.dtype
     device: torch.device
 
-    # host, off the loop
+    # on the host, outside the engine's loop
     @abstractmethod
     def prompt(self, request: Request) -> Prompt:
-        """May be called from several threads. What a reference costs is paid here, once, and kept. Raises
-        RequestError for what a user got wrong: what came, and what is possible. `zoo.request.check` refuses
-        what `spec` says the model does not take."""
+        """Build the prompt of a request. May be called from several threads. References are encoded here, once,
+        and kept. Raises RequestError, whose message says what was given and what is possible.
+        `zoo.request.check` refuses everything that `spec` says the model does not take."""
 
     def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """The passes of a text that is spoken as a whole, which follow each other in one stream of audio:
-        segments, turns. The frames that a pass made [F, *frame] (on the CPU) are sent back, so the next one
-        can go on from them. All but the last say `is_final=False`."""
+        """Yield the passes (segments, turns) of a text that is not split; they follow each other in one stream of
+        audio. Each pass's frames [F, *frame] (on the CPU) are sent back, so that the next pass can continue from
+        them. All but the last pass have `is_final=False`."""
         yield self.prompt(request)
 
     def later_prompt(self, request: Request, said: Said) -> Prompt:
-        """The prompt of a later piece, in the voice of an earlier one. For families whose spec says
+        """Build the prompt of a later piece in the voice of the first one. Only for families whose spec has
         `keeps_voice`."""
-        raise AssertionError(f"{self.spec.family} keeps no voice")
+        raise AssertionError(f"{self.spec.family} cannot continue in the voice of an earlier piece")
 
-    # at the door
+    # when a request enters a slot
     @abstractmethod
     def state(self, slots: int, max_frames: int | None = None) -> S: ...
 
@@ -461,55 +457,53 @@ class Family(nn.Module, ABC, Generic[S]):
         state.open(slot, prompt)
 
     def feed(self, state: S, slot: int, tokens: Sequence[int], is_last: bool) -> int:
-        """More text for a slot whose prompt was open -> how many more steps it allows. `is_last`: no text
-        follows, so the slot is bounded no more. Raises RequestError for more than the slot holds, and then
-        nothing was taken. For families whose spec says `feeds`."""
+        """Add text to a slot whose prompt was open -> the number of further steps that it allows. `is_last`: no
+        text follows, so the text no longer limits the steps. Raises RequestError if the slot cannot hold the text,
+        and then takes none of it. Only for families whose spec has `feeds`."""
         raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
     def tokenize(self, text: str) -> list[int]:
-        """A text that is fed, as `feed` takes it; what zoo.open_text cuts has the tokens of the whole. For families
-        whose spec says `feeds`."""
+        """Return the tokens of fed text, for `feed`. The parts that zoo.open_text cuts have the same tokens as the
+        whole text. Only for families whose spec has `feeds`."""
         raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
-    # device: fixed shapes, in place by slot, nothing read back
+    # on the device: shapes are fixed, rows are updated in place, nothing is read back
     @abstractmethod
     def embed(self, state: S, slots: Tensor) -> Tensor:
-        """[B] -> what the LM reads after the slot's last step [L * B, D]; anything where there was no step
-        yet."""
+        """[B] -> the LM's input after each slot's last step [L * B, D]; undefined before a slot's first step."""
 
     @abstractmethod
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
-        """[T, D] -> [T, D]; writes the positions' keys and values into batch.kv."""
+        """[T, D] -> [T, D]; also writes the keys and values of the positions to batch.kv."""
 
     @abstractmethod
     def emit(self, state: S, slots: Tensor, h: Tensor) -> None:
-        """h [L * B, D] -> one frame on each slot's tape, or none; may write a text token; may set done. A
-        slot that is done is left as it is."""
+        """Append a frame to each slot's tape, or none, given h [L * B, D]. May write a text token and may set done.
+        Slots that are done are left unchanged."""
 
     @abstractmethod
     def render(self, state: S, view: View) -> tuple[Tensor, Tensor]:
-        """-> samples [B, N] float32, N the same for equal `view.frames`, and how many of each row are valid
-        [B] int64; moves the decoder's state by `view.count` frames."""
+        """Render a stretch of each tape -> samples [B, N] float32 and the number of valid samples [B] int64. N
+        depends on `view.frames` only. Advances the decoder's state by `view.count` frames."""
 
-    # host, as reports come in
+    # on the host, when the engine reads a step's report
     def detokenize(self, token: int) -> bytes:
-        """The UTF-8 bytes of a text token that the model wrote; a character may span tokens. For families
-        that write text."""
+        """Return the UTF-8 bytes of a text token that the model wrote; a character may span tokens. Only for
+        families that write text."""
         raise AssertionError(f"{self.spec.family} wrote the text token {token}, and cannot detokenize it")
 
     def end_turn(self, prompt: Prompt, frames: Tensor) -> tuple[int, ...]:
-        """The frames [F, *frame] (on the CPU) that were made of a prompt -> prefix keys of the positions
-        behind the prompt, one a frame, as the conversation's next prompt names them; the family remembers the
-        frames for it. For families whose spec says `shares_turns`."""
-        raise AssertionError(f"{self.spec.family} shares no turns")
+        """Remember the frames [F, *frame] (on the CPU) of a prompt for the conversation's next turn. Returns one
+        prefix key per frame: those that the next prompt gives the positions after this prompt. Only for families
+        whose spec has `shares_turns`."""
+        raise AssertionError(f"{self.spec.family} does not share turns")
 
-    # written once, here
+    # the same for all families
     def passes(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """All passes of one answer: those of `prompts`, or one for each piece of a text that is too long for
-        one. May end where another one could have followed. Raises RequestError.
+        """Yield all passes of one answer: those of `prompts`, or one for each piece of a long text. The answer may
+        end after a pass with `is_final=False`. Raises RequestError.
 
-        Piece i draws from a seed that follows from the request's and i. `max_frames` is of all pieces
-        together.
+        The seed of piece i is derived from the request's seed and i. `max_frames` limits all pieces together.
         """
         pieces = pieces_of(request, self.spec)
         if len(pieces) == 1:
@@ -537,16 +531,16 @@ class Family(nn.Module, ABC, Generic[S]):
                 if left == 0:
                     return
             if self.spec.keeps_voice and not request.references and said is None and len(frames):
-                said = Said(piece, frames.clone())  # of a slot that others will have
+                said = Said(piece, frames.clone())  # a copy, because the slot is reused
 
     def step(self, state: S, batch: Batch) -> Tensor:
-        """Everything between two frames, for every slot of the launch -> the report [B, 3]: frames ready,
-        whether it is done, and the text token of this step or -1. A slot's first step reads the prompt's last
-        input, so filling pages never emits and all that emits is this one function."""
-        # A list has its length in the graph; a size that differs from model to model becomes a variable
-        # there.
+        """Run one step of every slot of the launch -> the report [B, 3]: frames ready, whether the slot is done,
+        and the text token of this step or -1. A slot's first step reads the prompt's last input, so prefill never
+        emits; only this function does."""
+        # `unbind` makes the number of lanes a constant of the graph. A tensor size that differs between models
+        # would become a variable there.
         slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
-        # what a graph for any B has to know
+        # a graph for any B needs this fact
         torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
         is_first = (state.steps[slots] == 0).repeat(len(first))  # [L B]
         inputs = torch.where(is_first[:, None], torch.cat(first), self.embed(state, slots))  # [L B, D]
@@ -567,21 +561,21 @@ class Family(nn.Module, ABC, Generic[S]):
 
 
 class FamilyFolder(Protocol):
-    """What a folder of `zoo/` offers to be a family."""
+    """The interface that makes a folder of `zoo/` a family."""
 
     NAME: str
 
     def claims(self, path: Path) -> bool:
-        """Whether this family reads the model directory `path`."""
+        """Return whether this family can load the model directory `path`."""
 
     def load(
         self, directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
     ) -> Family[Any]:
-        """The family with its weights, and with what the directory `adapter` adds to them. Raises ValueError
-        that names what is wrong, an adapter among it where the family takes none."""
+        """Load the family with its weights and the adapter in directory `adapter`. Raises ValueError that names
+        the fault, also for an adapter if the family does not take one."""
 
     def survey(self, directory: Path) -> tuple[Spec, int]:
-        """The spec and the number of parameters, weights unread. Raises ValueError."""
+        """Return the spec and the number of parameters without reading the weights. Raises ValueError."""
 
     def write_demo(
         self, directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None
@@ -594,4 +588,4 @@ class Speech:
     frames: Tensor  # [F, *frame]
     samples: Tensor  # [N] float32
     sample_rate_hz: int
-    text: str = ""  # that the model wrote
+    text: str = ""  # written by the model

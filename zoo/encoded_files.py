@@ -1,11 +1,10 @@
-"""What an encoder made of a recording, in a file beside it, so that a voice that is kept is encoded once and not once a
-process.
+"""Files with encoded recordings, next to the recordings, so that a stored voice is encoded once and not in every process.
 
     DIRECTORY/qwen3_tts-3f7a91c04be2d856-9b14e07c.safetensors      family, encoder, recording and its use
 
-tensors: as the family names them, and as it has them in memory. metadata: `format` (FORMAT), `version`, `family`, `encoder`
-(of `encoder_key`), `recording` (of `zoo.references.content`) and `blake2b`, of all the others and of the tensors' bytes. A file
-that is damaged, or was made by another encoder, is not read: the recording is encoded again.
+tensors: named as in the family, with the dtypes and shapes that they have in memory. metadata: `format` (FORMAT),
+`version`, `family`, `encoder` (`encoder_key`), `recording` (`zoo.references.content`) and `blake2b`, a hash of the other
+fields and of the tensors' bytes. If a file is damaged or was made by another encoder, the recording is encoded again.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from torch import Tensor, nn
 from zoo.request import AudioClip
 
 FORMAT, VERSION = "speechzoo.encoded-voice", "1"
-MAX_FILES = 8  # of one recording: others are of encoders that nobody may use any more
-NUM_VALUES = 256  # of each tensor, by which an encoder is known: training moves all of them
+MAX_FILES = 8  # per recording; older files may be of encoders that are no longer used
+NUM_VALUES = 256  # values hashed per tensor; training changes all values, so a sample identifies the weights
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ T = TypeVar("T", bound=Encoded)
 
 
 def encoder_key(family: str, settings: object, *modules: nn.Module) -> str:
-    """16 digits that name an encoder: its code, its settings by their `repr`, its weights."""
+    """Return 16 hex digits that identify an encoder: a hash of its code, the `repr` of its settings, and its weights."""
     name = blake2b(repr((VERSION, family, settings)).encode(), digest_size=8)
     here = Path(__file__).parent
     for file in sorted([*(here / family).glob("*.py"), *(here / "nn").glob("*.py"), here / "references.py"]):
@@ -57,15 +56,15 @@ def encoder_key(family: str, settings: object, *modules: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class EncodedFiles:
-    """Those of one encoder."""
+    """The files of one encoder."""
 
     family: str
-    encoder: str  # of `encoder_key`
+    encoder: str  # `encoder_key`
 
     def of(
         self, clip: AudioClip, recording: bytes, restore: Callable[[dict[str, Tensor]], T]
     ) -> EncodedFile[T] | None:
-        """The file of a clip and its use; None where the clip is nowhere kept."""
+        """Return the file of a clip and its use, or None if the clip is not stored on disk."""
         if clip.kept_in is None:
             return None
         path = clip.kept_in / f"{self.family}-{self.encoder}-{recording.hex()[:8]}.safetensors"
@@ -81,14 +80,14 @@ class EncodedFiles:
 
 @dataclass(frozen=True)
 class EncodedFile(Generic[T]):
-    """restore: tensors on the CPU -> what the family keeps in memory."""
+    """One encoded recording on disk. restore: tensors on the CPU -> the family's encoded reference."""
 
     path: Path
     facts: dict[str, str]
     restore: Callable[[dict[str, Tensor]], T]
 
     def read(self) -> T | None:
-        """None where there is none that is whole and ours."""
+        """Return the encoded recording, or None if the file is missing, damaged, or of another encoder."""
         try:
             with safe_open(self.path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -100,19 +99,19 @@ class EncodedFile(Generic[T]):
             return None
         for name, expected in self.facts.items():
             if metadata.get(name) != expected:
-                self._warn(f"its {name} is {metadata.get(name)!r}, and {expected!r} is needed")
+                self._warn(f"its {name} is {metadata.get(name)!r}; {expected!r} is needed")
                 return None
         if metadata.get("blake2b") != digest(self.facts, tensors):
-            self._warn("its bytes are not those that were written")
+            self._warn("its checksum does not match")
             return None
         return self.restore(tensors)
 
     def _warn(self, why: str) -> None:
-        log.warning("%s is of no use (%s): the recording is encoded again", self.path, why)
+        log.warning("%s cannot be used (%s): the recording is encoded again", self.path, why)
 
     def write(self, value: T) -> None:
-        """It appears by a rename. That it cannot be kept is no error, since it can be made again: the disk may be full,
-        or the voice gone."""
+        """Write the file atomically (by a rename). A failure is not an error, because the recording can be encoded again:
+        the disk may be full, or the voice deleted."""
         tensors = {name: tensor.cpu().contiguous() for name, tensor in value.tensors().items()}
         metadata = self.facts | {"blake2b": digest(self.facts, tensors)}
         try:
@@ -121,11 +120,11 @@ class EncodedFile(Generic[T]):
                 os.replace(Path(new) / "encoded", self.path)
             prune(self.path.parent)
         except (SafetensorError, OSError) as error:
-            log.info("%s is not kept: %s", self.path, error)
+            log.info("%s is not stored: %s", self.path, error)
 
 
 def prune(directory: Path) -> None:
-    """Raises OSError."""
+    """Delete all but the MAX_FILES newest encodings of a recording. Raises OSError."""
     files = [file for file in directory.glob("*-*-*.safetensors") if not file.name.startswith(".")]
     files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[MAX_FILES:]:
@@ -133,7 +132,7 @@ def prune(directory: Path) -> None:
 
 
 def digest(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """32 digits."""
+    """Return 32 hex digits: a hash of the facts and of the tensors' names, types, shapes and bytes."""
     name = blake2b(repr(sorted(facts.items())).encode(), digest_size=16)
     for label, tensor in sorted(tensors.items()):
         name.update(repr((label, tensor.dtype, tuple(tensor.shape))).encode())
@@ -142,5 +141,5 @@ def digest(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, in order."""
+    """Return a tensor's bytes, in order."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Where a model lies: a directory, or a repository of the Hugging Face Hub, which is fetched into its cache.
+"""Find a model's directory. A repository of the Hugging Face Hub is downloaded to its cache first.
 
 `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`.
 """
@@ -10,12 +10,12 @@ from pathlib import Path
 
 POSSIBLE = "a model is a directory, or a repository ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub"
 IMAGES = ["*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.svg", "*.mp4"]
-IGNORED = [".gitattributes", "*.md", *IMAGES]  # what no family reads
+IGNORED = [".gitattributes", "*.md", *IMAGES]  # files that no family reads
 _REPOSITORY = re.compile(r"(?P<id>\w[\w.-]*/(?P<name>\w[\w.-]*))(@(?P<revision>\S+))?", re.ASCII)
 
 
 def local_directory(model: str | Path) -> Path:
-    """A model's directory. One that exists never touches the network. Raises ValueError."""
+    """Return a model's directory. An existing directory never needs the network. Raises ValueError."""
     path = Path(model)
     if path.is_dir():
         return path
@@ -26,7 +26,7 @@ def local_directory(model: str | Path) -> Path:
 
 
 def split_adapter(model: str | Path) -> tuple[str, Path | None]:
-    """MODEL or MODEL+ADAPTER -> both; the adapter is a directory. Raises ValueError."""
+    """Split MODEL or MODEL+ADAPTER into model and adapter, a directory or None. Raises ValueError."""
     base, plus, adapter = str(model).rpartition("+")
     if not plus or Path(model).is_dir():
         return str(model), None
@@ -36,14 +36,14 @@ def split_adapter(model: str | Path) -> tuple[str, Path | None]:
 
 
 def resolved(model: str) -> str:
-    """The same model by its directory: DIR or DIR+ADAPTER. Raises ValueError."""
+    """Return the model as DIR or DIR+ADAPTER, downloaded if necessary. Raises ValueError."""
     base, adapter = split_adapter(model)
     directory = str(local_directory(base))
     return directory if adapter is None else f"{directory}+{adapter.resolve()}"
 
 
 def name_of(model: str) -> str:
-    """What to call a model: its directory's name, or its repository's, and its adapter's."""
+    """Return a model's name: that of its directory or repository, and that of its adapter."""
     base, adapter = split_adapter(model)
     return _name_of(base) if adapter is None else f"{_name_of(base)}+{adapter.resolve().name}"
 
@@ -56,25 +56,25 @@ def _name_of(model: str) -> str:
 
 
 def _fetched(repository: str, revision: str | None) -> Path:
-    """The snapshot of a repository, complete. Raises ValueError."""
+    """Download all of a repository and return its directory. Raises ValueError."""
     from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(repository, revision=revision, ignore_patterns=IGNORED))
     except errors.GatedRepoError:
-        advice = f"accept its terms at huggingface.co/{repository}, then `hf auth login` or set HF_TOKEN"
+        advice = f"accept its terms at huggingface.co/{repository}, then run `hf auth login` or set HF_TOKEN"
         raise ValueError(f"{repository} is gated: {advice}") from None
     except errors.RevisionNotFoundError:
         raise ValueError(f"{repository} has no revision {revision!r} on the Hugging Face Hub") from None
     except errors.RepositoryNotFoundError:
-        where = "is not a directory here, nor a repository of the Hugging Face Hub"
-        advice = "a private one needs `hf auth login` or HF_TOKEN"
+        where = "is neither a directory nor a repository of the Hugging Face Hub"
+        advice = "for a private repository, run `hf auth login` or set HF_TOKEN"
         raise ValueError(f"{repository!r} {where}; {advice}") from None
     except errors.LocalEntryNotFoundError as error:
         reason = _first_line(error.__cause__ or error)
-        where = "is not a directory, nor is all of it in the Hugging Face cache"
+        where = "is not a directory and is not complete in the Hugging Face cache"
         raise ValueError(f"{repository!r} {where}, and it cannot be fetched: {reason}") from None
-    # A full disk; a connection that broke, in the class of whatever HTTP client is beneath; hf_xet's own.
+    # A full disk, a broken connection (its class depends on the HTTP client), or an error of hf_xet.
     except (OSError, errors.HTTPError, RuntimeError) as error:
         raise ValueError(f"{repository!r} cannot be fetched: {_first_line(error)}") from None
 

@@ -1,5 +1,4 @@
-"""The plain loop: one request, alone, eager, no server. The truth that everything faster is tested
-against."""
+"""The plain loop: one request, alone, eager, without a server. Everything faster is tested against it."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ def generate(
     """Speak one request from its first frame to its last, then render each pass's whole tape at once. Raises
     RequestError.
 
-    noise [F, *noise] is used in place of what the seed gives, so that another implementation can be compared;
-    F frames are then the most.
+    noise [F, *noise] replaces the noise that follows from the seed, for comparison with another implementation. The
+    speech is then at most F frames long.
     """
     if request.is_open:
         raise RequestError(
             "is_open",
-            "text arrives while a model speaks through an engine: zoo.generate takes all of it at once",
+            "text that arrives while the model speaks needs an engine: zoo.generate takes all of it at once",
         )
     noise = None if noise is None else _fitting(noise, family)
     if noise is not None:
@@ -53,7 +52,7 @@ def generate(
 
 
 def _fitting(noise: Tensor, family: Family[Any]) -> Tensor:
-    """The noise, on the family's device. Raises ValueError."""
+    """Return the noise on the family's device. Raises ValueError if its shape is wrong."""
     shape = family.spec.noise_shape
     if not shape:
         raise ValueError(f"{family.spec.family} takes no noise: its frames are not solved from any")
@@ -65,7 +64,7 @@ def _fitting(noise: Tensor, family: Family[Any]) -> Tensor:
 
 
 def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None) -> Speech:
-    """One pass of `generate`."""
+    """Speak one pass of `generate`."""
     prompt.check_room(family.spec)
     state = family.state(1, prompt.max_frames)
     state.noise = noise
@@ -92,8 +91,7 @@ def speak_pass(family: Family[Any], prompt: Prompt, noise: Tensor | None) -> Spe
 
 
 class SoloBatches:
-    """The launches of one request in slot 0, over pages of its own laid one after the other, lane after
-    lane."""
+    """The launches of one request in slot 0. Its pages lie one after the other, lane after lane."""
 
     def __init__(self, family: Family[Any], prompt: Prompt):
         kv, self.device = family.spec.kv, family.device
@@ -109,7 +107,7 @@ class SoloBatches:
         self.page_table = torch.arange(0, len(self.kv), page_rows, device=self.device).view(lanes, pages)
 
     def prefill(self, lane: int = 0) -> Batch:
-        """Of one lane's prompt but for its last input."""
+        """Return the launch that reads one lane's prompt, except its last input."""
         batch = self._batch(range(lane, lane + 1), [range(self.lengths[lane])])
         is_audio = self.prompt_lanes[lane].is_audio
         if is_audio is not None:
@@ -121,13 +119,13 @@ class SoloBatches:
         return self._batch(range(len(self.lengths)), [range(length - 1, length) for length in self.lengths])
 
     def _batch(self, lanes: range, stretches: list[range]) -> Batch:
-        """One sequence a lane, with inputs at these positions."""
+        """Return a launch with one sequence per lane and inputs at the positions `stretches`."""
 
         def tensor(values: Iterable[int]) -> Tensor:
             return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
         positions = tensor(chain(*stretches))  # [T]
-        # [T]
+        # [T], the lane of each position
         owner = tensor(
             chain(*([lane] * len(stretch) for lane, stretch in zip(lanes, stretches, strict=True)))
         )

@@ -1,7 +1,7 @@
-"""Numbers, dates, times and amounts of a text in words, by the rules of wetext (the extra `text`) for Chinese, English and Japanese.
+"""Write out numbers, dates, times and amounts as words, by the rules of wetext (the extra `text`) for Chinese, English and Japanese.
 
-The rules hold up every thread of the process that they run in, up to 50 ms at a time: an engine would stutter. So they run in a
-process of their own (normalize_worker.py), which starts when it is first needed and ends with this one.
+The rules block every thread of their process for up to 50 ms at a time, and an engine would stutter. So they run in a
+separate process (normalize_worker.py), which starts when it is first needed and ends with this one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from sentencex import segment
 from zoo.request import RequestError
 
 LANGUAGES = {"zh": "chinese", "en": "english", "ja": "japanese"}
-MAX_CHARS = 60  # that the rules read at a time: they take a second for a thousand
+MAX_CHARS = 60  # characters per call of the rules, which take a second for a thousand
 WORKER = Path(__file__).with_name("normalize_worker.py")
-# What the rules would change without reading it: tags, brackets and braces; quotation marks, line ends; and what has no end
+# The rules would damage these, so they never see them: tags, brackets, braces, quotation marks, line ends, very long words
 _UNREAD = re.compile(r"(<[^<>\s]{1,60}>|\[[^\[\]]{1,100}\]|\{[^{}]{1,100}\}|[\"\\\n\r\0]+|\S{61,})")
 _DIGIT = re.compile(r"\d")
 
 
 def normalize(text: str, language: str) -> str:
-    """What has no digit stays as it is, and so does what is in tags and brackets. language: an ISO code. Raises RequestError for
-    one without rules, and where wetext is not installed."""
+    """Return the text with its numbers written out. Text without digits and text in tags and brackets stays as it is.
+
+    language: an ISO code. Raises RequestError for a language without rules, and if wetext is not installed.
+    """
     if language not in LANGUAGES:
         takes = ", ".join(LANGUAGES.values())
         raise RequestError("normalize", f"normalize is possible in {takes}; the language is {language!r}")
@@ -45,7 +47,7 @@ def normalize(text: str, language: str) -> str:
 
 
 def _stretches(sentence: str) -> Iterator[str]:
-    """What the rules read at a time, and between it what they do not."""
+    """Yield the stretches of a sentence: those for one call of the rules, and those that the rules never see."""
     for i, part in enumerate(_UNREAD.split(sentence)):
         if i % 2:
             yield part
@@ -64,7 +66,8 @@ _worker: subprocess.Popen[str] | None = None
 
 
 def _rules(stretches: list[str], language: str) -> list[str]:
-    """May be called from several threads. Raises RuntimeError where the worker ended; the next call starts another."""
+    """Apply the rules in the worker. May be called from several threads. Raises RuntimeError if the worker ended; the
+    next call starts another."""
     global _worker
     with _lock:
         if _worker is None or _worker.poll() is not None:
@@ -79,5 +82,5 @@ def _rules(stretches: list[str], language: str) -> list[str]:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise RuntimeError(f"the normaliser ended with status {_worker.wait()}")
+            raise RuntimeError(f"the text normalizer ended with status {_worker.wait()}")
         return json.loads(answer)

@@ -1,5 +1,5 @@
-"""A program that reads [language, [text, ...]] as JSON, a line each, and answers with the texts in words: see normalize.py. Imports
-nothing of the zoo, so that it starts in half a second."""
+"""The worker process of normalize.py: reads [language, [text, ...]] as one line of JSON and answers with the normalized
+texts. It imports nothing from the zoo, so that it starts in half a second."""
 
 import json
 import signal
@@ -9,17 +9,17 @@ from wetext import Normalizer
 
 
 def read(normalizer: Normalizer, text: str) -> str:
-    """With the white space around it as it was; all of it as it was, where the rules find no way through it."""
+    """Normalize a text and keep the white space around it. Return it unchanged if the rules cannot parse it."""
     words = " ".join(text.split())
     start, stop = len(text) - len(text.lstrip()), len(text.rstrip())
     try:
         return text[:start] + normalizer.normalize(words) + text[stop:]
-    except AssertionError:  # so wetext says it, as of a zero-width space
+    except AssertionError:  # wetext raises it for characters that it cannot parse, such as a zero-width space
         return text
 
 
 def main() -> None:
-    # Ctrl-C is the parent's: this process ends with the pipe
+    # The parent handles Ctrl-C; this process ends with the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     normalizers: dict[str, Normalizer] = {}
     for line in sys.stdin:

@@ -1,11 +1,11 @@
-"""Text on its way to a model that speaks already: how much of it has the tokens that it will have in the end.
+"""Text that arrives while a model speaks: find the part whose tokens no later text can change.
 
-    came     "The old man t" │ "old the ch"          settled: what ends where no split of the tokenizer reaches across
-    settled  "The old man"   │ " told the"           whatever follows
+    arrived  "The old man t" │ "old the ch"
+    settled  "The old man"   │ " told the"           ends where the tokenizer always splits, whatever follows
 
-Byte-level BPE joins letters only within what its split leaves together. Qwen2's, which the families here have, ends a run of
-letters where something else than a letter follows, and a digit always; it looks at nothing that came before. NFC joins a
-mark with what stands before it, so none is cut off. Text without spaces waits for its next comma.
+Byte-level BPE joins bytes only within the words of its pre-tokenizer. That of Qwen2, which the families here use, ends a
+run of letters before any other character, and ends a word after each digit; it never looks back. NFC joins a mark with the
+character before it, so the text is never cut before a mark. Text without spaces waits for its next comma.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 
 class OpenText:
-    """`more` of a text -> what is settled by now; `rest` -> what is left at its end. Joined, they are the text without the
-    blanks around it. tags: what is a token as a whole, and begins with "[" or "<"."""
+    """A text that arrives in parts. `more` adds a part and returns the newly settled text; `rest` returns the remainder.
+    Joined, the results are the text without the white space around it. tags: strings that are a single token and begin with
+    "[" or "<"."""
 
     def __init__(self, tags: Sequence[str] = ()):
         self._tags = tags
@@ -40,14 +41,14 @@ class OpenText:
         return taken
 
     def _is_cut(self, at: int) -> bool:
-        """Whether the text can be cut before character `at`."""
+        """Return whether the text can be cut before character `at`."""
         before, after = (unicodedata.category(character)[0] for character in self._held[at - 1 : at + 1])
         if after == "M" or before not in "LN" or (before == after == "L"):
             return False
         return not self._is_in_tag(at)
 
     def _is_in_tag(self, at: int) -> bool:
-        """What stands there may be, or become, a tag."""
+        """Return whether a cut before character `at` could split a tag, complete or still arriving."""
         for tag in self._tags:
             start = self._held.rfind(tag[0], max(0, at - len(tag) + 1), at)
             if start >= 0 and tag.startswith(self._held[start : start + len(tag)]):

@@ -1,5 +1,4 @@
-"""Reference audio: what is made of a user's clip before an encoder hears it, and a store of what encoders
-made of clips."""
+"""Reference audio: check and resample a user's clip for an encoder, and keep encoded clips in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ T = TypeVar("T", bound=Sized)
 
 
 class Copy(Protocol[T]):
-    """Of one encoded reference, on disk (zoo/encoded_files.py)."""
+    """A copy of one encoded reference on disk (zoo/encoded_files.py)."""
 
     def read(self) -> T | None: ...
 
@@ -35,9 +34,9 @@ class Copy(Protocol[T]):
 
 
 class References(Generic[T]):
-    """Encoded references, the least recently used given up first. May be asked from several threads.
+    """A cache of encoded references that evicts the least recently used. May be called from several threads.
 
-    `num_encoded` counts how often something had to be encoded.
+    `num_encoded` counts how often a clip was encoded.
     """
 
     def __init__(self, max_bytes: int = 256 << 20):
@@ -49,16 +48,16 @@ class References(Generic[T]):
         self._encoding = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> References[T]:
-        """A copy of a family begins with an empty store."""
+        """Return an empty cache, for a copy of a family."""
         return References(self.max_bytes)
 
     def get(self, key: bytes, encode: Callable[[], T], file: Copy[T] | None = None) -> T:
-        """What is held under the key, or else what the file has, or else what `encode` makes, which is then held and
-        written to the file. What `encode` raises goes on to the caller."""
+        """Return the encoded reference from memory, or else from the file, or else from `encode`, and keep it. The
+        result of `encode` is also written to the file. Exceptions of `encode` pass through."""
         found = self._find(key)
         if found is not None:
             return found
-        # one at a time: encoders are wide, and who had to wait may find that its reference has been encoded
+        # One at a time: encoders are wide, and a thread that had to wait may find its reference encoded.
         with self._encoding:
             found = self._find(key)
             if found is None:
@@ -91,8 +90,7 @@ class References(Generic[T]):
 
 
 def content(clip: AudioClip, *what_else: object) -> bytes:
-    """A clip's name: 16 bytes that follow from its samples, its rate and whatever else matters. Raises
-    ValueError."""
+    """Return a clip's name: a hash of 16 bytes of its samples, its rate and `what_else`. Raises ValueError."""
     _check_form(clip)
     name = blake2b(repr((clip.samples.shape, clip.sample_rate_hz, *what_else)).encode(), digest_size=16)
     name.update(np.ascontiguousarray(clip.samples).data)
@@ -100,10 +98,10 @@ def content(clip: AudioClip, *what_else: object) -> bytes:
 
 
 def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.ndarray:
-    """A clip as one channel at rate_hz -> [N] float32: channels are averaged, then resampled (soxr, high
+    """Return a clip as one channel at rate_hz, [N] float32: channels are averaged, then resampled (soxr, high
     quality).
 
-    reference_s: the shortest and the longest clip. Raises ValueError with `.param` for audio that is no
+    reference_s: the shortest and the longest clip. Raises ValueError with `.param` for audio that cannot be a
     reference.
     Source: librosa, to_mono and resample, which the reference implementations use: N is rounded up.
     """
@@ -116,7 +114,7 @@ def mono(clip: AudioClip, rate_hz: int, reference_s: tuple[float, float]) -> np.
             f"the reference lasts {lasts_s:.4g} s; from {shortest_s:g} to {longest_s:g} s are possible",
         )
     if not np.isfinite(samples).all():
-        raise RequestError("references", "the reference holds samples that are no numbers (NaN or infinite)")
+        raise RequestError("references", "the reference has samples that are not finite (NaN or infinite)")
     if np.abs(samples).max() < SILENT:
         raise RequestError(
             "references",

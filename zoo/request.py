@@ -1,6 +1,7 @@
-"""What a user asks for, what a model may be asked for, and the one place that refuses the rest.
+"""Requests, the options of a model, and `check`, which refuses everything that a model does not take.
 
-Knows no torch, so every surface can read the same list: HTTP, the shell, `zoo inspect`, the OpenAPI page.
+This module does not import torch, so every surface can use the same options: HTTP, the shell, `zoo inspect` and
+the OpenAPI page.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ if TYPE_CHECKING:
     from zoo.contract import Spec
 
 Value = bool | int | float | str
-KINDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+KINDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 def shown(bound: float) -> str:
-    """A range's end as a user would write it."""
+    """Return a bound as a user would write it: 10, not 10.0."""
     return f"{bound:.0f}" if bound == int(bound) else f"{bound:g}"
 
 
 class RequestError(ValueError):
-    """Something that a user got wrong: `param` names the field, the message says what came and what is
-    possible."""
+    """An invalid request. `param` names the field; the message says what was given and what is possible."""
 
     def __init__(self, param: str, message: str):
         super().__init__(message)
@@ -37,18 +37,18 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """A value that a model takes with a request. `default` None: the model decides, as `help` says."""
+    """A value that a request may set for a model. `default` None: the model decides, as `help` says."""
 
     name: str
     type: type  # bool, int, float or str
     help: str
     default: Value | None = None
-    range: tuple[float, float] | None = None  # of numbers, both ends included
-    choices: tuple[str, ...] = ()  # of texts
+    range: tuple[float, float] | None = None  # of a number; both ends are allowed
+    choices: tuple[str, ...] = ()  # of a string
 
     @property
     def possible(self) -> str:
-        """What may be given, in words."""
+        """Return a description of the possible values."""
         if self.choices:
             return ", ".join(self.choices)
         if self.range is None:
@@ -57,14 +57,14 @@ class Option:
         return f"{KINDS[self.type]} from {shown(low)} to {shown(high)}"
 
     def read(self, value: object) -> Value:
-        """The value as the option's type. Raises RequestError."""
+        """Return the value as the option's type. Raises RequestError."""
         is_kind = type(value) is self.type or (self.type is float and type(value) is int)
         if not is_kind or not self._holds(value):
             raise RequestError(self.name, f"{self.name} is {value!r}; possible: {self.possible}")
         return self.type(value)
 
     def parse(self, text: str) -> Value:
-        """What a shell gives. Raises RequestError."""
+        """Return the value of a command-line argument. Raises RequestError."""
         if self.type is bool:
             return self.read({"true": True, "false": False}.get(text, text))
         try:
@@ -78,13 +78,16 @@ class Option:
         if self.type not in (int, float):
             return True
         low, high = self.range or (-sys.float_info.max, sys.float_info.max)
-        return low <= value <= high  # NaN is in no range
+        return low <= value <= high  # false for NaN
 
 
 @dataclass(frozen=True, eq=False)
 class AudioClip:
-    """Recorded audio: samples float32, [N] mono or [C, N], as loud as they are (1 is full scale). kept_in: a directory
-    in which what encoders make of it may be kept (zoo/encoded_files.py); None: nowhere but in memory."""
+    """Recorded audio: float32 samples [N] (mono) or [C, N], not normalized (full scale is 1).
+
+    kept_in: the directory in which encodings of the clip are stored (zoo/encoded_files.py); None: they are kept in
+    memory only.
+    """
 
     samples: np.ndarray
     sample_rate_hz: int
@@ -93,8 +96,11 @@ class AudioClip:
 
 @dataclass(frozen=True)
 class Reference:
-    """A voice to speak in, what the clip says word for word, and who speaks it where a text names several
-    speakers. name: by which `Request.voice` mixes it with others."""
+    """A recording of a voice to speak in.
+
+    transcript: the words of the clip, verbatim. speaker: the speaker's name, for texts that name several speakers.
+    name: the name by which `Request.voice` mixes this voice with others.
+    """
 
     clip: AudioClip
     transcript: str | None = None
@@ -104,7 +110,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Share:
-    """A voice in a mix: one of the model's, or a reference. The weights of a mix add up to 1."""
+    """One voice of a mix: one of the model's voices, or a reference. The weights of a mix add up to 1."""
 
     name: str
     weight: float
@@ -113,7 +119,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Turn:
-    """What was said before in a conversation, for models that listen: a text, a clip, or both. role: "user",
+    """An earlier turn of a conversation, for models that listen: a text, a clip, or both. role: "user",
     "assistant" or "system"."""
 
     role: str
@@ -123,15 +129,18 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a user asks for. `None` means the checkpoint's own default; temperature 0 is greedy.
+    """A request for speech. `None` means the checkpoint's default; temperature 0 is greedy. `check` refuses the fields
+    that a model does not take.
 
-    `voice` is one of the model's, or a mix such as "vivian(2)+ryan(1)" of those and of references by their names (`shares`).
-    `references` are voices to speak in. `options` holds what only some models take (`Spec.options` lists it).
-    `turns` is what the user said in a conversation, for models that listen; `conversation` names one, so that
-    its next turn finds this one in the KV cache. `is_open`: more text is fed while the model speaks
-    (`Engine.feed`). `split_text`: a text that is too long for one pass is spoken in pieces (zoo/text.py);
-    `max_frames` is of all of them. `normalize`: numbers, dates and amounts are put into words first
-    (zoo/normalize.py). A model refuses what it does not take.
+    voice: one of the model's voices, or a mix of voices and named references such as "vivian(2)+ryan(1)" (`shares`).
+    references: recordings of voices to speak in.
+    max_frames: the most frames of all pieces together.
+    options: values that only some models take, listed in `Spec.options`.
+    turns: the earlier turns of a conversation, for models that listen.
+    conversation: names a conversation, so that its next turn finds this one in the KV cache.
+    is_open: more text is fed while the model speaks (`Engine.feed`).
+    split_text: a text that is too long for one pass is split into pieces (zoo/text.py).
+    normalize: numbers, dates and amounts are written out as words first (zoo/normalize.py).
     """
 
     text: str
@@ -153,48 +162,56 @@ class Request:
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        """Raises RequestError for a value that no model can take: what reaches an engine cannot stop it."""
+        """Raise RequestError for a value that no model can take, so that no request can stop an engine."""
         for name, low, high in (("seed", -INT64, INT64), ("max_frames", 1, 2**31)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise RequestError(name, f"{name} is {value}; from {low} to {high} is possible")
         for name in SAMPLING:
             if name in self.options:
-                raise RequestError(name, f"{name} is a field of its own: it cannot be among the options too")
+                raise RequestError(name, f"{name} is a field of the request: leave it out of the options")
 
 
 INT64 = 2**63 - 1
-# fields of Request that are options of most models
-SOUND_ONLY = "x_vector_only_mode"  # the option of models that can leave a reference's transcript unread
+SOUND_ONLY = "x_vector_only_mode"  # the option of models that can ignore a reference's transcript
+# fields of Request that most models list among their options
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
 def sampling_options(
     temperature: float, top_k: int, top_p: float, repetition_penalty: float | None = None
 ) -> tuple[Option, ...]:
-    """The shared sampling fields with a checkpoint's defaults; None: the model has no repetition penalty."""
+    """Return the shared sampling options with a checkpoint's defaults. repetition_penalty None: the model has no
+    repetition penalty."""
     options = (
         Option(
             "temperature",
             float,
-            "how far sampling strays from the likeliest; 0 is greedy",
+            "how random sampling is; 0 always takes the likeliest code",
             temperature,
             (0, 2),
         ),
-        Option("top_k", int, "how many of the likeliest are sampled from; 0 is all", top_k, (0, 1_000_000)),
-        Option("top_p", float, "the share of probability that is sampled from; 1 is all", top_p, (1e-6, 1)),
+        Option(
+            "top_k", int, "sample from this many of the likeliest codes; 0 means all", top_k, (0, 1_000_000)
+        ),
+        Option(
+            "top_p",
+            float,
+            "sample from the likeliest codes that make up this share of the probability; 1 means all",
+            top_p,
+            (1e-6, 1),
+        ),
     )
     if repetition_penalty is None:
         return options
-    penalty = "how much less likely what was said before becomes; 1 is off"
+    penalty = "how much less likely codes become that were drawn before; 1 is off"
     return (*options, Option("repetition_penalty", float, penalty, repetition_penalty, (0.5, 2)))
 
 
 def check(request: Request, spec: Spec) -> dict[str, Any]:
-    """Refuse what the model does not take -> the value of each of its options, its default where the request
-    gives none.
+    """Return the value of each of the model's options: the request's, or else the default.
 
-    Raises RequestError, which says what the model takes.
+    Raises RequestError for anything that the model does not take; the message says what it takes.
     """
     name = spec.name or f"{spec.family} {spec.variant}"
     if not request.text.strip(BLANK):
@@ -207,9 +224,9 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     if not is_mixed:
         _check_references(request, spec, name)
     if request.turns and not spec.listens:
-        raise RequestError("turns", f"{name} takes no turns: it hears no conversation")
+        raise RequestError("turns", f"{name} takes no turns: it does not listen to conversations")
     if request.conversation is not None and not spec.shares_turns:
-        raise RequestError("conversation", f"{name} takes no conversation: every request is by itself")
+        raise RequestError("conversation", f"{name} takes no conversation: its requests are independent")
     if request.is_open and not spec.feeds:
         raise RequestError("is_open", f"{name} takes no text while it speaks: give all of it at once")
     return _options(request, spec, name)
@@ -221,10 +238,10 @@ _SHARE = re.compile(r"\s*([^+()\s][^+()]*?)\s*(?:\(\s*(\d+\.?\d*|\.\d+)\s*\))?\s
 
 
 def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
-    """Of the voices that a request mixes, as in "vivian(2)+ryan(1)"; () where it mixes none. Raises RequestError for what is no
-    mix, or none that the model can make.
+    """Return the voices that a request mixes, as in "vivian(2)+ryan(1)", or () without a mix. Raises RequestError for
+    a malformed mix and for one that the model cannot make.
 
-    Source of the form: remsky/Kokoro-FastAPI, whose clients know it.
+    Source of the syntax: remsky/Kokoro-FastAPI, whose clients already use it.
     """
     voice = request.voice
     voices = {name.lower(): name for name in spec.voices}
@@ -232,13 +249,14 @@ def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
         return ()
     name = spec.name or f"{spec.family} {spec.variant}"
     if not spec.mixes:
-        needed = "it has no speaker vectors to add up, so a request names one voice at most"
-        raise RequestError("voice", f"{name} mixes no voices, and {voice!r} is a mix: {needed}")
+        reason = "it has no speaker vectors to add up; give one voice"
+        raise RequestError("voice", f"{name} cannot mix voices, and {voice!r} is a mix: {reason}")
     found = [_SHARE.fullmatch(part) for part in voice.split("+")]
     weights = [float(match[2] or 1) if match is not None else 0.0 for match in found]
     if not 2 <= len(found) <= MAX_SHARES or not all(0 < weight <= MAX_WEIGHT for weight in weights):
-        form = f"2 to {MAX_SHARES} voices, each with a weight above 0, up to {MAX_WEIGHT:g}, in brackets, or without one for 1"
-        raise RequestError("voice", f"{voice!r} is no mix of voices; one is like anna(2)+bert(1): {form}")
+        weight = f"a weight in brackets above 0 and up to {MAX_WEIGHT:g} (1 if it is left out)"
+        form = f"give 2 to {MAX_SHARES} voices, each with {weight}"
+        raise RequestError("voice", f"{voice!r} is not a mix of voices such as anna(2)+bert(1); {form}")
     names = [match[1].lower() for match in found if match is not None]
     given = {(reference.name or "").lower(): reference for reference in request.references}
     for part in names:
@@ -258,19 +276,18 @@ def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
 
 
 def _check_is_sound_alone(part: str, reference: Reference, request: Request, spec: Spec) -> None:
-    """A clone with its words reads its recording, of which nothing can be mixed."""
+    """Raise RequestError for a reference that cannot be mixed: with a transcript, the model reads the recording itself."""
     if not (reference.transcript or "").strip(BLANK) or request.options.get(SOUND_ONLY) is True:
         return
     has_option = any(option.name == SOUND_ONLY for option in spec.options)
     instead = f", or set {SOUND_ONLY}" if has_option else ""
     raise RequestError(
         "voice",
-        f"voice {part!r} is a clone of a recording with its words, and only the sound of a voice can be mixed: take one without "
-        f"a transcript{instead}",
+        f"voice {part!r} has a transcript, and only the sound of a voice can be mixed: use one without a transcript{instead}",
     )
 
 
-# White space, and what is no sign at all: NUL, zero-width characters, byte order marks
+# White space and invisible characters: NUL, zero-width characters, byte order marks
 BLANK = " \t\n\r\v\f\0\u00a0\u00ad\u180e\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3000\ufeff"
 
 

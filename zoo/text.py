@@ -1,11 +1,11 @@
-"""Long text in pieces, each of which a model speaks well in one pass.
+"""Split long text into pieces that a model speaks well in one pass.
 
-    text ─ sentences ─ clauses ─ words ─ characters ─> pieces of up to `Spec.piece_s` seconds of speech, as even as they can be
-           └ each only where what lies between two ends of the kind before is too long
+    text ─ sentences ─ clauses ─ words ─ characters ─> pieces of up to `Spec.piece_s` seconds of speech, about equally long
+           └ a part is split at the next finer level only if it is too long
 
-Sentences are found by sentencex (Wikimedia, rules for some 250 languages): it takes nothing away, leaves abbreviations, decimals and
-addresses whole, and is linear in the text's length. (pysbd cuts "https://a.b/c?d=1" at the question mark, is quadratic, knows 23
-languages, and had its last release in 2021.) Nothing here knows a model or torch.
+sentencex (Wikimedia, rules for some 250 languages) finds the sentences. It removes nothing, does not split abbreviations,
+decimals and addresses, and takes time linear in the text's length. (pysbd splits "https://a.b/c?d=1" at the question mark, is
+quadratic, knows 23 languages, and had its last release in 2021.) This module knows no model and does not import torch.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from zoo.request import BLANK, Request, RequestError
 if TYPE_CHECKING:
     from zoo.contract import Spec
 
-# How long a character takes, in seconds: some 12 letters, 4 Chinese characters, 7 kana or 5 Korean syllables a second. Digits and
-# symbols are read as words. That is near enough to say where to cut, and what is no speech of such a text.
+# Seconds per character: about 12 letters, 4 Chinese characters, 7 kana or 5 Korean syllables a second. Digits and symbols
+# are spoken as words. This is accurate enough to choose where to split, and to notice speech that cannot be the text's.
 LETTER_S, HAN_S, KANA_S, HANGUL_S, DIGIT_S = 1 / 12, 1 / 4, 1 / 7, 1 / 5, 1 / 3
 _HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _KANA = "\u3041-\u30ff"
 _HAS_HAN, _HAS_KANA = re.compile(f"[{_HAN}]"), re.compile(f"[{_KANA}]")
-# What is never cut in two: what stands in tags, in brackets or in braces, where it is short.
+# Never split inside these: tagged text, tags, brackets and braces, if they are short.
 MARKUP = re.compile(
     r"<(\w{1,30})>[^<]{0,300}</\1>|<[^<>\s]{1,60}>|\[[^\[\]]{1,100}\]|\{[^{}]{1,100}\}|\([^()]{1,100}\)"
 )
-# behind , ; : with a space, wide ones, Arabic ones, an ellipsis or a dash, and the quotation marks and brackets that close there
+# the end of a clause: , ; : before a space, their wide and Arabic forms, an ellipsis or a dash; then closing quotation
+# marks and brackets, and spaces
 CLAUSE_END = re.compile(
     r"(?:[,;:](?=\s)|[\uff0c\uff1b\uff1a\u3001\u060c\u061b\u2026\u2014\u2013])"
     r"[\"'\u201d\u2019\u00bb\u300d\u300f\uff09)\]]*\s*"
@@ -62,19 +63,19 @@ def _character_s(character: str) -> float:
 
 
 def expected_s(text: str) -> float:
-    """About how long it takes to say a text, in seconds; 0 for one without letters, digits and symbols."""
+    """Return roughly how long a text takes to speak, in seconds; 0 without letters, digits and symbols."""
     return sum(map(_character_s, text))
 
 
 def odd_length(audio_s: float, expected_s: float) -> Literal["short", "long"] | None:
-    """Whether so much audio can hardly be what was to be said in `expected_s`: a model that ended early, or that found no end."""
+    """Return "short" or "long" if `audio_s` cannot be all of a text of `expected_s`: the model stopped early, or too late."""
     if audio_s < expected_s / 4 - 0.5:
         return "short"
     return "long" if audio_s > 2 * expected_s + 5 else None
 
 
 def most_s(text: str) -> float:
-    """The longest speech of a text that is not cut, for a family whose reference says nothing about it."""
+    """Return the longest speech of a text that is not split, for families whose reference implementation has no limit."""
     return 3 * expected_s(text) + 10
 
 
@@ -82,14 +83,16 @@ def most_s(text: str) -> float:
 
 
 def pieces_of(request: Request, spec: Spec) -> list[str]:
-    """What is spoken one after the other: the text as it is, where one pass holds it or it is to stay whole.
+    """Return the pieces to speak one after the other: a single one if the text fits in a pass or must not be split.
 
-    What stands at the text's start and holds for all of it (`Spec.lead`) stands before each piece. Raises RequestError for
-    a text that cannot be normalised.
+    A prefix that applies to all of the text (`Spec.lead`) is repeated before each piece. Raises RequestError if the text
+    cannot be normalized.
     """
     text, language = request.text, language_of(request)
     if request.normalize and request.is_open:
-        raise RequestError("normalize", "normalize needs all of the text at once: leave it or is_open out")
+        raise RequestError(
+            "normalize", "normalize needs all of the text at once: leave out normalize or is_open"
+        )
     if request.normalize:
         text = normalize(text, language)
     is_alone = not (request.is_open or request.turns or request.conversation)
@@ -106,7 +109,7 @@ def pieces_of(request: Request, spec: Spec) -> list[str]:
 
 
 def language_of(request: Request) -> str:
-    """Its ISO code; where the request names none, what the script tells: ja, zh, or else en."""
+    """Return the ISO code of a request's language. Without a language, the script decides: ja, zh, or else en."""
     name = (request.language or "auto").lower()
     if name != "auto":
         return _ISO.get(name, name)
@@ -116,7 +119,7 @@ def language_of(request: Request) -> str:
 
 
 def split(text: str, limit_s: float, language: str = "en") -> list[str]:
-    """Pieces that joined are the text, each of up to `limit_s` by `expected_s`, which must be a second or more."""
+    """Split a text into pieces of at most `limit_s` seconds of `expected_s`; joined, they are the text. limit_s: at least 1."""
     assert limit_s >= 1, f"pieces of {limit_s} s"
     levels = (
         lambda text: _kept_whole(text, segment(language, text)),
@@ -135,12 +138,12 @@ def _split(text: str, limit_s: float, levels: tuple[Callable[[str], list[str]], 
 
 
 def _pack(parts: list[str], limit_s: float) -> list[str]:
-    """Neighbours joined up to `limit_s`: no more pieces than that takes, and none much shorter than the others."""
+    """Join neighbours up to `limit_s` into as few pieces as possible, about equally long."""
     lengths = [expected_s(part) for part in parts]
     even_s = sum(lengths) / math.ceil(sum(lengths) / limit_s)
     packed, packed_s = [""], [0.0]
     for part, length in zip(parts, lengths, strict=True):
-        # what is not spoken needs no room, and is no piece of its own
+        # silent parts, such as white space, never form a piece
         is_nearer = packed_s[-1] == 0 or packed_s[-1] + length / 2 <= even_s
         if length == 0 or (is_nearer and packed_s[-1] + length <= limit_s):
             packed[-1] += part
@@ -154,13 +157,13 @@ def _pack(parts: list[str], limit_s: float) -> list[str]:
 
 
 def cut(text: str, end: re.Pattern[str]) -> list[str]:
-    """The text cut behind each match."""
+    """Cut the text after each match."""
     stops = [0, *(match.end() for match in end.finditer(text)), len(text)]
     return [text[a:b] for a, b in pairwise(stops) if a < b]
 
 
 def _kept_whole(text: str, parts: Iterable[str]) -> list[str]:
-    """The parts of a text, those joined between which a markup would be cut."""
+    """Join the parts of a text between which a markup would be split."""
     inside = [(match.start(), match.end()) for match in MARKUP.finditer(text)]
     joined, stop, at = list[str](), 0, 0
     for part in parts:
@@ -173,7 +176,7 @@ def _kept_whole(text: str, parts: Iterable[str]) -> list[str]:
 
 
 def _characters(text: str) -> list[str]:
-    """With the marks that belong to each, as long as those are few."""
+    """Return the characters of a text, each with its combining marks (at most 8 code points)."""
     clusters: list[str] = []
     for character in text:
         is_mark = unicodedata.category(character)[0] == "M" or character == "\u200d"
