@@ -1,2 +1,1 @@
-"""Pieces that families share. Leaves only (a norm, a convolution, attention): each family shows its own
-blocks."""
+"""Layers that families share: leaves only (a norm, a convolution, attention). Each family writes its own blocks."""

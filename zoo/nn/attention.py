@@ -1,10 +1,8 @@
-"""Attention over pages: keys and values are written in the graph, and read by one opaque operator with a
-kernel per device.
+"""Attention over pages. The graph writes keys and values; one opaque operator, with a kernel per device, reads them.
 
-The cache is rows [rows, H, D] cut out of the byte arena. Layer l of a page whose first row is r keeps its
-keys in rows r + 2 l n ... and its values n rows further, n being the tokens of a page. Writing in the graph
-and reading in an operator that changes nothing keeps whole-step compilation free of graph breaks and lets
-equal blocks share one compiled region.
+The cache is a view [rows, H, D] of the byte arena. For a page whose first row is r, layer l keeps its keys from row
+r + 2 l n and its values n rows further; n is the number of tokens in a page. The graph writes and the operator
+mutates nothing. So a whole step compiles without graph breaks, and equal blocks share one compiled region.
 """
 
 from itertools import pairwise
@@ -21,7 +19,7 @@ from zoo.nn.rope import rotate
 
 
 class Paged:
-    """One layer's side of a launch: where its keys go, and where its sequences' pages begin."""
+    """One layer's addresses in a launch: the rows for its new keys, and the first rows of its pages."""
 
     def __init__(self, batch: Batch, layer: int):
         offset = 2 * layer * batch.page_tokens
@@ -35,8 +33,7 @@ class Paged:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tensor:
-    """q [T, H, D], k and v [T, Hkv, D], causal, grouped queries -> [T, H, D]. Writes k and v into the
-    pages."""
+    """Write k and v to the pages, then attend: q [T, H, D], k and v [T, Hkv, D], causal, grouped queries -> [T, H, D]."""
     paged.kv.index_copy_(0, paged.kv_write_index, k)
     paged.kv.index_copy_(0, paged.kv_write_index + paged.page_tokens, v)
     return torch.ops.zoo.paged_attention.default(
@@ -47,8 +44,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tenso
 def attend_rotated(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, paged: Paged, scale: float
 ) -> Tensor:
-    """`attend`, of queries and keys that `rope` has yet to turn by cos and sin [T, D], or that have no positions. On a GPU
-    a step is one launch, and one more where its splits are joined."""
+    """Rotate queries and keys by cos and sin [T, D] (None: no rotation), then `attend`. On a GPU, a step is one launch, or
+    two if its splits have to be merged."""
     if q.device.type != "cuda":
         if cos is not None and sin is not None:
             q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
@@ -59,7 +56,7 @@ def attend_rotated(
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotated in fp32 and rounded to x's dtype."""
+    """Rotate x in fp32 and round to its dtype."""
     return rotate(x.float(), cos, sin).to(x.dtype)
 
 
@@ -79,9 +76,9 @@ def rotary_paged_attention(
     layer: int,
     scale: float,
 ) -> Tensor:
-    """`rope` of q [T, H, D] and k [T, Hkv, D] by cos and sin [T, D], if there are any; keys and values into rows of kv;
-    and `paged_attention`. kv_write_index and page_table are layer 0's: where a layer's are is added where they are read.
-    What a token of padding writes, if it does, is nobody's."""
+    """Rotate q [T, H, D] and k [T, Hkv, D] by cos and sin [T, D] if given, write keys and values to rows of kv, and run
+    `paged_attention`. kv_write_index and page_table are those of layer 0; the layer's offset is added on reading. Padding
+    tokens may write rows that no sequence reads."""
     if kernels.use_gpu(q):
         given = kv, kv_write_index, page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
         return kernels.on_gpu("triton_attention", "rotary_paged_attention", q, k, v, cos, sin, *given)
@@ -105,9 +102,8 @@ def paged_attention(
     page_tokens: int,
     scale: float,
 ) -> Tensor:
-    """q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b holds kv_lens[b] positions,
-    the last of which are q[cu_seqlens[b]:cu_seqlens[b+1]]. Queries behind cu_seqlens[-1] are padding: they
-    give zeros."""
+    """Attend with q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b has kv_lens[b] positions;
+    q[cu_seqlens[b]:cu_seqlens[b+1]] are its last ones. Queries from cu_seqlens[-1] on are padding, whose result is zero."""
     if kernels.use_gpu(q):
         rest = kv, page_table, kv_lens, cu_seqlens, page_tokens, scale
         return kernels.on_gpu("triton_attention", "paged_attention", q, *rest)
@@ -115,7 +111,7 @@ def paged_attention(
         return _query_by_query(q, kv, page_table, kv_lens, cu_seqlens, page_tokens, scale)
     if q.shape[0] == page_table.shape[0] and kernels.know(q, kv):  # every sequence has one query
         return kernels.attend(q, kv, page_table, kv_lens, page_tokens, scale)
-    # Sequence by sequence: no last bit of one depends on how long the others are.
+    # One sequence at a time, so that no bit of a result depends on the lengths of the other sequences.
     out = torch.empty_like(q)
     edges, counts = cu_seqlens.tolist(), kv_lens.tolist()
     for b, (start, stop) in enumerate(pairwise(edges)):
@@ -126,14 +122,14 @@ def paged_attention(
 
 
 def backend(device: torch.device) -> str:
-    """What computes attention on a device. Raises ValueError where that is not installed."""
+    """Return a description of the code that computes attention on a device. Raises ValueError if it is not installed."""
     if device.type == "cuda":
         return f"Triton {kernels.of_gpu('triton_attention').triton.__version__}"
     return "kernels.cpp where steps are compiled, else torch" if device.type == "cpu" else "torch"
 
 
 def _positions(page_table: Tensor, page_tokens: int, count: int) -> Tensor:
-    """The row of every position's key: page_table [..., P] -> [..., count]."""
+    """Return the row of each position's key: page_table [..., P] -> [..., count]."""
     pages = -(-count // page_tokens)
     within = torch.arange(page_tokens, device=page_table.device)
     return (page_table[..., :pages, None] + within).flatten(-2)[..., :count]
@@ -148,8 +144,8 @@ def _query_by_query(
     page_tokens: int,
     scale: float,
 ) -> Tensor:
-    """Knows no length on the host, as a GPU's kernel, so a launch that is recorded can hold it. Reads as far
-    as the page table is wide."""
+    """Attend without knowing a length on the host, like a GPU kernel, so that a launch can be recorded. Reads all pages
+    of the page table."""
     token = torch.arange(len(q), device=q.device)
     owner = torch.searchsorted(cu_seqlens[1:], token, right=True)  # [T]
     is_real, owner = owner < len(kv_lens), owner.clamp(max=len(kv_lens) - 1)
@@ -159,7 +155,7 @@ def _query_by_query(
     k, v = (
         kv[rows].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for rows in (at, at + page_tokens)
     )
-    # the queries of a group stand where the query positions of a plain attention would
+    # the queries of a group take the place of the query positions in plain attention
     grouped = q.unflatten(1, (kv.shape[1], -1))  # [T, Hkv, G, D]
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
     return out.flatten(1, 2).masked_fill(~is_real[:, None, None], 0)  # [T, H, D]

@@ -1,5 +1,4 @@
-"""Small BPE vocabularies that are made here, for demo checkpoints whose tokenizer is a real one of their
-own."""
+"""Small BPE vocabularies, made here for demo checkpoints with a real tokenizer."""
 
 from __future__ import annotations
 
@@ -20,31 +19,30 @@ model with care
 
 
 def byte_symbols() -> dict[int, str]:
-    """Byte -> the printable symbol that stands for it, in the order of the tokens' ids. Source: GPT-2's
-    byte-level BPE."""
+    """Return byte -> the printable symbol that represents it, ordered by token id. Source: GPT-2's byte-level BPE."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def in_symbols(text: str) -> str:
-    """A text's bytes as the symbols that stand for them."""
+    """Return a text's bytes as the symbols that represent them."""
     symbols = byte_symbols()
     return "".join(symbols[byte] for byte in text.encode())
 
 
 def chain(piece: str) -> list[Pair]:
-    """The merges that make a piece, symbol by symbol."""
+    """Return the merges that build a piece, symbol by symbol."""
     return [(piece[:i], piece[i]) for i in range(1, len(piece))]
 
 
 def learn(
     pieces: Iterable[str], words: Iterable[str], num_merges: int, is_last_first: bool = False
 ) -> tuple[Pair, ...]:
-    """`num_merges` merges: the chains of `pieces`, then the most frequent pairs of `words`.
+    """Return `num_merges` merges: the chains of `pieces`, then the most frequent pairs of `words`.
 
-    is_last_first: of equally frequent pairs the last one by name, not the first. Source: Sennrich et al. 2016
-    (arXiv 1508.07909).
+    is_last_first: among equally frequent pairs, take the last one by name instead of the first. Source: Sennrich et
+    al. 2016 (arXiv 1508.07909).
     """
     found = [pair for piece in pieces for pair in chain(piece)]
     counts = Counter(tuple(word) for word in words)

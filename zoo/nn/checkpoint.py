@@ -1,8 +1,8 @@
-"""Strict loading: a module built on `meta`, a table of names, the published files.
+"""Strict loading of published files into a module that was built on `meta`.
 
 A table maps each published name to ours: `{"talker.model.norm.weight": "norm.weight"}`. `"qkv.weight[1]"` is
-the second part of a `Parted` tensor. Every tensor of the module must be in the table and every tensor of the
-files too: nothing is guessed, nothing left over.
+the second part of a `Parted` tensor. The table must contain every tensor of the module and every tensor of the
+files: nothing is guessed, nothing is left over.
 """
 
 import re
@@ -17,10 +17,10 @@ from zoo.nn.linear import Parted
 from zoo.nn.tensor_files import Header, TensorFile, contents, open_file
 
 Table = Mapping[str, str]
-Change = Callable[[str, Tensor], Tensor]  # a published name, and what the files hold under it
+Change = Callable[[str, Tensor], Tensor]  # a published name and its tensor -> the tensor to load
 Shape = tuple[int, ...]
 FLOATS = ("float32", "bfloat16", "float16")
-MAX_PROBLEMS = 8  # that one error names
+MAX_PROBLEMS = 8  # the most problems that one error lists
 _PART = re.compile(r"(.+)\[(\d+)\]$")
 
 
@@ -30,7 +30,7 @@ class Expected(NamedTuple):
 
 
 def published(module: nn.Module, table: Table) -> dict[str, Shape]:
-    """The files' side of the table: published name -> shape. The module may be on `meta`."""
+    """Return the tensors that the files must have: published name -> shape. The module may be on `meta`."""
     return {name: expected.shape for name, expected in _expected(module, table).items()}
 
 
@@ -47,14 +47,14 @@ def load(
 ) -> None:
     """Fill a module that was built on `meta`, one tensor at a time.
 
-    Names, shapes and dtypes are checked before any value is read. Floats become `dtype`; integers stay what
-    they are. Raises ValueError that names what is wrong.
+    Names, shapes and dtypes are checked before any value is read. Floats become `dtype`; integers keep their
+    dtype. Raises ValueError that names the fault.
 
     source: a directory, an index of shards, or one file (see `tensor_files`).
     skip: a submodule whose tensors are checked but not read; it stays on `meta`.
     fp32: a submodule that is float32 whatever `dtype` is.
-    optional: published names, of what is skipped, that the files may lack.
-    change: makes something else of a tensor, before it is rounded to `dtype`.
+    optional: published names of skipped tensors that the files may lack.
+    change: converts a tensor before it is rounded to `dtype`.
     """
     found = contents(source)
     expected = _expected(module, table)
@@ -67,13 +67,14 @@ def load(
         inside = {theirs: ours for theirs, ours in wanted.items() if found[theirs].path == path}
         file = open_file(path)
         _fill(module, inside, file.read, path, change)
-        del file  # before the next one is opened: what was read of it leaves memory with it
+        # Unmap it before the next file is opened; the pages that were read leave memory with it.
+        del file
 
 
 def load_file(
     module: nn.Module, table: Table, file: TensorFile, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """As `load`, from a file that is open already."""
+    """Do the same as `load`, from an open file."""
     check(_expected(module, table), file.headers, file.path)
     _allocate(module, table, device, dtype)
     _fill(module, table, file.read, file.path)
@@ -82,8 +83,8 @@ def load_file(
 def weight_normed(
     shapes: Mapping[str, Shape], is_weight_normed: Callable[[str], bool] = lambda _: True
 ) -> dict[str, Shape]:
-    """Name -> shape, each convolution's `weight` replaced by the two that weight norm makes of it: `weight_g`
-    (its size) and `weight_v`. is_weight_normed: of a convolution's name; others stay as they are."""
+    """Return name -> shape with each convolution's `weight` replaced by the two tensors of weight norm: `weight_g` (its
+    norm) and `weight_v` (its direction). is_weight_normed: tells from its name whether a convolution is weight-normed."""
     split: dict[str, Shape] = {}
     for name, shape in shapes.items():
         if name.endswith(".weight") and len(shape) == 3 and is_weight_normed(name):
@@ -101,11 +102,11 @@ def load_weight_normed(
     beside: frozenset[str] = frozenset(),
     is_weight_normed: Callable[[str], bool] = lambda _: True,
 ) -> None:
-    """As `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the first, all
-    of them or those that `is_weight_normed` says.
+    """Do the same as `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the first.
+    `is_weight_normed` tells which convolutions are.
 
-    Both ways to write that down are read: weight_g and weight_v, and the parametrizations of newer releases
-    of PyTorch. beside: names in the file that are no weights of the module; the caller reads them.
+    Reads both notations: weight_g and weight_v, and the parametrizations of newer releases of PyTorch. beside: names in
+    the file that are not weights of the module; the caller reads them.
     """
     names = {_older(name): name for name in file.headers if name not in beside}
     found = {older: file.headers[name] for older, name in names.items()}
@@ -123,7 +124,7 @@ def load_weight_normed(
 
 
 def _older(name: str) -> str:
-    """A weight-normed tensor's name from before it was called a parametrization."""
+    """Return a weight-normed tensor's name in the older notation."""
     for newer, older in (("original0", "weight_g"), ("original1", "weight_v")):
         name = name.replace(f"parametrizations.weight.{newer}", older)
     return name
@@ -146,7 +147,7 @@ def _expected(module: nn.Module, table: Table) -> dict[str, Expected]:
 
 
 def _is_covered(module: nn.Module, name: str, named: set[str]) -> bool:
-    """Whether a table names one of our tensors: as a whole, or every part of it."""
+    """Return whether a table names one of our tensors: as a whole, or every part of it."""
     owner = module.get_submodule(name.rpartition(".")[0])
     if name in named or not isinstance(owner, Parted):
         return name in named
@@ -154,7 +155,7 @@ def _is_covered(module: nn.Module, name: str, named: set[str]) -> bool:
 
 
 def _view(module: nn.Module, tensors: Mapping[str, Tensor], ours: str) -> Tensor:
-    """The tensor, or the part of one, that an entry of a table means."""
+    """Return the tensor, or the part of a tensor, that `ours` names."""
     match = _PART.match(ours)
     if match is None:
         return tensors[ours]
@@ -170,7 +171,7 @@ def _is_in(name: str, submodule: str | None) -> bool:
 def _allocate(
     module: nn.Module, wanted: Table, device: torch.device, dtype: torch.dtype, fp32: str | None = None
 ) -> None:
-    """Replace what is on `meta` by memory that is not yet filled."""
+    """Replace tensors on `meta` by uninitialized memory."""
     names = {_PART.sub(r"\1", ours) for ours in wanted.values()}
     for name, tensor in _tensors(module).items():
         if name not in names:
@@ -193,7 +194,7 @@ def _place(module: nn.Module, name: str, value: Tensor) -> None:
 def _fill(
     module: nn.Module, wanted: Table, read: Callable[[str], Tensor], path: Path, change: Change | None = None
 ) -> None:
-    """Reads nothing for what is on `meta`. Raises ValueError for a tensor that is not finite."""
+    """Fill the tensors that are not on `meta`. Raises ValueError for a tensor that is not finite."""
     tensors = _tensors(module)
     for theirs, ours in wanted.items():
         target = _view(module, tensors, ours)
@@ -201,22 +202,22 @@ def _fill(
             continue
         value = read(theirs)
         target.copy_(value if change is None else change(theirs, value))
-        if not _is_finite(target):  # looked for in what was written, since that lies where the device is fast
+        # check the written tensor, because it is on the device, where this is fast
+        if not _is_finite(target):
             what = f"{theirs} holds NaN or infinity as {target.dtype}"
             raise ValueError(f"{path}: {what}; weights must be finite")
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By the least and the greatest value, of which either is NaN where any value is: one pass, and unlike
-    `isfinite` no tensors in between."""
+    """Return whether all values are finite. The minimum and the maximum are NaN if any value is; finding them takes one
+    pass and, unlike `isfinite`, no temporary tensors."""
     if tensor.numel() == 0:
         return True
     return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def check(expected: Mapping[str, Expected], found: Mapping[str, Header], where: Path) -> None:
-    """Raises ValueError for a file (`where`) that lacks a tensor, has another, or one of another shape or
-    dtype."""
+    """Raise ValueError if `where` lacks a tensor, has an unknown one, or one of another shape or dtype."""
     problems = [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in found]
     problems += [f"unknown {name} {list(found[name].shape)}" for name in found if name not in expected]
     for name, (shape, dtypes) in expected.items():

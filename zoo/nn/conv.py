@@ -1,11 +1,10 @@
-"""Causal convolutions that stream: what a layer remembers is the end of its input, and comes in and goes out
-as a value.
+"""Causal convolutions that stream. A layer remembers the end of its input, and this state is an argument and a result.
 
-    a stream's state [V] ┌ conv: C x 6 ┬ up: C x 1 ┬ layers.0: 71 x 2D ┬ ...   one row, a place a layer
+    a stream's state [V] ┌ conv: C x 6 ┬ up: C x 1 ┬ layers.0: 71 x 2D ┬ ...   one row, one place per layer
                          └─────────────┴───────────┴───────────────────┴ ...
 
-The places are dealt out once, when a decoder is built, by name: in what order its layers run does not matter.
-A stream that begins has a state of zeros, which is the zero padding of a causal convolution. Source of the
+Places are assigned by layer name when a decoder is built, so the order in which its layers run does not matter.
+A new stream begins with a state of zeros, which is the zero padding of a causal convolution. Source of the
 idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of state per stream; streaming equals offline).
 """
 
@@ -21,10 +20,10 @@ from torch.nn import functional as F
 
 
 class Stateful(nn.Module):
-    """A layer that keeps the last `state_length` positions of its input, `channels` values each. They lie
-    along `state_dim` of [B, _, _]."""
+    """A layer that keeps the last `state_length` positions of its input, `channels` values each. Positions are dimension
+    `state_dim` of [B, _, _]."""
 
-    state_name: str | None = None  # its place in the row; StateLayout gives it
+    state_name: str | None = None  # key of its place in the row, set by StateLayout
 
     def __init__(self, channels: int, length: int, dim: int = 2):
         super().__init__()
@@ -33,14 +32,14 @@ class Stateful(nn.Module):
 
     @property
     def state_size(self) -> int:
-        """Values of a stream's row."""
+        """The number of values in a stream's row."""
         rows, columns = self.state_shape
         return rows * columns
 
 
 class StateLayout:
-    """Where each layer of a decoder has its place in a stream's row, by the layer's name; `size` is the
-    row's, in values."""
+    """The place of each layer of a decoder in a stream's row, by the layer's name. `size` is the size of a row in
+    values."""
 
     def __init__(self, decoder: nn.Module):
         self.places: dict[str, slice] = {}
@@ -53,20 +52,19 @@ class StateLayout:
 
 
 class CodecState:
-    """What the layers of a decoder remember, during one forward: each takes what it kept, and leaves what it
-    will need next time.
+    """The state of a decoder's layers during one forward pass. Each layer reads its past and stores what it needs in the
+    next pass.
 
-    rows [B, V]: as the last forward left them. frames: the frames F of this forward. count [B]: how many of a
-    row's frames are valid, 0 to F; the others are padding, and padding is never remembered.
+    rows [B, V]: the state after the last pass. frames: the frames F of this pass. count [B]: how many of a row's frames
+    are valid, 0 to F; the others are padding, which is never remembered.
     """
 
     def __init__(self, layout: StateLayout, rows: Tensor, frames: int, count: Tensor):
         self.layout, self.rows, self.frames, self.count = layout, rows, frames, count
-        self.kept: dict[str, Tensor] = {}  # for the next forward [B, values], by layer
+        self.kept: dict[str, Tensor] = {}  # layer -> its state for the next pass [B, values]
 
     def extend(self, layer: Stateful, x: Tensor) -> Tensor:
-        """x, N long in the layer's dim, N a multiple of F -> what the layer kept, then x: state_length + N
-        long."""
+        """Return the layer's past followed by x. x has N positions, a multiple of F; the result has state_length + N."""
         if layer.state_length == 0:
             return x
         name, dim, shape = layer.state_name, layer.state_dim, layer.state_shape
@@ -79,23 +77,21 @@ class CodecState:
         kept = self.rows[:, self.layout.places[name]].unflatten(1, shape)
         whole = torch.cat((kept.mT, x.mT), 3 - dim).mT if is_turned(x) else torch.cat((kept, x), dim)
         valid = self.count * (x.shape[dim] // self.frames)
-        index = valid[:, None] + torch.arange(
-            layer.state_length, device=x.device
-        )  # [B, length], the last ones before the padding
+        # [B, length], the last positions before the padding
+        index = valid[:, None] + torch.arange(layer.state_length, device=x.device)
         index = index[:, :, None] if dim == 1 else index[:, None]
         self.kept[name] = whole.gather(dim, index.expand(-1, *shape)).flatten(1)
         return whole
 
     def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor:
-        """What the layer kept [B, C, length]. For the next forward it keeps the end of before(x), x [B, C, N], as if
-        `extend` had been given all of that."""
+        """Return the layer's past [B, C, length], and keep the end of before(x), x [B, C, N], for the next pass. `extend`
+        with before(x) keeps the same, but computes all of it."""
         channels, length = layer.state_shape
         assert layer.state_name is not None and layer.state_dim == 2 and layer.state_name not in self.kept
         past = self.rows[:, self.layout.places[layer.state_name]].unflatten(1, (channels, length))
         valid = self.count * (x.shape[2] // self.frames)
-        index = (
-            valid[:, None] - length + torch.arange(length, device=x.device)
-        )  # [B, length], in x; below 0 in the past
+        # [B, length], positions in x; those below 0 are in the past
+        index = valid[:, None] - length + torch.arange(length, device=x.device)
         stream = torch.arange(len(x), device=x.device)[:, None] * x.shape[2]
         ends = F.embedding(stream + index.clamp(min=0), x.mT.reshape(-1, channels)).mT  # [B, C, length]
         old = (index + length).clamp(max=length - 1)[:, None].expand(-1, channels, -1)
@@ -104,9 +100,9 @@ class CodecState:
         return past
 
     def next(self) -> Tensor:
-        """The rows [B, V] for the forward that comes after this one."""
+        """Return the rows [B, V] for the next pass."""
         missing = [name for name in self.layout.places if name not in self.kept]
-        assert not missing, f"layers {missing} did not run; of what they heard nothing would be remembered"
+        assert not missing, f"layers {missing} did not run, so they have no state for the next pass"
         return torch.cat([self.kept[name] for name in self.layout.places], 1)
 
 
@@ -129,8 +125,8 @@ class CausalConv1d(Stateful):
         return F.linear(rearrange(reach, "b c n k -> b n (c k)"), self.weight.flatten(1), self.bias).mT
 
     def _tap_by_tap(self, whole: Tensor, num: int) -> Tensor:
-        """Channels by themselves: a compiler makes one launch of it that takes as long as its bytes, and torch's kernel takes
-        four times that on an H200."""
+        """Convolve each channel separately. Compiled, this is one launch limited by memory bandwidth; torch's kernel takes
+        four times as long on an H200."""
         y = self.bias[:, None]
         for tap in range(self.weight.shape[2]):
             start = tap * self.dilation
@@ -139,9 +135,9 @@ class CausalConv1d(Stateful):
 
 
 class CausalConvTranspose1d(Stateful):
-    """Upsampling: x [B, C, N] -> [B, Cout, N * stride]; the kernel is one or two strides long, so an output
-    reads its own input and the one before. What is kept is that input rather than the output's tail: it is
-    smaller, and every sample gets the bias once."""
+    """Upsampling: x [B, C, N] -> [B, Cout, N * stride]. The kernel is one or two strides long, so an output reads its own
+    input and at most the one before. The state is that input rather than the output's tail: it is smaller, and every
+    sample gets the bias once."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, stride: int):
         if kernel not in (stride, 2 * stride):
@@ -158,16 +154,13 @@ class CausalConvTranspose1d(Stateful):
         whole = state.extend(self, x)
         if not is_short(x):
             y = F.conv_transpose1d(whole, self.weight, self.bias, stride=self.stride)
-            edge = (
-                self.state_length * self.stride
-            )  # before it, outputs of what was kept; after it, outputs that wait for the next input
+            # The first `edge` outputs belong to the past, and the last ones also need the next input.
+            edge = self.state_length * self.stride
             return y[:, :, edge : y.shape[2] - edge]
-        parts = F.linear(
-            whole.mT.contiguous(), self.weight.flatten(1).T
-        )  # [B, state_length + N, Cout * kernel]
-        parts = parts.unflatten(
-            2, (len(self.bias), -1, self.stride)
-        )  # what an input gives its own outputs, and the next's
+        # [B, state_length + N, Cout * kernel]
+        parts = F.linear(whole.mT.contiguous(), self.weight.flatten(1).T)
+        # the share of each input in its own outputs, and in those of the next input
+        parts = parts.unflatten(2, (len(self.bias), -1, self.stride))
         y = parts[:, self.state_length :, :, 0]
         if self.state_length:
             y = y + parts[:, :-1, :, 1]  # [B, N, Cout, stride]
@@ -175,13 +168,13 @@ class CausalConvTranspose1d(Stateful):
 
 
 def is_turned(x: Tensor) -> bool:
-    """Whether x [B, C, N] lies in a CPU's memory as [B, N, C], which torch.cat would not keep so."""
+    """Return whether x [B, C, N] is laid out as [B, N, C] on a CPU; torch.cat would not keep that layout."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.stride(1) == 1 < x.stride(2)
 
 
 def reach(layers: Iterable[nn.Module]) -> int:
-    """Frames that the convolutions among `layers`, in the order of the audio's way, look back from the first
-    sample of a new one."""
+    """Return how many frames the convolutions among `layers` look back from the first sample of a frame. layers: in the
+    order in which audio passes through them."""
     rate, frames = 1, 0.0  # positions per frame so far; frames looked back
     for layer in layers:
         if isinstance(layer, CausalConv1d | CausalConvTranspose1d):
@@ -191,7 +184,7 @@ def reach(layers: Iterable[nn.Module]) -> int:
 
 
 def is_short(x: Tensor) -> bool:
-    """Whether x [B, C, N] has so few positions that reading the weights is most of a convolution's work. Then
-    it is done as one matrix product: convolution kernels first rearrange the weights, and so need up to nine
-    times as long (CPU, fp32, C = 1536, N = 4)."""
+    """Return whether x [B, C, N] has few positions, so that a convolution mostly reads weights. It is then computed as one
+    matrix product, because convolution kernels first rearrange the weights, which takes up to nine times as long (CPU,
+    fp32, C = 1536, N = 4)."""
     return 4 * x.shape[2] < x.shape[1]

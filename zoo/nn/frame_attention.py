@@ -1,9 +1,9 @@
-"""Attention among the few tokens of a frame, on a GPU: all that lies between a block's two matrices in one launch. A
-small stack that runs many times a frame, a code predictor or a solver, would spend most of its time on starting
-launches. On a CPU the families' own lines do this: there they are fused into their neighbours.
+"""Attention among the few tokens of a frame, on a GPU: everything between a block's two matrices in one launch. A small
+stack that runs many times per frame (a code predictor or a solver) would spend most of its time on launches. On a CPU,
+the families' own code does this, and the compiler fuses it with its neighbours.
 
-q [B, L, H, dim], k and v [B, L, Hkv, dim] are as the matrix made them. Queries and keys are turned in fp32 by the rows
-of cos and sin [K, dim] that belong to their positions. All else is fp32 too.
+q [B, L, H, dim], k and v [B, L, Hkv, dim] are the outputs of the matrix. Queries and keys are rotated in fp32 by the rows
+of cos and sin [K, dim] at their positions. Everything else is computed in fp32 too.
 """
 
 import torch
@@ -14,13 +14,13 @@ from zoo.nn import kernels
 from zoo.nn.operator import operator
 from zoo.nn.rope import rotate
 
-MAX_TOKENS = 64  # of a frame, the earlier ones included: a kernel holds them in registers
+MAX_TOKENS = 64  # per frame, including earlier ones; a kernel holds them in registers
 
 
 def attend_within(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float, first: int = 0
 ) -> Tensor:
-    """Each token sees all of them -> like q. What was turned is rounded to its dtype. q may be of some tokens alone, those
+    """Attend from each token to all tokens -> like q. Rotated values are rounded to their dtype. q may have only the tokens
     from `first` on."""
     return torch.ops.zoo.frame_attention.default(q, k, v, cos, sin, scale, first)
 
@@ -39,12 +39,12 @@ def attend_and_grow(
     is_paired: bool = False,
     is_rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Token l is at position[0] + l, and sees those before it, in the cache [B, 2, Hkv, K, dim] fp32, and itself
-    -> [B, L, H, dim], and the cache with these keys and values in it. What lies behind them in a cache is anything.
+    """Attend from token l, at position[0] + l, to itself and the tokens before it in the cache [B, 2, Hkv, K, dim] fp32
+    -> [B, L, H, dim], and the cache with the new keys and values. Later positions of the cache are undefined.
 
-    norms: weights [dim] of queries' and keys' norms, which come first and are `RMSNorm`'s, and their eps. is_paired:
-    value 2i turns with 2i + 1, and the table has each angle twice, else value i with i + dim/2. is_rounded: what was turned is
-    rounded to its dtype.
+    norms: the weights [dim] of the `RMSNorm`s of queries and keys, which are applied first, and their eps. is_paired:
+    value 2i rotates with 2i + 1, and the table has each angle twice; otherwise value i rotates with i + dim/2.
+    is_rounded: rotated values are rounded to their dtype.
     """
     how = position, cache, *norms, is_paired, is_rounded
     return torch.ops.zoo.grow_frame_attention.default(q, k, v, cos, sin, scale, *how)
@@ -127,6 +127,6 @@ def _mixed(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, s
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `zoo.nn.rope.rotate`, value 2i with value 2i + 1."""
+    """Do the same as `zoo.nn.rope.rotate`, but rotate value 2i with value 2i + 1."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return x * cos + torch.stack((-odd, even), -1).flatten(-2) * sin

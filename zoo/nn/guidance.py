@@ -1,12 +1,11 @@
-"""Classifier-free guidance: the two lanes of a slot become one."""
+"""Classifier-free guidance: merge the two lanes of a slot."""
 
 from torch import Tensor
 
 
 def merge(scores: Tensor, weight: Tensor) -> Tensor:
-    """weight * cond + (1 - weight) * null: scores [2 B, ...] in blocks [cond, null], before anything is
-    masked out of them; weight [B], or [B, K] for scores [2 B, K, ...] -> [B, ...]. A weight of 1 is cond to
-    the last bit: a stream that is not guided has that.
+    """Return weight * cond + (1 - weight) * null [B, ...]. scores [2 B, ...] are blocks [cond, null] before any masking;
+    weight [B], or [B, K] for scores [2 B, K, ...]. A weight of 1, which streams without guidance have, gives exactly cond.
 
     Source: classifier-free guidance (arXiv 2207.12598), section 3.2, with weight = 1 + w.
     """

@@ -1,11 +1,11 @@
-"""The JSON files beside a model's weights."""
+"""The JSON files next to a model's weights."""
 
 import json
 from pathlib import Path
 
 
 def read_json(path: Path) -> dict:
-    """Raises ValueError with the path if the file is absent or is not a JSON object."""
+    """Return the object in a JSON file. Raises ValueError with the path if it is absent or is not a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -18,6 +18,6 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(directory: Path) -> dict:
-    """A model's config.json; {} where there is none, as some families have it. Raises ValueError."""
+    """Return a model's config.json, or {} if there is none, as in some families. Raises ValueError."""
     path = directory / "config.json"
     return read_json(path) if path.exists() else {}

@@ -1,10 +1,10 @@
-"""A CPU's own kernels: kernels.cpp and kernels_render.cpp, built as inductor builds what it generates, and kept
-in the same place. And where those of a GPU are found: triton_attention.py and triton_sampling.py.
+"""The CPU kernels, kernels.cpp and kernels_render.cpp, and access to the GPU kernels, such as triton_attention.py. CPU
+kernels are built and cached like the code that inductor generates.
 
-Torch's general operators spend most of a small step on the way to the work: gathering pages before attention
-reads them, sorting a vocabulary for its fifty likeliest, passing five times over a codec's activations. These
-do the work alone (benchmarks/LOG.md). Until `build`, and on devices without kernels, the operators in attention.py,
-sampling.py and snake.py run as they are written in torch, which is what the kernels are tested against.
+Torch's general operators spend most of a small step on overhead: they gather pages before attention reads them, sort a
+vocabulary for its fifty likeliest entries, and pass five times over a codec's activations. These kernels avoid that
+(benchmarks/LOG.md). Until `build`, and on devices without kernels, the operators in attention.py, sampling.py and snake.py
+run as written in torch. The kernels are tested against that version.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels_render.cpp")
-)  # one after the other
+# compiled as one file, in this order
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels_render.cpp"))
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 _library: CDLL | None = None
@@ -34,7 +33,7 @@ _plain = ContextVar("plain", default=False)
 
 
 def key() -> str:
-    """Names what `build` builds."""
+    """Return a hash of the sources, which names the library that `build` builds."""
     return blake2b(source().encode(), digest_size=8).hexdigest()
 
 
@@ -43,17 +42,18 @@ def source() -> str:
 
 
 def build() -> None:
-    """From now on this process's CPU operators use the kernels. Takes seconds the first time. Raises
+    """Build the kernels; from then on the CPU operators of this process use them. Takes seconds the first time. Raises
     ValueError without a C++ compiler."""
     global _library
-    from torch._inductor.codecache import CppCodeCache  # takes two seconds, which only a server has to spend
+    # imported here because it takes two seconds, which only a server needs to spend
+    from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         library = CppCodeCache.load(source())
     except InvalidCxxCompiler:
         raise ValueError(
-            "compiling for a CPU needs a C++ compiler, and there is none: install g++, or serve with --no-compile"
+            "compiling for a CPU needs a C++ compiler, and none was found: install g++, or serve with --no-compile"
         ) from None
     for name in NAMES.values():
         getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
@@ -74,8 +74,7 @@ def build() -> None:
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Here, and on this thread, operators run as they are written in torch: the truth that all else is
-    compared with."""
+    """Run operators as written in torch, within this context and on this thread. All kernels are tested against that."""
     token = _plain.set(True)
     try:
         yield
@@ -84,43 +83,43 @@ def plain() -> Iterator[None]:
 
 
 def use_gpu(tensor: Tensor) -> bool:
-    """Whether a GPU's kernels are to be used for such a tensor."""
+    """Return whether to use GPU kernels for a tensor."""
     return tensor.device.type == "cuda" and not _plain.get()
 
 
 def of_gpu(name: str) -> ModuleType:
-    """The module of a GPU's kernels; a CPU's torch comes without Triton. Raises ValueError without it."""
+    """Import a module of GPU kernels. Raises ValueError without Triton, which CPU builds of torch lack."""
     try:
         return importlib.import_module(f"zoo.nn.{name}")
     except ModuleNotFoundError:
         raise ValueError(
-            f"a GPU needs Triton, which torch {torch.__version__} came without: pip install triton"
+            f"a GPU needs Triton, which torch {torch.__version__} does not include: pip install triton"
         ) from None
 
 
 def on_gpu(module: str, function: str, *arguments: Any) -> Any:
-    """What a function of GPU kernels gives, launched where its first argument is: Triton launches on the
-    current device, which may be another."""
+    """Call a function of GPU kernels on the device of its first argument. Triton launches on the current device, which may
+    be another one."""
     with torch.cuda.device_of(arguments[0]):
         return getattr(of_gpu(module), function)(*arguments)
 
 
 def has(tensor: Tensor) -> bool:
-    """Whether a CPU's kernels are to be used for what lies where the tensor does. A compiler cannot look into them: what it
-    traces has them in operators alone."""
+    """Return whether to use CPU kernels for data on the tensor's device. False under torch.compile, which cannot trace
+    them; compiled code reaches them through operators only."""
     if torch.compiler.is_compiling():
         return False
     return _library is not None and not _plain.get() and tensor.device.type == "cpu"
 
 
 def know(*tensors: Tensor) -> bool:
-    """Whether a CPU's kernels are to be used, and made for such tensors."""
+    """Return whether to use CPU kernels, and whether they support the dtypes of the tensors."""
     return all(has(tensor) and tensor.dtype in NAMES for tensor in tensors)
 
 
 def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: int, scale: float) -> Tensor:
-    """One query for each sequence: q [B, H, D], kv [rows, Hkv, D], rows [B, P], lengths [B] -> [B, H, D];
-    `attention.paged_attention`."""
+    """`attention.paged_attention` with one query per sequence: q [B, H, D], kv [rows, Hkv, D], rows [B, P], lengths [B] ->
+    [B, H, D]."""
     assert _library is not None and kv.is_contiguous() and q.dtype == kv.dtype, (
         f"{q.dtype} over {kv.dtype}, {kv.stride()}"
     )
@@ -135,12 +134,12 @@ def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: in
 def attend_stretch(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, index: Tensor, mask: Tensor, heads: int
 ) -> Tensor:
-    """q, k, v [B * L, Q, H * D] over the first positions of cache [S, P, L, 2 * H * D] and themselves, of which mask
-    [B, Q, held + Q] says who sees whom; slots [B], index [B, Q] where the new ones are then put -> [B * L, Q, H * D];
-    `cosyvoice2.estimator`."""
+    """Attention of `cosyvoice2.estimator` -> [B * L, Q, H * D]. Queries q [B * L, Q, H * D] see the first positions of cache
+    [S, P, L, 2 * H * D] and the new keys and values k, v (shaped like q) where mask [B, Q, held + Q] is true. The new ones
+    are then written to the cache at slots [B] and index [B, Q]."""
     assert _library is not None and cache.is_contiguous() and mask.dtype == torch.bool
     slots, index, mask = (tensor.contiguous() for tensor in (slots, index, mask))
-    stride = q.stride(1)  # of parts of one product, which lie side by side
+    stride = q.stride(1)  # q, k and v may be slices of one product
     if not all(x.stride() == (x.shape[1] * stride, stride, 1) for x in (q, k, v)):
         q, k, v = (x.contiguous() for x in (q, k, v))
         stride = q.shape[2]
@@ -163,12 +162,12 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def keep_likely_before_temperature(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As `keep_likely`; `fish_s2.sampling.keep_likely`."""
+    """Same arguments as `keep_likely`; `fish_s2.sampling.keep_likely`."""
     return _keep("keep_likely_before_temperature", logits, top_k, top_p)
 
 
 def keep_nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As `keep_likely`; `cosyvoice2.sampling.nucleus`."""
+    """Same arguments as `keep_likely`; `cosyvoice2.sampling.nucleus`."""
     return _keep("keep_nucleus", logits, top_k, top_p)
 
 
@@ -204,7 +203,7 @@ def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
 
 
 def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float) -> Tensor:
-    """x [..., C]; weight, bias and shift of C values, all of one dtype -> mish(layer norm x) + shift;
+    """Return mish(layer norm x) + shift for x [..., C]; weight, bias and shift have C values and x's dtype;
     `cosyvoice2.estimator`."""
     assert _library is not None and x.dtype == weight.dtype == bias.dtype
     assert shift is None or (
@@ -221,7 +220,7 @@ def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps
 def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """x [B, C, N], frequency and gain of C values each, all float32 -> [B, C, N]; `snake.snake`."""
     assert _library is not None and x.dtype == frequency.dtype == gain.dtype == torch.float32
-    is_rows = x.shape[1] > 1 and x.stride(1) == 1  # channels side by side, and so they stay
+    is_rows = x.shape[1] > 1 and x.stride(1) == 1  # channels are contiguous; the result keeps that layout
     x = x.mT.contiguous().mT if is_rows else x.contiguous()
     frequency, gain = frequency.contiguous(), gain.contiguous()
     assert frequency.numel() == gain.numel() == x.shape[1], (
@@ -234,12 +233,14 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return out
 
 
-COLUMNS = 64  # of a block of weights, as in kernels_render.cpp
+COLUMNS = 64  # per block of weights, as in kernels_render.cpp
 
 
 def nine_filters(weight: Tensor) -> Tensor:
-    """A convolution's weight [D, C, taps] as `convolve_snake` reads it: of its even taps, its odd ones and their sums the same
-    three, with zeros up to a multiple of COLUMNS outputs [blocks, taps of all nine, C, COLUMNS]."""
+    """Return a convolution's weight [D, C, taps] as `convolve_snake` reads it, [blocks, taps of all nine, C, COLUMNS].
+
+    The taps are divided into even ones, odd ones, and the sums of both; each of the three is divided the same way again.
+    Outputs are padded with zeros to a multiple of COLUMNS."""
 
     def thirds(taps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         even, odd = taps[0::2], taps[1::2]
@@ -251,7 +252,8 @@ def nine_filters(weight: Tensor) -> Tensor:
 
 
 def columns(weight: Tensor) -> Tensor:
-    """A product's weight [D, C] as `convolve_snake` reads it, with zeros up to a multiple of COLUMNS outputs [blocks, C, COLUMNS]."""
+    """Return a matrix [D, C] as `convolve_snake` reads it, [blocks, C, COLUMNS], padded with zeros to a multiple of COLUMNS
+    outputs."""
     return (
         F.pad(weight.T, (0, -len(weight) % COLUMNS)).unflatten(1, (-1, COLUMNS)).permute(1, 0, 2).contiguous()
     )
@@ -259,7 +261,7 @@ def columns(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A snake and a product, position by position: `columns` of the weight [D, D], and D values each."""
+    """A snake, then a convolution that is 1 wide: `columns` of its weight [D, D]; the others have D values each."""
 
     columns: Tensor
     bias: Tensor
@@ -279,10 +281,12 @@ def convolve_snake(
     past: Tensor | None = None,
     then: Pointwise | None = None,
 ) -> Tensor:
-    """A convolution of a snake of x [B, C, N], whose channels lie side by side, and so they do in what comes out [B, D, M];
-    all float32. wave: frequency and gain of the snake, C values each; filters: `nine_filters` of the weight; bias [D];
-    past [B, C, P]: what is before the snake of x; mask [B, P + N] bool, where the snake is zero instead; then: a snake and a product of
-    what comes out; residual [B, D, M], what is added last."""
+    """Convolve snake(x), x [B, C, N] -> [B, D, M]. Everything is float32; channels are contiguous in x and in the result.
+
+    wave: frequency and gain of the snake, C values each. filters: `nine_filters` of the weight. bias [D].
+    mask [B, P + N] bool: where snake(x) is replaced by zero. residual [B, D, M]: added last.
+    past [B, C, P]: stands before snake(x). then: applied to the convolution's output.
+    """
     assert _library is not None and x.dtype == filters.dtype == bias.dtype == torch.float32
     (batch, channels, num), out_channels = x.shape, len(bias)
     before = 0 if past is None else past.shape[2]
@@ -316,9 +320,8 @@ def depthwise_unit(
     past: Tensor,
     then: Pointwise,
 ) -> Tensor:
-    """x and a convolution of its snake in which channels are apart, behind which a snake and a product are: x [B, C, N], as
-    `convolve_snake` takes and gives it; taps [kernel, C]; past [B, C, (kernel - 1) * dilation], what is before the snake of
-    x."""
+    """Return x + then(depthwise convolution of snake(x)), x [B, C, N], in the layout of `convolve_snake`. taps [kernel, C];
+    past [B, C, (kernel - 1) * dilation] stands before snake(x)."""
     assert _library is not None and x.dtype == past.dtype == taps.dtype == bias.dtype == torch.float32
     batch, channels, num = x.shape
     assert taps.is_contiguous() and taps.shape[1] == channels == wave[0].numel() == then.columns.shape[1]
@@ -335,7 +338,7 @@ def depthwise_unit(
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """x [B, C, N] -> [B, N, C] with each stream's rows one behind the other, and how far apart the streams lie."""
+    """x [B, C, N] -> [B, N, C] in which each stream's rows are contiguous, and the stride between streams."""
     rows = x.mT
     if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
         rows = rows.contiguous()

@@ -1,4 +1,4 @@
-"""Several matrices of the checkpoint as one."""
+"""Layers that keep several matrices of a checkpoint as one."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Parted(nn.Module):
-    """Its tensors are several of the checkpoint's, one below the other: `parts` rows of each."""
+    """A module whose tensors are several of the checkpoint's, stacked along the rows: `parts` rows of each."""
 
     def __init__(self, parts: tuple[int, ...]):
         super().__init__()
@@ -26,7 +26,7 @@ class FusedLinear(Parted):
 
 
 class Tables(Parted):
-    """Equal tables one above the other: embeddings that are chosen by index."""
+    """Several embedding tables of equal size, stacked."""
 
     def __init__(self, count: int, rows: int, width: int):
         super().__init__((rows,) * count)

@@ -1,10 +1,11 @@
-"""Published names that several families share, as tables (see `checkpoint`)."""
+"""Tables of published names that several families share (see `checkpoint`)."""
 
 
 def decoder_block(theirs: str, ours: str, has_qk_norm: bool) -> dict[str, str]:
-    """A block of transformers' Llama and its kin, without biases; Qwen3 normalises queries and keys too.
+    """Return the names of a decoder block of transformers (Llama and similar models), without biases. Qwen3 also has norms
+    of queries and keys.
 
-    theirs, ours: its prefixes. Source: transformers, models/qwen3/modeling_qwen3.py, Qwen3DecoderLayer.
+    theirs, ours: the block's prefixes. Source: transformers, models/qwen3/modeling_qwen3.py, Qwen3DecoderLayer.
     """
     pairs = {
         "input_layernorm": "norm",
@@ -19,12 +20,12 @@ def decoder_block(theirs: str, ours: str, has_qk_norm: bool) -> dict[str, str]:
 
 
 def qkv(theirs: str, ours: str, kind: str = "weight") -> dict[str, str]:
-    """Queries, keys and values, of which a `FusedLinear` makes one matrix. kind: or their "bias"."""
+    """Return the names of queries, keys and values, one matrix in a `FusedLinear`. kind: "weight" or "bias"."""
     parts = enumerate("qkv")
     return {f"{theirs}.self_attn.{part}_proj.{kind}": f"{ours}.qkv.{kind}[{i}]" for i, part in parts}
 
 
 def gate_up(theirs: str, ours: str) -> dict[str, str]:
-    """The two matrices of a `SwiGLU` that read its input, as one."""
+    """Return the names of gate and up, one matrix in a `SwiGLU`."""
     parts = enumerate(("gate", "up"))
     return {f"{theirs}.mlp.{part}_proj.weight": f"{ours}.mlp.gate_up.weight[{i}]" for i, part in parts}

@@ -1,8 +1,7 @@
-"""The initializers of an ONNX file, which are its weights, and the nodes that read them, which name them
-where an exporter did not.
+"""Read the initializers of an ONNX file, which are its weights. The nodes that read them name them if the exporter did not.
 
-A reader of our own, since a walk through three nested messages is all that is needed of what `onnx` installs
-(with protobuf and ml_dtypes). Source: protobuf.dev, "Encoding"; numbers as in onnx/onnx.proto.
+This is our own reader, because walking three nested messages does not justify installing `onnx` (with protobuf and
+ml_dtypes). Source: protobuf.dev, "Encoding"; field numbers as in onnx/onnx.proto.
 """
 
 import math
@@ -24,8 +23,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-# What a node's inputs are to the module that it was exported from, by the node's kind; the input at 0 is what
-# it works on.
+# kind of node -> the names of its inputs in the module that it was exported from; "" is the data input.
 ROLES = {
     "Conv": ("", "weight", "bias"),
     "LayerNormalization": ("", "weight", "bias"),
@@ -45,18 +43,18 @@ class Node:
 
 @dataclass
 class Initializer:
-    data: memoryview  # little-endian values, or varints where `is_packed`
+    data: memoryview  # little-endian values, or varints if `is_packed`
     name: str = ""
     shape: tuple[int, ...] = ()
     dtype: str = ""
     is_packed: bool = False
     is_external: bool = False
-    is_transposed: bool = False  # read as its transpose, of which `shape` is the shape
+    is_transposed: bool = False  # whether `read` returns the transpose; `shape` is then its shape
 
     def read(self) -> Tensor:
-        """Of a dtype that torch has. Raises ValueError where the values are not as many as the shape says."""
+        """Return the values, if torch has their dtype. Raises ValueError if their number does not match the shape."""
         dtype = getattr(torch, self.dtype)
-        # A copy: what lies in the file is not aligned, and not to be written to.
+        # A copy, because the mapped file is read-only and its values may be unaligned.
         data = bytearray(array("q", _packed(self.data)).tobytes() if self.is_packed else self.data)
         if len(data) != math.prod(self.shape) * dtype.itemsize:
             what = f"{self.name} is {self.dtype} {list(self.shape)}"
@@ -69,7 +67,7 @@ class Initializer:
 
 
 def initializers(path: Path) -> dict[str, Initializer]:
-    """By name, their values mapped. Raises ValueError."""
+    """Return the initializers by name; their values are mapped from the file. Raises ValueError."""
     found: dict[str, Initializer] = {}
     try:
         model = _mapped(path)
@@ -82,15 +80,15 @@ def initializers(path: Path) -> dict[str, Initializer]:
         raise ValueError(f"{path} is not a whole ONNX file ({error}): {advice}") from None
     for tensor in found.values():
         if tensor.is_external:
-            advice = "they must be in this one"
+            advice = "they must be in this file"
             raise ValueError(f"{path} keeps the values of {tensor.name} in another file; {advice}")
     return found
 
 
 def parameters(path: Path, kept: frozenset[str] = frozenset()) -> dict[str, Initializer]:
-    """The initializers that layers read, under the names of a state dict: what the node
-    "/blocks.0/attn/query/MatMul" reads is "blocks.0.attn.query.weight", [out, in] as torch has it. Constants
-    of other nodes are left out.
+    """Return the initializers that layers read, named as in a state dict. The matrix that node
+    "/blocks.0/attn/query/MatMul" reads becomes "blocks.0.attn.query.weight", [out, in] as in torch. Constants of other
+    nodes are left out.
 
     kept: initializers that keep their own name. Raises ValueError.
     """
@@ -114,8 +112,8 @@ def parameters(path: Path, kept: frozenset[str] = frozenset()) -> dict[str, Init
 
 
 def _scope(name: str) -> str:
-    """ "/head/layer1/layer1.0/conv1/Conv" -> "head.layer1.0.conv1"; a list's name stands before those of its
-    parts."""
+    """ "/head/layer1/layer1.0/conv1/Conv" -> "head.layer1.0.conv1". A part such as "layer1" is dropped if the next one
+    repeats it."""
     parts = name.strip("/").split("/")[:-1]
     followed = zip(parts, [*parts[1:], ""], strict=True)
     return ".".join(part for part, following in followed if not following.startswith(f"{part}."))
@@ -173,14 +171,14 @@ def _initializer(message: memoryview) -> Initializer:
 
 
 def _messages(message: memoryview, number: int) -> Iterator[memoryview]:
-    """The values of one repeated field, each a message of its own."""
+    """Yield the values of a repeated field whose values are messages."""
     for found, value in _fields(message):
         if found == number and isinstance(value, memoryview):
             yield value
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Number and value of each field, in the file's order. Raises EOFError."""
+    """Yield number and value of each field, in the file's order. Raises EOFError."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -196,7 +194,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         else:
             raise EOFError(f"a field has wire type {kind}")
         if not 0 <= size <= len(message) - at:
-            raise EOFError(f"a field has {size} bytes, where {len(message) - at} are left")
+            raise EOFError(f"a field has {size} bytes, but {len(message) - at} are left")
         yield tag >> 3, message[at : at + size]
         at += size
 
@@ -209,7 +207,7 @@ def _packed(data: memoryview) -> Iterator[int]:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """-> a signed number of 64 bits, and where the next one begins. Raises EOFError."""
+    """Read a varint -> a signed 64-bit number and the offset behind it. Raises EOFError."""
     number = 0
     for shift in range(0, 70, 7):  # seven bits a byte, the lowest first
         if at == len(data):

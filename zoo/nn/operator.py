@@ -1,4 +1,4 @@
-"""Operators of our own, `torch.ops.zoo.NAME`: a compiler calls them and does not look into them."""
+"""Custom operators `torch.ops.zoo.NAME`. A compiler calls them without tracing them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,23 +9,23 @@ from torch.library import CustomOpDef
 
 
 def written_in_regions(*names: str) -> tuple[str, ...]:
-    """`writes` of an operator in blocks that are compiled once. From torch 2.13 on it has to be told; torch 2.11 refuses to
-    compile the block if it is, and there it need not know, where nothing else in a launch reads what one block writes."""
+    """Return `writes` for an operator in blocks that are compiled once as regions. Torch 2.13 and newer need it. Torch 2.11
+    refuses to compile a block with it, and works without it as long as nothing else in a launch reads what the block
+    writes."""
     return names if torch.__version__ >= "2.13" else ()
 
 
 def like_first(first: Tensor, *others: object) -> Tensor:
-    """An empty tensor as the first argument is."""
+    """Return an empty tensor like the first argument."""
     return torch.empty_like(first)
 
 
 def operator(
     name: str, gives: Callable[..., Any] = like_first, writes: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes a function an operator, which changes none of its arguments but those that `writes` names.
+    """Return a decorator that makes a function an operator. It mutates only the arguments that `writes` names.
 
-    gives: its arguments -> an empty tensor of its result's shape and dtype, or several, which is all that a
-    compiler asks.
+    gives: the function's arguments -> an empty tensor of the result's shape and dtype, or several, for the compiler.
     """
 
     def register(function: Callable[..., Any]) -> CustomOpDef:

@@ -1,9 +1,8 @@
-"""Matrices laid out as the CPU's kernels read them.
+"""Matrices in the layout that the CPU's kernels read.
 
-A plain product rearranges its weights, or reads them badly, every time; a packed one was rearranged once, by
-oneDNN. With few rows, which is what a step has, that is twice as fast and more (benchmarks/LOG.md), and a
-row's result does not depend on how many rows there are.
-Source: oneDNN's weight prepacking, as PyTorch's own inductor uses it when it freezes a model.
+A plain product rearranges its weights on every call, or reads them inefficiently. oneDNN rearranges packed weights once.
+For the few rows of a step, that is at least twice as fast (benchmarks/LOG.md), and a row's result does not depend on the
+number of rows. Source: oneDNN's weight prepacking, which inductor uses when it freezes a model.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 
 
 def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
-    """Replace the larger of a model's `nn.Linear` and `FusedLinear` by packed ones, and all of a module that says
-    `reads_many_rows`, in place; the plain weights are let go. Where the model is not on a CPU, and where this build or
-    machine has no such kernels, nothing is done."""
+    """Replace the large `nn.Linear` and `FusedLinear` layers of a model by packed ones, in place, and free the plain weights.
+    In a module with `reads_many_rows`, all of them are replaced. Does nothing if the model is not on a CPU, or if this build
+    or machine lacks the kernels."""
     for module in tuple(model.modules()):
         for name, child in module.named_children():
             if (
@@ -33,7 +32,7 @@ def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
 
 
 def can_be_packed(weight: Tensor) -> bool:
-    """Whether this build and machine have such kernels for it."""
+    """Return whether this build and machine have the kernels for a weight."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or (
@@ -42,8 +41,7 @@ def can_be_packed(weight: Tensor) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """What the plain module gives, for the same input: x [..., in] -> [..., out], or one such for each part
-    of a `FusedLinear`."""
+    """A packed `nn.Linear` or `FusedLinear`: x [..., in] -> [..., out], or one result per part of a `FusedLinear`."""
 
     weight: Tensor  # [out, in], opaque
 
@@ -58,34 +56,34 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         if torch.compiler.is_compiling():
             y = torch.ops.zoo.packed_linear.default(x, self.weight, self.bias)
-        else:  # an operator of our own takes as long as some products
+        else:  # a custom operator would take as long as some of the products
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y if self.parts is None else y.split(self.parts, -1)
 
 
 def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:
-    """gelu of a linear layer; in plain calls of a packed one in one pass."""
+    """Return gelu(linear(x)); a packed layer outside of compiled code takes one pass."""
     if isinstance(linear, PackedLinear) and not torch.compiler.is_compiling():
         return torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "gelu", [], "none")
     return F.gelu(linear(x))
 
 
 def linear_add(linear: nn.Module, x: Tensor, more: Tensor) -> Tensor:
-    """A linear layer [..., out] and more [..., out]; in plain calls of a packed one in one pass, and rounded once."""
+    """Return linear(x) + more [..., out]; a packed layer outside of compiled code takes one pass and rounds once."""
     if isinstance(linear, PackedLinear) and not torch.compiler.is_compiling():
         return torch.ops.mkldnn._linear_pointwise.binary(x, more, linear.weight, linear.bias, "add")
     return more + linear(x)
 
 
 def packed_convolution(weight: Tensor) -> Tensor:
-    """A convolution's weight [out, C, taps] as `convolve` reads it, opaque; a copy."""
+    """Return an opaque copy of a convolution's weight [out, C, taps], as `convolve` reads it."""
     image = weight.detach()[:, :, None].contiguous(memory_format=torch.channels_last)
     return torch.ops.mkldnn._reorder_convolution_weight(image, [0, 0], [1, 1], [1, 1], 1, None)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x [B, N, C], a packed weight [out, C, taps], a bias [out] -> [B, N - taps + 1, out]. What the convolution reads is not
-    copied side by side first, as it is for a product."""
+    """Convolve x [B, N, C] with a packed weight [out, C, taps] and a bias [out] -> [B, N - taps + 1, out]. A matrix product
+    would first need a copy of the windows of x; this does not."""
     ones = [1, 1]
     y = torch.ops.mkldnn._convolution_pointwise(
         x.mT[:, :, None], weight, bias, [0, 0], ones, ones, 1, "none", [], ""
@@ -99,6 +97,6 @@ def _empty_outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @operator("packed_linear", gives=_empty_outputs)
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. An operator, since inductor cannot
-    look into a packed weight."""
+    """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. A custom operator, because inductor cannot read a
+    packed weight."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""Resampling by a windowed sinc, for models that were trained behind one in particular."""
+"""Resampling by a windowed sinc, for models that were trained on the output of this resampler."""
 
 from math import ceil, gcd, pi
 
@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# zero crossings of the sinc to each side; where the low-pass ends, as a part of half the lower rate
+# zero crossings of the sinc on each side; the low-pass's cutoff as a fraction of half the lower rate
 ZEROS, ROLLOFF = 6, 0.99
 
 
@@ -16,8 +16,7 @@ class Resample(nn.Module):
     filter per output phase.
 
     Source: J. O. Smith, Digital Audio Resampling (ccrma.stanford.edu/~jos/resample); torchaudio 2.11,
-    functional.resample, whose defaults these are. The filters are made on the CPU, wherever the model is
-    built.
+    functional.resample, with its defaults. The filters are made on the CPU, wherever the model is built.
     """
 
     filters: Tensor  # [to, 1, taps]

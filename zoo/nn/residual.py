@@ -1,11 +1,11 @@
-"""What the codecs' decoders spend most of a window in: a snake and a convolution across channels, in residual units, before
-an upsampling, and at the end. Each in torch's operators, and on a CPU in one kernel.
+"""Snakes followed by convolutions, in torch's operators and, on a CPU, in one kernel. They occur in residual units, before
+upsamplings, and at the end of a codec's decoder, and take most of the time of a window.
 
-    x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     nothing between is ever in memory
+    x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     intermediate results never reach memory
        └────────────────────────────────────────────────────+
 
-The kernel's filters are short ones of sums of the signal (kernels_render.cpp), and hold more numbers than the weight: 17
-for 7 taps, 6 for 2. `is_faster` says where they pay. What a layer remembers is the same either way.
+The kernel applies short filters to sums of the signal (kernels_render.cpp). They have more values than the weight: 17 for 7
+taps, 6 for 2. `is_faster` decides when they are worth it. The layer's state is the same either way.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from zoo.nn import kernels
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState
 from zoo.nn.snake import Snake, SnakeBeta
 
-# Of a signal, of a dilated convolution each phase: the kernel computes 24 rows at least. Where the weight is in no cache, reading
-# the filters, more than twice its bytes, is what takes long, and beyond the last size it always is.
+# The fewest rows (positions of a signal, per phase of a dilated convolution) for which the kernel is faster; it computes at
+# least 24. Weights above LARGE_BYTES do not stay in the cache, and reading the filters, more than twice as large, takes
+# longest. Above MOST_BYTES that always takes too long.
 LEAST_ROWS, LEAST_ROWS_OF_LARGE = 8, 16
 LARGE_BYTES, MOST_BYTES = 4 << 20, 20 << 20
 
 
 class ShortFilters:
-    """Of a convolution behind a snake: its weight as the kernels read it."""
+    """Mixin for a convolution after a snake: its weight as the kernels read it."""
 
     weight: nn.Parameter  # [Cout, C / groups, kernel]
     bias: nn.Parameter
@@ -34,8 +35,7 @@ class ShortFilters:
 
     @cached_property
     def filters(self) -> Tensor:
-        """Of one that is more than 1 wide, the short filters; of one that is 1 wide, blocks of columns; of one whose channels are
-        apart, [kernel, C]."""
+        """The short filters; for a convolution that is 1 wide, blocks of columns; for a depthwise one, [kernel, C]."""
         weight = self.weight.detach()
         if self.groups > 1:
             return weight[:, 0].T.contiguous()
@@ -43,8 +43,8 @@ class ShortFilters:
 
 
 class UpsamplingFilters:
-    """Of a transposed convolution behind a snake, whose kernel is two strides long: it is a convolution of two taps, the input
-    before and its own, to `stride` times as many channels."""
+    """Mixin for a transposed convolution after a snake whose kernel is two strides long. It equals a convolution with two
+    taps (the previous input and the current one) to `stride` times as many channels."""
 
     weight: nn.Parameter  # [C, Cout, kernel]
     bias: nn.Parameter
@@ -61,15 +61,15 @@ class UpsamplingFilters:
 
 
 class SnakeConv1d(CausalConv1d, ShortFilters):
-    """A causal convolution behind a snake."""
+    """A causal convolution after a snake."""
 
 
 class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
-    """An upsampling behind a snake."""
+    """An upsampling after a snake."""
 
 
 def prepare(model: nn.Module) -> int:
-    """Make what the kernels read of a model's weights -> its bytes. On `meta` it is only counted."""
+    """Make the filters that the kernels read and return their size in bytes. On `meta`, only count the bytes."""
     layers = [layer for layer in model.modules() if isinstance(layer, ShortFilters | UpsamplingFilters)]
     return sum(layer.filters.nbytes for layer in layers if has_filters(layer))
 
@@ -82,7 +82,7 @@ def residual_unit(
     conv2: SnakeConv1d,
     state: CodecState,
 ) -> Tensor:
-    """x + conv2(snake2(conv1(snake1(x)))), conv2 being 1 wide. x [B, C, N] -> [B, C, N]"""
+    """Return x + conv2(snake2(conv1(snake1(x)))), x [B, C, N]; conv2 is 1 wide."""
     if not is_faster(x, conv1, conv1.dilation):
         return x + conv2(snake2(conv1(snake1(x), state)), state)
     past, then = state.past(conv1, x, snake1), pointwise(snake2, conv2)
@@ -98,7 +98,7 @@ def depthwise_unit(
     conv2: SnakeConv1d,
     state: CodecState,
 ) -> Tensor:
-    """As `residual_unit`, of a conv1 that keeps the channels apart."""
+    """Do the same as `residual_unit`, for a depthwise conv1."""
     if not is_float(x, conv1):
         return x + conv2(snake2(conv1(snake1(x), state)), state)
     past, then = state.past(conv1, x, snake1), pointwise(snake2, conv2)
@@ -126,17 +126,17 @@ def upsample_snake(
 
 
 def strides_apart(y: Tensor, stride: int) -> Tensor:
-    """y [B, stride * C, N], channels side by side -> [B, C, N * stride], so too"""
+    """y [B, stride * C, N] -> [B, C, N * stride]; channels are contiguous in both."""
     return y.mT.reshape(len(y), y.shape[2] * stride, -1).mT
 
 
 def pointwise(snake: Snake | SnakeBeta, conv: ShortFilters) -> kernels.Pointwise:
-    """A snake, and a convolution that is 1 wide, as a kernel takes them."""
+    """Return a snake and a convolution that is 1 wide, as the kernels take them."""
     return kernels.Pointwise(conv.filters, conv.bias, *snake.wave)
 
 
 def is_faster(x: Tensor, conv: ShortFilters | UpsamplingFilters, dilation: int = 1) -> bool:
-    """Whether a CPU's kernel of a snake and a convolution is made for x [B, C, N], and is the faster way."""
+    """Return whether a CPU kernel supports x [B, C, N] and the convolution, and is faster than torch."""
     if not is_float(x, conv):
         return False
     least = LEAST_ROWS if conv.weight.nbytes <= LARGE_BYTES else LEAST_ROWS_OF_LARGE
@@ -144,10 +144,10 @@ def is_faster(x: Tensor, conv: ShortFilters | UpsamplingFilters, dilation: int =
 
 
 def is_float(x: Tensor, conv: ShortFilters | UpsamplingFilters) -> bool:
-    """Whether a CPU's kernels are to be used, and x and the convolution are what they take."""
+    """Return whether to use CPU kernels, and whether x and the weight are float32."""
     return kernels.know(x, conv.weight) and x.dtype == conv.weight.dtype == torch.float32
 
 
 def has_filters(conv: ShortFilters | UpsamplingFilters) -> bool:
-    """Whether the kernels ever read its weight."""
+    """Return whether the kernels can be used for a convolution's weight at all."""
     return conv.weight.dtype == torch.float32 and conv.weight.nbytes <= MOST_BYTES

@@ -1,12 +1,11 @@
-"""Rotary position embedding over halves (the GPT-NeoX pairing: value i turns with value i + dim/2)."""
+"""Rotary position embedding over halves (the GPT-NeoX pairing: value i rotates with value i + dim/2)."""
 
 import torch
 from torch import Tensor
 
 
 def rope_table(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [...] -> cos, sin, each [..., dim]. Angles in fp32, the table then in the activations'
-    dtype."""
+    """positions [...] -> cos, sin, each [..., dim]. Angles are computed in fp32 and rounded to `dtype` at the end."""
     # [dim/2]
     frequency = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)
     angle = positions.float()[..., None] * frequency
@@ -15,6 +14,6 @@ def rope_table(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) ->
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., dim], cos and sin broadcast against it."""
+    """Rotate x [..., dim] by cos and sin, which broadcast against it."""
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat((-right, left), -1) * sin

@@ -1,4 +1,4 @@
-"""From the host to the device, without waiting for it."""
+"""Copy rows from the host to the device without synchronizing."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ ALIGNMENT = 8  # bytes, the largest item of any dtype
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device. The device takes it when it gets there; nobody writes over it before
-    that."""
+    """Copy a host tensor to the device without waiting, through pinned memory that is not reused before the copy is
+    done."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def beginning(row: Tensor, values: Tensor, default: float) -> Tensor:
-    """A row like `row` [1, *shape], on the host, that begins with the values and goes on with the default."""
+    """Return a host row like `row` [1, *shape] that begins with `values` and is filled up with `default`."""
     whole = torch.full(row.shape, default, dtype=row.dtype)
     if values.dim() == 0:
         return whole.fill_(values.item())
@@ -27,8 +27,7 @@ def beginning(row: Tensor, values: Tensor, default: float) -> Tensor:
 
 
 def copy_rows(rows: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Values of the host into rows of the device, of equal shapes and dtypes: in one copy, and a launch for each
-    dtype."""
+    """Copy host values to device rows of equal shapes and dtypes, with one transfer and one launch per dtype."""
     device = rows[0].device
     if device.type != "cpu":
         values = unpacked(to_device(packed(values), device), values)
@@ -38,12 +37,12 @@ def copy_rows(rows: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def packed(values: Sequence[Tensor]) -> Tensor:
-    """[bytes], each value at a multiple of ALIGNMENT."""
+    """Return the bytes of all values [bytes]; each value begins at a multiple of ALIGNMENT."""
     return torch.cat([F.pad(flat, (0, -len(flat) % ALIGNMENT)) for flat in map(as_bytes, values)])
 
 
 def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """What was packed, as tensors of such shapes and dtypes in the same memory."""
+    """Return views of packed bytes with the shapes and dtypes of `like`."""
     made, start = [], 0
     for value in like:
         stop = start + value.numel() * value.itemsize

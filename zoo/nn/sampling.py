@@ -1,5 +1,5 @@
-"""Sampling by row. What a request draws depends on its seed, step and stream (codebook) alone: never on its
-slot or its neighbours."""
+"""Sampling by row. A request's draws depend only on its seed, step and stream (codebook), never on its slot or the
+other rows."""
 
 import math
 
@@ -10,11 +10,11 @@ from zoo.nn import kernels
 from zoo.nn.operator import operator
 
 _LOW = 0xFFFFFFFF
-MAX_GPU_WIDTH = 1 << 14  # logits of a row that a GPU's kernel holds in registers
+MAX_GPU_WIDTH = 1 << 14  # the most logits per row that the GPU kernel can hold in registers
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit values held in int64 (constants below 2^31, so no product overflows). Source: C.
+    """Apply a bijection of 32-bit values stored in int64 (constants are below 2^31, so no product overflows). Source: C.
     Wellons, hash-prospector."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _LOW
@@ -27,9 +27,8 @@ def _empty_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
 
 @operator("noise_keys", gives=_empty_keys)
 def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
-    """One 32-bit key [B, streams] per row and stream. Opaque to the compiler: each line of `_mix` names x
-    twice, so a chain of them, fused into one kernel, doubles at every line and would take minutes to
-    compile."""
+    """Return a 32-bit key per row and stream [B, streams]. The compiler must not trace it: each line of `_mix` uses x twice,
+    so a fused chain of them doubles at every line and would take minutes to compile."""
     key = _mix((seed & _LOW) ^ 0x6A09E667)
     key = _mix(key ^ ((seed >> 32) & _LOW))
     key = _mix(key ^ (step & _LOW))  # [B]
@@ -37,14 +36,12 @@ def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
 
 
 def gumbel(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
-    """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, the same wherever the row
-    stands."""
+    """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, independent of the row's index."""
     return -torch.log(-torch.log(_uniform(seed, step, streams, width)))
 
 
 def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
-    """seed, step [B] int64 -> standard normal noise [B, width] float32, the same wherever the row stands; at
-    most 5.3 either way."""
+    """seed, step [B] int64 -> standard normal noise [B, width] float32, independent of the row's index, within ±5.3."""
     if seed.device.type == "cpu":
         return torch.ops.zoo.normal.default(seed, step, width)
     return _normal(seed, step, width)
@@ -83,7 +80,7 @@ def _empty_uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: 
 
 @operator("uniform", gives=_empty_uniform)
 def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
-    """In one launch: in torch, the keys alone are fifty."""
+    """Draw in one launch; in torch, the keys alone take fifty."""
     if kernels.use_gpu(seed):
         return kernels.on_gpu("triton_sampling", "uniform", seed, step, first, streams, width)
     if kernels.has(seed):
@@ -92,8 +89,8 @@ def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) ->
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """logits [B, V] with all but each row's top_k (0: all), and of those all but the smallest set that holds
-    top_p, at -inf."""
+    """Return logits [B, V] with -inf for all but each row's top_k (0: all), and of those, for all but the smallest set whose
+    probabilities add up to top_p."""
     if logits.device.type in ("cpu", "cuda"):
         return torch.ops.zoo.keep_likely.default(logits, top_k, top_p)
     return _keep_likely(logits, top_k, top_p)
@@ -105,8 +102,8 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     top_k = torch.where(top_k > 0, top_k, width).clamp(max=width)[:, None]
     by_rank = ranked.gather(-1, top_k - 1)  # [B, 1]
     mass = ranked.masked_fill(ranked < by_rank, -torch.inf).softmax(-1)
-    before = mass.cumsum(-1) - mass  # what stands above each entry
-    # a sum in fp32 can reach 1 too early
+    before = mass.cumsum(-1) - mass  # the sum of all likelier entries
+    # a top_p of 1 keeps all entries, although the sum in fp32 can reach 1 too early
     kept = ((before < top_p[:, None]) | (top_p[:, None] >= 1)).sum(-1, keepdim=True).clamp(min=1)
     by_mass = ranked.gather(-1, kept - 1)
     return logits.masked_fill(logits < torch.maximum(by_rank, by_mass), -torch.inf)
@@ -125,9 +122,9 @@ def _fits_gpu_kernel(logits: Tensor) -> bool:
 
 @torch.compiler.nested_compile_region
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """One token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the largest.
+    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the largest logit.
 
-    Order: temperature, top-k, top-p, draw. The largest of logits plus noise is a draw from their softmax.
+    Order: temperature, top-k, top-p, draw. The argmax of logits plus noise is a draw from their softmax.
     """
     if logits.device.type == "cuda":
         return torch.ops.zoo.draw.default(logits, temperature, top_k, top_p, noise)
@@ -147,14 +144,14 @@ def _empty_tokens(logits: Tensor, *others: Tensor) -> Tensor:
 
 @operator("draw", gives=_empty_tokens)
 def draw_on_gpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """In one launch, and without a sort."""
+    """Draw in one launch and without sorting."""
     if _fits_gpu_kernel(logits):
         return kernels.on_gpu("triton_sampling", "draw", logits, temperature, top_k, top_p, noise)
     return _draw(logits, temperature, top_k, top_p, noise)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Tokens already produced become less likely: seen [B, V] bool, penalty [B]. Source: the CTRL paper
+    """Make tokens less likely that were produced before: seen [B, V] bool, penalty [B]. Source: the CTRL paper
     (arXiv 1909.05858), section 4.1."""
     penalty = penalty[:, None]
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -1,5 +1,4 @@
-"""Snake, the activation of codecs: a line with a ripple, x + sin^2(f x) g, where f and g belong to the
-channel.
+"""Snake, the activation of codecs: x + sin^2(f x) g, where each channel has its own f and g.
 
 Source: Ziyin et al. 2020 (arXiv 2006.08195).
 """
@@ -20,7 +19,7 @@ class Snake(nn.Module):
 
     @property
     def wave(self) -> tuple[Tensor, Tensor]:
-        """Frequency and gain [1, C, 1]."""
+        """Return frequency and gain [1, C, 1]."""
         return self.alpha, 1 / (self.alpha + 1e-9)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,13 +39,13 @@ class SnakeBeta(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, with the weights in place."""
+        """Precompute frequency and gain. Call this once, after the weights are loaded."""
         self.register_buffer("frequency", self.alpha.exp()[:, None], persistent=False)
         self.register_buffer("gain", (1 / (self.beta.exp() + 1e-9))[:, None], persistent=False)
 
     @property
     def wave(self) -> tuple[Tensor, Tensor]:
-        """Frequency and gain [C, 1]."""
+        """Return frequency and gain [C, 1]."""
         return self.frequency, self.gain
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
 
 
 def _snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
-    return (x * frequency).sin_().square_().mul_(gain).add_(x)  # in place: large tensors are dear to allocate
+    return (x * frequency).sin_().square_().mul_(gain).add_(x)  # in place: large allocations are expensive
 
 
 @operator("snake")

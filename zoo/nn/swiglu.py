@@ -1,7 +1,7 @@
-"""The gated half of an MLP: silu(x Wg^T) * (x Wu^T). On a GPU it may be one product that never writes gate and up, or
-cuBLAS's and a launch behind it: which is faster nobody can know without the device, so it is measured there
-(`compile_cache.choices`), before the first request. Inductor does neither: its templates of a product take what follows
-it along, but not two halves of it, and chosen they would be on for every other product as well.
+"""The gated half of an MLP: silu(x Wg^T) * (x Wu^T). On a GPU it is either one kernel that never stores gate and up, or
+cuBLAS's product and a second launch. Which is faster depends on the device, so it is measured there before the first
+request (`compile_cache.choices`). Inductor does neither: its templates of a product can fuse what follows, but not two
+halves of the result, and they would be enabled for all other products too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zoo.nn.linear import SwiGLU
 from zoo.nn.operator import operator
 
 DTYPES = (torch.bfloat16, torch.float16)
-WAYS = ("fused", "apart")  # in one launch, or in two
+WAYS = ("fused", "apart")  # one launch, or two
 
 
 class FusedSwiGLU(SwiGLU):
-    """The same, its gated half an operator where a GPU computes in half precision: else a compiler does better with plain
-    lines. For MLPs of many rows."""
+    """A `SwiGLU` for MLPs of many rows. On a GPU in half precision its gated half is an operator; elsewhere the compiler does
+    better with the plain code."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cuda" and x.dtype in DTYPES:
@@ -37,7 +37,7 @@ def _empty_gated(x: Tensor, weight: Tensor) -> Tensor:
 
 @operator("swiglu_linear", gives=_empty_gated)
 def swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., D], weight [2 N, D], gate above up -> silu(x Wg^T) * (x Wu^T) [..., N]."""
+    """x [..., D], weight [2 N, D] (gate, then up) -> silu(x Wg^T) * (x Wu^T) [..., N]."""
     if not (kernels.use_gpu(x) and x.dtype in DTYPES):
         return plain(x, weight)
     rows = x.numel() // x.shape[-1]
@@ -53,7 +53,7 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def computed(way: str, x: Tensor, weight: Tensor) -> Tensor:
-    """In one of WAYS, on a GPU."""
+    """Compute the gated half in one of WAYS, on a GPU."""
     if way == "fused":
         return kernels.on_gpu("triton_swiglu", "swiglu_linear", x, weight)
     return kernels.on_gpu("triton_swiglu", "gate", F.linear(x, weight))

@@ -1,7 +1,7 @@
-"""The tensors of published files: safetensors, PyTorch pickles, ONNX; a file alone, or shards with an index.
+"""Read the tensors of published files: safetensors, PyTorch pickles and ONNX; a single file, or shards with an index.
 
-Names, shapes and dtypes are read first. Values are read later, one tensor at a time, from a file that is
-mapped into memory for as long as its `TensorFile` lives.
+Names, shapes and dtypes are read first. Values are read later, one tensor at a time, from a file that stays mapped into
+memory as long as its `TensorFile` lives.
 """
 
 import re
@@ -17,25 +17,25 @@ from zoo.nn import onnx_file
 from zoo.nn.json_files import read_json
 
 INDEX = ".index.json"
-MAIN_FILES = (  # of a directory; the first that is there
+MAIN_FILES = (  # of a directory; the first one that exists is read
     f"model.safetensors{INDEX}",
     "model.safetensors",
     f"pytorch_model.bin{INDEX}",
     "pytorch_model.bin",
 )
-# Those of safetensors' names that are not torch's; another dtype keeps its name there: F8_E4M3.
+# safetensors' names -> torch's; a dtype that is not listed keeps its name, such as F8_E4M3.
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-ZIP = b"PK\x03\x04"  # how a pickle of PyTorch 1.6 or newer begins; an older one cannot be mapped
+ZIP = b"PK\x03\x04"  # the first bytes of a pickle of PyTorch 1.6 or newer; older ones cannot be mapped
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor, its values aside."""
+    """A tensor's description in a file, without its values."""
 
     shape: tuple[int, ...]
-    dtype: str  # in torch's words
+    dtype: str  # torch's name for it, if it has one
     path: Path
 
 
@@ -46,7 +46,8 @@ class TensorFile(NamedTuple):
 
 
 def contents(source: Path) -> dict[str, Header]:
-    """Of all tensors of a directory's main file, of an index's shards, or of one file. Raises ValueError."""
+    """Return the headers of all tensors of a directory's main file, of an index's shards, or of one file. Raises
+    ValueError."""
     if source.is_dir():
         source = _main_file(source)
     if not source.name.endswith(INDEX):
@@ -68,22 +69,22 @@ def contents(source: Path) -> dict[str, Header]:
 def open_file(path: Path) -> TensorFile:
     """Map one file and read its headers. Raises ValueError."""
     if path.suffix not in _OPENERS:
-        raise ValueError(f"{path} is of no known format; known: {', '.join(_OPENERS)}")
+        raise ValueError(f"{path} has no known format; known: {', '.join(_OPENERS)}")
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
     return _OPENERS[path.suffix](path)
 
 
 def read_pickle(path: Path) -> Any:
-    """Tensors, numbers and text in dicts and lists, on the CPU, mapped where the file can be.
+    """Read tensors, numbers and strings in dicts and lists, on the CPU, mapped if possible.
 
-    Raises ValueError for anything else in it, which is not made: to unpickle an object is to run its code.
+    Raises ValueError for a pickle with other objects and does not load them, because unpickling an object runs its code.
     """
     try:
         with path.open("rb") as file:
             is_zip = file.read(len(ZIP)) == ZIP
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # a pickle is a program: a damaged one raises whatever its steps may raise
+    except Exception as error:  # a pickle is a program, so a damaged one can raise anything
         beside = re.search(r"GLOBAL (\S+)|TorchScript archives", str(error))
         if beside:
             what = beside[1] or beside[0]
@@ -108,7 +109,7 @@ def _open_safetensors(path: Path) -> TensorFile:
 
 
 def _open_pickle(path: Path) -> TensorFile:
-    """Of tensors by name, by themselves or as a `state_dict`."""
+    """Open a pickle of tensors by name, at its root or under `state_dict`."""
     tensors = read_pickle(path)
     if isinstance(tensors, dict):
         tensors = tensors.get("state_dict", tensors)
@@ -127,7 +128,7 @@ def _open_onnx(path: Path) -> TensorFile:
 
 
 def open_onnx_parameters(path: Path, kept: frozenset[str] = frozenset()) -> TensorFile:
-    """An ONNX file whose weights are named by the nodes that read them (see `onnx_file.parameters`). Raises
+    """Open an ONNX file whose weights are named after the nodes that read them (see `onnx_file.parameters`). Raises
     ValueError."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
@@ -165,15 +166,15 @@ def _main_file(directory: Path) -> Path:
 
 
 def _shards(index: Path) -> dict[str, list[str]]:
-    """File name -> the tensors that the index puts there. Raises ValueError."""
+    """Return file name -> the tensors that the index assigns to the file. Raises ValueError."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no weight_map; needed is an object of tensor names and file names")
+        raise ValueError(f"{index} has no weight_map; it needs an object of tensor names and file names")
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise ValueError(f"{index} puts {name} into {shard!r}; needed is a file name")
-        # By its name, since a cache links its files from elsewhere.
+            raise ValueError(f"{index} puts {name} into {shard!r}; it needs a file name")
+        # Check the name, not the resolved path: a cache links to files elsewhere.
         if Path(shard).is_absolute() or ".." in Path(shard).parts:
             raise ValueError(f"{index} puts {name} into {shard}, which is outside its directory")
         shards.setdefault(shard, []).append(name)

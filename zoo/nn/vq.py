@@ -1,8 +1,8 @@
-"""Vector quantisation: rows of codebooks in place of vectors.
+"""Vector quantization: vectors are replaced by rows of codebooks.
 
-vector-quantize-pytorch's ResidualVQ gives the same codes (tests/zoo/nn/test_vq.py) and is not used: it stacks
-all codebooks anew for each decoding (four frames of Qwen3-TTS in 11 ms on one core, here 0.4), and takes a
-second to import.
+ResidualVQ of vector-quantize-pytorch gives the same codes (tests/zoo/nn/test_vq.py). It is not used because it stacks all
+codebooks again for each decoding (11 ms for four frames of Qwen3-TTS on one core; 0.4 ms here) and takes a second to
+import.
 """
 
 import torch
@@ -15,13 +15,13 @@ MIN_USAGE = 1e-5
 
 
 class SplitVQ(Parted):
-    """Residual vector quantisation in two branches that read the same latent: the first codebook alone
-    ("semantic"), and the others, each of which quantises what the one before left over. A branch has its own
-    way in (width -> dim) and out (dim -> width).
+    """Residual vector quantization in two branches that read the same latent. One is the first codebook ("semantic"); in the
+    other, each codebook quantizes the residual of the one before. Each branch has its own projections in (width -> dim) and
+    out (dim -> width).
 
-    A checkpoint keeps each row as the training left it, a sum of vectors and how often the row was used.
-    `prepare` divides them, once, for the `used` first codebooks. Source: Defossez et al., "Moshi" (2024),
-    section 3.3; transformers, models/mimi, MimiSplitResidualVectorQuantizer.
+    A checkpoint keeps each row as in training: a sum of vectors, and how often the row was used. `prepare` divides them
+    once, for the first `used` codebooks. Source: Defossez et al., "Moshi" (2024), section 3.3; transformers, models/mimi,
+    MimiSplitResidualVectorQuantizer.
     """
 
     table: Tensor  # [K, V, dim], after prepare()
@@ -39,7 +39,7 @@ class SplitVQ(Parted):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, with the weights in place."""
+        """Precompute the tables. Call this once, after the weights are loaded."""
         wide = torch.promote_types(self.sums.dtype, torch.float32)
         table = self.sums.to(wide) / self.usage.to(wide).clamp(min=MIN_USAGE)[:, None]
         table = table.unflatten(0, (len(self.parts), -1))[: self.used]  # [K, V, dim]
@@ -62,5 +62,6 @@ class SplitVQ(Parted):
         return torch.stack(codes, -1)
 
     def _nearest(self, k: int, x: Tensor) -> Tensor:
-        """|x - c|^2 is least where x c - |c|^2 / 2 is greatest. x [B, F, dim] -> [B, F]."""
+        """Return the nearest row c of codebook k: x [B, F, dim] -> [B, F]. |x - c|^2 is least where x c - |c|^2 / 2 is
+        greatest."""
         return F.linear(x, self.table[k], -self.half_square[k]).argmax(-1)
