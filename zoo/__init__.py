@@ -1,4 +1,5 @@
-"""A zoo of speech language models: `load` one from a directory or the Hugging Face Hub, then `generate` speech.
+"""A zoo of speech language models: `load` one from a directory or the Hugging Face Hub, then `generate`
+speech.
 
     family = zoo.load("Qwen3-TTS-12Hz-1.7B-CustomVoice")
     speech = zoo.generate(family, zoo.Request(text="Good morning.", voice="vivian"))
@@ -58,8 +59,8 @@ def families() -> dict[str, FamilyFolder]:
 def find(model: str | Path) -> tuple[FamilyFolder, Path]:
     """Return the family that claims a model, and the model's directory. Raises ValueError.
 
-    model: a directory, which never needs the network, or ORG/NAME or ORG/NAME@REVISION, which `zoo.hub` fetches. Both
-    may be followed by +ADAPTER, a directory.
+    model: a directory, which never needs the network, or ORG/NAME or ORG/NAME@REVISION, which `zoo.hub`
+    fetches. Both may be followed by +ADAPTER, a directory.
     """
     from zoo.hub import local_directory, split_adapter
     from zoo.nn.json_files import read_config
@@ -79,8 +80,9 @@ def find(model: str | Path) -> tuple[FamilyFolder, Path]:
 def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype | None = None) -> Family:
     """Load a model (see `find`) with its weights. Raises ValueError.
 
-    device None: the GPU if there is one. dtype: float32 or bfloat16, as a torch dtype or by name; None: bfloat16 on a
-    GPU, float32 on a CPU. In MODEL+ADAPTER, the adapter is a directory of LoRA weights, for families that take one.
+    device None: the GPU if there is one. dtype: float32 or bfloat16, as a torch dtype or by name; None:
+    bfloat16 on a GPU, float32 on a CPU. In MODEL+ADAPTER, the adapter is a directory of LoRA weights, for
+    families that take one.
     """
     import torch
 
@@ -106,8 +108,8 @@ def load(model: str | Path, device: str | None = None, dtype: str | torch.dtype 
 
 
 def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:
-    """Return the facts about a model (see `find`) without loading its weights, and the backend that computes its
-    attention on `device` (None: the GPU if there is one). Raises ValueError."""
+    """Return the facts about a model (see `find`) without loading its weights, and the backend that computes
+    its attention on `device` (None: the GPU if there is one). Raises ValueError."""
     import torch
 
     from zoo.nn import attention

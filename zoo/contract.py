@@ -73,16 +73,16 @@ class KV:
 
 @dataclass(frozen=True)
 class Window:
-    """The stretches of the tape that `render` accepts, in frames. The engine picks when a stretch is rendered;
-    this class fixes its shapes.
+    """The stretches of the tape that `render` accepts, in frames. The engine picks when a stretch is
+    rendered; this class fixes its shapes.
 
     sizes: the shapes of a launch, ascending. A shorter stretch is padded up to one of them.
-    lookahead: the frames after a stretch that `render` also reads. They must be on the tape before the stretch
-    is rendered, unless the speech ends there.
+    lookahead: the frames after a stretch that `render` also reads. They must be on the tape before the
+    stretch is rendered, unless the speech ends there.
     left: the frames before a stretch that `render` reads again.
     grid: a stretch ends at `Prompt.grid_offset` plus a multiple of the grid, or at the end of the speech.
-    hold_samples: the most samples that `render` may hold back until the next stretch. The last stretch returns
-    all of them.
+    hold_samples: the most samples that `render` may hold back until the next stretch. The last stretch
+    returns all of them.
     lengths: for a decoder that reads a growing past, the padded lengths of everything up to a stretch's end,
     ascending. Empty for other decoders.
 
@@ -148,10 +148,11 @@ class Spec:
     # whether the next turn of a conversation can reuse the KV cache of generated frames
     shares_turns: bool = False
     licence: str = ""  # of the weights, if it limits their use
-    # The longest text that the model speaks well in one pass, in seconds of `zoo.text.expected_s`. A longer text is
-    # split into pieces. None: a text is never split.
+    # The longest text that the model speaks well in one pass, in seconds of `zoo.text.expected_s`. A longer
+    # text is split into pieces. None: a text is never split.
     piece_s: float | None = None
-    # whether later pieces continue in the voice of the first one if the request has no reference: `Family.later_prompt`
+    # whether later pieces continue in the voice of the first one if the request has no reference:
+    # `Family.later_prompt`
     keeps_voice: bool = False
     # a pattern that matches a prefix of the text that applies to all of it; it is repeated before each piece
     lead: str = ""
@@ -183,7 +184,8 @@ def frame_cap(
 ) -> int:
     """Return the most frames that a request may make when its prompt takes `num_positions`.
 
-    That is the request's `max_frames`, or else as many of `expected` frames as fit; never more than `spec.max_frames`.
+    That is the request's `max_frames`, or else as many of `expected` frames as fit; never more than
+    `spec.max_frames`.
     extra_steps: positions that the model takes in addition to those of its frames. Raises RequestError if the
     frames do not fit.
     """
@@ -198,11 +200,11 @@ def frame_cap(
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The inputs that one lane reads before the first frame. Prefill reads all but the last one; the first step
-    reads the last one.
+    """The inputs that one lane reads before the first frame. Prefill reads all but the last one; the first
+    step reads the last one.
 
-    `prefix_keys` name the positions: two lanes whose keys are equal from the start have equal inputs, so they can
-    share pages, whichever slots they belong to.
+    `prefix_keys` name the positions: two lanes whose keys are equal from the start have equal inputs, so they
+    can share pages, whichever slots they belong to.
     """
 
     inputs: Tensor  # [T, D], the model's dtype and device
@@ -219,12 +221,12 @@ class Lane:
 
 @dataclass
 class Prompt:
-    """The start of one pass of a request. `inputs`, `prefix_keys` and `is_audio` belong to its first lane (see
-    Lane), which for most families is the only one.
+    """The start of one pass of a request. `inputs`, `prefix_keys` and `is_audio` belong to its first lane
+    (see Lane), which for most families is the only one.
 
-    Guidance is a second lane of the same slot. It reads the same frames after an unconditional prompt, which has
-    another length, and `emit` merges the outputs of both lanes. A request without guidance has both lanes too,
-    because all requests share one launch.
+    Guidance is a second lane of the same slot. It reads the same frames after an unconditional prompt, which
+    has another length, and `emit` merges the outputs of both lanes. A request without guidance has both lanes
+    too, because all requests share one launch.
     """
 
     inputs: Tensor  # [T, D]
@@ -274,8 +276,8 @@ class Batch:
     """The addresses that a launch reads and writes. Shapes are fixed; the tensors live on the device, and the
     host fills them.
 
-    A step has one sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones. A
-    prefill has N sequences of any slots and lanes. The sequences are packed: sequence n owns positions
+    A step has one sequence for each lane of each slot, in blocks of B: all first lanes, then all second ones.
+    A prefill has N sequences of any slots and lanes. The sequences are packed: sequence n owns positions
     cu_seqlens[n]:cu_seqlens[n+1]. `page_table` counts rows of `kv`: layer 0's keys of a page begin at its row
     in the table, its values `page_tokens` rows later, and each further layer 2 * page_tokens rows later.
     """
@@ -288,8 +290,8 @@ class Batch:
     cu_seqlens: Tensor  # [N + 1]
     kv: Tensor  # [rows, H, D], the family's view of the byte arena
     page: Tensor  # [page_tokens], the positions within a page; its shape tells a graph the page size
-    # [T] bool, whether each input is a row of audio. `Family.step` replaces it: true for all but a prompt's last
-    # input, which may be text.
+    # [T] bool, whether each input is a row of audio. `Family.step` replaces it: true for all but a prompt's
+    # last input, which may be text.
     is_audio: Tensor
 
     @property
@@ -313,13 +315,14 @@ SMALL_ROW = 64  # values; a longer row is filled on the device
 
 
 class State:
-    """The tensors of all slots: one row per slot, and a spare last row that padding reads and writes. Families
-    add tensors with `add`.
+    """The tensors of all slots: one row per slot, and a spare last row that padding reads and writes.
+    Families add tensors with `add`.
 
-    tape [S+1, F, *frame]; ready [S+1], the frames on the tape, at most limit [S+1]; steps [S+1], the steps made;
-    done [S+1]; seed [S+1]; first [S+1, L, D], the last input of each lane's prompt, which the first step reads;
-    first_is_audio [S+1, L], whether that input is audio; written [S+1], the text token of the last step, or -1.
-    noise [F, *noise] replaces the noise that each step draws, in every slot, unless it is None: see zoo.generate.
+    tape [S+1, F, *frame]; ready [S+1], the frames on the tape, at most limit [S+1]; steps [S+1], the steps
+    made; done [S+1]; seed [S+1]; first [S+1, L, D], the last input of each lane's prompt, which the first
+    step reads; first_is_audio [S+1, L], whether that input is audio; written [S+1], the text token of the
+    last step, or -1. noise [F, *noise] replaces the noise that each step draws, in every slot, unless it is
+    None: see zoo.generate.
     """
 
     seed: Tensor
@@ -341,7 +344,8 @@ class State:
         self.add("seed", dtype=torch.int64)
 
     def add(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, default: float = 0) -> None:
-        """Add a tensor [S+1, *shape] under `name`. `open` sets a slot's row to the prompt's value or `default`."""
+        """Add a tensor [S+1, *shape] under `name`. `open` sets a slot's row to the prompt's value or
+        `default`."""
         rows = self.spare + 1
         setattr(self, name, torch.full((rows, *shape), default, dtype=dtype, device=self.device))
         self._defaults[name] = default
@@ -387,20 +391,20 @@ class State:
         return self.tape[slots, (self.ready[slots] - 1).clamp(min=0)]
 
     def window(self, view: View, left: int = 0, lookahead: int = 0) -> Tensor:
-        """Return the tape around each stretch [B, left + F + lookahead, *frame]. Frames beyond an end of the tape
-        repeat that end."""
+        """Return the tape around each stretch [B, left + F + lookahead, *frame]. Frames beyond an end of the
+        tape repeat that end."""
         frames = torch.arange(-left, view.frames + lookahead, device=view.start.device)
         at = (view.start[:, None] + frames).clamp(min=0, max=self.tape.shape[1] - 1)  # [B, F]
         return self.tape[view.slots[:, None], at]
 
     def write(self, slots: Tensor, token: Tensor) -> None:
-        """Set the text token of this step [B], -1 for none. Slots that are done are left unchanged, so call this
-        before `append` ends one."""
+        """Set the text token of this step [B], -1 for none. Slots that are done are left unchanged, so call
+        this before `append` ends one."""
         self.written[slots] = torch.where(self.done[slots], self.written[slots], token)
 
     def append(self, slots: Tensor, frame: Tensor, ended: Tensor, is_spoken: Tensor | None = None) -> None:
-        """Append a frame [B, *frame] to each tape, unless the model `ended` [B] there or `is_spoken` [B] is false.
-        Slots that are done are left unchanged."""
+        """Append a frame [B, *frame] to each tape, unless the model `ended` [B] there or `is_spoken` [B] is
+        false. Slots that are done are left unchanged."""
         alive, ready = ~self.done[slots], self.ready[slots]
         spoken = alive & ~ended if is_spoken is None else alive & ~ended & is_spoken
         at = ready.clamp(max=self.tape.shape[1] - 1)
@@ -434,14 +438,14 @@ class Family(nn.Module, ABC, Generic[S]):
     # on the host, outside the engine's loop
     @abstractmethod
     def prompt(self, request: Request) -> Prompt:
-        """Build the prompt of a request. May be called from several threads. References are encoded here, once,
-        and kept. Raises RequestError, whose message says what was given and what is possible.
+        """Build the prompt of a request. May be called from several threads. References are encoded here,
+        once, and kept. Raises RequestError, whose message says what was given and what is possible.
         `zoo.request.check` refuses everything that `spec` says the model does not take."""
 
     def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """Yield the passes (segments, turns) of a text that is not split; they follow each other in one stream of
-        audio. Each pass's frames [F, *frame] (on the CPU) are sent back, so that the next pass can continue from
-        them. All but the last pass have `is_final=False`."""
+        """Yield the passes (segments, turns) of a text that is not split; they follow each other in one
+        stream of audio. Each pass's frames [F, *frame] (on the CPU) are sent back, so that the next pass can
+        continue from them. All but the last pass have `is_final=False`."""
         yield self.prompt(request)
 
     def later_prompt(self, request: Request, said: Said) -> Prompt:
@@ -457,20 +461,21 @@ class Family(nn.Module, ABC, Generic[S]):
         state.open(slot, prompt)
 
     def feed(self, state: S, slot: int, tokens: Sequence[int], is_last: bool) -> int:
-        """Add text to a slot whose prompt was open -> the number of further steps that it allows. `is_last`: no
-        text follows, so the text no longer limits the steps. Raises RequestError if the slot cannot hold the text,
-        and then takes none of it. Only for families whose spec has `feeds`."""
+        """Add text to a slot whose prompt was open -> the number of further steps that it allows. `is_last`:
+        no text follows, so the text no longer limits the steps. Raises RequestError if the slot cannot hold
+        the text, and then takes none of it. Only for families whose spec has `feeds`."""
         raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of fed text, for `feed`. The parts that zoo.open_text cuts have the same tokens as the
-        whole text. Only for families whose spec has `feeds`."""
+        """Return the tokens of fed text, for `feed`. The parts that zoo.open_text cuts have the same tokens
+        as the whole text. Only for families whose spec has `feeds`."""
         raise AssertionError(f"{self.spec.family} takes no text while it speaks")
 
     # on the device: shapes are fixed, rows are updated in place, nothing is read back
     @abstractmethod
     def embed(self, state: S, slots: Tensor) -> Tensor:
-        """[B] -> the LM's input after each slot's last step [L * B, D]; undefined before a slot's first step."""
+        """[B] -> the LM's input after each slot's last step [L * B, D]; undefined before a slot's first
+        step."""
 
     @abstractmethod
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -478,13 +483,13 @@ class Family(nn.Module, ABC, Generic[S]):
 
     @abstractmethod
     def emit(self, state: S, slots: Tensor, h: Tensor) -> None:
-        """Append a frame to each slot's tape, or none, given h [L * B, D]. May write a text token and may set done.
-        Slots that are done are left unchanged."""
+        """Append a frame to each slot's tape, or none, given h [L * B, D]. May write a text token and may set
+        done. Slots that are done are left unchanged."""
 
     @abstractmethod
     def render(self, state: S, view: View) -> tuple[Tensor, Tensor]:
-        """Render a stretch of each tape -> samples [B, N] float32 and the number of valid samples [B] int64. N
-        depends on `view.frames` only. Advances the decoder's state by `view.count` frames."""
+        """Render a stretch of each tape -> samples [B, N] float32 and the number of valid samples [B] int64.
+        N depends on `view.frames` only. Advances the decoder's state by `view.count` frames."""
 
     # on the host, when the engine reads a step's report
     def detokenize(self, token: int) -> bytes:
@@ -493,15 +498,15 @@ class Family(nn.Module, ABC, Generic[S]):
         raise AssertionError(f"{self.spec.family} wrote the text token {token}, and cannot detokenize it")
 
     def end_turn(self, prompt: Prompt, frames: Tensor) -> tuple[int, ...]:
-        """Remember the frames [F, *frame] (on the CPU) of a prompt for the conversation's next turn. Returns one
-        prefix key per frame: those that the next prompt gives the positions after this prompt. Only for families
-        whose spec has `shares_turns`."""
+        """Remember the frames [F, *frame] (on the CPU) of a prompt for the conversation's next turn. Returns
+        one prefix key per frame: those that the next prompt gives the positions after this prompt. Only for
+        families whose spec has `shares_turns`."""
         raise AssertionError(f"{self.spec.family} does not share turns")
 
     # the same for all families
     def passes(self, request: Request) -> Generator[Prompt, Tensor, None]:
-        """Yield all passes of one answer: those of `prompts`, or one for each piece of a long text. The answer may
-        end after a pass with `is_final=False`. Raises RequestError.
+        """Yield all passes of one answer: those of `prompts`, or one for each piece of a long text. The
+        answer may end after a pass with `is_final=False`. Raises RequestError.
 
         The seed of piece i is derived from the request's seed and i. `max_frames` limits all pieces together.
         """
@@ -534,11 +539,11 @@ class Family(nn.Module, ABC, Generic[S]):
                 said = Said(piece, frames.clone())  # a copy, because the slot is reused
 
     def step(self, state: S, batch: Batch) -> Tensor:
-        """Run one step of every slot of the launch -> the report [B, 3]: frames ready, whether the slot is done,
-        and the text token of this step or -1. A slot's first step reads the prompt's last input, so prefill never
-        emits; only this function does."""
-        # `unbind` makes the number of lanes a constant of the graph. A tensor size that differs between models
-        # would become a variable there.
+        """Run one step of every slot of the launch -> the report [B, 3]: frames ready, whether the slot is
+        done, and the text token of this step or -1. A slot's first step reads the prompt's last input, so
+        prefill never emits; only this function does."""
+        # `unbind` makes the number of lanes a constant of the graph. A tensor size that differs between
+        # models would become a variable there.
         slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
         # a graph for any B needs this fact
         torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
@@ -571,8 +576,8 @@ class FamilyFolder(Protocol):
     def load(
         self, directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
     ) -> Family[Any]:
-        """Load the family with its weights and the adapter in directory `adapter`. Raises ValueError that names
-        the fault, also for an adapter if the family does not take one."""
+        """Load the family with its weights and the adapter in directory `adapter`. Raises ValueError that
+        names the fault, also for an adapter if the family does not take one."""
 
     def survey(self, directory: Path) -> tuple[Spec, int]:
         """Return the spec and the number of parameters without reading the weights. Raises ValueError."""

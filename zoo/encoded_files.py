@@ -1,10 +1,12 @@
-"""Files with encoded recordings, next to the recordings, so that a stored voice is encoded once and not in every process.
+"""Files with encoded recordings, next to the recordings, so that a stored voice is encoded once and not in
+every process.
 
     DIRECTORY/qwen3_tts-3f7a91c04be2d856-9b14e07c.safetensors      family, encoder, recording and its use
 
-tensors: named as in the family, with the dtypes and shapes that they have in memory. metadata: `format` (FORMAT),
-`version`, `family`, `encoder` (`encoder_key`), `recording` (`zoo.references.content`) and `blake2b`, a hash of the other
-fields and of the tensors' bytes. If a file is damaged or was made by another encoder, the recording is encoded again.
+tensors: named as in the family, with the dtypes and shapes that they have in memory. metadata: `format`
+(FORMAT), `version`, `family`, `encoder` (`encoder_key`), `recording` (`zoo.references.content`) and
+`blake2b`, a hash of the other fields and of the tensors' bytes. If a file is damaged or was made by another
+encoder, the recording is encoded again.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ T = TypeVar("T", bound=Encoded)
 
 
 def encoder_key(family: str, settings: object, *modules: nn.Module) -> str:
-    """Return 16 hex digits that identify an encoder: a hash of its code, the `repr` of its settings, and its weights."""
+    """Return 16 hex digits that identify an encoder: a hash of its code, the `repr` of its settings, and its
+    weights."""
     name = blake2b(repr((VERSION, family, settings)).encode(), digest_size=8)
     here = Path(__file__).parent
     for file in sorted([*(here / family).glob("*.py"), *(here / "nn").glob("*.py"), here / "references.py"]):
@@ -110,8 +113,8 @@ class EncodedFile(Generic[T]):
         log.warning("%s cannot be used (%s): the recording is encoded again", self.path, why)
 
     def write(self, value: T) -> None:
-        """Write the file atomically (by a rename). A failure is not an error, because the recording can be encoded again:
-        the disk may be full, or the voice deleted."""
+        """Write the file atomically (by a rename). A failure is not an error, because the recording can be
+        encoded again: the disk may be full, or the voice deleted."""
         tensors = {name: tensor.cpu().contiguous() for name, tensor in value.tensors().items()}
         metadata = self.facts | {"blake2b": digest(self.facts, tensors)}
         try:

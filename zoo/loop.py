@@ -23,8 +23,8 @@ def generate(
     """Speak one request from its first frame to its last, then render each pass's whole tape at once. Raises
     RequestError.
 
-    noise [F, *noise] replaces the noise that follows from the seed, for comparison with another implementation. The
-    speech is then at most F frames long.
+    noise [F, *noise] replaces the noise that follows from the seed, for comparison with another
+    implementation. The speech is then at most F frames long.
     """
     if request.is_open:
         raise RequestError(

@@ -1,7 +1,8 @@
-"""Write out numbers, dates, times and amounts as words, by the rules of wetext (the extra `text`) for Chinese, English and Japanese.
+"""Write out numbers, dates, times and amounts as words, by the rules of wetext (the extra `text`) for
+Chinese, English and Japanese.
 
-The rules block every thread of their process for up to 50 ms at a time, and an engine would stutter. So they run in a
-separate process (normalize_worker.py), which starts when it is first needed and ends with this one.
+The rules block every thread of their process for up to 50 ms at a time, and an engine would stutter. So they
+run in a separate process (normalize_worker.py), which starts when it is first needed and ends with this one.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from zoo.request import RequestError
 LANGUAGES = {"zh": "chinese", "en": "english", "ja": "japanese"}
 MAX_CHARS = 60  # characters per call of the rules, which take a second for a thousand
 WORKER = Path(__file__).with_name("normalize_worker.py")
-# The rules would damage these, so they never see them: tags, brackets, braces, quotation marks, line ends, very long words
+# The rules would damage these, so they never see them: tags, brackets, braces, quotation marks, line ends,
+# very long words
 _UNREAD = re.compile(r"(<[^<>\s]{1,60}>|\[[^\[\]]{1,100}\]|\{[^{}]{1,100}\}|[\"\\\n\r\0]+|\S{61,})")
 _DIGIT = re.compile(r"\d")
 
 
 def normalize(text: str, language: str) -> str:
-    """Return the text with its numbers written out. Text without digits and text in tags and brackets stays as it is.
+    """Return the text with its numbers written out. Text without digits and text in tags and brackets stays
+    as it is.
 
     language: an ISO code. Raises RequestError for a language without rules, and if wetext is not installed.
     """
@@ -47,7 +50,8 @@ def normalize(text: str, language: str) -> str:
 
 
 def _stretches(sentence: str) -> Iterator[str]:
-    """Yield the stretches of a sentence: those for one call of the rules, and those that the rules never see."""
+    """Yield the stretches of a sentence: those for one call of the rules, and those that the rules never
+    see."""
     for i, part in enumerate(_UNREAD.split(sentence)):
         if i % 2:
             yield part
@@ -66,8 +70,8 @@ _worker: subprocess.Popen[str] | None = None
 
 
 def _rules(stretches: list[str], language: str) -> list[str]:
-    """Apply the rules in the worker. May be called from several threads. Raises RuntimeError if the worker ended; the
-    next call starts another."""
+    """Apply the rules in the worker. May be called from several threads. Raises RuntimeError if the worker
+    ended; the next call starts another."""
     global _worker
     with _lock:
         if _worker is None or _worker.poll() is not None:

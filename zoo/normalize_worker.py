@@ -1,5 +1,5 @@
-"""The worker process of normalize.py: reads [language, [text, ...]] as one line of JSON and answers with the normalized
-texts. It imports nothing from the zoo, so that it starts in half a second."""
+"""The worker process of normalize.py: reads [language, [text, ...]] as one line of JSON and answers with the
+normalized texts. It imports nothing from the zoo, so that it starts in half a second."""
 
 import json
 import signal
@@ -9,7 +9,8 @@ from wetext import Normalizer
 
 
 def read(normalizer: Normalizer, text: str) -> str:
-    """Normalize a text and keep the white space around it. Return it unchanged if the rules cannot parse it."""
+    """Normalize a text and keep the white space around it. Return it unchanged if the rules cannot parse
+    it."""
     words = " ".join(text.split())
     start, stop = len(text) - len(text.lstrip()), len(text.rstrip())
     try:

@@ -3,9 +3,10 @@
     arrived  "The old man t" │ "old the ch"
     settled  "The old man"   │ " told the"           ends where the tokenizer always splits, whatever follows
 
-Byte-level BPE joins bytes only within the words of its pre-tokenizer. That of Qwen2, which the families here use, ends a
-run of letters before any other character, and ends a word after each digit; it never looks back. NFC joins a mark with the
-character before it, so the text is never cut before a mark. Text without spaces waits for its next comma.
+Byte-level BPE joins bytes only within the words of its pre-tokenizer. That of Qwen2, which the families here
+use, ends a run of letters before any other character, and ends a word after each digit; it never looks back.
+NFC joins a mark with the character before it, so the text is never cut before a mark. Text without spaces
+waits for its next comma.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Sequence
 
 
 class OpenText:
-    """A text that arrives in parts. `more` adds a part and returns the newly settled text; `rest` returns the remainder.
-    Joined, the results are the text without the white space around it. tags: strings that are a single token and begin with
-    "[" or "<"."""
+    """A text that arrives in parts. `more` adds a part and returns the newly settled text; `rest` returns the
+    remainder. Joined, the results are the text without the white space around it. tags: strings that are a
+    single token and begin with "[" or "<"."""
 
     def __init__(self, tags: Sequence[str] = ()):
         self._tags = tags

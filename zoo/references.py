@@ -52,8 +52,8 @@ class References(Generic[T]):
         return References(self.max_bytes)
 
     def get(self, key: bytes, encode: Callable[[], T], file: Copy[T] | None = None) -> T:
-        """Return the encoded reference from memory, or else from the file, or else from `encode`, and keep it. The
-        result of `encode` is also written to the file. Exceptions of `encode` pass through."""
+        """Return the encoded reference from memory, or else from the file, or else from `encode`, and keep
+        it. The result of `encode` is also written to the file. Exceptions of `encode` pass through."""
         found = self._find(key)
         if found is not None:
             return found
@@ -90,7 +90,8 @@ class References(Generic[T]):
 
 
 def content(clip: AudioClip, *what_else: object) -> bytes:
-    """Return a clip's name: a hash of 16 bytes of its samples, its rate and `what_else`. Raises ValueError."""
+    """Return a clip's name: a hash of 16 bytes of its samples, its rate and `what_else`. Raises
+    ValueError."""
     _check_form(clip)
     name = blake2b(repr((clip.samples.shape, clip.sample_rate_hz, *what_else)).encode(), digest_size=16)
     name.update(np.ascontiguousarray(clip.samples).data)

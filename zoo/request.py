@@ -1,7 +1,7 @@
 """Requests, the options of a model, and `check`, which refuses everything that a model does not take.
 
-This module does not import torch, so every surface can use the same options: HTTP, the shell, `zoo inspect` and
-the OpenAPI page.
+This module does not import torch, so every surface can use the same options: HTTP, the shell, `zoo inspect`
+and the OpenAPI page.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Option:
 class AudioClip:
     """Recorded audio: float32 samples [N] (mono) or [C, N], not normalized (full scale is 1).
 
-    kept_in: the directory in which encodings of the clip are stored (zoo/encoded_files.py); None: they are kept in
-    memory only.
+    kept_in: the directory in which encodings of the clip are stored (zoo/encoded_files.py); None: they are
+    kept in memory only.
     """
 
     samples: np.ndarray
@@ -98,7 +98,8 @@ class AudioClip:
 class Reference:
     """A recording of a voice to speak in.
 
-    transcript: the words of the clip, verbatim. speaker: the speaker's name, for texts that name several speakers.
+    transcript: the words of the clip, verbatim. speaker: the speaker's name, for texts that name several
+    speakers.
     name: the name by which `Request.voice` mixes this voice with others.
     """
 
@@ -129,10 +130,11 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request for speech. `None` means the checkpoint's default; temperature 0 is greedy. `check` refuses the fields
-    that a model does not take.
+    """A request for speech. `None` means the checkpoint's default; temperature 0 is greedy. `check` refuses
+    the fields that a model does not take.
 
-    voice: one of the model's voices, or a mix of voices and named references such as "vivian(2)+ryan(1)" (`shares`).
+    voice: one of the model's voices, or a mix of voices and named references such as "vivian(2)+ryan(1)"
+    (`shares`).
     references: recordings of voices to speak in.
     max_frames: the most frames of all pieces together.
     options: values that only some models take, listed in `Spec.options`.
@@ -181,8 +183,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 def sampling_options(
     temperature: float, top_k: int, top_p: float, repetition_penalty: float | None = None
 ) -> tuple[Option, ...]:
-    """Return the shared sampling options with a checkpoint's defaults. repetition_penalty None: the model has no
-    repetition penalty."""
+    """Return the shared sampling options with a checkpoint's defaults. repetition_penalty None: the model has
+    no repetition penalty."""
     options = (
         Option(
             "temperature",
@@ -238,8 +240,8 @@ _SHARE = re.compile(r"\s*([^+()\s][^+()]*?)\s*(?:\(\s*(\d+\.?\d*|\.\d+)\s*\))?\s
 
 
 def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
-    """Return the voices that a request mixes, as in "vivian(2)+ryan(1)", or () without a mix. Raises RequestError for
-    a malformed mix and for one that the model cannot make.
+    """Return the voices that a request mixes, as in "vivian(2)+ryan(1)", or () without a mix. Raises
+    RequestError for a malformed mix and for one that the model cannot make.
 
     Source of the syntax: remsky/Kokoro-FastAPI, whose clients already use it.
     """
@@ -276,7 +278,8 @@ def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
 
 
 def _check_is_sound_alone(part: str, reference: Reference, request: Request, spec: Spec) -> None:
-    """Raise RequestError for a reference that cannot be mixed: with a transcript, the model reads the recording itself."""
+    """Raise RequestError for a reference that cannot be mixed: with a transcript, the model reads the
+    recording itself."""
     if not (reference.transcript or "").strip(BLANK) or request.options.get(SOUND_ONLY) is True:
         return
     has_option = any(option.name == SOUND_ONLY for option in spec.options)

@@ -3,9 +3,10 @@
     text ─ sentences ─ clauses ─ words ─ characters ─> pieces of up to `Spec.piece_s` seconds of speech, about equally long
            └ a part is split at the next finer level only if it is too long
 
-sentencex (Wikimedia, rules for some 250 languages) finds the sentences. It removes nothing, does not split abbreviations,
-decimals and addresses, and takes time linear in the text's length. (pysbd splits "https://a.b/c?d=1" at the question mark, is
-quadratic, knows 23 languages, and had its last release in 2021.) This module knows no model and does not import torch.
+sentencex (Wikimedia, rules for some 250 languages) finds the sentences. It removes nothing, does not split
+abbreviations, decimals and addresses, and takes time linear in the text's length. (pysbd splits
+"https://a.b/c?d=1" at the question mark, is quadratic, knows 23 languages, and had its last release in 2021.)
+This module knows no model and does not import torch.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from zoo.request import BLANK, Request, RequestError
 if TYPE_CHECKING:
     from zoo.contract import Spec
 
-# Seconds per character: about 12 letters, 4 Chinese characters, 7 kana or 5 Korean syllables a second. Digits and symbols
-# are spoken as words. This is accurate enough to choose where to split, and to notice speech that cannot be the text's.
+# Seconds per character: about 12 letters, 4 Chinese characters, 7 kana or 5 Korean syllables a second. Digits
+# and symbols are spoken as words. This is accurate enough to choose where to split, and to notice speech that
+# cannot be the text's.
 LETTER_S, HAN_S, KANA_S, HANGUL_S, DIGIT_S = 1 / 12, 1 / 4, 1 / 7, 1 / 5, 1 / 3
 _HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _KANA = "\u3041-\u30ff"
@@ -36,8 +38,8 @@ _HAS_HAN, _HAS_KANA = re.compile(f"[{_HAN}]"), re.compile(f"[{_KANA}]")
 MARKUP = re.compile(
     r"<(\w{1,30})>[^<]{0,300}</\1>|<[^<>\s]{1,60}>|\[[^\[\]]{1,100}\]|\{[^{}]{1,100}\}|\([^()]{1,100}\)"
 )
-# the end of a clause: , ; : before a space, their wide and Arabic forms, an ellipsis or a dash; then closing quotation
-# marks and brackets, and spaces
+# the end of a clause: , ; : before a space, their wide and Arabic forms, an ellipsis or a dash; then closing
+# quotation marks and brackets, and spaces
 CLAUSE_END = re.compile(
     r"(?:[,;:](?=\s)|[\uff0c\uff1b\uff1a\u3001\u060c\u061b\u2026\u2014\u2013])"
     r"[\"'\u201d\u2019\u00bb\u300d\u300f\uff09)\]]*\s*"
@@ -68,14 +70,16 @@ def expected_s(text: str) -> float:
 
 
 def odd_length(audio_s: float, expected_s: float) -> Literal["short", "long"] | None:
-    """Return "short" or "long" if `audio_s` cannot be all of a text of `expected_s`: the model stopped early, or too late."""
+    """Return "short" or "long" if `audio_s` cannot be all of a text of `expected_s`: the model stopped early,
+    or too late."""
     if audio_s < expected_s / 4 - 0.5:
         return "short"
     return "long" if audio_s > 2 * expected_s + 5 else None
 
 
 def most_s(text: str) -> float:
-    """Return the longest speech of a text that is not split, for families whose reference implementation has no limit."""
+    """Return the longest speech of a text that is not split, for families whose reference implementation has
+    no limit."""
     return 3 * expected_s(text) + 10
 
 
@@ -83,10 +87,11 @@ def most_s(text: str) -> float:
 
 
 def pieces_of(request: Request, spec: Spec) -> list[str]:
-    """Return the pieces to speak one after the other: a single one if the text fits in a pass or must not be split.
+    """Return the pieces to speak one after the other: a single one if the text fits in a pass or must not be
+    split.
 
-    A prefix that applies to all of the text (`Spec.lead`) is repeated before each piece. Raises RequestError if the text
-    cannot be normalized.
+    A prefix that applies to all of the text (`Spec.lead`) is repeated before each piece. Raises RequestError
+    if the text cannot be normalized.
     """
     text, language = request.text, language_of(request)
     if request.normalize and request.is_open:
@@ -109,7 +114,8 @@ def pieces_of(request: Request, spec: Spec) -> list[str]:
 
 
 def language_of(request: Request) -> str:
-    """Return the ISO code of a request's language. Without a language, the script decides: ja, zh, or else en."""
+    """Return the ISO code of a request's language. Without a language, the script decides: ja, zh, or else
+    en."""
     name = (request.language or "auto").lower()
     if name != "auto":
         return _ISO.get(name, name)
@@ -119,7 +125,8 @@ def language_of(request: Request) -> str:
 
 
 def split(text: str, limit_s: float, language: str = "en") -> list[str]:
-    """Split a text into pieces of at most `limit_s` seconds of `expected_s`; joined, they are the text. limit_s: at least 1."""
+    """Split a text into pieces of at most `limit_s` seconds of `expected_s`; joined, they are the text.
+    limit_s: at least 1."""
     assert limit_s >= 1, f"pieces of {limit_s} s"
     levels = (
         lambda text: _kept_whole(text, segment(language, text)),

@@ -1,8 +1,10 @@
-"""Attention over pages. The graph writes keys and values; one opaque operator, with a kernel per device, reads them.
+"""Attention over pages. The graph writes keys and values; one opaque operator, with a kernel per device,
+reads them.
 
-The cache is a view [rows, H, D] of the byte arena. For a page whose first row is r, layer l keeps its keys from row
-r + 2 l n and its values n rows further; n is the number of tokens in a page. The graph writes and the operator
-mutates nothing. So a whole step compiles without graph breaks, and equal blocks share one compiled region.
+The cache is a view [rows, H, D] of the byte arena. For a page whose first row is r, layer l keeps its keys
+from row r + 2 l n and its values n rows further; n is the number of tokens in a page. The graph writes and
+the operator mutates nothing. So a whole step compiles without graph breaks, and equal blocks share one
+compiled region.
 """
 
 from itertools import pairwise
@@ -33,7 +35,8 @@ class Paged:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tensor:
-    """Write k and v to the pages, then attend: q [T, H, D], k and v [T, Hkv, D], causal, grouped queries -> [T, H, D]."""
+    """Write k and v to the pages, then attend: q [T, H, D], k and v [T, Hkv, D], causal, grouped queries ->
+    [T, H, D]."""
     paged.kv.index_copy_(0, paged.kv_write_index, k)
     paged.kv.index_copy_(0, paged.kv_write_index + paged.page_tokens, v)
     return torch.ops.zoo.paged_attention.default(
@@ -44,8 +47,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, paged: Paged, scale: float) -> Tenso
 def attend_rotated(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, paged: Paged, scale: float
 ) -> Tensor:
-    """Rotate queries and keys by cos and sin [T, D] (None: no rotation), then `attend`. On a GPU, a step is one launch, or
-    two if its splits have to be merged."""
+    """Rotate queries and keys by cos and sin [T, D] (None: no rotation), then `attend`. On a GPU, a step is
+    one launch, or two if its splits have to be merged."""
     if q.device.type != "cuda":
         if cos is not None and sin is not None:
             q, k = (rope(x, cos[:, None], sin[:, None]) for x in (q, k))
@@ -76,9 +79,9 @@ def rotary_paged_attention(
     layer: int,
     scale: float,
 ) -> Tensor:
-    """Rotate q [T, H, D] and k [T, Hkv, D] by cos and sin [T, D] if given, write keys and values to rows of kv, and run
-    `paged_attention`. kv_write_index and page_table are those of layer 0; the layer's offset is added on reading. Padding
-    tokens may write rows that no sequence reads."""
+    """Rotate q [T, H, D] and k [T, Hkv, D] by cos and sin [T, D] if given, write keys and values to rows of
+    kv, and run `paged_attention`. kv_write_index and page_table are those of layer 0; the layer's offset is
+    added on reading. Padding tokens may write rows that no sequence reads."""
     if kernels.use_gpu(q):
         given = kv, kv_write_index, page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
         return kernels.on_gpu("triton_attention", "rotary_paged_attention", q, k, v, cos, sin, *given)
@@ -102,8 +105,9 @@ def paged_attention(
     page_tokens: int,
     scale: float,
 ) -> Tensor:
-    """Attend with q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b has kv_lens[b] positions;
-    q[cu_seqlens[b]:cu_seqlens[b+1]] are its last ones. Queries from cu_seqlens[-1] on are padding, whose result is zero."""
+    """Attend with q [T, H, D] over the pages of page_table [B, P] -> [T, H, D]. Sequence b has kv_lens[b]
+    positions; q[cu_seqlens[b]:cu_seqlens[b+1]] are its last ones. Queries from cu_seqlens[-1] on are padding,
+    whose result is zero."""
     if kernels.use_gpu(q):
         rest = kv, page_table, kv_lens, cu_seqlens, page_tokens, scale
         return kernels.on_gpu("triton_attention", "paged_attention", q, *rest)
@@ -122,7 +126,8 @@ def paged_attention(
 
 
 def backend(device: torch.device) -> str:
-    """Return a description of the code that computes attention on a device. Raises ValueError if it is not installed."""
+    """Return a description of the code that computes attention on a device. Raises ValueError if it is not
+    installed."""
     if device.type == "cuda":
         return f"Triton {kernels.of_gpu('triton_attention').triton.__version__}"
     return "kernels.cpp where steps are compiled, else torch" if device.type == "cpu" else "torch"
@@ -144,8 +149,8 @@ def _query_by_query(
     page_tokens: int,
     scale: float,
 ) -> Tensor:
-    """Attend without knowing a length on the host, like a GPU kernel, so that a launch can be recorded. Reads all pages
-    of the page table."""
+    """Attend without knowing a length on the host, like a GPU kernel, so that a launch can be recorded. Reads
+    all pages of the page table."""
     token = torch.arange(len(q), device=q.device)
     owner = torch.searchsorted(cu_seqlens[1:], token, right=True)  # [T]
     is_real, owner = owner < len(kv_lens), owner.clamp(max=len(kv_lens) - 1)

@@ -19,7 +19,8 @@ model with care
 
 
 def byte_symbols() -> dict[int, str]:
-    """Return byte -> the printable symbol that represents it, ordered by token id. Source: GPT-2's byte-level BPE."""
+    """Return byte -> the printable symbol that represents it, ordered by token id. Source: GPT-2's byte-level
+    BPE."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -41,8 +42,8 @@ def learn(
 ) -> tuple[Pair, ...]:
     """Return `num_merges` merges: the chains of `pieces`, then the most frequent pairs of `words`.
 
-    is_last_first: among equally frequent pairs, take the last one by name instead of the first. Source: Sennrich et
-    al. 2016 (arXiv 1508.07909).
+    is_last_first: among equally frequent pairs, take the last one by name instead of the first. Source:
+    Sennrich et al. 2016 (arXiv 1508.07909).
     """
     found = [pair for piece in pieces for pair in chain(piece)]
     counts = Counter(tuple(word) for word in words)

@@ -1,4 +1,5 @@
-"""Conditional flow matching: the times of the solver's steps, and guidance. Time runs from 1 (noise) to 0 (data)."""
+"""Conditional flow matching: the times of the solver's steps, and guidance. Time runs from 1 (noise) to 0
+(data)."""
 
 import math
 
@@ -9,7 +10,8 @@ STILL = 0.04  # the share of a schedule's times with zero velocity
 
 
 def sway_times(steps: int, dtype: torch.dtype) -> Tensor:
-    """Return the times [steps + 1] from 1 to 0, densest near 1. Every operation rounds to dtype, as in the reference.
+    """Return the times [steps + 1] from 1 to 0, densest near 1. Every operation rounds to dtype, as in the
+    reference.
 
     Source: F5-TTS (arXiv 2410.06885), section 3.3, with a coefficient of 1; OpenBMB/VoxCPM,
     modules/locdit/unified_cfm.py.
@@ -19,8 +21,9 @@ def sway_times(steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def euler_steps(times: Tensor) -> tuple[Tensor, Tensor]:
-    """times [n + 1] -> the time and the length of each Euler step, [n] each, in the dtype of times. The rounding is that of
-    a solver that subtracts step after step. The first steps have length 0: the velocity there is taken to be zero.
+    """times [n + 1] -> the time and the length of each Euler step, [n] each, in the dtype of times. The
+    rounding is that of a solver that subtracts step after step. The first steps have length 0: the velocity
+    there is taken to be zero.
 
     Source of the zero steps: CFG-Zero* (arXiv 2503.18886), section 4.2.
     """
@@ -34,10 +37,11 @@ def euler_steps(times: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def guided(velocity: Tensor, null: Tensor, guidance: Tensor) -> Tensor:
-    """Return the guided velocity [B, ...] from those with and without the condition [B, ...] and guidance [B] fp32.
+    """Return the guided velocity [B, ...] from those with and without the condition [B, ...] and guidance [B]
+    fp32.
 
-    The unconditional velocity is first scaled to be as close as possible to the conditional one. Source: CFG-Zero*
-    (arXiv 2503.18886), section 4.1.
+    The unconditional velocity is first scaled to be as close as possible to the conditional one. Source:
+    CFG-Zero* (arXiv 2503.18886), section 4.1.
     """
     flat, flat_null = velocity.flatten(1), null.flatten(1)
     scale = (flat * flat_null).sum(1) / (flat_null.square().sum(1) + 1e-8)
@@ -47,8 +51,8 @@ def guided(velocity: Tensor, null: Tensor, guidance: Tensor) -> Tensor:
 
 
 def sinusoid(t: Tensor, width: int) -> Tensor:
-    """t [...] -> [..., width], sines then cosines of 1000 t at falling frequencies. Computed in the dtype of t; bf16
-    gives very different values.
+    """t [...] -> [..., width], sines then cosines of 1000 t at falling frequencies. Computed in the dtype of
+    t; bf16 gives very different values.
 
     Source: OpenBMB/VoxCPM, modules/locdit/local_dit_v2.py, SinusoidalPosEmb.
     """

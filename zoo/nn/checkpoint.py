@@ -1,8 +1,8 @@
 """Strict loading of published files into a module that was built on `meta`.
 
 A table maps each published name to ours: `{"talker.model.norm.weight": "norm.weight"}`. `"qkv.weight[1]"` is
-the second part of a `Parted` tensor. The table must contain every tensor of the module and every tensor of the
-files: nothing is guessed, nothing is left over.
+the second part of a `Parted` tensor. The table must contain every tensor of the module and every tensor of
+the files: nothing is guessed, nothing is left over.
 """
 
 import re
@@ -83,8 +83,9 @@ def load_file(
 def weight_normed(
     shapes: Mapping[str, Shape], is_weight_normed: Callable[[str], bool] = lambda _: True
 ) -> dict[str, Shape]:
-    """Return name -> shape with each convolution's `weight` replaced by the two tensors of weight norm: `weight_g` (its
-    norm) and `weight_v` (its direction). is_weight_normed: tells from its name whether a convolution is weight-normed."""
+    """Return name -> shape with each convolution's `weight` replaced by the two tensors of weight norm:
+    `weight_g` (its norm) and `weight_v` (its direction). is_weight_normed: tells from its name whether a
+    convolution is weight-normed."""
     split: dict[str, Shape] = {}
     for name, shape in shapes.items():
         if name.endswith(".weight") and len(shape) == 3 and is_weight_normed(name):
@@ -102,11 +103,11 @@ def load_weight_normed(
     beside: frozenset[str] = frozenset(),
     is_weight_normed: Callable[[str], bool] = lambda _: True,
 ) -> None:
-    """Do the same as `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the first.
-    `is_weight_normed` tells which convolutions are.
+    """Do the same as `load`, in fp32, from a file whose convolutions are weight-normed over all axes but the
+    first. `is_weight_normed` tells which convolutions are.
 
-    Reads both notations: weight_g and weight_v, and the parametrizations of newer releases of PyTorch. beside: names in
-    the file that are not weights of the module; the caller reads them.
+    Reads both notations: weight_g and weight_v, and the parametrizations of newer releases of PyTorch.
+    beside: names in the file that are not weights of the module; the caller reads them.
     """
     names = {_older(name): name for name in file.headers if name not in beside}
     found = {older: file.headers[name] for older, name in names.items()}
@@ -209,8 +210,8 @@ def _fill(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite. The minimum and the maximum are NaN if any value is; finding them takes one
-    pass and, unlike `isfinite`, no temporary tensors."""
+    """Return whether all values are finite. The minimum and the maximum are NaN if any value is; finding them
+    takes one pass and, unlike `isfinite`, no temporary tensors."""
     if tensor.numel() == 0:
         return True
     return bool(torch.stack(tensor.aminmax()).isfinite().all())

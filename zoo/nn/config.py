@@ -1,5 +1,5 @@
-"""Read and change a checkpoint's JSON files. Nothing is guessed: every value has a type and a range, and a value that
-is missing or out of range is an error that names it."""
+"""Read and change a checkpoint's JSON files. Nothing is guessed: every value has a type and a range, and a
+value that is missing or out of range is an error that names it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import reprlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Wide ranges for values that most models have. They keep out values that would hang a loop or fill the memory.
+# Wide ranges for values that most models have. They keep out values that would hang a loop or fill the
+# memory.
 LAYERS = (1, 1000)
 MAX_WIDTH = 1 << 16
 WIDTH = (1, MAX_WIDTH)
@@ -28,8 +29,8 @@ _brief.maxstring = 60
 
 @dataclass(frozen=True)
 class ConfigBlock:
-    """An object of a JSON file. Each method reads a value and checks its range. It raises a one-line ValueError that names
-    file, block and key, and says what was found and what is possible."""
+    """An object of a JSON file. Each method reads a value and checks its range. It raises a one-line
+    ValueError that names file, block and key, and says what was found and what is possible."""
 
     values: dict[str, Any]
     name: str = "the root"  # or its path from there: "talker_config.spk_id"

@@ -1,11 +1,12 @@
-"""Causal convolutions that stream. A layer remembers the end of its input, and this state is an argument and a result.
+"""Causal convolutions that stream. A layer remembers the end of its input, and this state is an argument and
+a result.
 
     a stream's state [V] ┌ conv: C x 6 ┬ up: C x 1 ┬ layers.0: 71 x 2D ┬ ...   one row, one place per layer
                          └─────────────┴───────────┴───────────────────┴ ...
 
-Places are assigned by layer name when a decoder is built, so the order in which its layers run does not matter.
-A new stream begins with a state of zeros, which is the zero padding of a causal convolution. Source of the
-idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of state per stream; streaming equals offline).
+Places are assigned by layer name when a decoder is built, so the order in which its layers run does not
+matter. A new stream begins with a state of zeros, which is the zero padding of a causal convolution. Source
+of the idea: kyutai-labs/moshi, moshi/modules/conv.py (one row of state per stream; streaming equals offline).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.nn import functional as F
 
 
 class Stateful(nn.Module):
-    """A layer that keeps the last `state_length` positions of its input, `channels` values each. Positions are dimension
-    `state_dim` of [B, _, _]."""
+    """A layer that keeps the last `state_length` positions of its input, `channels` values each. Positions
+    are dimension `state_dim` of [B, _, _]."""
 
     state_name: str | None = None  # key of its place in the row, set by StateLayout
 
@@ -38,8 +39,8 @@ class Stateful(nn.Module):
 
 
 class StateLayout:
-    """The place of each layer of a decoder in a stream's row, by the layer's name. `size` is the size of a row in
-    values."""
+    """The place of each layer of a decoder in a stream's row, by the layer's name. `size` is the size of a
+    row in values."""
 
     def __init__(self, decoder: nn.Module):
         self.places: dict[str, slice] = {}
@@ -52,11 +53,11 @@ class StateLayout:
 
 
 class CodecState:
-    """The state of a decoder's layers during one forward pass. Each layer reads its past and stores what it needs in the
-    next pass.
+    """The state of a decoder's layers during one forward pass. Each layer reads its past and stores what it
+    needs in the next pass.
 
-    rows [B, V]: the state after the last pass. frames: the frames F of this pass. count [B]: how many of a row's frames
-    are valid, 0 to F; the others are padding, which is never remembered.
+    rows [B, V]: the state after the last pass. frames: the frames F of this pass. count [B]: how many of a
+    row's frames are valid, 0 to F; the others are padding, which is never remembered.
     """
 
     def __init__(self, layout: StateLayout, rows: Tensor, frames: int, count: Tensor):
@@ -64,7 +65,8 @@ class CodecState:
         self.kept: dict[str, Tensor] = {}  # layer -> its state for the next pass [B, values]
 
     def extend(self, layer: Stateful, x: Tensor) -> Tensor:
-        """Return the layer's past followed by x. x has N positions, a multiple of F; the result has state_length + N."""
+        """Return the layer's past followed by x. x has N positions, a multiple of F; the result has
+        state_length + N."""
         if layer.state_length == 0:
             return x
         name, dim, shape = layer.state_name, layer.state_dim, layer.state_shape
@@ -84,8 +86,8 @@ class CodecState:
         return whole
 
     def past(self, layer: Stateful, x: Tensor, before: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the layer's past [B, C, length], and keep the end of before(x), x [B, C, N], for the next pass. `extend`
-        with before(x) keeps the same, but computes all of it."""
+        """Return the layer's past [B, C, length], and keep the end of before(x), x [B, C, N], for the next
+        pass. `extend` with before(x) keeps the same, but computes all of it."""
         channels, length = layer.state_shape
         assert layer.state_name is not None and layer.state_dim == 2 and layer.state_name not in self.kept
         past = self.rows[:, self.layout.places[layer.state_name]].unflatten(1, (channels, length))
@@ -125,8 +127,8 @@ class CausalConv1d(Stateful):
         return F.linear(rearrange(reach, "b c n k -> b n (c k)"), self.weight.flatten(1), self.bias).mT
 
     def _tap_by_tap(self, whole: Tensor, num: int) -> Tensor:
-        """Convolve each channel separately. Compiled, this is one launch limited by memory bandwidth; torch's kernel takes
-        four times as long on an H200."""
+        """Convolve each channel separately. Compiled, this is one launch limited by memory bandwidth; torch's
+        kernel takes four times as long on an H200."""
         y = self.bias[:, None]
         for tap in range(self.weight.shape[2]):
             start = tap * self.dilation
@@ -135,9 +137,9 @@ class CausalConv1d(Stateful):
 
 
 class CausalConvTranspose1d(Stateful):
-    """Upsampling: x [B, C, N] -> [B, Cout, N * stride]. The kernel is one or two strides long, so an output reads its own
-    input and at most the one before. The state is that input rather than the output's tail: it is smaller, and every
-    sample gets the bias once."""
+    """Upsampling: x [B, C, N] -> [B, Cout, N * stride]. The kernel is one or two strides long, so an output
+    reads its own input and at most the one before. The state is that input rather than the output's tail: it
+    is smaller, and every sample gets the bias once."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, stride: int):
         if kernel not in (stride, 2 * stride):
@@ -173,8 +175,8 @@ def is_turned(x: Tensor) -> bool:
 
 
 def reach(layers: Iterable[nn.Module]) -> int:
-    """Return how many frames the convolutions among `layers` look back from the first sample of a frame. layers: in the
-    order in which audio passes through them."""
+    """Return how many frames the convolutions among `layers` look back from the first sample of a frame.
+    layers: in the order in which audio passes through them."""
     rate, frames = 1, 0.0  # positions per frame so far; frames looked back
     for layer in layers:
         if isinstance(layer, CausalConv1d | CausalConvTranspose1d):
@@ -184,7 +186,7 @@ def reach(layers: Iterable[nn.Module]) -> int:
 
 
 def is_short(x: Tensor) -> bool:
-    """Return whether x [B, C, N] has few positions, so that a convolution mostly reads weights. It is then computed as one
-    matrix product, because convolution kernels first rearrange the weights, which takes up to nine times as long (CPU,
-    fp32, C = 1536, N = 4)."""
+    """Return whether x [B, C, N] has few positions, so that a convolution mostly reads weights. It is then
+    computed as one matrix product, because convolution kernels first rearrange the weights, which takes up to
+    nine times as long (CPU, fp32, C = 1536, N = 4)."""
     return 4 * x.shape[2] < x.shape[1]

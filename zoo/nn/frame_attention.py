@@ -1,9 +1,9 @@
-"""Attention among the few tokens of a frame, on a GPU: everything between a block's two matrices in one launch. A small
-stack that runs many times per frame (a code predictor or a solver) would spend most of its time on launches. On a CPU,
-the families' own code does this, and the compiler fuses it with its neighbours.
+"""Attention among the few tokens of a frame, on a GPU: everything between a block's two matrices in one
+launch. A small stack that runs many times per frame (a code predictor or a solver) would spend most of its
+time on launches. On a CPU, the families' own code does this, and the compiler fuses it with its neighbours.
 
-q [B, L, H, dim], k and v [B, L, Hkv, dim] are the outputs of the matrix. Queries and keys are rotated in fp32 by the rows
-of cos and sin [K, dim] at their positions. Everything else is computed in fp32 too.
+q [B, L, H, dim], k and v [B, L, Hkv, dim] are the outputs of the matrix. Queries and keys are rotated in fp32
+by the rows of cos and sin [K, dim] at their positions. Everything else is computed in fp32 too.
 """
 
 import torch
@@ -20,8 +20,8 @@ MAX_TOKENS = 64  # per frame, including earlier ones; a kernel holds them in reg
 def attend_within(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float, first: int = 0
 ) -> Tensor:
-    """Attend from each token to all tokens -> like q. Rotated values are rounded to their dtype. q may have only the tokens
-    from `first` on."""
+    """Attend from each token to all tokens -> like q. Rotated values are rounded to their dtype. q may have
+    only the tokens from `first` on."""
     return torch.ops.zoo.frame_attention.default(q, k, v, cos, sin, scale, first)
 
 
@@ -39,11 +39,13 @@ def attend_and_grow(
     is_paired: bool = False,
     is_rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from token l, at position[0] + l, to itself and the tokens before it in the cache [B, 2, Hkv, K, dim] fp32
-    -> [B, L, H, dim], and the cache with the new keys and values. Later positions of the cache are undefined.
+    """Attend from token l, at position[0] + l, to itself and the tokens before it in the cache [B, 2, Hkv, K,
+    dim] fp32 -> [B, L, H, dim], and the cache with the new keys and values. Later positions of the cache are
+    undefined.
 
-    norms: the weights [dim] of the `RMSNorm`s of queries and keys, which are applied first, and their eps. is_paired:
-    value 2i rotates with 2i + 1, and the table has each angle twice; otherwise value i rotates with i + dim/2.
+    norms: the weights [dim] of the `RMSNorm`s of queries and keys, which are applied first, and their eps.
+    is_paired: value 2i rotates with 2i + 1, and the table has each angle twice; otherwise value i rotates
+    with i + dim/2.
     is_rounded: rotated values are rounded to their dtype.
     """
     how = position, cache, *norms, is_paired, is_rounded

@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def read_json(path: Path) -> dict:
-    """Return the object in a JSON file. Raises ValueError with the path if it is absent or is not a JSON object."""
+    """Return the object in a JSON file. Raises ValueError with the path if it is absent or is not a JSON
+    object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-// What a step does by row on a CPU, in plain C++: kernels.py builds it and declares the functions at the end of the file.
+// The row-wise operators of a step on a CPU, in plain C++. kernels.py builds this file and declares the functions at its end.
 // A row's result does not depend on the other rows, nor on the number of threads.
 
-#pragma GCC optimize("tree-loop-vectorize")  // inductor's flags forbid it, as what it generates is vectors already
+#pragma GCC optimize("tree-loop-vectorize")  // inductor's flags disable it, because the code that it generates is already vectorized
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int64_t SMALL = 1 << 15;  // products for which a second thread is not woken
+constexpr int64_t SMALL = 1 << 15;  // number of products up to which one thread is faster than two
 
 struct bfloat16 {
     uint16_t bits;
@@ -37,8 +37,8 @@ inline void narrow(float x, bfloat16& y) {
     y.bits = x == x ? uint16_t((u.bits + 0x7FFF + ((u.bits >> 16) & 1)) >> 16) : 0x7FC0;  // to nearest, ties to even
 }
 
-// One query for each of B sequences. q and out [B, Hkv * G, D]; kv [rows, Hkv, D]; pages [B, P]: the row of each page's first key, its values
-// `page` rows further; lengths [B]. A thread reads whole rows, or as many heads of them as there are more threads than sequences.
+// Attention with one query per sequence, for B sequences. q and out [B, Hkv * G, D]; kv [rows, Hkv, D]; pages [B, P]: the row of each page's first
+// key, with its values `page` rows further; lengths [B]. A thread reads whole rows, or a part of the heads if there are more threads than sequences.
 template <typename T>
 void attend(const T* q, const T* kv, const int64_t* pages, const int64_t* lengths, T* out, int64_t B, int64_t Hkv, int64_t G, int64_t D,
             int64_t P, int64_t page, float scale, int threads) {
@@ -94,18 +94,18 @@ void attend(const T* q, const T* kv, const int64_t* pages, const int64_t* length
     }
 }
 
-// The least of a row's entries that stays: see sampling.keep_likely. `kept` is room to work in.
+// Return the least entry of a row that is kept: see sampling.keep_likely. `kept` is scratch space.
 float least_likely(const float* logits, int64_t V, int64_t top_k, float top_p, std::vector<float>& kept) {
     constexpr float never = -std::numeric_limits<float>::infinity();
     const bool all = top_k <= 0 || top_k >= V;
     if (all && top_p >= 1) return never;
     kept.resize(V);
-    for (int64_t i = 0; i < V; i++) kept[i] = logits[i] == logits[i] ? logits[i] : never;  // no order has a place for NaN
+    for (int64_t i = 0; i < V; i++) kept[i] = logits[i] == logits[i] ? logits[i] : never;  // NaN cannot be ordered
     float least = never;
     if (!all) {
         std::nth_element(kept.begin(), kept.begin() + top_k - 1, kept.end(), std::greater<float>());
         least = kept[top_k - 1];
-        kept.erase(std::remove_if(kept.begin() + top_k, kept.end(), [=](float x) { return x < least; }), kept.end());  // equals stay
+        kept.erase(std::remove_if(kept.begin() + top_k, kept.end(), [=](float x) { return x < least; }), kept.end());  // ties are kept
     }
     if (top_p < 1) {
         std::make_heap(kept.begin(), kept.end());
@@ -121,7 +121,7 @@ float least_likely(const float* logits, int64_t V, int64_t top_k, float top_p, s
     return least;
 }
 
-// e^x for x from -87 to 0, and 0 below: a power of two, and the series for what is left, at most log(2) / 2.
+// e^x for x from -87 to 0, and 0 below: a power of two, times a series for the remainder, at most log(2) / 2.
 inline float exponential(float x) {
     constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer
     const float k = (std::max(x, -87.0f) * 1.44269504f + rounder) - rounder;
@@ -131,7 +131,7 @@ inline float exponential(float x) {
     return x < -87.0f ? 0.0f : series * power.value;
 }
 
-// How many of a row's entries stay, and the least of them: see fish_s2/sampling.keep_likely. `kept` is room to work in.
+// Return how many entries of a row are kept, and set `edge` to the least of them: see fish_s2/sampling.keep_likely. `kept` is scratch space.
 int64_t count_likely(const float* logits, int64_t V, int64_t top_k, float top_p, std::vector<float>& kept, float& edge) {
     constexpr float never = -std::numeric_limits<float>::infinity();
     const int64_t limit = top_k <= 0 || top_k >= V ? V : top_k;
@@ -142,7 +142,7 @@ int64_t count_likely(const float* logits, int64_t V, int64_t top_k, float top_p,
     float most = never, total = 0, held = 0;
 #pragma omp simd reduction(max : most)
     for (int64_t i = 0; i < V; i++) {
-        entries[i] = logits[i] == logits[i] ? logits[i] : never;  // no order has a place for NaN
+        entries[i] = logits[i] == logits[i] ? logits[i] : never;  // NaN cannot be ordered
         most = std::max(most, entries[i]);
     }
 #pragma omp simd reduction(+ : total)
@@ -162,7 +162,7 @@ int64_t count_likely(const float* logits, int64_t V, int64_t top_k, float top_p,
     return count;
 }
 
-// A row's entries but for the likeliest are taken out: see cosyvoice2/sampling.nucleus. `kept` is room to work in.
+// Remove all but the likeliest entries of a row: see cosyvoice2/sampling.nucleus. `kept` is scratch space.
 void keep_nucleus(const float* logits, int64_t V, int64_t top_k, float top_p, float* out, std::vector<std::pair<float, int>>& kept) {
     constexpr float never = -std::numeric_limits<float>::infinity();
     const int64_t limit = top_k <= 0 || top_k >= V ? V : top_k;
@@ -172,7 +172,7 @@ void keep_nucleus(const float* logits, int64_t V, int64_t top_k, float top_p, fl
     }
     kept.resize(V);
     float most = never, total = 0, before = 0;
-    for (int64_t i = 0; i < V; i++) kept[i] = {logits[i] == logits[i] ? logits[i] : never, -int(i)};  // of equals the first one is the greater
+    for (int64_t i = 0; i < V; i++) kept[i] = {logits[i] == logits[i] ? logits[i] : never, -int(i)};  // among ties, the first one ranks higher
 #pragma omp simd reduction(max : most)
     for (int64_t i = 0; i < V; i++) most = std::max(most, logits[i]);
 #pragma omp simd reduction(+ : total)
@@ -206,7 +206,7 @@ inline uint32_t noise_key(int64_t seed, int64_t step, int64_t stream) {
 
 inline float uniform_of(uint32_t key, uint32_t i) { return (float(int32_t(mix(key ^ i * 0x9E3779B1u) >> 9)) + 0.5f) * 0x1p-23f; }
 
-// log x of a normal x > 0: of the power of two, and a series for the rest, between sqrt(1 / 2) and sqrt(2). Source: Cephes, logf.
+// log x of a normal x > 0: the log of its power of two, plus a series for the rest, between sqrt(1 / 2) and sqrt(2). Source: Cephes, logf.
 inline float logarithm(float x) {
     union { float value; int32_t bits; } u = {x};
     const int32_t power = (u.bits - 0x3F3504F3) >> 23;
@@ -224,7 +224,7 @@ inline float logarithm(float x) {
     return f + (series * f * square + k * -2.12194440e-4f - 0.5f * square) + k * 0.693359375f;
 }
 
-// The root of x >= 0, by Newton from a guess at its exponent: the library's may set errno, and so it is in no loop of vectors.
+// The square root of x >= 0, by Newton's method from an estimate of its exponent. The library's sqrt may set errno, which prevents vectorization.
 inline float root(float x) {
     union { float value; int32_t bits; } u = {x};
     u.bits = 0x5F3759DF - (u.bits >> 1);
@@ -264,7 +264,7 @@ void attend_bfloat16(const bfloat16* q, const bfloat16* kv, const int64_t* pages
     attend(q, kv, pages, lengths, out, B, Hkv, G, D, P, page, scale, threads);
 }
 
-// seed and step [B] -> out [B, streams, width], the same for a seed, a step and a stream wherever they stand.
+// seed and step [B] -> out [B, streams, width], which depends on seed, step and stream only, not on the row.
 void uniform(const int64_t* seed, const int64_t* step, float* out, int64_t B, int64_t first, int64_t streams, int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (B * streams * width > SMALL)
     for (int64_t row = 0; row < B * streams; row++) {
@@ -275,7 +275,7 @@ void uniform(const int64_t* seed, const int64_t* step, float* out, int64_t B, in
     }
 }
 
-// As above, of the first stream.
+// The same as normal noise, for the first stream.
 void normal(const int64_t* seed, const int64_t* step, float* out, int64_t B, int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (B * width > SMALL)
     for (int64_t row = 0; row < B; row++) {
@@ -313,7 +313,7 @@ void keep_likely_before_temperature(const float* logits, const int64_t* top_k, c
                 stays[i] = row[i] >= edge ? row[i] : never;
                 surplus += row[i] >= edge;
             }
-            for (int64_t i = V - 1; surplus > 0; i--) {  // of those at the edge the first ones stay
+            for (int64_t i = V - 1; surplus > 0; i--) {  // among ties at the edge, the first ones are kept
                 if (row[i] == edge) stays[i] = never, surplus--;
             }
         }

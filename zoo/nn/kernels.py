@@ -1,10 +1,10 @@
-"""The CPU kernels, kernels.cpp and kernels_render.cpp, and access to the GPU kernels, such as triton_attention.py. CPU
-kernels are built and cached like the code that inductor generates.
+"""The CPU kernels, kernels.cpp and kernels_render.cpp, and access to the GPU kernels, such as
+triton_attention.py. CPU kernels are built and cached like the code that inductor generates.
 
-Torch's general operators spend most of a small step on overhead: they gather pages before attention reads them, sort a
-vocabulary for its fifty likeliest entries, and pass five times over a codec's activations. These kernels avoid that
-(benchmarks/LOG.md). Until `build`, and on devices without kernels, the operators in attention.py, sampling.py and snake.py
-run as written in torch. The kernels are tested against that version.
+Torch's general operators spend most of a small step on overhead: they gather pages before attention reads
+them, sort a vocabulary for its fifty likeliest entries, and pass five times over a codec's activations. These
+kernels avoid that (benchmarks/LOG.md). Until `build`, and on devices without kernels, the operators in
+attention.py, sampling.py and snake.py run as written in torch. The kernels are tested against that version.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def source() -> str:
 
 
 def build() -> None:
-    """Build the kernels; from then on the CPU operators of this process use them. Takes seconds the first time. Raises
-    ValueError without a C++ compiler."""
+    """Build the kernels; from then on the CPU operators of this process use them. Takes seconds the first
+    time. Raises ValueError without a C++ compiler."""
     global _library
     # imported here because it takes two seconds, which only a server needs to spend
     from torch._inductor.codecache import CppCodeCache
@@ -74,7 +74,8 @@ def build() -> None:
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Run operators as written in torch, within this context and on this thread. All kernels are tested against that."""
+    """Run operators as written in torch, within this context and on this thread. All kernels are tested
+    against that."""
     token = _plain.set(True)
     try:
         yield
@@ -98,15 +99,15 @@ def of_gpu(name: str) -> ModuleType:
 
 
 def on_gpu(module: str, function: str, *arguments: Any) -> Any:
-    """Call a function of GPU kernels on the device of its first argument. Triton launches on the current device, which may
-    be another one."""
+    """Call a function of GPU kernels on the device of its first argument. Triton launches on the current
+    device, which may be another one."""
     with torch.cuda.device_of(arguments[0]):
         return getattr(of_gpu(module), function)(*arguments)
 
 
 def has(tensor: Tensor) -> bool:
-    """Return whether to use CPU kernels for data on the tensor's device. False under torch.compile, which cannot trace
-    them; compiled code reaches them through operators only."""
+    """Return whether to use CPU kernels for data on the tensor's device. False under torch.compile, which
+    cannot trace them; compiled code reaches them through operators only."""
     if torch.compiler.is_compiling():
         return False
     return _library is not None and not _plain.get() and tensor.device.type == "cpu"
@@ -118,8 +119,8 @@ def know(*tensors: Tensor) -> bool:
 
 
 def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: int, scale: float) -> Tensor:
-    """`attention.paged_attention` with one query per sequence: q [B, H, D], kv [rows, Hkv, D], rows [B, P], lengths [B] ->
-    [B, H, D]."""
+    """`attention.paged_attention` with one query per sequence: q [B, H, D], kv [rows, Hkv, D], rows [B, P],
+    lengths [B] -> [B, H, D]."""
     assert _library is not None and kv.is_contiguous() and q.dtype == kv.dtype, (
         f"{q.dtype} over {kv.dtype}, {kv.stride()}"
     )
@@ -134,9 +135,9 @@ def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: in
 def attend_stretch(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, index: Tensor, mask: Tensor, heads: int
 ) -> Tensor:
-    """Attention of `cosyvoice2.estimator` -> [B * L, Q, H * D]. Queries q [B * L, Q, H * D] see the first positions of cache
-    [S, P, L, 2 * H * D] and the new keys and values k, v (shaped like q) where mask [B, Q, held + Q] is true. The new ones
-    are then written to the cache at slots [B] and index [B, Q]."""
+    """Attention of `cosyvoice2.estimator` -> [B * L, Q, H * D]. Queries q [B * L, Q, H * D] see the first
+    positions of cache [S, P, L, 2 * H * D] and the new keys and values k, v (shaped like q) where mask [B, Q,
+    held + Q] is true. The new ones are then written to the cache at slots [B] and index [B, Q]."""
     assert _library is not None and cache.is_contiguous() and mask.dtype == torch.bool
     slots, index, mask = (tensor.contiguous() for tensor in (slots, index, mask))
     stride = q.stride(1)  # q, k and v may be slices of one product
@@ -237,10 +238,12 @@ COLUMNS = 64  # per block of weights, as in kernels_render.cpp
 
 
 def nine_filters(weight: Tensor) -> Tensor:
-    """Return a convolution's weight [D, C, taps] as `convolve_snake` reads it, [blocks, taps of all nine, C, COLUMNS].
+    """Return a convolution's weight [D, C, taps] as `convolve_snake` reads it, [blocks, taps of all nine, C,
+    COLUMNS].
 
-    The taps are divided into even ones, odd ones, and the sums of both; each of the three is divided the same way again.
-    Outputs are padded with zeros to a multiple of COLUMNS."""
+    The taps are divided into even ones, odd ones, and the sums of both; each of the three is divided the same
+    way again. Outputs are padded with zeros to a multiple of COLUMNS.
+    """
 
     def thirds(taps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         even, odd = taps[0::2], taps[1::2]
@@ -252,8 +255,8 @@ def nine_filters(weight: Tensor) -> Tensor:
 
 
 def columns(weight: Tensor) -> Tensor:
-    """Return a matrix [D, C] as `convolve_snake` reads it, [blocks, C, COLUMNS], padded with zeros to a multiple of COLUMNS
-    outputs."""
+    """Return a matrix [D, C] as `convolve_snake` reads it, [blocks, C, COLUMNS], padded with zeros to a
+    multiple of COLUMNS outputs."""
     return (
         F.pad(weight.T, (0, -len(weight) % COLUMNS)).unflatten(1, (-1, COLUMNS)).permute(1, 0, 2).contiguous()
     )
@@ -261,7 +264,8 @@ def columns(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A snake, then a convolution that is 1 wide: `columns` of its weight [D, D]; the others have D values each."""
+    """A snake, then a convolution that is 1 wide: `columns` of its weight [D, D]; the others have D values
+    each."""
 
     columns: Tensor
     bias: Tensor
@@ -281,7 +285,8 @@ def convolve_snake(
     past: Tensor | None = None,
     then: Pointwise | None = None,
 ) -> Tensor:
-    """Convolve snake(x), x [B, C, N] -> [B, D, M]. Everything is float32; channels are contiguous in x and in the result.
+    """Convolve snake(x), x [B, C, N] -> [B, D, M]. Everything is float32; channels are contiguous in x and in
+    the result.
 
     wave: frequency and gain of the snake, C values each. filters: `nine_filters` of the weight. bias [D].
     mask [B, P + N] bool: where snake(x) is replaced by zero. residual [B, D, M]: added last.
@@ -320,8 +325,8 @@ def depthwise_unit(
     past: Tensor,
     then: Pointwise,
 ) -> Tensor:
-    """Return x + then(depthwise convolution of snake(x)), x [B, C, N], in the layout of `convolve_snake`. taps [kernel, C];
-    past [B, C, (kernel - 1) * dilation] stands before snake(x)."""
+    """Return x + then(depthwise convolution of snake(x)), x [B, C, N], in the layout of `convolve_snake`.
+    taps [kernel, C]; past [B, C, (kernel - 1) * dilation] stands before snake(x)."""
     assert _library is not None and x.dtype == past.dtype == taps.dtype == bias.dtype == torch.float32
     batch, channels, num = x.shape
     assert taps.is_contiguous() and taps.shape[1] == channels == wave[0].numel() == then.columns.shape[1]

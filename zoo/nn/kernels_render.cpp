@@ -1,9 +1,9 @@
-// What a render does by row on a CPU: it follows kernels.cpp, in one source.
+// The row-wise operators of a render on a CPU. It is compiled after kernels.cpp, as one source.
 
 namespace {
 
-// Products in registers: ROWS rows of the left matrix by WIDTH columns of the right one. A matrix is made of units of 32 bits: a float, or where the
-// CPU multiplies pairs of bfloat16, two of those that follow each other along what is summed.
+// Products in registers: ROWS rows of the left matrix by WIDTH columns of the right one. A matrix consists of units of 32 bits: a float, or, if the
+// CPU multiplies pairs of bfloat16, two neighbours along the summed axis.
 #if defined(__AVX512F__)
 using Vector = __m512;
 constexpr int ROWS = 6, VECTORS = 4;
@@ -31,7 +31,7 @@ inline void store(float* to, Vector x) { *reinterpret_cast<Loose*>(to) = Loose(x
 struct Floats {
     static constexpr int PER_UNIT = 1;
     static Vector add(Vector sum, Vector a, Vector b) { return multiply_add(sum, a, b); }
-    static void put(float* to, int64_t i, Vector x) { store(to + i, x); }  // numbers i .. i + LANES of a row
+    static void put(float* to, int64_t i, Vector x) { store(to + i, x); }  // values i .. i + LANES of a row
 };
 
 #if defined(__AVX512BF16__)
@@ -47,7 +47,7 @@ template <typename T>
 using Units = Floats;
 #endif
 
-// n numbers side by side as units, with zeros behind them.
+// Load n consecutive numbers as units, padded with zeros.
 template <typename U, typename T>
 inline void to_units(const T* row, int64_t n, float* units) {
     if constexpr (U::PER_UNIT == 1) {
@@ -59,7 +59,7 @@ inline void to_units(const T* row, int64_t n, float* units) {
     }
 }
 
-// n numbers of two rows, one above the other, as units; of the first row alone where a unit is one number.
+// Load n numbers of two rows as units that each hold a column's pair; only of the first row if a unit is one number.
 template <typename U, typename T>
 inline void to_units(const T* first, const T* second, int64_t n, float* units) {
     if constexpr (U::PER_UNIT == 1) return to_units<U>(first, n, units);
@@ -70,13 +70,13 @@ inline void to_units(const T* first, const T* second, int64_t n, float* units) {
     }
 }
 
-// Into the cache with what lies far from what was read before it.
+// Prefetch memory that is far from what was read before.
 inline void fetch(const void* from, int64_t bytes) {
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(from) + byte);
 }
 
 #if defined(__AVX512F__)
-// 16 rows of 16 units -> 16 columns, `stride` apart.
+// Transpose 16 rows of 16 units to 16 columns, `stride` apart.
 inline void transpose(const float* const rows[16], float* to, int64_t stride) {
     __m512 a[16], b[16];
 #pragma GCC unroll 16
@@ -84,7 +84,7 @@ inline void transpose(const float* const rows[16], float* to, int64_t stride) {
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
 #pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4)  // of each quarter of the four rows a column
+    for (int i = 0; i < 16; i += 4)  // a column of each quarter of the four rows
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             const __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
@@ -102,14 +102,15 @@ inline void transpose(const float* const rows[16], float* to, int64_t stride) {
 }
 #endif
 
-// Rows 0 .. n of `width` numbers, row(i), as units -> blocks of WIDTH columns; behind the last one, up to a multiple of 16, is anything. `room` holds a row.
+// Rows 0 .. n of `width` numbers, row(i), as units -> blocks of WIDTH columns. Columns after the last one, up to a multiple of 16, are undefined.
+// `room` is scratch space for a row.
 template <typename U, typename T, typename Row>
 inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns, float* room) {
     const int64_t units = (width + U::PER_UNIT - 1) / U::PER_UNIT;
     const auto at = [&](int64_t i) { return columns + i / WIDTH * units * WIDTH + i % WIDTH; };
     int64_t i = 0;
 #if defined(__AVX512F__)
-    if (sizeof(T) * U::PER_UNIT == sizeof(float) && width % (16 * U::PER_UNIT) == 0) {  // units as they lie in memory
+    if (sizeof(T) * U::PER_UNIT == sizeof(float) && width % (16 * U::PER_UNIT) == 0) {  // units can be read directly from memory
         for (; i < n; i += 16) {
             const float* rows[16];
             for (int r = 0; r < 16; r++) {
@@ -130,7 +131,8 @@ inline void to_columns(const Row& row, int64_t n, int64_t width, float* columns,
     }
 }
 
-// a, ROWS rows of `stride_a` units; b, n rows of `stride_b` -> ROWS rows of V vectors in c, `stride_c` apart. Unrolled, or GCC keeps the sums in memory.
+// Multiply a (ROWS rows of `stride_a` units) by b (n rows of `stride_b` units) -> c (ROWS rows of V vectors, `stride_c` apart). Unrolled, because
+// otherwise GCC keeps the sums in memory.
 template <typename U, int V = VECTORS>
 inline void product(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t n, float* c, int64_t stride_c) {
     Vector sum[ROWS][V];
@@ -155,7 +157,7 @@ inline void product(const float* a, int64_t stride_a, const float* b, int64_t st
         for (int j = 0; j < V; j++) store(c + r * stride_c + j * LANES, sum[r][j]);
 }
 
-// Of a NaN and a number, the second one.
+// The larger of two values; b if one is NaN.
 inline Vector larger(Vector a, Vector b) {
 #if defined(__AVX512F__)
     return _mm512_max_ps(a, b);
@@ -164,10 +166,10 @@ inline Vector larger(Vector a, Vector b) {
 #endif
 }
 
-// 2^x, and 0 for x below -126 or so.
+// 2^x, and 0 for x below about -126.
 inline Vector powers_of_two(Vector x) {
 #if defined(__AVX512F__)
-    x = larger(spread(-200), x);  // of -inf there is nothing left to subtract
+    x = larger(spread(-200), x);  // -inf would give NaN in x - k
     const Vector k = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     const Vector rounder = spread(12582912.0f), least = spread(-126.0f);
@@ -175,7 +177,7 @@ inline Vector powers_of_two(Vector x) {
     x = is_small ? least : x;
     const Vector k = (x + rounder) - rounder;
 #endif
-    const Vector r = x - k;  // at most a half, and e^(r log 2) as a series
+    const Vector r = x - k;  // at most 1/2; a series gives e^(r log 2)
     Vector series = spread(1.5403530e-4f);
     series = multiply_add(spread(1.3333558e-3f), series, r);
     series = multiply_add(spread(9.6181291e-3f), series, r);
@@ -191,7 +193,7 @@ inline Vector powers_of_two(Vector x) {
 #endif
 }
 
-// x [LANES], but what is below where the first n bytes of `sees` are 0, and from n on.
+// Return x [LANES], replaced by `below` where `sees` is 0, and from n on.
 inline Vector where_seen(const bool* sees, int64_t n, Vector x, Vector below) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     const __mmask16 first = n < LANES ? (1u << n) - 1 : 0xFFFF;
@@ -205,7 +207,7 @@ inline Vector where_seen(const bool* sees, int64_t n, Vector x, Vector below) {
 #endif
 }
 
-// Scores x [n], -inf where one does not count, n a multiple of LANES -> their shares, not yet divided by the sum that is returned.
+// Replace scores x [n], n a multiple of LANES, by softmax weights before the division by their sum, which is returned. Masked scores are -inf.
 template <typename U>
 inline float shares_of(const float* x, int64_t n, Vector most, float scale, float* shares) {
     float lanes[LANES], peak = -std::numeric_limits<float>::infinity(), total = 0;
@@ -225,7 +227,7 @@ inline float shares_of(const float* x, int64_t n, Vector most, float scale, floa
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// The end of what a row of a mask sees, at least `first`.
+// Return the end of the positions that a row of a mask sees, at least `first`.
 inline int64_t seen_until(const bool* sees, int64_t first, int64_t end) {
     for (uint64_t eight = 0; end - first >= 8; end -= 8) {
         __builtin_memcpy(&eight, sees + end - 8, 8);
@@ -235,8 +237,9 @@ inline int64_t seen_until(const bool* sees, int64_t first, int64_t end) {
     return end;
 }
 
-// Q queries for each of B * L lanes, over the first `held` positions of their slots in the cache and their own, which then take their places there.
-// q, k and v [B * L, Q, H * D], their rows `stride` apart; out as they, without gaps; cache [slots, positions, L, 2 * H * D], keys and values; slots [B]; index [B, Q]; mask [B, Q, held + Q].
+// Attend with Q queries for each of B * L lanes, over the first `held` positions of their slots in the cache and over the new keys, which are then
+// written to the cache. q, k and v [B * L, Q, H * D], with rows `stride` apart; out has the same shape and is contiguous; cache [slots, positions, L,
+// 2 * H * D], keys and values; slots [B]; index [B, Q], the places of the new keys; mask [B, Q, held + Q].
 template <typename T>
 void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t* slots, const int64_t* index, const bool* mask, T* out, int64_t B,
                     int64_t L, int64_t Q, int64_t held, int64_t positions, int64_t H, int64_t D, int64_t stride, float scale, int threads) {
@@ -244,7 +247,7 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
     const Vector never = spread(-std::numeric_limits<float>::infinity());
     const int64_t K = held + Q, wide_k = rounded_up(K, WIDTH), wide_d = rounded_up(D, WIDTH), units_d = (D + U::PER_UNIT - 1) / U::PER_UNIT;
     const int64_t groups = (Q + ROWS - 1) / ROWS;
-    std::vector<int64_t> ends(B * groups);  // of the keys that any of a group's rows sees
+    std::vector<int64_t> ends(B * groups);  // the end of the keys that any row of a group sees
     for (int64_t i = 0; i < B * groups; i++)
         for (int64_t r = i % groups * ROWS; r < std::min(Q, (i % groups + 1) * ROWS); r++) ends[i] = seen_until(mask + (i / groups * Q + r) * K, ends[i], K);
 #pragma omp parallel num_threads(threads)
@@ -259,7 +262,7 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
             const auto key = [&](int64_t i) { return i < held ? kept(i) : own(k, i - held); };
             const auto value = [&](int64_t i) { return i < held ? kept(i) + H * D : own(v, i - held); };
             to_columns<U, T>(key, K, D, keys.data(), row.data());
-            for (int64_t i = 0; i < K; i += U::PER_UNIT) {  // the second of an odd last one meets a share of 0
+            for (int64_t i = 0; i < K; i += U::PER_UNIT) {  // if K is odd, the second value of the last pair has weight 0
                 for (int64_t ahead = 16; ahead < 16 + U::PER_UNIT; ahead++) fetch(value(std::min(i + ahead, K - 1)), D * sizeof(T));
                 to_units<U>(value(i), value(std::min(i + U::PER_UNIT, K) - 1), D, &values[i / U::PER_UNIT * wide_d]);
             }
@@ -290,7 +293,7 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
                     for (int64_t d = 0; d < D; d++) narrow(sum[r * wide_d + d] / total[r], to[d]);
                 }
             }
-            for (int64_t i = 0; i < Q; i++) {  // no other item reads or writes this part of a row
+            for (int64_t i = 0; i < Q; i++) {  // no other work item reads or writes this part of a row
                 T* to = kept(index[b * Q + i]);
                 std::copy(own(k, i), own(k, i) + D, to);
                 std::copy(own(v, i), own(v, i) + D, to + H * D);
@@ -299,12 +302,12 @@ void attend_stretch(const T* q, const T* k, const T* v, T* cache, const int64_t*
     }
 }
 
-// sin^2(y). Of pi in three parts a multiple k is taken away without loss, and for what is left, at most pi / 2, the series is enough.
+// sin^2(y). Subtracting k * pi in three parts loses no precision; the series is accurate for the remainder, at most pi / 2.
 inline float sine_squared(float y) {
     constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer
     const float k = (y * 0.318309886f + rounder) - rounder;
     float r = ((y - k * 3.140625f) - k * 9.67502593994140625e-4f) - k * 1.509957990978376432e-7f;
-    r = std::min(std::max(r, -1.6f), 1.6f);  // y of more than a million has no phase left
+    r = std::min(std::max(r, -1.6f), 1.6f);  // beyond a million, y has too few bits for a phase
     const float s = r * r;
     const float sine = r + r * s * (-1 / 6.0f + s * (1 / 120.0f + s * (-1 / 5040.0f + s * (1 / 362880.0f - s / 39916800.0f))));
     return sine * sine;
@@ -316,14 +319,14 @@ inline void snake_row(const float* x, const float* frequency, const float* gain,
     for (int64_t i = 0; i < n; i++) out[i] = x[i] + gain[i] * sine_squared(frequency[i] * x[i]);
 }
 
-// A fast FIR filter (Mou and Duhamel 1991), nested once: four phases of a signal, and nine short filters of their sums, where four phases of four would be
-// sixteen. With U the even rows and V the odd ones, P = even taps * V, Q = odd taps * U, C = (even + odd taps) * (U + V):
+// A fast FIR filter (Mou and Duhamel 1991), nested once: nine short filters of sums of a signal's four phases, instead of sixteen filters.
+// With U the even rows and V the odd ones, P = even taps * V, Q = odd taps * U, C = (even + odd taps) * (U + V):
 //     y[2q] = C[q] - P[q] - Q[q]      y[2q + 1] = P[q] + Q[q + 1]
-// and so for P, Q and C themselves. Which phases' sum each of the nine reads, as indices of: x0 x1 x2 x3 x0+x1 x2+x3 x0+x2 x1+x3 x0+x1+x2+x3
-constexpr int NINE = 9, READS[NINE] = {3, 1, 7, 2, 0, 6, 5, 4, 8};  // of P, Q and C each the even, the odd and the sum
-constexpr int COLUMNS = 64;  // of a block of the weights
+// P, Q and C are computed the same way. READS: the input of each of the nine, as an index into: x0 x1 x2 x3 x0+x1 x2+x3 x0+x2 x1+x3 x0+x1+x2+x3
+constexpr int NINE = 9, READS[NINE] = {3, 1, 7, 2, 0, 6, 5, 4, 8};  // even, odd and sum of P, then of Q, then of C
+constexpr int COLUMNS = 64;  // per block of the weights
 
-// `num` rows of n numbers, a, by the first `columns` of a block of weights, b [n, COLUMNS] -> c [num up to a multiple of ROWS, COLUMNS].
+// Multiply a (`num` rows of n numbers) by the first `columns` of a block of weights b [n, COLUMNS] -> c [num up to a multiple of ROWS, COLUMNS].
 inline void product_of_rows(const float* a, int64_t num, int64_t stride, const float* b, int64_t n, float* c, int64_t columns) {
     for (int64_t row = 0; row < num; row += ROWS)
         for (int64_t j = 0; j < columns; j += WIDTH)
@@ -331,15 +334,15 @@ inline void product_of_rows(const float* a, int64_t num, int64_t stride, const f
             else product<Floats, VECTORS / 2>(a + row * stride, stride, b + j, COLUMNS, n, c + row * COLUMNS + j, COLUMNS);
 }
 
-// What follows a convolution in a residual unit, row by row: a snake and a product. w [D / COLUMNS, D, COLUMNS], filled up with zeros.
+// The part of a residual unit after its first convolution, row by row: a snake and a product. w [D / COLUMNS, D, COLUMNS], padded with zeros.
 struct Pointwise {
     const float *w, *bias, *frequency, *gain;
 };
 
-// A convolution of a snake of a signal's rows, zeros where the mask says no; then what is pointwise and the residual, where there are any. Before the
-// snake of x there is its past, as it is.
-// past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; w [D / COLUMNS, the nine filters' taps, C, COLUMNS], filled up with zeros; mask [B, as the signal];
-// residual and out [B, M, D]; the streams of past, x, mask and residual lie a step apart.
+// Convolve the snake of x's rows, which is zero where the mask is false; then apply `then` and add the residual, if given. `past` stands before the
+// snake of x, unchanged.
+// past [B, P, C]; x [B, M + (taps - 1) * dilation - P, C]; w [D / COLUMNS, the nine filters' taps, C, COLUMNS], padded with zeros; mask [B, length of
+// past and x]; residual and out [B, M, D]. The steps of past, x, mask and residual are their strides between streams.
 void convolve_snake(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain, const bool* mask,
                     Pointwise then, const float* residual, float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps,
                     int64_t dilation, int64_t past_step, int64_t x_step, int64_t mask_step, int64_t residual_step, int threads) {
@@ -348,7 +351,7 @@ void convolve_snake(const float* past, const float* x, const float* w, const flo
     const int64_t lengths[NINE] = {phase(0), phase(2), phase(0), phase(1), phase(3), phase(1), phase(0), phase(2), phase(0)};
     int64_t num_taps = 0;
     for (int64_t length : lengths) num_taps += length;
-    // Rows of a tile, in quarters: what it reads stays in a core's cache, and weights are read once for as many as that. All threads have something to do.
+    // Rows of a tile, in quarters: its input stays in a core's cache, weights are read once per tile, and all threads have work.
     const int64_t limit = 4 * (std::max<int64_t>((1 << 12) / C, 6 * ROWS) - 1), longest = (M + dilation - 1) / dilation, signals_of_x = B * dilation;
     const int64_t wanted = std::min((2 * threads + signals_of_x - 1) / signals_of_x, longest / (4 * ROWS));
     const int64_t tiles = std::max((longest + limit - 1) / limit, wanted);
@@ -360,11 +363,11 @@ void convolve_snake(const float* past, const float* x, const float* w, const flo
         float* between = rows_between.data();
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < B * dilation * tiles; item++) {
-            // rows first, first + dilation, ... of a stream: a signal without dilation
+            // rows first, first + dilation, ... of a stream are a signal without dilation
             const int64_t b = item / (dilation * tiles), first = item / tiles % dilation + item % tiles * each * dilation;
             const int64_t rows = std::min(each, (M - first + dilation - 1) / dilation), num = rounded_up((rows + 3) / 4 + 1, ROWS);
             if (rows <= 0) continue;
-            const int64_t quarters = num + phase(0) - 1, read = 4 * ((rows + 3) / 4 + phase(0));  // by the rows: some of it cancels out, but for its rounding
+            const int64_t quarters = num + phase(0) - 1, read = 4 * ((rows + 3) / 4 + phase(0));  // set by the number of rows; some of it cancels out, except for rounding
             for (int64_t i = 0; i < 4 * quarters; i++) {
                 float* to = &signals[i % 4 * room + i / 4 * C];
                 const int64_t at = first + i * dilation;
@@ -422,8 +425,8 @@ void convolve_snake(const float* past, const float* x, const float* w, const flo
     }
 }
 
-// A residual unit whose first convolution keeps the channels apart: x + product(snake(convolution(snake x))). Before the snake of x there is its past, as it is.
-// past [B, (taps - 1) * dilation, C]; x and out [B, N, C]; w [taps, C]; the streams of past and x lie a step apart.
+// A residual unit whose first convolution is depthwise: x + product(snake(convolution(snake x))). `past` stands before the snake of x, unchanged.
+// past [B, (taps - 1) * dilation, C]; x and out [B, N, C]; w [taps, C]. The steps of past and x are their strides between streams.
 void depthwise_unit(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain, Pointwise then,
                     float* out, int64_t B, int64_t N, int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {
     const int64_t P = (taps - 1) * dilation;
@@ -471,7 +474,7 @@ void depthwise_unit(const float* past, const float* x, const float* w, const flo
     }
 }
 
-// mish(layer norm of a row), and `shift` is added if there is one. x and out [N, C]; weight, bias and shift [C].
+// mish(layer norm of a row), plus `shift` if given. x and out [N, C]; weight, bias and shift [C].
 template <typename T>
 void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* out, int64_t N, int64_t C, float eps, int threads) {
     const auto widened = [&](const T* from) {
@@ -495,7 +498,7 @@ void norm_mish(const T* x, const T* weight, const T* bias, const T* shift, T* ou
             const float scale = 1 / std::sqrt(squares / C + eps);
             for (int64_t c = 0; c < C; c += LANES) {
                 const Vector y = multiply_add(load(&offset[c]), (load(values + c) - mean) * scale, load(&factor[c]));
-                const Vector e = powers_of_two(-larger(-y, spread(-20)) * 1.44269504f);  // e^min(y, 20): from there on the factor below is 1
+                const Vector e = powers_of_two(-larger(-y, spread(-20)) * 1.44269504f);  // e^min(y, 20); above 20, the factor below is 1
                 const Vector z = e * (e + 2);
                 store(values + c, y * (z / (z + 2)) + load(&added[c]));
             }

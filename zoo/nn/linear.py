@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 
 class Parted(nn.Module):
-    """A module whose tensors are several of the checkpoint's, stacked along the rows: `parts` rows of each."""
+    """A module whose tensors are several of the checkpoint's, stacked along the rows: `parts` rows of
+    each."""
 
     def __init__(self, parts: tuple[int, ...]):
         super().__init__()

@@ -12,8 +12,8 @@ LOG_STEP = math.log(6.4) / 27
 
 
 class LogMel(nn.Module):
-    """Log mel energies of samples, in fp32. A frame is `hop` samples; the ends are mirrored, so that N samples give
-    `N // hop` whole frames.
+    """Log mel energies of samples, in fp32. A frame is `hop` samples; the ends are mirrored, so that N
+    samples give `N // hop` whole frames.
 
     The window and the filters are made once and stay on the device. Build this module there, not on `meta`.
     """
@@ -42,8 +42,8 @@ class LogMel(nn.Module):
 
 
 def slaney_filters(rate_hz: int, fft: int, mels: int, top_hz: float | None = None) -> Tensor:
-    """Return the filters [mels, fft / 2 + 1] float64: triangles of equal area between 0 Hz and top_hz (default: half the
-    rate), evenly spaced in mel.
+    """Return the filters [mels, fft / 2 + 1] float64: triangles of equal area between 0 Hz and top_hz
+    (default: half the rate), evenly spaced in mel.
     Source: M. Slaney, Auditory Toolbox (1998); librosa.filters.mel computes the same."""
     top = LINEAR_HZ / HZ_PER_MEL + math.log((top_hz or rate_hz / 2) / LINEAR_HZ) / LOG_STEP
     mel = torch.linspace(0, top, mels + 2, dtype=torch.float64)

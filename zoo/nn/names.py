@@ -2,10 +2,11 @@
 
 
 def decoder_block(theirs: str, ours: str, has_qk_norm: bool) -> dict[str, str]:
-    """Return the names of a decoder block of transformers (Llama and similar models), without biases. Qwen3 also has norms
-    of queries and keys.
+    """Return the names of a decoder block of transformers (Llama and similar models), without biases. Qwen3
+    also has norms of queries and keys.
 
-    theirs, ours: the block's prefixes. Source: transformers, models/qwen3/modeling_qwen3.py, Qwen3DecoderLayer.
+    theirs, ours: the block's prefixes. Source: transformers, models/qwen3/modeling_qwen3.py,
+    Qwen3DecoderLayer.
     """
     pairs = {
         "input_layernorm": "norm",
@@ -20,7 +21,8 @@ def decoder_block(theirs: str, ours: str, has_qk_norm: bool) -> dict[str, str]:
 
 
 def qkv(theirs: str, ours: str, kind: str = "weight") -> dict[str, str]:
-    """Return the names of queries, keys and values, one matrix in a `FusedLinear`. kind: "weight" or "bias"."""
+    """Return the names of queries, keys and values, one matrix in a `FusedLinear`. kind: "weight" or
+    "bias"."""
     parts = enumerate("qkv")
     return {f"{theirs}.self_attn.{part}_proj.{kind}": f"{ours}.qkv.{kind}[{i}]" for i, part in parts}
 

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis. The quotient is computed in fp32 and rounded to the input's dtype *before* it
-    is multiplied by the weight; in bf16, the other order gives other bits. Source: transformers, models/qwen3,
-    Qwen3RMSNorm."""
+    """x / rms(x) * weight over the last axis. The quotient is computed in fp32 and rounded to the input's
+    dtype *before* it is multiplied by the weight; in bf16, the other order gives other bits. Source:
+    transformers, models/qwen3, Qwen3RMSNorm."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()

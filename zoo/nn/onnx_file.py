@@ -1,7 +1,8 @@
-"""Read the initializers of an ONNX file, which are its weights. The nodes that read them name them if the exporter did not.
+"""Read the initializers of an ONNX file, which are its weights. The nodes that read them name them if the
+exporter did not.
 
-This is our own reader, because walking three nested messages does not justify installing `onnx` (with protobuf and
-ml_dtypes). Source: protobuf.dev, "Encoding"; field numbers as in onnx/onnx.proto.
+This is our own reader, because walking three nested messages does not justify installing `onnx` (with
+protobuf and ml_dtypes). Source: protobuf.dev, "Encoding"; field numbers as in onnx/onnx.proto.
 """
 
 import math
@@ -52,7 +53,8 @@ class Initializer:
     is_transposed: bool = False  # whether `read` returns the transpose; `shape` is then its shape
 
     def read(self) -> Tensor:
-        """Return the values, if torch has their dtype. Raises ValueError if their number does not match the shape."""
+        """Return the values, if torch has their dtype. Raises ValueError if their number does not match the
+        shape."""
         dtype = getattr(torch, self.dtype)
         # A copy, because the mapped file is read-only and its values may be unaligned.
         data = bytearray(array("q", _packed(self.data)).tobytes() if self.is_packed else self.data)
@@ -87,8 +89,8 @@ def initializers(path: Path) -> dict[str, Initializer]:
 
 def parameters(path: Path, kept: frozenset[str] = frozenset()) -> dict[str, Initializer]:
     """Return the initializers that layers read, named as in a state dict. The matrix that node
-    "/blocks.0/attn/query/MatMul" reads becomes "blocks.0.attn.query.weight", [out, in] as in torch. Constants of other
-    nodes are left out.
+    "/blocks.0/attn/query/MatMul" reads becomes "blocks.0.attn.query.weight", [out, in] as in torch. Constants
+    of other nodes are left out.
 
     kept: initializers that keep their own name. Raises ValueError.
     """
@@ -112,8 +114,8 @@ def parameters(path: Path, kept: frozenset[str] = frozenset()) -> dict[str, Init
 
 
 def _scope(name: str) -> str:
-    """ "/head/layer1/layer1.0/conv1/Conv" -> "head.layer1.0.conv1". A part such as "layer1" is dropped if the next one
-    repeats it."""
+    """ "/head/layer1/layer1.0/conv1/Conv" -> "head.layer1.0.conv1". A part such as "layer1" is dropped if the
+    next one repeats it."""
     parts = name.strip("/").split("/")[:-1]
     followed = zip(parts, [*parts[1:], ""], strict=True)
     return ".".join(part for part, following in followed if not following.startswith(f"{part}."))

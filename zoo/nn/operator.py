@@ -9,9 +9,9 @@ from torch.library import CustomOpDef
 
 
 def written_in_regions(*names: str) -> tuple[str, ...]:
-    """Return `writes` for an operator in blocks that are compiled once as regions. Torch 2.13 and newer need it. Torch 2.11
-    refuses to compile a block with it, and works without it as long as nothing else in a launch reads what the block
-    writes."""
+    """Return `writes` for an operator in blocks that are compiled once as regions. Torch 2.13 and newer need
+    it. Torch 2.11 refuses to compile a block with it, and works without it as long as nothing else in a
+    launch reads what the block writes."""
     return names if torch.__version__ >= "2.13" else ()
 
 
@@ -23,9 +23,11 @@ def like_first(first: Tensor, *others: object) -> Tensor:
 def operator(
     name: str, gives: Callable[..., Any] = like_first, writes: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Return a decorator that makes a function an operator. It mutates only the arguments that `writes` names.
+    """Return a decorator that makes a function an operator. It mutates only the arguments that `writes`
+    names.
 
-    gives: the function's arguments -> an empty tensor of the result's shape and dtype, or several, for the compiler.
+    gives: the function's arguments -> an empty tensor of the result's shape and dtype, or several, for the
+    compiler.
     """
 
     def register(function: Callable[..., Any]) -> CustomOpDef:

@@ -1,8 +1,9 @@
 """Matrices in the layout that the CPU's kernels read.
 
-A plain product rearranges its weights on every call, or reads them inefficiently. oneDNN rearranges packed weights once.
-For the few rows of a step, that is at least twice as fast (benchmarks/LOG.md), and a row's result does not depend on the
-number of rows. Source: oneDNN's weight prepacking, which inductor uses when it freezes a model.
+A plain product rearranges its weights on every call, or reads them inefficiently. oneDNN rearranges packed
+weights once. For the few rows of a step, that is at least twice as fast (benchmarks/LOG.md), and a row's
+result does not depend on the number of rows. Source: oneDNN's weight prepacking, which inductor uses when it
+freezes a model.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 
 
 def pack(model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
-    """Replace the large `nn.Linear` and `FusedLinear` layers of a model by packed ones, in place, and free the plain weights.
-    In a module with `reads_many_rows`, all of them are replaced. Does nothing if the model is not on a CPU, or if this build
-    or machine lacks the kernels."""
+    """Replace the large `nn.Linear` and `FusedLinear` layers of a model by packed ones, in place, and free
+    the plain weights. In a module with `reads_many_rows`, all of them are replaced. Does nothing if the model
+    is not on a CPU, or if this build or machine lacks the kernels."""
     for module in tuple(model.modules()):
         for name, child in module.named_children():
             if (
@@ -41,7 +42,8 @@ def can_be_packed(weight: Tensor) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A packed `nn.Linear` or `FusedLinear`: x [..., in] -> [..., out], or one result per part of a `FusedLinear`."""
+    """A packed `nn.Linear` or `FusedLinear`: x [..., in] -> [..., out], or one result per part of a
+    `FusedLinear`."""
 
     weight: Tensor  # [out, in], opaque
 
@@ -69,7 +71,8 @@ def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:
 
 
 def linear_add(linear: nn.Module, x: Tensor, more: Tensor) -> Tensor:
-    """Return linear(x) + more [..., out]; a packed layer outside of compiled code takes one pass and rounds once."""
+    """Return linear(x) + more [..., out]; a packed layer outside of compiled code takes one pass and rounds
+    once."""
     if isinstance(linear, PackedLinear) and not torch.compiler.is_compiling():
         return torch.ops.mkldnn._linear_pointwise.binary(x, more, linear.weight, linear.bias, "add")
     return more + linear(x)
@@ -82,8 +85,8 @@ def packed_convolution(weight: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Convolve x [B, N, C] with a packed weight [out, C, taps] and a bias [out] -> [B, N - taps + 1, out]. A matrix product
-    would first need a copy of the windows of x; this does not."""
+    """Convolve x [B, N, C] with a packed weight [out, C, taps] and a bias [out] -> [B, N - taps + 1, out]. A
+    matrix product would first need a copy of the windows of x; this does not."""
     ones = [1, 1]
     y = torch.ops.mkldnn._convolution_pointwise(
         x.mT[:, :, None], weight, bias, [0, 0], ones, ones, 1, "none", [], ""
@@ -97,6 +100,6 @@ def _empty_outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @operator("packed_linear", gives=_empty_outputs)
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. A custom operator, because inductor cannot read a
-    packed weight."""
+    """x [..., in], a packed weight [out, in], a bias [out] -> [..., out]. A custom operator, because inductor
+    cannot read a packed weight."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

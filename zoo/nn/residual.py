@@ -1,11 +1,12 @@
-"""Snakes followed by convolutions, in torch's operators and, on a CPU, in one kernel. They occur in residual units, before
-upsamplings, and at the end of a codec's decoder, and take most of the time of a window.
+"""Snakes followed by convolutions, in torch's operators and, on a CPU, in one kernel. They occur in residual
+units, before upsamplings, and at the end of a codec's decoder, and take most of the time of a window.
 
     x ─┬─ snake ─ conv, `taps` wide ─ snake ─ conv, 1 wide ─┬─     intermediate results never reach memory
        └────────────────────────────────────────────────────+
 
-The kernel applies short filters to sums of the signal (kernels_render.cpp). They have more values than the weight: 17 for 7
-taps, 6 for 2. `is_faster` decides when they are worth it. The layer's state is the same either way.
+The kernel applies short filters to sums of the signal (kernels_render.cpp). They have more values than the
+weight: 17 for 7 taps, 6 for 2. `is_faster` decides when they are worth it. The layer's state is the same
+either way.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from zoo.nn import kernels
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState
 from zoo.nn.snake import Snake, SnakeBeta
 
-# The fewest rows (positions of a signal, per phase of a dilated convolution) for which the kernel is faster; it computes at
-# least 24. Weights above LARGE_BYTES do not stay in the cache, and reading the filters, more than twice as large, takes
-# longest. Above MOST_BYTES that always takes too long.
+# The fewest rows (positions of a signal, per phase of a dilated convolution) for which the kernel is faster;
+# it computes at least 24. Weights above LARGE_BYTES do not stay in the cache, and reading the filters, more
+# than twice as large, takes longest. Above MOST_BYTES that always takes too long.
 LEAST_ROWS, LEAST_ROWS_OF_LARGE = 8, 16
 LARGE_BYTES, MOST_BYTES = 4 << 20, 20 << 20
 
@@ -35,7 +36,8 @@ class ShortFilters:
 
     @cached_property
     def filters(self) -> Tensor:
-        """The short filters; for a convolution that is 1 wide, blocks of columns; for a depthwise one, [kernel, C]."""
+        """The short filters; for a convolution that is 1 wide, blocks of columns; for a depthwise one,
+        [kernel, C]."""
         weight = self.weight.detach()
         if self.groups > 1:
             return weight[:, 0].T.contiguous()
@@ -43,8 +45,8 @@ class ShortFilters:
 
 
 class UpsamplingFilters:
-    """Mixin for a transposed convolution after a snake whose kernel is two strides long. It equals a convolution with two
-    taps (the previous input and the current one) to `stride` times as many channels."""
+    """Mixin for a transposed convolution after a snake whose kernel is two strides long. It equals a
+    convolution with two taps (the previous input and the current one) to `stride` times as many channels."""
 
     weight: nn.Parameter  # [C, Cout, kernel]
     bias: nn.Parameter
@@ -69,7 +71,8 @@ class SnakeConvTranspose1d(CausalConvTranspose1d, UpsamplingFilters):
 
 
 def prepare(model: nn.Module) -> int:
-    """Make the filters that the kernels read and return their size in bytes. On `meta`, only count the bytes."""
+    """Make the filters that the kernels read and return their size in bytes. On `meta`, only count the
+    bytes."""
     layers = [layer for layer in model.modules() if isinstance(layer, ShortFilters | UpsamplingFilters)]
     return sum(layer.filters.nbytes for layer in layers if has_filters(layer))
 

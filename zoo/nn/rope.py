@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def rope_table(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [...] -> cos, sin, each [..., dim]. Angles are computed in fp32 and rounded to `dtype` at the end."""
+    """positions [...] -> cos, sin, each [..., dim]. Angles are computed in fp32 and rounded to `dtype` at the
+    end."""
     # [dim/2]
     frequency = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)
     angle = positions.float()[..., None] * frequency

@@ -10,8 +10,8 @@ ALIGNMENT = 8  # bytes, the largest item of any dtype
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device without waiting, through pinned memory that is not reused before the copy is
-    done."""
+    """Copy a host tensor to the device without waiting, through pinned memory that is not reused before the
+    copy is done."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
@@ -27,7 +27,8 @@ def beginning(row: Tensor, values: Tensor, default: float) -> Tensor:
 
 
 def copy_rows(rows: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy host values to device rows of equal shapes and dtypes, with one transfer and one launch per dtype."""
+    """Copy host values to device rows of equal shapes and dtypes, with one transfer and one launch per
+    dtype."""
     device = rows[0].device
     if device.type != "cpu":
         values = unpacked(to_device(packed(values), device), values)

@@ -1,5 +1,5 @@
-"""Sampling by row. A request's draws depend only on its seed, step and stream (codebook), never on its slot or the
-other rows."""
+"""Sampling by row. A request's draws depend only on its seed, step and stream (codebook), never on its slot
+or the other rows."""
 
 import math
 
@@ -14,8 +14,8 @@ MAX_GPU_WIDTH = 1 << 14  # the most logits per row that the GPU kernel can hold 
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply a bijection of 32-bit values stored in int64 (constants are below 2^31, so no product overflows). Source: C.
-    Wellons, hash-prospector."""
+    """Apply a bijection of 32-bit values stored in int64 (constants are below 2^31, so no product overflows).
+    Source: C. Wellons, hash-prospector."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _LOW
     return x ^ (x >> 15)
@@ -27,8 +27,8 @@ def _empty_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
 
 @operator("noise_keys", gives=_empty_keys)
 def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
-    """Return a 32-bit key per row and stream [B, streams]. The compiler must not trace it: each line of `_mix` uses x twice,
-    so a fused chain of them doubles at every line and would take minutes to compile."""
+    """Return a 32-bit key per row and stream [B, streams]. The compiler must not trace it: each line of
+    `_mix` uses x twice, so a fused chain of them doubles at every line and would take minutes to compile."""
     key = _mix((seed & _LOW) ^ 0x6A09E667)
     key = _mix(key ^ ((seed >> 32) & _LOW))
     key = _mix(key ^ (step & _LOW))  # [B]
@@ -36,12 +36,14 @@ def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
 
 
 def gumbel(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
-    """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, independent of the row's index."""
+    """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, independent of the row's
+    index."""
     return -torch.log(-torch.log(_uniform(seed, step, streams, width)))
 
 
 def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
-    """seed, step [B] int64 -> standard normal noise [B, width] float32, independent of the row's index, within ±5.3."""
+    """seed, step [B] int64 -> standard normal noise [B, width] float32, independent of the row's index,
+    within ±5.3."""
     if seed.device.type == "cpu":
         return torch.ops.zoo.normal.default(seed, step, width)
     return _normal(seed, step, width)
@@ -89,8 +91,8 @@ def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) ->
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return logits [B, V] with -inf for all but each row's top_k (0: all), and of those, for all but the smallest set whose
-    probabilities add up to top_p."""
+    """Return logits [B, V] with -inf for all but each row's top_k (0: all), and of those, for all but the
+    smallest set whose probabilities add up to top_p."""
     if logits.device.type in ("cpu", "cuda"):
         return torch.ops.zoo.keep_likely.default(logits, top_k, top_p)
     return _keep_likely(logits, top_k, top_p)
@@ -122,7 +124,8 @@ def _fits_gpu_kernel(logits: Tensor) -> bool:
 
 @torch.compiler.nested_compile_region
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the largest logit.
+    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the largest
+    logit.
 
     Order: temperature, top-k, top-p, draw. The argmax of logits plus noise is a draw from their softmax.
     """
@@ -151,7 +154,7 @@ def draw_on_gpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Make tokens less likely that were produced before: seen [B, V] bool, penalty [B]. Source: the CTRL paper
-    (arXiv 1909.05858), section 4.1."""
+    """Make tokens less likely that were produced before: seen [B, V] bool, penalty [B]. Source: the CTRL
+    paper (arXiv 1909.05858), section 4.1."""
     penalty = penalty[:, None]
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -1,7 +1,7 @@
-"""The gated half of an MLP: silu(x Wg^T) * (x Wu^T). On a GPU it is either one kernel that never stores gate and up, or
-cuBLAS's product and a second launch. Which is faster depends on the device, so it is measured there before the first
-request (`compile_cache.choices`). Inductor does neither: its templates of a product can fuse what follows, but not two
-halves of the result, and they would be enabled for all other products too.
+"""The gated half of an MLP: silu(x Wg^T) * (x Wu^T). On a GPU it is either one kernel that never stores gate
+and up, or cuBLAS's product and a second launch. Which is faster depends on the device, so it is measured
+there before the first request (`compile_cache.choices`). Inductor does neither: its templates of a product
+can fuse what follows, but not two halves of the result, and they would be enabled for all other products too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WAYS = ("fused", "apart")  # one launch, or two
 
 
 class FusedSwiGLU(SwiGLU):
-    """A `SwiGLU` for MLPs of many rows. On a GPU in half precision its gated half is an operator; elsewhere the compiler does
-    better with the plain code."""
+    """A `SwiGLU` for MLPs of many rows. On a GPU in half precision its gated half is an operator; elsewhere
+    the compiler does better with the plain code."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cuda" and x.dtype in DTYPES:

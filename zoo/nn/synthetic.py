@@ -1,5 +1,5 @@
-"""Random tensors for demo checkpoints, and files of them. A tensor's values depend only on (salt, published name, shape)
-and use integer arithmetic, so they are the same on every machine."""
+"""Random tensors for demo checkpoints, and files of them. A tensor's values depend only on (salt, published
+name, shape) and use integer arithmetic, so they are the same on every machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-# pattern of the published name, mean, standard deviation, and whether the deviation is divided by the root of the fan-in
-# (all axes but the first)
+# pattern of the published name, mean, standard deviation, and whether the deviation is divided by the root of
+# the fan-in (all axes but the first)
 Rule = tuple[str, float, float, bool]
 Fill = Callable[[str, tuple[int, ...]], np.ndarray]  # name and shape -> values
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -28,10 +28,12 @@ _LANES = np.uint64(0x0000FFFF0000FFFF)
 def fill(
     name: str, shape: Iterable[int], salt: str, rules: Sequence[Rule], fan_in: int | None = None
 ) -> np.ndarray:
-    """Return random float32 values by the first rule that matches. Raises ValueError for a name without a rule.
+    """Return random float32 values by the first rule that matches. Raises ValueError for a name without a
+    rule.
 
-    fan_in: how many products are summed into one output, if that is not all axes but the first. A value is the sum of
-    four 16-bit words of a PCG64 stream: bell-shaped, bounded by 3.5 deviations, and exact up to the last two operations.
+    fan_in: how many products are summed into one output, if that is not all axes but the first. A value is
+    the sum of four 16-bit words of a PCG64 stream: bell-shaped, bounded by 3.5 deviations, and exact up to
+    the last two operations.
     """
     shape = tuple(shape)
     rule = next((rule for rule in rules if re.search(rule[0], name)), None)
@@ -56,8 +58,8 @@ def fill(
 
 
 def begin(directory: str | Path, size: str, configs: Mapping[str, Config]) -> tuple[Path, Config]:
-    """Return the path of a new checkpoint and a copy of the config for `size`, which may be changed. Raises ValueError for an
-    unknown size and for a directory that is not empty."""
+    """Return the path of a new checkpoint and a copy of the config for `size`, which may be changed. Raises
+    ValueError for an unknown size and for a directory that is not empty."""
     directory = Path(directory)
     if size not in configs:
         raise ValueError(f"size {size!r} is not known; sizes: {', '.join(configs)}")
@@ -77,8 +79,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Fill, dtype: torch.dtype) -> None:
-    """Write a safetensors file, making one tensor at a time: the header's length, a JSON header, then the tensors' bytes in
-    the header's order."""
+    """Write a safetensors file, making one tensor at a time: the header's length, a JSON header, then the
+    tensors' bytes in the header's order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(shapes):

@@ -1,7 +1,8 @@
-"""Read the tensors of published files: safetensors, PyTorch pickles and ONNX; a single file, or shards with an index.
+"""Read the tensors of published files: safetensors, PyTorch pickles and ONNX; a single file, or shards with
+an index.
 
-Names, shapes and dtypes are read first. Values are read later, one tensor at a time, from a file that stays mapped into
-memory as long as its `TensorFile` lives.
+Names, shapes and dtypes are read first. Values are read later, one tensor at a time, from a file that stays
+mapped into memory as long as its `TensorFile` lives.
 """
 
 import re
@@ -46,8 +47,8 @@ class TensorFile(NamedTuple):
 
 
 def contents(source: Path) -> dict[str, Header]:
-    """Return the headers of all tensors of a directory's main file, of an index's shards, or of one file. Raises
-    ValueError."""
+    """Return the headers of all tensors of a directory's main file, of an index's shards, or of one file.
+    Raises ValueError."""
     if source.is_dir():
         source = _main_file(source)
     if not source.name.endswith(INDEX):
@@ -78,7 +79,8 @@ def open_file(path: Path) -> TensorFile:
 def read_pickle(path: Path) -> Any:
     """Read tensors, numbers and strings in dicts and lists, on the CPU, mapped if possible.
 
-    Raises ValueError for a pickle with other objects and does not load them, because unpickling an object runs its code.
+    Raises ValueError for a pickle with other objects and does not load them, because unpickling an object
+    runs its code.
     """
     try:
         with path.open("rb") as file:
@@ -128,8 +130,8 @@ def _open_onnx(path: Path) -> TensorFile:
 
 
 def open_onnx_parameters(path: Path, kept: frozenset[str] = frozenset()) -> TensorFile:
-    """Open an ONNX file whose weights are named after the nodes that read them (see `onnx_file.parameters`). Raises
-    ValueError."""
+    """Open an ONNX file whose weights are named after the nodes that read them (see `onnx_file.parameters`).
+    Raises ValueError."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
     return _of_initializers(path, onnx_file.parameters(path, kept))

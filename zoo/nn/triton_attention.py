@@ -1,21 +1,23 @@
-"""Paged attention on a GPU, in Triton: steps, whole prompts and stretches of prompts by one kernel. Imported
-where a GPU is asked for, since a CPU's torch comes without Triton.
+"""Paged attention on a GPU, in Triton: one kernel for steps, whole prompts and parts of prompts. Imported
+only when a GPU is used, because CPU builds of torch lack Triton.
 
 A tile is a few tokens of one sequence with all query heads that share a key head, so keys and values are read
-once for the group. Which sequence a tile is of, and how long that is, is read on the device: a recorded
-launch stays right while sequences grow, the page table may be as wide as the longest sequence, and nothing
-waits. What lies beyond a length is not loaded, so whatever stands there cannot be heard.
+once for the group. The kernel looks up a tile's sequence and its length on the device: a recorded launch
+stays valid while sequences grow, the page table may be as wide as the longest sequence, and the host never
+waits. Positions beyond a sequence's length are not loaded, so their contents cannot matter.
 
-    tokens      0 1 2 3 4 5 | 6 | 7 8 9 10 11 | 12 13          cu_seqlens 0 6 7 12, and padding behind it
+    tokens      0 1 2 3 4 5 | 6 | 7 8 9 10 11 | 12 13          cu_seqlens 0 6 7 12, then padding
     tiles of 4  [-----) [-)   [)   [-----) [)    [--)          the last one gives zeros
 
-A step reads its new keys as the matrix made them, turns them in the program that reads them, and writes them where later
-steps look: what lies between the two matrices of a block is one launch, and one more for the joining.
+In a step, the program that reads new keys takes them from the matrix's output, rotates them, and writes them
+to the pages for later steps. So everything between the two matrices of a block is one launch, and a second
+one to merge splits.
 
-Where every sequence has one query, a sequence's positions are split over NUM_SPLITS programs and joined
-afterwards. The number is fixed and a split's size depends on the sequence's own length alone, so no company
-changes a bit. Why not FlashInfer: it wants int32 page numbers and a plan, made on the host from the lengths,
-before each replay; our page table holds rows in int64, and a replay needs nothing.
+If every sequence has one query, the positions of a sequence are split over NUM_SPLITS programs and merged
+afterwards. The number is fixed, and a split's size depends only on the length of its sequence, so the other
+sequences of a batch do not change a bit of the result. Why not FlashInfer: before each replay it needs int32
+page numbers and a plan that the host makes from the lengths. Our page table has rows in int64, and a replay
+needs no preparation.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3; Flash-Decoding (pytorch.org/blog/flash-decoding);
 tiles of ragged sequences as in vLLM, vllm/v1/attention/ops/triton_unified_attention.py.
@@ -32,11 +34,11 @@ from torch import Tensor
 
 from zoo.nn.triton_frame_attention import _turned
 
-NUM_SPLITS, MIN_SPLIT = 8, 256  # of a sequence, and positions
-ONE_PASS = 1024  # positions: a page table that holds no more is not split
+NUM_SPLITS, MIN_SPLIT = 8, 256  # splits of a sequence, and the fewest positions of one
+ONE_PASS = 1024  # positions; a page table with at most this many is not split
 TURNED_WHERE_READ = {torch.bfloat16, torch.float16}
-NEW = tl.constexpr(16)  # positions that a step takes from its own keys at once
-# differ from launch to launch: no kernel for each
+NEW = tl.constexpr(16)  # new keys that a step processes at once
+# These change from launch to launch and must not cause a new kernel.
 LENGTHS = ["num_sequences", "num_tokens", "table_stride", "layer"]
 
 
@@ -51,12 +53,12 @@ def _seen(
     mixed: tl.tensor,
     scale: tl.tensor,
 ):
-    """query [ROWS, D], some more keys and values [n, D], is_seen [ROWS, n] -> the softmax so far: its largest score
-    [ROWS], its sum [ROWS], and the values that it weighs [ROWS, D]."""
+    """Add n keys and values [n, D] to the running softmax of query [ROWS, D], where is_seen [ROWS, n] -> its
+    largest score [ROWS], its sum [ROWS], and its weighted sum of values [ROWS, D]."""
     scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale  # [ROWS, n]
     scores = tl.where(is_seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(higher > float("-inf"), higher, 0.0)  # a row may see nothing of these
+    base = tl.where(higher > float("-inf"), higher, 0.0)  # a row may see none of these keys
     weights = tl.exp2(scores - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(weights, 1)
@@ -76,7 +78,8 @@ def _rows(
     PADDED_DIM: tl.constexpr,
     IS_TURNED: tl.constexpr,
 ):
-    """Rows of x that begin at `place` [R], of tokens `at` [R] -> [R, PADDED_DIM], turned where IS_TURNED."""
+    """Load the rows of x that begin at `place` [R], of tokens `at` [R] -> [R, PADDED_DIM], rotated if
+    IS_TURNED."""
     if IS_TURNED:
         place, at, is_row = place[:, None], at[:, None], is_row[:, None]
         rows = _turned(x, place, is_row, at, x, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True)
@@ -119,22 +122,26 @@ def _attend(
     IS_WRITING: tl.constexpr,
     IS_TURNED: tl.constexpr,
 ):
-    """One tile, one key head, one split. page_table and kv_write_index are those of as many layers before this one.
-    token_stride: from a token to the next in q, k and v. scale: in base 2. With SPLITS of 1: out [T, H, D]; else in fp32:
-    out [T, H, SPLITS, D] and log_sums [T, H, SPLITS] in base 2.
+    """Compute one tile, one key head, one split. page_table and kv_write_index belong to layer 0; `layer`
+    gives the offset.
+    token_stride: from one token to the next in q, k and v. scale: in base 2. If SPLITS is 1: out [T, H, D].
+    Otherwise, in fp32: out [T, H, SPLITS, D] and log_sums [T, H, SPLITS] in base 2.
 
-    IS_WRITING: the pages hold no new position yet. Who reads new keys takes them from k and turns them itself, so that
-    nobody waits for who writes them: the first split of each token's own tile."""
+    IS_WRITING: the new positions are not in the pages yet. The first split of each token's own tile writes
+    them. Programs that read new keys take them from k and rotate them, so that no program waits for
+    another.
+    """
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    own_rows = 2 * layer * PAGE_TOKENS  # of a page
+    own_rows = 2 * layer * PAGE_TOKENS  # the layer's offset within a page
     TOKENS: tl.constexpr = ROWS // PADDED_GROUP
-    # sequence b begins with tile cu_seqlens[b] // TOKENS + b: as many tiles as it can need lie before the next
+    # Sequence b begins with tile cu_seqlens[b] // TOKENS + b, which leaves enough tiles for the sequences
+    # before it.
     b = 0
     for first in range(0, num_sequences, 128):
         n = first + tl.arange(0, 128)
         ends = tl.load(cu_seqlens + 1 + n, mask=n < num_sequences, other=0)
         b += tl.sum(((ends // TOKENS + 1 + n <= tile) & (n < num_sequences)).to(tl.int32))
-    is_real = b < num_sequences  # what lies behind all sequences is padding, of length 0
+    is_real = b < num_sequences  # tokens after all sequences are padding, of length 0
     start = tl.load(cu_seqlens + b).to(tl.int32)
     stop = tl.load(cu_seqlens + b + 1, mask=is_real, other=num_tokens).to(tl.int32)
     length = tl.load(kv_lens + b, mask=is_real, other=0).to(tl.int32)
@@ -144,20 +151,20 @@ def _attend(
 
     row, d = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     token, member = begin + row // PADDED_GROUP, row % PADDED_GROUP
-    place = (token * KV_HEADS + head) * GROUP + member  # of a query head among all
+    place = (token * KV_HEADS + head) * GROUP + member  # index of a query head among all
     is_row = (token < stop) & (member < GROUP)
-    end = tl.minimum(begin + TOKENS, stop)  # of the tile's tokens
+    end = tl.minimum(begin + TOKENS, stop)  # end of the tile's tokens
     span = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK, MIN_SPLIT)
     if SPLITS == 1:
         span = length
     first = split * span
     last = tl.minimum(first + span, length - stop + end)
-    num_new = 0  # that this program reads from k
+    num_new = 0  # new keys that this program reads from k
     if IS_WRITING:
         last = tl.minimum(last, length - stop + start)
         num_new = tl.where((split == 0) & is_real, end - start, 0)
-    # Most splits of short sequences have no positions: they leave before anything is loaded, since all programs of a
-    # launch do not fit on a device at once.
+    # Most splits of short sequences have no positions. They return before they load anything, because the
+    # device cannot hold all programs of a launch at once.
     if (SPLITS > 1) & (first >= last) & (num_new == 0):
         tl.store(log_sums + place * SPLITS + split, float("-inf"), mask=is_row)
         return
@@ -172,9 +179,8 @@ def _attend(
     for at in range(first, last, BLOCK):
         n = at + tl.arange(0, BLOCK)
         page = tl.load(page_table + b * table_stride + n // PAGE_TOKENS, mask=n < last, other=0)
-        key = (page + own_rows + n % PAGE_TOKENS) * (
-            KV_HEADS * DIM
-        ) + head * DIM  # int64: an arena has more values than 2^31
+        # int64: an arena has more values than 2^31
+        key = (page + own_rows + n % PAGE_TOKENS) * (KV_HEADS * DIM) + head * DIM
         there = (n < last)[:, None] & (d < DIM)[None, :]
         old_k = tl.load(kv + key[:, None] + d[None, :], mask=there, other=0.0)
         old_v = tl.load(
@@ -183,7 +189,8 @@ def _attend(
         is_seen = n[None, :] < limit[:, None]
         top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
     if IS_WRITING:
-        for at in tl.range(0, num_new, NEW, num_stages=1):  # one round, mostly: nothing to load ahead
+        # Mostly a single iteration, so there is nothing to prefetch.
+        for at in tl.range(0, num_new, NEW, num_stages=1):
             n = start + at + tl.arange(0, NEW)
             new_place, is_new = n * token_stride + head * DIM, n < end
             new_k = _rows(k, new_place, is_new, n, cos, sin, DIM, PADDED_DIM, IS_TURNED)
@@ -214,7 +221,7 @@ def _join(
     PADDED_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The splits of one query head. Those without positions were not written."""
+    """Merge the splits of one query head. Splits without positions were not written."""
     place, s, d = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, PADDED_DIM)
     sizes = tl.load(log_sums + place * SPLITS + s)
     top = tl.max(sizes, 0)
@@ -246,7 +253,8 @@ def _write(
     PAGE_TOKENS: tl.constexpr,
     IS_TURNED: tl.constexpr,
 ):
-    """One token, one key head: its key and value go into the pages, its queries turned to out [T, H, D]."""
+    """Write the key and value of one token and key head to the pages, and its rotated queries to out [T, H,
+    D]."""
     token, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED_DIM)
     one = tl.arange(0, 1)
     place = token * token_stride + head * DIM + one
@@ -266,9 +274,9 @@ def _write(
 def constants(
     q: Tensor, kv: Tensor, page_tokens: int, is_step: bool, splits: int, new: str = ""
 ) -> dict[str, int]:
-    """What `_attend` is compiled for: sizes that keep its registers below what spills (the build test tells).
-    fp32 is multiplied without tensor cores, in smaller tiles. new: what is done with new positions: "" (they are in the
-    pages), "written", or "turned" and written."""
+    """Return the compile-time constants of `_attend`: sizes at which its registers do not spill (the build
+    test checks that). fp32 is multiplied without tensor cores, in smaller tiles. new: the treatment of new
+    positions: "" (they are already in the pages), "written", or "turned" (rotated and written)."""
     (_, heads, dim), kv_heads = q.shape, kv.shape[1]
     padded_group, padded_dim = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(dim))
     wide = q.dtype == torch.float32
@@ -301,8 +309,8 @@ def paged_attention(
     page_tokens: int,
     scale: float,
 ) -> Tensor:
-    """As `zoo.nn.attention.paged_attention`, whose arguments it takes. Tokens behind cu_seqlens[-1] are nobody's:
-    they give zeros."""
+    """Do the same as `zoo.nn.attention.paged_attention`. Tokens from cu_seqlens[-1] on are padding, whose
+    result is zero."""
     return _launch(q.contiguous(), None, None, kv, page_table, kv_lens, cu_seqlens, page_tokens, 0, scale)
 
 
@@ -321,17 +329,18 @@ def rotary_paged_attention(
     layer: int,
     scale: float,
 ) -> Tensor:
-    """As `zoo.nn.attention.rotary_paged_attention`, whose arguments it takes. q, k and v may be parts of one tensor."""
+    """Do the same as `zoo.nn.attention.rotary_paged_attention`. q, k and v may be slices of one tensor."""
     table = None
     if cos is not None and sin is not None:
         assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
         table = cos, sin
     rest = page_table, kv_lens, cu_seqlens, page_tokens, layer, scale
-    # Of a prompt many tiles would read the same new keys, and turn them all; products in fp32 leave no registers for it.
+    # In a prompt, many tiles would read and rotate the same new keys. Products in fp32 leave no registers for
+    # it.
     if len(q) == len(page_table) and q.dtype in TURNED_WHERE_READ:
         return _launch(q, (k, v, kv_write_index), table, kv, *rest)
     turned, (heads, dim), kv_heads = q.new_empty(q.shape), q.shape[1:], k.shape[1]
-    cos, sin = table or (q, q)  # that are not read
+    cos, sin = table or (q, q)  # q is a placeholder that is not read
     sizes = heads // kv_heads, triton.next_power_of_2(heads // kv_heads), dim
     padded_dim = max(16, triton.next_power_of_2(dim))
     tensors, stride = (q, k, v, cos, sin, kv, kv_write_index, turned), _token_stride(q, k, v)
@@ -353,10 +362,11 @@ def _launch(
     layer: int,
     scale: float,
 ) -> Tensor:
-    """new: keys, values, and the rows that take them. table: cos and sin."""
+    """Launch `_attend`, and `_join` if there are splits. new: keys, values, and the rows to write them to.
+    table: cos and sin."""
     (num_tokens, heads, dim), (num_sequences, columns) = q.shape, page_table.shape
     assert kv.is_contiguous() and q.dtype == kv.dtype, f"{q.dtype} over {kv.dtype}, {kv.stride()}"
-    # Both kinds of launch give the same whatever the counts are: this chooses the faster one.
+    # Both kinds of launch give the same result for any counts; this chooses the faster one.
     is_step = num_tokens == num_sequences
     splits = NUM_SPLITS if is_step and columns * page_tokens > ONE_PASS else 1
     how = "" if new is None else "written" if table is None else "turned"
@@ -368,7 +378,7 @@ def _launch(
         parts = q.new_empty(num_tokens, heads, splits, dim, dtype=torch.float32)
         log_sums = q.new_empty(num_tokens, heads, splits, dtype=torch.float32)
     num_tiles = num_tokens // (sizes["ROWS"] // sizes["PADDED_GROUP"]) + num_sequences + 1
-    k, v, kv_write_index = new or (q, q, kv_lens)  # that are not read, as the table below
+    k, v, kv_write_index = new or (q, q, kv_lens)  # placeholders that are not read, like those of the table
     _attend[kv.shape[1], num_tiles, splits](
         q,
         k,
@@ -395,7 +405,7 @@ def _launch(
 
 
 def _token_stride(*parts: Tensor) -> int:
-    """From a token to the next, in all of them."""
+    """Return the stride between tokens, which must be the same in all parts."""
     stride = parts[0].stride(0)
     for x in parts:
         expected = (stride, x.shape[2], 1)

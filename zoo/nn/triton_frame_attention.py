@@ -1,7 +1,7 @@
-"""`zoo.nn.frame_attention` on a GPU, in Triton. One program has queries of a key head in one frame, and all keys that
-they can see. New keys are made in the program that reads them, so that nobody waits for who writes them. Where all tokens
-come at once there are enough of them for a product of matrices; where a cache grows by a token or two, rows are summed.
-"""
+"""`zoo.nn.frame_attention` on a GPU, in Triton. One program has queries of one key head in one frame, and all
+keys that they can see. The program that reads new keys computes them itself, so that no program waits for
+another. If all tokens come at once, there are enough of them for matrix products. If a cache grows by a token
+or two, rows are summed instead."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# queries of a program: more do not fit into its registers, of several warps or of one
+# The most queries that fit into the registers of a program with several warps, and with one.
 MAX_ROWS, MAX_WARP_ROWS = 32, 16
-WARP_VALUES = 16 * 128  # of keys, and as many of values, that a warp holds
+WARP_VALUES = 16 * 128  # numbers of keys that a warp can hold, and as many of values
 
 
 @triton.jit
@@ -31,10 +31,10 @@ def _turned(
     IS_PAIRED: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ):
-    """Rows of x that begin at `place` [R, 1], of positions `at` [R, 1] -> normed and turned [R, PADDED_DIM] fp32. Or one
-    row, of numbers and not tensors -> [PADDED_DIM]."""
+    """Load the rows of x that begin at `place` [R, 1], at positions `at` [R, 1], then normalize and rotate
+    them -> [R, PADDED_DIM] fp32. With scalars for `place` and `at`: one row -> [PADDED_DIM]."""
     d = tl.arange(0, PADDED_DIM)
-    # whom a value turns with, and which way
+    # the other value of each pair, and the direction of the rotation
     other = d ^ 1 if IS_PAIRED else (d + DIM // 2) % DIM
     sign = tl.where(other > d, -1.0, 1.0)
     whole = is_row & (d < DIM)
@@ -44,7 +44,7 @@ def _turned(
     if IS_NORMED:
         wide = a.to(tl.float32)
         size = tl.rsqrt(tl.sum(wide * wide, -1, keep_dims=True) / DIM + eps)
-        # rounded before the weight and after it, as RMSNorm does
+        # round before and after the product with the weight, as RMSNorm does
         weight = tl.load(norm + d, mask=d < DIM, other=0.0).to(tl.float32)
         other_weight = tl.load(norm + other, mask=d < DIM, other=0.0).to(tl.float32)
         a = ((wide * size).to(kind).to(tl.float32) * weight).to(kind)
@@ -76,8 +76,8 @@ def _attend_frame(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One frame, one key head, ROWS of its queries: each sees all tokens. q begins with token FIRST, of TOKENS, and has
-    QUERIES of them."""
+    """Compute ROWS queries of one key head in one frame; each sees all TOKENS tokens. q has QUERIES tokens,
+    from token FIRST on."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, PADDED_DIM)[None, :]
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -88,7 +88,7 @@ def _attend_frame(
     n = tl.arange(0, KEYS)[:, None]
     place = (b * TOKENS + n) * token_stride + head * DIM
     key = _turned(k, place, n < TOKENS, n, k, cos, sin, 0.0, DIM, PADDED_DIM, False, False, True)
-    # what was turned is rounded already, so that tensor cores multiply it as it is
+    # rotated values are already rounded, so tensor cores can multiply them as they are
     kind = q.dtype.element_ty
     scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision="ieee") * scale  # [ROWS, KEYS]
     scores = tl.where(tl.arange(0, KEYS)[None, :] < TOKENS, scores, float("-inf"))
@@ -97,7 +97,7 @@ def _attend_frame(
     value = tl.load(v + place + d, mask=(n < TOKENS) & (d < DIM), other=0.0)
     coarse = weights.to(kind)
     mixed = tl.dot(coarse, value, input_precision="ieee")
-    if kind != tl.float32:  # the rest of the weights: sixteen bits of them count
+    if kind != tl.float32:  # add the rounding error of the weights, so that sixteen of their bits count
         mixed += tl.dot((weights - coarse.to(tl.float32)).to(kind), value, input_precision="ieee")
     place = ((b * QUERIES + token) * KV_HEADS + head) * GROUP + member
     tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=is_row & (d < DIM))
@@ -130,15 +130,16 @@ def _attend_and_grow(
     IS_PAIRED: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ):
-    """One frame, one key head, all of its queries, one after the other: they are few. A row of a head lies across a
-    warp, so that its sums need no shared memory and no barrier, and a product of matrices would be mostly padding."""
+    """Compute all queries of one key head in one frame, one after the other. They are so few that a matrix
+    product would be mostly padding. A row of a head is spread over a warp, so its sums need no shared memory
+    and no barrier."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(position).to(tl.int32)
     n, d = tl.arange(0, KEYS), tl.arange(0, PADDED_DIM)
     is_value = d < DIM
     is_old = (n < first)[:, None] & is_value[None, :]
-    at = ((b * 2 * KV_HEADS + head) * CACHED + n[:, None]) * DIM + d[None, :]  # of a key in the cache
-    further = KV_HEADS * CACHED * DIM  # from a key to its value
+    at = ((b * 2 * KV_HEADS + head) * CACHED + n[:, None]) * DIM + d[None, :]  # offset of a key in the cache
+    further = KV_HEADS * CACHED * DIM  # offset from a key to its value
     key = tl.load(cache + at, mask=is_old, other=0.0)  # [KEYS, PADDED_DIM]
     value = tl.load(cache + at + further, mask=is_old, other=0.0)
     for token in tl.static_range(TOKENS):
@@ -172,8 +173,8 @@ def _attend_and_grow(
 def constants(
     heads: int, kv_heads: int, dim: int, tokens: int, dtype: torch.dtype, kept: range | None = None
 ) -> dict[str, int]:
-    """What `_attend_frame` is compiled for. kept: tokens that have queries, or all of them. fp32 is multiplied without
-    tensor cores, which takes many warps."""
+    """Return the compile-time constants of `_attend_frame`. kept: the tokens with queries; None: all of them.
+    fp32 is multiplied without tensor cores, which takes many warps."""
     kept = range(tokens) if kept is None else kept
     group, keys = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(tokens))
     padded_dim = max(16, triton.next_power_of_2(dim))
@@ -196,8 +197,8 @@ def constants(
 
 
 def growing_constants(heads: int, kv_heads: int, dim: int, tokens: int, cached: int) -> dict[str, int]:
-    """What `_attend_and_grow` is compiled for, beside what is done to queries and keys. cached: positions of the
-    cache."""
+    """Return the compile-time constants of `_attend_and_grow`, except the treatment of queries and keys.
+    cached: positions of the cache."""
     keys, padded_dim = triton.next_power_of_2(cached), triton.next_power_of_2(dim)
     return {
         "KV_HEADS": kv_heads,
@@ -214,7 +215,7 @@ def growing_constants(heads: int, kv_heads: int, dim: int, tokens: int, cached: 
 def frame_attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float, first: int
 ) -> Tensor:
-    """As `zoo.nn.frame_attention.frame_attention`, whose arguments it takes. q, k and v may be parts of one tensor."""
+    """Do the same as `zoo.nn.frame_attention.frame_attention`. q, k and v may be slices of one tensor."""
     batch, queries, heads, dim = q.shape
     kept, out = range(first, first + queries), q.new_empty(q.shape)
     sizes = constants(heads, k.shape[2], dim, k.shape[1], q.dtype, kept)
@@ -239,7 +240,7 @@ def grow_frame_attention(
     is_paired: bool,
     is_rounded: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `zoo.nn.frame_attention.grow_frame_attention`, whose arguments it takes."""
+    """Do the same as `zoo.nn.frame_attention.grow_frame_attention`."""
     batch, tokens, heads, dim = q.shape
     out, grown = q.new_empty(q.shape), torch.empty_like(cache)
     _attend_and_grow[batch, k.shape[2]](
@@ -250,7 +251,7 @@ def grow_frame_attention(
         sin,
         position,
         cache,
-        q if q_norm is None else q_norm,  # one that is not read
+        q if q_norm is None else q_norm,  # a placeholder that is not read
         k if k_norm is None else k_norm,
         out,
         grown,
@@ -266,7 +267,7 @@ def grow_frame_attention(
 
 
 def _stride(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> int:
-    """From a token to the next, in all three."""
+    """Return the stride between tokens, which must be the same in q, k and v."""
     tokens, dim = k.shape[1], k.shape[3]
     stride = k.stride(1 if tokens > 1 else 0)
     for x in (q, k, v):

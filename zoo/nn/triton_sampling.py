@@ -1,9 +1,9 @@
-"""Sampling on a GPU, in Triton: a draw and the noise of all draws are one launch each. Imported where a GPU is
-asked for.
+"""Sampling on a GPU, in Triton: a draw is one launch, and so is the noise of all draws. Imported only when a
+GPU is used.
 
-Nothing is sorted. What is kept of a row are the entries above an edge, and a bisection over the bits of the
-float finds it: the entries above the middle are counted for top-k until they are so many, and 32 times their mass is added
-up for top-p, if there is one. A row stays in registers meanwhile.
+Nothing is sorted. The kept entries of a row are those above an edge, which a bisection over the bits of the
+float finds. For top-k, it counts the entries above the middle until there are k. For top-p, if used, it sums
+their probabilities, 32 times. The row stays in registers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOWEST = tl.constexpr(-2139095041)  # `_ordered` of -inf
 
 @triton.jit
 def _ordered(bits: tl.tensor):
-    """A float's bits -> an integer that orders as the float does, and back."""
+    """Convert a float's bits to an integer with the same order as the float, and back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -29,26 +29,28 @@ def _value(key: tl.tensor):
 
 @triton.jit
 def _edge(x: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, width: tl.tensor):
-    """The least value that stays of a row of `width`, where top_k is at least 1; `sampling._keep_likely`."""
+    """Return the least value of a row of `width` that is kept; top_k is at least 1. See
+    `sampling._keep_likely`."""
     largest = tl.max(x, 0)
     highest = _ordered(largest.to(tl.int32, bitcast=True))
     low, high = highest * 0 + LOWEST, highest + 1
-    num_reaching = tl.where(top_k < width, -1, top_k)  # entries that reach low; all do
-    while (low + 1 < high) & (
-        num_reaching != top_k
-    ):  # a value that top_k entries reach; the largest one where some are equal
+    # the number of entries that are at least `low`; -1 is not counted yet, and top_k ends the search because
+    # all are kept
+    num_reaching = tl.where(top_k < width, -1, top_k)
+    # Find a value that exactly top_k entries reach. If ties prevent that, find the largest one that at least
+    # top_k reach.
+    while (low + 1 < high) & (num_reaching != top_k):
         middle = (low & high) + ((low ^ high) >> 1)  # rounded down, without a sum that overflows
         num = tl.sum((x >= _value(middle)).to(tl.int32), 0)
         num_reaching = tl.where(num >= top_k, num, num_reaching)
         low, high = tl.where(num >= top_k, middle, low), tl.where(num >= top_k, high, middle)
     by_rank = _value(low)
-    if top_p < 1:  # a sum in fp32 can reach 1 too early
+    if top_p < 1:  # 1 keeps all entries, although the sum in fp32 can reach 1 too early
         mass = tl.where(x >= by_rank, tl.exp(x - largest), 0.0)
         mass = mass / tl.sum(mass, 0)
         low, high = highest * 0 + LOWEST - 1, highest
-        for _ in range(
-            32
-        ):  # the smallest value with less than top_p above it; the largest one stays in any case
+        # Find the smallest value with less than top_p above it; the largest value is always kept.
+        for _ in range(32):
             middle = (low | high) - ((low ^ high) >> 1)  # rounded up
             has_room = tl.sum(tl.where(x > _value(middle), mass, 0.0), 0) < top_p
             low, high = tl.where(has_room, low, middle), tl.where(has_room, middle, high)
@@ -103,7 +105,7 @@ def _draw(
 
 @triton.jit
 def _mix(x: tl.tensor):
-    """`sampling._mix`, of uint32."""
+    """`sampling._mix` for uint32."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return x ^ (x >> 15)
@@ -119,7 +121,7 @@ def _uniform(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ):
-    """One row and stream, BLOCK values of it."""
+    """Draw BLOCK values of one row and stream."""
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own, stream = tl.load(seed + row // streams), first + row % streams
     key = _mix(own.to(tl.uint32) ^ 0x6A09E667)
@@ -132,7 +134,7 @@ def _uniform(
 
 
 def _sizes(width: int) -> dict[str, int]:
-    """What `_keep_likely` and `_draw` are compiled for."""
+    """Return the compile-time constants of `_keep_likely` and `_draw`."""
     padded = triton.next_power_of_2(width)
     return {"WIDTH": padded, "num_warps": min(16, max(4, padded // 512))}
 
@@ -149,14 +151,14 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
     """logits and noise [B, V] float32 -> [B] int64; `sampling.draw`."""
     assert logits.stride(1) == noise.stride(1) == 1, f"{logits.stride()}, {noise.stride()}"
     out, (num_rows, width) = torch.empty_like(logits[:, 0], dtype=torch.int64), logits.shape
-    settings = temperature, top_k, top_p  # columns of a table, maybe
+    settings = temperature, top_k, top_p  # these may be columns of a table
     strides = (rows.stride(0) for rows in (logits, *settings, noise))
     _draw[(num_rows,)](logits, *settings, noise, out, width, *strides, **_sizes(width))
     return out
 
 
 def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
-    """seed, step [B] int64 -> [B, streams, width] float32, to the bit those of `sampling._uniform`."""
+    """seed, step [B] int64 -> [B, streams, width] float32, bitwise equal to `sampling._uniform`."""
     out = torch.empty(len(seed), streams, width, dtype=torch.float32, device=seed.device)
     block = min(1024, triton.next_power_of_2(width))
     grid = len(seed) * streams, triton.cdiv(width, block)

@@ -1,10 +1,11 @@
-"""`zoo.cosyvoice2.stretch.stretch_attention` on a GPU, in Triton. One program has a tile of a stretch's queries, in one head
-of one row, and passes over the keys that its stream holds and over its own as far as they are seen. How many those are is
-read on the device, so a young stream costs little, a recorded launch stays right while streams grow, and what no stream
-wrote is not loaded. Who sees what follows from places in the stream: of each pair of a query and a key one comparison.
+"""`zoo.cosyvoice2.stretch.stretch_attention` on a GPU, in Triton. One program has a tile of a stretch's
+queries, in one head of one row. It passes over the keys in its stream's cache, then over the new keys that
+are visible. Their number is read on the device: a young stream is cheap, a recorded launch stays valid while
+streams grow, and unwritten positions are not loaded. One comparison of positions decides whether a query sees
+a key.
 
-The new keys and values go into the cache in a launch of their own, behind the one that reads it: a ring's places are taken
-by the new ones while others of its readers may not have begun.
+A second launch writes the new keys and values to the cache. It must come after the first, because new entries
+overwrite places of the ring that some programs may not have read yet.
 
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.
 """
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from zoo.nn.triton_attention import _seen
 
-EVERYWHERE = tl.constexpr(1 << 30)  # the position of what is never too far back
-KEPT_VALUES = 4096  # that a program writes at once, of keys and of values
-# differ from launch to launch: no kernel for each
+EVERYWHERE = tl.constexpr(1 << 30)  # the position of keys that are never too far back
+KEPT_VALUES = 4096  # numbers that a program writes at once, of keys and of values each
+# These change from launch to launch and must not cause a new kernel.
 LENGTHS = ["block", "num", "num_slots", "num_places", "chunk"]
 
 
@@ -52,8 +53,9 @@ def _attend_stretch(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """num: of a stretch's positions; num_places: of a slot in the cache, the last of which is nobody's. token_stride: from a
-    position to the next in q, k and v. scale: in base 2."""
+    """Compute one tile. num: positions of a stretch. num_places: positions of a slot in the cache; the last
+    one is a spare that is never read. token_stride: from one position to the next in q, k and v. scale: in
+    base 2."""
     begin, head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     b, lane = row // LANES, row % LANES
     first = tl.load(start + b).to(tl.int32)  # the stretch's position in its stream
@@ -69,16 +71,16 @@ def _attend_stretch(
     place = (row * num + own) * token_stride + head * DIM
     query = tl.load(q + place[:, None] + d[None, :], mask=whole, other=0.0)
     chunk_start = (first + own) // chunk * chunk
-    lowest = chunk_start - ring  # of the positions that a query sees, but for those that are kept
-    limit = tl.minimum(chunk_start + chunk - first, there)  # of the stretch's own
+    lowest = chunk_start - ring  # the first position that a query sees, apart from the permanently kept ones
+    limit = tl.minimum(chunk_start + chunk - first, there)  # the end of the new positions that a query sees
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
 
-    # nobody hears a tile of padding
+    # a tile of padding reads nothing
     is_heard = begin < there
     held = tl.where(is_heard, tl.minimum(first, num_places - 1), 0)
-    latest = kept + (first - kept - 1) % ring  # the place of the last position in the ring, where it has any
+    latest = kept + (first - kept - 1) % ring  # the place of the last position in the ring, if it has any
     # int64: caches have more values than 2^31
     base = ((tl.load(layers + block) * num_slots + slot) * num_places * LANES + lane) * (
         2 * HEADS * DIM
@@ -94,9 +96,8 @@ def _attend_stretch(
         is_seen = is_held[None, :] & (position[None, :] >= lowest[:, None])
         top, total, mixed = _seen(query, old_k, old_v, is_seen, top, total, mixed, scale)
 
-    end = (
-        (first + tl.minimum(begin + ROWS, num) - 1) // chunk * chunk + chunk - first
-    )  # of what the tile's last query sees
+    # the end of the positions that the tile's last query sees
+    end = (first + tl.minimum(begin + ROWS, num) - 1) // chunk * chunk + chunk - first
     end = tl.where(is_heard, tl.minimum(end, there), 0)
     for at in range(0, end, BLOCK):
         m = at + column
@@ -131,7 +132,7 @@ def _keep_stretch(
     PADDED_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS positions of one row: keys and values of all heads go where the index says."""
+    """Write keys and values of all heads at ROWS positions of one row to the places in `index`."""
     n, d, row = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_WIDTH), tl.program_id(1)
     b, lane = row // LANES, row % LANES
     at = tl.load(index + b * num + n, mask=n < num, other=num_places - 1)
@@ -144,8 +145,8 @@ def _keep_stretch(
 
 
 def constants(lanes: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """What `_attend_stretch` is compiled for: sizes that keep its registers below what spills (the build test tells). fp32 is
-    multiplied without tensor cores, in smaller tiles."""
+    """Return the compile-time constants of `_attend_stretch`: sizes at which its registers do not spill (the
+    build test checks that). fp32 is multiplied without tensor cores, in smaller tiles."""
     padded_dim, is_wide = max(16, triton.next_power_of_2(dim)), dtype == torch.float32
     return {
         "LANES": lanes,
@@ -160,7 +161,7 @@ def constants(lanes: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str,
 
 
 def keeping_constants(lanes: int, width: int) -> dict[str, int]:
-    """What `_keep_stretch` is compiled for."""
+    """Return the compile-time constants of `_keep_stretch`."""
     padded_width = triton.next_power_of_2(width)
     rows = max(1, KEPT_VALUES // padded_width)
     return {"LANES": lanes, "WIDTH": width, "PADDED_WIDTH": padded_width, "ROWS": rows, "num_warps": 4}
@@ -181,12 +182,12 @@ def stretch_attention(
     chunk: int,
     heads: int,
 ) -> Tensor:
-    """As `zoo.cosyvoice2.stretch.stretch_attention`, whose arguments it takes. q, k and v may be parts of one tensor."""
+    """Do the same as `zoo.cosyvoice2.stretch.stretch_attention`. q, k and v may be slices of one tensor."""
     (rows, num, width), (_, num_slots, num_places, lanes, kept_width) = q.shape, caches.shape
     assert caches.is_contiguous() and kept_width == 2 * width and q.dtype == caches.dtype, (
         f"{q.dtype} of {width} over {caches.dtype} of {kept_width}, {caches.stride()}"
     )
-    # numbers within a slot, and among the new ones, have 32 bits
+    # offsets within a slot, and among the new keys, have 32 bits
     stride = _token_stride(q, k, v)
     assert max(rows * num * stride, num_places * lanes * kept_width) < 1 << 31, f"{rows} rows of {num}"
     slots, index, start, count, num_kept = (x.contiguous() for x in (slots, index, start, count, num_kept))
@@ -204,7 +205,7 @@ def stretch_attention(
 
 
 def _token_stride(*parts: Tensor) -> int:
-    """From a position to the next, in all of them."""
+    """Return the stride between positions, which must be the same in all parts."""
     stride = parts[0].stride(1)
     for x in parts:
         expected = (x.shape[1] * stride, stride, 1)

@@ -1,8 +1,8 @@
-"""`zoo.nn.swiglu` on a GPU, in Triton: the gated half of an MLP as one product, and, for where cuBLAS multiplies faster
-than this does, what is left to do behind its product. Imported where a GPU is asked for.
+"""`zoo.nn.swiglu` on a GPU, in Triton: the gated half of an MLP as one kernel, and the part after the product
+for devices on which cuBLAS multiplies faster. Imported only when a GPU is used.
 
-cuBLAS writes gate and up, and something else reads them again: at the size of a solver that is the largest tensor of its
-step. Here a program has two sums, of gate and of up, over one pass through its rows of x, and writes their product.
+cuBLAS writes gate and up, and a second kernel reads them again; in a solver they are the largest tensor of a
+step. Here a program sums up gate and up in one pass over its rows of x and writes only their product.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GATED_BLOCK = 1024  # values of a program of `_gate`
-# Of a program: rows, columns and the values of both that are multiplied at once; warps, and how many such pieces are
-# under way. By the rows that there are at most. The sums of a program lie in its registers, what is under way in its
-# shared memory: of LARGE that is 192 KB, which an H100 has and an RTX 4090 has not.
+GATED_BLOCK = 1024  # values per program of `_gate`
+# A program's rows, columns, values of both that are multiplied at once, warps, and pipeline stages. FEW is
+# keyed by the largest number of rows. A program keeps its sums in registers and its stages in shared memory.
+# LARGE needs 192 KB of that, which an H100 has and an RTX 4090 does not.
 Tiles = tuple[int, int, int, int, int]
 FEW: dict[int, Tiles] = {16: (16, 32, 128, 4, 4), 32: (32, 32, 128, 4, 4), 64: (64, 32, 128, 4, 3)}
 MANY, LARGE = (128, 64, 64, 8, 3), (128, 128, 64, 8, 4)
-LARGE_ROWS = 512  # below, tiles as large as LARGE are too few for a GPU's processors
-GROUP = (
-    8  # tiles of rows that are gone through together, column by column: what they read stays in the L2 cache
-)
+LARGE_ROWS = 512  # with fewer rows, tiles as large as LARGE are too few for a GPU's processors
+GROUP = 8  # tiles of rows that are processed together, column by column, so that their inputs stay in the L2 cache
 
 
 @triton.jit
 def _gated(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr):
-    """silu(gate) * up, of sums that are rounded to KIND first, as a product of matrices gives them."""
+    """Return silu(gate) * up; the sums are first rounded to KIND, as a matrix product would."""
     gate = gate.to(KIND).to(tl.float32)
     return gate * tl.sigmoid(gate) * up.to(KIND).to(tl.float32)
 
@@ -48,8 +46,9 @@ def _swiglu_linear(
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile [ROWS, COLUMNS] of out [rows, INNER]; x [rows, WIDTH], weight [2 INNER, WIDTH]: gate above up."""
-    # tile after tile down GROUP tiles of rows, then the next columns
+    """Compute one tile [ROWS, COLUMNS] of out [rows, INNER]; x [rows, WIDTH], weight [2 INNER, WIDTH] (gate,
+    then up)."""
+    # programs go down GROUP tiles of rows, then to the next columns
     program, num_down, num_across = tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(INNER, COLUMNS)
     first = program // (GROUP * num_across) * GROUP
     height = tl.minimum(num_down - first, GROUP)
@@ -57,7 +56,7 @@ def _swiglu_linear(
     row = (first + within % height) * ROWS + tl.arange(0, ROWS)[:, None]
     column = within // height * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     d = tl.arange(0, STEP)
-    # What lies beyond an edge reads what lies within it: it is not stored, and no mask is needed.
+    # Indices beyond an edge wrap around, so loads need no mask; the results are not stored.
     x_at = x + (row % rows).to(tl.int64) * row_stride + d[None, :]
     gate_at = weight + (column % INNER) * WIDTH + d[:, None]
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -79,7 +78,7 @@ def _swiglu_linear(
 
 @triton.jit
 def _gate(gate_up: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of a row: gate_up [rows, 2 INNER] -> out [rows, INNER]."""
+    """Compute a part of a row: gate_up [rows, 2 INNER] -> out [rows, INNER]."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * INNER + INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
@@ -88,7 +87,8 @@ def _gate(gate_up: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.con
 
 
 def constants(rows: int, inner: int, width: int, shared_bytes: int) -> dict[str, Any]:
-    """What `_swiglu_linear` is compiled for. shared_bytes: that a program of the device can have."""
+    """Return the compile-time constants of `_swiglu_linear`. shared_bytes: the shared memory that a program
+    of the device can have."""
     tiles = next((tiles for most, tiles in FEW.items() if rows <= most), MANY)
     if rows >= LARGE_ROWS and _shared_bytes(LARGE) <= shared_bytes:
         tiles = LARGE
@@ -106,12 +106,12 @@ def constants(rows: int, inner: int, width: int, shared_bytes: int) -> dict[str,
 
 def _shared_bytes(tiles: Tiles) -> int:
     rows, columns, step, _, num_stages = tiles
-    return num_stages * (rows + 2 * columns) * step * 2  # of two bytes each
+    return num_stages * (rows + 2 * columns) * step * 2  # two bytes per value
 
 
 def swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """As `zoo.nn.swiglu.swiglu_linear`, in one launch. x and weight of one half dtype, their last axes without gaps, x's
-    rows evenly apart."""
+    """Do the same as `zoo.nn.swiglu.swiglu_linear`, in one launch. x and weight have the same half-precision
+    dtype and contiguous last axes; x has evenly spaced rows."""
     inner, width = weight.shape[0] // 2, weight.shape[1]
     flat = x.flatten(0, -2)
     out = x.new_empty(*x.shape[:-1], inner)

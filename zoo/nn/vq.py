@@ -1,8 +1,8 @@
 """Vector quantization: vectors are replaced by rows of codebooks.
 
-ResidualVQ of vector-quantize-pytorch gives the same codes (tests/zoo/nn/test_vq.py). It is not used because it stacks all
-codebooks again for each decoding (11 ms for four frames of Qwen3-TTS on one core; 0.4 ms here) and takes a second to
-import.
+ResidualVQ of vector-quantize-pytorch gives the same codes (tests/zoo/nn/test_vq.py). It is not used because
+it stacks all codebooks again for each decoding (11 ms for four frames of Qwen3-TTS on one core; 0.4 ms here)
+and takes a second to import.
 """
 
 import torch
@@ -15,13 +15,13 @@ MIN_USAGE = 1e-5
 
 
 class SplitVQ(Parted):
-    """Residual vector quantization in two branches that read the same latent. One is the first codebook ("semantic"); in the
-    other, each codebook quantizes the residual of the one before. Each branch has its own projections in (width -> dim) and
-    out (dim -> width).
+    """Residual vector quantization in two branches that read the same latent. One is the first codebook
+    ("semantic"); in the other, each codebook quantizes the residual of the one before. Each branch has its
+    own projections in (width -> dim) and out (dim -> width).
 
-    A checkpoint keeps each row as in training: a sum of vectors, and how often the row was used. `prepare` divides them
-    once, for the first `used` codebooks. Source: Defossez et al., "Moshi" (2024), section 3.3; transformers, models/mimi,
-    MimiSplitResidualVectorQuantizer.
+    A checkpoint keeps each row as in training: a sum of vectors, and how often the row was used. `prepare`
+    divides them once, for the first `used` codebooks. Source: Defossez et al., "Moshi" (2024), section 3.3;
+    transformers, models/mimi, MimiSplitResidualVectorQuantizer.
     """
 
     table: Tensor  # [K, V, dim], after prepare()
@@ -62,6 +62,6 @@ class SplitVQ(Parted):
         return torch.stack(codes, -1)
 
     def _nearest(self, k: int, x: Tensor) -> Tensor:
-        """Return the nearest row c of codebook k: x [B, F, dim] -> [B, F]. |x - c|^2 is least where x c - |c|^2 / 2 is
-        greatest."""
+        """Return the nearest row c of codebook k: x [B, F, dim] -> [B, F]. |x - c|^2 is least where x c -
+        |c|^2 / 2 is greatest."""
         return F.linear(x, self.table[k], -self.half_square[k]).argmax(-1)
