@@ -1,4 +1,4 @@
-"""Triton's interpreter keeps bf16 as bits, and would multiply the bits."""
+"""Correct bf16 products in Triton's interpreter, which keeps bf16 as bits and would multiply the bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 
 def multiply_numbers(patch: pytest.MonkeyPatch) -> None:
-    """From now on, until the patch is undone, the interpreter's products of bf16 are those of its numbers."""
+    """Make the interpreter convert bf16 to float32 before it multiplies, until the patch is undone."""
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Set before anything imports torch: threads that wait must sleep, or a busy machine turns milliseconds into
-tens of them."""
+"""Settings for all tests. They come before the first import of torch: waiting threads must sleep, because on
+a busy machine spinning threads turn milliseconds into tens of milliseconds."""
 
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-# sums are cut among threads: with one, the number of cores changes no last bit
+# Threads split sums. With a single thread, results do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _plain_operators(monkeypatch):
-    """What a test builds is gone after it: the others run on the operators as they are written in torch."""
+    """Run each test on the operators as written in torch, unless it builds the kernels itself."""
     from zoo.nn import kernels
 
     monkeypatch.setattr(kernels, "_library", None)

@@ -1,4 +1,4 @@
-"""An engine that is driven by hand, and text that comes to it in portions."""
+"""An engine driven by hand, and text that arrives in portions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models import Clock, Listener
 from serving.engine.engine import Engine
 from zoo.contract import Family, Request
 
-# name -> after which turn how many more tokens come; the last ones bring the end with them
+# name -> (step, number of tokens that arrive after it); the end of the text arrives with the last tokens
 PORTIONS: dict[str, list[tuple[int, int]]] = {
     "one by one": [(turn, 1) for turn in range(60)],
     "in bursts": [(2, 3), (3, 5), (30, 60)],
@@ -20,7 +20,7 @@ PORTIONS: dict[str, list[tuple[int, int]]] = {
 
 
 class Speaking:
-    """An engine whose turns are counted, and which slots took a step in each launch."""
+    """An engine that counts its steps (`turns`) and records the slots of each launch (`steps`)."""
 
     def __init__(self, ours: Family[Any], max_slots: int = 3, **settings: Any):
         self.engine = Engine(ours, max_slots=max_slots, compile=False, clock=Clock(), **settings)
@@ -57,5 +57,5 @@ def speak_in_portions(
             speaking.engine.feed(name, rest[:count], is_last=count >= len(rest))
             del rest[:count]
         speaking.turn()
-        assert speaking.turns < 2000, "it does not come to an end"
+        assert speaking.turns < 2000, "the speech does not end"
     return listener

@@ -1,10 +1,10 @@
-"""The CPU under the name of a GPU, and late: so that the branches which only a GPU takes run for real, with real
-numbers, on any machine.
+"""A CPU that pretends to be an asynchronous GPU, so that branches for GPUs run on any machine, with real
+numbers.
 
-    with masquerade():             every tensor says that it is on "cuda"; what is asked for there is made on the CPU
-        torch.cuda.CUDAGraph       a list of operators over the very memory that they were recorded with. It does not keep
-                                   that alive: to read what was given back is an error, where a GPU would read another's
-        LateStream                 work waits until the host asks for its result, or by chance gets a part of it done
+    with masquerade():             every tensor claims to be on "cuda"; tensors requested there are made on the CPU
+        torch.cuda.CUDAGraph       a list of operators over the memory that they were recorded with. It does not keep that
+                                   memory alive: reading freed memory is an error, where a GPU would read other data
+        LateStream                 work runs when the host asks for its result, or a part of it at random times before
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ def unmasked(value: Any) -> Any:
 
 
 class Freed(AssertionError):
-    """A recorded launch reads or writes memory that has been given back: on a GPU it is someone else's by
-    now."""
+    """A recorded launch reads or writes freed memory, which on a GPU may have been reused."""
 
 
 class Outside:
-    """A tensor that was there before recording. As on a GPU, the graph knows where it is and does not keep it
+    """A tensor that existed before recording. As on a GPU, the graph has its address and does not keep it
     alive."""
 
     def __init__(self, tensor: Tensor, func: Any):
@@ -80,8 +79,7 @@ class Outside:
 
 
 class Graph:
-    """Stands for torch.cuda.CUDAGraph: operators in order, each with the very memory that it was recorded
-    with."""
+    """Replaces torch.cuda.CUDAGraph: a list of operators, each with the memory that it was recorded with."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, list[Any], TreeSpec, list[Tensor | None]]] = []
@@ -99,13 +97,14 @@ class Graph:
 
 
 class Capture(TorchDispatchMode):
-    """Stands for torch.cuda.graph. Operators of this project are recorded whole, as kernels are."""
+    """Replaces torch.cuda.graph. Operators of this project are recorded as a whole, like kernels."""
 
     def __init__(self, graph: Graph, pool: object = None, stream: object = None):
         super().__init__()
         self.graph, self.made = graph, dict[int, Tensor]()
-        # workspaces belong to streams, memory to pools: what shares one of them may not run beside the other
-        assert stream is not None, "recorded on torch's own stream, where others are recorded too"
+        # Workspaces belong to streams and memory to pools, so graphs that share one of them must not run
+        # concurrently.
+        assert stream is not None, "the graph is recorded on torch's own stream, like others"
         assert STREAMS.setdefault(pool, stream) is stream and POOLS.setdefault(stream, pool) == pool
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,16 +120,18 @@ class Capture(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **kwargs)
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        # of `to`, `reshape` and their like only now is it known
+        # for `to`, `reshape` and similar operators, this is only known now
         fresh = [t.untyped_storage()._cdata not in given for t in outs]
         self.made |= {t.untyped_storage()._cdata: t for t, new in zip(outs, fresh, strict=True) if new}
-        if func._schema.is_mutable or any(fresh):  # a view needs no second run: where it points was settled
+        # A view needs no replay, because its address does not change.
+        if func._schema.is_mutable or any(fresh):
             places = [t if new else None for t, new in zip(outs, fresh, strict=True)]
             self.graph.calls.append((func, kept, spec, places))
         return out
 
 
-POOLS: dict[object, object] = {}  # while masked
+# stream -> pool and pool -> stream, within one `masquerade`
+POOLS: dict[object, object] = {}
 STREAMS: dict[object, object] = {}
 
 
@@ -147,7 +148,7 @@ class CudaStream:
 
 
 class LateCopy:
-    """Stands for AsyncCopy."""
+    """Replaces AsyncCopy."""
 
     def __init__(self, stream: LateStream):
         self.stream = stream
@@ -169,7 +170,7 @@ class LateCopy:
 
 class LateStream(streams.Stream):
     chance = random.Random(0)
-    current: LateStream | None = None  # that of the last `here`, as what is recorded asks for it
+    current: LateStream | None = None  # the stream of the last `here`, for the recorder
 
     def __init__(self, device: torch.device, is_urgent: bool = False):
         super().__init__(device, is_urgent)
@@ -181,7 +182,7 @@ class LateStream(streams.Stream):
         return copy
 
     def here(self) -> Any:
-        """What is launched within comes behind what is in the queue."""
+        """Run everything in the queue, so that later launches come after it."""
         while self.queue:
             self.do_next()
         LateStream.current = self

@@ -1,5 +1,5 @@
-"""What many tests need: every family as a tiny random model, requests that differ in everything, and the
-codes of each alone."""
+"""Helpers for many tests: every family as a tiny random model, requests that differ in every field, and the
+plain loop's result for each of them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from zoo.request import SAMPLING, check
 
 
 def toys() -> dict[str, Callable[[], Family[Any]]]:
-    """Every family that a file `toy*.py` beside this one makes, under the names of its TOYS."""
+    """Return the families in the files `toy*.py` next to this one, by their names in TOYS."""
     files = sorted(Path(__file__).parent.glob("toy*.py"))
     return {name: make for file in files for name, make in importlib.import_module(file.stem).TOYS.items()}
 
 
 TOYS = toys()
 NAMES = (*TOYS, *zoo.families())
-_directories = tempfile.TemporaryDirectory(prefix="zoo-tests-")  # goes with the process
+_directories = tempfile.TemporaryDirectory(prefix="zoo-tests-")  # deleted when the process ends
 
 TEXTS = (
     "Good morning.",
@@ -50,15 +50,16 @@ _CLIP = AudioClip(np.sin(np.arange(3500) ** 1.5 / 30).astype(np.float32) / 4, 16
 
 @cache
 def directory(name: str, size: str) -> Path:
-    """A tiny random checkpoint, written once per process. Not to be changed: copy it first."""
+    """Return the directory of a tiny random checkpoint, written once per process. Copy it before you change
+    it."""
     return zoo.families()[name].write_demo(
         Path(_directories.name) / f"{name}-{size}", size, dtype=torch.float32
     )
 
 
 def family(name: str, dtype: str = "float32", size: str = "tiny") -> Family:
-    """dtype "float64" is for what a family computes from a state alone (`render`): no checkpoint runs in it
-    as a whole."""
+    """Return a tiny random model. dtype "float64" is only for `render`; no checkpoint runs in it as a
+    whole."""
     return _family(name, dtype, size)
 
 
@@ -70,8 +71,8 @@ def _family(name: str, dtype: str, size: str) -> Family:
 
 
 def requests(name: str, count: int, max_frames: int = 14) -> list[Request]:
-    """`count` requests that differ in text, voice, reference, sampling, seed and length, and in every option
-    of the family's."""
+    """Return `count` requests that differ in text, voice, reference, sampling, seed, length, and every option
+    of the family."""
     spec = family(name).spec
     return [
         Request(
@@ -86,7 +87,8 @@ def requests(name: str, count: int, max_frames: int = 14) -> list[Request]:
 
 
 def settings(options: tuple[Option, ...], i: int) -> dict[str, Any]:
-    """Sampling fields and options of request i: of each, every third request has the model's default."""
+    """Return the sampling fields and options of request i. Each of them keeps its default in every third
+    request."""
     given = {option.name: value_of(option, i + zlib.crc32(option.name.encode())) for option in options}
     given = {param: value for param, value in given.items() if value is not None}
     shared = {param: value for param, value in given.items() if param in SAMPLING}
@@ -94,7 +96,7 @@ def settings(options: tuple[Option, ...], i: int) -> dict[str, Any]:
 
 
 def value_of(option: Option, i: int) -> Any:
-    """A value that is possible; None is the default."""
+    """Return a possible value of an option for request i; None is the default."""
     if i % 3 == 0:
         return None
     if option.type is bool:
@@ -107,7 +109,7 @@ def value_of(option: Option, i: int) -> Any:
 
 
 def manners(spec: Spec) -> list[dict[str, Any]]:
-    """The ways to ask for a voice, in turn."""
+    """Return the ways to choose a voice."""
     ways: list[dict[str, Any]] = [{"voice": voice} for voice in spec.voices] or [{}]
     if {"instruct", "design"} & set(spec.modes):
         ways.append({"instructions": "slowly", "voice": next(iter(spec.voices), None)})
@@ -117,25 +119,25 @@ def manners(spec: Spec) -> list[dict[str, Any]]:
 
 
 def write(family: Family, request: Request) -> Any:
-    """A request's prompt as ids, by the family's own writer. Raises RequestError."""
+    """Return a request's prompt as ids, from the family's own writer. Raises RequestError."""
     return family.writer(request, check(request, family.spec))
 
 
 @cache
 def alone(name: str, request: Request) -> Speech:
-    """What the plain loop makes of a request: the truth to test against."""
+    """Return the plain loop's speech for a request, the reference for all tests."""
     return zoo.generate(family(name), request)
 
 
 @cache
 def first_pass(name: str, request: Request) -> Speech:
-    """The same of a request's first pass, which for most is the only one."""
+    """Return the plain loop's speech for a request's first pass, which for most requests is the only one."""
     with torch.inference_mode(), kernels.plain():
         return speak_pass(family(name), next(family(name).prompts(request)), None)
 
 
 class Listener:
-    """A listener: what it heard and read, and how it ended. Nothing may come after the end."""
+    """A listener that records audio, text and end of its stream. No event may follow the end."""
 
     def __init__(self) -> None:
         self.chunks: list[np.ndarray] = []
@@ -155,13 +157,13 @@ class Listener:
 
     @property
     def reason(self) -> str:
-        """Why it ended, or which failure it was."""
-        assert self.end is not None, "it has not ended"
+        """The reason of the end, or the name of the failure."""
+        assert self.end is not None, "the stream has not ended"
         return self.end.reason if isinstance(self.end, Finished) else self.end.code
 
     @property
     def has_ended_well(self) -> bool:
-        """Whether it came to an end that the engine meant; speech without a frame is one."""
+        """Return whether the stream ended without an engine failure; speech without a frame is fine."""
         return isinstance(self.end, Finished) or self.reason == "no_audio"
 
     @property
@@ -170,7 +172,7 @@ class Listener:
 
 
 class Clock:
-    """Time that passes only when a test says so."""
+    """A clock that only advances when a test sets it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -180,7 +182,7 @@ class Clock:
 
 
 def serve(engine: Engine, arrivals: dict[int, list[Request]]) -> list[Listener]:
-    """Speak each turn's requests, turn by turn, until all have ended -> their listeners, in order of
+    """Run the engine and submit the requests of each step until all have ended -> listeners in order of
     arrival."""
     listeners: list[Listener] = []
     turns = itertools.count()
@@ -189,11 +191,11 @@ def serve(engine: Engine, arrivals: dict[int, list[Request]]) -> list[Listener]:
         for request in arrivals.get(turn, ()):
             listeners.append(Listener())
             engine.speak(f"request-{len(listeners)}", request, listeners[-1])
-        assert turn < 5000, "the engine does not come to an end"
+        assert turn < 5000, "the requests do not end"
         is_busy = engine.turn()
         if not engine.num_requests and turn >= max(arrivals):
             return listeners
         if not is_busy and engine.num_requests:
-            time.sleep(0.001)  # a next pass is being made
+            time.sleep(0.001)  # another thread is building a next pass
         if isinstance(engine.clock, Clock):
             engine.clock.now_s += 0.03

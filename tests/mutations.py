@@ -1,5 +1,5 @@
-"""JSON files of the tiny checkpoints with a value changed: to another type, out of range, or to what is
-nearly right."""
+"""JSON files of the tiny checkpoints with one value changed: to another type, out of range, or to a nearly
+right value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Place = tuple[str | int, ...]  # the keys and indices that lead to a value
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    """Family, size and file of everything there is to change."""
+    """Yield family, size and file of all JSON files to change."""
     for name in zoo.families():
         for size in sizes(name):
             yield from ((name, size, file) for file in FILES if new_places(name, size, file))
@@ -30,7 +30,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 @cache
 def sizes(name: str) -> tuple[str, ...]:
-    """All of a family's tiny models: its generations and variants."""
+    """Return the names of a family's tiny models: its generations and variants."""
     known = importlib.import_module(f"zoo.{name}.demo").SIZES
     return tuple(size for size in known if size.startswith("tiny"))
 
@@ -42,14 +42,14 @@ def content(name: str, size: str, file: str) -> Any:
 
 
 def new_places(name: str, size: str, file: str) -> list[Place]:
-    """Those whose value no size before this one has."""
+    """Return the places whose values no earlier size has."""
     config = content(name, size, file)
     before = [content(name, other, file) for other in sizes(name)[: sizes(name).index(size)]]
     return [at for at in _places(config) if all(_value(other, at) != _value(config, at) for other in before)]
 
 
 def mutations(config: Any, at: Place) -> Iterator[tuple[str, Any]]:
-    """What comes to stand at a place, in words, and the whole file with it."""
+    """Yield descriptions of new values for a place, each with the whole changed file."""
     found = _value(config, at)
     near: tuple[Any, ...] = ()
     if type(found) is int:
@@ -67,7 +67,7 @@ def mutations(config: Any, at: Place) -> Iterator[tuple[str, Any]]:
 
 
 def _places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """Every key at every depth, and of each list its first element."""
+    """Yield every key at every depth, and the first element of each list."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield (*at, key)
@@ -78,7 +78,7 @@ def _places(value: Any, at: Place = ()) -> Iterator[Place]:
 
 
 def _value(config: Any, at: Place) -> Any:
-    """REMOVED where there is nothing."""
+    """Return the value at a place, or REMOVED if there is none."""
     for key in at:
         try:
             config = config[key]

@@ -1,6 +1,7 @@
-"""Load DIRECTORY in a process of its own -> how far memory went beyond the model's own, in bytes.
+"""Load DIRECTORY and print how far the peak memory exceeded the model's size, in bytes.
 
-As a program: `VmHWM`, the most that was ever resident, is a figure of a whole process, mapped files included.
+This is a program of its own because `VmHWM`, the peak of resident memory, belongs to a whole process. It
+includes mapped files.
 """
 
 import re
@@ -31,9 +32,8 @@ def status_bytes(field: str) -> int:
 
 
 def measure(directory: Path) -> int:
-    torch.stack(
-        torch.ones(2).copy_(torch.zeros(2)).aminmax()
-    ).isfinite().all()  # the code is there before we look
+    # run the operators of `load` once, so that their code is in memory before the measurement
+    torch.stack(torch.ones(2).copy_(torch.zeros(2)).aminmax()).isfinite().all()
     model, before = build(), status_bytes("VmRSS")
     load(model, table(), directory, torch.device("cpu"), torch.float32)
     own = sum(tensor.nbytes for tensor in model.parameters())

@@ -1,5 +1,5 @@
-"""What every family promises, and the engine with it. Run over `toy.py` and over every folder of `zoo/`, as
-tiny random models."""
+"""The promises of every family and of the engine. Run over `toy.py` and over every folder of `zoo/`, as tiny
+random models."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
 from zoo.contract import Family, Request, State, View, Window
 
 every_family = pytest.mark.parametrize("name", NAMES)
-# what is the engine's more than the family's: the toys are enough for the inner loop
+# These promises concern the engine more than the family, so the toys are enough for quick runs.
 slow_for_families = pytest.mark.parametrize(
     "name", [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
-# fp32, other shapes, loud random weights: up to 2e-5 is rounding, which the test in float64 shows
+# With fp32, other shapes and loud random weights, up to 2e-5 is rounding, as the test in float64 shows.
 SAMPLES = {"rtol": 0, "atol": 5e-5}
 Lengths = dict[tuple[int, int], int]  # by (slot, lane)
-LATENTS = 5e-5  # frames that are no codes: fp32, other shapes; 1e-5 is rounding
+LATENTS = 5e-5  # for frames of floats in fp32 and other shapes; up to 1e-5 is rounding
 
 
 class RunnerHarness:
-    """A runner driven by hand. Every slot has as many pages as it can need, dealt in no order."""
+    """A runner driven by hand. Every slot has as many pages as it can need, in shuffled order."""
 
     def __init__(self, name: str, num_slots: int, compile: bool = False):
         self.name, self.family = name, family(name)
@@ -52,8 +52,8 @@ class RunnerHarness:
     def open(
         self, slot: int, request: Request, pages: Sequence[Sequence[int]] = (), skips: Sequence[int] = ()
     ) -> Lengths:
-        """-> positions to prefill by (slot, lane): all of each prompt but the last, which the first step
-        reads"""
+        """Open slots -> the number of positions to prefill by (slot, lane). The first step reads the last
+        position of each prompt."""
         prompt = next(self.family.prompts(request))
         assert max(prompt.max_positions) <= len(self.pages[slot][0]) * PAGE_TOKENS
         self.runner.open(slot, prompt, pages or self.pages[slot], skips or [0] * self.lanes)
@@ -71,7 +71,7 @@ class RunnerHarness:
         )
 
     def prefill(self, stretches: dict[tuple[int, int], tuple[int, int]]) -> None:
-        """{(slot, lane): (start, stop)} in one launch; who has nothing to fill is left out."""
+        """Prefill {(slot, lane): (start, stop)} in one launch, without the empty stretches."""
         chunks = [
             Chunk(slot, start, stop, False, lane)
             for (slot, lane), (start, stop) in stretches.items()
@@ -92,7 +92,7 @@ class RunnerHarness:
         return self.runner.state.tape[slot, : self.runner.state.ready[slot]]
 
     def agrees(self, pairs: Iterable[tuple[int, Request]]) -> None:
-        """Every slot holds the codes that its request has alone."""
+        """Check that every slot has the codes of its request alone."""
         for slot, request in pairs:
             truth = first_pass(self.name, request).frames
             atol = LATENTS if truth.is_floating_point() else 0
@@ -104,13 +104,13 @@ def snapshot(state: State) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in vars(state).items() if isinstance(value, Tensor)}
 
 
-# codes do not depend on company
+# codes do not depend on the rest of the batch
 
 
 @every_family
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_alone_equals_batched(name, batch):
-    """Requests come and go at different times, in slots of no order, and all are sampled differently."""
+    """Requests start and end at different times, in shuffled slots, with different sampling."""
     stage, asked = RunnerHarness(name, 8), requests(name, batch)
     slots = random.Random(batch).sample(range(8), batch)
     late = list(zip(slots, asked, strict=True))
@@ -125,7 +125,7 @@ def test_alone_equals_batched(name, batch):
 
 
 @every_family
-def test_padding_changes_nothing(name, monkeypatch):
+def test_padding_does_not_change_other_slots(name, monkeypatch):
     stage, (asked, resting) = RunnerHarness(name, 8), requests(name, 2)
     monkeypatch.setattr(stage.runner, "bucket", lambda count: 8)
     stage.start((2, asked), (5, resting))
@@ -133,7 +133,7 @@ def test_padding_changes_nothing(name, monkeypatch):
     while not stage.is_done[2]:
         stage.step(np.array([2]))
     stage.agrees([(2, asked)])
-    # and not the spare row, which is there to be written to
+    # all other slots, without the spare row, which may be written
     others = torch.tensor([slot for slot in range(8) if slot != 2])
     for field, before in state.items():
         assert torch.equal(getattr(stage.runner.state, field)[others], before[others]), field
@@ -157,7 +157,7 @@ def test_a_step_after_done_changes_nothing(name):
 
 @slow_for_families
 def test_a_reused_slot_is_a_fresh_one(name):
-    """Whoever was there before: one that ended, or one that was cut off in the middle."""
+    """The previous request may have ended, or may have been cancelled midway."""
     stage, (first, second, third) = RunnerHarness(name, 1), requests(name, 7, max_frames=40)[2::2]
     stage.start((0, first))
     stage.finish()
@@ -178,7 +178,7 @@ def test_a_reused_slot_is_a_fresh_one(name):
 @slow_for_families
 @pytest.mark.parametrize("sizes", [(1,), (5,), (16,), (3, 1, 16, 2)], ids=str)
 def test_chunked_prefill_equals_whole(name, sizes):
-    """Three prompts advance side by side, each in stretches of its own, and a fourth speaks in between."""
+    """Three prompts are prefilled in parallel, in different chunks, while a fourth request takes steps."""
     stage, asked = RunnerHarness(name, 4), requests(name, 4)
     *chunked, speaking = asked
     stage.start((3, speaking))
@@ -203,7 +203,7 @@ def test_chunked_prefill_equals_whole(name, sizes):
 
 @every_family
 def test_shared_pages_equal_recomputed_ones(name):
-    """The second request reads the first one's pages and computes only what is left of the prompts."""
+    """The second request reads the first one's pages and computes only the rest of its prompt."""
     stage, (long, *_) = RunnerHarness(name, 2), requests(name, 3)[2:]
     other = replace(long, seed=long.seed + 1)
     stage.start((0, long))
@@ -230,7 +230,7 @@ def test_the_engine_shares_the_pages_of_equal_prompts(name, report_lag):
     long = requests(name, 3)[2]
     asked = [long, replace(long, seed=7), replace(long, seed=8)]
     engine = Engine(family(name), max_slots=2, compile=False, report_lag=report_lag, clock=Clock())
-    # one beside the first, one long after it
+    # the second arrives while the first one speaks, the third long after it
     listeners = serve(engine, {0: asked[:1], 2: asked[1:2], 60: asked[2:]})
     for listener, request in zip(listeners, asked, strict=True):
         np.testing.assert_allclose(listener.samples, alone(name, request).samples, **SAMPLES)
@@ -244,15 +244,15 @@ def test_the_engine_shares_the_pages_of_equal_prompts(name, report_lag):
 
 
 def at_most(window: Window, frames: int) -> int:
-    """Whole steps of the window's grid, up to its largest size."""
+    """Return the largest multiple of the window's grid up to `frames` and up to its largest size."""
     return min(max(frames // window.grid, 1) * window.grid, window.sizes[-1])
 
 
 def render_in(
     family: Family, state: State, slots: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """The slots' tapes rendered side by side, each in windows of its own sizes over and over; who is through
-    has windows of nothing."""
+    """Render the tapes of several slots in the same launches, each in windows of its own repeating sizes.
+    Slots that are done get empty windows."""
     spec = family.spec
     where, ready = torch.tensor(slots), state.ready[list(slots)]
     start, pieces = torch.zeros_like(ready), [[torch.zeros(0)] for _ in slots]
@@ -277,7 +277,7 @@ def render_in(
     "sizes", [[[1]] * 3, [[2]] * 3, [[4]] * 3, [[25]] * 3, [[1, 4, 25], [3], [25, 2]]], ids=str
 )
 def test_windows_joined_equal_the_tape_at_once(name, sizes):
-    """In float64, where nothing but a mistake can make a difference that float32 samples show."""
+    """Render in float64, where only a mistake can cause a difference that is visible in float32 samples."""
     asked = [
         replace(requests(name, 1)[0], text="a", seed=seed, max_frames=frames)
         for seed, frames in enumerate((60, 33, 8))
@@ -313,7 +313,7 @@ def test_windows_joined_equal_the_tape_at_once(name, sizes):
 @pytest.mark.parametrize("report_lag", [0, 1])
 @pytest.mark.parametrize("policy", ["streaming", "throughput"])
 def test_streamed_equals_generated(name, policy, report_lag):
-    """More requests than slots, prompts in stretches of 7 positions."""
+    """There are more requests than slots, and prompts are prefilled in chunks of 7 positions."""
     asked = requests(name, 8, max_frames=30)
     engine = Engine(
         family(name), max_slots=3, compile=False, report_lag=report_lag, policy=policy, clock=Clock()
@@ -344,7 +344,7 @@ def test_streamed_equals_generated(name, policy, report_lag):
 @slow_for_families
 @pytest.mark.parametrize("report_lag", [0, 1])
 def test_a_deterministic_engine_gives_equal_requests_equal_bits(name, report_lag):
-    """Alone, or beside others that come and go; with windows that are cut by the same frames."""
+    """The requests run alone or next to others that start and end; windows are cut at the same frames."""
     asked, *others = requests(name, 5, max_frames=30)
 
     def heard(arrivals: dict[int, list[Request]], turn_s: float) -> bytes:
@@ -369,11 +369,11 @@ EVERYTHING = Strategy(Whole(), Whole(), Whole())
 
 
 def lowered_equals_eager(name: str, strategy: Strategy, monkeypatch) -> None:
-    """One graph per verb and window shape, built for two rows of the spare slot, serves every batch there
-    is."""
+    """Check that one graph per verb and window shape, built for two rows of the spare slot, serves every
+    batch."""
     monkeypatch.setattr(family(name), "strategy", strategy)
     window = family(name).spec.window
-    if window.lengths:  # a size and its lengths show what all of them would, in a third of the time
+    if window.lengths:  # one size with its lengths is as good as all of them and takes a third of the time
         window = replace(window, sizes=window.sizes[:1])
         monkeypatch.setattr(family(name), "spec", replace(family(name).spec, window=window))
     windows, num_lengths = window.sizes, max(1, len(window.lengths))
@@ -430,8 +430,8 @@ def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
 
 @pytest.mark.compile
 def test_compiled_equals_eager(monkeypatch):
-    """The toys' layers through the whole compiler, one after the other as in a server of both: `step` is the
-    same code for any number of lanes. A real family takes it minutes."""
+    """Compile the toys with the full compiler, one after the other, as in a server with both: `step` is the
+    same code for any number of lanes. A real family would take minutes."""
     torch._dynamo.reset()
     for name in ("toy", "toy_guided"):
         lowered_equals_eager(name, Strategy(Whole(), Whole(), Eager()), monkeypatch)
@@ -441,7 +441,7 @@ def test_compiled_equals_eager(monkeypatch):
 
 
 def at_rest(engine: Engine) -> dict[str, object]:
-    """Everything that a request could leave behind."""
+    """Return everything that a request could leave behind."""
     shared = {
         "pages": engine.pages.free,
         "jobs": (dict(engine._known), list(engine._inbox), set(engine._cancelled)),
@@ -459,7 +459,7 @@ def at_rest(engine: Engine) -> dict[str, object]:
 
 
 def moment(engine: Engine, id: str) -> str:
-    """Where a request is."""
+    """Return a request's place in the engine."""
     if id not in engine._known:
         return "in the inbox" if any(job.id == id for job in engine._inbox) else "ended"
     slot, scheduler = engine._known[id].slot, engine._known[id].model.scheduler
@@ -506,7 +506,7 @@ def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, report_l
         turn += 1
     while engine.turn():
         pass
-    engine.turn()  # what was in flight when the last one ended
+    engine.turn()  # collects what was in flight when the last request ended
     assert len(listeners) == num_requests and all(listener.has_ended_well for listener in listeners.values())
     reasons = {listener.reason for listener in listeners.values()}
     assert reasons >= {"length", "cancelled"}

@@ -1,11 +1,12 @@
-"""A whole family on one screen: it reads bytes and hums. That it keeps every promise shows that the engine
+"""A whole family on one screen: it reads bytes and hums. It keeps every promise, which shows that the engine
 knows no model.
 
 A frame is two codes; the first may be the end. A frame's codes set the speed of an oscillator whose phase
-runs on from frame to frame, so a window that is rendered out of order, or from a past of its own, is heard.
+continues from frame to frame. So a window that is rendered out of order, or from the wrong past, changes the
+samples.
 
-`Guided` is the same with guidance: a second lane hums without having read the text. `Echoing` hums a long text
-in the voice of its beginning.
+`Guided` is the same with guidance: a second lane hums without having read the text. `Echoing` hums a long
+text in the voice of its beginning.
 """
 
 import math
@@ -44,12 +45,12 @@ HEADS, WIDTH = 4, 16
 FRAME_SAMPLES = 4
 HUM = KV(num_layers=2, num_heads=2, head_dim=8)
 TURN = 1 << 15  # one turn of the oscillator, in steps of its phase
-NULL = (7,) * 38  # what a lane without the text reads: more than two pages of it
+NULL = (7,) * 38  # the unconditional prompt of the second lane; it fills more than two pages
 
 
 class ToyState(State):
-    """Adds: sampling values, how far guidance goes, and the oscillator's phase [S+1] int64, so that adding up
-    is exact."""
+    """Adds the sampling values, the strength of guidance, and the oscillator's phase [S+1], int64 so that
+    sums are exact."""
 
     temperature: Tensor
     top_k: Tensor
@@ -104,7 +105,7 @@ class Toy(Family[ToyState]):
         self.codes = nn.Embedding(2 * CODES, WIDTH)
         self.layers = nn.ModuleList(Layer(kv) for _ in range(kv.num_layers))
         self.heads = nn.Linear(WIDTH, 2 * CODES, bias=False)
-        self.after = nn.Embedding(CODES, CODES)  # what the second code owes to the first
+        self.after = nn.Embedding(CODES, CODES)  # first code -> logits that are added for the second code
         random = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=random) / parameter.shape[-1] ** 0.25
@@ -143,25 +144,23 @@ class Toy(Family[ToyState]):
 
     def render(self, state: ToyState, view: View) -> tuple[Tensor, Tensor]:
         codes, frame = state.window(view), torch.arange(view.frames)  # [B, F, K]
-        # [B, F], no two frames alike
+        # [B, F], different for any two different frames
         speed = (codes * CODES ** torch.arange(codes.shape[-1])).sum(-1) * (frame < view.count[:, None])
-        # [B, N]
-        phase = state.phase[view.slots][:, None] + speed[..., None].expand(-1, -1, FRAME_SAMPLES).flatten(
-            1
-        ).cumsum(1)
+        steps = speed[..., None].expand(-1, -1, FRAME_SAMPLES).flatten(1)  # [B, N]
+        phase = state.phase[view.slots][:, None] + steps.cumsum(1)  # [B, N]
         state.phase[view.slots] = phase[:, -1]
         return (phase % TURN * (2 * math.pi / TURN)).sin(), view.count * FRAME_SAMPLES
 
 
 class Guided(Toy):
-    """Two lanes: the second reads NULL where the first reads the text, so their prompts differ in length, and
-    then the same frames."""
+    """A toy with two lanes. The second reads NULL instead of the text, so the prompts differ in length; then
+    both read the same frames."""
 
     def __init__(self) -> None:
         super().__init__()
         options = (
             *self.spec.options,
-            Option("cfg_scale", float, "how far guidance goes; 1 is none", 1.0, (0, 100)),
+            Option("cfg_scale", float, "strength of guidance; 1 is off", 1.0, (0, 100)),
         )
         self.spec = replace(self.spec, variant="guided", lanes=2, options=options)
 
@@ -179,7 +178,7 @@ class Guided(Toy):
 
 
 class Echoing(Toy):
-    """One whose voice comes by chance: a long text goes on in the voice of its first piece."""
+    """A toy with a random voice: a long text continues in the voice of its first piece."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""A toy that thinks before it speaks, and goes on writing while it does. It has all that families with a
-delay pattern have:
+"""A toy that writes text before and while it speaks. It has everything that families with a delay pattern
+have:
 
     step        0    1   ...   t     t+1    t+2   t+3   t+4  ...  e     e+1   e+2     e: the step that draws code 0's end, or is the cap
     phase       text            \\    transition  audio ...............  drain ......
     text        w0   w1  ...  "that's all"  .  w     w     w   ...   w     w     w      . no token
     codebook 0                               c00   c10   c20  ...    END
-    codebook 1                               B     c01   c11  ...          .            a code stands where its frame is: step - delay
+    codebook 1                               B     c01   c11  ...          .            a code is stored at its frame: step - delay
     codebook 2                               B     B     c02  ...          .     .      . drawn and dropped
 
-Text is drawn from the first lane alone; a codebook is guided while it has frames to speak, and not before or
-after. A text token is a piece of bytes, and some characters take several.
+Text is drawn from the first lane only. A codebook is guided only while it has frames to speak. A text token
+is a few bytes, and some characters take several tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from zoo.nn.guidance import merge
 from zoo.nn.sampling import draw, gumbel
 
 BOOKS = 3
-BEGIN = CODES  # what a codebook is fed before its first frame
+BEGIN = CODES  # the input of a codebook before its first frame
 MAX_TEXT = 9  # steps of the text phase
-# the first: no token
+# the first one means no token
 PIECES = (b"", b"a", b"e ", b"hm", b"!", *(bytes((byte,)) for byte in sorted(set("é天😀".encode()))))
-LATER = 1 << 40  # a step that has not come yet
+LATER = 1 << 40  # an unknown step in the future
 
 
 class TextAndAudioState(ToyState):
-    """Adds: begins [S+1], the first step of the audio phase, or LATER; end [S+1], the frames that the tape
-    will have: the cap, until codebook 0 ends; row [S+1, K], the codes of the last step; word [S+1], its text
-    token."""
+    """Adds begins [S+1], the first step of the audio phase, or LATER; end [S+1], the final length of the tape
+    (the cap until codebook 0 ends); row [S+1, K], the codes of the last step; word [S+1], its text token."""
 
     begins: Tensor
     end: Tensor
@@ -55,7 +54,7 @@ class TextAndAudioToy(Guided):
         super().__init__()
         self.spec = replace(self.spec, variant="scribe", frame_shape=(BOOKS,))
         self.spec = replace(self.spec, max_positions=self.spec.max_positions + MAX_TEXT + BOOKS)
-        self.words = nn.Embedding(len(PIECES) + 1, WIDTH)  # the last: the transition
+        self.words = nn.Embedding(len(PIECES) + 1, WIDTH)  # the last one is the transition
         self.books = nn.Embedding(BOOKS * (CODES + 1), WIDTH)
         self.word_head = nn.Linear(WIDTH, len(PIECES), bias=False)
         self.book_heads = nn.Linear(WIDTH, BOOKS * CODES, bias=False)
@@ -88,7 +87,7 @@ class TextAndAudioToy(Guided):
             ~state.done[slots],
         )
         book, at = torch.arange(BOOKS), steps - begins  # at: the step of the audio phase, below 0 before it
-        frame = at[:, None] - book  # [B, K], of each codebook's code
+        frame = at[:, None] - book  # [B, K], the frame of each codebook's code
         is_speaking = (frame >= 0) & (frame < end[:, None])
 
         noise = gumbel(state.seed[slots], steps, range(BOOKS + 1), CODES)  # [B, K + 1, V]
@@ -100,7 +99,7 @@ class TextAndAudioToy(Guided):
         row = torch.where(frame >= 0, row, BEGIN)
 
         is_text = begins == LATER
-        # in the audio phase 0 is a pause
+        # in the audio phase, 0 is a pause
         word = torch.where(is_text & (steps + 1 >= MAX_TEXT) | (at == -1), 0, word)
         begins = torch.where(is_text & (word == 0), steps + 2, begins)
         end = torch.where((at >= 0) & (at < end) & (row[:, 0] == END), at, end)
@@ -118,7 +117,7 @@ class TextAndAudioToy(Guided):
         ):
             rows = getattr(state, name)
             rows[slots] = torch.where(alive[:, None] if value.dim() > 1 else alive, value, rows[slots])
-        whole = (at + 2 - BOOKS).clamp(min=0)  # frames all of whose codes are there
+        whole = (at + 2 - BOOKS).clamp(min=0)  # complete frames
         state.ready[slots] = torch.where(alive, torch.minimum(whole, end), state.ready[slots])
         state.done[slots] = ~alive | (end == 0) | (at + 1 >= end + BOOKS - 1)
 

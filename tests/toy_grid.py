@@ -1,13 +1,13 @@
-"""A toy with everything that a family may ask of the renderer, the text and the conversation, and an option
-of its own.
+"""A toy that uses every feature of the renderer, of fed text and of conversations, and has an option of its
+own.
 
-    text      "Good morning, everybod" "y" " " "w" ...     the first HEAD bytes are read before frame 0, then one beside every frame
+    text      "Good morning, everybod" "y" " " "w" ...     the first HEAD bytes are read before frame 0, then one with every frame
     tape      |  .  .  .  .  .  |  .  .  .  .  .  |        a window ends on a grid of GRID frames, counted from an offset of the prompt
     frame f   reads frames f - LEFT .. f + AHEAD, and the sum of all before it
     samples   ............ HOLD of each window wait for the next one
 
-The option `echoes` speaks the text several times, each pass after what the one before has said. A
-conversation's next turn goes on from the frames of the last one.
+The option `echoes` speaks the text several times; each pass begins with the sum of the previous one's codes.
+A conversation's next turn continues from the frames of the last one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ECHOES = Option("echoes", int, "how often the text is spoken", 1, (1, 3))
 
 
 class GridState(ToyState):
-    """Adds: the bytes that frames read [S+1, M] and their count; samples kept back [S+1, HOLD] and their
+    """Adds the bytes that frames read [S+1, M] and their count, and the held samples [S+1, HOLD] and their
     count. The phase is not used."""
 
     text: Tensor
@@ -44,7 +44,7 @@ class GridState(ToyState):
 
 @dataclass
 class Turns:
-    """What a conversation's next prompt begins with."""
+    """The beginning of a conversation's next prompt."""
 
     inputs: Tensor  # [T, D]
     prefix_keys: tuple[int, ...]
@@ -131,7 +131,7 @@ class GridToy(Toy):
         return keys
 
     def _rows(self, frames: Tensor, read: Tensor) -> Tensor:
-        """What the LM reads of frames [N, 2] and the bytes beside them [N] -> [N, D]."""
+        """Return the LM's inputs for frames [N, 2] and the bytes read with them [N] -> [N, D]."""
         return self.codes(frames + CODES * torch.arange(2)).sum(1) + self.bytes(read)
 
     def embed(self, state: GridState, slots: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class GridToy(Toy):
         return self._hold(state, view, new)
 
     def _hold(self, state: GridState, view: View, new: Tensor) -> tuple[Tensor, Tensor]:
-        """What was kept back, then what is new [B, N], of which the last samples are kept back again."""
+        """Return the held samples followed by the new ones [B, N], and hold the last ones again."""
         held = state.held_count[view.slots]
         at = torch.arange(HOLD + new.shape[1])
         source = torch.where(at < held[:, None], at, at - held[:, None] + HOLD)

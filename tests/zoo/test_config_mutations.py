@@ -1,5 +1,5 @@
-"""Every value of every family's JSON files, replaced by what does not belong there: the model speaks, or one
-line says what is wrong."""
+"""Replace every value in every family's JSON files by a wrong one: the model speaks, or a one-line error
+names the fault."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zoo.request import AudioClip, Reference, Request
 
 pytestmark = pytest.mark.slow
 
-MAX_MESSAGE = 2000  # characters: where shapes differ, eight tensors are named
-LIMIT_S = 20.0  # tens of milliseconds are usual; a loop over 10**9 of anything has no end
+MAX_MESSAGE = 2000  # characters; an error about shapes names eight tensors
+LIMIT_S = 20.0  # tens of milliseconds are usual; a loop over 10**9 items would never end
 CLIP = AudioClip(np.sin(np.arange(16000) ** 1.5 / 30).astype(np.float32) / 4, 16000)
 
 
@@ -46,7 +46,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def requests(spec: Spec) -> list[Request]:
-    """One of each way to say whose voice it is."""
+    """Return a request for each way to choose a voice."""
     made = []
     if "voice" in spec.modes:
         made.append(Request(text="Good morning.", voice=spec.voices[0], max_frames=2))
@@ -58,8 +58,8 @@ def requests(spec: Spec) -> list[Request]:
 
 
 def outcome(path: Path, family: Any, plain: str) -> str:
-    """What a ValueError says of the model, or "" where it speaks. plain: the description of the model as it
-    was; one that is described alike is loaded alike."""
+    """Return the message of a ValueError, or "" if the model speaks. plain: the description of the unchanged
+    model; a model with the same description would load the same way."""
     try:
         if repr(family.describe(path)) == plain:
             return ""
@@ -73,17 +73,17 @@ def outcome(path: Path, family: Any, plain: str) -> str:
 
 
 def finding(path: Path, family: Any, plain: str) -> str | None:
-    """What is wrong with how it ended."""
+    """Return what is wrong with the outcome, or None."""
     try:
         with limit(LIMIT_S):
             said = outcome(path, family, plain)
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # any other exception is a finding
         return f"{type(error).__name__}: {str(error)[:200]!r}"
     return repr(said) if "\n" in said or len(said) > MAX_MESSAGE else None
 
 
 @pytest.mark.parametrize(("name", "size", "file"), list(cases()))
-def test_every_mutation_speaks_or_is_refused_in_one_line(name, size, file, tmp_path):
+def test_every_mutation_speaks_or_gives_a_one_line_error(name, size, file, tmp_path):
     source, family = directory(name, size), zoo.families()[name]
     path = Path(shutil.copytree(source, tmp_path / "model"))
     plain, config, findings = repr(family.describe(source)), content(name, size, file), []

@@ -1,4 +1,5 @@
-"""What encoders make of a recording that is kept: once for all processes, and never from a file that is not theirs."""
+"""Encodings of stored recordings are made once for all processes, and never read from another encoder's
+file."""
 
 import os
 from dataclasses import dataclass, replace
@@ -61,7 +62,7 @@ def file_of(clip, family="toy", encoder="0123456789abcdef") -> EncodedFile[Voice
     return file
 
 
-def test_what_was_encoded_once_is_read_by_another_process(clip):
+def test_another_process_reads_an_encoded_recording(clip):
     References().get(content(clip), lambda: VOICE, file_of(clip))
     assert os.listdir(clip.kept_in) == [f"toy-0123456789abcdef-{content(clip).hex()[:8]}.safetensors"]
     store = References()
@@ -71,7 +72,7 @@ def test_what_was_encoded_once_is_read_by_another_process(clip):
         assert found.tensors()[name].dtype == tensor.dtype and torch.equal(found.tensors()[name], tensor)
 
 
-def test_the_file_is_as_documented(clip):
+def test_the_file_format_is_as_documented(clip):
     file_of(clip).write(VOICE)
     with safe_open(file_of(clip).path, "pt") as file:
         metadata = file.metadata()
@@ -86,7 +87,7 @@ def test_the_file_is_as_documented(clip):
     }
 
 
-def test_a_clip_that_came_with_a_request_is_kept_nowhere():
+def test_a_clip_of_a_request_is_not_stored():
     assert EncodedFiles("toy", "0").of(AudioClip(SAMPLES, 24000), b"x", restored) is None
 
 
@@ -115,20 +116,20 @@ def damage(path, how):
 @pytest.mark.parametrize(
     "how", ["empty", "half", "a bit", "no safetensors", "no metadata", "one tensor more"]
 )
-def test_what_is_damaged_is_encoded_again_and_says_so(clip, caplog, how):
+def test_a_damaged_file_is_encoded_again_with_a_warning(clip, caplog, how):
     file_of(clip).write(VOICE)
     damage(file_of(clip).path, how)
     assert file_of(clip).read() is None and "is encoded again" in caplog.text
     store = References()
     assert store.get(content(clip), lambda: VOICE, file_of(clip)) is VOICE and store.num_encoded == 1
-    assert torch.equal(file_of(clip).read().codes, VOICE.codes)  # it is whole again
+    assert torch.equal(file_of(clip).read().codes, VOICE.codes)  # the file was replaced
 
 
 @pytest.mark.parametrize("other", [{"family": "fish_s2"}, {"encoder": "f" * 16}])
-def test_a_file_of_another_encoder_is_not_read_whatever_it_is_called(clip, caplog, other):
+def test_a_file_of_another_encoder_is_not_read_under_any_name(clip, caplog, other):
     theirs = file_of(clip, **other)
     theirs.write(VOICE)
-    assert file_of(clip).read() is None and not caplog.text  # it has a name of its own
+    assert file_of(clip).read() is None and not caplog.text  # the other encoder's file has another name
     os.replace(theirs.path, file_of(clip).path)
     assert file_of(clip).read() is None and f"its {next(iter(other))} is" in caplog.text
 
@@ -140,7 +141,7 @@ def test_a_file_of_another_recording_is_not_read(clip, caplog):
     assert file_of(clip).read() is None and "its recording is" in caplog.text
 
 
-def test_a_voice_that_is_gone_is_no_error(clip):
+def test_a_deleted_voice_is_not_an_error(clip):
     gone = replace(clip, kept_in=clip.kept_in / "gone")
     assert References().get(content(gone), lambda: VOICE, file_of(gone)) is VOICE
     assert not gone.kept_in.exists()
@@ -158,7 +159,7 @@ def test_the_latest_files_are_kept(clip):
     assert [int(name.split("-")[1]) for name in names[:-2]] == list(range(4, MAX_FILES + 3))
 
 
-def test_an_encoder_is_known_by_settings_weights_and_shapes():
+def test_settings_weights_and_shapes_identify_an_encoder():
     torch.manual_seed(0)
     linear, same, other = nn.Linear(300, 40), nn.Linear(300, 40), nn.Linear(300, 40)
     same.load_state_dict(linear.state_dict())
@@ -176,7 +177,7 @@ def test_an_encoder_is_known_by_settings_weights_and_shapes():
 
 
 @pytest.mark.parametrize("name", CLONERS)
-def test_every_family_speaks_from_what_it_kept_as_from_the_recording(name, clip, monkeypatch):
+def test_every_family_speaks_the_same_from_file_and_recording(name, clip, monkeypatch):
     where = directory(name, CLONERS[name])
     reference = Reference(clip, "What I say.")
     request = Request(text="Good morning.", references=(reference,), seed=1, max_frames=4)

@@ -1,4 +1,4 @@
-"""A model by its name on the Hugging Face Hub. Nothing here touches the network."""
+"""Models named by their repository on the Hugging Face Hub. These tests do not use the network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESPONSE = httpx2.Response(404, request=httpx2.Request("GET", "https://huggingfa
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path) -> list[tuple[str, str | None]]:
-    """Repositories and revisions that were asked for; what comes is an empty directory."""
+    """Return the list of requested repositories and revisions. Each download gives an empty directory."""
     calls = []
 
     def snapshot_download(repository: str, *, revision: str | None, ignore_patterns: list[str]) -> str:
@@ -58,7 +58,7 @@ def test_a_repository_is_fetched(model, repository, revision, asked, tmp_path):
 
 
 def test_a_directory_is_not_fetched(asked, tmp_path, monkeypatch):
-    """Not even one that is named like a repository."""
+    """A directory is not fetched even if its name looks like a repository."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name@main").mkdir(parents=True)
     for model in ("org/name@main", Path("org/name@main"), ".", str(tmp_path)):
@@ -71,7 +71,7 @@ def test_a_directory_is_not_fetched(asked, tmp_path, monkeypatch):
     "model",
     ["/no/such", "./org/name", "../name", "name", "a/b/c", "org/name@", "org/na me", "org/näme", "~/x"],
 )
-def test_what_is_neither(model, asked):
+def test_a_name_that_is_neither_directory_nor_repository_is_refused(model, asked):
     refused(
         model,
         "is not a directory; a model is a directory, or a repository ORG/NAME or ORG/NAME@REVISION of the",
@@ -79,7 +79,7 @@ def test_what_is_neither(model, asked):
     assert asked == []
 
 
-def test_a_file_is_no_repository(asked, tmp_path, monkeypatch):
+def test_a_file_is_not_a_repository(asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "model.safetensors").write_bytes(b"")
@@ -92,11 +92,11 @@ def test_a_file_is_no_repository(asked, tmp_path, monkeypatch):
     [
         (
             errors.RepositoryNotFoundError("404\nmore", response=RESPONSE),
-            "'org/name' is not a directory here, nor a repository of the",
+            "'org/name' is neither a directory nor a repository of the",
         ),
         (
             errors.GatedRepoError("403\nmore", response=RESPONSE),
-            r"org/name is gated: accept its terms at huggingface.co/org/name, then `hf",
+            r"org/name is gated: accept its terms at huggingface.co/org/name, then run `hf",
         ),
         (
             errors.RevisionNotFoundError("404\nmore", response=RESPONSE),
@@ -104,7 +104,7 @@ def test_a_file_is_no_repository(asked, tmp_path, monkeypatch):
         ),
         (
             errors.LocalEntryNotFoundError("no snapshot\nmore"),
-            "nor is all of it in the Hugging Face cache, and .* fetched: no snapshot$",
+            "and is not complete in the Hugging Face cache, and .* fetched: no snapshot$",
         ),
         (
             errors.HfHubHTTPError("500 Server Error\nmore", response=RESPONSE),
@@ -126,7 +126,7 @@ def test_a_file_is_no_repository(asked, tmp_path, monkeypatch):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_what_cannot_be_fetched_is_one_line(error, message, monkeypatch):
+def test_a_failed_download_gives_a_one_line_error(error, message, monkeypatch):
     def snapshot_download(*_: object, **__: object) -> str:
         raise error
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_fetched_is_one_line(error, message, monkeypatch):
     refused("org/name@v2", message)
 
 
-def test_every_door_takes_a_repository(asked, tmp_path):
+def test_every_entry_point_accepts_a_repository(asked, tmp_path):
     shutil.copytree(directory("qwen3_tts", "tiny"), tmp_path, dirs_exist_ok=True)
     assert zoo.find("org/name") == (zoo.families()["qwen3_tts"], tmp_path)
     assert zoo.inspect("org/name@v1")["family"] == "qwen3_tts"
@@ -143,7 +143,7 @@ def test_every_door_takes_a_repository(asked, tmp_path):
 
 
 def cached(home: Path) -> Path:
-    """A snapshot as huggingface_hub lays it out: `main` is a file with the commit's name."""
+    """Write a snapshot in the layout of huggingface_hub: `main` is a file with the commit's name."""
     repository = home / "hub" / "models--org--name"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
@@ -151,7 +151,7 @@ def cached(home: Path) -> Path:
 
 
 def offline(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line, in a process of its own: huggingface_hub reads its variables when it is imported."""
+    """Run the command line in a new process, because huggingface_hub reads its variables on import."""
     env = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         env.pop(name, None)
@@ -178,7 +178,7 @@ def test_offline_by_the_command_line(tmp_path):
     for model in ("org/other", "org/name@v2"):
         done = offline(tmp_path, "serve", model)
         repository = model.partition("@")[0]
-        expected = f"zoo: '{repository}' is not a directory, nor is all of it in the Hugging Face cache"
+        expected = f"zoo: '{repository}' is not a directory and is not complete in the Hugging Face cache"
         assert done.returncode == 2 and done.stderr.startswith(expected) and done.stderr.count("\n") == 1, (
             done.stderr
         )

@@ -1,4 +1,4 @@
-"""A voice that is several: speaker vectors added up by weight."""
+"""Mixes of voices: weighted sums of speaker vectors."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def weights(voice, *references, model=PRESETS):
     return [(share.name, round(share.weight, 6)) for share in shares(asked(voice, *references), model.spec)]
 
 
-def test_the_form():
+def test_weights_of_a_mix_are_parsed():
     a, b = FIRST, SECOND
     assert weights(f"{a}+{b}") == [(a, 0.5), (b, 0.5)]
     assert weights(f"{a}(2)+{b}(1)") == [(a, 0.666667), (b, 0.333333)]
@@ -41,7 +41,7 @@ def test_the_form():
     assert shares(asked(a), PRESETS.spec) == shares(asked(None), PRESETS.spec) == ()
 
 
-def test_a_voice_whose_own_name_looks_like_a_mix_is_that_voice():
+def test_a_voice_whose_name_looks_like_a_mix_is_that_voice():
     spec = replace(PRESETS.spec, voices=("a", "b", "A+B"))
     assert shares(asked("a+b"), spec) == ()
 
@@ -62,8 +62,8 @@ NO_MIX += ["{a}(1)(2)+{b}", "{a}" + 8 * "+{b}", "{a}(nan)+{b}", "{a}()+{b}", "(2
 
 
 @pytest.mark.parametrize("voice", NO_MIX)
-def test_what_is_no_mix_says_what_one_is(voice):
-    with pytest.raises(RequestError, match=r"no mix of voices; one is like anna\(2\)\+bert\(1\)") as refused:
+def test_a_malformed_mix_is_refused_with_an_example(voice):
+    with pytest.raises(RequestError, match=r"is not a mix of voices such as anna\(2\)\+bert\(1\)") as refused:
         PRESETS.prompt(asked(voice.format(a=FIRST, b=SECOND)))
     assert refused.value.param == "voice"
 
@@ -78,17 +78,17 @@ WRONG = [
         BASE,
         asked("anna+bert", ANNA, SAID),
         "voice",
-        "'bert' is a clone.*without a transcript, or set x_vector_only_mode",
+        "'bert' has a transcript.*without a transcript, or set x_vector_only_mode",
     ),
-    (COSY, asked("anna+bert", ANNA, SAID), "voice", "'bert' is a clone.*take one without a transcript$"),
-    (family("voxcpm2"), asked("anna+bert", ANNA, BERT), "voice", "mixes no voices.*no speaker vectors"),
-    (family("higgs_v3"), asked("anna+bert", ANNA, BERT), "voice", "mixes no voices.*no speaker vectors"),
-    (family("fish_s2"), asked("anna+bert", ANNA, BERT), "voice", "mixes no voices.*no speaker vectors"),
+    (COSY, asked("anna+bert", ANNA, SAID), "voice", "'bert' has a transcript.*use one without a transcript$"),
+    (family("voxcpm2"), asked("anna+bert", ANNA, BERT), "voice", "cannot mix voices.*no speaker vectors"),
+    (family("higgs_v3"), asked("anna+bert", ANNA, BERT), "voice", "cannot mix voices.*no speaker vectors"),
+    (family("fish_s2"), asked("anna+bert", ANNA, BERT), "voice", "cannot mix voices.*no speaker vectors"),
 ]
 
 
 @pytest.mark.parametrize(("model", "request_", "param", "says"), WRONG)
-def test_what_cannot_be_mixed_is_one_clear_error(model, request_, param, says):
+def test_voices_that_cannot_be_mixed_are_refused(model, request_, param, says):
     with pytest.raises(RequestError, match=says) as refused:
         model.prompt(request_)
     assert refused.value.param == param
@@ -106,13 +106,13 @@ def test_a_mix_of_clones_is_between_their_sounds():
     a, b = (BASE.prompt(asked(None, replace(who, name=None), options=sound)) for who in (ANNA, BERT))
     mixed = BASE.prompt(asked("anna(3)+bert(1)", ANNA, BERT))
     assert torch.allclose(mixed.inputs, 0.75 * a.inputs + 0.25 * b.inputs, rtol=0, atol=1e-5)
-    said = BASE.prompt(asked("anna(3)+bert(1)", ANNA, SAID, options=sound))  # the words are left unread
+    said = BASE.prompt(asked("anna(3)+bert(1)", ANNA, SAID, options=sound))  # the transcript is ignored
     assert torch.equal(said.inputs, mixed.inputs)
 
 
 def test_cosyvoice_mixes_its_own_voices_and_uploads():
     own = COSY.spec.voices
-    assert own, "the demo brings voices along"
+    assert own, "the demo checkpoint has no voices"
     voice = COSY._voice(asked(f"{own[0]}(1)+anna(3)", ANNA))
     expected = 0.25 * COSY.voices[own[0]].speaker + 0.75 * COSY.cloner(ANNA.clip).speaker
     assert torch.allclose(voice.speaker, expected, rtol=0, atol=1e-6)
@@ -128,12 +128,12 @@ def test_cosyvoice_mixes_its_own_voices_and_uploads():
     ],
     ids=["presets", "clones", "cosyvoice2"],
 )
-def test_mixes_speak_and_share_pages_with_equal_mixes_alone(model, voices, references):
+def test_mixes_speak_and_share_pages_only_with_equal_mixes(model, voices, references):
     a, b = voices
     speech = zoo.generate(model, asked(f"{a}+{b}", *references))
     assert len(speech.samples) and torch.isfinite(speech.samples).all()
     again, other = (model.prompt(asked(mix, *references)) for mix in (f"{a}(2)+{b}(2)", f"{a}(2)+{b}(1)"))
     first = model.prompt(asked(f"{a}+{b}", *references))
     assert first.prefix_keys == again.prefix_keys
-    if model is not COSY:  # whose language model never hears the speaker
+    if model is not COSY:  # its language model does not read the speaker
         assert first.prefix_keys != other.prefix_keys

@@ -1,4 +1,4 @@
-"""Numbers in words."""
+"""Numbers are written out as words."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_numbers_become_words(language, text, said):
     assert normalize(text, language) == said
 
 
-def test_what_is_no_number_stays_as_it_is():
-    """Quotation marks, tags and what the rules have no way through, numbers in them or not."""
+def test_text_without_numbers_is_unchanged():
+    """Quotation marks, tags and text that the rules cannot parse are unchanged, with or without numbers."""
     for text in (
         'I don\'t "know" Dr. Müller, ok… 🎉',
         "<|speaker:3|>[pause 2]{HH AH0}",
@@ -60,12 +60,12 @@ def test_without_wetext_one_line_says_what_to_install(monkeypatch):
         normalize("3", "en")
 
 
-def test_a_worker_that_dies_fails_one_text_alone():
+def test_a_worker_that_dies_fails_only_one_text():
     normalize("3", "en")
     os.kill(module._worker.pid, signal.SIGKILL)
     module._worker.wait()
     assert normalize("3", "en") == "three"
-    os.kill(module._worker.pid, signal.SIGSTOP)  # so that it dies while it is asked
+    os.kill(module._worker.pid, signal.SIGSTOP)  # so that it dies during a request
     with pytest.raises(RuntimeError, match="status -9"):
         pid = module._worker.pid
         import threading
@@ -75,7 +75,7 @@ def test_a_worker_that_dies_fails_one_text_alone():
     assert normalize("3", "en") == "three"
 
 
-def test_a_text_is_normalised_before_it_is_cut_and_only_if_asked():
+def test_a_text_is_normalized_before_splitting_and_only_on_request():
     from models import family
 
     spec = family("toy").spec

@@ -1,4 +1,5 @@
-"""Text that arrives in portions has the tokens of the whole, and none waits longer than it must."""
+"""Text that arrives in portions has the same tokens as the whole text, and none is held back longer than
+necessary."""
 
 import itertools
 
@@ -20,7 +21,7 @@ FAMILIES = [family("qwen3_tts"), family("cosyvoice2")]
 
 
 def portions(text, cuts, tags=()):
-    """-> what is settled after each portion, and what is left."""
+    """Return the text settled after each portion, and the remainder."""
     stops = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     came = OpenText(tags)
     settled = [came.more(text[a:b]) for a, b in itertools.pairwise(stops)]
@@ -44,7 +45,7 @@ def test_a_character_at_a_time(ours, text):
     assert [token for part in parts for token in ours.tokenize(part)] == ours.tokenize(text)
 
 
-def test_a_word_is_settled_by_the_blank_behind_it():
+def test_a_word_is_settled_by_the_space_after_it():
     came = OpenText()
     assert [came.more(text) for text in (" ", "Hel", "lo", " wor", "ld", ". ", "It's")] == [
         *("", "", "", "Hello", "", " world", ". It"),
@@ -64,12 +65,12 @@ def test_a_tag_is_not_cut():
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\t", "\u3000"])
-def test_nothing_but_blanks_is_nothing(blank):
+def test_blank_text_is_dropped(blank):
     came = OpenText()
     assert came.more(blank) + came.more(blank) + came.rest() == ""
 
 
-def test_a_long_run_of_letters_is_looked_at_once():
+def test_a_long_run_of_letters_is_scanned_once():
     came = OpenText()
     for _ in range(20_000):
         assert came.more("x") == ""

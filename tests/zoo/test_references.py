@@ -1,5 +1,4 @@
-"""References: what a clip becomes before an encoder hears it, what is refused, and the store of what was
-encoded."""
+"""References: preparing a clip for an encoder, refusing bad clips, and caching encoded ones."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def test_channels_are_averaged():
 
 @pytest.mark.parametrize("rate_hz", [8000, 16000, 22050, 44100, 48000, 96000])
 def test_other_rates_are_resampled(rate_hz):
-    """A tone stays the same tone, but for the edges; the length is rounded up."""
+    """A tone stays the same except at its edges; the length is rounded up."""
     found = made(tone(0.7, rate_hz), rate_hz)
     assert found.dtype == np.float32 and len(found) == -(-round(0.7 * rate_hz) * 24000 // rate_hz)
     np.testing.assert_allclose(found[2000:-2000], tone(0.7)[2000 : len(found) - 2000], atol=2e-3)
@@ -55,19 +54,19 @@ def test_other_rates_are_resampled(rate_hz):
         (tone(1.5), 8000, r"the reference lasts 4.5 s"),
         (tone()[:0], 24000, r"float32 \[0\]; a float32 array"),
         (tone()[None, :0], 24000, r"lasts 0 s"),
-        (tone()[:, None], 24000, r"lasts 4.167e-05 s"),  # samples and channels the wrong way round
+        (tone()[:, None], 24000, r"lasts 4.167e-05 s"),  # samples and channels are swapped
         (
             np.where(np.arange(24000) == 9, np.nan, tone()).astype(np.float32),
             24000,
-            r"samples that are no numbers",
+            r"samples that are not finite",
         ),
         (
             np.where(np.arange(24000) == 9, np.inf, tone()).astype(np.float32),
             24000,
-            r"samples that are no numbers",
+            r"samples that are not finite",
         ),
         (tone(loudness=0.0), 24000, r"the reference is silent: its loudest sample is 0 of full scale"),
-        (np.stack((tone(), -tone())), 24000, r"the reference is silent"),  # channels that cancel each other
+        (np.stack((tone(), -tone())), 24000, r"the reference is silent"),  # the channels cancel each other
         (
             (tone() * 32767).astype(np.int16),
             24000,
@@ -82,13 +81,13 @@ def test_other_rates_are_resampled(rate_hz):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_audio_that_is_no_reference_is_refused(samples, rate_hz, message):
+def test_audio_that_cannot_be_a_reference_is_refused(samples, rate_hz, message):
     with pytest.raises(ValueError, match=message) as refused:
         made(samples, rate_hz)
     assert refused.value.param == "references"
 
 
-def test_a_clip_is_named_by_its_content():
+def test_a_clips_name_depends_on_its_content():
     names = {
         content(AudioClip(tone(), 24000)),
         content(AudioClip(tone(), 16000)),
@@ -102,7 +101,7 @@ def test_a_clip_is_named_by_its_content():
     assert content(AudioClip(strided, 24000)) == content(AudioClip(tone(), 24000)) in names
 
 
-# the store
+# the cache
 
 
 @dataclass(frozen=True)
@@ -119,33 +118,33 @@ def never() -> Encoded:
     raise AssertionError("it was held, and was encoded again")
 
 
-def test_what_is_held_is_not_encoded_again():
+def test_a_cached_reference_is_not_encoded_again():
     store: References[Encoded] = References()
     first = store.get(b"a", encoder(1))
     assert store.get(b"a", never) is first and store.get(b"b", encoder(2)).value == 2
     assert store.num_encoded == 2
 
 
-def test_the_least_recently_used_is_given_up():
+def test_the_least_recently_used_reference_is_evicted():
     store: References[Encoded] = References(max_bytes=10)
     for name in (b"a", b"b", b"c"):
         store.get(name, encoder(0, 3))
     store.get(b"a", never)
-    store.get(b"d", encoder(0, 4))  # 13 bytes with b
+    store.get(b"d", encoder(0, 4))  # would be 13 bytes with b
     for name in (b"a", b"c", b"d"):
         store.get(name, never)
-    assert store.get(b"b", encoder(7, 3)).value == 7  # 13 bytes with a, the first of the round above
+    assert store.get(b"b", encoder(7, 3)).value == 7  # would be 13 bytes with a, the oldest of the loop above
     store.get(b"c", never)
     assert store.get(b"a", encoder(8, 3)).value == 8
 
 
-def test_what_is_larger_than_the_store_is_given_and_not_held():
+def test_a_reference_larger_than_the_cache_is_returned_but_not_kept():
     store: References[Encoded] = References(max_bytes=10)
     assert store.get(b"large", encoder(1, 11)).value == 1
     assert store.get(b"large", encoder(2, 11)).value == 2
 
 
-def test_an_error_is_the_callers_and_nothing_is_held():
+def test_an_encoders_error_reaches_the_caller_and_nothing_is_kept():
     store: References[Encoded] = References()
 
     def fails() -> Encoded:
@@ -157,7 +156,7 @@ def test_an_error_is_the_callers_and_nothing_is_held():
 
 
 def test_equal_references_that_arrive_together_are_encoded_once():
-    """And one that is held is had while another is encoded."""
+    """A cached reference is available while another one is encoded."""
     store: References[Encoded] = References()
     store.get(b"held", encoder(0))
     begun, go_on = threading.Event(), threading.Event()
@@ -172,7 +171,7 @@ def test_equal_references_that_arrive_together_are_encoded_once():
     for thread in threads:
         thread.start()
     assert begun.wait(60)
-    time.sleep(0.05)  # the others are at the door
+    time.sleep(0.05)  # let the other threads reach the lock
     assert store.get(b"held", never).value == 0
     go_on.set()
     for thread in threads:

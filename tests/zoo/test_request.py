@@ -1,4 +1,4 @@
-"""What a request may hold: an option's values, and the one place that refuses what a model does not take."""
+"""Requests: the values of options, and `check`, which refuses everything that a model does not take."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refused(param: str, message: str, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
-        (SCALE, 3, 3.0),  # an integer is a number too
+        (SCALE, 3, 3.0),  # integers are numbers too
         (SCALE, 0.0, 0.0),
         (SCALE, 10.0, 10.0),
         (STEPS, 1, 1),
@@ -49,7 +49,7 @@ def refused(param: str, message: str, **fields: Any) -> None:
         (GAIN, -1e9, -1e9),
     ],
 )
-def test_what_is_possible_has_the_options_type(option, value, expected):
+def test_a_possible_value_is_converted_to_the_options_type(option, value, expected):
     found = option.read(value)
     assert found == expected and type(found) is option.type
 
@@ -65,7 +65,7 @@ def test_what_is_possible_has_the_options_type(option, value, expected):
         (SCALE, "2", "a number from 0 to 10"),
         (GAIN, float("nan"), "a number"),
         (GAIN, float("-inf"), "a number"),
-        (GAIN, 10**400, "a number"),  # beyond any float
+        (GAIN, 10**400, "a number"),  # larger than any float
         (SCALE, 10**400, "a number from 0 to 10"),
         (STEPS, 0, "an integer from 1 to 9"),
         (STEPS, 10, "an integer from 1 to 9"),
@@ -76,10 +76,10 @@ def test_what_is_possible_has_the_options_type(option, value, expected):
         (FAST, None, "true or false"),
         (MODE, "Full", "full, interleaved"),
         (MODE, ["full"], "full, interleaved"),
-        (STYLE, 3, "a text"),
+        (STYLE, 3, "a string"),
     ],
 )
-def test_what_is_not_possible_is_refused_with_what_is(option, value, possible):
+def test_an_impossible_value_is_refused_with_the_possible_ones(option, value, possible):
     with pytest.raises(RequestError) as error:
         option.read(value)
     assert str(error.value) == f"{option.name} is {value!r}; possible: {possible}"
@@ -98,7 +98,7 @@ def test_what_is_not_possible_is_refused_with_what_is(option, value, possible):
         (STYLE, "3", "3"),
     ],
 )
-def test_what_a_shell_gives(option, text, expected):
+def test_a_command_line_value_is_parsed(option, text, expected):
     found = option.parse(text)
     assert found == expected and type(found) is option.type
 
@@ -117,33 +117,33 @@ def test_what_a_shell_gives(option, text, expected):
         (MODE, ""),
     ],
 )
-def test_what_a_shell_gives_wrongly(option, text):
+def test_a_wrong_command_line_value_is_refused(option, text):
     with pytest.raises(RequestError) as error:
         option.parse(text)
     assert str(error.value) == f"{option.name} is {text!r}; possible: {option.possible}"
     assert error.value.param == option.name
 
 
-# a request, whatever the model
+# requests, for any model
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("seed", 2**63), ("seed", -(2**63)), ("max_frames", 0), ("max_frames", 2**31 + 1)]
 )
-def test_numbers_that_no_model_can_take(name, value):
+def test_numbers_out_of_range_for_every_model_are_refused(name, value):
     with pytest.raises(RequestError, match=f"^{name} is {value}; from ") as error:
         Request(text="a", **{name: value})
     assert error.value.param == name
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "repetition_penalty"])
-def test_a_sampling_field_is_no_option_too(name):
-    with pytest.raises(RequestError, match="is a field of its own") as error:
+def test_a_sampling_field_cannot_be_an_option(name):
+    with pytest.raises(RequestError, match="is a field of the request") as error:
         Request(text="a", options={name: 1})
     assert error.value.param == name
 
 
-# what a model takes
+# requests, for one model
 
 
 def test_defaults_are_the_models():
@@ -159,7 +159,7 @@ def test_defaults_are_the_models():
     assert check(Request(text="a"), PLAIN) == defaults | {"style": None, "gain": None}
 
 
-def test_what_is_given_takes_their_place():
+def test_given_values_replace_the_defaults():
     asked = Request(text="a", temperature=0, top_k=7, options={"scale": 3, "mode": "interleaved"})
     found = check(asked, PLAIN)
     assert (found["temperature"], found["top_k"], found["scale"], found["mode"]) == (
@@ -171,7 +171,7 @@ def test_what_is_given_takes_their_place():
     assert (found["top_p"], found["steps"]) == (1.0, 4)
 
 
-def test_an_option_that_the_model_lacks_is_refused_by_name_with_what_it_takes():
+def test_an_unknown_option_is_refused_with_the_known_ones():
     takes = "temperature, top_k, top_p, scale, steps, fast, mode, style, gain"
     refused("cfg_scale", f"^Hum 1 takes no cfg_scale; it takes: {takes}$", options={"cfg_scale": 2.0})
     refused(
@@ -194,7 +194,7 @@ def test_an_option_that_the_model_lacks_is_refused_by_name_with_what_it_takes():
     )
 
 
-def test_a_value_that_is_not_possible_is_refused_by_the_options_name():
+def test_an_impossible_value_is_refused_by_the_options_name():
     refused("steps", "^steps is 10; possible: an integer from 1 to 9$", options={"steps": 10})
     refused("temperature", "^temperature is nan; possible: a number from 0 to 2$", temperature=float("nan"))
     refused("top_k", "^top_k is 1.5; possible: an integer from 0 to ", top_k=1.5)
@@ -203,11 +203,11 @@ def test_a_value_that_is_not_possible_is_refused_by_the_options_name():
 @pytest.mark.parametrize(
     "text", ["", " \n\t", "\0", "\u200b", "\ufeff", "\u00a0\u2060 \u3000", "\0 \u200d\r\n"]
 )
-def test_a_text_of_nothing_but_blanks(text):
+def test_a_blank_text_is_refused(text):
     refused("text", "^text is empty$", text=text)
 
 
-def test_a_text_with_a_sign_among_blanks():
+def test_a_text_with_one_visible_character_is_accepted():
     assert check(Request(text="\u200b.\0"), PLAIN)
 
 
@@ -216,7 +216,7 @@ def test_voices():
         check(Request(text="a", voice=voice), VOICES)
     refused("voice", "^Hum 1 has no voice 'carl'; it has: Anna, bert$", voice="carl", spec=VOICES)
     refused("voice", "^a voice is needed; Hum 1 has: Anna, bert$", spec=VOICES)
-    check(Request(text="a"), replace(VOICES, voices=("Anna",)))  # which voice is clear
+    check(Request(text="a"), replace(VOICES, voices=("Anna",)))  # the only voice needs no name
     refused("voice", "^Hum 1 has no voice 'anna', nor any other$", voice="anna")
     refused(
         "voice",
@@ -243,7 +243,7 @@ def test_languages():
 
 def test_instructions():
     refused("instructions", "^Hum 1 takes no instructions$", instructions="Sing.")
-    check(Request(text="a", instructions=" \u200b"), PLAIN)  # says nothing
+    check(Request(text="a", instructions=" \u200b"), PLAIN)  # blank instructions count as none
     check(Request(text="a", instructions="Sing."), replace(PLAIN, modes=("voice", "instruct")))
     check(Request(text="a", instructions="A child."), DESIGNS)
     for words in (None, "", "\0"):
@@ -280,5 +280,5 @@ def test_turns_and_open_text():
     check(Request(text="a", is_open=True), replace(PLAIN, feeds=True))
 
 
-def test_a_model_without_a_name_is_called_by_its_variant():
+def test_messages_call_a_model_without_a_name_by_its_variant():
     refused("is_open", "^toy hum takes no text", is_open=True, spec=replace(PLAIN, name=""))

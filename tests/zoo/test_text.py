@@ -1,4 +1,4 @@
-"""Long text in pieces."""
+"""Splitting long text into pieces."""
 # ruff: noqa: RUF001
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_long_sentence_is_cut_at_clauses_then_words_then_characters():
     assert all(piece[0] not in "\u0301\u200d" for piece in ends("e\u0301" * 40 + "👩\u200d🚀" * 30, 1, "en"))
 
 
-def test_pieces_are_even_and_what_is_not_spoken_is_none():
+def test_pieces_are_even_and_silent_text_is_no_piece():
     lengths = [expected_s(piece) for piece in split("It hums and hums. " * 30, 20)]
     assert max(lengths) < 1.3 * min(lengths)
     assert split("!!! ... " * 50 + "Yes.", 6) == ["!!! ... " * 50 + "Yes."]
@@ -112,8 +112,8 @@ def test_no_text_is_lost_and_every_piece_is_within_its_bound(text, limit_s, lang
         assert all(0 < expected_s(piece) <= limit_s + 1e-6 for piece in pieces)
 
 
-def test_a_text_of_the_server_s_limit_is_split_at_once():
-    """Whatever it is of: nothing is quadratic that a client could make use of."""
+def test_splitting_the_longest_text_is_fast():
+    """Splitting is not quadratic for any text that a client could send."""
     import time
 
     for unit in (ENGLISH, CHINESE, "(", "<a>", "[a", "a.", "1,", '"', "\u0301", "\0", "{" * 99 + "}"):
@@ -122,7 +122,7 @@ def test_a_text_of_the_server_s_limit_is_split_at_once():
         assert time.process_time() - began < 20, unit  # measured: 0.1 to 0.6 s
 
 
-def test_which_texts_are_pieces():
+def test_which_texts_are_split():
     spec, text = replace(SPEC, piece_s=6.0), " ".join(TEXTS)
     assert len(pieces_of(Request(text=text), spec)) > 3
     for whole in (
@@ -141,24 +141,24 @@ def test_which_texts_are_pieces():
     assert all(piece == piece.strip(BLANK) for piece in pieces_of(Request(text=text), spec))
 
 
-def test_the_language_is_the_one_named_or_that_of_the_script():
+def test_the_language_is_the_requests_or_that_of_the_script():
     assert [language_of(Request(text=text)) for text in (ENGLISH, CHINESE, JAPANESE)] == ["en", "zh", "ja"]
     assert language_of(Request(text=CHINESE, language="German")) == "de"
     assert language_of(Request(text=CHINESE, language="xx")) == "xx"
 
 
-def test_how_long_is_odd():
+def test_lengths_that_are_too_short_or_too_long():
     for expected in (0.1, 1.0, 45.0):
         assert odd_length(expected, expected) is None
         assert odd_length(2 * expected + 5.1, expected) == "long"
     assert odd_length(10, 45) == "short" and odd_length(0, 0.5) is None
 
 
-# one answer
+# the passes of one answer
 
 
 def passes(model: zoo.Family, request: Request, frames: int = 6) -> list[Prompt]:
-    """With so many frames of each given back."""
+    """Return the passes of a request, sending `frames` frames back for each."""
     answer = model.passes(request)
     generator = torch.Generator().manual_seed(1)
     found = [next(answer)]
@@ -175,7 +175,7 @@ def passes(model: zoo.Family, request: Request, frames: int = 6) -> list[Prompt]
 LONG = " ".join(TEXTS)
 
 
-def test_a_piece_s_seed_follows_from_the_request_s():
+def test_a_pieces_seed_is_derived_from_the_requests():
     whole = [prompt.slot["seed"] for prompt in passes(family("toy"), Request(text=LONG, seed=7))]
     assert whole[0] == 7 and len(set(whole)) == len(whole) > 3
     assert whole == [prompt.slot["seed"] for prompt in passes(family("toy"), Request(text=LONG, seed=7))]
@@ -184,7 +184,7 @@ def test_a_piece_s_seed_follows_from_the_request_s():
     }
 
 
-def test_a_short_text_is_what_it_was():
+def test_a_short_text_is_unchanged():
     request = Request(text="Hello there.", seed=7, max_frames=9)
     [prompt] = passes(family("toy"), request)
     plain = family("toy").prompt(request)
@@ -196,7 +196,7 @@ def test_a_short_text_is_what_it_was():
     assert prompt.expected_s == expected_s(request.text)
 
 
-def test_the_most_frames_are_those_of_all_pieces():
+def test_max_frames_limits_all_pieces_together():
     found = passes(family("toy"), Request(text=LONG, max_frames=15))
     assert [prompt.max_frames for prompt in found] == [15, 9, 3] and not found[-1].is_final
     speech = zoo.generate(family("toy"), Request(text=LONG, max_frames=30, temperature=0.0))
@@ -207,8 +207,8 @@ CARRIERS = [name for name in ("toy_echoing", *zoo.families()) if family(name).sp
 
 
 @pytest.mark.parametrize("name", CARRIERS)
-def test_a_voice_by_chance_is_that_of_the_first_piece(name, monkeypatch):
-    """Later pieces read its frames, and the same ones: what they read before their text is one prefix."""
+def test_later_pieces_continue_in_a_random_voice(name, monkeypatch):
+    """All later pieces read the same frames of the first piece, so they share one prefix."""
     model = family(name)
     monkeypatch.setattr(model, "spec", replace(model.spec, piece_s=6.0))
     found = passes(model, Request(text=LONG))
@@ -224,7 +224,7 @@ def test_a_voice_by_chance_is_that_of_the_first_piece(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.families() if family(name).spec.keeps_voice])
-def test_a_voice_of_a_reference_is_that_of_every_piece(name, monkeypatch):
+def test_every_piece_has_the_voice_of_the_reference(name, monkeypatch):
     model = family(name)
     monkeypatch.setattr(model, "spec", replace(model.spec, piece_s=6.0))
     clip = AudioClip(
@@ -239,6 +239,6 @@ def test_a_voice_of_a_reference_is_that_of_every_piece(name, monkeypatch):
         assert prompt.prefix_keys == model.prompt(replace(request, text=piece)).prefix_keys
 
 
-def test_markup_is_what_models_take():
+def test_markup_covers_the_tags_of_the_models():
     for text in ("<|speaker:0|>", "[laughter]", "<strong>very</strong>", "(whispering)", "{ni3}"):
         assert MARKUP.fullmatch(text)

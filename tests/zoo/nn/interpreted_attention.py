@@ -1,5 +1,5 @@
-"""The GPU's kernels computed by Triton's interpreter, beside the plain operators. Run by test_triton.py, in a
-process of its own: the interpreter has to be chosen before Triton is imported."""
+"""The GPU's attention kernels in Triton's interpreter, compared with the plain operators. test_triton.py runs
+this file in a new process, because the interpreter must be chosen before Triton is imported."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EXAMPLES = settings(max_examples=15, deadline=None, derandomize=True, database=N
 def _small_splits():
     with pytest.MonkeyPatch.context() as patch:
         multiply_numbers(patch)
-        # sequences of some dozens of positions have all splits
+        # so that sequences of a few dozen positions use all splits
         patch.setattr(triton_attention, "MIN_SPLIT", 16)
         patch.setattr(triton_attention, "ONE_PASS", 32)
-        # what is right in fp32 is right: in bf16 and fp16 bounds are wide
+        # test fp32 here too, because the bounds of bf16 and fp16 are wide
         patch.setattr(triton_attention, "TURNED_WHERE_READ", set(BOUNDS))
         yield
 
@@ -52,7 +52,7 @@ class Launch:
         return triton_attention.paged_attention(**vars(self))
 
     def truth(self) -> Tensor:
-        """Sequence by sequence, in fp64, from rows in which there is no NaN."""
+        """Return the result sequence by sequence, in fp64, without NaN rows."""
         out, kv = torch.zeros(self.q.shape, dtype=torch.float64), self.kv.double().nan_to_num(0)
         edges = self.cu_seqlens.tolist()
         for b, length in enumerate(self.kv_lens.tolist()):
@@ -74,8 +74,8 @@ def launch(
     columns: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Launch:
-    """counts[b] new positions behind pasts[b] older ones, over pages of layer 1 that were dealt in no order.
-    What no sequence wrote is NaN, and so are the pages that the table's tail names."""
+    """Return a launch with counts[b] new positions after pasts[b] older ones, over shuffled pages of layer 1.
+    Rows that no sequence wrote are NaN, and so are the pages in the tail of the table."""
     generator = torch.Generator().manual_seed(0)
     lengths = [count + past for count, past in zip(counts, pasts, strict=True)]
     columns = max(columns, -(-max(lengths) // page_tokens) + 1)
@@ -97,7 +97,7 @@ def launch(
 def agrees(given_launch: Launch, found: Tensor) -> None:
     assert found.dtype == given_launch.q.dtype and found.shape == given_launch.q.shape
     apart = (found.double() - given_launch.truth()).abs().max()
-    assert apart < BOUNDS[found.dtype], f"{apart:.1e} apart"  # and so no NaN
+    assert apart < BOUNDS[found.dtype], f"{apart:.1e} apart"  # false for NaN
 
 
 shapes = st.fixed_dictionaries(
@@ -134,8 +134,8 @@ def test_stretches_of_prompts(shape, sequences, padding):
 
 
 def turning(given_launch: Launch, is_turned: bool) -> tuple[tuple[object, ...], Tensor]:
-    """The same launch before its keys and values are written, as `rotary_paged_attention` takes it: queries, keys and
-    values are parts of one matrix's rows. And which rows it is to write."""
+    """Return the arguments of `rotary_paged_attention` for the same launch, before its keys and values are
+    written, and the rows that it must write. Queries, keys and values are slices of one matrix."""
     q, kv, counts = given_launch.q, given_launch.kv, given_launch.counts
     num_tokens, (heads, dim), kv_heads = len(q), q.shape[1:], kv.shape[1]
     rows = torch.randn(
@@ -150,7 +150,7 @@ def turning(given_launch: Launch, is_turned: bool) -> tuple[tuple[object, ...], 
     kv = kv.clone()
     for new in (written, written + page):
         kv[new] = torch.nan
-    spare = torch.full((num_tokens - len(written),), len(kv))  # rows of padding: a page that is nobody's
+    spare = torch.full((num_tokens - len(written),), len(kv))  # rows for padding, in a page of no sequence
     kv = torch.cat((kv, torch.zeros(2 * page, *kv.shape[1:], dtype=kv.dtype)))
     angle = torch.randn(num_tokens, dim // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 2)
     table = (angle.cos().to(q.dtype), angle.sin().to(q.dtype)) if is_turned else (None, None)
@@ -161,7 +161,7 @@ def turning(given_launch: Launch, is_turned: bool) -> tuple[tuple[object, ...], 
 
 
 def agrees_with_plain(given_launch: Launch, is_turned: bool) -> None:
-    """Results, and every row of the pages but those of padding."""
+    """Check the results and all rows of the pages except those of padding."""
     ours, written = turning(given_launch, is_turned)
     plain, _ = turning(given_launch, is_turned)
     before, page, num_real = ours[5].clone(), given_launch.page_tokens, sum(given_launch.counts)
@@ -178,7 +178,7 @@ def agrees_with_plain(given_launch: Launch, is_turned: bool) -> None:
 
 @given(shapes, st.lists(st.integers(0, 90), min_size=1, max_size=4), st.booleans())
 @EXAMPLES
-def test_steps_that_turn_and_write(shape, pasts, is_turned):
+def test_steps_that_rotate_and_write(shape, pasts, is_turned):
     agrees_with_plain(launch([1] * len(pasts), pasts, **shape), is_turned)
 
 
@@ -189,7 +189,7 @@ def test_steps_that_turn_and_write(shape, pasts, is_turned):
     st.booleans(),
 )
 @EXAMPLES
-def test_stretches_that_turn_and_write(shape, sequences, padding, is_turned):
+def test_stretches_that_rotate_and_write(shape, sequences, padding, is_turned):
     counts, pasts = zip(*sequences, strict=True)
     agrees_with_plain(
         launch(list(counts), list(pasts), padding=padding + (sum(counts) == 0), **shape), is_turned
@@ -201,7 +201,9 @@ def test_stretches_that_turn_and_write(shape, sequences, padding, is_turned):
 )
 @pytest.mark.parametrize("columns", [0, 40])
 @pytest.mark.parametrize("kinds", [set(), set(BOUNDS)], ids=["apart", "where they are read"])
-def test_a_launch_that_only_looks_like_a_step_turns_and_writes(counts, padding, columns, kinds, monkeypatch):
+def test_a_launch_that_only_looks_like_a_step_rotates_and_writes(
+    counts, padding, columns, kinds, monkeypatch
+):
     monkeypatch.setattr(triton_attention, "TURNED_WHERE_READ", kinds)
     looks_like_one = launch(counts, [50, 3, 9, *[0] * 37][: len(counts)], padding=padding, columns=columns)
     agrees_with_plain(looks_like_one, is_turned=True)
@@ -210,22 +212,22 @@ def test_a_launch_that_only_looks_like_a_step_turns_and_writes(counts, padding, 
 @pytest.mark.parametrize(
     ("counts", "padding"), [([3, 0, 0], 0), ([0, 2, 1], 0), ([1, 0, 0], 2), ([40, 0], 0)]
 )
-def test_as_many_tokens_as_sequences_are_no_promise(counts, padding):
-    """A launch looks like a step by its sizes alone: whatever its counts are, it is right."""
+def test_as_many_tokens_as_sequences_need_not_be_a_step(counts, padding):
+    """Only its sizes make a launch look like a step; it is right for any counts."""
     looks_like_one = launch(counts, [50, 3, 9][: len(counts)], padding=padding)
     agrees(looks_like_one, looks_like_one.run())
 
 
 def test_splits_of_long_sequences():
-    """Their size follows the sequence's own length, also where there are too few of the least size. A position
-    that none of them heard would be seen: what each adds to a result is far above the bound."""
+    """A split's size depends on the sequence's length, also if MIN_SPLIT would need more splits. A position
+    that no split read would be noticed, because each adds far more to a result than the bound."""
     lengths = [15, 16, 17, 128, 129, 140, 500]
     step = launch([1] * len(lengths), [length - 1 for length in lengths], group=1, page_tokens=16)
     agrees(step, step.run())
 
 
-def test_company_changes_no_bit():
-    """Alone, beside others, and with a page table of any width above ONE_PASS."""
+def test_other_sequences_do_not_change_a_bit():
+    """A sequence gives the same bits alone, next to others, and with any page table wider than ONE_PASS."""
     together = launch([1, 1, 1], [60, 2, 300], columns=90)
     found = together.run()
     for b in range(3):
@@ -243,7 +245,7 @@ def test_company_changes_no_bit():
             assert torch.equal(alone.run(), found[own])
 
 
-def test_a_prompt_in_stretches_is_the_prompt():
+def test_a_prompt_in_stretches_equals_the_whole_prompt():
     whole = launch([83], [0])
     found = whole.run()
     for start, stop in ((0, 1), (1, 40), (40, 83)):
@@ -256,8 +258,8 @@ def test_a_prompt_in_stretches_is_the_prompt():
         torch.testing.assert_close(stretch.run(), found[start:stop], rtol=0, atol=1e-6)
 
 
-def test_views_are_read_where_they_are():
-    """Rows of a wider page table, and queries that are a part of a wider tensor."""
+def test_views_are_read_without_a_copy():
+    """The rows of a wider page table and queries in a wider tensor need no copy."""
     step = launch([1, 1], [30, 7])
     page_table = torch.full((4, step.page_table.shape[1] + 3), -1)
     page_table[1:3, :-3] = step.page_table
@@ -266,7 +268,7 @@ def test_views_are_read_where_they_are():
 
 
 def test_rows_beyond_32_bits():
-    """An arena has more values than an int32 counts. Memory that nobody touches costs nothing."""
+    """An arena can have more than 2^31 values. Untouched memory costs nothing."""
     step = launch([1], [5], kv_heads=1, group=1, dim=64)
     rows = (1 << 31) // 64 + 64
     kv = torch.empty(rows, 1, 64, dtype=torch.float16)
@@ -278,13 +280,13 @@ def test_rows_beyond_32_bits():
     assert torch.equal(far.run(), near.run())
 
 
-def test_the_form_for_other_devices_is_the_same():
-    """It stands for the kernel where a GPU is played without Triton."""
+def test_the_version_for_other_devices_gives_the_same():
+    """It replaces the kernel when tests simulate a GPU without Triton."""
     prompts = launch([5, 0, 1, 30], [3, 4, 70, 0], padding=4)
     torch.testing.assert_close(_query_by_query(**vars(prompts)), prompts.run(), rtol=0, atol=1e-5)
 
 
-def test_the_operator_on_a_gpu_is_the_kernel(monkeypatch):
+def test_the_operator_on_a_gpu_calls_the_kernel(monkeypatch):
     for counts in ([1, 1, 1], [5, 0, 30]):
         of_a_kind = launch(counts, [60, 4, 7])
         plain = torch.ops.zoo.paged_attention.default(*vars(of_a_kind).values())
@@ -302,7 +304,7 @@ class NoWaits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [4, 0, 9]])
-def test_nothing_waits(counts):
+def test_no_launch_waits_for_the_device(counts):
     of_a_kind = launch(counts, [40] * len(counts))
     with NoWaits():
         of_a_kind.run()

@@ -1,5 +1,5 @@
-"""A GPU's attention within a frame, computed by Triton's interpreter, beside the plain operator. Run by test_triton.py,
-in a process of its own."""
+"""The GPU's attention within a frame in Triton's interpreter, compared with the plain operator.
+test_triton.py runs this file in a new process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _numbers():
 def projected(
     batch: int, tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int
 ) -> list[Tensor]:
-    """q, k and v as one matrix gives them: parts of its rows."""
+    """Return q, k and v as slices of one matrix."""
     heads, kv_heads, dim = shape
     rows = torch.randn(
         batch, tokens, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(seed)
@@ -51,15 +51,15 @@ def table(rows: int, dim: int, is_paired: bool) -> tuple[Tensor, Tensor]:
 
 @given(st.sampled_from(SHAPES), st.integers(1, 2), st.integers(1, 11), st.sampled_from(DTYPES))
 @EXAMPLES
-def test_all_see_all(shape, batch, tokens, dtype):
+def test_all_tokens_see_all_tokens(shape, batch, tokens, dtype):
     arguments = *projected(batch, tokens, shape, dtype, seed=tokens), *table(tokens, shape[2], False), 0.3, 0
     near(triton_frame_attention.frame_attention(*arguments), frame_attention(*arguments), dtype)
 
 
 @pytest.mark.parametrize(("first", "kept"), [(0, 1), (7, 4), (3, 5)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_some_see_all(first, kept, dtype):
-    """As if all had been asked."""
+def test_some_tokens_see_all_tokens(first, kept, dtype):
+    """A part of the queries gets the same results as all of them."""
     (q, k, v), rotation = projected(2, 11, (6, 3, 24), dtype, seed=5), table(11, 24, False)
     some = q[:, first : first + kept]
     found = triton_frame_attention.frame_attention(some, k, v, *rotation, 0.3, first)
@@ -73,7 +73,7 @@ def test_some_see_all(first, kept, dtype):
 )  # fmt: skip
 @EXAMPLES
 def test_pass_by_pass_over_a_cache(shape, passes, is_normed, is_paired, is_rounded, dtype):
-    """What the cache holds beyond what was written is nobody's: NaN there is not heard."""
+    """Unwritten positions of the cache are NaN and must not be read."""
     room, dim, first = sum(passes) + 2, shape[2], 0
     ours = plain = torch.full((2, 2, shape[1], room, dim), torch.nan)
     norms = (
@@ -99,13 +99,12 @@ def grown(attend, qkv, cache, at, q_norm, k_norm, eps, is_paired, is_rounded):
 
 def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert found.dtype == expected.dtype and found.isfinite().all()
-    tolerance = (
-        1e-5 if dtype == torch.float32 else 5e-2
-    )  # a key that is rounded the other way moves its weight
+    # in half precision, a key that is rounded the other way changes its weight
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_tokens_that_lie_elsewhere_are_refused():
+def test_tokens_with_unequal_strides_are_refused():
     q, k, v = projected(2, 3, (4, 2, 16), torch.float32, seed=0)
     with pytest.raises(AssertionError, match="lie"):
         triton_frame_attention.frame_attention(

@@ -1,5 +1,5 @@
-"""A GPU's draws and noise computed by Triton's interpreter, beside the plain operators. Run by test_triton.py, in a
-process of its own."""
+"""The GPU's draws and noise in Triton's interpreter, compared with the plain operators. test_triton.py runs
+this file in a new process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOP_K, TOP_P = [0, 1, 5, 300, 307], [0.0, 1e-6, 0.3, 0.9, 1.0]
 
 
 def scores(rows: int, width: int, seed: int = 0) -> Tensor:
-    """Every other row has many equals, also at the edge; the first half has tokens that are banned."""
+    """Return logits: every other row has many ties, also at the edge; the first half has banned tokens."""
     logits = 3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
     logits[::2] = logits[::2].round()  # with zeros of both signs
     logits[: rows // 2, width // 5 : width // 3] = -torch.inf
@@ -26,8 +26,8 @@ def scores(rows: int, width: int, seed: int = 0) -> Tensor:
 
 
 def same_but_where_a_sum_decides(found: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """The same entries stay, but where the mass above one of them is top_p to the last bits of fp32: the plain
-    form adds it up in another order."""
+    """Check that the same entries are kept, unless the mass above one of them equals top_p up to the last
+    bits of fp32. The plain version adds it up in another order."""
     expected = sampling._keep_likely(logits, top_k, top_p)
     differing = (found != expected).any(1).nonzero()[:, 0]
     exact = [sampling._keep_likely(logits.double(), top_k, top_p.double() + shift) for shift in (-1e-6, 1e-6)]
@@ -36,7 +36,7 @@ def same_but_where_a_sum_decides(found: Tensor, logits: Tensor, top_k: Tensor, t
         assert len(differing) == 1, f"rows {differing} all differ"
 
 
-def test_the_kept_set_is_that_of_the_sort():
+def test_the_kept_set_equals_that_of_sorting():
     top_k, top_p = (torch.tensor(values) for values in zip(*product(TOP_K, TOP_P), strict=True))
     logits = scores(50, 300)
     both = logits, top_k.repeat(2), top_p.repeat(2)
@@ -52,14 +52,14 @@ values = st.sampled_from([-torch.inf, -3.5, -1.0, -1e-30, -0.0, 0.0, 1e-42, 1.0,
 @given(rows, st.integers(1, 67), st.data())
 @EXAMPLES
 def test_any_row(settings_by_row, width, data):
-    """Values that are equal, denormal, banned, or zeros of both signs."""
+    """Values may be tied, denormal, banned, or zeros of both signs."""
     own = [data.draw(st.lists(values, min_size=width, max_size=width)) for _ in settings_by_row]
     top_k, top_p = (torch.tensor(setting) for setting in zip(*settings_by_row, strict=True))
     logits = torch.tensor(own)
     same_but_where_a_sum_decides(triton_sampling.keep_likely(logits, top_k, top_p), logits, top_k, top_p)
 
 
-def test_what_is_no_number_does_no_harm():
+def test_nan_does_no_harm():
     logits = torch.full((3, 100), torch.nan)
     logits[1, ::2] = 1.0
     logits[2] = -torch.inf
@@ -68,7 +68,7 @@ def test_what_is_no_number_does_no_harm():
 
 
 def test_draws():
-    """Hot and cold rows, each with settings of its own, over views of wider tensors."""
+    """Hot and cold rows with different settings, in views of wider tensors."""
     count, width = 20, 70
     logits, noise = (
         scores(count, width + 9)[:, 3 : 3 + width],
@@ -82,21 +82,21 @@ def test_draws():
     assert drawn.dtype == torch.int64 and torch.equal(drawn, sampling._draw(logits, *how))
 
 
-def test_of_equals_the_first_is_drawn():
+def test_the_first_of_several_ties_is_drawn():
     logits, zero = torch.zeros(2, 33), torch.zeros(2, 33)
     settings_of_rows = torch.tensor([0.0, 1.0]), torch.tensor([0, 5]), torch.tensor([1.0, 0.5])
     assert triton_sampling.draw(logits, *settings_of_rows, zero).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("first", "streams", "width"), [(0, 1, 40), (1, 15, 64), (3, 2, 1500)])
-def test_noise_is_the_same_to_the_bit(first, streams, width):
+def test_noise_is_bitwise_equal(first, streams, width):
     seed = torch.tensor([5, 2**40 + 1, -7, 2**63 - 1, -(2**63)])
     step = torch.tensor([0, 3, (1 << 31) + 9, 100000, (1 << 32) + 1])
     found = triton_sampling.uniform(seed, step, first, streams, width)
     assert torch.equal(found, sampling._plain_uniform(seed, step, first, streams, width))
 
 
-def test_the_operators_on_a_gpu_are_the_kernels(monkeypatch):
+def test_the_operators_on_a_gpu_call_the_kernels(monkeypatch):
     logits, noise, seed = scores(3, 50), scores(3, 50, seed=1).nan_to_num(neginf=0.0), torch.tensor([1, 2, 3])
     settings_of_rows = torch.tensor([0.0, 1.0, 0.7]), torch.tensor([0, 5, 9]), torch.tensor([1.0, 0.5, 0.9])
 

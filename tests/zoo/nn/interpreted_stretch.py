@@ -1,5 +1,5 @@
-"""A GPU's attention over stretches of streams, computed by Triton's interpreter, beside the plain operator. Run by
-test_triton.py, in a process of its own."""
+"""The GPU's attention over stretches of streams in Triton's interpreter, compared with the plain operator.
+test_triton.py runs this file in a new process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def _numbers():
 
 @dataclass
 class Launch:
-    """A stretch of `num` positions in chunks of `chunk` of each of some streams, of which the cache of layer 1 holds what it
-    would. What nobody may hear is NaN: places that hold nothing, other slots and layers, keys and values of padding."""
+    """A stretch of `num` positions, in chunks of `chunk`, of each of several streams with their past in the
+    cache of layer 1.
+    Data that must not be read is NaN: unwritten places, other slots and layers, keys and values of
+    padding."""
 
     streams: list[tuple[int, int, int]]  # start and kept positions, in chunks; count
     num: int
@@ -84,7 +86,7 @@ class Launch:
         assert found.dtype == self.dtype and found.isfinite().all()
         at = self.is_real
         torch.testing.assert_close(found[at].double(), expected[at], rtol=0, atol=BOUNDS[self.dtype])
-        nobodys = self.capacity * self.chunk  # where padding is written
+        nobodys = self.capacity * self.chunk  # the place of padding
         torch.testing.assert_close(
             ours[:, :, :nobodys].double(), theirs[:, :, :nobodys], rtol=0, atol=0, equal_nan=True
         )
@@ -117,11 +119,11 @@ def test_any_streams(launch):
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("start", [0, 1, 19, 20, 33, 500])
-def test_a_ring_that_is_empty_or_full_or_has_turned(start, dtype):
+def test_a_ring_that_is_empty_or_full_or_has_wrapped(start, dtype):
     Launch([(start, 2, 100), (start, 0, 77)], 100, 20, 10, 2, 16, dtype=dtype).check()
 
 
-def test_streams_do_not_know_of_each_other():
+def test_streams_do_not_affect_each_other():
     streams = [(0, 0, 60), (3, 1, 50), (40, 5, 60), (7, 0, 0)]
     whole = Launch(streams, 60, 12, 10, 2, 16)
     together, _ = whole.run(triton_stretch.stretch_attention, torch.float32)
@@ -130,10 +132,10 @@ def test_streams_do_not_know_of_each_other():
     alone.qkv = tuple(part[:2] for part in whole.qkv)
     found, _ = alone.run(triton_stretch.stretch_attention, torch.float32)
     assert torch.equal(found[alone.is_real], together[:2][alone.is_real])
-    assert not together[6:].any()  # of padding alone
+    assert not together[6:].any()  # these rows are only padding
 
 
-def test_parts_that_lie_elsewhere_are_refused():
+def test_tensors_with_unequal_strides_are_refused():
     launch = Launch([(0, 0, 20)], 20, 4, 10, 2, 16)
     q, k, v = launch.qkv
     launch.qkv = q, k.transpose(0, 1).contiguous().transpose(0, 1), v

@@ -1,5 +1,5 @@
-"""A GPU's gated product, computed by Triton's interpreter, beside the plain operator. Run by test_triton.py, in a process
-of its own."""
+"""The GPU's gated product in Triton's interpreter, compared with the plain operator. test_triton.py runs this
+file in a new process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zoo.nn import swiglu, triton_swiglu
 
 EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 BF16, FP16 = torch.bfloat16, torch.float16
-SMALL_CARD, LARGE_CARD = 101376, 232448  # bytes of shared memory of a program
+SMALL_CARD, LARGE_CARD = 101376, 232448  # bytes of shared memory per program
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,13 +43,13 @@ def operands(rows: int, inner: int, width: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def exact(x: Tensor, weight: Tensor) -> Tensor:
-    """In fp64, with gate and up rounded as a product rounds them."""
+    """Return the result in fp64, with gate and up rounded like the results of a product."""
     gate, up = (x.double() @ weight.double().mT).to(x.dtype).double().chunk(2, -1)
     return gate * gate.sigmoid() * up
 
 
 def near(found: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Within what rounding the result, and a sum of another order before it, can make."""
+    """Check the error against that of rounding the result and of summing in another order."""
     expected, eps = exact(x, weight), torch.finfo(x.dtype).eps
     assert found.shape == expected.shape and found.dtype == x.dtype
     assert torch.allclose(found.double(), expected, rtol=3 * eps, atol=eps / 4), (
@@ -66,7 +66,7 @@ def test_any_shape(rows, inner, width, dtype):
 
 @given(st.integers(1, 9), st.integers(1, 1500), st.sampled_from([BF16, FP16]))
 @EXAMPLES
-def test_behind_a_product_of_cublas(rows, inner, dtype):
+def test_after_a_product_of_cublas(rows, inner, dtype):
     x, weight = operands(rows, inner, 8, dtype)
     near(triton_swiglu.gate(x @ weight.mT), x, weight)
 
@@ -75,13 +75,13 @@ def test_behind_a_product_of_cublas(rows, inner, dtype):
 @pytest.mark.parametrize(
     ("rows", "inner", "width"), [(16, 64, 256), (33, 160, 64), (520, 300, 128), (1300, 130, 70)]
 )
-def test_every_size_of_tile(rows, inner, width, card, monkeypatch):
+def test_every_tile_size(rows, inner, width, card, monkeypatch):
     on_card(monkeypatch, card)
     x, weight = operands(rows, inner, width, BF16)
     near(triton_swiglu.swiglu_linear(x, weight), x, weight)
 
 
-def test_rows_that_lie_apart_and_more_axes():
+def test_rows_with_gaps_and_more_axes():
     x, weight = operands(35, 40, 96, BF16)
     apart = torch.full((35, 128), torch.nan, dtype=BF16)[:, 16:112].copy_(x)
     near(triton_swiglu.swiglu_linear(apart, weight), x, weight)
@@ -89,7 +89,7 @@ def test_rows_that_lie_apart_and_more_axes():
     assert torch.equal(found.flatten(0, 1), triton_swiglu.swiglu_linear(x, weight))
 
 
-def test_a_row_is_the_same_among_any_others_of_its_tile():
+def test_a_row_does_not_depend_on_the_others_of_its_tile():
     x, weight = operands(200, 70, 96, BF16)
     assert torch.equal(
         triton_swiglu.swiglu_linear(x, weight)[65:130], triton_swiglu.swiglu_linear(x[65:130], weight)

@@ -1,4 +1,4 @@
-"""Attention over pages against plain causal attention over whole sequences."""
+"""Attention over pages, compared with plain causal attention over whole sequences."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 @dataclass
 class Sequence:
-    """q [T, H, D], k and v [T, Hkv, D] of one whole sequence, and how many of its positions are in the
-    cache."""
+    """q [T, H, D], k and v [T, Hkv, D] of a whole sequence, and the number of its positions in the cache."""
 
     q: Tensor
     k: Tensor
@@ -31,7 +30,7 @@ class Sequence:
     length: int = 0
 
     def truth(self) -> Tensor:
-        """Plain causal attention over the whole sequence."""
+        """Return plain causal attention over the whole sequence."""
         q, k, v = (part.transpose(0, 1) for part in (self.q, self.k, self.v))
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=SCALE, enable_gqa=True
@@ -39,8 +38,8 @@ class Sequence:
 
 
 class Cache:
-    """Sequences over pages that were dealt in no order. What nobody wrote is loud, so that reading it is
-    heard."""
+    """Sequences over shuffled pages. Unwritten rows have large values, so that reading them changes the
+    result."""
 
     def __init__(self, lengths: list[int], page_tokens: int, seed: int = 0):
         self.page_tokens = page_tokens
@@ -58,8 +57,8 @@ class Cache:
         return sequence.pages[page] * 2 * LAYERS * self.page_tokens + within
 
     def launch(self, which: list[int], counts: list[int], layer: int, padding: int = 0) -> list[Tensor]:
-        """The next counts[i] positions of each sequence which[i] in one launch, with `padding` rows of page 0
-        behind -> outputs."""
+        """Run the next counts[i] positions of each sequence which[i] in one launch, followed by `padding`
+        rows of page 0 -> outputs."""
         parts: dict[str, list[Tensor]] = {name: [] for name in "qkv"}
         positions: list[int] = []
         kv_write_index: list[int] = []
@@ -118,7 +117,7 @@ def test_a_whole_prompt(length, page_tokens, layer):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_ragged_launches(seed):
-    """Whole prompts, stretches of prompts and single steps side by side, until every sequence is done."""
+    """Launches mix whole prompts, parts of prompts and single steps until every sequence is done."""
     chance = random.Random(seed)
     lengths = [chance.randint(1, 60) for _ in range(6)]
     cache = Cache(lengths, 16, seed)
@@ -157,12 +156,12 @@ def test_padding_stays_on_page_zero():
     assert all(output.isfinite().all() for output in outputs)
     changed = {row for row in range(len(before)) if not torch.equal(before[row], cache.kv[row])}
     own = {cache.row(cache.sequences[0], 19), cache.row(cache.sequences[1], 8)}
-    # a key, and its value a page further
+    # a key's row, and its value's row one page further
     assert changed == {row + part for row in own | {0} for part in (0, 16)}
 
 
-def test_layers_do_not_meet():
-    """Each layer writes and reads rows of its own."""
+def test_layers_do_not_share_rows():
+    """Each layer writes and reads different rows."""
     cache = Cache([40], 16)
     whole = cache.launch([0], [40], layer=0)[0]
     first = cache.kv.clone()
@@ -175,8 +174,8 @@ def test_layers_do_not_meet():
 
 
 def test_shared_pages_are_read_by_both():
-    """Two sequences with the same beginning: the second one's table names the first one's page, and it writes
-    only behind."""
+    """Two sequences begin the same: the second one's table has the first one's page, and it writes only after
+    it."""
     cache = Cache([24, 30], 16)
     first, second = cache.sequences
     for name in "kv":
@@ -197,9 +196,9 @@ def test_bfloat16_is_close():
     torch.testing.assert_close(found.float(), truth, rtol=0, atol=0.03)
 
 
-def test_the_form_that_knows_no_length_equals_one_sequence_after_the_other():
-    """A launch that is recorded can hold it: it reads as far as the page table is wide, and hears nothing
-    there. Queries behind all sequences give zeros."""
+def test_attention_without_host_lengths_equals_one_sequence_at_a_time():
+    """This version can be recorded: it reads all pages of the page table, but masks positions beyond a
+    sequence. Queries after all sequences give zeros."""
     random = torch.Generator().manual_seed(3)
     kv_lens, page_tokens, columns = torch.tensor([1, 16, 17, 40]), 16, 4
     kv = torch.randn(2 * page_tokens * columns * len(kv_lens), KV_HEADS, DIM, generator=random)
@@ -224,9 +223,9 @@ def test_the_form_that_knows_no_length_equals_one_sequence_after_the_other():
     assert (operator[13:] == 0).all()
 
 
-def test_what_computes_attention(monkeypatch):
+def test_the_attention_backend_is_named(monkeypatch):
     assert "kernels.cpp" in backend(torch.device("cpu"))
-    monkeypatch.setitem(sys.modules, "zoo.nn.triton_attention", None)  # as where Triton is not installed
+    monkeypatch.setitem(sys.modules, "zoo.nn.triton_attention", None)  # as if Triton were not installed
     monkeypatch.delattr("zoo.nn.triton_attention", raising=False)
     with pytest.raises(ValueError, match="pip install triton"):
         backend(torch.device("cuda"))

@@ -1,5 +1,5 @@
-"""Strict loading: what is missing, left over or misshapen is named; parts and shards; nothing is left
-unfilled."""
+"""Strict loading: errors name missing, unknown and misshapen tensors; parts and shards are read; every tensor
+is filled."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("forgotten", ["qkv.weight[1]", "tables.weight[1]"])
-def test_a_part_that_the_table_forgets_would_stay_unfilled(forgotten, model):
+def test_a_table_that_lacks_a_part_is_our_mistake(forgotten, model):
     with pytest.raises(AssertionError, match="not in the table"):
         published(model, {theirs: ours for theirs, ours in TABLE.items() if ours != forgotten})
 
@@ -71,7 +71,7 @@ def test_published_names_and_shapes(model):
     assert published(model, TABLE) == SHAPES
 
 
-def test_a_tensor_that_the_table_forgets_is_our_own_mistake(model):
+def test_a_table_that_lacks_a_tensor_is_our_mistake(model):
     with pytest.raises(AssertionError, match=r"not in the table: \['flag'\]"):
         published(model, {theirs: ours for theirs, ours in TABLE.items() if ours != "flag"})
 
@@ -94,14 +94,14 @@ def test_everything_is_filled(model, tensors, tmp_path):
     )
 
 
-def test_the_files_dtype_gives_way_to_the_one_asked_for(model, tensors, tmp_path):
+def test_tensors_are_converted_to_the_requested_dtype(model, tensors, tmp_path):
     save_file({name: tensor.half() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     load(model, TABLE, tmp_path, CPU, torch.bfloat16)
     assert torch.equal(model.out.weight, tensors["out.weight"].half().bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn])
-def test_a_dtype_that_nobody_publishes(dtype, model, tensors, tmp_path):
+def test_an_unusual_dtype_is_refused(dtype, model, tensors, tmp_path):
     save_file(tensors | {"out.bias": torch.zeros(3, dtype=dtype)}, tmp_path / "model.safetensors")
     named = "F8_E4M3" if dtype == torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
     with pytest.raises(ValueError, match=f"out.bias is {named}, expected float32 or bfloat16 or float16$"):
@@ -109,7 +109,7 @@ def test_a_dtype_that_nobody_publishes(dtype, model, tensors, tmp_path):
     assert model.out.bias.is_meta
 
 
-def test_a_buffer_of_integers_is_read_as_what_it_is(tmp_path):
+def test_a_buffer_of_integers_keeps_its_dtype(tmp_path):
     with torch.device("meta"):
         norm = nn.BatchNorm1d(2, affine=False)
     table = {name: name for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -126,7 +126,7 @@ def test_a_buffer_of_integers_is_read_as_what_it_is(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("where", [0, 7, -1])
-def test_a_weight_that_is_not_finite(value, dtype, where, model, tensors, tmp_path):
+def test_a_weight_that_is_not_finite_is_refused(value, dtype, where, model, tensors, tmp_path):
     tensors["attn.q.weight"].view(-1)[where] = value
     save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(
@@ -135,7 +135,7 @@ def test_a_weight_that_is_not_finite(value, dtype, where, model, tensors, tmp_pa
         load(model, TABLE, tmp_path, CPU, torch.float32)
 
 
-def test_a_value_that_only_the_model_cannot_hold(model, tensors, tmp_path):
+def test_a_value_beyond_the_models_dtype_is_refused(model, tensors, tmp_path):
     tensors["out.bias"][1] = 3.4e38
     save_file(tensors, tmp_path / "model.safetensors")
     load(model, TABLE, tmp_path, CPU, torch.float32)
@@ -183,7 +183,7 @@ def test_a_submodule_may_be_skipped_but_is_checked(model, tensors, tmp_path):
     ],
     ids=["missing", "extra", "misshapen", "transposed", "many"],
 )
-def test_what_does_not_fit_is_named_before_anything_is_filled(change, message, model, tensors, tmp_path):
+def test_mismatches_are_named_before_anything_is_filled(change, message, model, tensors, tmp_path):
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message) as refused:
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_named_before_anything_is_filled(change, message, m
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
-def test_a_file_that_was_cut_short(kept, model, tensors, tmp_path):
+def test_a_truncated_file_is_refused(kept, model, tensors, tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     path.write_bytes(path.read_bytes()[:kept])
@@ -212,7 +212,7 @@ def test_a_file_that_was_cut_short(kept, model, tensors, tmp_path):
         (b"\xff\xfe", "cannot be read: 'utf-8'"),
     ],
 )
-def test_json_that_cannot_be_read(content, message, tmp_path):
+def test_unreadable_json_is_refused(content, message, tmp_path):
     path = tmp_path / "config.json"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Reading a JSON block: each kind of value, and the line that refuses another."""
+"""Reading a JSON block: each kind of value, and the error for a wrong one."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_what_is_taken_comes_as_it_is(kind):
+def test_a_possible_value_is_returned_unchanged(kind):
     for value, read in TAKEN[kind]:
         found = READ[kind](ConfigBlock({"x": value}, "where", "a.json"))
         assert found == read and type(found) is type(read)
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_what_is_refused_is_named(kind):
+def test_a_refused_value_is_named(kind):
     for value in REFUSED[kind]:
         with pytest.raises(ValueError) as error:
             READ[kind](ConfigBlock({"x": value}, "where", "a.json"))
@@ -74,13 +74,13 @@ def test_ids():
         block.ids("spk_id", 9)
 
 
-def test_a_line_is_one_and_short_whatever_came():
+def test_an_error_is_one_short_line_for_any_value():
     with pytest.raises(ValueError) as error:
         ConfigBlock({"x": {"a\nb" * 1000: list(range(10**5))}}).block("x").string("a\nb" * 1000)
     assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
-def test_what_is_known():
+def test_only_known_values_are_expected():
     block = ConfigBlock({"bias": False, "layers": 1})
     block.expect(bias=False, layers=1)
     block.expect_none("bias", "absent")

@@ -1,5 +1,4 @@
-"""Streaming convolutions equal the offline ones, whatever the cut and whatever stands behind a row's valid
-frames."""
+"""Streaming convolutions equal offline ones, for any cut and any padding after a row's valid frames."""
 
 import pytest
 import torch
@@ -39,8 +38,8 @@ def filled(layer):
 
 
 def stream(layer, x, shapes):
-    """x [B, C, FRAMES * PER_FRAME] -> [B, Cout, N], in calls of `shapes` frames. Rows take different shares
-    of each; the rest is junk."""
+    """x [B, C, FRAMES * PER_FRAME] -> [B, Cout, N], in calls of `shapes` frames. Each row fills a different
+    part of a call; the rest is noise."""
     batch = x.shape[0]
     done = torch.zeros(batch, dtype=torch.int64)
     layout = StateLayout(layer)
@@ -49,9 +48,8 @@ def stream(layer, x, shapes):
     calls = 0
     while (done < FRAMES).any():
         frames = shapes[calls % len(shapes)]
-        wish = torch.tensor(
-            [frames - (calls + b) % (frames + 1) if b else frames for b in range(batch)]
-        )  # row 0 fills every call
+        # row 0 fills every call
+        wish = torch.tensor([frames - (calls + b) % (frames + 1) if b else frames for b in range(batch)])
         count = torch.minimum(wish, FRAMES - done)
         part = torch.randn(batch, x.shape[1], frames * PER_FRAME, dtype=x.dtype)
         for b in range(batch):
@@ -95,8 +93,8 @@ def test_causal_conv_transpose(sizes, shapes):
     torch.testing.assert_close(stream(layer, x, shapes), whole, rtol=0, atol=1e-12)
 
 
-def test_both_ways_are_tested():
-    """The sizes above take the matrix product as well as the convolution kernel."""
+def test_both_implementations_are_tested():
+    """The sizes above use both the matrix product and the convolution kernel."""
     for sizes in CONVS[-1], TRANSPOSED[-1]:
         assert is_short(torch.empty(1, sizes[0], PER_FRAME)) and not is_short(
             torch.empty(1, sizes[0], FRAMES * PER_FRAME)
@@ -108,22 +106,22 @@ def test_kernel_that_cannot_stream():
         CausalConvTranspose1d(1, 1, 5, 2)
 
 
-# the row of a stream
+# a stream's row
 
 
 class Pair(nn.Module):
-    """Two convolutions side by side: either may run first."""
+    """Two convolutions of the same input; either may run first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = CausalConv1d(3, 4, 7)
-        self.one = CausalConv1d(3, 4, 1)  # keeps nothing
+        self.one = CausalConv1d(3, 4, 1)  # has no state
         self.right = CausalConvTranspose1d(3, 4, 2, 1)
         self.layout = StateLayout(self)
 
 
 def pair() -> tuple[Pair, CodecState, torch.Tensor]:
-    """Two streams that have said something, and what they say next."""
+    """Return a decoder, the state of two streams with a past, and their next input."""
     torch.manual_seed(0)
     module = filled(Pair())
     rows = torch.randn(2, module.layout.size, dtype=torch.float64)
@@ -147,28 +145,28 @@ def test_the_order_of_calls_does_not_matter():
     assert torch.equal(first.next(), second.next())
 
 
-def test_a_layer_that_runs_twice():
+def test_a_layer_that_runs_twice_is_refused():
     module, state, x = pair()
     module.left(x, state)
     with pytest.raises(AssertionError, match="layer 'left' ran twice in one forward"):
         module.left(x, state)
 
 
-def test_a_layer_that_is_left_out():
+def test_a_layer_that_does_not_run_is_refused():
     module, state, x = pair()
     module.right(x, state)
     with pytest.raises(AssertionError, match=r"layers \['left'\] did not run"):
         state.next()
 
 
-def test_a_layer_without_a_place():
+def test_a_layer_without_a_place_is_refused():
     _, state, x = pair()
     with pytest.raises(AssertionError, match="a CausalConv1d has no place in the state"):
         CausalConv1d(3, 4, 7).double()(x, state)
 
 
 def test_one_graph_for_every_batch():
-    """Without a break; the order that was traced does not matter either."""
+    """The graph has no breaks, and does not depend on the traced order of calls."""
     module, state, x = pair()
 
     def both(x, rows, count):
@@ -183,7 +181,7 @@ def test_one_graph_for_every_batch():
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_what_came_before_the_padding_is_kept(dim):
+def test_the_input_before_the_padding_is_kept(dim):
     x = torch.arange(1.0, 9).view(1, 1, 8).repeat(3, 1, 1)  # four frames of two
     layer = Stateful(1, 3, dim)
     state = CodecState(
@@ -195,8 +193,8 @@ def test_what_came_before_the_padding_is_kept(dim):
 
 
 def test_how_far_convolutions_look_back():
-    """Six frames, then two positions at a rate of four, then one at twelve: 6 + 1 + 2 / 4 + 1 / 12 frames and
-    so eight."""
+    """Six frames, then two positions at four per frame, then one at twelve per frame: 6 + 1 + 2 / 4 + 1 / 12
+    frames, rounded up to eight."""
     layers = [
         CausalConv1d(2, 2, 7),
         CausalConvTranspose1d(2, 2, 8, 4),

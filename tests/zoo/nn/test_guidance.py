@@ -1,4 +1,4 @@
-"""The merge of two lanes."""
+"""Merging two lanes."""
 
 import torch
 
@@ -7,7 +7,7 @@ from zoo.nn.guidance import merge
 COND, NULL = torch.tensor([[1.0, 2.0], [3.0, -4.0]]), torch.tensor([[0.5, 1.0], [-1.0, 4.0]])
 
 
-def test_rows_go_as_far_as_each_asks():
+def test_each_row_has_its_own_weight():
     merged = merge(torch.cat((COND, NULL)), torch.tensor([3.0, 0.0]))
     torch.testing.assert_close(merged, torch.tensor([[2.0, 4.0], [-1.0, 4.0]]))
 
@@ -17,7 +17,7 @@ def test_a_weight_of_one_is_the_first_lane_to_the_last_bit():
     assert torch.equal(merge(scores, torch.ones(3)), scores[:3])
 
 
-def test_streams_have_weights_of_their_own():
+def test_each_stream_has_its_own_weight():
     scores = torch.randn(4, 3, 7, generator=torch.Generator().manual_seed(0))
     weight = torch.tensor([[1.0, 2.0, 0.0], [1.5, 1.0, 4.0]])
     merged = merge(scores, weight)

@@ -1,4 +1,4 @@
-"""The CPU's own kernels against the operators as they are written in torch."""
+"""The CPU kernels, compared with the operators as written in torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def plain(call):
 
 
 def launch(lengths: list[int], dtype: torch.dtype, kv_heads: int = 2, groups: int = 3, width: int = 16):
-    """A query for each of so many positions, over pages dealt in no order. What nobody wrote is NaN."""
+    """Return a launch with one query per sequence of `lengths` positions, over shuffled pages. Unwritten rows
+    are NaN."""
     generator = torch.Generator().manual_seed(len(lengths))
     pages = max(-(-length // PAGE) for length in lengths)
     rows = torch.randperm(len(lengths) * pages, generator=generator).view(len(lengths), pages) * 2 * PAGE
@@ -49,7 +50,7 @@ def launch(lengths: list[int], dtype: torch.dtype, kv_heads: int = 2, groups: in
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)], ids=str)
 @pytest.mark.parametrize("lengths", [[1], [16, 17], [5, 300, 33, 1, 64]], ids=str)
-def test_attention_is_torchs(lengths, dtype, most, threads, monkeypatch):
+def test_attention_equals_torch(lengths, dtype, most, threads, monkeypatch):
     q, kv, *rest = launch(lengths, dtype)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     found = paged_attention(q, kv, *rest)
@@ -58,7 +59,7 @@ def test_attention_is_torchs(lengths, dtype, most, threads, monkeypatch):
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=most)
 
 
-def test_a_row_does_not_know_of_the_others_nor_of_the_threads(monkeypatch):
+def test_a_row_depends_on_neither_the_others_nor_the_threads(monkeypatch):
     q, kv, rows, lengths, starts, *rest = launch([40, 700, 3], torch.float32)
     together = paged_attention(q, kv, rows, lengths, starts, *rest)
     for threads in (1, 2, 7):
@@ -83,15 +84,15 @@ def test_a_prompt_and_another_dtype_are_left_to_torch():
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 500, 507])
 @pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.9, 1.0])
-def test_the_kept_set_is_torchs(top_k, top_p):
+def test_the_kept_set_equals_torch(top_k, top_p):
     logits = 3 * torch.randn(50, 500, generator=torch.Generator().manual_seed(0))
     logits[:25, 100:130] = -torch.inf
-    logits[::2] = logits[::2].round()  # many equals, also at the edge
+    logits[::2] = logits[::2].round()  # many ties, also at the edge
     settings = torch.full((50,), top_k), torch.full((50,), top_p)
     assert torch.equal(keep_likely(logits, *settings), plain(lambda: keep_likely(logits, *settings)))
 
 
-def test_what_is_no_number_does_no_harm():
+def test_nan_does_no_harm():
     logits = torch.full((3, 100), torch.nan)
     logits[1, ::2] = 1.0
     logits[2] = -torch.inf
@@ -100,7 +101,7 @@ def test_what_is_no_number_does_no_harm():
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_snake_is_torchs(threads, monkeypatch):
+def test_snake_equals_torch(threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(0)
     x = 5 * torch.randn(3, 8, 5000, generator=generator)
@@ -111,7 +112,7 @@ def test_snake_is_torchs(threads, monkeypatch):
     theirs = (plain(lambda: snake(x, frequency, gain)) - exact).abs().max()
     assert ours < 1.5 * theirs, f"{ours:.2g} from the truth, torch's {theirs:.2g}"
     assert torch.equal(snake(x[:1], frequency, gain), snake(x, frequency, gain)[:1])
-    rows = x.mT.contiguous().mT  # channels side by side
+    rows = x.mT.contiguous().mT  # contiguous channels
     found = snake(rows, frequency, gain)
     torch.testing.assert_close(found, snake(x, frequency, gain), rtol=0, atol=1e-6)
     assert found.stride() == rows.stride()
@@ -120,7 +121,7 @@ def test_snake_is_torchs(threads, monkeypatch):
     assert torch.equal(snake(x[..., 7:4007], frequency, gain), snake(x, frequency, gain)[..., 7:4007])
 
 
-def test_snake_of_what_has_no_phase_stays_within_its_gain():
+def test_snake_of_huge_values_stays_within_its_gain():
     x = torch.tensor([[[3e7, -1e20, 0.0]]])
     found = snake(x, torch.ones(1, 1), torch.ones(1, 1))
     assert ((found - x)[..., :2].abs() <= 1.01).all() and found[0, 0, 2] == 0
@@ -130,9 +131,9 @@ def test_snake_of_what_has_no_phase_stays_within_its_gain():
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dilation", [1, 3])
 @pytest.mark.parametrize("taps", range(1, 14))
-# several tiles, one of less than a tile, and blocks of outputs that are not full
+# several tiles, less than one tile, and incomplete blocks of outputs
 @pytest.mark.parametrize(("channels", "out_channels", "num"), [(256, 20, 500), (5, 70, 40), (16, 64, 2100)])
-def test_a_snake_and_its_convolution_are_torchs(
+def test_a_snake_and_its_convolution_equal_torch(
     channels, out_channels, num, taps, dilation, threads, monkeypatch
 ):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -159,23 +160,23 @@ def test_a_snake_and_its_convolution_are_torchs(
         found = ours(x, is_there, added)
         torch.testing.assert_close(found.double(), truth, rtol=0, atol=3e-5)
         assert found.mT.is_contiguous()
-    assert torch.equal(ours(x[1:], mask[1:], residual[1:]), found[1:])  # a row does not know of the others
+    assert torch.equal(ours(x[1:], mask[1:], residual[1:]), found[1:])  # a row does not depend on the others
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 25, 500, 507])
 @pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.8, 1.0])
-def test_the_nucleus_is_torchs(top_k, top_p):
+def test_the_nucleus_equals_torch(top_k, top_p):
     logits = 3 * torch.randn(50, 500, generator=torch.Generator().manual_seed(0))
     logits[:25, 100:130] = -torch.inf
-    logits[::2] = logits[::2].round()  # many equals, also at the edge: the first ones stay
+    logits[::2] = logits[::2].round()  # many ties, also at the edge, where the first ones are kept
     settings = torch.full((50,), top_k), torch.full((50,), top_p)
     found, expected = nucleus(logits, *settings), plain(lambda: nucleus(logits, *settings))
-    # a share of all that lies at the edge to the last digit may fall on either side
+    # an entry whose share equals the edge up to the last digit may fall on either side
     assert (found != expected).sum() <= 2
     assert torch.equal(nucleus(logits[7:8], settings[0][:1], settings[1][:1]), found[7:8])
 
 
-def test_noise_is_torchs():
+def test_noise_equals_torch():
     seed, step = torch.tensor([0, 7, -5, 1 << 40, -(1 << 62)]), torch.tensor([0, 3, 1 << 20, 1 << 35, 5])
     width = 4321
     assert torch.equal(
@@ -186,8 +187,8 @@ def test_noise_is_torchs():
     assert torch.equal(normal(seed[2:3], step[2:3], 100), found[2:3, :100])
 
 
-def test_the_normal_quantile_is_right_at_its_ends(monkeypatch):
-    """What 23 bits can be is drawn, from the first to the last."""
+def test_the_normal_quantile_is_right_at_both_ends(monkeypatch):
+    """All values of 23 bits are drawn, including the first and the last."""
     rows = torch.arange(400)
     noise = normal(rows, rows, 40_000).double()
     assert noise.isfinite().all() and 5.0 < noise.abs().max() < 5.4
@@ -197,7 +198,7 @@ def test_the_normal_quantile_is_right_at_its_ends(monkeypatch):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
-def test_a_norm_and_its_mish_are_torchs(dtype, most, threads, monkeypatch):
+def test_a_norm_and_its_mish_equal_torch(dtype, most, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(0)
     x, (weight, bias, shift) = (
@@ -213,7 +214,7 @@ def test_a_norm_and_its_mish_are_torchs(dtype, most, threads, monkeypatch):
     assert torch.equal(kernels.norm_mish(x[1:2, 5:6], weight, bias, shift, 1e-5), found[1:2, 5:6])
 
 
-def test_what_is_compiled_does_not_meet_the_kernels_outside_of_operators():
+def test_compiled_code_uses_the_kernels_only_in_operators():
     x = torch.ones(2)
     traced = torch.compile(lambda x: x + 1 if kernels.know(x) else x + 2, backend="eager", fullgraph=True)
     assert kernels.know(x) and traced(x).tolist() == [3.0, 3.0]

@@ -1,4 +1,4 @@
-"""Packed matrices: what the plain ones give, and the same for a row whoever stands beside it."""
+"""Packed matrices give the results of plain ones, and a row's result does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CLOSE = {torch.float32: {"rtol": 0, "atol": 2e-6}, torch.bfloat16: {"rtol": 0.02
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_packed_matrix_gives_what_the_plain_one_gives(dtype, bias):
+def test_a_packed_matrix_gives_the_results_of_the_plain_one(dtype, bias):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(70, 200, bias=bias)).to(dtype)
-    x = torch.randn(2, 3, 70).to(dtype)  # positions may have any number of dimensions before them
+    x = torch.randn(2, 3, 70).to(dtype)  # any number of leading dimensions
     with torch.inference_mode():
         expected = plain(x)
         pack(plain, 0)
@@ -44,7 +44,7 @@ def test_the_parts_of_a_fused_matrix_stay_apart(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
+def test_a_row_does_not_depend_on_the_other_rows(dtype):
     torch.manual_seed(0)
     packed = nn.Sequential(nn.Linear(96, 160)).to(dtype)
     x = torch.randn(17, 96).to(dtype)
@@ -62,12 +62,14 @@ def test_other_dtypes_and_devices_are_left_as_they_are():
 
 
 def test_small_matrices_are_left_as_they_are():
-    module = nn.Sequential(nn.Linear(512, 255), nn.Linear(512, 256))  # in float32 just below and just 512 KiB
+    module = nn.Sequential(
+        nn.Linear(512, 255), nn.Linear(512, 256)
+    )  # in float32, just below 512 KiB and exactly 512 KiB
     pack(module)
     assert type(module[0]) is nn.Linear and type(module[1]) is PackedLinear
 
 
-def test_a_packed_family_says_the_same():
+def test_a_packed_family_speaks_the_same():
     request = Request(text="Good morning, everybody.", voice="vivian", temperature=0.0, max_frames=6)
     plain = zoo.generate(family("qwen3_tts"), request)
     packed = zoo.load(directory("qwen3_tts", "tiny"), "cpu", "float32")
@@ -86,7 +88,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("reads_many_rows", [True, False])
-def test_a_small_matrix_is_packed_where_many_rows_are_read(reads_many_rows):
+def test_a_small_matrix_is_packed_if_many_rows_are_read(reads_many_rows):
     block = Block(reads_many_rows)
     pack(block)
     assert isinstance(block.small, PackedLinear) == reads_many_rows
@@ -94,7 +96,7 @@ def test_a_small_matrix_is_packed_where_many_rows_are_read(reads_many_rows):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 7, 24, 40), (1, 3, 16, 16), (5, 60, 70, 33)])
-def test_a_packed_convolution_gives_what_the_plain_one_gives(dtype, shape):
+def test_a_packed_convolution_gives_the_results_of_the_plain_one(dtype, shape):
     torch.manual_seed(0)
     batch, length, channels, out = shape
     x, bias = torch.randn(batch, length, channels).to(dtype), torch.randn(out).to(dtype)

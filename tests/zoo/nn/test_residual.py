@@ -1,4 +1,4 @@
-"""Snakes and their convolutions, streamed, in a CPU's kernels and in torch's operators."""
+"""Streamed snakes and convolutions: CPU kernels compared with torch's operators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _built():
 
 
 class Part(nn.Module):
-    """An upsampling, three residual units and an end; every other one keeps its channels apart."""
+    """An upsampling, three residual units and a final convolution; every other unit is depthwise."""
 
     def __init__(self, channels: int, wave: type[Snake] | type[SnakeBeta]):
         super().__init__()
@@ -64,8 +64,8 @@ class Part(nn.Module):
 def stream(
     part: Part, x: Tensor, cuts: tuple[int, ...], plain: tuple[bool, ...] = (False,)
 ) -> tuple[Tensor, Tensor]:
-    """x [B, C, FRAMES * PER_FRAME] in calls of `cuts` frames, some of which are padding -> all samples, and the state; the calls
-    take turns in who computes."""
+    """Stream x [B, C, FRAMES * PER_FRAME] in calls of `cuts` frames, some of which are padding -> all samples
+    and the state. The calls alternate between the kernels and torch."""
     batch, start, pieces = len(x), 0, []
     rows = x.new_zeros(batch, part.layout.size)
     while start < FRAMES:
@@ -92,7 +92,7 @@ def heard(channels: int, batch: int = 2) -> Tensor:
 @pytest.mark.parametrize("wave", [Snake, SnakeBeta])
 @pytest.mark.parametrize("channels", [10, 32, 96, 260])
 @torch.inference_mode()
-def test_the_kernels_are_torchs_however_a_stream_is_cut(channels, wave, threads, monkeypatch):
+def test_the_kernels_equal_torch_for_any_cut_of_a_stream(channels, wave, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     part, x = Part(channels, wave), heard(channels)
     truth = stream(Part(channels, wave).double(), x.double(), (FRAMES,))
@@ -112,7 +112,7 @@ def test_the_kernels_are_torchs_however_a_stream_is_cut(channels, wave, threads,
 
 
 @torch.inference_mode()
-def test_a_stream_does_not_know_of_the_others(monkeypatch):
+def test_a_stream_does_not_depend_on_the_others(monkeypatch):
     part, x = Part(96, Snake), heard(96, 5)
     together = stream(part, x, (8, 3))[0]
     for threads in 1, 4:
@@ -122,8 +122,8 @@ def test_a_stream_does_not_know_of_the_others(monkeypatch):
 
 
 @torch.inference_mode()
-def test_what_is_padding_and_what_has_ended_is_not_remembered():
-    """Streams of 0, 1 and all frames of a call."""
+def test_padding_and_ended_streams_are_not_remembered():
+    """The streams have 0, 1 and all frames of a call."""
     part, x = Part(32, Snake), heard(32, 3)
     rows = torch.randn(3, part.layout.size, generator=torch.Generator().manual_seed(2))
     count = torch.tensor([0, 1, FRAMES])
@@ -135,7 +135,7 @@ def test_what_is_padding_and_what_has_ended_is_not_remembered():
     assert torch.equal(states[0].next()[0], rows[0])
 
 
-def test_where_the_kernel_is_used():
+def test_when_the_kernel_is_used():
     conv, x = SnakeConv1d(32, 32, 7, 9), torch.empty(1, 32, residual.LEAST_ROWS * 9)
     assert is_faster(x, conv, 9)
     assert not is_faster(x[..., 1:], conv, 9) and is_faster(x[..., 1:], conv, 3)
@@ -151,16 +151,16 @@ def test_where_the_kernel_is_used():
     assert not is_faster(torch.empty(1, 64, 100, device="meta"), small)
 
 
-def test_what_kernels_read_is_counted():
+def test_the_bytes_of_filters_are_counted():
     made = prepare(Part(96, Snake))
     assert prepare(Part(96, Snake).to("meta")) == made
-    # two taps are six of the short filters, seven are seventeen; columns in blocks of 64
+    # two taps become six of the short filters, seven become seventeen; columns are in blocks of 64
     up, unit, apart, tail = 6 * 96 * 128, 17 * 48 * 64 + 48 * 64, 7 * 48 + 48 * 64, 17 * 48 * 64
     assert made == 4 * (up + 2 * unit + apart + tail)
 
 
 @torch.inference_mode()
-def test_a_compiler_traces_torchs_operators():
+def test_a_compiler_traces_the_torch_operators():
     part, x = Part(32, Snake), heard(32)
 
     def run(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sampling by row: the right distribution, the same draws wherever a row stands, and the processors of
+"""Sampling by row: the right distribution, draws that do not depend on a row's index, and the processors of
 transformers as the reference."""
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def ints(value: int, count: int) -> Tensor:
     return rows(value, count, torch.int64)
 
 
-# what may be drawn
+# the kept tokens
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, WIDTH, WIDTH + 7])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 1.0])
-def test_the_kept_set_is_that_of_transformers(top_k, top_p):
+def test_the_kept_set_equals_that_of_transformers(top_k, top_p):
     scores = logits(200)
     kept = scores.clone()
     if top_k:
@@ -46,7 +46,7 @@ def test_the_kept_set_is_that_of_transformers(top_k, top_p):
     assert differing == 0, f"{differing} of {scores.numel()}"
 
 
-def test_every_row_has_settings_of_its_own():
+def test_every_row_has_its_own_settings():
     scores = logits(6)
     top_k, top_p = torch.tensor([0, 1, 3, 0, 5, 40]), torch.tensor([1.0, 1.0, 1.0, 0.5, 0.5, 0.01])
     together = keep_likely(scores, top_k, top_p)
@@ -68,16 +68,18 @@ def test_a_banned_token_is_never_kept():
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.05, 1.7])
-def test_the_penalty_is_that_of_transformers(penalty):
+def test_the_penalty_equals_that_of_transformers(penalty):
     scores = logits(30)
-    said = torch.randint(WIDTH, (30, 12), generator=torch.Generator().manual_seed(1))  # some twice
+    said = torch.randint(
+        WIDTH, (30, 12), generator=torch.Generator().manual_seed(1)
+    )  # some tokens occur twice
     seen = torch.zeros(30, WIDTH, dtype=torch.bool).scatter_(1, said, True)
     assert torch.equal(
         penalise(scores, seen, rows(penalty, 30)), RepetitionPenaltyLogitsProcessor(penalty)(said, scores)
     )
 
 
-# what is drawn
+# draws
 
 
 def noise(count: int, width: int = WIDTH, seed: int = 0, stream: int = 0) -> Tensor:
@@ -91,9 +93,9 @@ def noise(count: int, width: int = WIDTH, seed: int = 0, stream: int = 0) -> Ten
     [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.6, 6, 1.0), (1.0, 0, 0.8), (0.9, 10, 0.7)],
     ids=str,
 )
-def test_draws_follow_the_softmax_of_what_is_kept(temperature, top_k, top_p):
-    """Pearson's chi-square over 20,000 seeds, rare tokens as one; a level of one in a million, so only a
-    mistake fails."""
+def test_draws_follow_the_softmax_of_the_kept_tokens(temperature, top_k, top_p):
+    """Pearson's chi-square over 20,000 seeds, with rare tokens as one group. The level is one in a million,
+    so that only a mistake fails."""
     count, scores = 20000, logits(1, width=20)
     truth = TemperatureLogitsWarper(temperature)(None, scores)
     if top_k:
@@ -121,14 +123,14 @@ def test_draws_follow_the_softmax_of_what_is_kept(temperature, top_k, top_p):
     )
 
 
-def test_temperature_zero_takes_the_largest_whatever_else_is_set():
+def test_temperature_zero_takes_the_largest_with_any_other_settings():
     scores = logits(100)
     drawn = draw(scores, rows(0.0, 100), ints(3, 100), rows(0.5, 100), noise(100))
     assert torch.equal(drawn, scores.argmax(-1))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (0, 1e-6)])
-def test_one_candidate_is_no_choice(top_k, top_p):
+def test_a_single_candidate_is_always_drawn(top_k, top_p):
     scores = logits(100)
     assert torch.equal(
         draw(scores, rows(2.0, 100), ints(top_k, 100), rows(top_p, 100), noise(100)), scores.argmax(-1)
@@ -142,11 +144,11 @@ def test_hot_and_cold_rows_share_a_batch():
     assert not torch.equal(drawn[1::2], scores.argmax(-1)[1::2])
 
 
-# where it comes from
+# noise
 
 
-def test_noise_depends_on_seed_step_and_stream_alone():
-    """A row's noise is the same in any company, at any place, and for any range of streams around its own."""
+def test_noise_depends_only_on_seed_step_and_stream():
+    """A row's noise does not depend on the other rows, on its index, or on the range of streams."""
     seed, step = torch.tensor([5, 2**40 + 1, 5, 2**63 - 1]), torch.tensor([0, 3, 1, 100000])
     together = gumbel(seed, step, range(1, 16), 64)  # [4, 15, 64]
     assert together.shape == (4, 15, 64) and together.dtype == torch.float32 and together.isfinite().all()
@@ -157,16 +159,16 @@ def test_noise_depends_on_seed_step_and_stream_alone():
     assert torch.equal(together[..., :20], gumbel(seed, step, range(1, 16), 20))
 
 
-def test_noise_is_what_it_was():
-    """Seeds that users keep go on to speak the same way: changing this changes every voice."""
+def test_noise_never_changes():
+    """Stored seeds must give the same speech; a change here changes every voice."""
     found = gumbel(torch.tensor([12345678901234]), torch.tensor([7]), range(2, 4), 3)
     pinned = [[[-0.5564111, 0.1510806, -0.2529464], [0.4518663, -0.1465947, 1.5338584]]]
     torch.testing.assert_close(found, torch.tensor(pinned), rtol=0, atol=1e-6)
 
 
 def test_every_bit_of_the_seed_counts():
-    """64 seeds that differ from the first in one bit each, the sign bit and the high word's among them; and
-    steps and streams alike."""
+    """64 seeds that each differ from the first in one bit, including the sign bit and the high word; also
+    steps and streams."""
     bits = [0, *(1 << bit for bit in range(63)), -(1 << 63)]
     found = gumbel(torch.tensor(bits), torch.zeros(65, dtype=torch.int64), range(1), 256)[:, 0]
     assert len({tuple(row.tolist()) for row in found}) == 65
@@ -176,7 +178,7 @@ def test_every_bit_of_the_seed_counts():
 
 @pytest.mark.parametrize("pair", ["seed", "high word", "step", "stream", "token"])
 def test_neighbours_are_independent(pair):
-    """The noise of neighbours is uncorrelated, and has a Gumbel's mean and variance."""
+    """The noise of neighbours is uncorrelated and has the mean and variance of a Gumbel distribution."""
     seed, zero = torch.arange(400), ints(0, 400)
     left = gumbel(seed, zero, range(1), 256)[:, 0]
     right = {

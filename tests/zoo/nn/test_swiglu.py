@@ -1,5 +1,5 @@
-"""The gated half of an MLP: which way it is computed, and what a compiler is told. What a GPU's kernel gives is in
-test_triton.py."""
+"""The gated half of an MLP: the choice of its implementation, and its shape for a compiler. test_triton.py
+tests the results of the GPU kernel."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_plain_lines_on_a_cpu(dtype):
+def test_a_cpu_runs_the_plain_code(dtype):
     x, weight = operands(dtype)
     gate, up = F.linear(x, weight).split(12, -1)
     assert torch.equal(OPERATOR(x, weight), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compiler_knows_its_result(dtype):
+def test_a_compiler_knows_the_shape_of_the_result(dtype):
     with FakeTensorMode() as mode:
         found = OPERATOR(*(mode.from_tensor(one) for one in operands(dtype)))
     assert (found.shape, found.dtype) == ((2, 3, 12), dtype)
@@ -36,7 +36,7 @@ def test_a_compiler_knows_its_result(dtype):
 
 @pytest.fixture(name="asked")
 def _asked(monkeypatch) -> list[str]:
-    """The GPU's functions that were called, in their place the plain lines."""
+    """Return the names of the GPU functions that were called; plain code runs in their place."""
     asked: list[str] = []
 
     def on_gpu(module, function, *arguments):
@@ -52,14 +52,14 @@ def _asked(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("way", "function"), [("fused", "swiglu_linear"), ("apart", "gate")])
-def test_what_was_found_to_be_faster_is_used(way, function, asked):
+def test_the_faster_implementation_is_used(way, function, asked):
     x, weight = operands(torch.bfloat16)
     with choices.assumed(way):
         assert torch.equal(OPERATOR(x, weight), swiglu.plain(x, weight))
     assert asked == [function]
 
 
-def test_what_was_never_measured_needs_no_kernel(asked, monkeypatch):
+def test_an_unmeasured_size_needs_no_kernel(asked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     x, weight = operands(torch.bfloat16)
     assert torch.equal(OPERATOR(x, weight), swiglu.plain(x, weight))
@@ -67,14 +67,14 @@ def test_what_was_never_measured_needs_no_kernel(asked, monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "is_chosen"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_an_mlp_of_half_precision_on_a_gpu_asks_the_operator(dtype, is_chosen, monkeypatch):
+def test_an_mlp_in_half_precision_on_a_gpu_calls_the_operator(dtype, is_chosen, monkeypatch):
     mlp = swiglu.FusedSwiGLU(16, 12).to(dtype)
     x, _ = operands(dtype)
     called: list[torch.Size] = []
     monkeypatch.setattr(swiglu, "plain", lambda x, weight: called.append(x.shape) or x.new_zeros(2, 3, 12))
     with torch.inference_mode():
         mlp(x)
-        assert called == []  # here, on a CPU, packed matrices and fused lines do better
+        assert called == []  # on a CPU, packed matrices and fused code are faster
         with kernels.plain(), Mask():
             mlp(x)
     assert called == [x.shape] * is_chosen

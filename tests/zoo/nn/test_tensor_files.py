@@ -1,4 +1,4 @@
-"""The formats of published weights, what is said of files that cannot be read, and what memory it takes."""
+"""The formats of published weights, the errors for unreadable files, and the memory that loading takes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FILES: list[tuple[str, Save]] = [
 
 
 @pytest.mark.parametrize(("name", "save"), FILES, ids=[name for name, _ in FILES])
-def test_a_file(name, save, tmp_path):
+def test_a_file_is_read(name, save, tmp_path):
     path = tmp_path / name
     save(TENSORS, path)
     file = open_file(path)
@@ -66,8 +66,8 @@ def test_a_file(name, save, tmp_path):
         assert torch.equal(file.read(key), tensor) and file.read(key).dtype == tensor.dtype
 
 
-def test_parameters_and_views_in_a_pickle(tmp_path):
-    """Weights that share memory, as tied ones do; and a transposed one."""
+def test_parameters_and_views_in_a_pickle_are_read(tmp_path):
+    """The weights share memory, like tied ones, and one is transposed."""
     tied = nn.Parameter(torch.arange(6.0).reshape(2, 3))
     torch.save({"embedding": tied, "head": tied, "turned": tied.detach().T}, tmp_path / "llm.pt")
     file = open_file(tmp_path / "llm.pt")
@@ -95,7 +95,7 @@ class Command:
         (nn.Linear(2, 2), r"torch\.nn\.modules\.linear\.Linear"),
     ],
 )
-def test_a_pickle_with_more_than_tensors(value, named, is_zip, tmp_path, capfd):
+def test_a_pickle_with_more_than_tensors_is_refused(value, named, is_zip, tmp_path, capfd):
     torch.save(TENSORS | {"more": value}, tmp_path / "llm.pt", _use_new_zipfile_serialization=is_zip)
     refused(tmp_path / "llm.pt", rf"llm.pt holds more than tensors \({named}\); only tensors are read$")
     assert "never" not in capfd.readouterr().out
@@ -110,13 +110,13 @@ def test_a_pickle_with_more_than_tensors(value, named, is_zip, tmp_path, capfd):
         ([torch.zeros(1)], "does not hold tensors by name, but a list"),
     ],
 )
-def test_a_pickle_of_other_things(content, message, tmp_path):
+def test_a_pickle_without_named_tensors_is_refused(content, message, tmp_path):
     torch.save(content, tmp_path / "llm.pt")
     refused(tmp_path / "llm.pt", message)
 
 
 @pytest.mark.parametrize(("name", "save"), FILES, ids=[name for name, _ in FILES])
-def test_a_file_that_was_cut_short(name, save, tmp_path):
+def test_a_truncated_file_is_refused(name, save, tmp_path):
     path = tmp_path / name
     save(TENSORS, path)
     whole = path.read_bytes()
@@ -128,14 +128,14 @@ def test_a_file_that_was_cut_short(name, save, tmp_path):
         )
 
 
-def test_what_is_no_file_of_tensors(tmp_path):
+def test_a_file_of_another_format_is_refused(tmp_path):
     (tmp_path / "llm.pt").write_text("<html>404: not found</html>")
     refused(tmp_path / "llm.pt", "is not a whole PyTorch file")
     torch.jit.script(nn.Linear(2, 2)).save(tmp_path / "flow.pt")
     refused(tmp_path / "flow.pt", r"flow.pt holds more than tensors \(TorchScript archives\)")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     refused(
-        tmp_path / "model.gguf", "is of no known format; known: .safetensors, .pt, .pth, .bin, .ckpt, .onnx"
+        tmp_path / "model.gguf", "has no known format; known: .safetensors, .pt, .pth, .bin, .ckpt, .onnx"
     )
     refused(tmp_path / "hift.pt", "hift.pt does not exist")
 
@@ -143,7 +143,7 @@ def test_what_is_no_file_of_tensors(tmp_path):
 # ONNX: written by onnx 1.23.2, `numpy_helper.from_array` (raw) and `helper.make_tensor` (typed)
 
 
-def test_the_initializers_of_an_onnx_file():
+def test_the_initializers_of_an_onnx_file_are_read():
     file = open_file(HERE / "onnx" / "initializers.onnx")
     raw = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
     expected = {
@@ -163,7 +163,7 @@ def test_the_initializers_of_an_onnx_file():
     assert others == {"int32": "int32", "double": "float64", "half_in_int32_data": "float16"}
 
 
-def test_a_module_from_an_onnx_file(tmp_path):
+def test_a_module_is_loaded_from_an_onnx_file(tmp_path):
     with torch.device("meta"):
         linear = nn.Linear(4, 3, bias=False)
     with pytest.raises(ValueError, match=r"unknown typed \[2, 2\]"):
@@ -171,10 +171,10 @@ def test_a_module_from_an_onnx_file(tmp_path):
     assert linear.weight.is_meta
 
 
-def test_values_that_an_onnx_file_holds_elsewhere():
+def test_an_onnx_file_with_external_values_is_refused():
     refused(
         HERE / "onnx" / "external.onnx",
-        "keeps the values of outside in another file; they must be in this one",
+        "keeps the values of outside in another file; they must be in this file",
     )
     file = open_file(HERE / "onnx" / "initializers.onnx")
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_values_that_an_onnx_file_holds_elsewhere():
         file.read("half_in_int32_data")
 
 
-def test_an_onnx_file_that_was_cut_short_or_is_none(tmp_path):
+def test_a_truncated_or_invalid_onnx_file_is_refused(tmp_path):
     whole, path = (HERE / "onnx" / "initializers.onnx").read_bytes(), tmp_path / "cut.onnx"
     endless = bytes([7 << 3 | 2]) + b"\xff" * 9 + b"\x01"  # a graph of -1 bytes
     for content in (*(whole[:kept] for kept in (0, 3, 40, 200, len(whole) - 1)), b"<html>", endless):
@@ -208,7 +208,7 @@ def shard(directory: Path, pattern: str, save: Save, weight_map: Any = None) -> 
 
 
 @pytest.mark.parametrize(("pattern", "save"), SHARDS)
-def test_shards(pattern, save, tmp_path):
+def test_shards_are_read(pattern, save, tmp_path):
     index = shard(tmp_path, pattern, save)
     assert contents(tmp_path) == contents(index)
     assert {name: header.path.name for name, header in contents(index).items()} == {
@@ -222,7 +222,7 @@ def test_shards(pattern, save, tmp_path):
     assert all(torch.equal(module[name], tensor.float()) for name, tensor in TENSORS.items())
 
 
-def test_what_comes_first_in_a_directory(tmp_path):
+def test_the_first_main_file_of_a_directory_is_read(tmp_path):
     save_pickle({"pickle": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     assert contents(tmp_path).keys() == {"pickle"}
     save_file({"safetensors": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -231,7 +231,7 @@ def test_what_comes_first_in_a_directory(tmp_path):
     assert contents(tmp_path).keys() == {"a", "b"}
 
 
-def test_a_directory_without_weights(tmp_path):
+def test_a_directory_without_weights_is_refused(tmp_path):
     refused(tmp_path / "none.safetensors", "none.safetensors does not exist")
     with pytest.raises(
         ValueError, match=r"model.safetensors does not exist, nor does any of: .*pytorch_model.bin"
@@ -242,8 +242,8 @@ def test_a_directory_without_weights(tmp_path):
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ([], "has no weight_map; needed is an object of tensor names and file names"),
-        ({"a": 1}, "puts a into 1; needed is a file name"),
+        ([], "has no weight_map; it needs an object of tensor names and file names"),
+        ({"a": 1}, "puts a into 1; it needs a file name"),
         (
             {"a": "../model-1.safetensors"},
             r"puts a into \.\./model-1.safetensors, which is outside its directory",
@@ -254,16 +254,16 @@ def test_a_directory_without_weights(tmp_path):
         ({"a": "model-2.safetensors"}, "puts a into model-2.safetensors, which lacks it"),
     ],
 )
-def test_an_index_that_cannot_be_followed(weight_map, message, tmp_path):
+def test_an_index_that_is_wrong_is_refused(weight_map, message, tmp_path):
     refused(shard(tmp_path, "model-{}.safetensors", save_file, weight_map), message)
 
 
-def test_an_index_without_a_weight_map(tmp_path):
+def test_an_index_without_a_weight_map_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     refused(tmp_path / "model.safetensors.index.json", "has no weight_map")
 
 
-def test_a_tensor_in_two_shards(tmp_path):
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
     index = shard(tmp_path, "model-{}.safetensors", save_file)
     save_file(TENSORS, tmp_path / "model-2.safetensors")
     refused(
@@ -272,8 +272,8 @@ def test_a_tensor_in_two_shards(tmp_path):
     )
 
 
-def test_a_cache_that_links_its_files_from_elsewhere(tmp_path):
-    """As that of the Hugging Face Hub does: the names lie in the directory, the bytes do not."""
+def test_a_cache_may_link_to_files_elsewhere(tmp_path):
+    """In the cache of the Hugging Face Hub, the directory has the names, but the bytes are elsewhere."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots"
     blobs.mkdir()
     snapshot.mkdir()
@@ -289,8 +289,8 @@ def test_a_cache_that_links_its_files_from_elsewhere(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 @pytest.mark.parametrize(("pattern", "save"), SHARDS)
-def test_loading_takes_one_shard_of_memory_beside_the_model(pattern, save, tmp_path):
-    """At most the largest and a tenth, however many there are."""
+def test_loading_takes_the_memory_of_the_model_and_one_shard(pattern, save, tmp_path):
+    """The peak is at most 1.1 times the largest shard, for any number of shards."""
     names, weight_map = list(peak_memory.table()), {}
     for start in range(0, len(names), peak_memory.NUM_TENSORS):
         inside = names[start : start + peak_memory.NUM_TENSORS]

@@ -1,7 +1,7 @@
-"""The GPU's kernels without a GPU: computed in Triton's interpreter, and built for two cards by the assembler
-that Triton brings.
+"""The GPU kernels without a GPU: run in Triton's interpreter, and built for two cards by the assembler that
+comes with Triton.
 
-    pip install --no-deps triton==3.7.1          what torch 2.13's CUDA build brings: the extra `rehearse`
+    pip install --no-deps triton==3.7.1          the version of torch 2.13's CUDA build: the extra `rehearse`
     pytest -s tests/zoo/nn/test_triton.py        -s prints registers
 """
 
@@ -56,8 +56,9 @@ def test_the_interpreter_agrees(what):
 
 
 def build(kernel, values: dict[str, object], cc: int, tmp_path: Path) -> tuple[int, int, int]:
-    """-> registers and bytes of stack of a thread, bytes of shared memory. values: of each argument a dtype,
-    of which it is a pointer, the name of a type, or the number that it is compiled for; and options."""
+    """Build a kernel -> registers per thread, bytes of stack per thread, and bytes of shared memory. values:
+    for each argument a dtype (it is a pointer to it), the name of a type, or the number that it is compiled
+    for; also options."""
     options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
     kinds = {name: POINTERS.get(value, value) for name, value in values.items()}
     signature = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in kinds.items()}
@@ -128,7 +129,7 @@ def test_writing_builds_without_spills(is_turned, dtype, card, tmp_path):
     assert stack == 0, f"{stack} bytes a thread do not fit into registers"
 
 
-FRAMES = {  # heads as above, tokens of a pass, positions of the cache
+FRAMES = {  # heads as above, tokens per pass, positions of the cache
     "qwen3_tts, first": (PUBLISHED["qwen3_tts"], 2, 16),
     "qwen3_tts": (PUBLISHED["qwen3_tts"], 1, 16),
     "fish_s2": (PUBLISHED["fish_s2"], 1, 10),
@@ -139,7 +140,7 @@ FRAMES = {  # heads as above, tokens of a pass, positions of the cache
 KEPT = {
     "voxcpm2, last": range(7, 11),
     "voxcpm2, encoder's last": range(1),
-}  # tokens with queries, where not all
+}  # tokens with queries, if not all of them
 
 
 @pytest.mark.compile
@@ -197,9 +198,8 @@ def test_noise_and_the_kept_set_build(card, tmp_path):
 @pytest.mark.compile
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str
-)  # the first one is published
+# the first shape is that of a published model
+@pytest.mark.parametrize("shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str)
 def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_path):
     lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
     numbers = dict.fromkeys(("layers", "slots", "start", "count", "num_kept"), torch.int64)
@@ -223,7 +223,7 @@ def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_
     assert build(triton_stretch._keep_stretch, values | sizes, CARDS[card], tmp_path)[1] == 0
 
 
-SHARED_BYTES = {"H100": 232448, "RTX 4090": 101376}  # of a program
+SHARED_BYTES = {"H100": 232448, "RTX 4090": 101376}  # per program
 GATED = {
     "voxcpm2's solver": (4096, 1024),
     "no multiple of a tile": (300, 200),

@@ -1,5 +1,5 @@
-"""Our quantisers against those of vector-quantize-pytorch 1.32.0: the same rows give the same codes, and the
-same latents."""
+"""Our quantizers compared with those of vector-quantize-pytorch 1.32.0: the same rows give the same codes and
+latents."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
 def copy_linear(theirs: nn.Linear, ours: nn.Linear | nn.Conv1d) -> None:
-    """The weights of a linear map; a convolution one wide is one."""
+    """Copy the weights of a linear map to a linear layer, or to a convolution that is 1 wide."""
     theirs.weight.copy_(ours.weight.flatten(1))
     if ours.bias is not None:
         theirs.bias.copy_(ours.bias)
 
 
 def residual(table: Tensor, way_in: nn.Conv1d, way_out: nn.Conv1d) -> ResidualVQ:
-    """One branch of SplitVQ: table [K, V, dim]. Theirs has biases on its ways in and out, ours has none."""
+    """Return one branch of SplitVQ as a ResidualVQ: table [K, V, dim]. Its projections have biases, ours do
+    not."""
     books, size, dim = table.shape
     theirs = ResidualVQ(
         dim=way_in.in_channels, codebook_dim=dim, num_quantizers=books, codebook_size=size
@@ -40,7 +41,7 @@ def residual(table: Tensor, way_in: nn.Conv1d, way_out: nn.Conv1d) -> ResidualVQ
 
 @torch.no_grad()
 @pytest.mark.parametrize("used", [2, 5, 16])
-def test_split_vq_is_two_residual_quantisers(used):
+def test_split_vq_equals_two_residual_quantizers(used):
     torch.manual_seed(used)
     ours = SplitVQ(16, used, 32, 8, 24)
     for parameter in ours.parameters():
@@ -61,9 +62,9 @@ def test_split_vq_is_two_residual_quantisers(used):
 
 
 @torch.no_grad()
-def test_the_quantiser_of_higgs_is_a_chain_of_projected_ones():
-    """Each of its levels has ways in and out of its own, which their ResidualVQ refuses; a level alone is one
-    of theirs."""
+def test_the_quantizer_of_higgs_is_a_chain_of_projected_ones():
+    """Each level has its own projections in and out, which ResidualVQ does not support. A single level equals
+    one of theirs."""
     torch.manual_seed(0)
     ours = Quantizer(family("higgs_v3").config.codec)
     for parameter in ours.parameters():
@@ -91,8 +92,8 @@ def test_the_quantiser_of_higgs_is_a_chain_of_projected_ones():
 
 
 @torch.no_grad()
-def test_the_fsq_of_voxcpm_is_theirs_that_preserves_symmetry():
-    """Their default widens the levels by a thousandth, so that values near a bound fall to another one."""
+def test_the_fsq_of_voxcpm_equals_theirs_that_preserves_symmetry():
+    """Their default widens the levels by a thousandth, so that values near a bound get another level."""
     torch.manual_seed(0)
     ours = OurFSQ(24, 6, 9)
     settings = {"levels": [19] * 6, "dim": 24, "return_indices": False}
