@@ -156,9 +156,8 @@ class Spec:
     keeps_voice: bool = False
     # a pattern that matches a prefix of the text that applies to all of it; it is repeated before each piece
     lead: str = ""
-    mixes: bool = (
-        False  # whether voices can be mixed by adding up their speaker vectors: `zoo.request.shares`
-    )
+    # whether voices can be mixed by adding up their speaker vectors: `zoo.request.shares`
+    mixes: bool = False
     unsplit: str = ""  # a pattern; a text in which it is found is never split
 
     @property
@@ -318,11 +317,14 @@ class State:
     """The tensors of all slots: one row per slot, and a spare last row that padding reads and writes.
     Families add tensors with `add`.
 
-    tape [S+1, F, *frame]; ready [S+1], the frames on the tape, at most limit [S+1]; steps [S+1], the steps
-    made; done [S+1]; seed [S+1]; first [S+1, L, D], the last input of each lane's prompt, which the first
-    step reads; first_is_audio [S+1, L], whether that input is audio; written [S+1], the text token of the
-    last step, or -1. noise [F, *noise] replaces the noise that each step draws, in every slot, unless it is
-    None: see zoo.generate.
+    tape [S+1, F, *frame]: the frames.
+    ready [S+1], limit [S+1]: the number of frames on the tape, and the most that it may get.
+    steps [S+1], done [S+1], seed [S+1]: the number of steps made, whether the slot has ended, and its seed.
+    first [S+1, L, D], first_is_audio [S+1, L]: the last input of each lane's prompt, which the first step
+    reads, and whether it is audio.
+    written [S+1]: the text token of the last step, or -1.
+    noise [F, *noise]: replaces the noise that each step draws, in every slot, unless it is None. See
+    `zoo.generate`.
     """
 
     seed: Tensor

@@ -62,7 +62,7 @@ class EncodedFiles:
     """The files of one encoder."""
 
     family: str
-    encoder: str  # `encoder_key`
+    encoder: str  # the result of `encoder_key`
 
     def of(
         self, clip: AudioClip, recording: bytes, restore: Callable[[dict[str, Tensor]], T]

@@ -189,7 +189,7 @@ def sampling_options(
         Option(
             "temperature",
             float,
-            "how random sampling is; 0 always takes the likeliest code",
+            "how random sampling is; 0 is greedy: always the likeliest code",
             temperature,
             (0, 2),
         ),
@@ -206,7 +206,7 @@ def sampling_options(
     )
     if repetition_penalty is None:
         return options
-    penalty = "how much less likely codes become that were drawn before; 1 is off"
+    penalty = "how strongly to penalize codes that were drawn before; 1 is off"
     return (*options, Option("repetition_penalty", float, penalty, repetition_penalty, (0.5, 2)))
 
 

@@ -275,7 +275,7 @@ void uniform(const int64_t* seed, const int64_t* step, float* out, int64_t B, in
     }
 }
 
-// The same as normal noise, for the first stream.
+// seed and step [B] -> standard normal noise out [B, width], from the first stream.
 void normal(const int64_t* seed, const int64_t* step, float* out, int64_t B, int64_t width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (B * width > SMALL)
     for (int64_t row = 0; row < B; row++) {

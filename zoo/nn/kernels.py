@@ -114,7 +114,7 @@ def has(tensor: Tensor) -> bool:
 
 
 def know(*tensors: Tensor) -> bool:
-    """Return whether to use CPU kernels, and whether they support the dtypes of the tensors."""
+    """Return whether to use CPU kernels for the tensors, whose dtypes must be supported."""
     return all(has(tensor) and tensor.dtype in NAMES for tensor in tensors)
 
 

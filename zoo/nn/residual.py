@@ -147,7 +147,7 @@ def is_faster(x: Tensor, conv: ShortFilters | UpsamplingFilters, dilation: int =
 
 
 def is_float(x: Tensor, conv: ShortFilters | UpsamplingFilters) -> bool:
-    """Return whether to use CPU kernels, and whether x and the weight are float32."""
+    """Return whether to use CPU kernels for x and the convolution, which must be float32."""
     return kernels.know(x, conv.weight) and x.dtype == conv.weight.dtype == torch.float32
 
 

@@ -1,7 +1,8 @@
 """`zoo.nn.frame_attention` on a GPU, in Triton. One program has queries of one key head in one frame, and all
 keys that they can see. The program that reads new keys computes them itself, so that no program waits for
 another. If all tokens come at once, there are enough of them for matrix products. If a cache grows by a token
-or two, rows are summed instead."""
+or two, rows are summed instead.
+"""
 
 from __future__ import annotations
 

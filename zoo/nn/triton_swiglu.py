@@ -22,7 +22,8 @@ Tiles = tuple[int, int, int, int, int]
 FEW: dict[int, Tiles] = {16: (16, 32, 128, 4, 4), 32: (32, 32, 128, 4, 4), 64: (64, 32, 128, 4, 3)}
 MANY, LARGE = (128, 64, 64, 8, 3), (128, 128, 64, 8, 4)
 LARGE_ROWS = 512  # with fewer rows, tiles as large as LARGE are too few for a GPU's processors
-GROUP = 8  # tiles of rows that are processed together, column by column, so that their inputs stay in the L2 cache
+# tiles of rows that are processed together, column by column, so that their inputs stay in the L2 cache
+GROUP = 8
 
 
 @triton.jit

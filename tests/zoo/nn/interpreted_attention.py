@@ -219,8 +219,8 @@ def test_as_many_tokens_as_sequences_need_not_be_a_step(counts, padding):
 
 
 def test_splits_of_long_sequences():
-    """A split's size depends on the sequence's length, also if MIN_SPLIT would need more splits. A position
-    that no split read would be noticed, because each adds far more to a result than the bound."""
+    """A split's size depends on the sequence's length if NUM_SPLITS splits of MIN_SPLIT positions are too few.
+    A position that no split reads would be noticed, because each adds far more to a result than the bound."""
     lengths = [15, 16, 17, 128, 129, 140, 500]
     step = launch([1] * len(lengths), [length - 1 for length in lengths], group=1, page_tokens=16)
     agrees(step, step.run())

@@ -29,9 +29,8 @@ def _numbers():
 
 @dataclass
 class Launch:
-    """A stretch of `num` positions, in chunks of `chunk`, of each of several streams with their past in the
-    cache of layer 1.
-    Data that must not be read is NaN: unwritten places, other slots and layers, keys and values of
+    """A stretch of `num` positions, in chunks of `chunk`, of several streams. Their past is in the cache of
+    layer 1. Data that must not be read is NaN: unwritten places, other slots and layers, keys and values of
     padding."""
 
     streams: list[tuple[int, int, int]]  # start and kept positions, in chunks; count

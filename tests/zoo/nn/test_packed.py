@@ -62,9 +62,8 @@ def test_other_dtypes_and_devices_are_left_as_they_are():
 
 
 def test_small_matrices_are_left_as_they_are():
-    module = nn.Sequential(
-        nn.Linear(512, 255), nn.Linear(512, 256)
-    )  # in float32, just below 512 KiB and exactly 512 KiB
+    # in float32, just below 512 KiB and exactly 512 KiB
+    module = nn.Sequential(nn.Linear(512, 255), nn.Linear(512, 256))
     pack(module)
     assert type(module[0]) is nn.Linear and type(module[1]) is PackedLinear
 

@@ -70,9 +70,8 @@ def test_a_banned_token_is_never_kept():
 @pytest.mark.parametrize("penalty", [1.0, 1.05, 1.7])
 def test_the_penalty_equals_that_of_transformers(penalty):
     scores = logits(30)
-    said = torch.randint(
-        WIDTH, (30, 12), generator=torch.Generator().manual_seed(1)
-    )  # some tokens occur twice
+    # some tokens occur twice
+    said = torch.randint(WIDTH, (30, 12), generator=torch.Generator().manual_seed(1))
     seen = torch.zeros(30, WIDTH, dtype=torch.bool).scatter_(1, said, True)
     assert torch.equal(
         penalise(scores, seen, rows(penalty, 30)), RepetitionPenaltyLogitsProcessor(penalty)(said, scores)
