@@ -163,7 +163,7 @@ class Listener:
 
     @property
     def has_ended_well(self) -> bool:
-        """Return whether the stream ended without an engine failure. Speech without a frame counts as such."""
+        """Return whether the request finished, or failed only because its speech has no frame."""
         return isinstance(self.end, Finished) or self.reason == "no_audio"
 
     @property

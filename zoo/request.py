@@ -314,7 +314,7 @@ def _check_voice(request: Request, spec: Spec, name: str) -> None:
             raise RequestError("voice", f"a voice is needed; {name} has: {_listed(spec.voices)}")
     elif not voices:
         raise RequestError(
-            "voice", f"{name} has no voice {request.voice!r}, nor any other{_hint(spec, 'voice')}"
+            "voice", f"{name} has no voice {request.voice!r}; it has no named voices{_hint(spec, 'voice')}"
         )
     elif request.voice.lower() not in voices:
         raise RequestError(

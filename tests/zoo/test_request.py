@@ -217,10 +217,10 @@ def test_voices():
     refused("voice", "^Hum 1 has no voice 'carl'; it has: Anna, bert$", voice="carl", spec=VOICES)
     refused("voice", "^a voice is needed; Hum 1 has: Anna, bert$", spec=VOICES)
     check(Request(text="a"), replace(VOICES, voices=("Anna",)))  # the only voice needs no name
-    refused("voice", "^Hum 1 has no voice 'anna', nor any other$", voice="anna")
+    refused("voice", "^Hum 1 has no voice 'anna'; it has no named voices$", voice="anna")
     refused(
         "voice",
-        "has no voice 'anna', nor any other: give a reference$",
+        "has no voice 'anna'; it has no named voices: give a reference$",
         voice="anna",
         references=(REFERENCE,),
         spec=CLONES,

@@ -531,7 +531,7 @@ void snake_of_rows(const float* x, const float* frequency, const float* gain, fl
     for (int64_t row = 0; row < B * N; row++) snake_row(x + row * C, frequency, gain, out + row * C, C);
 }
 
-// As above.
+// See convolve_snake.
 void convolve_snake_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
                             const bool* mask, const float* w2, const float* bias2, const float* frequency2, const float* gain2, const float* residual,
                             float* out, int64_t B, int64_t P, int64_t M, int64_t C, int64_t D, int64_t taps, int64_t dilation, int64_t past_step,
@@ -540,7 +540,7 @@ void convolve_snake_of_rows(const float* past, const float* x, const float* w, c
                    x_step, mask_step, residual_step, threads);
 }
 
-// As above.
+// See depthwise_unit.
 void depthwise_unit_of_rows(const float* past, const float* x, const float* w, const float* bias, const float* frequency, const float* gain,
                             const float* w2, const float* bias2, const float* frequency2, const float* gain2, float* out, int64_t B, int64_t N,
                             int64_t C, int64_t taps, int64_t dilation, int64_t past_step, int64_t x_step, int threads) {

@@ -102,12 +102,12 @@ def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
         print(
             f"{card} {heads}/{kv_heads} x {dim} {dtype} {kind}: {registers} registers, {stack} B stack, {shared} B shared"
         )
-        assert stack == 0, f"{kind}: {stack} bytes a thread do not fit into registers"
+        assert stack == 0, f"{kind}: {stack} bytes per thread do not fit into registers"
         assert shared <= 99 << 10, f"{kind}: {shared} bytes of shared memory are more than an RTX 4090 has"
     joined = {"parts": torch.float32, "log_sums": torch.float32, "out": dtype, "DIM": dim}
     joined |= {"PADDED_DIM": max(16, triton.next_power_of_2(dim)), "SPLITS": triton_attention.NUM_SPLITS}
     registers, stack, _ = build(triton_attention._join, joined | {"num_warps": 1}, CARDS[card], tmp_path)
-    assert stack == 0, f"joining: {stack} bytes a thread do not fit into registers"
+    assert stack == 0, f"joining: {stack} bytes per thread do not fit into registers"
 
 
 @pytest.mark.compile
@@ -126,7 +126,7 @@ def test_writing_builds_without_spills(is_turned, dtype, card, tmp_path):
     }
     values |= {"PADDED_GROUP": heads // kv_heads, "DIM": dim, "PADDED_DIM": dim, "PAGE_TOKENS": 16}
     _, stack, _ = build(triton_attention._write, values | {"IS_TURNED": is_turned}, CARDS[card], tmp_path)
-    assert stack == 0, f"{stack} bytes a thread do not fit into registers"
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
 
 
 FRAMES = {  # heads as above, tokens per pass, positions of the cache
@@ -161,7 +161,7 @@ def test_attention_within_a_frame_builds_without_spills(frame, dtype, card, tmp_
     values |= {"token_stride": "i32", "scale": "fp32"} | ({"eps": "fp32"} if cached else {})
     registers, stack, shared = build(kernel, values | sizes, CARDS[card], tmp_path)
     print(f"{card} {frame} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
-    assert stack == 0, f"{stack} bytes a thread do not fit into registers"
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
     assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
 
 
@@ -181,7 +181,7 @@ def test_draws_build_without_spills(width, card, tmp_path):
     values |= triton_sampling._sizes(width)
     registers, stack, shared = build(triton_sampling._draw, values, CARDS[card], tmp_path)
     print(f"{card} draw of {width}: {registers} registers, {stack} B stack, {shared} B shared")
-    assert stack == 0, f"{stack} bytes a thread do not fit into registers"
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
 
 
 @pytest.mark.compile
@@ -213,7 +213,7 @@ def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_
     sizes = triton_stretch.constants(2, *shape, dtype)
     registers, stack, shared = build(triton_stretch._attend_stretch, values | sizes, CARDS[card], tmp_path)
     print(f"{card} {shape} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
-    assert stack == 0, f"{stack} bytes a thread do not fit into registers"
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
     assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
     values = dict.fromkeys(("k", "v", "caches"), dtype) | dict.fromkeys(
         ("layers", "slots", "index"), torch.int64
@@ -239,7 +239,7 @@ def test_gated_products_build_without_spills(shape, card, tmp_path):
         values = dict.fromkeys(("x", "weight", "out"), torch.bfloat16) | {"rows": "i32", "row_stride": "i32"}
         registers, stack, shared = build(triton_swiglu._swiglu_linear, values | sizes, CARDS[card], tmp_path)
         print(f"{card} {shape} of {rows} rows: {registers} registers, {stack} B stack, {shared} B shared")
-        assert stack == 0, f"{rows} rows: {stack} bytes a thread do not fit into registers"
+        assert stack == 0, f"{rows} rows: {stack} bytes per thread do not fit into registers"
         assert shared <= SHARED_BYTES[card], f"{rows} rows: {shared} bytes of shared memory"
     values = {
         "gate_up": torch.bfloat16,
