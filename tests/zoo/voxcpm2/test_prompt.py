@@ -273,7 +273,7 @@ def test_guidance_out_of_range_is_refused(value):
             AudioClip(np.zeros(61 * 16000, np.float32), 16000),
             r"the reference lasts 61 s; from 0\.01 to 60 s are possible",
         ),
-        (AudioClip(np.full(1600, np.nan, np.float32), 16000), "no numbers"),
+        (AudioClip(np.full(1600, np.nan, np.float32), 16000), "not finite"),
         (AudioClip(np.zeros(1600, np.int16), 16000), r"int16 \[1600\]; a float32 array"),
         (clip(rate_hz=4000), "rate is 4000 Hz"),
     ],
