@@ -1,4 +1,4 @@
-"""VoxCPM2's flow-matching solve, for all slots at once and one after the other.
+"""Compare VoxCPM2's flow-matching solve for all slots at once with one slot after the other.
 
 python benchmarks/cfm.py DIR [--dtype bfloat16] [--slots 1 4 16 64] [--compile]
 """

@@ -1,6 +1,9 @@
-"""What reading a stream costs a client, by the library that reads it: for `zoo load`, whose client must not be the limit.
+"""Measure what reading a stream costs a client, by HTTP library. `zoo load` must not be limited by its own
+client.
 
-python benchmarks/clients.py        a server in a process of its own, fifty streams at once of fifty chunks, 20 ms apart
+    python benchmarks/clients.py
+
+The server is a separate process. It sends fifty streams at once, each of fifty chunks that are 20 ms apart.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ async def by_aiohttp() -> float:
 
 
 async def cost(read) -> float:
-    """CPU seconds of this process for a chunk, after one answer that does not count."""
+    """Return the CPU seconds of this process for a chunk, after one warm-up answer."""
     await read()
     began_s = time.process_time()
     for _ in range(ROUNDS):

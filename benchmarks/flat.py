@@ -1,9 +1,9 @@
-"""Does a chunk cost the same wherever it lies? A tape of many minutes rendered window by window, as a server
+"""Check that a window costs the same anywhere in a long speech: render a tape of many minutes as a server
 does.
 
     python benchmarks/flat.py DIR [--minutes 10] [--dtype float32] [--json]
 
-The tape holds the frames of a short speech over and over: what is in it does not matter to the time.
+The tape repeats the frames of a short speech, since its content does not affect the time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import zoo
 from serving.tools.requests import first_request
 from zoo.contract import Family, View
 
-PLACES = (0.1, 0.25, 0.5, 0.75, 0.95)  # of the speech
-AROUND = 20  # windows that a median is of
+PLACES = (0.1, 0.25, 0.5, 0.75, 0.95)  # as a share of the speech
+AROUND = 20  # windows in a median
 
 
 def stretches(family: Family[Any], offset: int, num_frames: int) -> list[tuple[int, int]]:
-    """(start, count) of the largest windows, on the window's grid."""
+    """Return (start, count) of the largest windows, on the window's grid."""
     window, cuts, start = family.spec.window, [], 0
     while start < num_frames:
         stop = start + window.sizes[-1]
@@ -40,7 +40,7 @@ def stretches(family: Family[Any], offset: int, num_frames: int) -> list[tuple[i
 
 @torch.inference_mode()
 def measure(family: Family[Any], minutes: float) -> dict[str, Any]:
-    """The renderer alone: what the LM has positions for does not bound it."""
+    """Time the renderer alone, so that the language model's maximum length does not matter."""
     spec = family.spec
     num_frames = round(60 * minutes * spec.frame_rate_hz)
     prompt = next(family.prompts(first_request(family, max_frames=50)))

@@ -1,12 +1,12 @@
-"""What guidance costs: the engine's throughput with two lanes a slot over that with one, on a model of plain
-transformer layers.
+"""Measure what guidance costs: the engine's throughput with two lanes a slot divided by that with one.
 
     python benchmarks/guidance.py [--streams 1 4 8] [--requests 8] [--frames 48] [--size mid] [--dtype float32] [--eager] [--json]
 
-Both models have the same random weights and speak as many frames of as many requests; every request has a
-text of its own and, where there are two lanes, the null prompt of all the others. Prefix pages are shared,
-prompts are prefilled in chunks, and reports are read a launch late. The two take turns, and the best of their
-rounds counts. The ratio is that of frames a second; both engines are warm.
+The model is a plain transformer. Both variants have the same random weights and generate the same number of
+frames for the same number of requests. Every request has its own text; with two lanes, all requests share one
+null prompt. Prefix pages are shared, prompts are prefilled in chunks, and reports are read one launch late.
+The two engines are warm and take turns, and the best round of each counts. The ratio compares frames per
+second.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class SpeakerState(State):
-    """Adds: how far guidance goes [S+1]."""
+    """A state that adds the guidance scale of each slot [S+1]."""
 
     cfg_scale: Tensor
 
@@ -93,7 +93,7 @@ class SpeakerState(State):
 
 
 class Speaker(Family[SpeakerState]):
-    """Reads bytes, draws four codes a frame until its cap, and renders them as they are."""
+    """A model that reads bytes, draws four codes a frame until its cap, and renders them unchanged."""
 
     def __init__(self, size: Size, lanes: int, max_frames: int, dtype: torch.dtype):
         super().__init__()
@@ -112,7 +112,7 @@ class Speaker(Family[SpeakerState]):
             max_positions=512 + max_frames,
             window=Window(sizes=(1, 4, 25)),
             lanes=lanes,
-            options=(Option("cfg_scale", float, "how far guidance goes; 1 is none", 1.0, (0, 100)),),
+            options=(Option("cfg_scale", float, "strength of guidance; 1 turns it off", 1.0, (0, 100)),),
         )
         self.bytes = nn.Embedding(256, size.width)
         self.codes = Tables(BOOKS, CODES, size.width)
@@ -160,7 +160,7 @@ class Speaker(Family[SpeakerState]):
 
 
 class Timed:
-    """An engine of one such model, and what it does in a second."""
+    """An engine of one such model, and the throughput of a round."""
 
     def __init__(self, size: Size, lanes: int, streams: int, frames: int, dtype: torch.dtype, compile: bool):
         self.family = Speaker(size, lanes, frames, dtype)
@@ -194,7 +194,7 @@ class Timed:
             pass
         took_s = time.perf_counter() - began
         self.model.runner.observer = None
-        assert heard == requests * frames, f"{heard} frames heard, {requests * frames} asked for"
+        assert heard == requests * frames, f"received {heard} frames instead of {requests * frames}"
         return {"frames_per_s": heard / took_s, "steps_per_s": steps / took_s, "steps": steps}
 
 

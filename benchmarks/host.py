@@ -1,10 +1,9 @@
-"""What the host does per step, by the number of slots that speak: everything but the lowered calls.
+"""Measure the host's work per step by the number of running requests: everything but the lowered calls.
 
     python benchmarks/host.py DIR [--slots 1 2 4 8 16] [--steps 200]
 
-The time is that of the engine's own thread on the processor, so other processes do not count. It is of whole
-turns: scheduling, page tables, launching, reading reports, and handing out audio, in steady state (no request
-comes or goes).
+Times are CPU times of the engine's thread, so other processes do not count. A step includes scheduling, page
+tables, launching, reading reports and delivering audio. The state is steady: no request starts or ends.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from serving.engine.engine import Engine
 from serving.engine.runner import Runner
 from zoo.contract import Family, Request, State
 
-SETTLED = 40  # turns before the clock starts: prompts, first audio
+SETTLED = 40  # steps before the clock starts: prompts, first audio
 
 
 class Launches:
-    """The time inside a runner's launches, as the thread had the processor."""
+    """The CPU time that the thread spends inside a runner's launches."""
 
     def __init__(self, runner: Runner):
         self.spent_s = 0.0
@@ -41,7 +40,7 @@ class Launches:
 
 
 def without_end(family: Family[Any]) -> Family[Any]:
-    """The family, no request of which ends: what the model says of it is wiped out."""
+    """Return the family with an `emit` that never ends a request."""
     emit = family.emit
 
     def emit_on(state: State, slots: Tensor, h: Tensor) -> None:
@@ -53,7 +52,7 @@ def without_end(family: Family[Any]) -> Family[Any]:
 
 
 def host_ms(family: Family[Any], slots: int, policy: str, steps: int) -> float:
-    """Milliseconds of host work per step with `slots` requests speaking."""
+    """Return the milliseconds of host work per step with `slots` running requests."""
     engine = Engine(family, max_slots=slots, policy=policy, compile=False)
     [model] = engine.models.values()
     launches = Launches(model.runner)
@@ -70,7 +69,7 @@ def host_ms(family: Family[Any], slots: int, policy: str, steps: int) -> float:
         engine.turn()
     took_s = time.thread_time() - began
     assert len(model.running) == slots, (
-        f"{len(model.running)} of {slots} requests still speak: they ended too early to measure"
+        f"only {len(model.running)} of {slots} requests are still running; they ended too early to measure"
     )
     return 1e3 * (took_s - (launches.spent_s - spent_s)) / steps
 

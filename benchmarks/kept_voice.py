@@ -1,10 +1,11 @@
-"""How soon an uploaded voice speaks: when it is first used, from then on, after a restart, and beside a preset voice.
+"""Measure how soon an uploaded voice speaks: at first use, later, after a restart, and compared with a preset
+voice.
 
     python benchmarks/kept_voice.py [--size 0.6b] [--reference-s 6] [--rounds 8] [SERVE_OPTION ...]
 
-Serves a Qwen3-TTS demo checkpoint that clones and one of preset voices, of one size, in one server, which is started seven
-times: with nothing kept, with what the first one kept, and with that removed. First audio in ms, by the client's clock,
-one request at a time, each of another text.
+One server holds two Qwen3-TTS demo checkpoints of the same size, one for clones and one with preset voices.
+It is started seven times: with nothing stored, with the voice that the first run encoded, and with that file
+removed. First audio is in ms by the client's clock; requests run one at a time, each with another text.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def first_audio_ms(client: httpx.Client, round_: int, **fields: object) -> float
 
 
 def after_a_restart(models: list[str], flags: list[str], voice: str) -> float:
-    """Of the clone, when it is first used."""
+    """Return the clone's first audio in ms at its first use after a start."""
     with served([*models, *flags]) as url, httpx.Client(base_url=url, timeout=300) as client:
         first_audio_ms(client, 0, model="preset", voice=voice)
         return first_audio_ms(client, 1, model="clone", voice="anna")

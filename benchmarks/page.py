@@ -1,10 +1,10 @@
-"""How soon the page at / is heard, in a headless Chromium, and its picture while it speaks.
+"""Measure how soon the page at / plays audio in a headless Chromium, and take its picture.
 
     python benchmarks/page.py [--rounds 10] [--url URL] [--pictures DIR] [SERVE_OPTION ...]
 
-Serves the small voice, or asks a server that runs. First audio is what the page shows: from the click to the first samples that
-are handed to the browser's audio; and on the first visit also from the address to there. Playwright comes with the extra `browser`,
-Chromium from the system.
+Serves the small voice, or uses a running server. First audio is the time that the page shows: from the click
+to the first samples that it hands to the browser's audio. The time from opening the address to a page that
+can be clicked is measured as well. Playwright comes with the extra `browser`, Chromium from the system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXT = (
     "The old man told the children a story about the sea. We had bread and cheese for breakfast this morning."
 )
 COMMANDS = ("chromium", "chromium-browser", "google-chrome")
-SEEN_S = 3.0  # of speech, when the picture is taken
+SEEN_S = 3.0  # seconds of speech before the picture is taken
 SIZE = {"width": 1280, "height": 890}
 
 
@@ -39,7 +39,9 @@ def opened(browser: Browser, url: str, scheme: Literal["light", "dark"] = "light
 
 
 def wait(page: Page, fact: str) -> None:
-    """Playwright's own waiting evaluates texts in the page, which its policy forbids."""
+    """Poll until an expression is true.
+
+    Playwright's own waiting evaluates strings in the page, which the page's policy forbids."""
     while not page.evaluate(fact):
         time.sleep(0.01)
 
@@ -68,7 +70,7 @@ def main() -> None:
     given, serve_options = options.parse_known_args()
     path = os.environ.get("ZOO_CHROMIUM") or next(filter(None, map(shutil.which, COMMANDS)), None)
     if path is None:
-        raise SystemExit(f"needs a Chromium: one of {', '.join(COMMANDS)}, or ZOO_CHROMIUM=PATH")
+        raise SystemExit(f"no Chromium found; install one of {', '.join(COMMANDS)}, or set ZOO_CHROMIUM=PATH")
     with served(serve_options, given.url) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path)
         began_s = time.perf_counter()

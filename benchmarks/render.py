@@ -1,9 +1,10 @@
-"""What does a second of audio cost to render? CPU seconds, of the renderer and of each part of it, on one thread.
+"""Measure the CPU seconds that a second of audio costs to render, in total and by part, on one thread.
 
     python benchmarks/render.py DIR [--streams 1 8] [--dtype bfloat16] [--profile]
 
-CPU time says something on a busy machine too, where wall time does not. The streams are of one length, and so all in
-one launch; the windows are those of a stream that begins, up to the largest but one. The first pass warms up.
+CPU time is meaningful on a busy machine, and wall time is not. All streams have the same length, so they
+share one launch. The windows are those of a new stream, up to the second largest size. The first pass warms
+up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from zoo.nn.packed import pack
 
 
 def windows(family: Family[Any], offset: int) -> list[tuple[int, int]]:
-    """(start, count): the first one ends on the window's grid, then one of each size but the largest."""
+    """Return (start, count) of each window: the first ends on the grid, then one of each size but the
+    largest."""
     cuts, start = [], 0
     for count in (offset or family.spec.window.grid, *sorted(family.spec.window.sizes)[:-1]):
         cuts.append((start, count))
@@ -34,7 +36,7 @@ def windows(family: Family[Any], offset: int) -> list[tuple[int, int]]:
 
 
 def clocks(family: Family[Any], spent_s: dict[str, float]) -> None:
-    """Add up what each part of the family takes."""
+    """Add the CPU seconds of each part of the family to `spent_s`."""
 
     def add(name: str, sign: int) -> Callable[..., None]:
         def note(*_: Any) -> None:
@@ -50,7 +52,7 @@ def clocks(family: Family[Any], spent_s: dict[str, float]) -> None:
 
 @torch.inference_mode()
 def render(family: Family[Any], streams: int, spent_s: dict[str, float]) -> None:
-    """Prints CPU seconds a second of audio, window by window."""
+    """Render window by window and print CPU seconds per second of audio."""
     prompt = next(family.prompts(first_request(family, max_frames=4 * family.spec.window.sizes[-1])))
     cuts = windows(family, prompt.grid_offset)
     num_frames = sum(cuts[-1])
@@ -69,7 +71,7 @@ def render(family: Family[Any], streams: int, spent_s: dict[str, float]) -> None
         audio_s = streams * count / family.spec.frame_rate_hz
         each = ", ".join(f"{name} {value / audio_s:.3f}" for name, value in spent_s.items())
         print(
-            f"{streams} streams, frames {start} to {start + count}: {each} CPU-s a second of audio",
+            f"{streams} stream{'s' * (streams != 1)}, frames {start} to {start + count}: {each} CPU-s a second of audio",
             flush=True,
         )
 
@@ -81,7 +83,9 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--profile", action="store_true", help="then name the operators of one more pass")
+    parser.add_argument(
+        "--profile", action="store_true", help="then profile one more pass and print its operators"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     family = zoo.load(options.directory, device="cpu", dtype=options.dtype)

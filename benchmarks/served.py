@@ -1,4 +1,4 @@
-"""A server for as long as a benchmark asks it."""
+"""A server that runs while a benchmark uses it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from threading import Thread
 
 @contextmanager
 def served(arguments: Sequence[str], url: str | None = None) -> Iterator[str]:
-    """The address of `zoo serve ARGUMENTS` on this machine's CPU, once it is ready; `url`, where one runs already. Raises
-    SystemExit with what the server said, where it ends instead."""
+    """Yield the address of a ready `zoo serve ARGUMENTS` on this machine's CPU, or `url` if one is given.
+
+    Raises SystemExit with the server's output if it ends before it is ready."""
     if url is not None:
         yield url
         return
@@ -27,7 +28,7 @@ def served(arguments: Sequence[str], url: str | None = None) -> Iterator[str]:
                 break
         else:
             raise SystemExit("".join(said).rstrip())
-        Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would hold the server up
+        Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would block the server
         yield line.split()[-1]
     finally:
         process.terminate()

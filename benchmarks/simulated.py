@@ -1,15 +1,22 @@
-"""What the simulator says of an engine beside what the engine does: the same arrivals go to a model on this machine and to the
-same queue, admission and scheduler on a virtual clock, at the costs that the engine itself had learned by the end.
+"""Compare the simulator with the engine: the same arrivals on this machine and on a virtual clock.
 
     python benchmarks/simulated.py [DIR] [--seconds 20] [--times 0.5 1 2]
     python benchmarks/simulated.py --gpu benchmarks/results/2026-11-22-h200-qwen3_tts.json [--seconds 30]
     python benchmarks/simulated.py DIR --dtype bfloat16 --ladder RESULT.json [--seconds 30]
 
-DIR: a model; left out, a tiny random Qwen3-TTS, run eagerly, on one thread. times: of the rate at which eight slots are busy all the time.
---gpu: what launches cost is read from a result of benchmarks/device.py, and what the engine had made there stands beside what is
-said of it; then what policies and asynchronous turns would bring on that GPU.
---ladder: of benchmarks/under_load.py, for the same model: what each of its rungs is in the simulator, where a launch takes as long as one
-that was measured here, in the engine alone, drawn by chance; and the highest rates with other arrivals, for which a ladder has no time.
+The simulator runs the engine's own queue, admission and scheduler, at the costs that the engine has learned
+by the end of its run.
+
+DIR is a model. Without it, the benchmark uses a tiny random Qwen3-TTS, eager and on one thread. --times are
+multiples of the rate that keeps eight slots busy.
+
+--gpu reads the costs of launches from a result of benchmarks/device.py and prints the simulator's figures
+next to those that the engine reached there. Then it simulates other policies, with and without asynchronous
+steps, for that GPU.
+
+--ladder reads a result of benchmarks/under_load.py for the same model and simulates each of its rungs. The
+times of launches are drawn at random from launches that an engine without HTTP took on this machine. Then it
+simulates other arrivals, for which a measured ladder has no time, and prints their highest rates.
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ from zoo.contract import Family, Request
 
 SETTINGS: dict[str, Any] = {"max_slots": 8, "max_ttfa_s": 1.0}
 TEXT = "Good morning, everybody who is here today."
-FRAMES = 50  # of a speech, on the average
+FRAMES = 50  # mean length of a speech
 
 
 def frames_of(seed: int) -> int:
@@ -57,7 +64,7 @@ def asked(family: Family[Any], seed: int) -> Request:
 
 
 def learned(family: Family[Any]) -> ModelWorker:
-    """What the engine knows after sixty speeches, from one to eight at a time."""
+    """Return the model worker of an engine that has spoken sixty texts, one to eight at a time."""
     engine = Engine(family, **SETTINGS | {"max_ttfa_s": None}, compile=False, clock=CpuClock())
     for seed in range(60):
         engine.speak(str(seed), asked(family, seed), lambda event: None)
@@ -86,7 +93,7 @@ def arrivals(rate: float, seconds: float) -> list[float]:
 
 
 class CpuClock:
-    """What this thread has computed, and what was skipped: who else uses the machine is in no figure."""
+    """A clock of this thread's CPU time plus skipped idle time, so that other processes do not count."""
 
     def __init__(self) -> None:
         self.skipped_s = 0.0
@@ -96,7 +103,8 @@ class CpuClock:
 
 
 def measured(family: Family[Any], at_s: list[float]) -> tuple[list[Heard], float, ModelWorker]:
-    """The engine's answers, and what it had learned by the end."""
+    """Run the engine. Return the answers, the seconds it took, and the model worker with its learned
+    costs."""
     clock = CpuClock()
     engine = Engine(family, **SETTINGS, compile=False, clock=clock)
     began_s, heard = clock(), []
@@ -120,7 +128,9 @@ def measured(family: Family[Any], at_s: list[float]) -> tuple[list[Heard], float
 
 
 def spoken_frames(heard: list[Heard]) -> list[int]:
-    """Of each speech: random weights end before their cap now and then. Of who was refused, the mean."""
+    """Return the frames of each speech; the mean for requests that were refused.
+
+    Random weights sometimes end a speech before its cap."""
     known = [one.end.frames for one in heard if isinstance(one.end, Finished)]
     return [one.end.frames if isinstance(one.end, Finished) else round(np.mean(known)) for one in heard]
 
@@ -151,15 +161,16 @@ def facts(heard: list[Heard], took_s: float) -> dict[str, float]:
 # a GPU that was measured
 
 
-MEAN_S = 4.2  # of a speech
+MEAN_S = 4.2  # mean length of a speech
 SLOTS = 64
 FRACTIONS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of capacity: the rungs of a ladder
-TTFA_TIMES = 5.0  # the p90 of first audio that a rung may have, times that of the lowest rung
+TTFA_TIMES = 5.0  # limit of a rung's p90 of first audio, as a multiple of the lowest rung's
 
 
 def gpu_cost(figures: dict[str, Any]) -> Cost:
-    """Of a model that benchmarks/device.py measured: between what it measured in straight lines, and a render of more rows than
-    it measured in several launches, as the engine's."""
+    """Return the costs that benchmarks/device.py measured, interpolated linearly.
+
+    A render of more rows than were measured is split into several launches, as in the engine."""
 
     def measured(name: str) -> dict[tuple[int, ...], float]:
         found = (re.fullmatch(rf"{name} ([\d ]+), ms", key) for key in figures)
@@ -186,7 +197,7 @@ def gpu_cost(figures: dict[str, Any]) -> Cost:
 
 
 def closed(cost: Cost, streams: int, frames: int, **settings: Any) -> float:
-    """Audio-s/s of so many requests that come at once."""
+    """Return the audio-s/s of requests that all arrive at once."""
     simulation = Simulation(Voice(), cost, True, {"max_slots": SLOTS, **settings})
     requests = [(0.0, Request(text="x" * 60, seed=seed, max_frames=frames)) for seed in range(streams)]
     heard = simulation.run(requests)
@@ -237,13 +248,15 @@ def on_a_gpu(path: Path, seconds: float) -> None:
 # a ladder that was measured
 
 
-Launches = dict[tuple[int, ...], list[float]]  # seconds of each, by shape
-SEEDS = 20  # of arrivals, for the highest rates
+Launches = dict[tuple[int, ...], list[float]]  # seconds of each launch, by shape
+SEEDS = 20  # number of simulated arrivals, for the highest rates
 
 
 def launches_of(family: Family[Any], seconds: float) -> dict[str, Launches]:
-    """What steps (of so many slots), prefills (of so many positions) and renders (of so many rows of so many frames) take in
-    an engine that nobody asks over HTTP, with one to eight who speak, half of the time under each policy."""
+    """Measure launches in an engine without HTTP. Return their seconds by shape.
+
+    Shapes are slots for steps, positions for prefills, and frames and rows for renders. One to eight requests
+    run at a time, half of the time under each policy."""
     engine = Engine(family, max_slots=SETTINGS["max_slots"])
     engine.warm(lambda fraction, stage: None, cached)
     [model] = engine.models.values()
@@ -281,7 +294,9 @@ def launches_of(family: Family[Any], seconds: float) -> dict[str, Launches]:
 
 
 def drawn(took: dict[str, Launches], seed: int) -> Cost:
-    """Each launch takes as long as one of its shape did; of a shape that was not seen, as the nearest, and in proportion to rows."""
+    """Return costs that are drawn at random from measured launches of the same shape.
+
+    For a shape without measurements, the nearest one is used, and renders scale with the number of rows."""
     chance = np.random.default_rng(seed)
 
     def draw(name: str, *shape: int) -> float:
@@ -301,14 +316,14 @@ def drawn(took: dict[str, Launches], seed: int) -> Cost:
 def climbed(
     family: Family[Any], cost: Cost, policy: str, rates: list[float], requests: int, frames: int, seed: int
 ) -> list[dict[str, Any]]:
-    """The rungs of a ladder, as benchmarks/under_load.py has them."""
+    """Simulate the rungs of a ladder. Return the fields that benchmarks/under_load.py reports for each."""
     rungs: list[dict[str, Any]] = []
     for rate in rates:
         voice = Voice.like(family)
         settings = {"max_slots": SETTINGS["max_slots"], "policy": policy}
         settings["max_ttfa_s"] = PATIENT_S if policy == "streaming" else None
         simulation = Simulation(voice, cost, settings=settings)
-        text = "x" * 12  # positions that a short text adds to what all have in common
+        text = "x" * 12  # positions that a short text adds to the shared prefix
         simulation.run(
             [(0.3 * i, Request(text=text, seed=requests + i, max_frames=frames)) for i in range(8)]
         )
@@ -332,7 +347,7 @@ def climbed(
 
 
 def kept(family: Family[Any], seconds: float, path: Path | None) -> dict[str, Launches]:
-    """What launches take, as it is in a file, or as it is measured now and written there."""
+    """Return launch times from a file; without one, measure them and write them there."""
     if path is not None and path.exists():
         found = json.loads(path.read_text())
         return {
@@ -384,12 +399,14 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--times", type=float, nargs="+", default=[0.5, 1, 2])
-    parser.add_argument("--gpu", type=Path, help="a result of benchmarks/device.py")
-    parser.add_argument("--ladder", type=Path, help="a result of benchmarks/under_load.py")
+    parser.add_argument("--gpu", type=Path, help="read costs from this result of benchmarks/device.py")
+    parser.add_argument("--ladder", type=Path, help="simulate this result of benchmarks/under_load.py")
     parser.add_argument(
-        "--launches", type=Path, help="where what launches take is kept, and found, for --ladder"
+        "--launches",
+        type=Path,
+        help="file that stores launch times for --ladder; measured if it does not exist",
     )
-    parser.add_argument("--dtype", default="float32", help="of DIR")
+    parser.add_argument("--dtype", default="float32", help="dtype of DIR")
     options = parser.parse_args()
     if options.gpu is not None:
         return on_a_gpu(options.gpu, options.seconds)
@@ -402,7 +419,7 @@ def main() -> None:
     model = learned(family)
     turn_s = float(model.forecaster.costs.steady_s(8))
     print(
-        f"a turn of 1 and of 8: {1e3 * float(model.forecaster.costs.steady_s(1)):.1f}, {1e3 * turn_s:.1f} ms"
+        f"a step of 1 and of 8: {1e3 * float(model.forecaster.costs.steady_s(1)):.1f}, {1e3 * turn_s:.1f} ms"
     )
     for times in options.times:
         at_s = arrivals(times * 8 / (FRAMES * turn_s), options.seconds)

@@ -1,18 +1,18 @@
-"""One step of a model, as it is lowered: compile time cold and warm, step time by batch size, and how many
-kernels a step runs.
+"""Measure one step of a model in several lowered forms: compile time, step time by batch size, and kernels a
+step.
 
     python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat mlp blocks regions] [--json OUT]
 
-eager    the function as it is written
-flat     the whole step as one graph, every block unrolled; a graph per batch size, since inductor 2.13 fails on one for all
-mlp      only the gated MLPs are compiled, once for all of them
-blocks   each repeated block is a callable of its own, compiled once for all of them; what is between them runs as written
-regions  the whole step as one graph that holds each repeated block once; one graph for every batch size (what
-the server uses)
-bucket   the same, but a graph per batch size
-Each is measured in processes of its own: first with an empty cache directory, then again with what the first
-one left. Kernels are what the profiler sees at the bottom: operators that call no other, and inductor's
-generated functions.
+    eager    the function as it is written
+    flat     the whole step as one graph with every block unrolled; a graph for each batch size, since inductor 2.13 fails otherwise
+    mlp      only the gated MLPs are compiled, once for all of them
+    blocks   each repeated block is a callable, compiled once for all of them; everything between them is eager
+    regions  the whole step as one graph that holds each repeated block once, for every batch size (the server's form)
+    bucket   the same, but a graph for each batch size
+
+Each form is measured in two processes: with an empty cache directory, and with the cache that the first one
+left. Kernels are the leaves of the profile: operators that call no other operator, and inductor's generated
+functions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 HOWS = ("eager", "flat", "mlp", "blocks", "regions", "bucket")
-APART = ("mlp", "blocks")  # the step itself runs as written
+APART = ("mlp", "blocks")  # the step itself is eager
 USUAL = ("eager", "flat", "blocks", "regions")
 POSITIONS = 48  # in the cache of every slot when the clock starts
-MARK = "__marked_compile_region_fn__"  # where torch.compiler.nested_compile_region keeps what it marked
+# attribute in which torch.compiler.nested_compile_region keeps the original function
+MARK = "__marked_compile_region_fn__"
 
 
 def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
@@ -96,12 +97,11 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
 
 
 def unmark(family: Any, compile_blocks: bool) -> None:
-    """Take the marks off everything that is marked as a region; repeated blocks may be compiled apart
-    instead."""
+    """Remove the region marks of all functions; optionally compile repeated blocks separately instead."""
     import torch
     import torch.fx.experimental._config
 
-    # sizes that are equal once need not stay so: the places of a frame's steps are such sizes
+    # Sizes that are equal once may differ later, for example the places of a frame's steps.
     if compile_blocks:
         torch.fx.experimental._config.use_duck_shape = False
         torch._dynamo.config.recompile_limit = 64
@@ -136,7 +136,7 @@ def num_kernels(call: Any) -> int:
 
 
 def usage() -> float:
-    """CPU seconds of this process and of the compilers it ran."""
+    """Return the CPU seconds of this process and of the compilers that it ran."""
     return sum(
         r.ru_utime + r.ru_stime
         for r in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

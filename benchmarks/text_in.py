@@ -1,9 +1,10 @@
-"""How soon a server speaks words that arrive one by one, as a language model writes them.
+"""Measure how soon a server speaks words that arrive one by one, as a language model writes them.
 
-    python benchmarks/text_in.py                                   serves the small voice, and asks it
-    python benchmarks/text_in.py --url http://127.0.0.1:8000       asks a server that runs (its first model and voice)
+    python benchmarks/text_in.py                                   serves the small voice
+    python benchmarks/text_in.py --url http://127.0.0.1:8000       uses a running server (its first model and voice)
 
-A word every 10 and every 50 ms over WS /v1/audio/speech/stream, and all at once for comparison. Times count from the first word.
+A word arrives every 10 or 50 ms over WS /v1/audio/speech/stream, and all at once for comparison. Times count
+from the first word.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PAUSES_MS = (0, 10, 50)
 
 
 def speak(socket: ClientConnection, pause_s: float) -> dict[str, Any]:
-    """-> milliseconds since the first word: of the last word, of the first and of the last audio."""
+    """Return the milliseconds from the first word to the last word, the first audio and the last audio."""
     began_s = time.perf_counter()
     words = TEXT.split(" ")
     for i, word in enumerate(words):
@@ -45,12 +46,11 @@ def speak(socket: ClientConnection, pause_s: float) -> dict[str, Any]:
             raise SystemExit(event["error"]["message"])
         if event["type"] == "audio.done":
             break
-    assert last_s is not None, "an utterance without audio"
+    assert last_s is not None, "the utterance has no audio"
     return {
         "last_word_ms": round(1000 * last_word_s),
-        "first_audio_ms": round(
-            event["timings"]["first_audio_ms"]
-        ),  # the server's clock: the client writes meanwhile
+        # by the server's clock, because the client is still writing
+        "first_audio_ms": round(event["timings"]["first_audio_ms"]),
         "last_audio_ms": round(1000 * last_s),
         "audio_s": event["audio_s"],
     }
@@ -58,11 +58,11 @@ def speak(socket: ClientConnection, pause_s: float) -> dict[str, Any]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("models", nargs="*", help="to serve; none: the small voice")
-    options.add_argument("--url", help="of a server that runs")
+    options.add_argument("models", nargs="*", help="models to serve (default: the small voice)")
+    options.add_argument("--url", help="address of a running server")
     options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--config", default="{}", help="fields of session.config, as JSON")
-    options.add_argument("--json", action="store_true", help="one object instead of a table")
+    options.add_argument("--config", default="{}", help="fields of session.config as JSON")
+    options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     given = options.parse_args()
     config = {"seed": 1, **json.loads(given.config)}
     runs = []
@@ -73,7 +73,7 @@ def main() -> None:
             configured = json.loads(socket.recv(timeout=10))
             if configured["type"] == "error":
                 raise SystemExit(configured["error"]["message"])
-            speak(socket, 0)  # of which nothing is counted
+            speak(socket, 0)  # warm-up
             for pause_ms in PAUSES_MS:
                 rounds = [speak(socket, pause_ms / 1000) for _ in range(given.rounds)]
                 run = {name: median(one[name] for one in rounds) for name in rounds[0]}
