@@ -1,24 +1,26 @@
-"""All that a machine with a GPU is needed for, in one call of at most ten minutes: checks, then figures.
+"""Run everything that needs a machine with a GPU in one call of at most ten minutes: checks, then figures.
 
     python benchmarks/device.py --out RESULT.json [--models FAMILY=SIZE[:SLOTS] ...] [--limit-s 590]
     python benchmarks/device.py --out RESULT.json --models qwen3_tts=1.7b-base voxcpm2=full higgs_v3=full fish_s2=full cosyvoice2=full:12
 
-A SIZE is one of the family's demo checkpoints, with random weights: time does not depend on the values. SLOTS: of
-the server; as many as --streams has. Without --models, every family's smallest.
+SIZE is a size of the family's demo checkpoints. Their weights are random, since time does not depend on the
+values. SLOTS are the server's; by default the largest of --streams. Without --models, every family runs at
+its smallest size.
 
-    kernels   the GPU's kernels beside the plain operators on the same device, at every family's published shapes, and how long
-              a gated product takes in one launch and in two
-    checks    of a tiny checkpoint: the device's greedy fp32 codes equal the CPU's, or its latents are near them with the
-              same noise; what is compiled and recorded says what the plain loop says, alone and in company; bf16 speaks
-    figures   of each model: how long each recorded launch takes, and what in it takes longest; then listeners: --streams
-              that begin and end together, as many as there are slots of which each is followed by the next, and requests
-              a second with random arrivals: --rates, else predict.py's
+    kernels   the GPU's kernels compared with the plain operators on the same device, at every family's published shapes,
+              and the time of a gated product in one launch and in two
+    checks    of a tiny checkpoint: greedy fp32 codes equal the CPU's, or latents are close with the same noise; compiled
+              and recorded launches agree with the plain loop, alone and in a batch; bf16 generates audio
+    figures   of each model: the time of each recorded launch, and its slowest kernels; then listeners: --streams that
+              begin together, one stream for each slot that is followed by the next, and random arrivals at --rates
+              (by default those of predict.py)
 
-Each part is a process of its own, and all begin at once, since most of their time is compiling; only one at a time
-measures, and all others stand still meanwhile. What a part has found is in the result file at once, so a part that
-fails, or the end of the time, costs nothing else. The exit status is 1 where
-something failed. It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, structlog, soxr and sentencex,
-and no network, and runs on a CPU too, where a check compares the CPU with itself.
+Each part is a process, and all parts start at once, since most of their time is compiling. Only one part
+measures at a time, and all others are stopped meanwhile. The result file gets each finding immediately, so a
+part that fails or runs out of time loses nothing else. The exit status is 1 if something failed.
+
+It needs torch 2.11 or newer, numpy, safetensors, einops, tokenizers, structlog, soxr and sentencex, and no
+network. On a machine without a GPU, a check compares the CPU with itself.
 """
 
 from __future__ import annotations
@@ -56,25 +58,28 @@ TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "It is a quarter to eight, and the train leaves now.",
 )
-# query heads, key heads, size of a head: qwen3_tts, cosyvoice2, fish_s2 and higgs_v3, voxcpm2
+# query heads, key heads, head size of qwen3_tts, cosyvoice2, fish_s2 and higgs_v3, voxcpm2
 SHAPES = ((16, 8, 128), (14, 2, 64), (32, 8, 128), (16, 2, 128))
-# columns of gate, columns of x: VoxCPM2's solver; the language models of qwen3_tts and voxcpm2, of fish_s2 and higgs_v3, of
-# cosyvoice2; qwen3_tts' code predictor
+# columns of gate and of x: VoxCPM2's solver; the language models of qwen3_tts and voxcpm2, of fish_s2 and
+# higgs_v3, of cosyvoice2; qwen3_tts's code predictor
 GATED, GATED_ROWS = ((4096, 1024), (6144, 2048), (9728, 2560), (4864, 896), (3072, 1024)), (8, 64, 1408)
-REPLAYS, REPLAYS_MS = 20, 300  # at most, of one graph
-# what a check allows: of a kernel beside the plain operator, by dtype; of frames or samples in fp32
+REPLAYS, REPLAYS_MS = 20, 300  # limits for one graph
+# allowed differences: of a kernel from the plain operator, by dtype; of frames or samples in fp32
 KERNEL_GAPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SPEECH_GAP = 1e-4
-ALONE, SETTLE_S = "is alone", 0.5  # what a part says of itself, and how long it waits until others have heard
-RAMP_S = 2.0  # of listeners that follow each other, before they are counted
+# a part announces that it measures, then waits until the others have stopped
+ALONE, SETTLE_S = "is alone", 0.5
+RAMP_S = 2.0  # streams start and settle before they count
 Put = Callable[[str, Any], None]
 
 
-# kernels
+# --- kernels ---
 
 
 def kernels(put: Put) -> None:
-    """The largest difference of each from the plain operator. Raises AssertionError where it is too large."""
+    """Report each kernel's largest difference from the plain operator.
+
+    Raises AssertionError if one is too large."""
     from zoo.nn import attention, frame_attention, sampling, swiglu  # noqa: F401, the operators
 
     wrong: list[str] = []
@@ -103,11 +108,12 @@ def kernels(put: Put) -> None:
     compare("noise", torch.float32, torch.ops.zoo.uniform.default, (seed, seed + 1, 3, 15, 2048))
     for rows, (inner, width) in product(GATED_ROWS, GATED):
         gated(f"gated product, {rows} x {inner} x {width}", rows, inner, width, compare, put)
-    assert not wrong, f"not what the plain operators say: {', '.join(wrong)}"
+    assert not wrong, f"kernels that differ from the plain operators: {', '.join(wrong)}"
 
 
 def gated(name: str, rows: int, inner: int, width: int, compare: Callable[..., None], put: Put) -> None:
-    """In one launch, and by cuBLAS and a launch behind it: beside the plain operator, and how long each takes."""
+    """Compare a gated product in one launch, and by cuBLAS with a second launch, with the plain operator;
+    time both."""
     from compile_cache import choices
     from zoo.nn.swiglu import WAYS, computed
 
@@ -138,14 +144,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def paged(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool) -> tuple[Any, ...]:
-    """Sequences of 1 to 3,000 positions in one layer of scattered pages; beyond each length is NaN."""
+    """Return sequences of 1 to 3,000 positions in one layer of scattered pages; NaN behind each length."""
     lens = torch.tensor([1, 17, 500, 1500, 3000])
     new = torch.ones_like(lens) if is_step else torch.tensor([1, 17, 100, 33, 64])
     pages = -(-int(lens.max()) // 16)
     order = torch.randperm(len(lens) * pages, generator=torch.Generator().manual_seed(0)).view(len(lens), -1)
     kv = random(len(lens) * pages * 32, kv_heads, dim, dtype=dtype)
     at = torch.arange(pages * 16)
-    rows = order[:, at // 16] * 32 + at % 16  # [5, positions], of each one's key
+    rows = order[:, at // 16] * 32 + at % 16  # [5, positions]: the row of each key
     beyond = rows[at >= lens[:, None]].to(DEVICE)
     kv[torch.cat((beyond, beyond + 16))] = torch.nan
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0)))
@@ -154,7 +160,7 @@ def paged(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool
 
 
 def rotary(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_step: bool) -> tuple[Any, ...]:
-    """The same before the new keys and values are written."""
+    """Return the arguments of `paged` before the new keys and values are written."""
     q, kv, table, lens, starts, page, scale = paged(heads, kv_heads, dim, dtype, is_step)
     rows = random(len(q), (heads + 2 * kv_heads) * dim, dtype=dtype)
     parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
@@ -186,7 +192,7 @@ def in_frame(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[A
 
 
 def growing(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The last two of a cache, so that nothing in it is undefined."""
+    """Return the last two positions of a cache, so that none of it is undefined."""
     rows = random(128, 2, (heads + 2 * kv_heads) * dim, dtype=dtype)
     parts = rows.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
     angle, cache = random(11, dim), random(128, 2, kv_heads, 11, dim)
@@ -197,7 +203,7 @@ def growing(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[An
 
 
 def draws_apart(width: int) -> int:
-    """Rows of 256 whose draw is another one: a sum that decides may round the other way."""
+    """Return how many of 256 rows draw another value. A sum close to the edge may round differently."""
     from zoo.nn import kernels, sampling
 
     seed, step = torch.arange(512, device=DEVICE).view(2, -1)
@@ -209,7 +215,7 @@ def draws_apart(width: int) -> int:
         return int((drawn != torch.ops.zoo.draw.default(*arguments)).sum())
 
 
-# checks
+# --- checks ---
 
 
 def checks(name: str, put: Put) -> None:
@@ -229,7 +235,7 @@ def checks(name: str, put: Put) -> None:
                 zoo.generate(family, request, noise=noise).frames.double() for family in (there, here)
             )
             gaps.append(float((ours - theirs).abs().max()) if ours.shape == theirs.shape else None)
-        put("frames apart from the CPU's", gaps)  # 0 where frames are codes
+        put("frames apart from the CPU's", gaps)  # 0 for codes
         most = SPEECH_GAP if shape else 0.0
         wrong = [one for one in gaps if one is None or not one <= most]
         work = requests(there, is_greedy=False)
@@ -245,11 +251,11 @@ def checks(name: str, put: Put) -> None:
         half = zoo.load(path, device=DEVICE, dtype="bfloat16")
         spoken, _ = together(half, requests(half, is_greedy=False), True)
         put("bf16 frames", [len(samples) // half.spec.frame_samples for samples in spoken])
-        assert not wrong and all(map(len, spoken)), f"not what the plain loop says: {wrong}"
+        assert not wrong and all(map(len, spoken)), f"different from the plain loop: {wrong}"
 
 
 def requests(family: Any, is_greedy: bool) -> list[Any]:
-    """Greedy where there is something to choose; other families' noise is given beside."""
+    """Return requests: greedy for families that sample codes; other families get their noise separately."""
     from serving.tools.requests import first_request
 
     temperature = 0.0 if is_greedy and not family.spec.noise_shape else None
@@ -258,7 +264,7 @@ def requests(family: Any, is_greedy: bool) -> list[Any]:
 
 
 def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarray], int]:
-    """All at once through the engine -> each one's samples, and launches that were not recorded."""
+    """Run all requests at once through the engine. Return their samples and the unrecorded launches."""
     from serving.engine.engine import Audio, Engine
     from serving.engine.prepare_for_host import cached
 
@@ -279,7 +285,7 @@ def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarr
     ]
 
 
-# figures
+# --- figures ---
 
 
 def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
@@ -303,7 +309,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     began_s = time.perf_counter()
     engine = Engine(family, max_slots=most, compile=not options.no_compile, codec=options.codec)
     [model] = engine.models.values()
-    begun_s: list[tuple[str, float]] = []  # what, and when
+    begun_s: list[tuple[str, float]] = []  # stage, when it began
     engine.warm(lambda _, stage: begun_s.append((stage, time.perf_counter())), cached)
     warm_s = {"all": time.perf_counter() - began_s}
     for (stage, start_s), (_, end_s) in pairwise(begun_s):
@@ -315,7 +321,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
         for graphs in (model.runner.step_graphs, model.runner.render_graphs):
             for key, (graph, _) in graphs.recorded.items():
                 put(" ".join(map(str, key)) + ", ms", replay_ms(graph))
-            if graphs.recorded:  # the first one is the largest
+            if graphs.recorded:  # the first graph is the largest
                 key, (graph, _) = next(iter(graphs.recorded.items()))
                 put("longest in " + " ".join(map(str, key)), longest(graph))
         beside(engine, partial(listen, name, engine, request, most, options, put))
@@ -324,7 +330,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
 
 
 def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Namespace, put: Put) -> None:
-    """What listeners notice of a model with `most` slots."""
+    """Measure what listeners of a model with `most` slots experience."""
     from benchmarks.predict import RATES
     from serving.tools.bench import WARM_FRAMES, load
 
@@ -338,7 +344,7 @@ def listen(name: str, engine: Any, request: Any, most: int, options: argparse.Na
 
 @contextmanager
 def alone(put: Put) -> Iterator[None]:
-    """Nothing else is on the device, nor on the host's cores: `run_all` stops the other parts."""
+    """Keep the device and the host's cores free of other parts, which `run_all` stops."""
     with open(os.environ["DEVICE_LOCK"], "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         put(ALONE, True)
@@ -350,7 +356,7 @@ def alone(put: Put) -> Iterator[None]:
 
 
 def replay_ms(graph: Any) -> float:
-    """Of one replay, with the device's own clock, behind one that warms it."""
+    """Return the milliseconds of a replay by the device's clock, after one warm-up replay."""
 
     def replays_ms(count: int) -> float:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -365,7 +371,7 @@ def replay_ms(graph: Any) -> float:
 
 
 def longest(graph: Any) -> dict[str, list[float]]:
-    """Of one replay, by kernel: launches, and us of them all."""
+    """Return launches and total us of one replay, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     graph.replay()
@@ -378,7 +384,7 @@ def longest(graph: Any) -> dict[str, list[float]]:
 
 
 def arrivals(engine: Any, request: Any, rate: float, seconds: float) -> dict[str, Any]:
-    """Requests that come when they come. On the listeners' thread."""
+    """Send requests with random arrivals and measure them. Runs on the listeners' thread."""
     random = np.random.default_rng(0)
     due_s = np.cumsum(random.exponential(1 / rate, max(1, round(rate * seconds))))
     hearing = Hearing()
@@ -397,8 +403,9 @@ def arrivals(engine: Any, request: Any, rate: float, seconds: float) -> dict[str
 
 
 def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[str, Any]:
-    """So many at once, of half to one and a half of the request's frames, each followed by the next: audio-s/s when all
-    of them have met. On the listeners' thread."""
+    """Keep `streams` requests running, each followed by the next, and measure audio-s/s after the ramp.
+
+    Lengths vary from half to one and a half of the request's frames. Runs on the listeners' thread."""
     random, began_s = np.random.default_rng(0), time.perf_counter()
     hearing = Hearing(began_s + RAMP_S, began_s + seconds)
     before, turns, asked, ended = underruns(engine), engine.num_turns, 0, 0
@@ -428,7 +435,7 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
 
 
 class Hearing:
-    """What listeners heard, samples only from since_s until until_s."""
+    """What listeners received. Samples count only from since_s until until_s."""
 
     def __init__(self, since_s: float = 0.0, until_s: float = np.inf):
         self.since_s, self.until_s = since_s, until_s
@@ -442,7 +449,7 @@ class Hearing:
 
         is_first = True
 
-        def hear(event: Any) -> None:  # on the engine's thread
+        def hear(event: Any) -> None:  # runs on the engine's thread
             nonlocal is_first
             now_s = time.perf_counter()
             if isinstance(event, Audio):
@@ -466,14 +473,14 @@ def underruns(engine: Any) -> int:
     return sum(model["underruns"] for model in engine.stats()["models"].values())
 
 
-# one process for each part
+# --- one process for each part ---
 
 
 def run_part(options: argparse.Namespace) -> None:
-    """Its findings go to standard output, a line each."""
+    """Run one part and print its findings to standard output, one JSON object a line."""
     part, *rest = options.part.split("=")
     said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is for the eye
+    os.dup2(2, 1)  # everything else that is printed goes to standard error
 
     def put(name: str, value: Any) -> None:
         print(json.dumps({name: value}), file=said, flush=True)
@@ -488,7 +495,7 @@ def run_part(options: argparse.Namespace) -> None:
     try:
         parts[part](*rest, put=put)
         put("seconds", round(time.perf_counter() - began_s, 1))
-    except Exception:  # whatever a device does, what was found before it is worth keeping
+    except Exception:  # keeps the findings before an error, whatever the device does
         put("error", traceback.format_exc())
 
 
@@ -497,15 +504,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--models", nargs="*", metavar="FAMILY=SIZE[:SLOTS]", help="of the figures")
-    parser.add_argument("--checks", nargs="*", metavar="FAMILY", help="families to check; every one")
+    parser.add_argument(
+        "--models", nargs="*", metavar="FAMILY=SIZE[:SLOTS]", help="models of the part figures"
+    )
+    parser.add_argument("--checks", nargs="*", metavar="FAMILY", help="families to check (default: all)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--rates", type=float, nargs="*", help="requests a second, of every model")
-    parser.add_argument("--seconds", type=float, default=10, help="of arrivals at each rate")
+    parser.add_argument("--rates", type=float, nargs="*", help="requests a second for every model")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds of arrivals at each rate")
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--codec", default="float32")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--limit-s", type=float, default=590, help="all is over by then")
+    parser.add_argument("--limit-s", type=float, default=590, help="seconds after which all parts are killed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -526,7 +535,7 @@ def main() -> None:
 
 
 def run_all(parts: list[str], result: dict[str, Any], options: argparse.Namespace) -> list[bool]:
-    """All parts at once -> of each whether it failed."""
+    """Run all parts at once. Return for each whether it failed."""
     ends_s, writing = time.monotonic() + options.limit_s, threading.Lock()
     processes: dict[str, subprocess.Popen[str]] = {}
 
@@ -578,13 +587,13 @@ def run_all(parts: list[str], result: dict[str, Any], options: argparse.Namespac
                 follower.join()
         for part, process in processes.items():
             if "seconds" not in result[part]:
-                result[part].setdefault("error", f"it ended with status {process.wait()}")
+                result[part].setdefault("error", f"the part ended with status {process.wait()}")
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     return ["error" in result[part] for part in parts]
 
 
 def tell(process: subprocess.Popen[str], signal_number: int) -> None:
-    """A part, and what compiles for it."""
+    """Send a signal to a part and to the compilers that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal_number)
 

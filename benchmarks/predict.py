@@ -1,14 +1,15 @@
-"""What a GPU would do, from counts alone: a prediction, no measurement.
+"""Predict from counts alone what a GPU would do. This is not a measurement.
 
     python benchmarks/predict.py [--cards h100 h200 4090] [--counts DIR]
 
-Counts of launches, bytes and FLOPs at the published sizes (`benchmarks/rehearse.py FAMILY --size full
---json`; those in `benchmarks/counts` are dated in LOG.md) become times by a roofline: a kernel takes its
-start and then the longer of its bytes and its arithmetic, one after the other (`rehearsal/cards.py` has the
-constants). Steps and renders are on two streams: one's starts are hidden behind the other's work, and bytes and
-arithmetic are shared (`rehearsal/simulation.py`). The project's scheduler then serves requests on a virtual clock
-at these costs. All of it twice: with a codec in fp32, and in TF32 (`--codec tf32` of `zoo serve`). Not in it: HTTP,
-encoders, prompts' making, and whatever a real device does beside.
+The counts are launches, bytes and FLOPs at the published sizes, from `benchmarks/rehearse.py FAMILY --size
+full --json`. LOG.md says when those in `benchmarks/counts` were made. A roofline turns them into times:
+kernels run one after the other, and each takes its start and then the longer of its bytes and its arithmetic
+(constants in `rehearsal/cards.py`). Steps and renders run on two streams. One stream's work hides the other's
+starts, and the streams share bytes and arithmetic (`rehearsal/simulation.py`).
+
+The project's scheduler then serves requests on a virtual clock at these costs, with a codec in fp32 and in
+TF32 (`zoo serve --codec tf32`). The prediction leaves out HTTP, encoders and the building of prompts.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from serving.engine.engine import CODECS
 
 COUNTS = Path(__file__).parent / "counts"
 STREAMS = 64
-SPEECH_S = 4.2  # the mean of a simulated answer
+SPEECH_S = 4.2  # mean length of a simulated answer
 AIM_CARD = "h200"
 # audio-s/s at 64 streams
 AIMS = {"qwen3_tts": 400, "voxcpm2": 300, "higgs_v3": 300, "fish_s2": 250, "cosyvoice2": 300}
 RATES = {"qwen3_tts": (40, 1), "cosyvoice2": (12,)}  # requests a second
-RATE_S = 60  # of them
+RATE_S = 60  # seconds of requests at each rate
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one family on one card, times in ms. codec: "float32" or "tf32"."""
+    """The predicted times of one family on one card, in ms. codec: "float32" or "tf32"."""
 
     counts: Counts
     card: Card
@@ -49,7 +50,7 @@ class Prediction:
         return self.counts.at("step", slots).device_ms(self.card)
 
     def render_ms(self) -> float:
-        """A frame of STREAMS, in the largest windows: the longer of the device's time and the host's."""
+        """Return the time of a frame of STREAMS in the largest windows: the longer of device and host."""
         part = self._largest()
         return max(part.device_ms(self.card), part.host_ms()) / part.frames
 
@@ -58,7 +59,7 @@ class Prediction:
         return max(part.device_ms(self.card), part.host_ms())
 
     def frame_ms(self) -> float:
-        """A frame of audio for all of STREAMS: step and render beside each other."""
+        """Return the time of a frame of audio for all STREAMS, with step and render at the same time."""
         render = self._largest()
         busy_ms = (
             self.counts.at("step", STREAMS).busy_ms(self.card) + render.busy_ms(self.card) / render.frames
@@ -66,13 +67,15 @@ class Prediction:
         return max(self.step_ms(STREAMS), self.render_ms(), busy_ms)
 
     def least_bytes(self) -> int:
-        """What a step of STREAMS must move: what one slot's step moves without its keys and values, which is weights, a
-        solver's and a code predictor's as often as it reads them, and the keys and values of all."""
+        """Return the bytes that a step of STREAMS must move: weights, and the keys and values of all slots.
+
+        A solver's and a code predictor's weights count as often as a step reads them. So weights are what a
+        step of one slot moves, without its keys and values."""
         one, many = self.counts.at("step", 1), self.counts.at("step", STREAMS)
         return one.num_bytes() - one.num_bytes(reads_pages) + many.num_bytes(reads_pages)
 
     def read_ratio(self) -> float:
-        """What the launches of a step of STREAMS read and write, by that."""
+        """Return the bytes that a step of STREAMS moves, divided by the least it must move."""
         return self.counts.at("step", STREAMS).num_bytes() / self.least_bytes()
 
     def audio_s_per_s(self) -> float:
@@ -83,7 +86,7 @@ class Prediction:
         return self.counts.at("render", STREAMS, window.sizes[-1], (window.lengths or (0,))[0])
 
     def obstacles(self) -> Iterator[tuple[float, str]]:
-        """What a frame's milliseconds go to, each with its words."""
+        """Yield the parts of a frame's time: milliseconds, and a description."""
         step, render = self.counts.at("step", STREAMS), self._largest()
 
         def starts_ms(part: Part) -> float:
@@ -100,14 +103,14 @@ class Prediction:
         yield attention_ms, "keys and values"
         yield step.busy_ms(self.card) - attention_ms, "the step's other bytes"
         yield starts_ms(render) / render.frames, f"the starts of {render.num_launches:,} launches in a render"
-        yield render.busy_ms(self.card, is_wide) / render.frames, "products of fp32 while rendering"
+        yield render.busy_ms(self.card, is_wide) / render.frames, "fp32 products of the renderer"
         yield render.busy_ms(self.card, others) / render.frames, "the renderer's bytes"
         waits_ms = max(render.host_ms() - render.device_ms(self.card), 0) / render.frames
-        yield waits_ms, "Python asking for the renderer's launches"
+        yield waits_ms, "Python's launches of the renderer"
 
 
 def table(pairs: list[tuple[Prediction, Prediction]]) -> Iterator[str]:
-    """pairs: with the codec in fp32, and in TF32."""
+    """Yield the lines of a Markdown table. pairs: with the codec in fp32, and in TF32."""
     yield (
         "| | card | launches a step at 1 / 64 | GB a step at 64, and beyond L2 | of weights and live KV | step at 1 / 16 / 64, ms "
         "| prefill, ms | render a frame of 64, fp32 / TF32, ms | audio-s/s at 64, fp32 / TF32 | aim |"
@@ -130,8 +133,9 @@ def table(pairs: list[tuple[Prediction, Prediction]]) -> Iterator[str]:
 
 
 def apart(one: Prediction) -> Iterator[str]:
-    """The same step where gated products are cuBLAS's with a launch behind each: which way is taken is measured on a
-    device (`zoo.nn.swiglu`), and the table's is the other one."""
+    """Yield the costs of the same step with unfused gated products.
+
+    The table has fused ones; a device measures which way is faster (`zoo.nn.swiglu`)."""
     known = {part.slots: part for part in one.counts.parts.get(APART, [])}
     if STREAMS in known:
         part, least = known[STREAMS], one.least_bytes()
@@ -179,16 +183,16 @@ def main() -> None:
     paths = sorted(options.counts.glob("*.json"))
     if not paths:
         parser.error(
-            f"{options.counts} holds no counts: write some with benchmarks/rehearse.py FAMILY --size full --json"
+            f"no counts in {options.counts}; write them with benchmarks/rehearse.py FAMILY --size full --json FILE"
         )
     known = [tuple((codec, Counts.read(path, codec)) for codec in CODECS) for path in paths]
     cards = [CARDS[name] for name in options.cards]
     pairs = [[Prediction(counts, card, codec) for codec, counts in both] for both in known for card in cards]
-    print("A prediction from counts, not a measurement: nothing here has run on a GPU.\n")
+    print("This is a prediction from counts. Nothing here was measured on a GPU.\n")
     print("\n".join(table([(one, fast) for one, fast in pairs])))
-    print(f"\nBeyond L2: {L2_ASSUMED} Times take all bytes to come from memory.\n")
+    print(f"\nBeyond L2: {L2_ASSUMED} Times assume that all bytes come from memory.\n")
     print(
-        f"A step of {STREAMS} with gated products apart, where a device is faster so (in the table they are fused):"
+        f"A step of {STREAMS} with unfused gated products, for devices on which that is faster (in the table they are fused):"
     )
     print("\n".join(line for pair in pairs for line in apart(pair[0])) + "\n")
     for one in (one for pair in pairs for one in pair if one.card is CARDS[AIM_CARD]):

@@ -1,13 +1,12 @@
-"""A family on a GPU that is not there: its step is traced, lowered and counted, every kernel built, and what
-makes the host wait is listed.
+"""Rehearse a family on a GPU that the machine does not have: trace, lower and count its launches, build every
+kernel, and list what makes the host wait.
 
     python benchmarks/rehearse.py higgs_v3 [--size tiny] [--card h100] [--slots 1 16 64] [--json OUT]
 
-Needs `pip install -e .[rehearse]`: the triton wheel that belongs to the torch version, 200 MB, and g++; no
-CUDA. What runs is the project's own path, `zoo.load`, `Arena`, `Runner`, `lower`, over fake tensors of a demo
-checkpoint's shapes; `tiny` takes a minute or two, a published size five. The exit status is 1 where a graph
-breaks, a kernel does not build or a launch makes the host wait; times are `benchmarks/predict.py`'s, from the
-JSON.
+Needs `pip install -e .[rehearse]` (the triton wheel for the torch version, 200 MB) and g++, but no CUDA. It
+runs the project's own path, `zoo.load`, `Arena`, `Runner` and `lower`, over fake tensors with the shapes of a
+demo checkpoint. `tiny` takes a minute or two, a published size five. The exit status is 1 if a graph breaks,
+a kernel does not build or a launch makes the host wait. `benchmarks/predict.py` turns the JSON into times.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ PROMPT_TOKENS, PROMPTS = 100, (1, 3)  # of a prefill
 
 @dataclass
 class Part:
-    """One launch of the server: a step, or a prefill, or a render, of so many slots."""
+    """One launch of the server: a step, a prefill or a render of `slots` slots."""
 
     name: str
     slots: int
@@ -69,7 +68,7 @@ class Part:
         return sum(n for launch, n in self.launches.items() if launch.kind in kinds)
 
     def as_json(self) -> dict[str, Any]:
-        """As `costs.Counts` reads it."""
+        """Return the form that `costs.Counts` reads."""
         facts = {"name": self.name, "slots": self.slots, "frames": self.frames, "length": self.length}
         rows = merged([(n, *launch[1:]) for launch, n in self.launches.items()])
         return facts | {"waits": self.waits, "copies": self.copies, "launches": rows}
@@ -83,8 +82,8 @@ class Rehearsal:
     codec: str
     frame_s: float
     window: Window
-    memory: MemoryPlan  # at the most slots
-    num_lowered: int  # launches of different shapes that are compiled: as many graphs are right
+    memory: MemoryPlan  # with the largest number of slots
+    num_lowered: int  # launches of different shapes that are compiled: the expected number of graphs
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
     lowering_cpu_s: float = 0.0
@@ -95,7 +94,7 @@ class Rehearsal:
     def problems(self) -> list[str]:
         found = [f"the graph breaks: {reason}" for reason in self.breaks]
         if self.graphs != self.num_lowered:
-            found.append(f"{self.graphs} graphs where {self.num_lowered} are right")
+            found.append(f"{self.graphs} graphs instead of {self.num_lowered}")
         for part in self.parts:
             found += [f"{part.name} waits: {what}, {n} times" for what, n in part.waits.items()]
         if self.built is not None:
@@ -149,7 +148,7 @@ def rehearse(
         for num_prompts in PROMPTS if "prefill" in parts else ():
             runner.count_prefill([PROMPT_TOKENS] * num_prompts)
             result.parts.append(_part(log, "prefill", num_prompts))
-        # between the fewest slots and the most, a render's bytes and FLOPs lie on a line
+        # A render's bytes and FLOPs are linear between the fewest slots and the most.
         ends = sorted({min(slots), max(slots)}) if "render" in parts else ()
         for num_slots, frames in product(ends, spec.window.sizes):
             for length in spec.window.lengths or (0,):
@@ -162,8 +161,10 @@ def rehearse(
 
 
 def num_lowered(runner: Rehearsed, parts: Collection[str] = PARTS) -> int:
-    """For the step and for each shape of a render a graph for one slot, where that is recorded, and one for more; and
-    a graph for prefills. Each part of a render is so for all shapes."""
+    """Return the number of graphs that the warm-up should compile.
+
+    The step and each shape of a render have a graph for one slot, if that size is recorded, and one for more.
+    A prefill has one graph. Each part of a render has its graphs for all shapes together."""
     window, how_rendered = runner.family.spec.window, runner.lowerings[2]
     buckets = [runner.render_buckets(frames) for frames in window.sizes]
     renders = sum(map(num_graphs, buckets)) * len(window.lengths or (0,))
@@ -192,7 +193,7 @@ def _part(log: Log, name: str, slots: int, frames: int = 0, length: int = 0) -> 
 
 
 def report(result: Rehearsal) -> Iterator[str]:
-    """What a reader wants to know, line by line."""
+    """Yield the lines of the printed report."""
     memory = result.memory
     gb = [f"{size / 1e9:.2f} GB" for size in (memory.weights, memory.state, memory.kv_cache)]
     yield f"{result.family} {result.size} on a pretended {result.card}: weights {gb[0]}, state {gb[1]}, KV cache {gb[2]}"
@@ -203,8 +204,8 @@ def report(result: Rehearsal) -> Iterator[str]:
         gflop = sum(n * launch.flops for launch, n in part.launches.items()) / 1e9
         shape = f" {part.frames} frames" * bool(part.frames) + f" of {part.length}" * bool(part.length)
         kinds = (
-            f"{part.num('triton')} generated, {part.num('extern')} called, {part.num('recorded')} recorded as they are, "
-            f"{part.num('eager')} asked for each time"
+            f"{part.num('triton')} generated, {part.num('extern')} called, {part.num('recorded')} recorded eager,  "
+            f"{part.num('eager')} launched by Python each time"
         )
         waits = f"{part.waits.total()} waits, {part.copies.total()} blocking copies"
         yield f"{part.name}{shape}, {part.slots} slots: {kinds}; {gbytes:.3f} GB, {beyond:.3f} beyond L2, {gflop:.1f} GFLOP; {waits}"
@@ -225,17 +226,15 @@ def main() -> None:
     )
     parser.add_argument("family", choices=zoo.families())
     parser.add_argument(
-        "--size", default="tiny", help="of the family's demo checkpoints; full: the published one"
+        "--size", default="tiny", help="size of the family's demo checkpoint; full is the published one"
     )
     parser.add_argument("--card", default="h100", choices=CARDS)
     parser.add_argument("--codec", default="float32", choices=CODECS)
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument(
-        "--no-build", action="store_true", help="count alone: kernels are generated and not built"
+        "--no-build", action="store_true", help="only count: generate kernels without building them"
     )
-    parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, help="that are lowered and counted"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to lower and count")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -26,8 +26,7 @@ from zoo.nn.packed import pack
 
 
 def windows(family: Family[Any], offset: int) -> list[tuple[int, int]]:
-    """Return (start, count) of each window: the first ends on the grid, then one of each size but the
-    largest."""
+    """Return (start, count) of each window: one that ends on the grid, then each size but the largest."""
     cuts, start = [], 0
     for count in (offset or family.spec.window.grid, *sorted(family.spec.window.sizes)[:-1]):
         cuts.append((start, count))

@@ -1,5 +1,4 @@
-"""Measure one step of a model in several lowered forms: compile time, step time by batch size, and kernels a
-step.
+"""Measure one step of a model in several lowered forms: compile time, step time and kernels a step.
 
     python benchmarks/step.py DIR [--dtype float32] [--batches 1 4 8] [--how eager flat mlp blocks regions] [--json OUT]
 

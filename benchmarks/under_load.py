@@ -1,20 +1,20 @@
-"""What the server promises under load, shown: each part starts `zoo serve` itself and asks as `zoo load` does.
+"""Measure what the server promises under load. Each part starts `zoo serve` and acts as `zoo load` does.
 
     python benchmarks/under_load.py RESULT.json [--model DIR] [--only PART ...] [--minutes 5] [--rung-s 20] [--cache DIR]
 
-    ladder      first audio and viability against the rate, --policy streaming and fifo; the highest rate at which every stream is
-                viable and p90 of first audio within a limit (--limits-ms)
-    throughput  192 requests, 64 of them always in flight, --policy streaming and throughput as they are when nothing else is
-                said: seconds of audio a second, from the first request to the last one's end
-    overload    1, 2 and 5 times what the server can do, with clients that leave and clients that read slowly: goodput,
-                continuity, and what is left behind
-    clones      a preset voice beside forty clones that are being encoded, beside as many speakers without them, and beside
-                those while a program of its own encodes as many recordings: what the machine alone has to do with it
-    start       seconds from the command to ready, and to the first audio, with an empty cache and with a full one
+    ladder      first audio and viability by request rate, for --policy streaming and fifo; the highest rate at which every
+                stream is viable and p90 of first audio is within a limit (--limits-ms)
+    throughput  192 requests, 64 always in flight, for --policy streaming and throughput with their defaults: audio-s/s
+                from the first request to the end of the last one
+    overload    1, 2 and 5 times the server's capacity, with clients that disconnect and clients that read slowly:
+                goodput, continuity, and the resources that are left behind
+    clones      first audio of a preset voice next to forty clones that are being encoded, next to eight speakers without
+                encoding, and next to those while another program encodes as many recordings (a control for the machine)
+    start       seconds from the command to ready and to first audio, with an empty cache and with a full one
 
-RESULT.json gets what was measured, a file of the same name and .svg the ladder. Whatever is not asked for again stays in
-it, so parts may be run one by one. On a CPU a launch returns when it is done, so --no-async changes nothing there, and
-is not measured: `python benchmarks/simulated.py --gpu RESULT.json` asks the simulator, at what a GPU was measured to cost.
+RESULT.json gets the figures, and a file of the same name with .svg the ladder's plot. Parts that do not run
+again keep their figures, so parts may run one by one. --no-async is not measured, because a launch on a CPU
+returns when it is done; `python benchmarks/simulated.py --gpu RESULT.json` simulates it at a GPU's costs.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ from zoo import SMALL_VOICE
 
 ROOT = Path(__file__).parent.parent
 FRACTIONS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of capacity: the rungs of the ladder
-LIMITS_MS = (200, 300, 500)  # the p90 of first audio that a rung may have; VoxServe's is 500
-SLO = Slo(ttfa_s=1.0, underrun_s=0.05)  # what goodput is counted by under overload
-MAX_TTFA_S = 0.8  # what the server is told then: a prediction is sometimes short
+LIMITS_MS = (200, 300, 500)  # limits of p90 of first audio; VoxServe uses 500
+SLO = Slo(ttfa_s=1.0, underrun_s=0.05)  # defines goodput under overload
+MAX_TTFA_S = 0.8  # the server's --max-ttfa then; lower than the SLO, since predictions are sometimes short
 CANCELS, SLOW_READERS = 0.2, 0.05
 OVERLOADS = (1, 2, 5)
 STREAMS = 64
-PATIENT_S = 600.0  # --max-ttfa of who is not to refuse, but to speak no more at once than it makes in time
+# a --max-ttfa that refuses no request but still admits only streams that can be generated in real time
+PATIENT_S = 600.0
 CLONES = 40
-ROUNDS, PAUSE_S = 4, 0.1  # of the clones' part, and at least between two probes
-SETTLE_S = 3.0  # after which the metrics, at most a second old, tell of an idle server
+ROUNDS, PAUSE_S = 4, 0.1  # rounds of the clones' part, and the shortest pause between two probes
+SETTLE_S = 3.0  # after this time, metrics (at most a second old) describe an idle server
 IDLE = ("running", "waiting", "preparing", "held", "paused")
 
 
@@ -99,35 +100,43 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("result", type=Path)
-    parser.add_argument("--model", default=str(SMALL_VOICE), help="a directory; the small voice")
     parser.add_argument(
-        "--clone-model", help="for the clones, served beside it; a random Qwen3-TTS Base of size tiny"
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts")
-    parser.add_argument("--minutes", type=float, default=5, help="of each rung of overload")
-    parser.add_argument("--rung-s", type=float, default=20, help="of each other rung")
-    parser.add_argument(
-        "--rates", type=float, nargs="+", help="of the ladder, requests/s; parts of what is possible"
-    )
-    parser.add_argument("--requests", type=int, default=30, help="of each rung of the ladder")
-    parser.add_argument(
-        "--limits-ms", type=float, nargs="+", default=LIMITS_MS, help="of the ladder's p90 of first audio"
+        "--model", default=str(SMALL_VOICE), help="model directory (default: the small voice)"
     )
     parser.add_argument(
-        "--frames", type=int, help="of each answer at most, where a model of random weights finds no end"
+        "--clone-model", help="second model, which clones (default: a random Qwen3-TTS Base of size tiny)"
     )
-    parser.add_argument("--cache", type=Path, help="where compiled code is kept; a new directory")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="run only these parts")
+    parser.add_argument("--minutes", type=float, default=5, help="minutes of each rung of overload")
+    parser.add_argument("--rung-s", type=float, default=20, help="seconds of each other rung")
     parser.add_argument(
-        "--serve", nargs=argparse.REMAINDER, default=[], help="all that follows is for `zoo serve`"
+        "--rates", type=float, nargs="+", help="requests/s of the ladder (default: shares of capacity)"
+    )
+    parser.add_argument("--requests", type=int, default=30, help="requests in each rung of the ladder")
+    parser.add_argument(
+        "--limits-ms",
+        type=float,
+        nargs="+",
+        default=LIMITS_MS,
+        help="limits of the ladder's p90 of first audio",
+    )
+    parser.add_argument(
+        "--frames", type=int, help="most frames of an answer, for models with random weights that do not stop"
+    )
+    parser.add_argument("--cache", type=Path, help="directory of compiled code (default: a new one)")
+    parser.add_argument(
+        "--serve", nargs=argparse.REMAINDER, default=[], help="pass all following arguments to `zoo serve`"
     )
     return parser.parse_args()
 
 
-# the server
+# --- the server ---
 
 
 class Server:
-    """A `zoo serve` that is ready. stages: when it said what, in seconds from its start."""
+    """A running `zoo serve` that is ready.
+
+    stages: the lines that it printed, with seconds since its start."""
 
     def __init__(self, process: subprocess.Popen[str], began_s: float):
         self.process, self.began_s = process, began_s
@@ -138,16 +147,18 @@ class Server:
             if "ready on" in line:
                 break
         else:
-            raise RuntimeError("the server ended: " + " | ".join(line for _, line in self.stages))
+            raise RuntimeError(
+                "the server ended before it was ready: " + " | ".join(line for _, line in self.stages)
+            )
         self.url = line.split()[-1]
-        Thread(target=process.stderr.read, daemon=True).start()  # or the pipe fills up
+        Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would block the server
 
     @property
     def ready_s(self) -> float:
         return self.stages[-1][0]
 
     def metrics(self) -> dict[str, float]:
-        """By name, all models' added up."""
+        """Return each metric by name, summed over the models."""
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             text = answer.read().decode()
         found: dict[str, float] = {}
@@ -157,7 +168,7 @@ class Server:
         return found
 
     def holds(self) -> dict[str, float]:
-        """What an idle server should have as much of after a load as before it."""
+        """Return the resources that an idle server holds: equal before and after a load, if nothing leaks."""
         metrics, held = self.metrics(), {"descriptors": 0, "threads": 0, "resident_mib": 0.0}
         for pid in descendants(self.process.pid):
             status = Path(f"/proc/{pid}/status").read_text()
@@ -187,12 +198,12 @@ def serving(options: argparse.Namespace, *more: str, models: Sequence[str] = ())
 
 
 def descendants(pid: int) -> list[int]:
-    """It, its children and theirs."""
+    """Return the process id, its children and their descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(each for child in children for each in descendants(int(child)))]
 
 
-# the client
+# --- the client ---
 
 
 def asked(
@@ -204,7 +215,9 @@ def asked(
     num_requests: int | None = None,
     **work: Any,
 ) -> list[dict[str, Any]]:
-    """What `zoo load` says of each rung. num_requests: so many instead of duration_s, all of which count."""
+    """Return what `zoo load` reports for each rung.
+
+    With num_requests, a rung has that many requests instead of duration_s, and all of them count."""
     fields = {} if options.frames is None else {"max_new_tokens": options.frames}
     voices = offered(server)[:1]
     given = Work([], Texts("short"), voices=voices, fields=fields, **work)
@@ -224,7 +237,7 @@ def asked(
 
 
 def offered(server: Server) -> list[str]:
-    """The voices of its first model."""
+    """Return the voices of the server's first model."""
     with urllib.request.urlopen(f"{server.url}/v1/models") as answer:
         return json.load(answer)["data"][0]["voices"]
 
@@ -250,21 +263,22 @@ def line_of(run: dict[str, Any]) -> str:
 
 
 def capacity(options: argparse.Namespace, server: Server) -> float:
-    """Requests a second that it completes where every slot is taken again at once."""
+    """Return the requests a second that the server completes while every slot is always occupied."""
     [run] = asked(options, server, [Rung(streams=round(server.metrics()["zoo_slots"]))], options.rung_s)
     return run["requests_per_s"]
 
 
-# the parts
+# --- the parts ---
 
 
 def ladder(options: argparse.Namespace) -> dict[str, Any]:
-    """The same requests, at the same rates, to each policy; nobody is refused, and all of a rung count."""
+    """Send the same requests at the same rates to each policy. None is refused, and all of them count."""
     runs: dict[str, list[dict[str, Any]]] = {}
     rates: list[float] = options.rates or []
     for policy, settings in (("streaming", ("--max-ttfa", str(PATIENT_S))), ("fifo", ("--max-ttfa", "0"))):
         with serving(options, "--policy", policy, *settings) as server:
-            asked(options, server, [Rung(streams=2)], None, num_requests=8)  # what turns take is known then
+            # lets the server learn how long steps take
+            asked(options, server, [Rung(streams=2)], None, num_requests=8)
             if not rates:
                 most = capacity(options, server)
                 rates = [float(f"{part * most:.3g}") for part in FRACTIONS]
@@ -279,7 +293,7 @@ def ladder(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def highest_rate(runs: Sequence[dict[str, Any]], max_ttfa_p90_ms: float) -> float:
-    """Of the rungs that nobody failed on, with first audio in time and every stream viable; 0 if there is none."""
+    """Return the highest rate without failures, with first audio in time and all streams viable, or 0."""
     good = [
         run["rate_requests_per_s"]
         for run in runs
@@ -292,7 +306,7 @@ def highest_rate(runs: Sequence[dict[str, Any]], max_ttfa_p90_ms: float) -> floa
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """As each policy is when nothing else is said, but that nobody is refused; then with one and the same number of slots."""
+    """Run each policy with its defaults, except that no request is refused; then both with equal slots."""
     runs, slots = {}, {}
     same = ("--max-slots", str(STREAMS), "--max-ttfa", "0")
     for policy, settings in (
@@ -302,7 +316,8 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     ):
         with serving(options, "--policy", policy, *settings) as server:
             name = f"{policy}, {STREAMS} slots" if settings is same else policy
-            asked(options, server, [Rung(streams=2)], None, num_requests=4)  # what turns take is known then
+            # lets the server learn how long steps take
+            asked(options, server, [Rung(streams=2)], None, num_requests=4)
             [runs[name]] = asked(options, server, [Rung(streams=STREAMS)], None, num_requests=3 * STREAMS)
             slots[name] = server.metrics()["zoo_slots"]
     made = {name: run["audio_s_per_s"] for name, run in runs.items()}
@@ -352,21 +367,22 @@ def overload(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def clones(options: argparse.Namespace) -> dict[str, Any]:
-    """First audio of a preset voice of one model, while another one on the same server speaks in eight slots: in a voice that
-    it knows, and in forty that it is given then."""
+    """Measure first audio of a preset voice while another model on the server runs eight slots.
+
+    The other model speaks in a voice that it knows, or in forty new ones."""
     with tempfile.TemporaryDirectory() as place:
         cloning = options.clone_model or demo(Path(place) / "base", "tiny-1.7b-base")
         voices = ("--voices-dir", f"{place}/voices")
         with serving(options, *voices, models=[f"preset={options.model}", f"clone={cloning}"]) as server:
             frames = {"max_new_tokens": options.frames or 40}
             upload(server, "known", recording(0))
-            known = {"model": "clone", "voice": "known", "input": "One of eight who speak.", **frames}
+            known = {"model": "clone", "voice": "known", "input": "One of eight speakers.", **frames}
             fresh = {"model": "clone", "input": "One of forty clones.", "ref_text": "A recording.", **frames}
             alone, eight, clone, control = (
-                "nobody",
-                "8 who speak",
+                "no others",
+                "8 speakers",
                 f"{CLONES} clones",
-                "8 who speak, and another program",
+                "8 speakers and another program",
             )
             beside = {
                 alone: Beside(),
@@ -381,13 +397,12 @@ def clones(options: argparse.Namespace) -> dict[str, Any]:
                 "max_new_tokens": 5,
             }
             heard: dict[str, list[Probed]] = {name: [] for name in beside}
-            # in turn, since the machine is not the same from minute to minute
+            # The conditions alternate, since the machine's speed changes from minute to minute.
             for name in (alone, *(eight, clone, control) * ROUNDS):
                 heard[name].append(asyncio.run(probed(server, probe, beside[name], options.rung_s / ROUNDS)))
-                told(f"beside {name}: {json.dumps(facts_of(heard[name]))}")
-                if (
-                    name == clone
-                ):  # each who was heard in the seconds that were probed, and before, had been encoded
+                told(f"next to {name}: {json.dumps(facts_of(heard[name]))}")
+                # every clone that was heard in the round, or while it settled, had been encoded
+                if name == clone:
                     beside[control].encodes_per_s = len(heard[clone][-1].others_ms) / (
                         options.rung_s / ROUNDS + SETTLE_S
                     )
@@ -403,7 +418,7 @@ def clones(options: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass
 class Probed:
-    """First audio of each probe and of the others, in ms, and how many requests were running meanwhile."""
+    """First audio of each probe and of the other requests, in ms, and the number of running requests."""
 
     ttfa_ms: list[float] = field(default_factory=list)
     others_ms: list[float] = field(default_factory=list)
@@ -411,7 +426,7 @@ class Probed:
 
 
 def facts_of(rounds: Sequence[Probed]) -> dict[str, Any]:
-    """Of all rounds; and the middle of each, which tells of the noise."""
+    """Return the figures of all rounds, and each round's median, which shows the noise."""
     ttfa_ms, others_ms, running = (
         [value for one in rounds for value in getattr(one, name)]
         for name in ("ttfa_ms", "others_ms", "running")
@@ -428,8 +443,9 @@ def facts_of(rounds: Sequence[Probed]) -> dict[str, Any]:
 
 
 async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration_s: float) -> Probed:
-    """First audio of `probe`, some times a second, while others always ask: from a process of their own, since a client that
-    writes recordings hears late."""
+    """Measure first audio of `probe` a few times a second while other clients send requests all the time.
+
+    The others are a separate process, because a client that writes recordings notices audio late."""
     target, found = Target(address(server.url), None, 24000), Probed()
     mine, theirs = get_context("spawn").Pipe()
     others = [get_context("spawn").Process(target=follow, args=(target, beside, theirs))]
@@ -438,7 +454,7 @@ async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration
         others.append(get_context("spawn").Process(target=encode, args=work, daemon=True))
     for process in others:
         process.start()
-        mine.recv()  # they ask, and it encodes
+        mine.recv()  # until the clients send and the encoder runs
     theirs.close()
     async with connections(target) as session:
         await asyncio.sleep(SETTLE_S)
@@ -462,8 +478,10 @@ async def probed(server: Server, probe: dict[str, Any], beside: Beside, duration
 
 @dataclass
 class Beside:
-    """So many who always ask for `body`; has_recordings: each time in another voice. And another program that has nothing to do
-    with the server: it encodes so many recordings by the model of that directory."""
+    """The load next to a probe: `count` clients that always send `body`, and perhaps another program.
+
+    With has_recordings, each request has another voice. The other program is independent of the server: it
+    encodes `encodes_per_s` recordings with the model in the directory `encoder`."""
 
     count: int = 0
     body: dict[str, Any] = field(default_factory=dict)
@@ -473,7 +491,7 @@ class Beside:
 
 
 def follow(target: Target, beside: Beside, pipe: Connection) -> None:
-    """Ask until something comes through the pipe; then tell by it how long each was without audio, in ms."""
+    """Send requests until a message comes through the pipe, then send each first audio in ms through it."""
     heard_ms: list[float] = []
     is_over = asyncio.Event()
 
@@ -491,7 +509,7 @@ def follow(target: Target, beside: Beside, pipe: Connection) -> None:
             tasks = [asyncio.create_task(one(session, index)) for index in range(beside.count)]
             pipe.send("asking")
             await asyncio.to_thread(pipe.recv)
-            is_over.set()  # who is cancelled has a record all the same
+            is_over.set()  # a cancelled request has a record as well
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -501,7 +519,7 @@ def follow(target: Target, beside: Beside, pipe: Connection) -> None:
 
 
 def encode(model: Path, per_s: float, pipe: Connection) -> None:
-    """Make what a clone's prompt is made of, in one thread as a server does, until the process is ended."""
+    """Build the prompts of clones in one thread, as a server does, until the process is terminated."""
     import zoo
     from compile_cache import threads
     from zoo.request import AudioClip, Reference, Request
@@ -510,7 +528,7 @@ def encode(model: Path, per_s: float, pipe: Connection) -> None:
     family = zoo.load(model, device="cpu")
     for index in itertools.count():
         begun_s = time.monotonic()
-        data = base64.b64decode(recording(index).partition(",")[2])[44:]  # without the header
+        data = base64.b64decode(recording(index).partition(",")[2])[44:]  # 44: the WAV header
         clip = AudioClip(np.frombuffer(data, "<i2").astype(np.float32) / 32768, 24000)
         family.prompt(Request(text="One of forty clones.", references=(Reference(clip, "A recording."),)))
         if index == 0:
@@ -519,7 +537,7 @@ def encode(model: Path, per_s: float, pipe: Connection) -> None:
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Of a random checkpoint of size tiny: with nothing compiled, and twice with what that left."""
+    """Start a tiny random checkpoint with nothing compiled, then twice with what the first start compiled."""
     found = {}
     with tempfile.TemporaryDirectory() as place:
         options = argparse.Namespace(**vars(options) | {"cache": Path(place) / "cache"})
@@ -536,7 +554,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def first_heard_s(server: Server) -> float:
-    """From the command to the first samples of an answer."""
+    """Return the seconds from the command to the first samples of an answer."""
     target = Target(address(server.url), None, 24000)
     body = {
         "input": "Good morning.",
@@ -553,7 +571,7 @@ async def first_heard_s(server: Server) -> float:
 PARTS = {"ladder": ladder, "throughput": throughput, "overload": overload, "clones": clones, "start": start}
 
 
-# what they need
+# --- helpers ---
 
 
 def demo(directory: Path, size: str) -> Path:
@@ -565,7 +583,7 @@ def demo(directory: Path, size: str) -> Path:
 
 
 def recording(seed: int, seconds: float = 5.0, rate_hz: int = 24000) -> str:
-    """Noise that no other seed gives, as a data URL."""
+    """Return noise that differs for every seed, as a data URL."""
     samples = noise(round(seconds * rate_hz)).copy()
     samples[:32] = np.random.default_rng(seed).normal(0, 3000, 32)
     file = BytesIO()
@@ -595,7 +613,7 @@ def upload(server: Server, name: str, audio: str) -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """The ladder, and goodput under overload, as far as they were measured."""
+    """Plot the ladder, and goodput under overload, as far as they were measured."""
     figure = Figure(figsize=(7, 8), layout="constrained")
     first, viable, good = figure.subplots(3)
     for policy, runs in result.get("ladder", {}).get("runs", {}).items():

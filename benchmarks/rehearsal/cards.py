@@ -1,26 +1,30 @@
-"""GPUs as tables, and the roofline: what a launch takes at the least."""
+"""GPUs as tables, and a roofline: the least time that a launch takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Of a kernel inside a replayed CUDA graph: its start and end on the device and the gap before the next one, in
-# which no bytes move. Small kernels of a replayed step took 1.2 to 1.9 us on an H200, with 0.65 us between them; a
-# step less its bytes and less our own kernels is 1.9 to 2.8 us a launch (benchmarks/LOG.md, 2026-11-22).
+# A kernel inside a replayed CUDA graph: its start and end on the device, and the gap before the next one. No
+# bytes move in this time. Small kernels of a replayed step took 1.2 to 1.9 us on an H200, with gaps of 0.65
+# us. A step without its bytes and without our own kernels takes 1.9 to 2.8 us a launch (benchmarks/LOG.md,
+# 2026-11-22).
 GRAPH_LAUNCH_US = 2.5
-# Of an operator that Python asks for: PyTorch's dispatcher, allocator and the driver, one thread.
+# An operator that Python launches: PyTorch's dispatcher, the allocator and the driver, on one thread.
 EAGER_LAUNCH_US = 6.0
-# What good kernels reach of a card's tables: streaming copies 85 to 93 % of bandwidth, cuBLAS 60 to 75 % of
-# dense bf16 at large sizes and far less at small ones. Fp32 convolutions on an H200 reached 51 % of theirs, and
-# matrices of a step read 83 % of bandwidth behind their start; TF32 was not measured.
+# The share of a card's peak that good kernels reach: streaming copies 85 to 93 % of bandwidth, cuBLAS 60 to
+# 75 % of dense bf16 at large sizes and far less at small ones. fp32 convolutions on an H200 reached 51 %, and
+# matrices of a step read at 83 % of bandwidth after their start. TF32 convolutions were measured later and
+# reach less, about a quarter (benchmarks/LOG.md, 2026-11-23).
 BANDWIDTH_REACHED, ARITHMETIC_REACHED = 0.8, 0.5
 
 
 @dataclass(frozen=True)
 class Card:
-    """Fields up to `gcnArchName` are torch's, of `torch.cuda.get_device_properties`; the others are of the
-    card's data sheet: bandwidth, and dense teraflops (no sparsity) with fp32 sums."""
+    """The properties of a GPU.
+
+    Fields up to `gcnArchName` are those of `torch.cuda.get_device_properties`. The others are from the card's
+    data sheet: bandwidth, and dense teraflops (no sparsity) with fp32 sums."""
 
     name: str
     major: int
@@ -44,17 +48,19 @@ class Card:
         return 10 * self.major + self.minor
 
     def launch_us(self, num_bytes: int, flops: int, arithmetic: str, start_us: float) -> float:
-        """One kernel starts, and then takes the longer of what its bytes and its arithmetic need."""
+        """Return the us of a kernel: its start, then the longer of its bytes and its arithmetic."""
         return start_us + self.busy_us(num_bytes, flops, arithmetic)
 
     def busy_us(self, num_bytes: int, flops: int, arithmetic: str) -> float:
-        """The same without its start: what it keeps from others."""
+        """Return the us of a kernel without its start: the time in which others cannot use the device."""
         bytes_us = num_bytes / (self.gb_per_s * 1e3 * BANDWIDTH_REACHED)
         return max(bytes_us, flops / (self.tflops[arithmetic] * 1e6 * ARITHMETIC_REACHED))
 
 
 def _hopper(name: str, memory_gib: int, gb_per_s: float) -> Card:
-    """Source: NVIDIA H100 and H200 Tensor Core GPU data sheets (SXM); CUDA C programming guide, compute
+    """Return an H100 or H200.
+
+    Source: NVIDIA H100 and H200 Tensor Core GPU data sheets (SXM); CUDA C programming guide, compute
     capabilities, 9.0."""
     tflops = {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}
     return Card(name, 9, 0, 132, memory_gib << 30, 232448, 233472, 2048, 50 << 20, gb_per_s, tflops)

@@ -1,5 +1,7 @@
-"""What a family's launches cost on a card, from counts that `benchmarks/rehearse.py` wrote. A roofline, never
-a measurement."""
+"""Costs of a family's launches on a card, from the counts of `benchmarks/rehearse.py`.
+
+They follow from a roofline and are not measured.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,12 @@ import numpy as np
 from benchmarks.rehearsal.cards import EAGER_LAUNCH_US, GRAPH_LAUNCH_US, Card
 from zoo.contract import Window
 
-# A step on a device on which cuBLAS with a launch behind it is faster than a gated product in one (`zoo.nn.swiglu`).
+# A step on a device where cuBLAS with a second launch is faster than a fused gated product (`zoo.nn.swiglu`).
 APART = "step, products apart"
 
 
 class Row(NamedTuple):
-    """`num` launches that cost the same each; see `launches.Launch`. memory_bytes: None in counts that were made before
-    they were counted."""
+    """`num` launches of equal cost; see `launches.Launch`. memory_bytes is None in old counts."""
 
     num: int
     kind: str
@@ -33,8 +34,10 @@ class Row(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one launch of the server: host_s, what Python takes to ask for its kernels; device_s, what they take
-    one after the other with nothing beside them; busy_s, how much of that is bytes and arithmetic, not starts."""
+    """The cost of one launch of the server.
+
+    host_s: Python's time for launching its kernels; device_s: the kernels' time one after the other, alone on
+    the device; busy_s: the part of device_s that is bytes and arithmetic, not starts."""
 
     host_s: float
     device_s: float
@@ -43,7 +46,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Launches of a step, a prefill or a render of so many slots."""
+    """The launches of a step, a prefill or a render of `slots` slots."""
 
     slots: int
     frames: int
@@ -61,7 +64,7 @@ class Part:
         return sum(r.num * card.busy_us(r.bytes, r.flops, r.arithmetic) for r in rows) / 1e3
 
     def host_ms(self) -> float:
-        """A graph is asked for once."""
+        """Return the host's time. A recorded graph is launched once and not counted."""
         return sum(row.num for row in self.rows if row.kind == "eager") * EAGER_LAUNCH_US / 1e3
 
     @property
@@ -72,14 +75,16 @@ class Part:
         return sum(row.num * row.bytes for row in self.rows if which(row))
 
     def num_memory_bytes(self) -> int | None:
-        """Those that the card's cache does not have (`l2`), where they were counted."""
+        """Return the bytes that the card's cache does not hold (`l2`), or None if they were not counted."""
         known = [row.num * row.memory_bytes for row in self.rows if row.memory_bytes is not None]
         return sum(known) if len(known) == len(self.rows) else None
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A family's parts by name ("step", "prefill", "render", and APART, if that is another), at the numbers of slots that were counted."""
+    """A family's parts by name, at the numbers of slots that were counted.
+
+    Names are "step", "prefill", "render", and APART if that step differs."""
 
     family: str
     size: str
@@ -89,7 +94,7 @@ class Counts:
 
     @classmethod
     def read(cls, path: Path, codec: str = "float32") -> Counts:
-        """codec: in which precision a render multiplies what it was counted to multiply in fp32."""
+        """Read counts from a file. codec: precision of a render's products that were counted in fp32."""
         content = json.loads(path.read_text())
         parts: dict[str, list[Part]] = defaultdict(list)
         for part in content["parts"]:
@@ -112,7 +117,7 @@ class Counts:
         return next(part for part in self.of(name, frames, length) if part.slots == slots)
 
     def cost(self, card: Card, name: str, slots: int, frames: int = 0, length: int = 0) -> Cost:
-        """Between numbers of slots that were counted, on the line between them."""
+        """Return a cost, interpolated between the counted numbers of slots."""
         known = self.of(name, frames, length)
         sizes = [part.slots for part in known]
         times_ms = [(part.host_ms(), part.device_ms(card), part.busy_ms(card)) for part in known]
@@ -123,13 +128,15 @@ def reads_pages(row: Row) -> bool:
     return row.within in ("paged_attention", "rotary_paged_attention")
 
 
-# A launch of so little takes hardly more than GRAPH_LAUNCH_US on any card.
+# A launch this small takes hardly more than GRAPH_LAUNCH_US on any card.
 SMALL_BYTES, SMALL_FLOPS = 1 << 20, 10_000_000
 
 
 def merged(rows: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """[num, kind, within, bytes, flops, arithmetic, memory_bytes] each: equal launches as one row, of their mean
-    memory_bytes, and all small ones of a kind as one, of their mean bytes and FLOPs."""
+    """Merge equal launches into rows [num, kind, within, bytes, flops, arithmetic, memory_bytes].
+
+    Equal launches become one row with their mean memory_bytes. All small launches of a kind become one row
+    with their mean bytes and FLOPs."""
     sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for num, kind, within, num_bytes, flops, arithmetic, memory_bytes in rows:
         is_small = num_bytes <= SMALL_BYTES and flops <= SMALL_FLOPS

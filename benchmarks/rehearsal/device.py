@@ -1,5 +1,7 @@
-"""Every question that PyTorch and Triton ask of a device, answered from a table. For a CPU build of torch and
-the `triton` wheel that its CUDA build asks for."""
+"""Answers from a table to every question that PyTorch and Triton ask a device.
+
+Works with a CPU build of torch and the `triton` wheel that its CUDA build requires.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def pretend(name: str = "h100") -> Iterator[Card]:
-    """Here torch and Triton believe in one GPU."""
+    """Make torch and Triton believe in one GPU while the context is active."""
     _build_guard()
     card = CARDS[name]
     with ExitStack() as stack:
@@ -53,8 +55,9 @@ def pretend(name: str = "h100") -> Iterator[Card]:
 
 @cache
 def _build_guard() -> ctypes.CDLL | None:
-    """A CPU build of torch has no device guard for CUDA, and indexing a fake CUDA tensor asks for one: build
-    one (3 s)."""
+    """Build a device guard for CUDA (3 s), or return None if torch has one.
+
+    A CPU build of torch has none, and indexing a fake CUDA tensor asks for one."""
     if torch.version.cuda is not None:
         return None
     root = Path(torch.__file__).parent
@@ -69,14 +72,14 @@ def _build_guard() -> ctypes.CDLL | None:
 
 
 class Graph:
-    """Stands for torch.cuda.CUDAGraph."""
+    """A stand-in for torch.cuda.CUDAGraph."""
 
     def replay(self) -> None:
-        raise AssertionError("nothing was recorded: a launch is counted when it is made")
+        raise AssertionError("a pretended device records nothing, so it cannot replay a graph")
 
 
 class Event:
-    """Stands for torch.cuda.Event: nothing is ever under way."""
+    """A stand-in for torch.cuda.Event that is always complete."""
 
     def __init__(self, **kwargs: Any): ...
 
@@ -89,7 +92,7 @@ class Event:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream: one order for all."""
+    """A stand-in for torch.cuda.Stream; all streams share one order."""
 
     def __init__(self, device: Any = None, priority: int = 0): ...
 
@@ -97,7 +100,7 @@ class Stream:
 
 
 def _answers(card: Card) -> dict[str, Any]:
-    """By name in torch.cuda, and in what Dynamo asks in its place."""
+    """Return replacements by their names in torch.cuda, and in the interface that Dynamo uses."""
     state = torch.zeros(16, dtype=torch.uint8)
     return {
         "is_available": lambda: True,
@@ -139,23 +142,20 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (torch._C, "_cuda_getCurrentRawStream", lambda device=0: 0),
         (torch.cuda.random, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8)),
         (device_interface.CudaInterface, "get_raw_stream", staticmethod(lambda device=0: 0)),
-        # PyTorch's own provision for fake CUDA tensors without a GPU asks whether one is there, and must not
-        # see ours.
+        # PyTorch's own support for fake CUDA tensors without a GPU asks whether a GPU exists. It must not see
+        # the pretended one.
         (fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda self: True)),
         (fake_tensor, "init_gpu_context", lambda device: None),
         (triton_helpers, "set_driver_to_gpu", lambda: None),  # it looks for libcuda
-        (
-            torch,
-            "from_dlpack",
-            torch.clone,
-        ),  # fake memory has no address; a clone, too, has a storage of its own
+        # Fake memory has no address. A clone has its own storage as well.
+        (torch, "from_dlpack", torch.clone),
         # Inductor folds constants by computing them on the device.
         (joint_graph.UniformValueConstantFolder, "_deduce_value", deduce_here),
     ]
 
 
 class _OnCpu(TorchDispatchMode):
-    """Tensors that would be made on the GPU, or moved there, are made and stay on the CPU."""
+    """A mode in which tensors for the GPU are created on the CPU and stay there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def here(value: Any) -> Any:
@@ -183,7 +183,7 @@ def _forget_devices() -> None:
 
 
 def _driver(card: Card) -> Any:
-    """What Triton's compiler and inductor's heuristics ask of Triton's driver."""
+    """Return a stand-in for Triton's driver that answers Triton's compiler and inductor's heuristics."""
     limits = {
         "max_shared_mem": card.shared_memory_per_block_optin,
         "max_num_regs": card.regs_per_multiprocessor,
@@ -206,7 +206,9 @@ def _driver(card: Card) -> Any:
 
 @contextmanager
 def _attention_as_on_cuda() -> Iterator[None]:
-    """Without a device both builds of torch compute scaled_dot_product_attention as plain products."""
+    """Choose the attention operator as a CUDA device would, while the context is active.
+
+    Without a device, both builds of torch compute scaled_dot_product_attention as plain products."""
     attention, key = aten.scaled_dot_product_attention.default, DispatchKey.CompositeImplicitAutograd
     attention.py_impl(key)(attend)
     try:
@@ -220,9 +222,10 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """scaled_dot_product_attention as CUDA chooses: flash without a mask, the memory-efficient kernel with
-    one, plain products for what neither takes. Source: pytorch,
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
+    """Compute scaled_dot_product_attention with the operator that CUDA chooses.
+
+    That is flash attention without a mask, the memory-efficient kernel with one, and plain products for
+    shapes that neither takes. Source: pytorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
     rest = (dropout_p, is_causal)
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     if q.dim() == 4 and attn_mask is None and is_half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
@@ -234,7 +237,7 @@ def attend(
 
 
 def _aligned(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A mask [..., n] as a bias whose rows begin where the kernel can read them, at multiples of 16."""
+    """Return a mask [..., n] as a bias whose rows begin at multiples of 16, as the kernel requires."""
     bias = mask
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)

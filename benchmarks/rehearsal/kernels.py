@@ -1,5 +1,4 @@
-"""Inductor's Triton kernels for a card that is not there: kept, counted as if launched, and built to
-cubins."""
+"""Keep inductor's Triton kernels for a pretended card, count them as if launched, and build them."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ from triton.runtime.jit import JITFunction, MockTensor
 
 from benchmarks.rehearsal.launches import Log, arithmetic, tensor_bytes, tensors_of
 
-RESULTS = {"out", "log_sums", "grown"}  # of our kernels: arguments that are written
-# FLOPs of those whose arithmetic may take longer than their bytes, from their arguments
+RESULTS = {"out", "log_sums", "grown"}  # arguments that our kernels write
+# FLOPs of kernels whose arithmetic may take longer than their bytes, from their arguments
 WORK: dict[str, Callable[[dict[str, Any]], int]] = {
     "_swiglu_linear": lambda given: 2 * given["rows"] * given["weight"].numel(),
     "_attend_stretch": lambda given: 4 * given["q"].numel() * (given["num_places"] + given["num"]),
 }
-# Bytes of an argument of which a kernel touches less than it is: of a cache, its streams' rows in one layer, as far as they can
-# be full; and their new positions.
+# Bytes of an argument if a kernel touches less than all of it. Of a cache, that is the streams' rows in one
+# layer, as far as they can be full, or their new positions.
 TOUCHED: dict[tuple[str, str], Callable[[dict[str, Any]], int]] = {
     ("_attend_stretch", "caches"): lambda given: len(given["slots"]) * tensor_bytes(given["caches"][0, 0]),
     ("_keep_stretch", "caches"): lambda given: tensor_bytes(given["k"]) + tensor_bytes(given["v"]),
@@ -43,7 +42,7 @@ TOUCHED: dict[tuple[str, str], Callable[[dict[str, Any]], int]] = {
 
 
 class Kernel:
-    """In the place of a compiled kernel: `run` logs what would have been launched."""
+    """A stand-in for a compiled kernel: `run` logs what would have been launched."""
 
     def __init__(self, name: str, source: str, log: Log):
         self.name, self.log = name, log
@@ -58,8 +57,8 @@ class Kernel:
         given = dict(zip(self.arguments, args, strict=False))
         sizes = {name: int(value) for name, value in given.items() if name.endswith("numel")} | self.sizes
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        # A pointwise kernel or a reduction touches a tensor at each of its loads no more often than it has elements (a
-        # table that is looked up in, less).
+        # A pointwise kernel or a reduction touches a tensor at each load at most once per element (for a
+        # lookup table, less).
         elements = math.prod(sizes.values()) if sizes else math.inf
         touched = {
             name: (
@@ -78,8 +77,10 @@ class Kernel:
 
 @dataclass
 class Kernels:
-    """To be built: what inductor wrote, name and source by the source without its name, since each graph counts names
-    from 0; and our own, each with a compiler for how it was called."""
+    """Kernels to build.
+
+    sources: inductor's, name and source, keyed by the source without its name, because each graph counts
+    names from 0. ours: our own, each with a compiler for the arguments of its call."""
 
     sources: dict[str, tuple[str, str]] = field(default_factory=dict)
     ours: dict[str, partial[Any]] = field(default_factory=dict)
@@ -87,8 +88,9 @@ class Kernels:
 
 @contextmanager
 def lowering(log: Log) -> Iterator[Kernels]:
-    """Within it inductor compiles for the card, and what it wrote is run dry over fake tensors: a launch is
-    counted as often as it happens, those of regions too."""
+    """Let inductor compile for the card, and run its output over fake tensors.
+
+    Each launch is counted as often as it happens, launches inside regions included."""
     kernels = Kernels()
     load = codecache.PyCodeCache.load_by_key_path.__func__  # type: ignore[attr-defined]
 
@@ -106,10 +108,9 @@ def lowering(log: Log) -> Iterator[Kernels]:
 
     def launch(function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         given = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        tensors = {
-            id(value): name for name, value in given.items() if isinstance(value, Tensor)
-        }  # each once: one may
-        touched = {}  # stand for what is not read
+        # Each tensor counts once: a call may pass one again for an argument that is not read.
+        tensors = {id(value): name for name, value in given.items() if isinstance(value, Tensor)}
+        touched = {}
         for name in tensors.values():
             part = TOUCHED.get((function.__name__, name))
             touched[name] = log.touched(given[name]) if part is None else (given[name], part(given))
@@ -141,7 +142,7 @@ def lowering(log: Log) -> Iterator[Kernels]:
         stack.enter_context(torch._inductor.config.patch(**options))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         for where, name, value in patches:
-            if not hasattr(where, name):  # what torch 2.11 lacks
+            if not hasattr(where, name):  # torch 2.11 lacks some
                 continue
             stack.enter_context(mock.patch.object(where, name, value))
         yield kernels
@@ -177,8 +178,9 @@ def _own_symbols(
     symbolic_context: Any = None,
     hint_overrides: Any = None,
 ) -> Any:
-    """Dynamo takes the sizes of a fake input as they are. Ours stand for real ones: sizes that were marked
-    become symbols."""
+    """Create symbols for the marked sizes of a fake input.
+
+    Dynamo would keep the sizes of a fake input as they are, but ours stand for real inputs."""
     return env._create_symbolic_sizes_strides_storage_offset(
         size,
         stride,
@@ -192,7 +194,7 @@ def _own_symbols(
 
 @dataclass
 class Built:
-    """What ptxas made of the kernels. spilled: their names, where registers went to memory."""
+    """The results of ptxas. spilled: names of kernels whose registers spill to memory."""
 
     num_kernels: int = 0
     num_configurations: int = 0
@@ -202,19 +204,18 @@ class Built:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-SPILLED_BYTES = 256  # of stack a thread: less is what functions such as sin and cos take
+SPILLED_BYTES = 256  # bytes of stack a thread; functions such as sin and cos use less than this
 
 
 def build(kernels: Kernels) -> Built:
-    """Every configuration of every kernel to a cubin, by the ptxas that triton brings. What fails is kept by
-    name."""
+    """Build every configuration of every kernel to a cubin with triton's ptxas. Failures are kept by name."""
     compilers = [(name, partial(_compile, name, source)) for name, source in kernels.sources.values()]
     compilers += [(name, partial(_compile_ours, compiler)) for name, compiler in kernels.ours.items()]
     built = Built(num_kernels=len(compilers))
     for name, compiler in compilers:
         try:
             compiled = compiler()
-        except Exception as error:  # whatever the compiler raises is the result
+        except Exception as error:  # whatever the compiler raises is a result
             built.failed[name] = str(error).strip().splitlines()[-1]
             continue
         for one in compiled:
@@ -234,12 +235,12 @@ def _compile(name: str, source: str) -> list[Any]:
 
 
 def _compile_ours(compiler: partial[Any]) -> list[Any]:
-    compiler.args[0].device_caches.clear()  # of another card
+    compiler.args[0].device_caches.clear()  # cached for another card
     return [compiler()]
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """-> registers a thread, bytes of stack a thread"""
+    """Return registers and bytes of stack per thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,10 +1,13 @@
-"""What of a launch's bytes reaches a card's memory: the others are still in its second-level cache from the launch
-before. A model of whole tensors, never a measurement.
+"""Estimate which bytes of a launch reach the card's memory; the others are still in its L2 cache. Not a
+measurement.
 
-The assumptions: tensors stay by when they were last touched, whole ones, in half of the card's L2 (an H100's has two
-halves, each of which may hold a copy); a tensor larger than that does not stay; what is written goes to memory when it
-leaves, once, unless it was overwritten before; memory of a tensor that is gone is given to the next of its size, as
-torch's allocator gives it; keys and values in pages never stay.
+The model's assumptions:
+
+  - Whole tensors stay in half of the card's L2, least recently used first out. (An H100's L2 has two halves that may each hold a copy.)
+  - A tensor larger than that does not stay.
+  - Written data goes to memory once, when it is evicted, unless it was overwritten before.
+  - The memory of a freed tensor goes to the next one of its size, as in torch's allocator.
+  - Keys and values in pages never stay.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-PART = 0.5  # of the card's L2 in which tensors stay
+PART = 0.5  # share of the card's L2 in which tensors stay
 ASSUMED = (
-    "what is not in half of the card's L2 (25 MB of an H100's), where whole tensors stay by when they were last touched; "
-    "what is written counts when it leaves."
+    "bytes that half of the card's L2 (25 MB on an H100) does not hold, where whole tensors stay by last use; "
+    "written bytes count when they are evicted."
 )
-Touched = Iterable[tuple[Tensor, int]]  # tensors, and how many bytes of each
+Touched = Iterable[tuple[Tensor, int]]  # tensors, and the bytes of each
 
 
 class L2:
@@ -29,17 +32,16 @@ class L2:
         self.clear()
 
     def clear(self) -> None:
-        """As if something else had run."""
-        self.places: dict[
-            int, tuple[StorageWeakRef, int, int]
-        ] = {}  # of a storage: itself, its address, its bytes
+        """Forget everything, as if another program had run."""
+        # of a storage: itself, its address, its bytes
+        self.places: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self.free: defaultdict[int, list[int]] = defaultdict(list)  # addresses by bytes
-        self.held: OrderedDict[int, int] = OrderedDict()  # bytes at an address, the latest last
-        self.changed: set[int] = set()  # addresses whose memory is behind
+        self.held: OrderedDict[int, int] = OrderedDict()  # bytes at an address, latest use last
+        self.changed: set[int] = set()  # addresses that memory does not have yet
         self.num_addresses = 0
 
     def launch(self, reads: Touched, writes: Touched) -> int:
-        """-> bytes that go to memory or come from it."""
+        """Return the bytes that a launch reads from memory or writes to it."""
         self._forget_dead()
         moved = 0
         for tensor, num_bytes in reads:
@@ -53,7 +55,7 @@ class L2:
         return moved
 
     def _hold(self, address: int, num_bytes: int) -> int:
-        """-> bytes that are written to memory for it."""
+        """Keep a tensor in the cache. Return the bytes that this evicts to memory."""
         self.held[address] = max(num_bytes, self.held.pop(address, 0))
         written, room = 0, sum(self.held.values())
         while room > self.size:

@@ -1,5 +1,4 @@
-"""What a run on a pretended GPU would have launched: every operator with its bytes and FLOPs, and what makes
-the host wait."""
+"""Record what a run on a pretended GPU would launch, and what would make the host wait."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.rehearsal.l2 import L2
 
 aten = torch.ops.aten
-Touched = Sequence[tuple[Tensor, int]]  # tensors, and how many bytes of each
-# What these give depends on values, so the host waits until the device has them.
+Touched = Sequence[tuple[Tensor, int]]  # tensors, and the bytes of each
+# The results of these depend on values, so the host waits for the device.
 WAITS = {
     aten._local_scalar_dense, aten.nonzero, aten.nonzero_static, aten.masked_select, aten.is_nonzero, aten.item, aten.equal,
     aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount, aten.repeat_interleave,
 }  # fmt: skip
 COPIES = {aten._to_copy, aten.copy_, aten.copy, aten._copy_from}
-# Operators that launch nothing, beside views.
+# Operators that launch nothing, in addition to views.
 FREE = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "set_", "lift_fresh", "_unsafe_view",
     "resize_", "_pin_memory", "is_pinned",
@@ -46,9 +45,11 @@ WRITES_WHAT_IT_IS_GIVEN = {
 
 
 class Launch(NamedTuple):
-    """One kernel. kind: "triton" and "extern" (of the compiled graph: generated, and called by it),
-    "recorded" (asked for by Python once, when the launch is recorded), or "eager" (each time); within: the
-    operator of ours that it is a part of; memory_bytes: those of its bytes that are not in the card's cache (`l2`)."""
+    """One kernel.
+
+    kind: "triton" and "extern" (generated for the compiled graph, and called by it), "recorded" (launched by
+    Python once, while recording), or "eager" (launched by Python each time). within: our operator that it is
+    a part of. memory_bytes: its bytes that are not in the card's cache (`l2`)."""
 
     name: str
     kind: str
@@ -61,15 +62,16 @@ class Launch(NamedTuple):
 
 @dataclass
 class Log:
-    """What happened since `clear`. waits: the host waits for a value; copies: between host and device, that
-    block."""
+    """The events since `clear`.
+
+    waits: values that the host waits for. copies: blocking copies between host and device."""
 
     launches: Counter[Launch] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     kind: str = "eager"
     within: str = ""
-    kv: Tensor | None = None  # the arena, of which a launch reads what its sequences hold in one layer
+    kv: Tensor | None = None  # the arena; a launch reads the pages of its sequences in one layer
     live_kv_bytes: int = 0
     cache: L2 = field(default_factory=lambda: L2(0))
 
@@ -79,18 +81,18 @@ class Log:
             counter.clear()
 
     def counted(self) -> list[Counter[Any]]:
-        """Copies of the counters, which do not go on."""
+        """Return copies of the counters."""
         return [Counter(counter) for counter in (self.launches, self.waits, self.copies)]
 
     def repeat(self, counted: list[Counter[Any]]) -> None:
-        """What happened once happens again."""
+        """Count the given events again."""
         for counter, more in zip((self.launches, self.waits, self.copies), counted, strict=True):
             counter.update(more)
 
     def add(
         self, name: str, reads: Touched, writes: Touched = (), flops: int = 0, arithmetic: str = "fp32"
     ) -> None:
-        """One launch that touches so many bytes of each of these tensors."""
+        """Count one launch with the bytes that it touches of each tensor."""
         pages = sum(n for tensor, n in (*reads, *writes) if self._is_arena(tensor))
         others = [
             [(tensor, n) for tensor, n in some if not self._is_arena(tensor)] for some in (reads, writes)
@@ -100,7 +102,7 @@ class Log:
         self.launches[Launch(name, self.kind, self.within, num_bytes, flops, arithmetic, moved)] += 1
 
     def touched(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """A tensor, and the bytes of it that a kernel of ours needs."""
+        """Return a tensor with the bytes of it that one of our kernels needs."""
         return tensor, self.live_kv_bytes if self._is_arena(tensor) else tensor_bytes(tensor)
 
     def _is_arena(self, tensor: Tensor) -> bool:
@@ -120,7 +122,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Those that can be touched: an expanded tensor is read once."""
+    """Return the bytes that can be touched; an expanded tensor is read once."""
     sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(map(int, sizes)) * tensor.element_size()
 
@@ -130,7 +132,7 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 
 def arithmetic(tensors: Iterable[Tensor], is_convolution: bool = False) -> str:
-    """What products of such operands are computed in."""
+    """Return the precision in which products of these operands are computed."""
     if all(tensor.dtype != torch.float32 for tensor in tensors):
         return "bf16"
     is_tf32 = torch.backends.cudnn.allow_tf32 if is_convolution else torch.backends.cuda.matmul.allow_tf32
@@ -138,7 +140,7 @@ def arithmetic(tensors: Iterable[Tensor], is_convolution: bool = False) -> str:
 
 
 def touches(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Touched, Touched]:
-    """What one operator reads and writes at least. A tensor that it is given to write its result in is not read."""
+    """Return what an operator reads and writes at least. A tensor passed as `out` is not read."""
     made, name = tensors_of(out), func.overloadpacket.__name__
     given = tensors_of(args, {key: value for key, value in kwargs.items() if key != "out"})
     writes = [(tensor, tensor_bytes(tensor)) for tensor in made]
@@ -163,25 +165,27 @@ def is_view(func: Any) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Inside, operators on the device are logged as launches. Those of ours are opened up: what they launch
-    is what their Python does."""
+    """A mode that logs operators on the device as launches.
+
+    Our own operators are opened: they launch what their Python code launches."""
 
     def __init__(self, log: Log):
         super().__init__()
-        self.log, self.pinned = log, dict[int, Tensor]()  # held, so that no other takes their place
+        self.log = log
+        self.pinned = dict[int, Tensor]()  # keeps them alive, so that no other tensor gets their storage
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Compiled code runs under it: Dynamo leaves its frames alone under other modes."""
+        """Return True, because Dynamo does not compile frames under other modes."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "zoo":
             return self._opened(func, args, kwargs)
-        if func.namespace == "prim":  # a question
+        if func.namespace == "prim":  # asks for a property and launches nothing
             return func(*args, **kwargs)
-        with self:  # in inference mode an operator that is made of others comes as it is
+        with self:  # in inference mode composite operators arrive undecomposed
             out = func.decompose(*args, **kwargs)
         if out is not NotImplemented:
             return out
@@ -206,8 +210,7 @@ class Recorder(TorchDispatchMode):
         return f"{func} in zoo.{self.log.within}" if self.log.within else str(func)
 
     def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator of ours. One that asks for values cannot go on without any: it is counted as one
-        launch, and its waits say so."""
+        """Run one of our operators under this mode. One that needs values counts as one launch."""
         before, self.log.within = self.log.within, func.overloadpacket.__name__
         try:
             with self:

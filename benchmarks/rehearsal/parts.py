@@ -1,4 +1,4 @@
-"""A family's step, prefill and render over fake tensors, through the server's own runner."""
+"""Run a family's step, prefill and render over fake tensors, through the server's own runner."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from zoo.contract import Batch, Family, Lane, View
 
 
 class Rehearsed(Runner):
-    """A runner whose launches are counted: nothing is recorded, so each happens as it would be recorded."""
+    """A runner that counts its launches. Each happens as it would be recorded, but none is recorded."""
 
     def __init__(self, family: Family[Any], slots: Sequence[int], context: int, log: Log, codec: str):
         kv_bytes = usual_kv_bytes(family, max(slots))
         super().__init__(family, max(slots), Arena([family], kv_bytes), codec=codec)
         self.context, self.log = context, log
         self.buckets = self.render_batches = sorted(slots)
-        # of the count that is under way, by shape: what was logged, and what came out
+        # during a count, by shape: the logged events, and the output
         self.renders: dict[tuple[int, int, int], tuple[list[Counter[Any]], tuple[Tensor, ...]]] = {}
 
     def launch_step(self, batch: Batch) -> tuple[Tensor]:
@@ -43,8 +43,10 @@ class Rehearsed(Runner):
             return super().launch_prefill(_own_tensor(inputs), _own(batch))
 
     def launch_render(self, view: View) -> tuple[Tensor, ...]:
-        """Many slots are rendered by several launches of one shape: as on a device, where a recorded one is replayed,
-        the second is what the first one was."""
+        """Launch a render; count a second launch of the same shape without running it.
+
+        Many slots are rendered by several launches of one shape. On a device the second one replays what the
+        first one recorded."""
         shape = len(view.slots), view.frames, view.length
         if shape in self.renders:
             counted, out = self.renders[shape]
@@ -57,7 +59,7 @@ class Rehearsed(Runner):
         return out
 
     def lower(self, parts: Collection[str]) -> None:
-        """What the warm-up compiles, as it does."""
+        """Compile what the server's warm-up compiles."""
         names = ("step", "prefill", "render")
         step, prefill, render = (
             how != Eager() and part in parts for part, how in zip(names, self.lowerings, strict=True)
@@ -72,11 +74,11 @@ class Rehearsed(Runner):
                 warm_render(self, frames, length)
 
     def count_step(self, num_slots: int) -> None:
-        """One step of so many slots, each with `context` positions."""
+        """Count one step of `num_slots` slots with `context` positions each."""
         self._count(lambda: self.step(np.arange(num_slots)), num_slots, self.context)
 
     def count_prefill(self, tokens: Sequence[int]) -> None:
-        """One launch that fills so many positions of each of these prompts."""
+        """Count one launch that fills the given number of positions of each prompt."""
         inputs = torch.zeros(max(tokens), self.family.spec.width, dtype=self.family.dtype, device=self.device)
         lane = Lane(inputs, (), torch.zeros(max(tokens), dtype=torch.bool, device=self.device))
         lanes = range(self.family.spec.lanes)
@@ -86,7 +88,7 @@ class Rehearsed(Runner):
         self._count(lambda: self.prefill(chunks), len(tokens), 0)
 
     def count_render(self, num_slots: int, frames: int, length: int = 0) -> None:
-        """One window of `frames` frames of so many slots, in a length bucket."""
+        """Count one window of `frames` frames for `num_slots` slots, in a length bucket."""
         start, count = np.zeros(num_slots, INT), np.full(num_slots, frames, INT)
         due = Render(np.arange(num_slots), start, count, np.zeros(num_slots, bool), frames, 0.0, length)
         self._count(lambda: self.render(due), num_slots, self.context)
@@ -106,8 +108,10 @@ Inputs = TypeVar("Inputs", Batch, View)
 
 
 def _own(inputs: Inputs) -> Inputs:
-    """The same launch, of tensors that are nobody's views. Dynamo asks what a view is a view of, unless it
-    was made in inference mode, as it is on a device; fake tensors never are."""
+    """Return the same inputs with tensors that are not views.
+
+    Dynamo asks for the base of a view unless the view was created in inference mode, which is true on a
+    device but never for fake tensors."""
     given = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "kv"}
     tensors: dict[str, Any] = {
         name: _own_tensor(one) for name, one in given.items() if isinstance(one, Tensor)

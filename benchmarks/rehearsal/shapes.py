@@ -1,4 +1,4 @@
-"""A family of any size without its weights: shapes, dtypes and devices, no memory."""
+"""Load a family of any size without its weights: shapes, dtypes and devices, but no memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zoo.nn import checkpoint, synthetic
 
 
 def write(family: str, size: str, path: Path) -> Path:
-    """The demo checkpoint of a size, its values left out: a few megabytes on disk. What is there is kept."""
+    """Write the demo checkpoint of a size without values, a few megabytes on disk, unless it exists."""
     if not path.exists():
         with (
             mock.patch.object(synthetic, "write_tensors", _write_holes),
@@ -36,7 +36,7 @@ def write(family: str, size: str, path: Path) -> Path:
 def _write_holes(
     path: Path, shapes: Mapping[str, tuple[int, ...]], fill: Callable[..., Any], dtype: torch.dtype
 ) -> None:
-    """As `synthetic.write_tensors`, a file with holes in the place of values."""
+    """Replace `synthetic.write_tensors`: write a file with holes instead of values."""
     header, end = {}, 0
     for name in sorted(shapes):
         start, end = end, end + math.prod(shapes[name]) * dtype.itemsize
@@ -50,13 +50,13 @@ def _write_holes(
 
 
 def _one_zero(name: str, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> np.ndarray:
-    """As `synthetic.fill`, one zero for all: a pickle of it is as small."""
+    """Replace `synthetic.fill`: return one zero for all values, which pickles small."""
     return np.broadcast_to(np.zeros(1, np.float32), tuple(shape))
 
 
 @contextmanager
 def fake() -> Iterator[FakeTensorMode]:
-    """Here tensors have shapes and devices, and no values."""
+    """Give tensors shapes and devices but no values, while the context is active."""
     from_numpy = torch.from_numpy
     with (
         FakeTensorMode(shape_env=_no_values(), allow_non_fake_inputs=True) as mode,
@@ -68,17 +68,17 @@ def fake() -> Iterator[FakeTensorMode]:
 
 
 def _no_values() -> ShapeEnv:
-    """Who asks for a value gets an error, not a symbol."""
+    """Return a shape environment that raises an error when code asks for a value."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def _some_values(tensor: Tensor) -> np.ndarray:
-    """Room of the same shape: what is written there is for nobody."""
+    """Return zeros of the same shape, whose values are never used."""
     return np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """nn.Module._apply exchanges the data of parameters, which fake ones do not have."""
+    """Replace nn.Module._apply, which swaps the data of parameters. Fake parameters have none."""
     for owner in module.modules():
         for name, value in owner._parameters.items():
             if value is not None:
@@ -90,7 +90,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 class _FakeDevice(TorchDispatchMode):
-    """The host is real, the device is fake."""
+    """A mode with a real host and a fake device."""
 
     def __init__(self, mode: FakeTensorMode):
         super().__init__()
@@ -108,12 +108,14 @@ def _is_device(leaf: Any) -> bool:
 
 
 def load(path: Path, mode: FakeTensorMode, dtype: str = "bfloat16") -> zoo.Family:
-    """Within `fake` and `pretend` -> the family as zoo.load makes it on a GPU, of fake tensors. Names, shapes
-    and dtypes of the files are checked as ever; weights are not read, what else the files hold is."""
+    """Return the family as zoo.load creates it on a GPU, with fake tensors. Runs within `fake` and `pretend`.
+
+    Names, shapes and dtypes of the files are checked as usual. Weights are not read, but everything else in
+    the files is."""
     with (
         unset_fake_temporarily(),
         _FakeDevice(mode),
-        torch.inference_mode(False),  # within it no parameter can be made of a fake tensor
+        torch.inference_mode(False),  # in inference mode no parameter can be made from a fake tensor
         mock.patch.object(checkpoint, "_fill", lambda *args: None),
     ):
         return zoo.load(path, device="cuda", dtype=dtype)

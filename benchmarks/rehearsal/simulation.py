@@ -1,5 +1,4 @@
-"""The project's scheduler on a virtual clock: a server's turns, with what launches cost in the place of
-launches."""
+"""Run the project's scheduler on a virtual clock: a server's steps, with costs in place of launches."""
 
 from __future__ import annotations
 
@@ -15,16 +14,17 @@ from serving.engine.launches import Render
 from serving.engine.policy import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy
 from serving.engine.scheduler import Scheduler
 
-# Of the host's own work a turn, by who speaks: Qwen3-TTS on an H200's host, the slowest that was measured there
-# (benchmarks/results/2026-11-22-h200-qwen3_tts.json: host, step and render); Higgs took half.
+# The host's own ms a step, by the number of active streams: Qwen3-TTS on an H200's host, the slowest that was
+# measured there (benchmarks/results/2026-11-22-h200-qwen3_tts.json: host, step and render). Higgs took half.
 TURN_STREAMS, TURN_MS = (1, 16, 64), (2.0, 3.5, 5.0)
 PROMPT_TOKENS = 100
 
 
 @dataclass(frozen=True)
 class Load:
-    """Arrivals [R], in seconds, and how many frames each speaks. num_streams: a next request comes when fewer than
-    so many speak."""
+    """Requests: arrivals [R] in seconds, and the frames [R] of each.
+
+    num_streams: in a closed loop, the number of requests that run at once."""
 
     arrivals_s: np.ndarray
     frames: np.ndarray
@@ -45,8 +45,7 @@ class Load:
 
 @dataclass
 class Heard:
-    """What the listeners of a load had. begun_s and first_s [R]: admitted, and first audio; late [R]:
-    gaps."""
+    """What the listeners of a load experience. begun_s, first_s [R]: admission and first audio."""
 
     load: Load
     begun_s: np.ndarray = field(init=False)
@@ -70,8 +69,10 @@ class Heard:
 
 @dataclass(eq=False)
 class Work:
-    """A launch on a stream. left_s: of its time with nothing beside it; load: the part of that which is bytes and
-    arithmetic; asked_s: when Python has asked for all of it, before which it is not over."""
+    """A launch on a stream.
+
+    left_s: its remaining time if alone; load: the part of that time that is bytes and arithmetic; asked_s:
+    when Python has launched all of it, before which it cannot end."""
 
     left_s: float
     load: float
@@ -85,18 +86,22 @@ class Work:
 
 
 class Device:
-    """Streams beside each other, and the host that fills them. Work on one stream is done in order. Two that are under
-    way share what is busy and hide each other's starts: each runs at its own speed while their loads add up to 1 at
-    most, else all are slower by that sum. So bytes and arithmetic of two kernels never overlap, not even the bytes of
-    one with the arithmetic of the other, which a device can do."""
+    """Parallel streams, and the host that fills them.
+
+    Work on one stream runs in order. Work on two streams shares what is busy and hides each other's starts.
+    Each runs at its own speed while their loads add up to 1 at most; otherwise both are slower by that sum.
+    So bytes and arithmetic of two kernels never overlap, not even the bytes of one with the arithmetic of the
+    other, although a device can do that."""
 
     def __init__(self) -> None:
         self.host_s = self.device_s = 0.0
         self.queues: dict[str, deque[Work]] = {"lm": deque(), "renders": deque()}
 
     def launch(self, stream: str, cost: Cost) -> Work:
-        """Returns when Python has asked for it."""
-        assert cost.device_s > 0, f"a launch that takes {cost.device_s} s"
+        """Queue a launch and advance the host's clock until Python has launched it."""
+        assert cost.device_s > 0, (
+            f"a launch must take time on the device, but this one takes {cost.device_s} s"
+        )
         began_s = self.host_s
         self.host_s += cost.host_s
         work = Work(cost.device_s, cost.busy_s / cost.device_s, began_s, self.host_s)
@@ -120,7 +125,7 @@ class Device:
         return max(1.0, sum(work.load for work in running if work.left_s > 0))
 
     def _next_s(self) -> float:
-        """When the next thing happens, if nothing is launched before."""
+        """Return when the next event happens if nothing is launched before."""
         running = self._running()
         slow = self._slowness(running)
         ends = [max(self.device_s + work.left_s * slow, work.asked_s) for work in running]
@@ -142,8 +147,10 @@ class Device:
 
 
 class Server:
-    """One model's turns, as `model_worker` takes them: reports are read one launch later, samples when they are
-    there. Slots have all the pages they need."""
+    """One model's steps, in the order of `model_worker`.
+
+    Reports are read one launch later, samples when they are there. Slots have all the pages that they
+    need."""
 
     def __init__(self, counts: Counts, card: Card, num_slots: int, policy: str = "streaming"):
         self.counts, self.cost = counts, cache(partial(counts.cost, card))
@@ -152,7 +159,7 @@ class Server:
         )
         self.device = Device()
         self.request = np.full(num_slots, -1)
-        self.made = np.zeros(num_slots, np.int64)  # frames on the tape, of steps that were launched
+        self.made = np.zeros(num_slots, np.int64)  # frames on the tape, of launched steps
         self.wanted = np.zeros(num_slots, np.int64)
         self.reports: deque[tuple[Work, np.ndarray, np.ndarray]] = deque()
         self.renders: deque[tuple[Work, Render]] = deque()
@@ -228,7 +235,7 @@ class Server:
             )
 
     def _finish(self, heard: Heard) -> None:
-        """A step that is still under way for a slot is in vain, and over before its next tenant's first."""
+        """Close finished slots. A step in flight for one is wasted, but ends before the next tenant's."""
         for slot in self.scheduler.finished_slots().tolist():
             heard.audio_s += float(self.wanted[slot]) * self.counts.frame_s
             self.scheduler.close(slot)
