@@ -14,8 +14,8 @@ GRAPH_LAUNCH_US = 2.5
 EAGER_LAUNCH_US = 6.0
 # The share of a card's peak that good kernels reach: streaming copies 85 to 93 % of bandwidth, cuBLAS 60 to
 # 75 % of dense bf16 at large sizes and far less at small ones. fp32 convolutions on an H200 reached 51 %, and
-# matrices of a step read at 83 % of bandwidth after their start. TF32 convolutions were measured later and
-# reach less, about a quarter (benchmarks/LOG.md, 2026-11-23).
+# matrices of a step read at 83 % of bandwidth after their start. TF32 convolutions reached a quarter at most
+# (benchmarks/LOG.md, 2026-11-23).
 BANDWIDTH_REACHED, ARITHMETIC_REACHED = 0.8, 0.5
 
 

@@ -1,9 +1,9 @@
-"""Attacks a server on this machine, and says what it tried and what failed.
+"""Attack a server on this machine, and print what was tried and what failed.
 
     python -m tests.attack [NAME ...]
 
-Every attack starts servers of its own on loopback ports, with tiny demo checkpoints, and is bounded in time
-and memory.
+Every attack starts its own servers on loopback ports, with tiny demo checkpoints. Its time and memory are
+bounded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ATTACKS = {
 def main(names: list[str]) -> int:
     if unknown := set(names) - set(ATTACKS):
         print(
-            f"there is no attack {', '.join(sorted(unknown))}; there is: {', '.join(ATTACKS)}",
+            f"unknown attack: {', '.join(sorted(unknown))}; use {', '.join(ATTACKS)}",
             file=sys.stderr,
         )
         return 2

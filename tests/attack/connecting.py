@@ -1,4 +1,7 @@
-"""Connections that send too much, too slowly, or do not read: before the API key is asked for, and after."""
+"""Attack with connections that send too much, send too slowly, or do not read.
+
+Some of them have no API key.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ SPEAK = b"POST /v1/audio/speech HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 HALF = (b"", b"GET /hea", SPEAK, SPEAK + b"content-length: 100\r\n\r\n{")
 NUM_HALF = 1200
 NUM_DEAF = 40
-HELD_S = 8.0  # of 48 kHz PCM: what the system's buffers hold of an answer that nobody reads
+# seconds of 48 kHz PCM: what the system's buffers hold of an answer that the client does not read
+HELD_S = 8.0
 SHORT_S = 0.2  # the one answer before them was shorter
 
 
@@ -47,12 +51,17 @@ def headers_without_end(target: Target) -> Row:
             pass
     grown = (target.resident_bytes("http") - before) / MIB
     return Row(
-        "300 MiB of headers", 1, int(sent > 8 * MIB), f"{sent / MIB:.1f} MiB are taken, http {grown:+.0f} MiB"
+        "300 MiB of headers",
+        1,
+        int(sent > 8 * MIB),
+        f"{sent / MIB:.1f} MiB were accepted, http {grown:+.0f} MiB",
     )
 
 
 def half_a_request(target: Target) -> Row:
-    """Heads are waited for 10 s, bodies a minute, and others are served meanwhile."""
+    """Leave requests half sent. Heads time out after 10 s, bodies after a minute.
+
+    Other requests are served meanwhile."""
     clients = [connected(target) for _ in range(NUM_HALF)]
     for i, client in enumerate(clients):
         client.sendall(HALF[i % len(HALF)])
@@ -68,12 +77,12 @@ def half_a_request(target: Target) -> Row:
         f"{NUM_HALF} half-sent requests",
         NUM_HALF,
         failed,
-        f"{num_open} are open after 70 s; another was answered in {took_s:.1f} s",
+        f"{num_open} open after 70 s; another request took {took_s:.1f} s",
     )
 
 
 def is_open(client: socket.socket) -> bool:
-    """Nothing came, not even its end."""
+    """Return whether the connection is open and has received nothing."""
     client.setblocking(False)
     try:
         client.recv(1)
@@ -108,11 +117,11 @@ def readers_that_stop(target: Target) -> Row:
         client.close()
     short = [audio_s for reason, audio_s in ends(target) if reason == "stop" and audio_s < HELD_S]
     left = [audio_s for reason, audio_s in ends(target) if reason == "cancelled"]
-    seen = f"{len(left)} are left within {took_s:.0f} s, {len(short)} fit into the system's buffers"
+    seen = f"{len(left)} disconnected within {took_s:.0f} s, {len(short)} fit into the system's buffers"
     return Row(f"{NUM_DEAF} readers that stop", NUM_DEAF, NUM_DEAF - len(left) - len(short), seen)
 
 
 def ends(target: Target) -> list[tuple[str, float]]:
-    """Of answers with as much audio as these: how they ended, and their seconds."""
+    """Return (reason, seconds of audio) of each answer that is longer than SHORT_S."""
     logged = [json.loads(line) for line in target.lines if '"event": "speech"' in line]
     return [(line["reason"], line["audio_s"]) for line in logged if line["audio_s"] > SHORT_S]

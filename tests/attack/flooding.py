@@ -1,4 +1,4 @@
-"""One client sends more than the rest can bear: texts, recordings, requests. The others go on as before."""
+"""Attack with more texts, recordings and requests than a server can hold, next to an ordinary client."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.attack.target import Target
 
 MIB = 1 << 20
 TEXT = "word " * (6 * MIB // 5)
-MAX_GAP_S = 3.0  # of the other client's stream
-MAX_GROWTH_MIB = 700  # 16 bodies of 13 MB, each as it came, in one piece, and as text
-VOICE = {"tiny": "vivian", "tiny-base": "other"}  # of a client that sends no recording
+MAX_GAP_S = 3.0  # longest gap in the other client's stream
+MAX_GROWTH_MIB = 700  # 16 bodies of 13 MB, each as received, in one piece, and as text
+VOICE = {"tiny": "vivian", "tiny-base": "other"}  # voice of a client that sends no recording
 
 
 def long_texts(directory: Path) -> Iterator[Row]:
-    """Texts without end, in every field that has one."""
+    """Send very long texts in every field that takes text."""
     bomb = base64.b64encode(silence(5, 16000)).decode()
     fields: dict[str, dict[str, object]] = {
         "input": {"text": TEXT},
@@ -44,7 +44,7 @@ def long_texts(directory: Path) -> Iterator[Row]:
 
 
 def recordings(directory: Path) -> Iterator[Row]:
-    """Small files that are large once they are decoded; a request without one does not wait for them."""
+    """Send small files that decode to large ones. Requests without a recording must not wait for them."""
     bomb = base64.b64encode(silence(29, 192_000)).decode()
     post: dict[str, object] = {"model": "tiny-base", "ref_audio": bomb, "x_vector_only_mode": True}
     with Target("tiny tiny-base", directory) as target:
@@ -55,11 +55,11 @@ def recordings(directory: Path) -> Iterator[Row]:
             "model": "tiny-base",
             "ref_audio": base64.b64encode(bytes(10 * MIB)).decode(),
         }
-        yield disturb("40 posts of 10 MB that is no audio", target, [large] * 40, {400, 503})
+        yield disturb("40 posts of 10 MB that are not audio", target, [large] * 40, {400, 503})
 
 
 def disturb(name: str, target: Target, posts: list[dict[str, object]], allowed: set[int]) -> Row:
-    """All posts at once, while another client listens: how they are answered, and what it hears."""
+    """Send all posts at once while another client listens. Check the answers, the gaps and the memory."""
     before = {process: target.resident_bytes(process) for process in target.pids}
     target.forget_peaks()
     with ThreadPoolExecutor(len(posts) + 1) as pool:
@@ -100,7 +100,7 @@ def outcome(target: Target, post: dict[str, object]) -> int | str:
 
 
 def longest_gap_s(target: Target) -> float:
-    """Between two pieces of a stream, which speaks in an uploaded voice."""
+    """Return the longest time between two chunks of a stream in an uploaded voice."""
     last, longest = time.monotonic(), 0.0
     model = target.models[0]
     body = {"model": model, "input": "word " * 100, "voice": VOICE[model]}
@@ -114,7 +114,7 @@ def longest_gap_s(target: Target) -> float:
 
 
 def upload(target: Target) -> None:
-    """The voice of the other client, which has spoken once."""
+    """Upload the other client's voice and speak in it once."""
     sample = {"audio_sample": ("other.flac", silence(5, 16000))}
     answer = target.http.post("/v1/audio/voices", data={"name": "other"}, files=sample)
     assert answer.status_code == 200, answer.text

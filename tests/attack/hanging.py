@@ -1,4 +1,4 @@
-"""The engine is stopped, and not ended: who asks meanwhile is told so, and nobody waits for ever."""
+"""Stop the engine without ending it: requests must get an error, and none may wait forever."""
 
 from __future__ import annotations
 
@@ -30,19 +30,17 @@ def attack(directory: Path) -> Iterator[Row]:
             (not is_noticed) + (TRIES - statuses[503]) + (not is_back) + (before.result().status_code != 200)
         )
         yield Row(
-            f"an engine that sleeps, {TRIES} requests",
+            f"a paused engine, {TRIES} requests",
             TRIES + 1,
             failed,
-            f"{dict(statuses)}, the one before ends well",
+            f"{dict(statuses)}, the earlier request succeeds",
         )
         target.signal("engine", signal.SIGSTOP)
         began = time.monotonic()
         is_killed = until(lambda: "silent for" in target.said, 60)
         is_back = until(lambda: is_ready(target) and target.speak(voice="vivian").status_code == 200, 60)
         took_s = time.monotonic() - began
-        yield Row(
-            "an engine that hangs", 1, int(not (is_killed and is_back)), f"speaks again after {took_s:.0f} s"
-        )
+        yield Row("a hung engine", 1, int(not (is_killed and is_back)), f"speaks again after {took_s:.0f} s")
 
 
 def is_ready(target: Target) -> bool:

@@ -1,4 +1,4 @@
-"""What an attack gives back: how often it tried, and how often the server failed."""
+"""The result of an attack: how often it tried, and how often the server failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """failed: of the tries, those after which the server was not as it must be. seen: figures, in words."""
+    """One line of the result. failed: tries after which the server was in a wrong state."""
 
     attack: str
     tried: int

@@ -1,4 +1,4 @@
-"""The server, or a part of it, is stopped while it answers: nobody takes what was cut for the whole."""
+"""Stop the server, or one of its processes, while it answers: a cut answer must never look complete."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def stop(name: str, signals: list[tuple[str, signal.Signals]], directory: Path, 
 
 
 def listen(url: str, seed: int) -> str:
-    """How one answer ended, as its client sees it. "whole: BYTES" is what looks like all of it; BAD is
-    neither that nor an error."""
+    """Return how one answer ended for its client.
+
+    "whole: BYTES" is an answer that looks complete, and "BAD ..." is neither that nor an error."""
     kind = KINDS[seed % len(KINDS)]
     text = "Hello out there, this goes on and on. " * 20
     body = {
@@ -84,7 +85,7 @@ def listen(url: str, seed: int) -> str:
 def events(data: bytes) -> str:
     said = [json.loads(line.removeprefix("data: ")) for line in data.decode().splitlines() if line]
     if not said or said[-1]["type"] not in ("speech.audio.done", "error"):
-        return "BAD events without an end"
+        return "BAD events without a last event"
     if said[-1]["type"] == "error":
         return "sse error"
     deltas = [event["audio"] for event in said if event["type"] == "speech.audio.delta"]

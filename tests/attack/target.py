@@ -1,4 +1,4 @@
-"""What is attacked: `zoo serve` on a tiny demo checkpoint, in processes of its own, on a loopback port."""
+"""A `zoo serve` to attack, with tiny demo checkpoints, in separate processes on a loopback port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHILDREN = {"engine": "serving.engine.engine_process", "http": "serving.http.app
 
 
 class Target:
-    """Started on entering, ended on leaving. `said` is what it wrote on stderr so far."""
+    """A server that runs while the context is active. `said` is its output on stderr so far."""
 
     def __init__(self, models: str, directory: Path, *options: str, **env: str):
         self.models, self.directory, self.options = models.split(), directory, options
@@ -73,17 +73,17 @@ class Target:
         return "".join(self.lines)
 
     def _read(self) -> None:
-        assert self.process.stderr is not None, "stderr is a pipe"
+        assert self.process.stderr is not None, "stderr is not a pipe"
         for line in self.process.stderr:
             self.lines.append(line)
 
     def _pid(self, module: str) -> int:
-        """Of the newest child that runs a module."""
+        """Return the newest child that runs a module."""
         found = [pid for pid in children(self.process.pid) if module in command_line(pid)]
         return max(found)
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """To `engine`, `http` or `supervisor`, if it is there."""
+        """Send a signal to `engine`, `http` or `supervisor` if it exists."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid if name == "supervisor" else self.pids[name], number)
 
@@ -91,7 +91,7 @@ class Target:
         return self._memory_bytes(name, "VmRSS")
 
     def peak_bytes(self, name: str) -> int:
-        """Since `forget_peaks`."""
+        """Return the peak since `forget_peaks`."""
         return self._memory_bytes(name, "VmHWM")
 
     def forget_peaks(self) -> None:
@@ -134,7 +134,7 @@ def command_line(pid: int) -> str:
 
 
 def until(fact: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time."""
+    """Return whether a fact came true in time."""
     end = time.monotonic() + seconds
     while not fact():
         if time.monotonic() > end:

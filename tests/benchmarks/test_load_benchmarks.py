@@ -1,4 +1,4 @@
-"""What the benchmarks under load make of what they measured."""
+"""Tests of the load benchmarks."""
 
 import json
 import os
@@ -31,15 +31,15 @@ def rung(rate, ttfa_p90_ms, viability, failed=0):
         ([rung(1, 20, 1.0), rung(2, 30, 0.99)], 1),
         ([rung(1, 20, 1.0), rung(2, 30, 1.0, failed=1)], 1),
         ([rung(1, 200, None)], 0),
-        ([rung(1, 20, None)], 1),  # all streams were of one chunk, which cannot be late
+        ([rung(1, 20, None)], 1),  # every stream had one chunk, which cannot be late
         ([rung(1, None, None, failed=3)], 0),
     ],
 )
-def test_the_highest_rate_is_that_of_a_rung_on_which_all_held(runs, highest):
+def test_the_highest_rate_is_that_of_a_rung_that_met_every_condition(runs, highest):
     assert under_load.highest_rate(runs, 100) == highest
 
 
-def test_a_server_is_counted_with_its_children():
+def test_the_resources_of_child_processes_count():
     command = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=sys.stdin)"
     with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
@@ -49,11 +49,11 @@ def test_a_server_is_counted_with_its_children():
         assert {os.getpid(), parent.pid, int(children.read_text())} <= set(found)
 
 
-def test_recordings_differ():
+def test_recordings_differ_by_seed():
     assert under_load.recording(1) == under_load.recording(1) != under_load.recording(2)
 
 
-def test_another_program_encodes_until_it_is_ended():
+def test_the_encoding_program_runs_until_it_is_terminated():
     mine, theirs = get_context("spawn").Pipe()
     process = get_context("spawn").Process(
         target=under_load.encode, args=(directory("qwen3_tts", "tiny-base"), 100.0, theirs)
@@ -65,7 +65,7 @@ def test_another_program_encodes_until_it_is_ended():
     process.join()
 
 
-def test_what_was_measured_is_kept_beside_a_part_that_is_measured_again(tmp_path, monkeypatch):
+def test_a_run_of_one_part_keeps_the_results_of_the_others(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     runs = {"1x": {"goodput_requests_per_s": 2.0}, "2x": {"goodput_requests_per_s": 1.9}}
     monkeypatch.setitem(under_load.PARTS, "overload", lambda options: {"runs": runs})
@@ -79,7 +79,7 @@ def test_what_was_measured_is_kept_beside_a_part_that_is_measured_again(tmp_path
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
 
 
-def test_a_gpu_costs_what_was_measured_there():
+def test_the_simulated_costs_of_a_gpu_are_the_measured_ones():
     figures = json.loads((RESULTS / "2026-11-22-h200-qwen3_tts.json").read_text())[
         "figures=qwen3_tts=1.7b-base"
     ]

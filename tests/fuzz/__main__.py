@@ -1,12 +1,12 @@
-"""Throws thousands of requests at a server on this machine, and says what came of them.
+"""Send thousands of generated requests to a server on this machine, and print the outcomes.
 
     python -m tests.fuzz [schema] [recordings] [--examples 2000] [--seed 0]
 
-schema      what the OpenAPI page allows, and what it forbids, route by route (schemathesis)
-recordings  audio files of every kind, cut, flipped and spliced, as ref_audio and as uploaded voices (hypothesis)
+    schema      valid and invalid requests by the OpenAPI schema, route by route (schemathesis)
+    recordings  audio files of every kind, cut, flipped and spliced, as ref_audio and as uploaded voices (hypothesis)
 
-The server is the whole of `zoo serve`, with tiny demo checkpoints. Every answer must be one that the page tells of; none is 500,
-no process ends, the log holds no traceback, and afterwards the server speaks as before.
+The server is a complete `zoo serve` with tiny demo checkpoints. Every answer must be in the schema and none
+may be a 500. No process may end, the log may hold no error, and afterwards the server must speak as before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--examples", type=int, default=2000, help="of each part")
+    parser.add_argument("--examples", type=int, default=2000, help="requests of each part")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zoo-fuzz-") as directory:

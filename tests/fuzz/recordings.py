@@ -1,4 +1,4 @@
-"""Audio files that are damaged in every way, as they come with a request and as they are uploaded."""
+"""Audio files damaged in every way, sent with a request or uploaded."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WRITTEN = [
     ("AIFF", "PCM_16"),
 ]
 RECORDED = [("mp4", "aac"), ("webm", "libopus"), ("matroska", "flac"), ("adts", "aac")]
-POSSIBLE = (200, 400, 413, 422)  # what the page tells of files, whatever is in them
+POSSIBLE = (200, 400, 413, 422)  # statuses that the schema lists for files
 
 
 @cache
 def files() -> list[bytes]:
-    """A second of noise as each kind of file."""
+    """Return a second of noise in each kind of file."""
     found = []
     for kind, subtype in WRITTEN:
         file = io.BytesIO()
@@ -64,7 +64,7 @@ def cut(data: bytearray, draw: Callable) -> bytearray:
 
 
 def flip(data: bytearray, draw: Callable) -> bytearray:
-    """Bits, most of them where headers are."""
+    """Flip bits, most of them in the headers."""
     for _ in range(draw(st.integers(1, 16))):
         end = draw(st.sampled_from([64, 512, len(data)]))
         if data:
@@ -73,7 +73,7 @@ def flip(data: bytearray, draw: Callable) -> bytearray:
 
 
 def overwrite(data: bytearray, draw: Callable) -> bytearray:
-    """With the bytes that lengths and counts are made of."""
+    """Overwrite four bytes near the start with extreme lengths and counts."""
     at = draw(st.integers(0, max(0, min(200, len(data)) - 1)))
     data[at : at + 4] = draw(
         st.sampled_from([b"\xff\xff\xff\xff", b"\0\0\0\0", b"\0\0\0\x80", b"\xff\xff\xff\x7f"])
@@ -92,7 +92,7 @@ def repeat(data: bytearray, draw: Callable) -> bytearray:
 
 
 def splice(data: bytearray, draw: Callable) -> bytearray:
-    """The head of one file and the rest of another."""
+    """Join the head of one file and the rest of another."""
     other = draw(st.sampled_from(files()))
     return data[: draw(st.integers(0, len(data)))] + other[draw(st.integers(0, len(other))) :]
 
@@ -109,7 +109,7 @@ def damaged(draw: Callable) -> bytes:
 
 
 def fuzz(target: Target, examples: int, start: int) -> Counter[str]:
-    """-> requests by route and status. Raises the first failure, shrunk."""
+    """Return requests by route and status. Raises the first failure, shrunk."""
     counts: Counter[str] = Counter()
     cloner = target.models[1]
 

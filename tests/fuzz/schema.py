@@ -1,4 +1,4 @@
-"""What the OpenAPI page allows and forbids, route by route."""
+"""Valid and invalid requests by the OpenAPI schema, route by route."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKS = [
     checks.content_type_conformance,
     checks.response_schema_conformance,
 ]
-WEIGHTS = {"POST": 6}  # bodies have most to get wrong; of the others 1
+WEIGHTS = {"POST": 6}  # tries of a method, otherwise 1: bodies can be wrong in more ways
 FOREIGN = (
     "ref_audio",
     "ref_text",
@@ -31,11 +31,11 @@ FOREIGN = (
     "x_vector_only_mode",
     "normalize",
 )
-MAX_FRAMES = 4  # where a request does not say how much to speak
+MAX_FRAMES = 4  # for requests without max_new_tokens
 
 
 def fuzz(target: Target, examples: int, start: int) -> Counter[str]:
-    """-> requests by route and status. Raises the first failure, shrunk."""
+    """Return requests by route and status. Raises the first failure, shrunk."""
     page = schemathesis.openapi.from_url(target.url + "/schema/openapi.json")
     operations = [one.ok() for one in page.get_all_operations()]
     tries = [(one, mode) for one in operations for mode in GenerationMode if has_wrongs(one, mode)]
@@ -48,13 +48,15 @@ def fuzz(target: Target, examples: int, start: int) -> Counter[str]:
 
 
 def has_wrongs(operation: Any, mode: GenerationMode) -> bool:
-    """A path takes any text: only bodies can be wrong."""
+    """Return whether invalid requests exist: a path accepts any text, so only bodies can be invalid."""
     return mode is GenerationMode.POSITIVE or bool(operation.body)
 
 
 def mend(body: dict[str, Any]) -> None:
-    """A speech request that the page allows names a model and a voice by chance: so that the engine hears of some, these
-    are what is served, and what only other models take goes."""
+    """Make a valid speech request one that the engine serves.
+
+    A generated request names a random model and voice, so it would rarely reach the engine. This names served
+    ones and removes the fields of other models."""
     for name in FOREIGN:
         body.pop(name, None)
     body |= {"model": "tiny", "voice": "vivian", "input": body["input"][:100].strip() or "Hello."}

@@ -2,7 +2,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Rehearsals take minutes: they run when they are asked for."""
+    """Skip rehearsals, which take minutes, unless they are selected."""
     if "rehearse" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("rehearse")]

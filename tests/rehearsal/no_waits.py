@@ -1,5 +1,8 @@
-"""Is there a place where a GPU's host would wait? Real tensors on the CPU say that they lie on a GPU, and
-whoever asks for their values, or brings new ones, is refused."""
+"""Find places where a GPU's host would wait.
+
+Real tensors on the CPU pretend to be on a GPU. Code that asks for their values, or copies new values to the
+device, is refused.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 from zoo.nn import kernels
 
 aten = torch.ops.aten
-# the host wants to know
+# The host asks for a value.
 ASKS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__,
     Tensor.nonzero, torch.nonzero, torch.masked_select, torch.unique, torch.equal, torch.argwhere,
 }  # fmt: skip
-# values are made on the host and copied, which waits for everything ahead of it
+# Values are created on the host and copied, which waits for all earlier work.
 BRINGS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
-# what these give depends on values
+# The shapes of these results depend on values.
 MEASURES = {
     aten._local_scalar_dense,
     aten.nonzero,
@@ -42,8 +45,9 @@ class Waits(AssertionError):
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """Raises Waits inside for what would make a GPU's host wait. Operators of ours run as they do there, but
-    in torch."""
+    """Raise Waits for every operation in the context that would make a GPU's host wait.
+
+    Our own operators run as on a GPU, but in torch."""
     with kernels.plain(), _Refusing(), _Pretending():
         yield
 
@@ -66,7 +70,7 @@ class _Refusing(TorchDispatchMode):
         ):
             raise Waits(f"{func} waits")
         if packet in (aten.index, aten.index_put, aten.index_put_) and _has_mask(args[1]):
-            raise Waits(f"{func} by a mask waits for the number of its places")
+            raise Waits(f"{func} with a mask waits for the number of selected elements")
         return func(*args, **(kwargs or {}))
 
 

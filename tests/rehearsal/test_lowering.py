@@ -1,5 +1,6 @@
-"""What a GPU would get, seen without one: every family's step is one graph whose kernels build, and launches
-no more than its budget."""
+"""Check every family's launches for a GPU without one: one graph, kernels that build, and a budget of
+launches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.rehearse
 CARDS = ("h100", "4090")  # sm_90 and sm_89
 SLOTS = (1, 64)
 KINDS = ("triton", "extern", "recorded", "eager")
-# Launches of a tiny model's step, by kind (see launches.Launch). They may fall: write them down then.
+# Launches of a tiny model's step, by kind (see launches.Launch). Write lower counts down when they fall.
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text())
 
 
@@ -32,7 +33,7 @@ def rehearsed(name: str, card: str) -> Rehearsal:
 
 
 def once(name: str, card: str) -> Any:
-    """All that is asked of a rehearsal is asked in the process that made it."""
+    """Return a parameter whose tests all run in one process, so that it is rehearsed once."""
     one = f"{name}-{card}"
     return pytest.param((name, card), id=one, marks=pytest.mark.xdist_group(one))
 
@@ -44,7 +45,7 @@ def result(request: pytest.FixtureRequest) -> Rehearsal:
 
 def parts(result: Rehearsal, name: str) -> list[Part]:
     found = [part for part in result.parts if part.name == name]
-    assert found, f"no {name} was rehearsed"
+    assert found, f"no part named {name} was rehearsed"
     return found
 
 
@@ -58,7 +59,7 @@ def test_every_kernel_builds(result: Rehearsal) -> None:
     assert built.num_configurations >= built.num_kernels > 0
 
 
-def test_the_step_launches_no_more_than_its_budget(result: Rehearsal) -> None:
+def test_the_step_launches_at_most_its_budget(result: Rehearsal) -> None:
     budget = BUDGET[result.family]
     for part in parts(result, "step"):
         launches = {kind: part.num(kind) for kind in KINDS}

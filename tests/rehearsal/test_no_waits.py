@@ -1,4 +1,4 @@
-"""What runs on the device between two reports never makes the host wait, in any family."""
+"""Check that nothing on the device makes the host wait between two reports, in any family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.loop import SoloBatches
 
 
 class Speaking:
-    """A family with one slot, whose prompt is written."""
+    """A family with one slot whose prompt has been admitted."""
 
     def __init__(self, name: str):
         self.family: Family[Any] = family(name)
@@ -77,13 +77,13 @@ def test_no_render_waits(speaking: Speaking) -> None:
         lambda x: x.cpu(),
     ],
 )
-def test_who_asks_is_refused(asks: Any) -> None:
+def test_code_that_needs_a_value_is_refused(asks: Any) -> None:
     x = torch.arange(3)
     with pytest.raises(Waits, match="waits"), no_waits():
         asks(x)
 
 
-def test_a_tensor_says_that_it_is_on_a_gpu() -> None:
+def test_a_tensor_pretends_to_be_on_a_gpu() -> None:
     x = torch.arange(3)
     with no_waits():
         assert x.device.type == "cuda" and x.is_cuda and not x.is_cpu

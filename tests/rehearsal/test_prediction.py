@@ -1,4 +1,4 @@
-"""Counts to times: the roofline, and the scheduler on a virtual clock."""
+"""Tests of the roofline, and of the scheduler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ FRAME_S = 0.1
 
 
 def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
-    """A step of so many megabytes, 1 ms and its start at 2,680 on an H100; prefill is a kernel that Python asks for,
-    and a render is two."""
+    """Return the counts of a toy: a step of `step_mb` megabytes, a prefill of one eager kernel, a render of
+    two.
+
+    2,680 megabytes take 1 ms plus the start on an H100."""
     window = window or Window(sizes=(1, 4))
     step = [Part(slots, 0, 0, (Row(1, "extern", "", step_mb * 1_000_000, 0, "bf16"),)) for slots in (1, 64)]
     render = [
@@ -37,7 +39,7 @@ def counts(step_mb: int = 2680, window: Window | None = None) -> Counts:
 @pytest.mark.parametrize(
     ("row", "us"),
     [
-        ((0, 0, "bf16"), 2.0),  # its start
+        ((0, 0, "bf16"), 2.0),  # the start
         ((26_800_000, 0, "bf16"), 12.0),  # 0.8 of 3,350 GB/s
         ((0, 494_700_000 * 10, "bf16"), 12.0),  # half of 989.4 TFLOP/s
         ((0, 33_450_000 * 10, "fp32"), 12.0),  # half of 66.9
@@ -48,7 +50,7 @@ def test_a_launch_takes_its_start_and_the_longer_of_its_bytes_and_its_arithmetic
     assert H100.launch_us(*row, 2.0) == pytest.approx(us)
 
 
-def test_merging_changes_hardly_any_time_on_any_card():
+def test_merging_rows_hardly_changes_the_time_on_any_card():
     random = np.random.default_rng(0)
     rows = [
         (int(n), "extern", within, int(num_bytes), int(flops), arithmetic, int(num_bytes) // 3)
@@ -65,13 +67,12 @@ def test_merging_changes_hardly_any_time_on_any_card():
         assert after.num_memory_bytes() == pytest.approx(before.num_memory_bytes(), rel=0.01)
 
 
-def test_the_device_runs_behind_the_host_and_never_ahead_of_it():
+def test_the_device_never_runs_ahead_of_the_host():
     device = Device()
     first = device.launch("lm", Cost(host_s=1, device_s=5))
     assert device.host_s == 1 and not first.is_done
-    second = device.launch(
-        "lm", Cost(host_s=9, device_s=1)
-    )  # Python asks more slowly than the device computes
+    # Python launches more slowly than the device computes.
+    second = device.launch("lm", Cost(host_s=9, device_s=1))
     device.wait_for(first)
     assert device.host_s == 10 and first.done_s == 5
     device.wait_for(second)
@@ -83,13 +84,13 @@ def test_the_device_runs_behind_the_host_and_never_ahead_of_it():
 @pytest.mark.parametrize(
     ("loads", "ends"),
     [
-        ((0.2, 0.3), (4, 6)),  # both find room in each other's starts
-        ((1.0, 1.0), (8, 10)),  # bytes and arithmetic are shared, and nothing is lost or won by it
+        ((0.2, 0.3), (4, 6)),  # each runs during the other's starts
+        ((1.0, 1.0), (8, 10)),  # bytes and arithmetic are shared, without loss or gain
         ((1.0, 0.5), (6, 8)),
         ((0.0, 1.0), (4, 6)),
     ],
 )
-def test_two_streams_hide_starts_and_share_what_is_busy(loads, ends):
+def test_two_streams_hide_starts_and_share_busy_time(loads, ends):
     device = Device()
     works = [
         device.launch(stream, Cost(0, seconds, load * seconds))
@@ -100,7 +101,7 @@ def test_two_streams_hide_starts_and_share_what_is_busy(loads, ends):
     assert [work.done_s for work in works] == pytest.approx(ends)
 
 
-def test_a_launch_on_the_other_stream_slows_what_is_under_way():
+def test_a_launch_on_the_other_stream_slows_a_running_one():
     device = Device()
     step = device.launch("lm", Cost(0, 4, 4))
     device.wait(2)
@@ -111,7 +112,7 @@ def test_a_launch_on_the_other_stream_slows_what_is_under_way():
     assert device.host_s == 5
 
 
-def test_every_frame_is_delivered_once_and_time_is_at_least_the_steps():
+def test_every_frame_is_delivered_once_and_the_run_takes_at_least_the_steps():
     heard = Server(counts(), H100, num_slots=4).serve(Load.closed(12, frames=20, num_streams=4))
     assert not np.isnan(heard.first_s).any()
     assert heard.audio_s == pytest.approx(heard.load.frames.sum() * FRAME_S)
@@ -129,12 +130,12 @@ def test_a_step_that_takes_twice_as_long_halves_the_audio():
     assert fast / slow == pytest.approx(2, rel=0.2)
 
 
-def test_who_comes_too_fast_waits_and_a_device_too_slow_leaves_gaps():
+def test_too_many_requests_wait_and_a_slow_device_leaves_gaps():
     calm, crowd = (
         Server(counts(), H100, num_slots=2).serve(Load.poisson(rate, 1, frames=10)) for rate in (10, 400)
     )
-    assert calm.ttfa_ms(95) < 25 < crowd.ttfa_ms(50)  # prompts wait for company, two turns at most
-    # 0.2 s a frame of 0.1
+    assert calm.ttfa_ms(95) < 25 < crowd.ttfa_ms(50)  # prompts wait two steps at most to be batched
+    # 0.2 s for a frame of 0.1 s
     late = Server(counts(step_mb=2 * 268_000), H100, num_slots=2).serve(
         Load.closed(4, frames=40, num_streams=4)
     )
@@ -142,7 +143,7 @@ def test_who_comes_too_fast_waits_and_a_device_too_slow_leaves_gaps():
 
 
 @pytest.mark.parametrize("path", sorted(COUNTS.glob("*.json")), ids=lambda path: path.stem)
-def test_the_counts_that_are_kept_predict(path: Path):
+def test_the_committed_counts_give_consistent_predictions(path: Path):
     known = [Counts.read(path, codec) for codec in CODECS]
     assert known[0].family == path.stem and path.stem in zoo.families()
     pairs = [tuple(map(Prediction, known, (card, card), CODECS)) for card in CARDS.values()]
@@ -160,7 +161,7 @@ def test_the_counts_that_are_kept_predict(path: Path):
     assert Counter(row.count("|") for row in rows) == {rows[0].count("|"): len(rows)}
 
 
-def test_a_step_with_its_products_apart_is_said_beside():
+def test_a_step_with_unfused_products_is_printed_separately():
     known = counts()
     one = Prediction(known, CARDS["h200"])
     assert list(apart(one)) == []

@@ -1,4 +1,4 @@
-"""What is counted, and what counts as waiting, on a pretended GPU."""
+"""Tests of counted launches and waits on a pretended GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_product_moves_its_operands_and_its_result(dtype: torch.dtype, arithme
     assert launch == Launch("aten.mm.default", "eager", "", moved, 2 * 64 * 32 * 16, arithmetic, moved)
 
 
-def test_a_result_that_is_written_where_it_is_asked_for_is_not_read() -> None:
+def test_an_out_tensor_is_not_read() -> None:
     x, y, out = (torch.zeros(64, 64, device="cuda") for _ in range(3))
     (launch,) = recorded(lambda: torch.mm(x, y, out=out)).launches
     assert launch.bytes == 3 * 64 * 64 * 4
@@ -52,7 +52,7 @@ def test_views_and_empty_tensors_launch_nothing() -> None:
     assert not log.launches
 
 
-def test_a_gather_reads_what_it_gives_and_not_all_there_is() -> None:
+def test_a_gather_reads_only_the_rows_that_it_returns() -> None:
     table, at = torch.zeros(1 << 20, 64, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
     (launch,) = recorded(lambda: table[at]).launches
     assert launch.bytes == 2 * 3 * 64 * 4 + 3 * 8
@@ -69,19 +69,19 @@ def test_a_gather_reads_what_it_gives_and_not_all_there_is() -> None:
         (lambda x: x.cpu(), "unpinned copy to the host of float32[8]"),
     ],
 )
-def test_copies_that_block(copy: Callable[[Tensor], object], expected: str | None) -> None:
+def test_blocking_copies_are_counted(copy: Callable[[Tensor], object], expected: str | None) -> None:
     log = recorded(lambda: copy(torch.zeros(8, device="cuda")))
     assert list(log.copies) == ([] if expected is None else [expected])
 
 
-def test_who_asks_for_a_value_waits() -> None:
+def test_asking_for_a_value_is_a_wait() -> None:
     log = Log()
     with pytest.raises(DataDependentOutputException), Recorder(log):
         torch.zeros(8, device="cuda").sum().item()
     assert log.waits["aten._local_scalar_dense.default"] == 1
 
 
-def test_what_is_repeated_counts_again() -> None:
+def test_repeated_events_count_again() -> None:
     x = torch.zeros(8, device="cuda")
     log = recorded(lambda: x + 1)
     once = log.counted()
