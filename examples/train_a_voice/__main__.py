@@ -1,5 +1,6 @@
-"""Train a small voice of your own: python -m examples.train_a_voice STEP DIRECTORY. README.md beside this
-file has the whole of it."""
+"""Train a small voice of your own: python -m examples.train_a_voice STEP DIRECTORY. See the README.md in this
+folder.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ from zoo.qwen3_tts.prompt import PromptWriter
 from zoo.request import Request, check
 
 SEED = 1
-NUM_GENERATED = 40  # held-out sentences beside those written by hand
-SETS = ("held_out", "development")  # sentences written by hand that nothing is taught
+NUM_GENERATED = 40  # held-out sentences in addition to those written by hand
+SETS = ("held_out", "development")  # sentences written by hand that no part is trained on
 UNQUANTISED, QUANTISED = 0.03, 0.07  # word errors that the gates allow above flite's own
 
 
@@ -56,7 +57,7 @@ def counter(name: str, total: int) -> Callable[[int], None]:
 
 
 def speech(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Steps 1 and 2: sentences, and flite speaks them."""
+    """Steps 1 and 2: generate sentences and let flite speak them."""
     lexicon = judge.lexicon()
     held_out = sentences.LINES["held_out"] + sentences.generate(NUM_GENERATED, lexicon, SEED + 6)
     development = sentences.LINES["development"]
@@ -66,7 +67,7 @@ def speech(work: Path, settings: Settings, args: argparse.Namespace) -> None:
 
 
 def codes(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Steps 3 and 4: features, codebooks, codes, and the samples that the decoder learns."""
+    """Steps 3 and 4: compute features, codebooks, codes, and the samples that the decoder learns."""
     names = [name for name in (*SETS, "train") if (work / name).exists()]
     for name in names:
         if not (work / name / "edges.npy").exists():
@@ -93,7 +94,7 @@ def codes(work: Path, settings: Settings, args: argparse.Namespace) -> None:
 
 
 def gate(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Before anything is trained: are the features, and then the codes, enough to be understood?"""
+    """Check before training that the features, and then the codes, are good enough to be understood."""
     shelf, frames = Shelf(work / args.set), corpus.Frames.load(work / args.set)
     codebooks, found = Codebooks.load(work / "codebooks.pt"), np.load(work / args.set / "codes.npy")
     heard: dict[str, list[str]] = {"flite": [], "unquantised": [], "quantised": []}
@@ -108,7 +109,9 @@ def gate(work: Path, settings: Settings, args: argparse.Namespace) -> None:
     print("word error rates:", ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
     for name, allowed in (("unquantised", UNQUANTISED), ("quantised", QUANTISED)):
         if rates[name] > rates["flite"] + allowed and not args.quick:
-            raise SystemExit(f"gate: {name} is more than {allowed} above flite; do not train on this")
+            raise SystemExit(
+                f"gate: the word error rate of {name} is more than {allowed} above flite's; training on it is pointless"
+            )
 
 
 def spans(frames: corpus.Frames) -> list[slice]:
@@ -116,14 +119,16 @@ def spans(frames: corpus.Frames) -> list[slice]:
 
 
 def texts_directory(work: Path, settings: Settings) -> Path:
-    """The checkpoint's JSON files and vocabulary, which say how prompts are written."""
+    """Write the checkpoint's JSON files and vocabulary, which define how prompts are written."""
     checkpoint.write_texts(work / "texts", settings)
     return work / "texts"
 
 
 def run(work: Path, name: str, peak: float, warmup: int, args: argparse.Namespace) -> tuple[Job, Schedule]:
-    """A job, and how its learning rate goes. The annealed run is a copy of the endless one as it stood when
-    it was first asked for, in a directory of its own; asked for again, it goes on to the same end."""
+    """Return a job and its learning rate schedule.
+
+    An annealed run is a copy of the endless one, taken when --anneal is first used, in another directory. A
+    repeated command continues to the same end."""
     endless = work / f"job_{name}"
     if args.anneal is None:
         return Job(endless, args.pause_file), Schedule(peak, warmup, args.steps)
@@ -138,7 +143,7 @@ def run(work: Path, name: str, peak: float, warmup: int, args: argparse.Namespac
 
 
 def train_decoder(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Step 5, until it is killed."""
+    """Step 5: train the decoder until the process is killed."""
     wave = np.memmap(work / "train" / "target.s16", dtype="<i2", mode="r")
     found = np.load(work / "train" / "codes.npy")[: len(wave) // features.FRAME]
     plan = decoder.Plan(log_every=10, is_compiled=False) if args.quick else decoder.Plan()
@@ -148,7 +153,7 @@ def train_decoder(work: Path, settings: Settings, args: argparse.Namespace) -> N
 
 
 def train_talker(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Step 6, until it is killed."""
+    """Step 6: train the talker until the process is killed."""
     data = utterances(work, texts_directory(work, settings))
     config = describe(work / "texts")[0]
     plan = talker.Plan()
@@ -160,7 +165,7 @@ def train_talker(work: Path, settings: Settings, args: argparse.Namespace) -> No
 
 
 def utterances(work: Path, texts: Path) -> talker.Utterances:
-    """Prompts exactly as the served model reads them, codes, and which byte and phone each frame is."""
+    """Return prompts exactly as the served model reads them, codes, and the byte and phone of each frame."""
     config, _, _, spec = describe(texts)
     writer, shelf, frames = (
         PromptWriter(config, texts, None),
@@ -175,13 +180,13 @@ def utterances(work: Path, texts: Path) -> talker.Utterances:
         request = Request(text=utterance.text, language=checkpoint.LANGUAGE if rng.random() < 0.5 else None)
         script = writer(request, check(request, spec))
         prompts.append(np.array(script.pairs))
-        starts.append(len(script.pairs) - 2 - script.text_tokens)  # behind the text: its end, and codec_bos
+        starts.append(len(script.pairs) - 2 - script.text_tokens)  # after the text come its end and codec_bos
     lines = [found[at] for at in spans(frames)]
     return talker.Utterances(prompts, starts, lines, fitted(spoken, lines), fitted(phones, lines), num_phones)
 
 
 def aligned(path: Path, shelf: Shelf) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Which byte and which phone each frame of each utterance is, and how many phones there are; kept in a
+    """Return the byte and phone of each frame of each utterance, and the number of phones; cached in a
     file."""
     if not path.exists():
         progress = counter("alignment", len(shelf.utterances))
@@ -197,7 +202,7 @@ def aligned(path: Path, shelf: Shelf) -> tuple[list[np.ndarray], list[np.ndarray
 
 
 def fitted(values: list[np.ndarray], lines: list[np.ndarray]) -> list[np.ndarray]:
-    """A frame more or less, where rounding says so, at the end of an utterance."""
+    """Fit lengths to the codes: rounding may differ by a frame at the end of an utterance."""
     return [
         np.pad(v, (0, max(0, len(c) - len(v))), mode="edge")[: len(c)]
         for v, c in zip(values, lines, strict=True)
@@ -205,8 +210,9 @@ def fitted(values: list[np.ndarray], lines: list[np.ndarray]) -> list[np.ndarray
 
 
 def export(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Step 7: a checkpoint of the annealed runs; where there is none, of the running averages of the endless
-    ones. With --trained, of what `remote` trained."""
+    """Step 7: write a checkpoint of the annealed runs, or of the endless runs' running averages.
+
+    With --trained, write what `remote` trained."""
     out = args.out or work / "voice"
     checkpoint.write_texts(out, settings)
     talkers = {
@@ -232,9 +238,11 @@ def trained(work: Path, name: str, elsewhere: Path | None) -> dict[str, torch.Te
 
 
 def score(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Step 8: how many words are understood. Copy synthesis: true codes, our decoder. Speech: text, our
-    talker, our decoder; and the same codes through the channel vocoder, which says whose errors they are.
-    With --url, speech alone, of a server: text in, words out."""
+    """Step 8: measure how many words are understood.
+
+    Copy synthesis is true codes with our decoder; speech is text with our talker and decoder. The same codes
+    through the channel vocoder show which part makes the errors. With --url, only speech is measured, through
+    a server."""
     import zoo
 
     if args.url is not None:
@@ -271,7 +279,7 @@ def heard_there(url: str, texts: list[str], seed: int) -> None:
             body = {"input": text, "voice": checkpoint.VOICE, "response_format": "wav", "seed": seed + i}
             answer = client.post("/v1/audio/speech", json=body)
             if answer.status_code != 200:
-                raise SystemExit(f"{url} answers {answer.status_code}: {answer.text[:300]}")
+                raise SystemExit(f"{url} answered {answer.status_code}: {answer.text[:300]}")
             lines.append(judge.transcribe(*soundfile.read(io.BytesIO(answer.content), dtype="float32")))
             print(f"{text}\n   {lines[-1]}", flush=True)
     print(f"word error rate: {judge.word_error_rate(texts, lines):.3f}")
@@ -284,7 +292,7 @@ def decode(model: Decoder, codes: torch.Tensor) -> np.ndarray:
 
 
 def both(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """Steps 5 and 6, to their end: two programs side by side, then a falling learning rate."""
+    """Steps 5 and 6 to their end: train both parts side by side, then anneal both."""
     steps = {
         "decoder": args.steps or settings.decoder_steps,
         "talker": args.steps or settings.talker_steps,
@@ -299,11 +307,13 @@ def both(work: Path, settings: Settings, args: argparse.Namespace) -> None:
             started.append(subprocess.Popen(command))
         ends = [program.wait() for program in started]
         if any(ends):
-            raise SystemExit("training ended with an error; what was trained is kept, and goes on from there")
+            raise SystemExit(
+                "training failed; its last checkpoint is kept, and the same command continues from there"
+            )
 
 
 def pack(work: Path, settings: Settings, args: argparse.Namespace) -> None:
-    """For `remote`: everything that it trains from, in one folder. Beside it, what is judged."""
+    """Write a folder with everything that `remote` trains from, and next to it the speech for scoring."""
     work.mkdir(parents=True, exist_ok=True)
     gather.gather(work, settings, args.out or work / "pack", counter)
     for name in SETS:
@@ -327,27 +337,31 @@ ALL = STEPS | {"decoder": both, "talker": lambda work, settings, args: None}
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.train_a_voice", description=__doc__)
-    parser.add_argument("step", choices=[*STEPS, "all", "pack"], help="in this order; all of them take hours")
-    parser.add_argument("directory", type=Path, help="where everything lies: some 3 GB")
     parser.add_argument(
-        "--quick", action="store_true", help="a tiny voice of a few sentences, to see that it runs"
+        "step", choices=[*STEPS, "all", "pack"], help="step to run, in this order; `all` takes hours"
     )
-    parser.add_argument("--pause-file", type=Path, help="training rests while this file exists")
+    parser.add_argument("directory", type=Path, help="working directory, some 3 GB")
     parser.add_argument(
-        "--steps", type=int, help="training ends after so many steps in all, not when it is killed"
+        "--quick", action="store_true", help="train a tiny voice on a few sentences, as a test"
+    )
+    parser.add_argument("--pause-file", type=Path, help="pause training while this file exists")
+    parser.add_argument("--steps", type=int, help="end training after this many steps in total")
+    parser.add_argument(
+        "--anneal", type=int, help="copy the run and train this many more steps with a falling learning rate"
     )
     parser.add_argument(
-        "--anneal", type=int, help="so many steps more, with a falling learning rate, of a copy of the run"
+        "--count", type=int, default=len(sentences.LINES["held_out"]), help="number of sentences to judge"
     )
+    parser.add_argument("--sentences", type=int, help="speech, pack: number of sentences to speak")
+    parser.add_argument("--set", choices=SETS, default="held_out", help="set of sentences to judge")
+    parser.add_argument("--seed", type=int, default=0, help="score: seed of the first sentence")
     parser.add_argument(
-        "--count", type=int, default=len(sentences.LINES["held_out"]), help="sentences that are judged"
+        "--trained", type=Path, help="export: directory with talker.pt and decoder.pt from `remote`"
     )
-    parser.add_argument("--sentences", type=int, help="speech, pack: so many are spoken")
-    parser.add_argument("--set", choices=SETS, default="held_out", help="which sentences those are")
-    parser.add_argument("--seed", type=int, default=0, help="score: of the first sentence's draws")
-    parser.add_argument("--trained", type=Path, help="export: what `remote` left, talker.pt and decoder.pt")
-    parser.add_argument("--out", type=Path, help="the checkpoint's directory; pack: the folder's")
-    parser.add_argument("--url", help="score: a server that speaks with the voice, http://127.0.0.1:8000")
+    parser.add_argument("--out", type=Path, help="directory of the checkpoint; pack: the packed folder")
+    parser.add_argument(
+        "--url", help="score: address of a server with the voice, such as http://127.0.0.1:8000"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.manual_seed(SEED)

@@ -1,8 +1,7 @@
-"""Which letter makes which sound: bytes of the text and flite's phones, aligned by hard EM.
+"""Align letters and sounds: bytes of the text and flite's phones, by hard EM.
 
-A byte makes no phone, one, two or three; which ones is learned from the whole corpus: best paths (Viterbi),
-then counts of what lay on them, a few times over. So the talker can be told which byte it speaks in each
-frame.
+A byte makes no phone, one, two or three. The whole corpus teaches which: best paths (Viterbi), then counts
+along them, repeated a few times. So training can tell the talker which byte it speaks in each frame.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import numpy as np
 from examples.train_a_voice.features import FRAME, RATE_HZ
 from examples.train_a_voice.flite import PAUSE, Utterance
 
-MAX_PHONES = 3  # of a byte
+MAX_PHONES = 3  # per byte
 ROUNDS = 5
-NUM_TAUGHT = 2_500  # utterances that the counts are taken from
+NUM_TAUGHT = 2_500  # utterances for the counts
 FRAME_S = FRAME / RATE_HZ
 
 
 class Aligner:
     def __init__(self, utterances: Sequence[Utterance], phones: Sequence[str] = ()):
-        """phones: beside those of the utterances, which need not have them all"""
+        """Learn from utterances. phones: further phones, which the utterances may lack."""
         names = sorted({phone for u in utterances for phone in u.phones} | {PAUSE, *phones})
         self.phones = {phone: i for i, phone in enumerate(names)}
         self.makes = np.full((256, len(names)), 1 / len(names))  # P(phone | byte)
@@ -53,7 +52,7 @@ class Aligner:
         self.counts = counts / counts.sum(1, keepdims=True)
 
     def read(self, utterance: Utterance) -> tuple[np.ndarray, np.ndarray]:
-        """-> bytes of the text in lower case [n], and phones [m] without the silence at either end."""
+        """Return bytes of the text in lower case [n], and phones [m] without the silence at both ends."""
         text = np.frombuffer(utterance.text.lower().encode(), np.uint8).astype(np.int64)
         start, stop = self.inner(utterance)
         return text, np.array([self.phones[phone] for phone in utterance.phones[start:stop]], np.int64)
@@ -64,7 +63,7 @@ class Aligner:
         return int(phones[0] == PAUSE), len(phones) - int(phones[-1] == PAUSE)
 
     def path(self, text: np.ndarray, phones: np.ndarray) -> np.ndarray:
-        """-> the byte that makes each phone [m]; it never goes back."""
+        """Return the byte that makes each phone [m]; bytes never decrease."""
         m = len(phones)
         one = np.log(self.makes[text][:, phones])  # [n, m]
         total = np.full(m + 1, -np.inf)
@@ -89,9 +88,10 @@ class Aligner:
         return owner
 
     def frames(self, utterance: Utterance) -> tuple[np.ndarray, np.ndarray]:
-        """-> for each frame the byte that is spoken in its middle, and the phone [T] each. Silence before the
-        text belongs to its first byte; silence after it to the place behind its last, where the end of the
-        text is."""
+        """Return the byte that is spoken in the middle of each frame, and the phone [T] each.
+
+        Silence before the text belongs to its first byte, and silence after it to the position behind its
+        last byte, where the text's end token is."""
         text, phones = self.read(utterance)
         owner = self.path(text, phones)
         start, stop = self.inner(utterance)
@@ -107,7 +107,7 @@ class Aligner:
 def align(
     utterances: Sequence[Utterance], progress: Callable[[int], None]
 ) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """-> bytes and phones of each utterance's frames, and how many phones there are"""
+    """Return bytes and phones of each utterance's frames, and the number of phones."""
     aligner = Aligner(utterances)
     spoken, phones = [], []
     for i, utterance in enumerate(utterances):

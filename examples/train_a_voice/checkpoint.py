@@ -1,4 +1,4 @@
-"""The voice in the published layout: a custom_voice model with one voice, and bytes as its text."""
+"""Write the voice in the published layout: a custom_voice model with one voice, and bytes as its text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zoo.qwen3_tts.codec import Codec
 from zoo.qwen3_tts.vocabulary import SPECIAL, tokenizer_config
 
 VOICE, VOICE_ID, LANGUAGE = "slt", 3000, "english"
-ASSISTANT = 256 + len(SPECIAL)  # one text row of its own: the vocabulary has single bytes only
-MAX_FRAMES = 190  # a third of it is the longest piece of a text: 5 s, as long as what training hears
-CONTROL_SHIFT = 2048 - SIZE  # where the published ids that are not codes lie here
+ASSISTANT = 256 + len(SPECIAL)  # has its own text row: the vocabulary has single bytes only
+MAX_FRAMES = 190  # a third of it is the longest piece of a text: 5 s, the longest utterance in training
+CONTROL_SHIFT = 2048 - SIZE  # offset of the published ids that are not codes
 SAMPLING = {
     "temperature": 0.2,
     "top_k": 5,
@@ -31,7 +31,7 @@ SAMPLING = {
     "subtalker_temperature": 0.1,
     "subtalker_top_k": 5,
     "max_new_tokens": MAX_FRAMES,
-    "interleaved_text": False,  # training hears texts that are there as a whole
+    "interleaved_text": False,  # training only uses complete texts
 }
 
 
@@ -47,7 +47,7 @@ def _stack(stack: Mapping[str, int]) -> dict[str, int]:
 
 
 def root_config(settings: Settings) -> dict[str, Any]:
-    """config.json: the published 0.6B one, smaller."""
+    """Return config.json: the published 0.6B one with smaller sizes."""
     config = copy.deepcopy(demo.CONFIGS["0.6b"]["config.json"])
     ids = {token: 256 + i for i, token in enumerate(SPECIAL)}
     config |= {
@@ -80,7 +80,7 @@ def root_config(settings: Settings) -> dict[str, Any]:
 
 
 def write_texts(directory: Path, settings: Settings) -> None:
-    """All files but the tensors."""
+    """Write all files except the tensors."""
     files = copy.deepcopy(demo.CONFIGS["0.6b"])
     files |= {"config.json": root_config(settings), "speech_tokenizer/config.json": codec_config(settings)}
     files["generation_config.json"] |= SAMPLING
@@ -94,14 +94,15 @@ def write_texts(directory: Path, settings: Settings) -> None:
 
 
 def write_talker(directory: Path, talker: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """tensors: by the talker's names, for example a running average."""
+    """Write the talker's tensors. tensors: by the talker's names, for example a running average."""
     config = describe(directory)[0]
     _write(directory / "model.safetensors", talker, weights.root(config), tensors)
 
 
 def write_decoder(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """tensors: by the decoder's names. The encoder, which the layout asks for and nothing runs, stays
-    random."""
+    """Write the codec's tensors. tensors: by the decoder's names.
+
+    The layout requires an encoder, which is never run and stays random."""
     _, _, configs, _ = describe(directory)
     codec = Codec(*configs)
     table = weights.codec(*configs)
@@ -129,11 +130,11 @@ def _write(
 
 
 def pick(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor by the name that the tables of `weights` give it: "qkv.weight[1]" is the second part."""
+    """Return a tensor by its name in the tables of `weights`: "qkv.weight[1]" is the second part."""
     name, _, part = name.partition("[")
     tensor = tensors[name]
     if not part:
         return tensor
     owner = module.get_submodule(name.rpartition(".")[0])
-    assert isinstance(owner, Parted), f"{name} has no parts"
+    assert isinstance(owner, Parted), f"{name} is not a fused matrix, so it has no parts"
     return tensor.split(owner.parts)[int(part[:-1])]

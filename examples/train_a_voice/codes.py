@@ -1,9 +1,9 @@
-"""Codes that are defined rather than learned: what each of a frame's codes means is fixed before anything is
-trained, so talker and decoder train side by side and nothing can collapse.
+"""Codes with a fixed meaning instead of a learned one, so talker and decoder train at the same time and no
+codebook collapses.
 
     code 0                   eight hops of the log mel spectrogram, by k-means
-    codes 1 .. levels - 1    what the codes before left over, by k-means
-    the last code            the frame's cycles (16) and how its voicing goes (32 shapes, by k-means)
+    codes 1 .. levels - 1    the residual of the codes before, by k-means
+    the last code            the frame's cycles (16) and the course of its voicing (32 shapes, by k-means)
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from torch import Tensor
 from examples.train_a_voice.features import BANDS, HOPS
 from examples.train_a_voice.vocoder import MIN_CYCLES, NUM_CYCLES
 
-SIZE = 512  # of every codebook
+SIZE = 512  # rows of every codebook
 SHAPES = SIZE // NUM_CYCLES
 ROUNDS = 12
 BEAM = 8
-RIDGE = 3.0  # how many frames' worth a row's old value is in a fit
+RIDGE = 3.0  # weight of a row's old value in a fit, in frames
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = ROUNDS) -> Tensor:
-    """points [N, D] -> centres [count, D] (Lloyd's). A centre that nothing is near to becomes a point
-    again."""
+    """Return centres [count, D] of points [N, D] (Lloyd's). An empty centre restarts at a random point."""
     centres = points[torch.randperm(max(len(points), count), generator=generator)[:count] % len(points)]
     for _ in range(rounds):
         index = nearest(points, centres)
@@ -40,14 +39,16 @@ def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int 
 
 
 def nearest(points: Tensor, centres: Tensor) -> Tensor:
-    """[N, D], [K, D] -> [N]. |x - c|^2 is least where x c - |c|^2 / 2 is greatest."""
+    """Return the nearest centre [N] of points [N, D] among centres [K, D].
+
+    |x - c|^2 is least where x c - |c|^2 / 2 is greatest."""
     half = centres.square().sum(1) / 2
     return torch.cat([(part @ centres.T - half).argmax(1) for part in points.split(16_384)])
 
 
 @dataclass(frozen=True)
 class Codebooks:
-    mel: Tensor  # [levels, SIZE, HOPS * BANDS]; the first level's middle is not taken away
+    mel: Tensor  # [levels, SIZE, HOPS * BANDS]; the mean is part of the first level
     shapes: Tensor  # [SHAPES, HOPS], voicing
 
     @property
@@ -56,7 +57,7 @@ class Codebooks:
 
     @classmethod
     def fit(cls, mel: np.ndarray, voicing: np.ndarray, levels: int, seed: int) -> Codebooks:
-        """mel [T, HOPS, BANDS], voicing [T, HOPS]"""
+        """Fit codebooks to mel [T, HOPS, BANDS] and voicing [T, HOPS]."""
         generator = torch.Generator().manual_seed(seed)
         rest = torch.from_numpy(mel.reshape(len(mel), -1)).float()
         tables = []
@@ -67,11 +68,9 @@ class Codebooks:
         return cls(torch.stack(tables), shapes)
 
     def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
-        """-> codes [T, levels + 1], int16"""
+        """Return codes [T, levels + 1], int16."""
         precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(
-            "highest"
-        )  # what is nearest is a small difference of large numbers
+        torch.set_float32_matmul_precision("highest")  # distances are small differences of large numbers
         points = torch.from_numpy(mel.reshape(len(mel), -1)).float().to(self.mel.device)
         codes = torch.cat([self._search(part) for part in points.split(2048)]).cpu()  # [T, levels]
         torch.set_float32_matmul_precision(precision)
@@ -83,8 +82,10 @@ class Codebooks:
         return Codebooks(self.mel.to(device), self.shapes.to(device))
 
     def refined(self, mel: np.ndarray, rounds: int = 3) -> Codebooks:
-        """The tables that leave least over of these frames, mel [T, HOPS, BANDS], with the codes that they have: a least
-        squares fit of all rows of all levels at once; then the codes anew, and so on."""
+        """Return codebooks with a smaller residual for mel [T, HOPS, BANDS].
+
+        Each round fits all rows of all levels by least squares to the current codes, then searches the codes
+        again."""
         points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
         books = self
         for _ in range(rounds):
@@ -94,7 +95,7 @@ class Codebooks:
 
     def _fitted(self, points: Tensor, codes: Tensor) -> Tensor:
         levels = len(self.mel)
-        rows = codes + SIZE * torch.arange(levels)  # [T, levels], of all tables one after the other
+        rows = codes + SIZE * torch.arange(levels)  # [T, levels], rows of all tables in one line
         rest = (points - self.mel.flatten(0, 1)[rows].sum(1)).double()
         pairs = (rows[:, :, None] * levels * SIZE + rows[:, None]).flatten()
         together = torch.bincount(pairs, minlength=(levels * SIZE) ** 2).double().view(levels * SIZE, -1)
@@ -106,11 +107,12 @@ class Codebooks:
         return self.mel + change.float().view_as(self.mel)
 
     def _search(self, points: Tensor) -> Tensor:
-        """[N, D] -> codes [N, levels]. The first code is the nearest centre; of the others the BEAM best
-        beginnings are kept at every level: the same tables then leave less over than if each level took what
-        is nearest to it."""
-        codes = nearest(points, self.mel[0])[:, None, None]  # [N, beginnings, levels so far]
-        rest = (points - self.mel[0][codes[:, 0, 0]])[:, None]  # [N, beginnings, D]
+        """Return codes [N, levels] of points [N, D].
+
+        The first code is the nearest centre. For the others a beam search keeps the BEAM best prefixes at
+        every level, which leaves a smaller residual than the nearest row of each level."""
+        codes = nearest(points, self.mel[0])[:, None, None]  # [N, prefixes, levels so far]
+        rest = (points - self.mel[0][codes[:, 0, 0]])[:, None]  # [N, prefixes, D]
         for table in self.mel[1:]:
             far = rest.square().sum(2, keepdim=True) - 2 * rest @ table.T + table.square().sum(1)
             best = far.flatten(1).topk(BEAM, largest=False).indices
@@ -121,7 +123,7 @@ class Codebooks:
         return codes[:, 0]
 
     def decode(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """codes [T, K] -> mel [T, HOPS, BANDS], cycles [T], voicing [T, HOPS]"""
+        """Return mel [T, HOPS, BANDS], cycles [T] and voicing [T, HOPS] of codes [T, K]."""
         index = torch.from_numpy(codes.astype(np.int64))
         mel = sum(table[index[:, k]] for k, table in enumerate(self.mel))
         assert isinstance(mel, Tensor)

@@ -1,8 +1,9 @@
-"""How far the voice is from flite's, as numbers and as pictures, of sentences that neither part was taught.
+"""Compare the voice with flite, as numbers and pictures, on sentences that neither part was trained on.
 
-Copied speech (true codes, our decoder) has flite's timing, and is compared frame by frame. Spoken text has its own, so it
-is laid beside flite's along the path of least distance first (dynamic time warping). Distances are of the log mel
-spectrogram, in nats, where either of the two is louder than silence; pitch is compared where both are voiced.
+Copied speech (true codes, our decoder) has flite's timing and is compared frame by frame. Speech from text
+has its own timing, so it is first aligned with flite's along the path of least distance (dynamic time
+warping). Distances are of the log mel spectrogram, in nats, where either is louder than silence. Pitch is
+compared where both are voiced.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 
 from examples.train_a_voice import features
 
-SILENCE = 2.0  # nats above the floor: a hop whose mean band is below is silent
-KEPT = 25  # hops that a path may lie off the diagonal
+SILENCE = 2.0  # nats above the floor: hops with a lower mean band are silent
+KEPT = 25  # hops that a path may deviate from the diagonal
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,18 @@ class Distance:
     mel_nats: float  # mean absolute difference of bands
     pitch_cents: float  # median absolute difference
     pitch_correlation: float
-    voiced_agree: float  # share of hops that both say are voiced, or both not
+    voiced_agree: float  # share of hops that are voiced in both, or unvoiced in both
     seconds: float  # ours as a share of theirs
 
 
 def hops(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """samples at 24 kHz -> log mel [J, BANDS], pitch [J], voicing [J]"""
+    """Return log mel [J, BANDS], pitch [J] and voicing [J] of samples at 24 kHz."""
     found = features.analyse(samples)
     return found.mel.reshape(-1, features.BANDS), found.pitch_hz.reshape(-1), found.voicing.reshape(-1)
 
 
 def warp(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """log mels [A, BANDS], [B, BANDS] -> which hops stand beside each other, [P] each"""
+    """Align log mels [A, BANDS] and [B, BANDS]. Return the hops of each along the path, [P] each."""
     cost = np.abs(ours[:, None] - theirs[None]).mean(2)
     width = max(KEPT, 2 * abs(len(ours) - len(theirs)))
     slope = len(theirs) / len(ours)
@@ -65,7 +66,7 @@ def warp(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray, is_timed: bool) -> Distance:
-    """samples at 24 kHz of both. is_timed: hop j of one is hop j of the other"""
+    """Compare samples at 24 kHz. is_timed: hop j of one is hop j of the other."""
     mel, pitch, voicing = hops(ours)
     true_mel, true_pitch, true_voicing = hops(theirs)
     num = min(len(mel), len(true_mel))
@@ -88,7 +89,7 @@ def mean(found: Sequence[Distance]) -> dict[str, float]:
     return {name: round(float(np.mean([getattr(one, name) for one in found])), 3) for name in names}
 
 
-# --- pictures -----------------------------------------------------------------------------------------------
+# --- pictures ---
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -96,7 +97,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_losses(trained: Path, picture: Path) -> None:
-    """Of both trainings over their minutes. trained: what `remote` left"""
+    """Draw the losses of both trainings over time. trained: the output directory of `remote`."""
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
@@ -105,8 +106,8 @@ def draw_losses(trained: Path, picture: Path) -> None:
     left.plot(minutes, [line["first"] for line in talker], label="first code, read with noise and own draws")
     seen = [line for line in talker if "unseen_first" in line]
     for name, label in (
-        ("unseen_first", "first code, sentences not taught"),
-        ("unseen_look", "where to look, not taught"),
+        ("unseen_first", "first code, unseen sentences"),
+        ("unseen_look", "where to look, unseen sentences"),
     ):
         left.plot([line["s"] / 60 for line in seen], [line[name] for line in seen], label=label)
     left.set(title="talker", xlabel="minutes", ylabel="nats", ylim=(0, 5))
@@ -126,7 +127,7 @@ def draw_losses(trained: Path, picture: Path) -> None:
 
 
 def draw_speech(text: str, speeches: dict[str, np.ndarray], picture: Path) -> None:
-    """Spectrogram and pitch of each, by name; samples at 24 kHz"""
+    """Draw the spectrogram and pitch of each speech, by name; samples at 24 kHz."""
     from matplotlib import pyplot
 
     figure, rows = pyplot.subplots(

@@ -1,5 +1,6 @@
-"""The speech as features, codes and targets, on disk: long lines of frames, and where each utterance lies in
-them."""
+"""Features, codes and targets of the speech on disk: all frames in one line, with the edges of each
+utterance.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from examples.train_a_voice.codes import Codebooks
 from examples.train_a_voice.flite import RATE_HZ, Shelf
 
 Progress = Callable[[int], None]
-FORK = multiprocessing.get_context("fork")  # the workers compute with NumPy alone
+FORK = multiprocessing.get_context("fork")  # the workers use NumPy only, so forking is safe
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Features of a shelf. Utterance u is frames edges[u] to edges[u + 1]."""
+    """Features of a shelf. Utterance u has frames edges[u] to edges[u + 1]."""
 
     edges: np.ndarray  # [U + 1]
     mel: np.ndarray  # [T, HOPS, BANDS] float16
@@ -38,7 +39,7 @@ class Frames:
 
 
 def save(path: Path, array: np.ndarray) -> None:
-    """In one go: a file that is there is whole."""
+    """Save an array atomically: an existing file is complete."""
     part = path.with_suffix(".part.npy")
     np.save(part, array)
     os.replace(part, path)
@@ -74,8 +75,10 @@ def make_codes(frames: Frames, codebooks: Codebooks, path: Path) -> None:
 def make_targets(
     frames: Frames, codes: np.ndarray, codebooks: Codebooks, num: int, path: Path, progress: Progress
 ) -> None:
-    """int16 samples of the first `num` utterances: the true mel spectrogram, with the pitch and voicing of
-    the codes. They are made utterance by utterance; one that has been made is not made again."""
+    """Write int16 samples of the first `num` utterances: the true mel spectrogram with the codes' pitch and
+    voicing.
+
+    Utterances are written one by one, and a repeated run continues after the last one."""
     done = path.stat().st_size // (2 * features.FRAME) if path.exists() else 0
     first = int(np.searchsorted(frames.edges, done, side="right")) - 1
     spans = [slice(*frames.edges[u : u + 2]) for u in range(first, min(num, len(frames.edges) - 1))]

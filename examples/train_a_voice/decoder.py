@@ -1,8 +1,7 @@
-"""The decoder's training: from codes to the samples that `vocoder` makes of the same speech.
+"""Train the decoder: from codes to the samples that `vocoder` makes of the same speech.
 
-The module is `zoo.qwen3_tts.codec.Decoder` itself. Here its layers get what they can be trained with: a state
-that is always zeros, activations and codebooks with a gradient. What they compute is the same
-(tests/examples).
+The module is `zoo.qwen3_tts.codec.Decoder` itself, with replacements that can be trained: a state of zeros,
+and activations and codebooks with a gradient. They compute the same function (tests/examples).
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from zoo.nn.norm import RMSNorm
 from zoo.nn.snake import SnakeBeta
 from zoo.qwen3_tts.codec import Decoder, Layer, Upsample
 
-SKIP = 2  # frames at the start of a crop that are not scored: they do not know what came before
-# sin(pi t)^2 = sum of these times t^2k, to 4e-7, for t from -1/2 to 1/2: a least-squares fit
+SKIP = 2  # frames at the start of a crop that are not scored, because they lack their past
+# Coefficients of t^2k whose sum is sin(pi t)^2 to 4e-7 for t from -1/2 to 1/2: a least-squares fit
 SINE = (3.946088e-07, 9.869490177882, -32.464328710517, 42.635810767153, -29.395246060075, 10.535552813831)
 SCALES = ((1024, 240), (512, 120), (256, 60))  # window and hop of the loss, samples
 TOP_HZ = 8_000
 
 
 class Fresh(CodecState):
-    """Every stream begins here."""
+    """A state in which every stream begins."""
 
     def __init__(self) -> None:
         pass
@@ -44,8 +43,9 @@ class Fresh(CodecState):
 
 
 class Ripple(SnakeBeta):
-    """The same function of the same parameters, with a gradient, which zoo.nn.snake's operator does not have.
-    The sine's square is a polynomial: with sine and cosine it is 1.6 times as slow."""
+    """Snake with a gradient: the same function and parameters. zoo.nn.snake's operator has no gradient.
+
+    The square of the sine is a polynomial, because sine and cosine take 1.6 times as long."""
 
     def __init__(self, snake: SnakeBeta):
         nn.Module.__init__(self)
@@ -69,7 +69,7 @@ def trainable(decoder: Decoder) -> Decoder:
 
 
 def samples(decoder: Decoder, codes: Tensor) -> Tensor:
-    """codes [B, F, K] -> samples [B, F * FRAME], not clamped: a clamp that is reached has no gradient."""
+    """Return samples [B, F * FRAME] of codes [B, F, K], unclamped: a clamp has no gradient at its limits."""
     quantizer = decoder.quantizer
     quantizer.table = quantizer.sums.unflatten(0, (len(quantizer.parts), -1))  # usage is one
     state, start = Fresh(), codes.new_zeros(codes.shape[0])
@@ -82,13 +82,15 @@ def samples(decoder: Decoder, codes: Tensor) -> Tensor:
     return decoder.tail(decoder.snake(x), state).squeeze(1)
 
 
-# --- the start ----------------------------------------------------------------------------------------------
+# --- initialisation ---
 
 
 @torch.no_grad()
 def initialise(decoder: Decoder, codebooks: Codebooks) -> None:
-    """PyTorch's defaults, small residual branches, and codebooks that know what the codes mean. Gains that
-    make each layer's output as loud as its input were tried: Snake then makes training diverge."""
+    """Initialise with PyTorch's defaults, small residual branches, and codebooks that start from the codes'
+    meanings.
+
+    Gains that keep each layer's loudness were tried: with Snake, training diverges."""
     for module in decoder.modules():
         if isinstance(module, CausalConv1d | CausalConvTranspose1d | nn.Linear | nn.Conv1d):
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
@@ -113,12 +115,15 @@ def initialise(decoder: Decoder, codebooks: Codebooks) -> None:
     nn.init.ones_(quantizer.usage)
     quantizer.usage.requires_grad_(False)
     quantizer.sums.copy_(meanings(codebooks, quantizer.sums.shape[1]).flatten(0, 1))
-    quantizer.rest_out.weight.copy_(quantizer.first_out.weight)  # levels of one sum: they are read alike
+    # all levels belong to one sum, so they are projected in the same way
+    quantizer.rest_out.weight.copy_(quantizer.first_out.weight)
 
 
 def meanings(codebooks: Codebooks, width: int) -> Tensor:
-    """-> rows [K, SIZE, width] whose sum over a frame's codes is what the codes mean: principal components of
-    the log mel spectrogram, then one-hot cycles and voicing as far as there is room."""
+    """Return rows [K, SIZE, width] whose sum over a frame's codes describes the frame.
+
+    They hold principal components of the log mel spectrogram, then one-hot cycles and voicing as far as there
+    is room."""
     levels, size, _ = codebooks.mel.shape
     tone = torch.cat(
         (torch.eye(NUM_CYCLES).repeat_interleave(SHAPES, 0), codebooks.shapes.repeat(NUM_CYCLES, 1)), 1
@@ -127,7 +132,7 @@ def meanings(codebooks: Codebooks, width: int) -> Tensor:
     first = codebooks.mel[0]
     _, spread, axes = torch.linalg.svd(first - first.mean(0), full_matrices=False)
     axes = axes[: width - room]
-    scale = (spread[: len(axes)] / len(first) ** 0.5).clamp(min=0.1) ** -0.5  # half way to white
+    scale = (spread[: len(axes)] / len(first) ** 0.5).clamp(min=0.1) ** -0.5  # halfway to whitening
     rows = torch.zeros(levels + 1, size, width)
     rows[0, :, : len(axes)] = (first - first.mean(0)) @ axes.T * scale
     rows[1:levels, :, : len(axes)] = codebooks.mel[1:] @ axes.T * scale
@@ -136,17 +141,17 @@ def meanings(codebooks: Codebooks, width: int) -> Tensor:
     return rows
 
 
-# --- the loss -----------------------------------------------------------------------------------------------
+# --- the loss ---
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A spectrogram of the loss."""
+    """One spectrogram of the loss."""
 
     size: int
     hop: int
     window: Tensor  # [size]
-    bands: Tensor  # [bins, bands], rows of TOP_HZ and below
+    bands: Tensor  # [bins, bands], rows up to TOP_HZ
     spread: Tensor  # [bands, bins]
 
     @classmethod
@@ -167,13 +172,13 @@ class Scale:
         return Scale(self.size, self.hop, *tensors)
 
     def spectrum(self, x: Tensor) -> Tensor:
-        """[B, N] -> complex [B, frames, bins up to TOP_HZ]"""
+        """Return the complex spectrum [B, frames, bins up to TOP_HZ] of x [B, N]."""
         parts = x.unfold(1, self.size, self.hop) * self.window
         return torch.fft.rfft(parts)[..., : len(self.bands)] / self.window.sum() * 2
 
     def losses(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """-> how far the spectra lie apart, as a share of how loud the target's band is; and how far the
-        bands' levels lie apart, in nats."""
+        """Return two distances of x from the target: of spectra, relative to the band's loudness; of levels,
+        in nats."""
         spectrum = self.spectrum(x)
         with torch.no_grad():
             goal = self.spectrum(target)
@@ -197,17 +202,17 @@ class Loss(nn.Module):
         self.level_weight = level_weight
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, N] each -> loss, and its two parts"""
+        """Return the loss and its two parts for x and target [B, N]."""
         x, target = x[:, SKIP * FRAME :], target[:, SKIP * FRAME :]
         far, level = torch.stack([torch.stack(scale.losses(x, target)) for scale in self.scales]).mean(0)
         return far + self.level_weight * level, far.detach(), level.detach()
 
 
-# --- the run ------------------------------------------------------------------------------------------------
+# --- the run ---
 
 
 def crop(codes: np.ndarray, wave: np.ndarray, batch: int, frames: int, step: int) -> tuple[Tensor, Tensor]:
-    """Pieces of the long line of codes [T, K] and int16 samples [T * FRAME] -> [B, F, K], [B, F * FRAME]."""
+    """Return crops [B, F, K] of the codes [T, K] and [B, F * FRAME] of the int16 samples [T * FRAME]."""
     starts = np.random.default_rng(step).integers(0, len(codes) - frames, batch)
     some = np.stack([codes[s : s + frames] for s in starts]).astype(np.int64)
     heard = np.stack([wave[s * FRAME : (s + frames) * FRAME] for s in starts])
@@ -236,7 +241,7 @@ def train(
     plan: Plan,
     schedule: Schedule,
 ) -> None:
-    """codes [T, K] and int16 wave [T * FRAME], of all utterances one after the other"""
+    """Train on codes [T, K] and int16 wave [T * FRAME] of all utterances in one line."""
     trainable(decoder)
     initialise(decoder, codebooks)
     learned = [p for p in decoder.parameters() if p.requires_grad]

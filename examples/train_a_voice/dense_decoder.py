@@ -1,5 +1,7 @@
-"""The decoder's training on a device: codes and samples that lie there, and may still grow. What it learns is what
-`decoder.py` teaches."""
+"""Train the decoder on a device, with codes and samples in device memory that may still grow.
+
+It learns what `decoder.py` teaches.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Plan:
     warmup: int = 150
     batch: int = 32
     frames: int = 18
-    coarse: float = 0.3  # pieces whose last levels add nothing, as where a talker is not sure of them
+    coarse: float = 0.3  # share of crops in which the last levels add nothing, as for a talker that is unsure
     room: int = 400_000  # frames
     dtype: torch.dtype = torch.bfloat16
     log_s: float = 5.0
@@ -35,7 +37,8 @@ class Plan:
 
 
 def wave_of(part: Part, codebooks: Codebooks) -> np.ndarray:
-    """int16 samples [T * FRAME] of a part: the true mel spectrogram, with the pitch and voicing of its codes"""
+    """Return int16 samples [T * FRAME] of a part: its true mel spectrogram with the codes' pitch and
+    voicing."""
     shapes = codebooks.shapes.numpy()
     waves = []
     for begin, end in zip(part.edges[:-1], part.edges[1:], strict=True):
@@ -48,7 +51,7 @@ def wave_of(part: Part, codebooks: Codebooks) -> np.ndarray:
 
 
 class Sounds:
-    """Frames of codes and of samples, one after the other, with room for more."""
+    """Frames of codes and samples in one line, with room for more."""
 
     def __init__(self, plan: Plan, codebooks: Codebooks, device: torch.device):
         self.codes = torch.zeros(plan.room, codebooks.count, dtype=torch.int16, device=device)
@@ -56,10 +59,10 @@ class Sounds:
         self.coarse = plan.coarse
         self.wave = torch.zeros(plan.room, FRAME, dtype=torch.int16, device=device)
         self.num = 0
-        self.count = torch.zeros((), dtype=torch.int64, device=device)  # the same
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # `num` on the device
 
     def add(self, codes: np.ndarray, wave: np.ndarray) -> None:
-        """codes [T, K], int16 wave [T * FRAME]; what there is no room for is left out"""
+        """Add codes [T, K] and int16 wave [T * FRAME], as far as there is room."""
         num = min(len(codes), len(self.codes) - self.num)
         into = slice(self.num, self.num + num)
         self.codes[into] = torch.from_numpy(codes[:num]).to(self.codes.device)
@@ -68,20 +71,20 @@ class Sounds:
         self.count.fill_(self.num)
 
     def crop(self, batch: int, frames: int) -> tuple[Tensor, Tensor]:
-        """-> codes [B, F, K] and samples [B, F * FRAME] of pieces that begin anywhere"""
+        """Return codes [B, F, K] and samples [B, F * FRAME] of crops at random positions."""
         starts = (torch.rand(batch, device=self.codes.device) * (self.count - frames)).long()
         at = starts[:, None] + torch.arange(frames, device=starts.device)
         codes = self.codes[at].long()
         levels = torch.arange(len(self.short), device=at.device)
         draws = torch.rand(2, batch, 1, 1, device=at.device)
-        kept = (2 + draws[0] * (len(levels) - 2)).floor()  # of the levels, from two on
+        kept = (2 + draws[0] * (len(levels) - 2)).floor()  # number of levels that are kept, from two on
         is_short = (draws[1] < self.coarse) & (levels >= kept)  # [B, 1, levels]
         codes[..., :-1] = torch.where(is_short, self.short, codes[..., :-1])
         return codes, self.wave[at].flatten(1).float() / 32768
 
 
 class Sine(Ripple):
-    """The same function: a GPU has sines of its own."""
+    """Ripple with the sine of torch, which is fast on a GPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x * self.alpha.exp()[:, None]).sin().square() / (self.beta.exp()[:, None] + 1e-9)
@@ -101,7 +104,7 @@ def train(
     begin: Callable[[], None] = lambda: None,
     most_steps: int | None = None,
 ) -> int:
-    """-> steps. grow: called now and then, adds what has come meanwhile"""
+    """Train until the clock ends. Return the number of steps. grow: adds new sounds when called."""
     device = sounds.codes.device
     trainable(decoder)
     if device.type == "cuda":

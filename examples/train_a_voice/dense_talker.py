@@ -1,16 +1,18 @@
-"""The talker's training on a device: dense batches of fixed shapes, read from a pool that may still grow.
+"""Train the talker on a device, with dense batches of fixed shapes from a pool that may still grow.
 
-What it learns is what `talker.py` teaches, but for two things.
+It learns what `talker.py` teaches, with two differences.
 
-It reads its own draws. Once it has learned something, a share of the frames of a batch are drawn from what it said of
-them a moment before; and so are many of the codes that the code predictor reads. What a code has to add is what those
-before it left over, drawn ones too. (Not of the first code: the others belong to it, and are not to make up for it.)
+It reads its own draws. After the first part of the run, a share of the frames in a batch are drawn from the
+talker's predictions a moment before, and so are many of the codes that the code predictor reads. The target
+of a code is the residual of the codes before it, drawn ones included. The first code is the exception: the
+others belong to it and must not compensate for it.
 
-It learns how far codes lie apart. Where a talker is not sure, the likeliest code of a fine level is one of hundreds that are
-about as likely, and most of them make things worse: the row is longer than what is left to say. So a code's target is
-every code by how much it leaves over, q = exp(-far / softness) / sum, and the loss is the distance KL(p || q), in this
-order: of many q that may be true, p becomes the one of their mean distances. The likeliest code is then the one that
-leaves least over of what is to be expected, which may be the one that adds nothing.
+It learns how far codes lie apart. Where a talker is unsure, the likeliest code of a fine level is one of
+hundreds of about equal probability, and most of them make things worse, because a row is longer than the
+residual. So the target is a distribution over all codes by the residual that each leaves, q = exp(-far /
+softness) / sum, and the loss is KL(p || q) in this order. If many q are possible, p becomes the one of their
+mean distances. The likeliest code is then the one with the smallest expected residual, which may be the one
+that adds nothing.
 """
 
 from __future__ import annotations
@@ -43,19 +45,12 @@ from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.config import Config
 from zoo.qwen3_tts.model import Talker
 
-# Of each level but the first, as square distances. What the last levels have to add is some 2, what their rows are long some 20.
+# For each level but the first, in squared distances. The residual of the last levels is about 2, and the
+# squared length of their rows about 20.
 SOFTNESS = (12.0, 8.0, 5.0, 4.0, 4.0, 4.0, 4.0)
-FORWARD = 0.2  # of KL(q || p), beside KL(p || q)
-SHARES = (
-    2.0,
-    1.5,
-    1.2,
-    1.0,
-    1.0,
-    1.0,
-    1.0,
-    2.0,
-)  # of each code's loss, from the second on; the last is pitch and voicing
+FORWARD = 0.2  # weight of KL(q || p), added to KL(p || q)
+# weight of each code's loss, from the second code on; the last one is pitch and voicing
+SHARES = (2.0, 1.5, 1.2, 1.0, 1.0, 1.0, 1.0, 2.0)
 WEIGHTS = {"first": 1.0, "depth": 1.0, "look": 0.3, "phone": 0.3}
 
 
@@ -64,7 +59,7 @@ class Plan:
     peak: float = 2.5e-3
     warmup: int = 300
     weight_decay: float = 0.02
-    positions: int = 24_576  # of a batch
+    positions: int = 24_576  # per batch
     rooms: tuple[int, ...] = (
         64,
         80,
@@ -74,25 +69,25 @@ class Plan:
         168,
         216,
         288,
-    )  # positions of an utterance, of each kind of batch
+    )  # positions of an utterance, by kind of batch
     depth_share: float = 0.5
-    own_share: float = 0.25  # frames that are the talker's own draws
-    own_from: float = 0.3  # share of the run after which it reads them
+    own_share: float = 0.25  # share of frames that are the talker's own draws
+    own_from: float = 0.3  # share of the run after which they begin
     own_temperature: float = 0.6
     noise: Noise = field(default_factory=Noise)
-    short_until: float = 0.03  # share of the run in which only the shorter half of the rooms is read
+    short_until: float = 0.03  # share of the run that uses only the shorter half of the rooms
     dtype: torch.dtype = torch.bfloat16
     log_s: float = 5.0
-    check_s: float = 20.0  # between looks at what it was not taught
+    check_s: float = 20.0  # between evaluations on unseen sentences
 
 
 class Dense(Training):
-    """The talker over boards."""
+    """The talker's training over boards."""
 
     pool: Pool
-    mel: Tensor  # [levels, SIZE, HOPS * BANDS], the codebooks'
+    mel: Tensor  # [levels, SIZE, HOPS * BANDS], from the codebooks
     softness: Tensor  # [levels - 1]
-    shares: Tensor  # [K - 1], of the loss
+    shares: Tensor  # [K - 1], weights of the loss
 
     def __init__(self, talker: Talker, config: Config, num_phones: int):
         super().__init__(talker, config, num_phones)
@@ -103,11 +98,13 @@ class Dense(Training):
         self.register_buffer("softness", torch.tensor(SOFTNESS[: config.codebooks - 2]), persistent=False)
 
     def forward(self, board: Board, num_depth: int, num_own: int, temperature: float) -> Losses:  # type: ignore[override]
-        """num_depth: frames whose codes are learned. num_own: frames that are read as the talker's own draws; where there
-        are any, half of the codes that the code predictor reads are, too."""
+        """Return the losses of a board.
+
+        num_depth: frames whose codes are learned. num_own: frames that are replaced by the talker's own
+        draws. If there are any, half of the codes that the code predictor reads are draws, too."""
         codes = self.own(board, num_own, temperature) if num_own else board.codes
         h, looks, named = self.hidden(board, codes)
-        rows = self.rows_of(board, num_depth)  # [N] flat positions that give a frame
+        rows = self.rows_of(board, num_depth)  # [N] flat positions that predict a frame
         given, here = self.given(board, rows), h.flatten(0, 1)[rows]
         read = self.mixed(here, given, temperature) if num_own else given
         assert named is not None
@@ -121,12 +118,15 @@ class Dense(Training):
         }
 
     def depth_loss(self, h: Tensor, given: Tensor, read: Tensor) -> Tensor:
-        """h [N, D], the true codes and those that are read [N, K] -> how far what is said of the second code and of those
-        behind it is from what they leave over; of the last one, which is pitch and voicing, the cross entropy"""
+        """Return the loss of all codes but the first, from h [N, D], true codes [N, K] and the codes that are
+        read [N, K].
+
+        It is the distance of a prediction from the residual's distribution; for the last code, pitch and
+        voicing, it is the cross entropy."""
         levels = torch.arange(len(self.mel), device=h.device)
         goal = self.mel[levels, given[:, :-1]].sum(1)  # [N, mel]
         added = self.mel[levels, read[:, :-1]]  # [N, levels, mel]
-        rest = (goal[:, None] - added.cumsum(1) + added)[:, 1:]  # what each level has to add
+        rest = (goal[:, None] - added.cumsum(1) + added)[:, 1:]  # the residual of each level
         with torch.autocast(h.device.type, enabled=False):
             near = 2 * torch.einsum("nkm,kcm->nkc", rest, self.mel[1:]) - self.mel[1:].square().sum(2)
             goals = (near / self.softness[:, None]).log_softmax(-1)  # [N, levels - 1, SIZE]
@@ -137,8 +137,9 @@ class Dense(Training):
 
     @torch.no_grad()
     def far(self, board: Board, num: int) -> Tensor:
-        """How far the likeliest codes behind the true first one lie from the true ones, in nats of the log mel spectrogram
-        (root mean square); where none adds anything, it is 0.45"""
+        """Return the distance of greedy codes behind the true first one from the true codes.
+
+        It is the root mean square in nats of the log mel spectrogram; codes that add nothing have 0.45."""
         rows = self.rows_of(board, num)
         h, given = self.hidden(board, board.codes)[0].flatten(0, 1)[rows], self.given(board, rows)
         read = torch.zeros_like(given)
@@ -151,7 +152,7 @@ class Dense(Training):
 
     @torch.no_grad()
     def mixed(self, h: Tensor, given: Tensor, temperature: float) -> Tensor:
-        """The true codes [N, K], none to all of a frame's drawn anew, but for the first: what is behind it belongs to it"""
+        """Return the true codes [N, K] with a random share of each frame's drawn anew, except the first."""
         drawn = self.draw(h, given, temperature)
         share = torch.rand(len(given), 1, device=h.device)
         is_drawn = torch.rand(given.shape, device=h.device) < share
@@ -159,7 +160,7 @@ class Dense(Training):
         return torch.where(is_drawn, drawn, given)
 
     def draw(self, h: Tensor, given: Tensor, temperature: float) -> Tensor:
-        """-> codes [N, K], each drawn as if those before it were true"""
+        """Return codes [N, K], each drawn as if the codes before it were the true ones."""
 
         def one(logits: Tensor) -> Tensor:
             noise = -torch.empty_like(logits).exponential_().log()
@@ -169,13 +170,13 @@ class Dense(Training):
         return torch.stack(drawn + [one(x.float()) for x in self.depth_logits(h, given)], 1)
 
     def first_logits(self, h: Tensor) -> Tensor:
-        """h [..., D] -> [..., SIZE + 1], the end last, fp32"""
+        """Return logits [..., SIZE + 1] of h [..., D] in fp32; the last one is the end."""
         head = self.talker.codec_head.weight
         eos = self.config.control.eos
         return F.linear(h, torch.cat((head[:SIZE], head[eos : eos + 1]))).float()
 
     def hidden(self, board: Board, codes: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """-> what the heads read [B, L, D], scores of the guided heads [B * L, L], phones [B, L, 2, P]"""
+        """Return the heads' input [B, L, D], the guided heads' scores [B * L, L], and phones [B, L, 2, P]."""
         talker = self.talker
         beside = F.embedding(board.codec.clamp(min=0), talker.codec_embedding.weight)
         tables = torch.cat((talker.codec_embedding.weight[:SIZE], talker.depth.embeddings.weight))
@@ -200,7 +201,7 @@ class Dense(Training):
         return talker.norm(x), looks, named
 
     def rows_of(self, board: Board, num: int) -> Tensor:
-        """-> flat positions that give a frame [num], each frame of the batch as likely as another"""
+        """Return flat positions [num] that predict a frame, drawn uniformly from the frames of the batch."""
         ends = board.lengths.cumsum(0)
         drawn = (torch.rand(num, device=ends.device) * ends[-1]).long().minimum(ends[-1] - 1)
         which = torch.searchsorted(ends, drawn, right=True)
@@ -208,33 +209,35 @@ class Dense(Training):
         return which * board.text.shape[1] + board.prompts[which] - 1 + frame
 
     def given(self, board: Board, rows: Tensor) -> Tensor:
-        """-> the true codes [N, K] of the frames that these positions give"""
+        """Return the true codes [N, K] of the frames that these positions predict."""
         length = board.text.shape[1]
         which, position = rows // length, rows % length
         return self.pool.codes[board.starts[which] + position - board.prompts[which] + 1].long()
 
     @torch.no_grad()
     def own(self, board: Board, num: int, temperature: float) -> Tensor:
-        """The board's codes [B, L, K], `num` of the frames drawn anew from what the talker says of them"""
+        """Return the board's codes [B, L, K] with `num` frames drawn anew from the talker's predictions."""
         h, _, _ = self.hidden(board, board.codes)
         rows = self.rows_of(board, num)
         drawn = self.draw(h.flatten(0, 1)[rows], self.given(board, rows), temperature)
-        # a position gives the frame that stands at the next one
+        # A position predicts the frame at the next position.
         flat = board.codes.flatten(0, 1)
-        at = (rows + 1).clamp(
-            max=len(flat) - 1
-        )  # of a full row's last frame, the next row's prompt: never read
+        # For a full row's last frame this is the next row's prompt, whose codes are never read.
+        at = (rows + 1).clamp(max=len(flat) - 1)
         return flat.index_copy(0, at, drawn).view_as(board.codes)
 
 
 def distance(said: Tensor, goal: Tensor) -> Tensor:
-    """Log probabilities [N, SIZE] -> KL(said || goal) and FORWARD of the other one, which teaches faster at first"""
+    """Return KL(said || goal) plus FORWARD times the reverse, which teaches faster at first.
+
+    said, goal: log probabilities [N, SIZE]."""
     apart = said - goal
     return ((said.exp() - FORWARD * goal.exp()) * apart).sum(-1).mean()
 
 
 def run_dense(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `talker.run_block`, with fused attention: x [B, L, D] -> x, and its first head's q and k [B, L, dim]"""
+    """Run `talker.run_block` with fused attention. Return x [B, L, D] and the first head's q, k [B, L,
+    dim]."""
     q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     groups = q.shape[1] // k.shape[1]
@@ -244,7 +247,7 @@ def run_dense(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 class Rooms:
-    """Which utterances fit into which kind of batch, as the host draws them."""
+    """Utterances by the kind of batch that they fit into, drawn by the host."""
 
     def __init__(self, plan: Plan):
         self.plan, self.seen = plan, 0
@@ -262,7 +265,7 @@ class Rooms:
         return max(4, self.plan.positions // self.plan.rooms[room])
 
     def draw(self, rng: np.random.Generator, share: float) -> tuple[int, np.ndarray]:
-        """-> a kind of batch, and utterances of it. Each utterance is as likely as another."""
+        """Return a kind of batch and utterances for it. All utterances are equally likely."""
         weight = np.array([len(x) * n for x, n in zip(self.flat, self.plan.rooms, strict=True)], float)
         if share < self.plan.short_until:
             weight[(len(weight) + 1) // 2 :] = 0
@@ -285,8 +288,10 @@ def train(
     begin: Callable[[], None] = lambda: None,
     most_steps: int | None = None,
 ) -> int:
-    """-> steps. unseen: utterances that are not learned from. grow: called now and then, adds to the pool what has come
-    meanwhile, and says how much."""
+    """Train until the clock ends, and return the number of steps.
+
+    unseen: utterances for evaluation. grow: called occasionally to add new speech to the pool; returns how
+    much."""
     device = pool.device
     initialise(training, codebooks)
     begin()
@@ -304,9 +309,9 @@ def train(
 
     def compute(room: int, is_own: bool) -> tuple[Tensor, Losses]:
         board = pool.board(which[room], plan.rooms[room], plan.noise)
-        num = round(0.36 * plan.positions)  # about as many frames
+        num = round(0.36 * plan.positions)  # an estimate of the frames in a batch
         own = round(plan.own_share * num) if is_own else 0
-        # No cache: of a matrix that `own` read without a gradient it would keep a copy without one.
+        # Without autocast's cache: it would keep the copy without a gradient that `own` makes of a matrix.
         with torch.autocast(
             device.type, plan.dtype, enabled=plan.dtype != torch.float32, cache_enabled=False
         ):
@@ -349,7 +354,7 @@ def train(
 
 @torch.no_grad()
 def examine(training: Dense, unseen: Pool, plan: Plan) -> dict[str, float]:
-    """Losses of what was not learned, without noise: a batch of each kind"""
+    """Return the losses on unseen utterances without noise, from a batch of each kind."""
     taught, training.pool = training.pool, unseen
     rooms = Rooms(plan)
     rooms.grow(unseen)

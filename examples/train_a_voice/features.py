@@ -1,8 +1,7 @@
-"""What a frame of speech (80 ms) sounds like, as numbers: a log mel spectrogram, pitch and voicing, eight
-hops of each.
+"""Features of a frame of speech (80 ms): a log mel spectrogram, pitch and voicing, eight hops of each.
 
-Hop j is heard through a window that ends where the hop ends, at most 360 samples before it begins: what a
-frame sounds like follows from the frames up to it, so a decoder that looks back only can make it.
+The window of hop j ends where the hop ends and begins at most 360 samples before it. So features depend only
+on samples up to their frame, and a causal decoder can reproduce them.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import soxr
 
 RATE_HZ = 24_000
 FRAME = 1920  # samples
-HOPS = 8  # of a frame
+HOPS = 8  # per frame
 HOP = FRAME // HOPS  # samples, 10 ms
 WINDOW = 600  # samples, 25 ms
-BEFORE = WINDOW - HOP  # samples of the window that lie before its hop
+BEFORE = WINDOW - HOP  # samples of the window before its hop
 BANDS = 40
-TOP_HZ = 8_000.0  # flite's voice has nothing above
-# -62 dB below a loud band. Bands are sums over triangles of height one: triangles of equal area, as librosa's
-# are by default, put all above 1 kHz under any floor.
+TOP_HZ = 8_000.0  # flite's voice has no energy above
+# -62 dB below a loud band. Bands are sums over triangles of height one. Triangles of equal area, librosa's
+# default, would put everything above 1 kHz below any floor.
 FLOOR = 0.02
 PITCH_HZ = (100.0, 300.0)
 
@@ -30,7 +29,7 @@ PITCH_HZ = (100.0, 300.0)
 @dataclass(frozen=True)
 class Features:
     mel: np.ndarray  # [T, HOPS, BANDS], natural log
-    pitch_hz: np.ndarray  # [T, HOPS], of silence and noise too: a line between their neighbours
+    pitch_hz: np.ndarray  # [T, HOPS]; interpolated through silence and noise
     voicing: np.ndarray  # [T, HOPS], 0 to 1
 
 
@@ -40,7 +39,7 @@ def resample(samples: np.ndarray, rate_hz: int) -> np.ndarray:
 
 @cache
 def mel_matrix() -> np.ndarray:
-    """[bins, BANDS]: triangles of height one, their corners equally far apart on the mel scale."""
+    """Return [bins, BANDS]: triangles of height one, with corners at equal distances on the mel scale."""
     top = 2595 * np.log10(1 + TOP_HZ / 700)
     corners = 700 * (10 ** (np.linspace(0, top, BANDS + 2) / 2595) - 1)
     bins = np.arange(WINDOW // 2 + 1) * RATE_HZ / WINDOW
@@ -55,18 +54,18 @@ def hann() -> np.ndarray:
 
 
 def windows(samples: np.ndarray) -> np.ndarray:
-    """[N], N a multiple of HOP -> [N / HOP, WINDOW], a view."""
+    """Return windows [N / HOP, WINDOW] of samples [N] as a view; N is a multiple of HOP."""
     padded = np.concatenate((np.zeros(BEFORE, np.float32), samples))
     return np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP]
 
 
 def spectra(samples: np.ndarray) -> np.ndarray:
-    """[N], N a multiple of HOP -> complex [N / HOP, bins]."""
+    """Return complex spectra [N / HOP, bins] of samples [N]; N is a multiple of HOP."""
     return np.fft.rfft(windows(samples) * hann(), axis=1).astype(np.complex64)
 
 
 def log_mel(samples: np.ndarray) -> np.ndarray:
-    """[N] -> [N / HOP, BANDS]"""
+    """Return the log mel spectrogram [N / HOP, BANDS] of samples [N]."""
     return np.log(np.maximum(np.abs(spectra(samples)) @ mel_matrix(), FLOOR))
 
 
@@ -75,7 +74,7 @@ def pad_to_frames(samples: np.ndarray) -> np.ndarray:
 
 
 def analyse(samples: np.ndarray) -> Features:
-    """samples at 24 kHz [N] -> the features of ceil(N / FRAME) frames."""
+    """Return the features of ceil(N / FRAME) frames of samples [N] at 24 kHz."""
     samples = pad_to_frames(samples)
     pitch_hz, voicing = pitch(samples)
     mel = log_mel(samples)
@@ -84,12 +83,14 @@ def analyse(samples: np.ndarray) -> Features:
 
 
 def pitch(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[N] -> Hz and voicing, [N / HOP] each. The autocorrelation of the lowest 1.2 kHz, divided by the
-    window's own, and the best path through it (Boersma 1993; the costs are ours)."""
+    """Return Hz and voicing, [N / HOP] each, of samples [N].
+
+    The method is the autocorrelation of the lowest 1.2 kHz, divided by that of the window, and the best path
+    through it (Boersma 1993, with our own costs)."""
     rate_hz = 4_000
     low = soxr.resample(samples, RATE_HZ, rate_hz, quality="HQ").astype(np.float32)
     hop, window = rate_hz * HOP // RATE_HZ, 160  # 10 and 40 ms
-    before = window // 2 + hop // 2  # the middle of WINDOW lies 5 ms before its hop's end, about as here
+    before = window // 2 + hop // 2  # the middle of WINDOW is 5 ms before its hop's end, about as here
     padded = np.pad(low, (before, window))
     parts = np.lib.stride_tricks.sliding_window_view(padded, window)[: len(samples) // HOP * hop : hop]
     taper = 0.5 - 0.5 * np.cos(2 * np.pi * (np.arange(window) + 0.5) / window)
@@ -112,7 +113,7 @@ def pitch(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_path(scores: np.ndarray, octaves: np.ndarray) -> np.ndarray:
-    """scores [J, L] -> indices [J] with the greatest sum of scores, less 1.5 for each octave jumped."""
+    """Return indices [J] with the greatest sum of scores [J, L], minus 1.5 for each octave of a jump."""
     jump = 1.5 * np.abs(octaves[:, None] - octaves)
     total, back = scores[0], np.zeros(scores.shape, np.int64)
     for j in range(1, len(scores)):

@@ -1,8 +1,8 @@
-"""Speech by flite (CMU, http://cmuflite.org; Debian's package `flite`), voice cmu_us_slt, 16 kHz: text in,
-samples and phones out.
+"""Speech by flite (CMU, http://cmuflite.org; Debian's package `flite`), voice cmu_us_slt at 16 kHz: text to
+samples and phones.
 
-A shelf is a directory of speech: `speech.s16` has the samples of all texts one after the other, `index.jsonl`
-a line for each text. Both only ever grow, so making one can stop and go on.
+A shelf is a directory of speech. `speech.s16` holds the samples of all texts in one line, and `index.jsonl`
+has a line for each text. Both only grow, so filling a shelf can stop and continue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 RATE_HZ = 16_000
 VOICE = "slt"
-LEAD_S, TAIL_S = 0.06, 0.12  # silence that is kept; flite's own is about 0.2 on either side
+LEAD_S, TAIL_S = 0.06, 0.12  # silence that is kept; flite adds about 0.2 s on either side
 PAUSE = "pau"
 _PHONES = "aa ae ah ao aw ax ay b ch d dh eh er ey f g hh ih iy jh k l m n ng ow oy p pau r s sh t th uh uw v w y z zh"
 PHONES = tuple(_PHONES.split())
@@ -30,10 +30,10 @@ PHONES = tuple(_PHONES.split())
 @dataclass(frozen=True)
 class Utterance:
     text: str
-    start: int  # in the shelf's file, samples
+    start: int  # first sample in the shelf's file
     num_samples: int
     phones: tuple[str, ...]
-    ends_s: tuple[float, ...]  # of the phones, from the utterance's first sample
+    ends_s: tuple[float, ...]  # ends of the phones, from the utterance's first sample
 
 
 class Shelf:
@@ -45,15 +45,17 @@ class Shelf:
             self.utterances = [Utterance(**json.loads(line)) for line in lines]
 
     def samples(self, utterance: Utterance) -> np.ndarray:
-        """-> float32 in [-1, 1)"""
+        """Return float32 samples in [-1, 1)."""
         whole = np.memmap(self.samples_path, dtype="<i2", mode="r")
         return whole[utterance.start : utterance.start + utterance.num_samples].astype(np.float32) / 32768
 
     def fill(self, texts: Sequence[str], progress: Callable[[int], None]) -> None:
-        """Speak the texts that are not there yet."""
+        """Speak the texts that the shelf does not have yet."""
         self.samples_path.parent.mkdir(parents=True, exist_ok=True)
         done = len(self.utterances)
-        assert [u.text for u in self.utterances] == list(texts[:done]), f"{self.index_path} is of other texts"
+        assert [u.text for u in self.utterances] == list(texts[:done]), (
+            f"{self.index_path} belongs to other texts; use another directory"
+        )
         end = max((u.start + u.num_samples for u in self.utterances), default=0)
         self.samples_path.touch()
         with (
@@ -61,11 +63,9 @@ class Shelf:
             open(self.index_path, "a", encoding="utf-8") as index,
             ThreadPoolExecutor(os.cpu_count()) as pool,
         ):
-            samples_file.truncate(2 * end)  # what a run that was killed wrote and did not index
+            samples_file.truncate(2 * end)  # samples that a killed run wrote without an index line
             samples_file.seek(2 * end)
-            spoken = pool.map(
-                speak, texts[done:]
-            )  # programs of their own: threads are enough, and keep the order
+            spoken = pool.map(speak, texts[done:])
             for i, (samples, utterance) in enumerate(spoken, done):
                 utterance = replace(utterance, start=end)
                 samples_file.write(samples.astype("<i2").tobytes())
@@ -78,8 +78,8 @@ class Shelf:
 
 
 def speak(text: str) -> tuple[np.ndarray, Utterance]:
-    """-> int16 samples [N] without most of the silence around them, and what they say."""
-    import soundfile  # a machine that only trains need not have it
+    """Return int16 samples [N] without most of the surrounding silence, and their description."""
+    import soundfile  # a machine that only trains does not need it
 
     flite = shutil.which("flite")
     if flite is None:
@@ -89,7 +89,7 @@ def speak(text: str) -> tuple[np.ndarray, Utterance]:
         command = [flite, "-voice", VOICE, "-psdur", "-t", text, "-o", str(path)]
         spoken = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         samples, rate_hz = soundfile.read(path, dtype="int16")
-    assert rate_hz == RATE_HZ, f"flite's voice {VOICE} speaks at {rate_hz} Hz; {RATE_HZ} is expected"
+    assert rate_hz == RATE_HZ, f"flite's voice {VOICE} has {rate_hz} Hz instead of {RATE_HZ}"
     ends_s = np.array([float(item.rsplit(":", 1)[1]) for item in spoken])
     return trim(text, samples, [item.rsplit(":", 1)[0] for item in spoken], ends_s)
 
@@ -97,7 +97,7 @@ def speak(text: str) -> tuple[np.ndarray, Utterance]:
 def trim(
     text: str, samples: np.ndarray, phones: list[str], ends_s: np.ndarray
 ) -> tuple[np.ndarray, Utterance]:
-    """Most of the silence around what is said goes."""
+    """Remove most of the silence before and after speech."""
     first_s = max(0.0, ends_s[0] - LEAD_S) if phones[0] == PAUSE else 0.0
     last_s = ends_s[-2] + TAIL_S if phones[-1] == PAUSE else ends_s[-1]
     samples = samples[round(first_s * RATE_HZ) : round(last_s * RATE_HZ)]

@@ -1,7 +1,7 @@
-"""Speech as features without its sound, in parts that many processes make: what a talker on a GPU reads, far
-more of it than a disk of samples holds.
+"""Features of speech without its samples, in parts that many processes make.
 
-A part is a file of PART texts: their bytes, flite's phones and their ends, and the features of every frame.
+A talker on a GPU reads far more speech than a disk of samples could hold. A part is a file of PART texts:
+their bytes, flite's phones and their ends, and the features of every frame.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Part:
     voicing: np.ndarray  # [T, HOPS] float16
 
     def save(self, path: Path) -> None:
-        """In one go: a file that is there is whole."""
+        """Save atomically: an existing file is complete."""
         part = path.with_suffix(".part")
         with open(part, "wb") as file:
             np.savez(
@@ -58,7 +58,7 @@ class Part:
         return cls(str(kept["texts"]).split("\n"), phones, ends_s, *frames)
 
     def utterances(self) -> list[Utterance]:
-        """As a shelf has them, of no samples: their lengths are those of their frames."""
+        """Return utterances as in a shelf, without samples. Their lengths follow from their frames."""
         spoken = zip(self.texts, self.phones, self.ends_s, np.diff(self.edges), strict=True)
         return [
             Utterance(text, 0, int(num) * features.FRAME * 2 // 3, phones, tuple(ends_s.tolist()))
@@ -72,7 +72,7 @@ def _flite(directory: Path) -> Flite:
 
 
 def make(texts: Sequence[str], path: Path, directory: Path = SYSTEM) -> Path:
-    """Speak the texts, and keep what they sound like. directory: where flite's shared objects are"""
+    """Speak the texts and save their features. directory: flite's shared objects."""
     if path.exists():
         return path
     flite = _flite(directory)
@@ -89,7 +89,7 @@ def make(texts: Sequence[str], path: Path, directory: Path = SYSTEM) -> Path:
 
 
 def analyse(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """samples at flite's rate [N] -> mel [T, HOPS, BANDS] float16, cycles [T] uint8, voicing [T, HOPS]"""
+    """Return mel [T, HOPS, BANDS] float16, cycles [T] uint8, voicing [T, HOPS] of samples [N] by flite."""
     found = features.analyse(features.resample(samples, RATE_HZ))
     cycles = vocoder.cycles(found.pitch_hz, found.voicing)
     return found.mel.astype(np.float16), cycles.astype(np.uint8), found.voicing.astype(np.float32)
@@ -102,7 +102,7 @@ def fill(
     progress: Callable[[int], None],
     libraries: Path = SYSTEM,
 ) -> None:
-    """Make the parts of these texts that are not there yet; part i is of texts[i * PART : (i + 1) * PART]."""
+    """Make the missing parts of these texts; part i has texts[i * PART : (i + 1) * PART]."""
     directory.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(texts), PART)
     context = multiprocessing.get_context("spawn")
@@ -122,6 +122,6 @@ def path_of(directory: Path, index: int) -> Path:
 
 
 def parts(directory: Path) -> Iterator[Part]:
-    """All that are there, in their order."""
+    """Yield all existing parts in order."""
     for path in sorted(directory.glob("*.npz")):
         yield Part.load(path)

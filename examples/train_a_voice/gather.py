@@ -1,5 +1,7 @@
-"""From nothing to the folder that `remote` trains from, step by step, in a directory of work: speech as parts, codebooks
-and an aligner of the first ones, codes of all, and all of that packed. Every step goes on where it was stopped."""
+"""Make the folder that `remote` trains from: speech as parts, codebooks and aligner, codes, and the pack.
+
+Codebooks and the aligner are fitted to the first parts. Every step continues where it was stopped.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def gather(work: Path, settings: Settings, folder: Path, counter: Counter) -> No
 
 
 def fit(work: Path, settings: Settings, paths: list[Path]) -> None:
-    """Codebooks and the aligner, of the first parts"""
+    """Fit codebooks and the aligner to the first parts."""
     if (work / "codebooks.pt").exists() and (work / "aligner.npz").exists():
         return
     some = [forge.Part.load(path) for path in paths[: -(-settings.num_code_sentences // forge.PART)]]

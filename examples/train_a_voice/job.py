@@ -1,5 +1,7 @@
-"""A training run that may end at any moment: it goes on from its last checkpoint, step by step as if nothing
-had been, keeps a log of JSON lines, and rests while a file exists."""
+"""A training run that may be killed at any moment and continues from its last checkpoint with the same steps.
+
+It keeps a log of JSON lines, and pauses while a file exists.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Job:
         return torch.load(self.checkpoint, weights_only=True)
 
     def save(self, state: dict[str, Any]) -> None:
-        """In one go: whoever reads the file finds the old one or the new one."""
+        """Save atomically: a reader finds the old file or the new one."""
         part = self.checkpoint.with_suffix(".part")
         torch.save(state, part)
         os.replace(part, self.checkpoint)
@@ -44,7 +46,7 @@ class Job:
         return time.monotonic() - self.saved_at_s > CHECKPOINT_S
 
     def rest(self) -> None:
-        """Wait for as long as the pause file exists."""
+        """Wait while the pause file exists."""
         while self.pause_file is not None and self.pause_file.exists():
             time.sleep(PAUSE_S)
 
@@ -57,8 +59,7 @@ class Job:
 
 
 class Meter:
-    """Means of what is added, a line of the log for every `every` steps, with the CPU seconds that the run
-    took."""
+    """Means of added values, logged every `every` steps with the run's CPU seconds."""
 
     def __init__(self, job: Job, every: int, cpu_s: float):
         self.job, self.every, self.cpu_s = job, every, cpu_s
@@ -74,7 +75,7 @@ class Meter:
             self.values.clear()
 
     def count(self) -> float:
-        """CPU seconds so far"""
+        """Return the CPU seconds so far."""
         now_s = time.process_time()
         self.cpu_s += now_s - self.began_s
         self.began_s = now_s
@@ -82,8 +83,9 @@ class Meter:
 
 
 class Average:
-    """A running average of a module's parameters over about 1 / (1 - decay) steps; less than that at the
-    start. It sounds nearly as a run whose learning rate went down to nothing."""
+    """A running average of a module's parameters over about 1 / (1 - decay) steps, fewer at the start.
+
+    It sounds almost like a run whose learning rate has fallen to zero."""
 
     def __init__(self, module: nn.Module, decay: float):
         self.parameters = dict(module.named_parameters())
@@ -99,8 +101,10 @@ class Average:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate rises over `warmup` steps and stays, so a run can go on for as long as there is time.
-    One that has an `end` may fall along a straight line over its last `anneal` steps, to nearly nothing."""
+    """A learning rate that rises over `warmup` steps and then stays, so a run can continue as long as there
+    is time.
+
+    A run with an `end` may reduce it linearly, almost to zero, over its last `anneal` steps."""
 
     peak: float
     warmup: int
@@ -135,7 +139,7 @@ def keep(
 def resume(
     job: Job, module: nn.Module, optimiser: torch.optim.Optimizer, average: Average
 ) -> tuple[int, float]:
-    """-> steps done, and the CPU seconds that they took"""
+    """Return the finished steps and their CPU seconds."""
     state = job.load()
     if state is None:
         return 0, 0.0
@@ -158,8 +162,9 @@ def train(
     log_every: int,
     compute: Callable[[int], tuple[Tensor, Losses]],
 ) -> None:
-    """Goes on from the job's checkpoint, until the schedule ends or it is killed. compute: of a step's number, its
-    loss, and what the log shows."""
+    """Continue from the job's checkpoint until the schedule ends or the process is killed.
+
+    compute: from a step's number to its loss and the values to log."""
     average = Average(module, decay)
     step, cpu_s = resume(job, module, optimiser, average)
     meter = Meter(job, log_every, cpu_s)

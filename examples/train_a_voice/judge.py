@@ -1,5 +1,7 @@
-"""How many words are understood: word error rates by pocketsphinx and the English model that comes with it.
-It needs no network and no GPU, and it is strict: of flite itself it misses one word in ten."""
+"""Measure how many words are understood: word error rates by pocketsphinx and its English model.
+
+It needs neither a network nor a GPU. It is strict: it misses one word in ten of flite itself.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from examples.train_a_voice.sentences import NUM_COMMON, Lexicon, read_dictionar
 
 RATE_HZ = 16_000
 LOG_BASE = math.log(1.0001)  # of pocketsphinx's logarithms
-UNKNOWN = -100.0  # nats: a word that its language model lacks has some -50,000
+UNKNOWN = -100.0  # nats: a word that its language model lacks has about -50,000
 
 
 def _pocketsphinx() -> Any:
@@ -34,12 +36,12 @@ def _decoder() -> Any:
 
 
 def dictionary() -> Path:
-    """The words that it knows, in CMUdict's format."""
+    """Return the path of its dictionary, in CMUdict's format."""
     return Path(_pocketsphinx().get_model_path()) / "en-us" / "cmudict-en-us.dict"
 
 
 def lexicon() -> Lexicon:
-    """The words that it knows, and how common its language model thinks that they are."""
+    """Return the words that it knows, with their probabilities in its language model."""
     words = read_dictionary(dictionary())
     model = _decoder().get_lm(_decoder().current_search())
     nats = {word: model.prob([word]) * LOG_BASE for word in [*read_dictionary(dictionary(), least=1)]}
@@ -51,9 +53,9 @@ def lexicon() -> Lexicon:
 
 
 def transcribe(samples: np.ndarray, rate_hz: int) -> str:
-    """float samples [N] -> words"""
+    """Return the words in float samples [N]."""
     audio = soxr.resample(samples, rate_hz, RATE_HZ) if rate_hz != RATE_HZ else samples
-    quiet = np.zeros(RATE_HZ // 4)  # the recogniser wants silence around what it hears
+    quiet = np.zeros(RATE_HZ // 4)  # the recogniser expects silence around speech
     audio = np.concatenate((quiet, audio / max(1e-3, float(np.abs(audio).max())) * 0.7, quiet))
     decoder = _decoder()
     decoder.start_utt()
@@ -68,7 +70,7 @@ def words(text: str) -> list[str]:
 
 
 def num_errors(said: Sequence[str], heard: Sequence[str]) -> int:
-    """Insertions, deletions and substitutions: the Levenshtein distance."""
+    """Return insertions, deletions and substitutions: the Levenshtein distance."""
     row = list(range(len(heard) + 1))
     for i, word in enumerate(said, 1):
         last, row[0] = row[0], i

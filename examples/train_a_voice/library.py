@@ -1,5 +1,7 @@
-"""Flite as a library, in this process: what the program says (`flite.py`), in two thirds of the time, and where only the
-shared objects of a directory are at hand."""
+"""Flite as a library in this process: the speech of the program (`flite.py`) in two thirds of the time.
+
+It needs only the shared objects in a directory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import numpy as np
 from examples.train_a_voice.flite import RATE_HZ, VOICE, Utterance, trim
 
 SYSTEM = Path("/usr/lib/x86_64-linux-gnu")
-# In the order in which each finds what it needs. Flite links to ALSA, which nothing here calls.
+# In the order of their dependencies. Flite links to ALSA, which is never called here.
 OBJECTS = (
     "libasound.so.2",
     "libflite.so.1",
@@ -48,10 +50,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Flite:
-    """One speaker. It isn't safe to call from two threads."""
+    """One speaker. Do not call it from two threads."""
 
     def __init__(self, directory: Path = SYSTEM):
-        """Raises ValueError where the shared objects are not."""
+        """Load the library. Raises ValueError if the shared objects are missing."""
         try:
             loaded = [ctypes.CDLL(str(directory / name), mode=ctypes.RTLD_GLOBAL) for name in OBJECTS]
         except OSError as error:
@@ -66,13 +68,14 @@ class Flite:
         self._voice = register(None)
 
     def speak(self, text: str) -> tuple[np.ndarray, Utterance]:
-        """-> int16 samples [N] without most of the silence around them, and what they say, as `flite.speak`"""
+        """Return what `flite.speak` returns: int16 samples [N] without most of the silence, and a
+        description."""
         flite = self._flite
         spoken = flite.flite_synth_text(text.encode(), self._voice)
         try:
             wave = flite.utt_wave(spoken).contents
             assert wave.sample_rate == RATE_HZ, (
-                f"flite speaks at {wave.sample_rate} Hz; {RATE_HZ} is expected"
+                f"flite's speech has {wave.sample_rate} Hz instead of {RATE_HZ}"
             )
             samples = np.ctypeslib.as_array(wave.samples, (wave.num_samples,)).copy()
             phones, ends_s = [], []

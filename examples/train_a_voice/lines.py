@@ -1,5 +1,7 @@
-"""What a talker learns from, and nothing else: texts, codes, and which byte and phone each frame is. Packed, a
-frame takes ten bytes, so that sixty thousand sentences can be taken to another machine."""
+"""The data that a talker learns from: texts, codes, and the byte and phone of each frame.
+
+Packed, a frame takes ten bytes, so sixty thousand sentences can move to another machine.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from examples.train_a_voice.align import Aligner
 from examples.train_a_voice.codes import SIZE, Codebooks
 from examples.train_a_voice.forge import Part
 
-BITS = 9  # of a code
+BITS = 9  # per code
 assert 1 << BITS == SIZE
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Utterance u is frames edges[u] to edges[u + 1]."""
+    """Utterances. Utterance u has frames edges[u] to edges[u + 1]."""
 
     texts: list[str]
     edges: np.ndarray  # [U + 1]
@@ -31,11 +33,11 @@ class Lines:
 
     @classmethod
     def of(cls, part: Part, codes: np.ndarray, aligner: Aligner) -> Lines:
-        """codes [T, K] of the part's frames"""
+        """Return the lines of a part; codes [T, K] are those of its frames."""
         spoken, phones = [], []
         for utterance, num in zip(part.utterances(), np.diff(part.edges), strict=True):
             found = aligner.frames(utterance)
-            # A frame more or less, where rounding says so, at the end of an utterance.
+            # Rounding may differ by a frame at the end of an utterance.
             byte, phone = (np.pad(x, (0, max(0, num - len(x))), mode="edge")[:num] for x in found)
             spoken.append(byte.astype(np.uint8))
             phones.append(phone.astype(np.uint8))
@@ -48,7 +50,7 @@ class Lines:
         return cls([text for part in parts for text in part.texts], np.cumsum([0, *lengths]), *frames)
 
     def first(self, count: int) -> Lines:
-        """The first `count` utterances."""
+        """Return the first `count` utterances."""
         count = min(count, len(self.texts))
         end = int(self.edges[count])
         return Lines(
@@ -60,8 +62,10 @@ class Lines:
         )
 
     def save(self, path: Path) -> None:
-        """The last code, which changes little from frame to frame, and all but the codes are compressed; the other codes
-        are noise to a compressor, and lie bit by bit."""
+        """Save with ten bytes a frame.
+
+        The last code changes little from frame to frame, so it is compressed, as is everything but the codes.
+        The other codes look like noise to a compressor and are packed bit by bit."""
         mel = self.codes[:, :-1].astype(">u2")
         bits = np.unpackbits(mel.view(np.uint8).reshape(*mel.shape, 2), axis=2)[:, :, -BITS:]
         parts: dict[str, Any] = {

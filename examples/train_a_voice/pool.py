@@ -1,6 +1,8 @@
-"""What a talker learns from, on the device: flat tensors of fixed room that may still grow, and dense batches of fixed
-shapes that are read from them there. So a step of training is the same launches every time, and the host says no
-more than which utterances it wants."""
+"""The talker's data on the device: flat tensors of fixed size that may still fill up, and dense batches of
+fixed shapes.
+
+Every training step has the same launches, and the host only chooses the utterances.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ from zoo.qwen3_tts.prompt import NOTHING, PromptWriter
 from zoo.request import Request, check
 
 IGNORE = -100
-NEAR = 16  # codes that a code may be mistaken for
+NEAR = 16  # codes with which a code may be confused
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the text in a prompt: `before` [n, 2] and `after` [m, 2], text and codec ids, and the codec id
-    beside the text."""
+    """The prompt around a text.
+
+    `before` [n, 2] and `after` [m, 2] are text and codec ids; `beside` is the codec id of the text's
+    positions."""
 
     before: np.ndarray
     after: np.ndarray
@@ -33,7 +37,9 @@ class Frame:
 
     @classmethod
     def of(cls, texts: Path, language: str | None) -> Frame:
-        """From what the served model's own prompt writer makes of a byte. texts: the checkpoint's JSON files"""
+        """Return the frame that the served model's own prompt writer puts around a byte.
+
+        texts: the checkpoint's JSON files."""
         config, _, _, spec = describe(texts)
         writer = PromptWriter(config, texts, None)
 
@@ -42,24 +48,26 @@ class Frame:
             return np.array(writer(request, check(request, spec)).pairs)
 
         pairs = write("a")
-        start = len(pairs) - 3  # behind the text: its end, and codec_bos
+        start = len(pairs) - 3  # after the text come its end and codec_bos
         frame = cls(pairs[:start], pairs[start + 1 :], int(pairs[start, 1]))
         assert (frame.around("a, b") == write("a, b")).all(), (
-            "a prompt is more than its text and what is around it"
+            "a prompt depends on its text in another way than by containing it"
         )
         return frame
 
     def around(self, text: str) -> np.ndarray:
-        """-> the prompt [P, 2]"""
+        """Return the prompt [P, 2]."""
         raw = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
         return np.concatenate((self.before, np.stack((raw, np.full_like(raw, self.beside)), 1), self.after))
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What is wrong with the codes that a talker reads, as with those that it has said itself: shares of frames that are
-    others of the utterance, of codes that are one of the NEAR nearest of their table, and of codes that are any.
-    Each utterance gets from none to twice as much."""
+    """Errors in the codes that a talker reads, like those of its own speech.
+
+    They are shares: of frames that are replaced by others of the utterance, of codes that become one of the
+    NEAR nearest of their table, and of codes that become any other. Each utterance gets between none and
+    twice as much."""
 
     frames: float = 0.06
     near: float = 0.12
@@ -68,37 +76,37 @@ class Noise:
 
 @dataclass(frozen=True)
 class Board:
-    """A batch of B utterances, L positions each: a prompt, its frames, and nothing."""
+    """A batch of B utterances with L positions each: a prompt, its frames, and padding."""
 
-    text: Tensor  # [B, L], and codec ids, NOTHING where there is none
+    text: Tensor  # [B, L], as codec ids; NOTHING without an id
     codec: Tensor  # [B, L]
     is_frame: Tensor  # [B, L]
-    codes: Tensor  # [B, L, K] that stand there, some of them wrong
-    first: Tensor  # [B, L], the first code that a position gives, SIZE for the end, or IGNORE
-    looks_at: Tensor  # [B, L], position of the byte that is spoken in the frame that it gives, or IGNORE
-    phones: Tensor  # [B, L, 2], of that frame and of the one behind it, or IGNORE
-    prompts: Tensor  # [B], positions of a prompt
+    codes: Tensor  # [B, L, K], the codes at a position, with errors
+    first: Tensor  # [B, L], the first code that a position predicts, SIZE for the end, or IGNORE
+    looks_at: Tensor  # [B, L], position of the byte that is spoken in the predicted frame, or IGNORE
+    phones: Tensor  # [B, L, 2], of the predicted frame and of the next one, or IGNORE
+    prompts: Tensor  # [B], positions of the prompt
     lengths: Tensor  # [B], frames
     starts: Tensor  # [B], the utterance's first frame in the pool
 
 
 class Pool:
     def __init__(self, texts: Path, codebooks: Codebooks, device: torch.device, utterances: int, frames: int):
-        """Room for so many utterances and frames."""
+        """Allocate room for a number of utterances and frames."""
         self.device, self.count, self.num_frames, self.num_pairs = device, 0, 0, 0
         self.frames_of = (Frame.of(texts, None), Frame.of(texts, checkpoint.LANGUAGE))
-        self.pad = int(self.frames_of[0].after[-1, 0])  # tts_pad, as beside the prompt's last position
+        self.pad = int(self.frames_of[0].after[-1, 0])  # tts_pad, as at the prompt's last position
         room = utterances * (len(self.frames_of[1].before) + len(self.frames_of[1].after)) + 2 * frames
         self.pairs = torch.zeros(room, 2, dtype=torch.int16, device=device)
         self.codes = torch.zeros(frames, codebooks.count, dtype=torch.int16, device=device)
         self.spoken, self.phones = (torch.zeros(frames, dtype=torch.uint8, device=device) for _ in range(2))
         # [U, 5] pair_start, prompt length, text start, frame_start, frames
         self.places = torch.zeros(utterances, 5, dtype=torch.int64, device=device)
-        self.lengths = np.zeros(utterances, np.int64)  # positions of prompt and frames, known to the host
+        self.lengths = np.zeros(utterances, np.int64)  # positions of prompt and frames, for the host
         self.near = neighbours(codebooks).to(device)
 
     def add(self, lines: Lines, seed: int) -> int:
-        """As many of the lines as there is room for -> how many those are"""
+        """Add as many lines as fit, and return their number."""
         rng = np.random.default_rng(seed)
         room = self.codes.shape[0] - self.num_frames
         count = min(len(lines.texts), len(self.lengths) - self.count)
@@ -135,7 +143,8 @@ class Pool:
         return count
 
     def board(self, which: Tensor, length: int, noise: Noise | None) -> Board:
-        """which [B], utterances of at most `length` positions. Nothing waits for the device."""
+        """Return a batch of utterances `which` [B] of at most `length` positions, without waiting for the
+        device."""
         pair_start, prompt, text_start, start, count = self.places[which].unbind(1)  # [B]
         position = torch.arange(length, device=self.device)
         in_prompt = position < prompt[:, None]  # [B, L]
@@ -172,7 +181,7 @@ class Pool:
         )
 
     def noisy(self, here: Tensor, start: Tensor, count: Tensor, noise: Noise) -> Tensor:
-        """The codes [B, L, K] of frames `here` [B, L], with noise"""
+        """Return the codes [B, L, K] of frames `here` [B, L] with noise."""
 
         def chance(*shape: int) -> Tensor:
             return torch.rand(*shape, device=self.device)
@@ -188,7 +197,7 @@ class Pool:
 
 
 def neighbours(codebooks: Codebooks) -> Tensor:
-    """-> [K, SIZE, NEAR] int16: the codes that sound most like a code, of the same table"""
+    """Return the codes of the same table that sound most like each code: [K, SIZE, NEAR] int16."""
     tables = [*codebooks.mel]
     tone = torch.arange(SIZE, dtype=torch.float32)
     shapes = codebooks.shapes.repeat(SIZE // len(codebooks.shapes), 1)

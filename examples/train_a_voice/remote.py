@@ -1,6 +1,9 @@
-"""A voice in minutes on a machine with a GPU, which need have neither flite nor a network: `pack` puts what it takes into
-a folder of some 28 MB, and there `python -m examples.train_a_voice.remote FOLDER OUT --minutes 7` trains talker and decoder
-side by side. The machine's other cores make more speech meanwhile, with the flite in the folder."""
+"""Train a voice in minutes on a machine with a GPU, which needs neither flite nor a network.
+
+`pack` writes a folder of some 28 MB. With it, `python -m examples.train_a_voice.remote FOLDER OUT --minutes
+7` trains talker and decoder side by side, while the machine's other cores make more speech with the flite in
+the folder.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,12 @@ from zoo.qwen3_tts.codec import Decoder, DecoderConfig
 from zoo.qwen3_tts.model import Talker
 
 SEED = 2  # of the sentences that are made there
-NUM_MORE = 400_000  # of them, at most
+NUM_MORE = 400_000  # most sentences that are made there
 WAVES = 36  # parts whose samples the decoder learns
-FIRST_WAVES = 8  # parts that it waits for
-WAIT_S = 90.0  # for them; then it learns from the codes that were carried
-ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-)  # of each process
-LATE_S = 25.0  # that a training may take to write what it has
+FIRST_WAVES = 8  # parts that the decoder's training waits for
+WAIT_S = 90.0  # longest wait for them; then it learns from the packed codes
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+LATE_S = 25.0  # time for a training to write its result after the end
 POOL_UTTERANCES, POOL_FRAMES = 400_000, 14_000_000
 
 
@@ -67,7 +68,7 @@ def books(folder: Path) -> Codebooks:
     return Codebooks(torch.from_numpy(kept["mel"]).float(), torch.from_numpy(kept["shapes"]).float())
 
 
-# --- more speech, meanwhile ---------------------------------------------------------------------------------
+# --- more speech during the training ---
 
 
 def make_part(index: int, texts: list[str], folder: Path, scratch: Path, has_wave: bool) -> int:
@@ -97,7 +98,7 @@ def _aligner(folder: Path) -> Aligner:
 
 
 def make_more(folder: Path, scratch: Path, args: argparse.Namespace) -> None:
-    """Until the end: speech, its features and alignment, part by part."""
+    """Make speech, its features and alignment, part by part, until the end of the run."""
     with tarfile.open(folder / "flite.tar.xz") as archive:
         archive.extractall(scratch / "flite", filter="data")
     raw = scratch / "lexicon.txt"
@@ -127,7 +128,7 @@ def make_more(folder: Path, scratch: Path, args: argparse.Namespace) -> None:
 
 
 class Coming:
-    """Parts that have come since one last looked."""
+    """New parts since the last look."""
 
     def __init__(self, scratch: Path, folder: Path, device: torch.device):
         self.scratch, self.seen = scratch, set[str]()
@@ -160,11 +161,11 @@ class Coming:
         return found
 
 
-# --- the trainings ------------------------------------------------------------------------------------------
+# --- the trainings ---
 
 
 def going_on(plan: dense_talker.Plan) -> dense_talker.Plan:
-    """Of a run that goes on from another one's end: less noise, and more of its own draws."""
+    """Return a plan for continuing another run: less noise, and more own draws."""
     noise = Noise(0.03, 0.06, 0.015)
     return replace(
         plan, peak=1e-3, own_share=0.4, own_from=0.0, own_temperature=0.4, noise=noise, short_until=0.0
@@ -172,7 +173,7 @@ def going_on(plan: dense_talker.Plan) -> dense_talker.Plan:
 
 
 def begin(module: torch.nn.Module, path: Path | None) -> Callable[[], None]:
-    """-> what is called once the module is initialised: it begins as `path` has it"""
+    """Return a function that loads the module's parameters from `path` after its initialisation."""
 
     def load() -> None:
         if path is not None:
@@ -181,7 +182,7 @@ def begin(module: torch.nn.Module, path: Path | None) -> Callable[[], None]:
             )
             missing = [name for name in missing if name in dict(module.named_parameters())]
             assert not missing and not extra, (
-                f"{path} is of another voice: {missing} are missing, {extra} not known"
+                f"{path} belongs to another voice: missing {missing}, unexpected {extra}"
             )
 
     return load
@@ -242,7 +243,7 @@ def train_decoder(folder: Path, scratch: Path, settings: Settings, args: argpars
     while len(list((scratch / "waves").glob("?????.npy"))) < least and time.time() < until_s:
         time.sleep(0.5)
     if not grow(sounds):
-        print("no speech came: the decoder learns what the carried codes say", flush=True)
+        print("no speech was made in time: the decoder learns from the packed codes", flush=True)
         sounds.add(*spoken_codes(Lines.load(folder / "lines.npz"), codebooks, 100 if args.quick else 3_000))
     print(f"{sounds.num} frames on {device}", flush=True)
     model = Decoder(DecoderConfig.from_json(codec_config(settings)))
@@ -271,11 +272,11 @@ def spoken_codes(found: Lines, codebooks: Codebooks, count: int) -> tuple[np.nda
     return found.codes, (np.clip(np.concatenate(waves), -1, 1) * 32767).astype("<i2")
 
 
-# --- all of it ----------------------------------------------------------------------------------------------
+# --- all of it ---
 
 
 def run_all(folder: Path, scratch: Path, args: argparse.Namespace) -> int:
-    """Three programs side by side. A training that ends with an error begins again, as plain as it can."""
+    """Run three programs side by side. A training that fails is restarted once, without graphs."""
     command = [sys.executable, "-m", "examples.train_a_voice.remote", str(folder), str(args.out)]
     command += ["--end", str(args.end), "--scratch", str(scratch), "--processes", str(args.processes)]
     command += ["--quick"] * args.quick + (["--device", args.device] if args.device else [])
@@ -294,12 +295,12 @@ def run_all(folder: Path, scratch: Path, args: argparse.Namespace) -> int:
         time.sleep(0.5)
         for role in ROLES:
             if programs[role].poll() not in (None, 0) and role not in again and args.end - time.time() > 30:
-                print(f"{role} ended with an error; it begins again without graphs", flush=True)
+                print(f"{role} failed and restarts without graphs", flush=True)
                 again.add(role)
                 programs[role] = start(role, "--no-graphs")
     for program in programs.values():
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)  # with the processes that make speech
+            os.killpg(program.pid, signal.SIGKILL)  # and the processes that make speech
     ends = {role: programs[role].wait() for role in ROLES}
     print(ends, flush=True)
     return int(any(ends.values()))
@@ -310,19 +311,20 @@ ROLES: dict[str, Callable[..., None]] = {"talker": train_talker, "decoder": trai
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.train_a_voice.remote", description=__doc__)
-    parser.add_argument("folder", type=Path, help="what `pack` made")
-    parser.add_argument("out", type=Path, help="where talker.pt, decoder.pt and the logs go")
-    parser.add_argument("--minutes", type=float, default=7.0, help="how long it takes in all")
+    parser.add_argument("folder", type=Path, help="folder from `pack`")
+    parser.add_argument("out", type=Path, help="directory for talker.pt, decoder.pt and the logs")
+    parser.add_argument("--minutes", type=float, default=7.0, help="total time in minutes")
     parser.add_argument(
-        "--processes", type=int, default=max(1, (os.cpu_count() or 2) - 3), help="that make speech"
+        "--processes",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) - 3),
+        help="number of processes that make speech",
     )
-    parser.add_argument("--device", help="cuda, if it is there, or cpu")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the sentences that are made there")
-    parser.add_argument(
-        "--begin", type=Path, help="go on from the talker.pt and decoder.pt of this directory"
-    )
-    parser.add_argument("--no-graphs", action="store_true", help="neither compile nor record the steps")
-    parser.add_argument("--quick", action="store_true", help="a tiny voice, to see that it runs")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if available)")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of the new sentences")
+    parser.add_argument("--begin", type=Path, help="continue from talker.pt and decoder.pt in this directory")
+    parser.add_argument("--no-graphs", action="store_true", help="do not record steps as CUDA graphs")
+    parser.add_argument("--quick", action="store_true", help="train a tiny voice, as a test")
     parser.add_argument("--role", choices=["all", "more", *ROLES], default="all", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)

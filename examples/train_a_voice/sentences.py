@@ -1,9 +1,11 @@
-"""Sentences to be spoken: templates over everyday words (36 %), the same with common English words among them
-(20 %), everyday words in any order (8 %), common ones in any order, the commonest most (22 %), words of a dictionary
-(12 %) and fixed phrases (2 %). The same seed gives the same sentences.
+"""Generate sentences to speak. The same seed gives the same sentences.
 
-Templates teach how words sound where people use them; the salads keep the talker from learning word order by
-heart; common words and the dictionary teach how letters sound.
+They are templates over everyday words (36 %), the same with common English words mixed in (20 %), everyday
+words in any order (8 %), common words in any order, the commonest most often (22 %), words of a dictionary
+(12 %) and fixed phrases (2 %).
+
+Templates teach how words sound in context. Random orders keep the talker from memorising word order. Common
+words and the dictionary teach how letters sound.
 """
 
 from __future__ import annotations
@@ -59,27 +61,25 @@ SHARES = (
     (0.12, "dictionary"),
     (0.02, "phrase"),
 )
-MIXED = 0.35  # of the words that a mixed template asks for are any common ones
-NUM_COMMON, FLATTENED = (
-    30_000,
-    0.6,
-)  # how many are common, and the power of a word's share of English that is its share here
+MIXED = 0.35  # share of a mixed template's words that are common words
+NUM_COMMON = 30_000
+FLATTENED = 0.6  # a common word is drawn with its share of English to this power
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Words to draw from beside those of words.toml."""
+    """Words in addition to those of words.toml."""
 
     dictionary: Sequence[str]
-    common: Sequence[str]  # the commonest first
-    nats: Sequence[float]  # log of each one's share of English
+    common: Sequence[str]  # commonest first
+    nats: Sequence[float]  # log of each common word's share of English
 
     @cached_property
     def _shares(self) -> list[float]:
         return list(itertools.accumulate(math.exp(FLATTENED * nat) for nat in self.nats))
 
     def draw(self, rng: random.Random) -> str:
-        """A common word, or one of the dictionary's where none are known to be common."""
+        """Return a common word, or a word of the dictionary if no common ones are known."""
         if not self.common:
             return rng.choice(self.dictionary)
         return rng.choices(self.common, cum_weights=self._shares)[0]
@@ -104,7 +104,7 @@ def noun_phrase(rng: random.Random) -> str:
 
 
 def template(rng: random.Random, lexicon: Lexicon, mixed: float = 0.0) -> str:
-    """mixed: the share of the words asked for that are any common ones"""
+    """Return a filled template. mixed: the share of its words that are drawn from the lexicon."""
 
     def fill(hole: re.Match[str]) -> str:
         if mixed and rng.random() < mixed:
@@ -122,7 +122,7 @@ def salad(rng: random.Random, draw: Callable[[], str], most: int) -> str:
 
 
 def punctuate(text: str, rng: random.Random) -> str:
-    """As people type: mostly a capital and a full stop, sometimes neither."""
+    """Punctuate as people type: usually a capital and a full stop, sometimes neither."""
     if rng.random() < 0.1:
         return text
     end = "?" if re.match(r"(do|can|why|where|what|who|would)\b", text) else rng.choices(".!", (12, 1))[0]
@@ -145,14 +145,15 @@ def sentence(rng: random.Random, lexicon: Lexicon) -> str:
 
 
 def read_dictionary(path: Path, least: int = 3) -> list[str]:
-    """The words of a pronouncing dictionary (CMUdict's format): plain ones of `least` to eleven letters."""
+    """Return the plain words of `least` to eleven letters in a pronouncing dictionary (CMUdict's format)."""
     heads = (line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     return sorted({head for head in heads if re.fullmatch(rf"[a-z]{{{least},11}}", head)})
 
 
 def generate(count: int, lexicon: Lexicon, seed: int, apart_from: frozenset[str] = frozenset()) -> list[str]:
-    """`count` texts, none of `apart_from`. Only the fixed phrases come more than once. One text in eight is
-    two sentences."""
+    """Return `count` texts, none of which is in `apart_from`.
+
+    Only the fixed phrases repeat. One text in eight has two sentences."""
     rng = random.Random(seed)
     made: list[str] = []
     seen = set(apart_from)

@@ -1,4 +1,4 @@
-"""Sizes: of the voice, and of a trial run that goes through every step in minutes."""
+"""Sizes of the voice, and of a trial run that goes through every step in minutes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zoo.qwen3_tts import demo
 @dataclass(frozen=True)
 class Settings:
     num_sentences: int
-    num_decoder_sentences: int  # the first ones, whose waveforms the decoder learns
-    num_code_sentences: int  # the first ones, whose frames the codebooks are made of
+    num_decoder_sentences: int  # first sentences, whose waveforms the decoder learns
+    num_code_sentences: int  # first sentences, to which the codebooks are fitted
     mel_levels: int
     decoder: dict[str, Any]  # changes to the published decoder_config
     talker: dict[str, int]  # hidden, inner, layers, heads, head_dim
     depth: dict[str, int]
-    decoder_steps: int  # of `all`
+    decoder_steps: int  # for `all`
     talker_steps: int
     anneal_steps: int
 
@@ -40,7 +40,7 @@ def _decoder(width: int, latent: int, hidden: int, channels: int, rates: list[in
         "num_attention_heads": hidden // 32,
         "num_hidden_layers": 2,
         "num_key_value_heads": hidden // 32,
-        "sliding_window": 16,  # as far as the training sees
+        "sliding_window": 16,  # the longest context in training
         "upsample_rates": rates,
         "vector_quantization_hidden_dimension": width,
     }
@@ -55,8 +55,8 @@ FULL = Settings(
     num_decoder_sentences=5_000,
     num_code_sentences=3_000,
     mel_levels=8,
-    # The published rates are 8, 5, 4, 3; these have fewer samples where there are more channels: they train
-    # faster
+    # The published rates are 8, 5, 4, 3. These have fewer samples at the layers with more channels, so they
+    # train faster.
     decoder=_decoder(256, 192, 128, 256, [4, 4, 5, 6]),
     talker=_stack(192, 448, 6, 4, 48),
     depth=_stack(128, 320, 2, 4, 32),
@@ -79,8 +79,9 @@ QUICK = Settings(
 
 
 def codec_config(settings: Settings) -> dict[str, Any]:
-    """speech_tokenizer/config.json: the published one, smaller. The encoder, which a custom_voice model never
-    runs, is as small as the layout allows."""
+    """Return speech_tokenizer/config.json: the published one with smaller sizes.
+
+    A custom_voice model never runs the encoder, which is as small as the layout allows."""
     config = copy.deepcopy(demo.TINY_CODEC)
     config["decoder_config"] |= settings.decoder | {"num_quantizers": settings.codebooks}
     config["encoder_config"] |= {

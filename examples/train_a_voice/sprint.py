@@ -1,5 +1,8 @@
-"""A training run of so many minutes on a device: one set of launches a step, recorded as a CUDA graph where there is
-one, and a learning rate that is down at the end however many steps the minutes held."""
+"""A training run of a given time on a device: steps recorded as CUDA graphs, and a rate that falls to zero at
+the end.
+
+The learning rate follows the time, so it is down at the end however many steps fit into it.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,22 @@ from torch import Tensor, nn
 
 from examples.train_a_voice.job import Losses
 
-WARMUP = 3  # steps as they are before a step is recorded
+WARMUP = 3  # eager steps before a step is recorded
 SAVE_S = 60.0
 
 
 def pick_device(name: str | None) -> torch.device:
-    """By name; CUDA where it is there, or else the CPU."""
+    """Return the named device; by default CUDA if it is available, else the CPU."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is there; --device cpu is possible")
+        raise ValueError("device 'cuda' is not available; use --device cpu")
     torch.set_float32_matmul_precision("high")
     return torch.device(name)
 
 
 class Clock:
-    """How much of the run is over. It ends `end_s` (time.time()) at the latest."""
+    """The share of the run that is over. It ends at `end_s` (time.time()) at the latest."""
 
     def __init__(self, minutes: float, end_s: float | None = None):
         self.began_s = time.time()
@@ -47,7 +50,7 @@ class Clock:
 
 
 class Every:
-    """Whether so many seconds are over since it was last so; at first they are."""
+    """Return True when `seconds` have passed since it last did, and the first time."""
 
     def __init__(self, seconds: float):
         self.seconds, self.last_s = seconds, 0.0
@@ -60,13 +63,15 @@ class Every:
 
 
 def rate(peak: float, warmup: int, step: int, share: float) -> float:
-    """Up over the first steps, then down along half a cosine, to a hundredth."""
+    """Return the learning rate: up over the first steps, then down along half a cosine to a hundredth."""
     return peak * min(1.0, (step + 1) / warmup) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 class Step:
-    """A step of training that may be recorded: `compute` reads nothing but tensors that stay where they are, and gives
-    the loss and what the log shows. The optimiser's learning rate is a tensor, `optimiser`'s own."""
+    """A training step that may be recorded.
+
+    `compute` reads only tensors that stay in place, and returns the loss and the values to log. The
+    optimiser's learning rate is a tensor."""
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class Step:
         self.runs = 0
 
     def __call__(self, graphs: GraphPool | None) -> Losses:
-        """-> what the log shows: tensors that the next step overwrites"""
+        """Run the step. Return the values to log: tensors that the next step overwrites."""
         if self.graph is not None:
             self.graph.replay()
         elif graphs is not None and self.runs >= WARMUP:
@@ -96,18 +101,18 @@ class Step:
         for parameter in self.parameters:
             parameter.grad = None
         loss, values = self.compute()
-        self.values = {
-            name: value.detach() for name, value in values.items()
-        }  # nothing keeps the graph alive
+        # Detached, or the values would keep the autograd graph alive.
+        self.values = {name: value.detach() for name, value in values.items()}
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self.optimiser.step()
 
 
 class GraphPool:
-    """CUDA graphs that share memory, because they never run side by side. All of a run's work goes to `stream`, recorded or
-    not: a recording may not wait for another stream, and a parameter's gradient is added up on the stream on which it
-    was first used."""
+    """CUDA graphs that share memory, because they never run at the same time.
+
+    All work of a run goes to `stream`, recorded or not. A recording may not wait for another stream, and a
+    parameter's gradient is accumulated on the stream of its first use."""
 
     def __init__(self) -> None:
         self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -121,7 +126,7 @@ class GraphPool:
 
 
 class Log:
-    """Sums of what steps say, on the device; they are read, and the host waits, when a line is written."""
+    """Sums of logged values on the device. The host waits for them only when a line is written."""
 
     def __init__(self, path: Path):
         self.path, self.sums, self.count = path, {}, 0
@@ -146,7 +151,7 @@ class Log:
 
 
 def save(path: Path, module: nn.Module, step: int, **beside: Any) -> None:
-    """The parameters in bfloat16, as a checkpoint has them, in one go."""
+    """Save the parameters in bfloat16, as in a checkpoint, atomically."""
     tensors = {name: p.detach().to("cpu", torch.bfloat16) for name, p in module.named_parameters()}
     part = path.with_suffix(".part")
     torch.save({"step": step, "module": tensors} | beside, part)
@@ -186,8 +191,11 @@ def run(
     between: Callable[[int, float], dict[str, Any]] | None = None,
     most_steps: int | None = None,
 ) -> int:
-    """-> steps. next_step: of a step's number and the share of the run that is over, the step to run. between: what is
-    done, and logged, where a line of the log is written. The state is kept every minute, and at the end."""
+    """Run steps until the clock ends, and return their number.
+
+    next_step: from a step's number and the elapsed share of the run to the step to run. between: called
+    before each line of the log; returns further values to log. The state is saved every minute and at the
+    end."""
     step, logged_s, saved_s = 0, time.time(), time.time()
     every = 1  # steps between looks at the clock: the host must not run far ahead of the device
     with contextlib.nullcontext() if graphs is None else torch.cuda.stream(graphs.stream):

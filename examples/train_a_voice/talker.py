@@ -1,9 +1,10 @@
-"""The talker's training: from text to codes, with the talker and its code predictor reading the true codes.
+"""Train the talker: from text to codes, where the talker and its code predictor read the true codes.
 
-The module is `zoo.qwen3_tts.model.Talker` itself; here its blocks attend to a dense batch instead of pages.
-Three helpers that nothing keeps make it learn in minutes what would take hours: a head in each of two layers
-is told which byte is spoken next, a classifier on the second layer names the phones, and short utterances
-come first.
+The module is `zoo.qwen3_tts.model.Talker` itself. Here its blocks attend to a dense batch instead of pages.
+
+Three helpers, which are not part of the checkpoint, reduce hours of training to minutes. A head in each of
+two layers learns which byte is spoken next, a classifier on the second layer names the phones, and short
+utterances come first.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from zoo.qwen3_tts.depth import CodePredictor
 from zoo.qwen3_tts.model import Talker
 from zoo.qwen3_tts.prompt import NOTHING
 
-GUIDED = (1, 2)  # layers whose first head is told where to look
-PHONES = 2  # layer whose output is asked for the phones
+GUIDED = (1, 2)  # layers whose first head learns where to look
+PHONES = 2  # layer whose output predicts the phones
 IGNORE = -100
 
 
 @dataclass(frozen=True)
 class Utterances:
-    """What the talker learns from. All lists are by utterance."""
+    """The data that the talker learns from. All lists are by utterance."""
 
     prompts: list[np.ndarray]  # [P, 2], text and codec ids
-    text_starts: list[int]  # where in the prompt the text begins
+    text_starts: list[int]  # position in the prompt where the text begins
     codes: list[np.ndarray]  # [T, K]
     spoken: list[np.ndarray]  # [T], byte of the text
     phones: list[np.ndarray]  # [T]
@@ -52,19 +53,19 @@ class Utterances:
 
 @dataclass(frozen=True)
 class Batch:
-    text: Tensor  # [B, L], and codec ids; a frame's are those of its codes
-    codec: Tensor  # [B, L], NOTHING where there is none
+    text: Tensor  # [B, L], as codec ids; those of frames are for their codes
+    codec: Tensor  # [B, L], NOTHING without an id
     at: Tensor  # [N], flat positions that are frames
-    frames: Tensor  # [N, K], what stands there, a few of them wrong
-    rows: Tensor  # [M], flat positions that give a frame, or the end
-    first: Tensor  # [M], the first code that they give, or SIZE: the end
-    given: Tensor  # [M, K], all codes that they give; of the end, zeros
-    looks_at: Tensor  # [M], position in the same sequence of the byte that is spoken
-    phones: Tensor  # [M, 2], of the given frame and of the one behind it
+    frames: Tensor  # [N, K], the codes at these positions, a few of them wrong
+    rows: Tensor  # [M], flat positions that predict a frame or the end
+    first: Tensor  # [M], the first code that they predict, or SIZE: the end
+    given: Tensor  # [M, K], all codes that they predict; zeros for the end
+    looks_at: Tensor  # [M], position in the same sequence of the spoken byte
+    phones: Tensor  # [M, 2], of the predicted frame and of the next one
 
 
 class Training(nn.Module):
-    """The talker and what helps it."""
+    """The talker with its training helpers."""
 
     def __init__(self, talker: Talker, config: Config, num_phones: int, is_compiled: bool = False):
         super().__init__()
@@ -73,7 +74,7 @@ class Training(nn.Module):
         self.phones = nn.Linear(config.talker.hidden, 2 * num_phones)
 
     def forward(self, batch: Batch, depth_share: float) -> dict[str, Tensor]:
-        """-> the losses: first code, other codes, where to look, phones"""
+        """Return the losses: first code, other codes, where to look, phones."""
         x = self.embed(batch)
         length = x.shape[1]
         looks, named = [], None
@@ -87,7 +88,7 @@ class Training(nn.Module):
             if i == PHONES:
                 named = self.phones(x.flatten(0, 1)[batch.rows]).unflatten(1, (2, -1))
         assert named is not None, (
-            f"the talker has {len(self.talker.layers)} layers; more than {PHONES} are needed"
+            f"the talker has {len(self.talker.layers)} layers; it needs more than {PHONES}"
         )
         h = self.talker.norm(x).flatten(0, 1)[batch.rows]  # [M, D]
         heads = torch.cat(
@@ -103,7 +104,7 @@ class Training(nn.Module):
         }
 
     def embed(self, batch: Batch) -> Tensor:
-        """-> [B, L, D]"""
+        """Return the input embeddings [B, L, D]."""
         rows = self.talker.codec_embedding(batch.codec.clamp(min=0)).masked_fill(
             (batch.codec < 0)[..., None], 0
         )
@@ -111,7 +112,7 @@ class Training(nn.Module):
         return self.talker.text(batch.text) + rows.view(*batch.text.shape, -1)
 
     def depth(self, h: Tensor, batch: Batch, share: float) -> Tensor:
-        """The code predictor on some of the frames: it costs as much as the talker."""
+        """Return the code predictor's loss on a share of the frames, since it costs as much as the talker."""
         frames = (batch.first < SIZE).nonzero()[:, 0]
         some = frames[torch.randperm(len(frames))[: max(1, round(share * len(frames)))]]
         codes = batch.given[some]  # [N, K]
@@ -122,7 +123,7 @@ class Training(nn.Module):
         return torch.stack(losses).mean()
 
     def depth_logits(self, h: Tensor, codes: Tensor) -> list[Tensor]:
-        """h [N, D], codes [N, K] -> logits [N, SIZE] of each code but the first"""
+        """Return logits [N, SIZE] of each code but the first, for h [N, D] and codes [N, K]."""
         predictor, c = self.talker.depth, self.talker.depth.config
         rows = [self.talker.codec_embedding(codes[:, 0])]
         rows += [
@@ -141,11 +142,11 @@ def blocks(stack: Talker | CodePredictor) -> list[Qwen3Block]:
 
 
 def run_block(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A block over a dense batch: x [B, L, D], cos and sin [L, dim] -> x, and its first head's q and k
+    """Run a block over a dense batch: x [B, L, D], cos and sin [L, dim] -> x, and its first head's q and k
     [B, L, dim].
 
-    Scores are written out: at such lengths PyTorch's fused attention takes five times as long, backwards.
-    """
+    Scores are written out, because PyTorch's fused attention takes five times as long backwards at these
+    lengths."""
     q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     groups = q.unflatten(1, (k.shape[1], -1))  # [B, kv heads, heads each, L, dim]
@@ -156,7 +157,8 @@ def run_block(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 def look(q: Tensor, k: Tensor, batch: Batch) -> Tensor:
-    """How surprised a head is, in nats, by where the byte stands that is spoken next. q, k [B, L, dim]"""
+    """Return a head's cross entropy in nats against the position of the byte spoken next. q, k [B, L,
+    dim]."""
     length = q.shape[1]
     sequence, position = batch.rows // length, batch.rows % length
     scores = (q @ k.mT * q.shape[-1] ** -0.5).flatten(0, 1)[sequence * length + position].float()  # [M, L]
@@ -166,7 +168,7 @@ def look(q: Tensor, k: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def initialise(training: Training, codebooks: Codebooks) -> None:
-    """PyTorch's defaults; branches that start small; frames that read as what they sound like."""
+    """Initialise with PyTorch's defaults, small residual branches, and embeddings of the codes' meanings."""
     talker = training.talker
     for module in talker.modules():
         if isinstance(module, RMSNorm):
@@ -188,12 +190,12 @@ def initialise(training: Training, codebooks: Codebooks) -> None:
     talker.depth.embeddings.weight.copy_(rows[1:].flatten(0, 1))
 
 
-# --- batches ------------------------------------------------------------------------------------------------
+# --- batches ---
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Short utterances first: the longest one, in frames, grows from `first` to `last` over `steps` steps."""
+    """Short utterances first: the longest, in frames, grows from `first` to `last` over `steps` steps."""
 
     first: int = 24
     last: int = 60
@@ -204,7 +206,7 @@ class Curriculum:
 
 
 def batch_of(data: Utterances, size: int, curriculum: Curriculum, step: int) -> Batch:
-    """`size` utterances of about the same length."""
+    """Return `size` utterances of about the same length."""
     rng = np.random.default_rng(step)
     order = np.argsort(data.lengths, kind="stable")
     allowed = max(size, int(np.searchsorted(data.lengths[order], curriculum.longest(step))))
@@ -214,8 +216,9 @@ def batch_of(data: Utterances, size: int, curriculum: Curriculum, step: int) -> 
 
 
 def corrupt(codes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """As a talker reads what it has said: 8 % of the frames are others of the utterance, 5 % of the codes are
-    any."""
+    """Return codes with errors like the talker's own.
+
+    8 % of the frames are others of the utterance, and 5 % of the codes are random."""
     codes = codes.copy()
     wrong = rng.random(len(codes)) < 0.08
     codes[wrong] = codes[rng.integers(0, len(codes), wrong.sum())]
@@ -234,7 +237,7 @@ def collate(data: Utterances, chosen: np.ndarray, rng: np.random.Generator) -> B
         prompt, codes = data.prompts[u], data.codes[u].astype(np.int64)
         start, num = len(prompt), len(codes)
         pairs[b, :start] = prompt
-        pairs[b, start : start + num, 0] = prompt[-1, 0]  # tts_pad, as beside the prompt's last position
+        pairs[b, start : start + num, 0] = prompt[-1, 0]  # tts_pad, as at the prompt's last position
         parts["at"].append(b * length + start + np.arange(num))
         parts["frames"].append(corrupt(codes, rng))
         parts["rows"].append(b * length + start - 1 + np.arange(num + 1))
@@ -247,7 +250,7 @@ def collate(data: Utterances, chosen: np.ndarray, rng: np.random.Generator) -> B
     return Batch(text=torch.from_numpy(pairs[..., 0]), codec=torch.from_numpy(pairs[..., 1]), **joined)
 
 
-# --- the run ------------------------------------------------------------------------------------------------
+# --- the run ---
 
 
 PEAK, WARMUP = 1.5e-3, 150  # learning rate, steps

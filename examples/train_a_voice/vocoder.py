@@ -1,9 +1,10 @@
-"""A channel vocoder, and the voice that the decoder learns: noise and harmonics that are the same in every
-frame, shaped by the mel spectrogram.
+"""A channel vocoder, and the voice that the decoder learns: fixed noise and harmonics, shaped by the mel
+spectrogram.
 
-The pitch of a frame is a whole number of cycles, `cycles`: 12.5 Hz each. Then a frame begins where all of its
-harmonics do, their phase follows from where in the frame a sample lies, and the waveform, noise included, is
-a function of the frame's codes. A decoder is told the samples themselves, not only how loud their bands are.
+The pitch of a frame is a whole number of cycles, `cycles`, of 12.5 Hz each. So all harmonics begin a period
+with the frame, their phase follows from a sample's position in the frame, and the waveform, noise included,
+is a function of the frame's codes. Training can compare samples themselves, not only the loudness of their
+bands.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from examples.train_a_voice.features import (
 
 MIN_CYCLES, NUM_CYCLES = 8, 16  # 100 to 287.5 Hz
 FRAME_HZ = RATE_HZ / FRAME
-HARMONICS_HZ = 4_000.0  # above, all is noise
-ROUNDS = 3  # of measuring what came out and shaping it again
+HARMONICS_HZ = 4_000.0  # only noise above
+ROUNDS = 3  # of measuring the result and correcting its shape
 SEED = 5
 
 
 def cycles(pitch_hz: np.ndarray, voicing: np.ndarray) -> np.ndarray:
-    """[T, HOPS] each -> a frame's cycles [T]. Where two numbers are about as near, the one before stays."""
+    """Return a frame's cycles [T] from pitch and voicing [T, HOPS]. In doubt, the previous number stays."""
     weights = voicing + 1e-3
     mean = (pitch_hz * weights).sum(1) / weights.sum(1) / FRAME_HZ
     kept = [round(float(mean[0]))]
@@ -43,8 +44,9 @@ def cycles(pitch_hz: np.ndarray, voicing: np.ndarray) -> np.ndarray:
 
 @cache
 def sounds() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Harmonics [NUM_CYCLES, FRAME], and noise above and below HARMONICS_HZ [FRAME] each; as loud as each
-    other in every Hz, and without an end: a frame goes on where it began."""
+    """Return harmonics [NUM_CYCLES, FRAME], and noise above and below HARMONICS_HZ, [FRAME] each.
+
+    They are equally loud in every Hz and periodic: the end of a frame joins its beginning."""
     bins_hz = np.arange(FRAME // 2 + 1) * FRAME_HZ
     rng = np.random.default_rng(SEED)
     phase = np.exp(2j * np.pi * rng.random(len(bins_hz)))
@@ -54,14 +56,14 @@ def sounds() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for i in range(NUM_CYCLES):
         count = MIN_CYCLES + i
         k = np.arange(1, int((HARMONICS_HZ + 500) / FRAME_HZ / count) + 1)
-        # Schroeder's phases: as flat a waveform as equal harmonics can have
+        # Schroeder phases: the flattest waveform that equal harmonics can have
         harmonics[i, k * count] = np.exp(-1j * np.pi * k * (k - 1) / len(k)) * (count * low[k * count]) ** 0.5
     scale = FRAME**0.5
     return np.fft.irfft(harmonics) * scale, noise_high * scale, noise_low * scale
 
 
 def excitation(cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
-    """cycles [T], voicing [T, HOPS] -> samples [T * FRAME] with a flat spectrum."""
+    """Return samples [T * FRAME] with a flat spectrum for cycles [T] and voicing [T, HOPS]."""
     harmonics, noise_high, noise_low = sounds()
     num = len(cycles)
     at = (np.arange(num * FRAME) + BEFORE / 2) / HOP - 0.5
@@ -71,12 +73,14 @@ def excitation(cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
 
 
 def join(spectrum: np.ndarray) -> np.ndarray:
-    """complex [J, bins], through Hann windows already -> samples [J * HOP]: overlapped, added, and divided by
-    the sum of the windows' squares."""
+    """Return samples [J * HOP] of spectra [J, bins] that were windowed with Hann windows.
+
+    Windows are overlapped, added, and divided by the sum of their squares."""
     parts = np.fft.irfft(spectrum, WINDOW, axis=1) * hann()
     total = np.zeros(len(parts) * HOP + BEFORE)
     weight = np.full(len(total), 1e-3)
-    for offset in range(0, WINDOW, HOP // 4):  # WINDOW is no multiple of HOP: add piece by piece
+    # WINDOW is not a multiple of HOP, so the pieces are added one by one
+    for offset in range(0, WINDOW, HOP // 4):
         piece = slice(offset, offset + HOP // 4)
         at = np.arange(len(parts))[:, None] * HOP + np.arange(offset, offset + HOP // 4)
         total[at] += parts[:, piece]
@@ -85,13 +89,13 @@ def join(spectrum: np.ndarray) -> np.ndarray:
 
 
 def speak(mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
-    """mel [T, HOPS, BANDS], cycles [T], voicing [T, HOPS] -> samples at 24 kHz [T * FRAME]."""
+    """Return samples at 24 kHz [T * FRAME] for mel [T, HOPS, BANDS], cycles [T] and voicing [T, HOPS]."""
     target = mel.reshape(-1, mel.shape[-1])
     flat = excitation(cycles, voicing).astype(np.float32)
     spectrum = spectra(flat)
     matrix = mel_matrix()
     weight = matrix.sum(1)
-    back = matrix.T / np.maximum(weight, 1e-3)  # a bin's gain is the mean of its bands'
+    back = matrix.T / np.maximum(weight, 1e-3)  # the gain of a bin is the mean of its bands' gains
     spectrum[:, weight < 1e-3] = 0
     gain = np.zeros_like(target)
     samples = flat

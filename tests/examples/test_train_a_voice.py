@@ -1,6 +1,8 @@
-"""The recipe for a small voice: what is trained computes what is served, a run goes on where it was, and all
-steps together make a checkpoint that speaks. The speech here is hummed, so neither flite nor pocketsphinx is
-needed."""
+"""Tests of the recipe for a small voice.
+
+What is trained equals what is served, a run continues where it stopped, and all steps together make a
+checkpoint that speaks. The speech is hummed, so most tests need neither flite nor pocketsphinx.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,13 @@ from zoo.qwen3_tts import describe
 from zoo.qwen3_tts.codec import Decoder, DecoderConfig
 from zoo.request import Request
 
-pytestmark = pytest.mark.compile  # it trains: no part of the inner loop
+pytestmark = pytest.mark.compile  # training is too slow for the inner loop
 WORDS = ("mama", "man", "an", "nam")
-SOUNDS = {"m": 140.0, "n": 160.0, "a": 220.0}  # Hz: a letter, a phone, a hum
+SOUNDS = {"m": 140.0, "n": 160.0, "a": 220.0}  # Hz of each letter, which is also its phone
 
 
 def hum(words: list[str]) -> tuple[np.ndarray, list[str], list[float]]:
-    """-> int16 samples at flite's rate, phones, and where they end, in seconds"""
+    """Return int16 samples at flite's rate, phones, and their ends in seconds."""
     phones, hertz = ["pau"], [0.0]
     for letter in "".join(words):
         phones.append(letter)
@@ -54,7 +56,7 @@ def hum(words: list[str]) -> tuple[np.ndarray, list[str], list[float]]:
 
 
 def fill(directory: Path, num: int, seed: int) -> None:
-    """A shelf of hummed utterances, as `Shelf.fill` would leave it."""
+    """Write a shelf of hummed utterances, as `Shelf.fill` would."""
     rng, start = np.random.default_rng(seed), 0
     directory.mkdir(parents=True)
     with open(directory / "speech.s16", "wb") as file, open(directory / "index.jsonl", "w") as index:
@@ -73,7 +75,7 @@ def fill(directory: Path, num: int, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A voice of two steps of training."""
+    """A voice after two steps of training."""
     work = tmp_path_factory.mktemp("voice")
     fill(work / "train", 30, 0)
     fill(work / "held_out", 2, 1)
@@ -94,7 +96,7 @@ def test_the_checkpoint_speaks(work: Path) -> None:
     assert len(speech.samples) == features.FRAME * len(speech.frames)
 
 
-def test_the_decoder_that_is_trained_is_the_one_that_is_served(work: Path) -> None:
+def test_the_trained_decoder_equals_the_served_one(work: Path) -> None:
     served = zoo.load(work / "voice", device="cpu", dtype=torch.float32).codec.decoder
     found = torch.from_numpy(np.load(work / "held_out" / "codes.npy").astype(np.int64))[None]
     rows, start = torch.zeros(1, served.state_size), torch.zeros(1, dtype=torch.int64)
@@ -106,8 +108,8 @@ def test_the_decoder_that_is_trained_is_the_one_that_is_served(work: Path) -> No
     torch.testing.assert_close(made.clamp(-1, 1), expected, atol=1e-5, rtol=0)
 
 
-def test_the_talker_that_is_trained_is_the_one_that_is_served(work: Path) -> None:
-    """Greedy speech, read back with the true codes: every code is the likeliest again."""
+def test_the_trained_talker_equals_the_served_one(work: Path) -> None:
+    """Read greedy speech back with its own codes: every code must be the likeliest again."""
     family = zoo.load(work / "voice", device="cpu", dtype=torch.float32)
     text = "mama nana"
     request = Request(text=text, temperature=0, repetition_penalty=1.0, max_frames=8)
@@ -131,7 +133,7 @@ def test_the_talker_that_is_trained_is_the_one_that_is_served(work: Path) -> Non
 
 
 class Faithful:
-    """A source of randomness by which nothing is corrupted."""
+    """A random source that corrupts nothing."""
 
     def random(self, shape: int | tuple[int, ...]) -> np.ndarray:
         return np.ones(shape)
@@ -141,8 +143,8 @@ class Faithful:
 
 
 @pytest.mark.parametrize("name", ["decoder", "talker"])
-def test_a_run_goes_on_where_it_was(work: Path, tmp_path: Path, name: str) -> None:
-    """Four steps at once, and two and two, end with the same weights."""
+def test_a_run_continues_where_it_stopped(work: Path, tmp_path: Path, name: str) -> None:
+    """Four steps at once, and two plus two, end with the same weights."""
     once, twice = tmp_path / "once", tmp_path / "twice"
     shutil.copytree(work, twice)
     shutil.copytree(work, once, ignore=shutil.ignore_patterns("job_*"))
@@ -169,14 +171,14 @@ def test_the_learning_rate_falls_to_nearly_nothing() -> None:
     assert schedule.goes_on(99) and not schedule.goes_on(100)
 
 
-def test_training_lessens_the_decoder_s_loss(work: Path, tmp_path: Path) -> None:
+def test_training_reduces_the_loss_of_the_decoder(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work, tmp_path / "more")
     main(["decoder", str(tmp_path / "more"), "--quick", "--steps", "30"])
     losses = [line["loss"] for line in read(tmp_path / "more", "decoder")]
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_training_lessens_the_talker_s_losses(work: Path, tmp_path: Path) -> None:
+def test_training_reduces_the_losses_of_the_talker(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work, tmp_path / "more")
     main(["talker", str(tmp_path / "more"), "--quick", "--steps", "80"])
     first, *_, last = read(tmp_path / "more", "talker")
@@ -184,7 +186,7 @@ def test_training_lessens_the_talker_s_losses(work: Path, tmp_path: Path) -> Non
         assert last[name] < first[name], name
 
 
-def test_codes_say_what_a_frame_sounds_like(work: Path) -> None:
+def test_codes_describe_the_sound_of_a_frame(work: Path) -> None:
     frames = corpus.Frames.load(work / "train")
     codebooks = codes.Codebooks.load(work / "codebooks.pt")
     found = np.load(work / "train" / "codes.npy")
@@ -193,17 +195,17 @@ def test_codes_say_what_a_frame_sounds_like(work: Path) -> None:
     assert np.square(mel - frames.mel).mean() < 0.05 * frames.mel.var()
 
 
-def test_the_vocoder_sounds_as_it_was_told(work: Path) -> None:
+def test_the_vocoder_reproduces_the_features(work: Path) -> None:
     frames = corpus.Frames.load(work / "held_out")
     mel = frames.mel.astype(np.float32)
     spoken = vocoder.speak(mel, frames.cycles, frames.voicing)
     heard = features.log_mel(spoken).reshape(mel.shape)
     assert np.abs(heard - mel).mean() < 0.35
-    assert np.abs(mel - mel.mean()).mean() > 0.7  # what silence would score
+    assert np.abs(mel - mel.mean()).mean() > 0.7  # the distance of silence
 
 
-def test_equal_frames_sound_equal() -> None:
-    """A frame is as long as its cycles, so each begins in the same phase."""
+def test_equal_frames_have_equal_samples() -> None:
+    """A frame has a whole number of cycles, so each begins in the same phase."""
     cycles = np.array([14, 14, 14, 17, 14, 14])
     mel = np.full((6, features.HOPS, features.BANDS), 1.0, np.float32)
     spoken = vocoder.excitation(cycles, np.ones(mel.shape[:2])).reshape(6, -1)
@@ -212,7 +214,7 @@ def test_equal_frames_sound_equal() -> None:
     assert np.abs(spoken[1] - spoken[3]).max() > 0.1
 
 
-def test_a_frame_is_heard_from_its_own_samples_and_those_before() -> None:
+def test_features_depend_only_on_the_frame_and_its_past() -> None:
     samples = np.random.default_rng(0).normal(size=4 * features.FRAME).astype(np.float32)
     later = samples.copy()
     later[2 * features.FRAME :] = 0
@@ -229,7 +231,7 @@ def test_pitch_of_a_hum() -> None:
     assert found.voicing.reshape(-1)[20:40].min() == 1
 
 
-def test_letters_find_their_sounds(work: Path) -> None:
+def test_letters_are_aligned_with_their_phones(work: Path) -> None:
     """`m`, `n` and `a` make the phones of their names; spaces make none."""
     shelf = Shelf(work / "train")
     aligner = Aligner(shelf.utterances)
@@ -241,7 +243,7 @@ def test_letters_find_their_sounds(work: Path) -> None:
         assert (np.diff(owner) > 0).all()
 
 
-def test_what_the_talker_learns_from_stands_where_it_is_said(work: Path) -> None:
+def test_the_training_data_has_the_text_at_the_given_position(work: Path) -> None:
     data = utterances(work, work / "texts")
     config = describe(work / "texts")[0]
     shelf = Shelf(work / "train")
@@ -269,7 +271,7 @@ def test_sentences_follow_from_the_seed(tmp_path: Path) -> None:
     assert generator.generate(300, generator.Lexicon.load(tmp_path / "lexicon.txt"), 4) == some
 
 
-def test_what_is_chosen_by_ear_is_not_what_is_judged() -> None:
+def test_the_development_sentences_are_not_held_out() -> None:
     assert not set(generator.LINES["held_out"]) & set(generator.LINES["development"])
 
 
@@ -294,7 +296,7 @@ def test_the_full_voice_is_small_enough(tmp_path: Path) -> None:
     assert 2 * parameters < 16e6
 
 
-def test_a_wrong_step_says_which_are_possible(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_step_lists_the_possible_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["sing", "nowhere"])
     message = capsys.readouterr().err
@@ -302,7 +304,7 @@ def test_a_wrong_step_says_which_are_possible(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.skipif(shutil.which("flite") is None, reason="flite is not installed")
-def test_flite_speaks_and_says_where_its_phones_end(tmp_path: Path) -> None:
+def test_flite_returns_samples_and_the_ends_of_phones(tmp_path: Path) -> None:
     samples, utterance = speak("Hello world.")
     assert len(samples) == utterance.num_samples > RATE_HZ // 2
     assert [phone for phone in utterance.phones if phone != "pau"] == [
@@ -322,8 +324,8 @@ def test_flite_speaks_and_says_where_its_phones_end(tmp_path: Path) -> None:
     shutil.which("flite") is None or not (library.SYSTEM / library.OBJECTS[-1]).exists(),
     reason="the program flite and its library are not both installed",
 )
-def test_flite_s_library_speaks_as_its_program() -> None:
-    """To the sample, but for the noise in it, which is another in every speech of a process."""
+def test_the_library_of_flite_speaks_like_its_program() -> None:
+    """They agree except for flite's noise, which differs in every speech of a process."""
     flite = library.Flite()
     for text in ("Hello world.", "One, two, and three. Why did the baker smile?"):
         samples, utterance = flite.speak(text)
@@ -342,7 +344,7 @@ def test_a_directory_without_flite_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("flite") is None, reason="flite is not installed")
-def test_flite_is_understood() -> None:
+def test_the_recogniser_understands_flite() -> None:
     pytest.importorskip("pocketsphinx")
     samples, _ = speak("My brother wants to travel around the world next year.")
     heard = judge.transcribe(samples / 32768, RATE_HZ)

@@ -1,5 +1,8 @@
-"""The small voice's training by minutes: dense batches teach what lists of frames teach, packing loses nothing, and a
-run ends when it is to end, with its learning rate down."""
+"""Tests of the small voice's timed training.
+
+Dense batches teach what lists of frames teach, packing loses nothing, and a run ends in time with its
+learning rate down.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from zoo.qwen3_tts.codec import Decoder, DecoderConfig
 from zoo.qwen3_tts.model import Talker
 from zoo.request import Request
 
-pytestmark = pytest.mark.compile  # it trains: no part of the inner loop
+pytestmark = pytest.mark.compile  # training is too slow for the inner loop
 NUM_PHONES = 7
 SIZE = codes.SIZE
 CPU = torch.device("cpu")
@@ -92,7 +95,7 @@ def test_packing_loses_nothing(tmp_path: Path) -> None:
     np.testing.assert_array_equal(joined.edges[:11], found.edges[:11])
 
 
-def test_a_dense_batch_teaches_what_lists_of_frames_teach(pool: Pool, tmp_path: Path) -> None:
+def test_a_dense_batch_has_the_losses_of_lists_of_frames(pool: Pool, tmp_path: Path) -> None:
     found, training = some_lines(), model(pool, tmp_path)
     which = torch.tensor([4, 1, 2])
     board = pool.board(which, 64, None)
@@ -121,8 +124,8 @@ def test_a_dense_batch_teaches_what_lists_of_frames_teach(pool: Pool, tmp_path: 
         torch.testing.assert_close(dense[name], expected[name], atol=2e-5, rtol=0)
 
 
-def test_a_code_is_to_add_what_those_before_it_left_over(pool: Pool, tmp_path: Path) -> None:
-    """Of two levels: where another first code is read, the second one's target is nearest to what is missing."""
+def test_the_target_of_a_code_is_the_residual_of_the_codes_before(pool: Pool, tmp_path: Path) -> None:
+    """With another first code, the second code's target is the one nearest to the residual."""
     training = model(pool, tmp_path)
     training.softness.fill_(1e-3)
     given = torch.tensor([[3, 7, 0]])
@@ -136,14 +139,13 @@ def test_a_code_is_to_add_what_those_before_it_left_over(pool: Pool, tmp_path: P
     assert wrong > 10
 
 
-def test_who_is_not_sure_adds_nothing() -> None:
-    """What is left to say is one of many long rows, any of them: the code that is learned is the short one."""
+def test_an_unsure_talker_learns_the_code_that_adds_nothing() -> None:
+    """The residual is one of many long rows at random, so the short row is the best prediction."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(64, 40, generator=generator)
     table[0] = 0
-    goals = (-torch.cdist(table[1:], table).square() / 4).log_softmax(
-        -1
-    )  # each of the long rows is true once
+    # Each of the long rows is the target once.
+    goals = (-torch.cdist(table[1:], table).square() / 4).log_softmax(-1)
     logits = torch.zeros(64, requires_grad=True)
     optimiser = torch.optim.Adam([logits], lr=0.1)
     for _ in range(150):
@@ -154,7 +156,7 @@ def test_who_is_not_sure_adds_nothing() -> None:
     assert int(logits.argmax()) == 0
 
 
-def test_noise_is_as_much_as_was_asked_for(pool: Pool) -> None:
+def test_noise_has_the_given_share(pool: Pool) -> None:
     torch.manual_seed(0)
     which = torch.tensor([0, 1, 2, 3, 4, 5]).repeat(60)
     clean, none = pool.board(which, 64, None), pool.board(which, 64, Noise(0, 0, 0))
@@ -169,8 +171,8 @@ def test_noise_is_as_much_as_was_asked_for(pool: Pool) -> None:
     assert (near.long() != torch.arange(codes.SIZE)[:, None]).all()
 
 
-def test_own_draws_stand_where_their_frames_do(pool: Pool, tmp_path: Path) -> None:
-    """A talker that says nothing but code 5 reads code 5, in frames and nowhere else."""
+def test_own_draws_replace_only_frames(pool: Pool, tmp_path: Path) -> None:
+    """A talker that always predicts code 5 reads code 5 in frames and nowhere else."""
     training = model(pool, tmp_path)
     with torch.no_grad():
         for head in training.talker.depth.heads:
@@ -178,13 +180,13 @@ def test_own_draws_stand_where_their_frames_do(pool: Pool, tmp_path: Path) -> No
         training.talker.codec_head.weight.zero_()
     board = pool.board(torch.tensor([0, 3]), 64, None)
     training.first_logits = lambda h: torch.eye(codes.SIZE + 1)[5].expand(*h.shape[:-1], -1) * 99  # type: ignore[method-assign]
-    drawn = training.own(board, 500, 1.0)  # every frame, by chance
+    drawn = training.own(board, 500, 1.0)  # so many draws include every frame
     assert (drawn[..., 0][board.is_frame] == 5).all()
     assert (drawn[~board.is_frame] == board.codes[~board.is_frame]).all()
     assert len(drawn[..., 1][board.is_frame].unique()) > 5
 
 
-def test_what_comes_later_is_learned_from(pool: Pool) -> None:
+def test_utterances_that_arrive_later_are_drawn(pool: Pool) -> None:
     rooms = dense_talker.Rooms(dense_talker.Plan(positions=256, rooms=(32, 48, 64)))
     rooms.grow(pool)
     before = sum(map(len, rooms.flat))
@@ -195,10 +197,10 @@ def test_what_comes_later_is_learned_from(pool: Pool) -> None:
     rng = np.random.default_rng(0)
     drawn = {int(u) for _ in range(300) for u in rooms.draw(rng, 1.0)[1]}
     assert drawn == set(range(11))
-    assert pool.add(some_lines(30, 2), 2) == 9  # there is room for twenty
+    assert pool.add(some_lines(30, 2), 2) == 9  # there is room for twenty in total
 
 
-def test_a_run_ends_when_it_is_to_end(pool: Pool, tmp_path: Path) -> None:
+def test_a_run_ends_in_time(pool: Pool, tmp_path: Path) -> None:
     training = model(pool, tmp_path)
     before = {name: p.detach().clone() for name, p in training.named_parameters()}
     plan = dense_talker.Plan(
@@ -222,8 +224,8 @@ def test_a_run_ends_when_it_is_to_end(pool: Pool, tmp_path: Path) -> None:
         assert not torch.equal(dict(training.named_parameters())[name], before[name])
 
 
-def test_every_parameter_has_a_gradient_beside_own_draws(pool: Pool, tmp_path: Path) -> None:
-    """In bfloat16, where autocast might keep a copy without a gradient."""
+def test_every_parameter_has_a_gradient_with_own_draws(pool: Pool, tmp_path: Path) -> None:
+    """Uses bfloat16, where autocast could cache a copy without a gradient."""
     training = model(pool, tmp_path)
     board = pool.board(torch.tensor([0, 1]), 64, None)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -233,7 +235,7 @@ def test_every_parameter_has_a_gradient_beside_own_draws(pool: Pool, tmp_path: P
     assert not [name for name in without if "codec_head" not in name], without
 
 
-def test_a_decoder_learns_what_grows(tmp_path: Path) -> None:
+def test_a_decoder_trains_on_sounds_added_up_to_their_room(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     plan = dense_decoder.Plan(batch=2, frames=6, room=60, warmup=2, log_s=0.1, dtype=torch.float32)
     sounds = dense_decoder.Sounds(plan, codebooks(), CPU)
@@ -255,9 +257,10 @@ def test_a_decoder_learns_what_grows(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True)["module"].keys() == dict(decoder.named_parameters()).keys()
 
 
-def test_some_pieces_are_coarse() -> None:
-    """Of a third of the pieces all codes from some level on are the one that adds least; the first two and the last code
-    stay."""
+def test_a_share_of_crops_is_coarse() -> None:
+    """In a third of the crops, all codes from some level on are the one that adds least.
+
+    The first two codes and the last one never change."""
     torch.manual_seed(0)
     books = codebooks(8)
     books.mel[:, 100] *= 0.01
@@ -276,8 +279,10 @@ def test_some_pieces_are_coarse() -> None:
         assert (piece[:, cut:8] == 100).all()
 
 
-def test_more_speech_or_none_a_voice_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of `remote`, from a folder without flite: nothing comes meanwhile, and the rest does not mind."""
+def test_training_without_new_speech_still_gives_a_voice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run all of `remote` from a folder without flite, so that no new speech arrives."""
     monkeypatch.setattr(remote.library, "OBJECTS", ())
     utterances = [
         Utterance(text, 0, 48_000, ("pau", *"mabcde"), (0.1, 0.5, 0.9, 1.0, 1.1, 1.2, 1.3))
@@ -291,7 +296,7 @@ def test_more_speech_or_none_a_voice_comes_out(tmp_path: Path, monkeypatch: pyte
     out = tmp_path / "out"
     options = ["--minutes", "0.8", "--quick", "--processes", "1", "--device", "cpu"]
     assert remote.main([str(tmp_path / "in"), str(out), *options]) == 0
-    assert "the decoder learns what the carried codes say" in (out / "decoder.txt").read_text()
+    assert "the decoder learns from the packed codes" in (out / "decoder.txt").read_text()
     assert "flite's libraries are not in" in (out / "more.txt").read_text()
     for name in ("talker", "decoder"):
         lines = [json.loads(line) for line in (out / f"{name}_log.jsonl").read_text().splitlines()]
@@ -306,7 +311,7 @@ def test_more_speech_or_none_a_voice_comes_out(tmp_path: Path, monkeypatch: pyte
     shutil.which("flite") is None or not (library.SYSTEM / library.OBJECTS[-1]).exists(),
     reason="the program flite and its library are not both installed",
 )
-def test_a_folder_is_packed_from_nothing(tmp_path: Path) -> None:
+def test_pack_makes_a_folder_from_nothing(tmp_path: Path) -> None:
     pytest.importorskip("pocketsphinx")
     main(["pack", str(tmp_path), "--quick", "--sentences", "12"])
     found = Lines.load(tmp_path / "pack" / "lines.npz")
@@ -315,11 +320,11 @@ def test_a_folder_is_packed_from_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "pack" / "flite.tar.xz").stat().st_size > 1e6
     assert np.load(tmp_path / "held_out" / "codes.npy").shape[1] == QUICK.codebooks
     texts = set(found.texts)
-    main(["pack", str(tmp_path), "--quick", "--sentences", "12"])  # goes on: nothing is made again
+    main(["pack", str(tmp_path), "--quick", "--sentences", "12"])  # continues: nothing is made again
     assert set(Lines.load(tmp_path / "pack" / "lines.npz").texts) == texts
 
 
-def test_the_learning_rate_goes_up_and_down() -> None:
+def test_the_learning_rate_rises_and_falls() -> None:
     rates = [sprint.rate(1.0, 10, step, step / 1000) for step in range(1001)]
     assert rates[0] == pytest.approx(0.1, abs=0.01)
     assert max(rates) == pytest.approx(1.0, abs=0.01)
