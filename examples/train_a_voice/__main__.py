@@ -186,8 +186,7 @@ def utterances(work: Path, texts: Path) -> talker.Utterances:
 
 
 def aligned(path: Path, shelf: Shelf) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Return the byte and phone of each frame of each utterance, and the number of phones; cached in a
-    file."""
+    """Return the byte and phone of every utterance's frames, and the number of phones. Cached in a file."""
     if not path.exists():
         progress = counter("alignment", len(shelf.utterances))
         spoken, phones, num_phones = align.align(shelf.utterances, progress)

@@ -177,8 +177,8 @@ class Scale:
         return torch.fft.rfft(parts)[..., : len(self.bands)] / self.window.sum() * 2
 
     def losses(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two distances of x from the target: of spectra, relative to the band's loudness; of levels,
-        in nats."""
+        """Return how far x is from the target: spectra relative to the band's loudness, and levels in
+        nats."""
         spectrum = self.spectrum(x)
         with torch.no_grad():
             goal = self.spectrum(target)

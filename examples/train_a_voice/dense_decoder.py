@@ -37,8 +37,7 @@ class Plan:
 
 
 def wave_of(part: Part, codebooks: Codebooks) -> np.ndarray:
-    """Return int16 samples [T * FRAME] of a part: its true mel spectrogram with the codes' pitch and
-    voicing."""
+    """Return int16 samples [T * FRAME]: the true mel spectrogram with the codes' pitch and voicing."""
     shapes = codebooks.shapes.numpy()
     waves = []
     for begin, end in zip(part.edges[:-1], part.edges[1:], strict=True):

@@ -236,8 +236,9 @@ def distance(said: Tensor, goal: Tensor) -> Tensor:
 
 
 def run_dense(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `talker.run_block` with fused attention. Return x [B, L, D] and the first head's q, k [B, L,
-    dim]."""
+    """Run `talker.run_block` with fused attention.
+
+    x [B, L, D] -> x, and its first head's q and k [B, L, dim]."""
     q, k, v = (part.transpose(1, 2) for part in layer.project_qkv(x))  # [B, heads, L, dim]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     groups = q.shape[1] // k.shape[1]

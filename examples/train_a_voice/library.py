@@ -68,8 +68,7 @@ class Flite:
         self._voice = register(None)
 
     def speak(self, text: str) -> tuple[np.ndarray, Utterance]:
-        """Return what `flite.speak` returns: int16 samples [N] without most of the silence, and a
-        description."""
+        """Return samples and their description, as `flite.speak` does."""
         flite = self._flite
         spoken = flite.flite_synth_text(text.encode(), self._voice)
         try:

@@ -143,7 +143,7 @@ class Pool:
         return count
 
     def board(self, which: Tensor, length: int, noise: Noise | None) -> Board:
-        """Return a batch of utterances `which` [B] of at most `length` positions, without waiting for the
+        """Return a batch of utterances `which` [B] of at most `length` positions. Never waits for the
         device."""
         pair_start, prompt, text_start, start, count = self.places[which].unbind(1)  # [B]
         position = torch.arange(length, device=self.device)

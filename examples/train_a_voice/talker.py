@@ -157,8 +157,7 @@ def run_block(layer: Qwen3Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 def look(q: Tensor, k: Tensor, batch: Batch) -> Tensor:
-    """Return a head's cross entropy in nats against the position of the byte spoken next. q, k [B, L,
-    dim]."""
+    """Return a head's cross entropy in nats against the position of the next byte. q, k [B, L, dim]."""
     length = q.shape[1]
     sequence, position = batch.rows // length, batch.rows % length
     scores = (q @ k.mT * q.shape[-1] ** -0.5).flatten(0, 1)[sequence * length + position].float()  # [M, L]
