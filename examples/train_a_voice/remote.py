@@ -323,7 +323,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="cuda or cpu (default: cuda if available)")
     parser.add_argument("--seed", type=int, default=SEED, help="seed of the new sentences")
     parser.add_argument("--begin", type=Path, help="continue from talker.pt and decoder.pt in this directory")
-    parser.add_argument("--no-graphs", action="store_true", help="run every step eagerly instead of recording it as a CUDA graph")
+    parser.add_argument(
+        "--no-graphs",
+        action="store_true",
+        help="run every step eagerly instead of recording it as a CUDA graph",
+    )
     parser.add_argument("--quick", action="store_true", help="train a tiny voice, as a test")
     parser.add_argument("--role", choices=["all", "more", *ROLES], default="all", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
