@@ -1,8 +1,10 @@
-# make serve    a speech server on port 8000, with the small voice; MODEL=DIR serves yours, FAMILY=NAME a demo checkpoint, which makes noise
-# make test     every test          make lint    ruff and mypy          make fixtures    remake what the parity tests compare with
-# make docs     the documentation, in site/
-# make voice    trains the small voice anew, in voice/; takes hours
-# make rehearse lowers and builds every family for GPUs that are not there, and counts their launches; half an hour on two cores
+# make serve    serve the small voice on port 8000; MODEL=DIR serves another model, FAMILY=NAME a demo checkpoint (noise)
+# make test     run all tests
+# make lint     check formatting, lint and types
+# make docs     build the documentation in site/
+# make fixtures regenerate the parity fixtures
+# make rehearse lower and build every family for GPUs without a GPU, and count launches; half an hour on two cores
+# make voice    train the small voice in voice/; takes hours
 # Needs Python 3.11 or newer: `make PYTHON=python3.12 serve`.
 
 PYTHON ?= python3
@@ -42,7 +44,7 @@ fixtures: $(VENV)/.installed
 demo/%: | $(VENV)/.installed
 	$(BIN)/zoo demo-checkpoint $* $@
 
-# torch first and pinned: left to itself, pip would take the newest there is.
+# Install the pinned torch first; otherwise pip would choose the newest version.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, for example: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Measure what reading a stream costs a client, by HTTP library. `zoo load` must not be limited by its own
+"""Measure the client's cost of reading a stream, by HTTP library. `zoo load` must not be limited by its own
 client.
 
     python benchmarks/clients.py

@@ -435,7 +435,7 @@ def followed(engine: Any, request: Any, streams: int, seconds: float) -> dict[st
 
 
 class Hearing:
-    """What listeners received. Samples count only from since_s until until_s."""
+    """The audio that listeners received. Samples count only from since_s until until_s."""
 
     def __init__(self, since_s: float = 0.0, until_s: float = np.inf):
         self.since_s, self.until_s = since_s, until_s

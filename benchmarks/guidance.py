@@ -1,11 +1,11 @@
-"""Measure what guidance costs: the engine's throughput with two lanes a slot divided by that with one.
+"""Measure the cost of guidance: the engine's throughput with two lanes a slot, divided by that with one.
 
     python benchmarks/guidance.py [--streams 1 4 8] [--requests 8] [--frames 48] [--size mid] [--dtype float32] [--eager] [--json]
 
 The model is a plain transformer. Both variants have the same random weights and generate the same number of
 frames for the same number of requests. Every request has its own text; with two lanes, all requests share one
 null prompt. Prefix pages are shared, prompts are prefilled in chunks, and reports are read one launch late.
-The two engines are warm and take turns, and the best round of each counts. The ratio compares frames per
+The two engines are warm and alternate, and the best round of each counts. The ratio compares frames per
 second.
 """
 

@@ -45,7 +45,7 @@ class Load:
 
 @dataclass
 class Heard:
-    """What the listeners of a load experience. begun_s, first_s [R]: admission and first audio."""
+    """The experience of a load's listeners. begun_s, first_s [R]: admission and first audio."""
 
     load: Load
     begun_s: np.ndarray = field(init=False)

@@ -2,17 +2,16 @@
 
 It learns what `talker.py` teaches, with two differences.
 
-It reads its own draws. After the first part of the run, a share of the frames in a batch are drawn from the
-talker's predictions a moment before, and so are many of the codes that the code predictor reads. The target
-of a code is the residual of the codes before it, drawn ones included. The first code is the exception: the
-others belong to it and must not compensate for it.
+It reads its own draws. After the first part of the run, a share of a batch's frames are drawn from the
+talker's own predictions. So are many of the codes that the code predictor reads. The target of a code is the
+residual of the codes before it, drawn ones included. The first code is the exception: the others belong to it
+and must not compensate for it.
 
-It learns how far codes lie apart. Where a talker is unsure, the likeliest code of a fine level is one of
-hundreds of about equal probability, and most of them make things worse, because a row is longer than the
-residual. So the target is a distribution over all codes by the residual that each leaves, q = exp(-far /
-softness) / sum, and the loss is KL(p || q) in this order. If many q are possible, p becomes the one of their
-mean distances. The likeliest code is then the one with the smallest expected residual, which may be the one
-that adds nothing.
+It learns how far codes lie apart. If a talker is unsure, hundreds of codes of a fine level are about equally
+likely. Most of them make things worse, because a row is longer than the residual. So the target is a
+distribution over all codes by the residual that each leaves: q = exp(-far / softness) / sum. The loss is KL(p
+|| q) in this order: if many q are possible, p becomes the one of their mean distances. The likeliest code is
+then the one with the smallest expected residual, which may be the one that adds nothing.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ class Frame:
 class Noise:
     """Errors in the codes that a talker reads, like those of its own speech.
 
-    They are shares: of frames that are replaced by others of the utterance, of codes that become one of the
-    NEAR nearest of their table, and of codes that become any other. Each utterance gets between none and
-    twice as much."""
+    frames: share of frames that are replaced by others of the utterance; near: share of codes that become one
+    of the NEAR nearest of their table; any: share of codes that become any other. Each utterance gets between
+    none and twice as much."""
 
     frames: float = 0.06
     near: float = 0.12

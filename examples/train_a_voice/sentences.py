@@ -1,8 +1,11 @@
 """Generate sentences to speak. The same seed gives the same sentences.
 
-They are templates over everyday words (36 %), the same with common English words mixed in (20 %), everyday
-words in any order (8 %), common words in any order, the commonest most often (22 %), words of a dictionary
-(12 %) and fixed phrases (2 %).
+    36 %   templates over everyday words
+    20 %   templates with common English words mixed in
+     8 %   everyday words in any order
+    22 %   common words in any order, the commonest most often
+    12 %   words of a dictionary
+     2 %   fixed phrases
 
 Templates teach how words sound in context. Random orders keep the talker from memorising word order. Common
 words and the dictionary teach how letters sound.

@@ -2,8 +2,8 @@
 spectrogram.
 
 The pitch of a frame is a whole number of cycles, `cycles`, of 12.5 Hz each. So all harmonics begin a period
-with the frame, their phase follows from a sample's position in the frame, and the waveform, noise included,
-is a function of the frame's codes. Training can compare samples themselves, not only the loudness of their
+with the frame, and a sample's position in the frame determines their phase. The waveform, noise included, is
+a function of the frame's codes. Training can compare samples themselves, not only the loudness of their
 bands.
 """
 

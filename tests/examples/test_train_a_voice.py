@@ -1,6 +1,6 @@
 """Tests of the recipe for a small voice.
 
-What is trained equals what is served, a run continues where it stopped, and all steps together make a
+The trained modules equal the served ones, a run continues where it stopped, and all steps together make a
 checkpoint that speaks. The speech is hummed, so most tests need neither flite nor pocketsphinx.
 """
 
