@@ -1,7 +1,6 @@
-"""Estimate which bytes of a launch reach the card's memory; the others are still in its L2 cache. Not a
-measurement.
+"""Estimate which bytes of a launch reach the card's memory; the others are still in its L2 cache.
 
-The model's assumptions:
+This is a model, not a measurement. Its assumptions:
 
   - Whole tensors stay in half of the card's L2, least recently used first out. (An H100's L2 has two halves that may each hold a copy.)
   - A tensor larger than that does not stay.
