@@ -204,7 +204,7 @@ def report(result: Rehearsal) -> Iterator[str]:
         gflop = sum(n * launch.flops for launch, n in part.launches.items()) / 1e9
         shape = f" {part.frames} frames" * bool(part.frames) + f" of {part.length}" * bool(part.length)
         kinds = (
-            f"{part.num('triton')} generated, {part.num('extern')} called, {part.num('recorded')} recorded eager,  "
+            f"{part.num('triton')} generated, {part.num('extern')} called, {part.num('recorded')} recorded eager, "
             f"{part.num('eager')} launched by Python each time"
         )
         waits = f"{part.waits.total()} waits, {part.copies.total()} blocking copies"

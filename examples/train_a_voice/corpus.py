@@ -1,6 +1,4 @@
-"""Features, codes and targets of the speech on disk: all frames in one line, with the edges of each
-utterance.
-"""
+"""Features, codes and targets of the speech on disk: frames of all utterances, and the edges between them."""
 
 from __future__ import annotations
 
@@ -75,10 +73,10 @@ def make_codes(frames: Frames, codebooks: Codebooks, path: Path) -> None:
 def make_targets(
     frames: Frames, codes: np.ndarray, codebooks: Codebooks, num: int, path: Path, progress: Progress
 ) -> None:
-    """Write int16 samples of the first `num` utterances: the true mel spectrogram with the codes' pitch and
-    voicing.
+    """Write int16 samples of the first `num` utterances.
 
-    Utterances are written one by one, and a repeated run continues after the last one."""
+    They have the true mel spectrogram, with the codes' pitch and voicing. Utterances are written one by one,
+    and a repeated run continues after the last one."""
     done = path.stat().st_size // (2 * features.FRAME) if path.exists() else 0
     first = int(np.searchsorted(frames.edges, done, side="right")) - 1
     spans = [slice(*frames.edges[u : u + 2]) for u in range(first, min(num, len(frames.edges) - 1))]

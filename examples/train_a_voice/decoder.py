@@ -87,7 +87,7 @@ def samples(decoder: Decoder, codes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def initialise(decoder: Decoder, codebooks: Codebooks) -> None:
-    """Initialise with PyTorch's defaults, small residual branches, and codebooks that start from the codes'
+    """Initialise with PyTorch's defaults, small residual branches, and codebooks that hold the codes'
     meanings.
 
     Gains that keep each layer's loudness were tried: with Snake, training diverges."""
@@ -241,7 +241,7 @@ def train(
     plan: Plan,
     schedule: Schedule,
 ) -> None:
-    """Train on codes [T, K] and int16 wave [T * FRAME] of all utterances in one line."""
+    """Train on the concatenated codes [T, K] and int16 wave [T * FRAME] of all utterances."""
     trainable(decoder)
     initialise(decoder, codebooks)
     learned = [p for p in decoder.parameters() if p.requires_grad]

@@ -50,7 +50,7 @@ def wave_of(part: Part, codebooks: Codebooks) -> np.ndarray:
 
 
 class Sounds:
-    """Frames of codes and samples in one line, with room for more."""
+    """Concatenated frames of codes and samples, with room for more."""
 
     def __init__(self, plan: Plan, codebooks: Codebooks, device: torch.device):
         self.codes = torch.zeros(plan.room, codebooks.count, dtype=torch.int16, device=device)

@@ -59,16 +59,8 @@ class Plan:
     warmup: int = 300
     weight_decay: float = 0.02
     positions: int = 24_576  # per batch
-    rooms: tuple[int, ...] = (
-        64,
-        80,
-        96,
-        112,
-        136,
-        168,
-        216,
-        288,
-    )  # positions of an utterance, by kind of batch
+    # positions of an utterance, by kind of batch
+    rooms: tuple[int, ...] = (64, 80, 96, 112, 136, 168, 216, 288)
     depth_share: float = 0.5
     own_share: float = 0.25  # share of frames that are the talker's own draws
     own_from: float = 0.3  # share of the run after which they begin

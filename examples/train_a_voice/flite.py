@@ -1,7 +1,7 @@
 """Speech by flite (CMU, http://cmuflite.org; Debian's package `flite`), voice cmu_us_slt at 16 kHz: text to
 samples and phones.
 
-A shelf is a directory of speech. `speech.s16` holds the samples of all texts in one line, and `index.jsonl`
+A shelf is a directory of speech. `speech.s16` holds the samples of all texts, concatenated, and `index.jsonl`
 has a line for each text. Both only grow, so filling a shelf can stop and continue.
 """
 
