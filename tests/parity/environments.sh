@@ -39,3 +39,5 @@ rm -f "$(site "$higgs")"/torchaudio/lib/*.so
 # Only the codec's modules of vllm-omni are imported, because the package around them would import a server.
 environment fish_s2 fish-speech==0.1.0 vllm-omni==0.30.0 transformers==5.23.0 loguru==0.7.3 loralib==0.1.2 tiktoken==0.14.0 \
     regex==2026.11.15 click==8.5.1 tqdm==4.70.1
+
+environment orpheus snac==1.2.1

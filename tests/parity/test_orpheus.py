@@ -1,0 +1,135 @@
+"""Orpheus against the reference implementations: checkpoint, prompts, greedy requests, penalty, codec and encoder.
+
+The fixtures and what they hold: README.md in this folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from agreement import request_of
+from models import directory, family
+from safetensors.torch import load_file
+from torch import Tensor
+
+import zoo
+from zoo.contract import AudioClip, Request
+from zoo.nn.checkpoint import published, weight_normed
+from zoo.orpheus import build, demo, describe, weights
+
+HERE = Path(__file__).parent / "orpheus"
+CASES = sorted(path.stem for path in HERE.glob("generate_*.json"))
+
+
+def found(name: str) -> dict[str, Tensor]:
+    return load_file(HERE / f"{name}.safetensors")
+
+
+def clip() -> AudioClip:
+    return AudioClip(found("codec")["clip"].numpy().astype("float32") / 32768, 24_000)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """The same weights in a directory whose name says that they clone."""
+    path = tmp_path_factory.mktemp("models") / "orpheus-3b-0.1-pretrained"
+    path.symlink_to(directory("orpheus", "tiny"))
+    return zoo.load(path, "cpu", "float32")
+
+
+def test_the_full_size_has_the_published_tensors(tmp_path):
+    """254 tensors of the LM (255 with the head) and 269 of SNAC; as many values as the published checkpoints have."""
+    config, codec, _, spec = describe(demo.write_texts(tmp_path / "demo", "full"))
+    lm, snac = build(config, codec, has_head=False)
+    shapes = published(lm, weights.lm(config, False))
+    assert len(shapes) == 254
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 3_300_867_072
+    assert len(published(build(config, codec, True)[0], weights.lm(config, True))) == 255
+    shapes = weight_normed(published(snac, weights.codec(codec)))
+    assert len(shapes) == 269
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 19_842_914
+    assert shapes["decoder.model.2.block.1.weight_g"] == (1024, 1, 1)
+    assert (spec.kv.num_layers, spec.kv.num_heads, spec.kv.head_dim, spec.frame_samples) == (28, 8, 128, 2048)
+    assert snac.decoder.context == spec.window.lookahead == 3
+
+
+def test_the_demo_is_the_checkpoint_of_the_reference():
+    digest = hashlib.sha256((directory("orpheus", "tiny") / "model.safetensors").read_bytes()).hexdigest()
+    assert digest == json.loads((HERE / "checkpoint.json").read_text())["sha256"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_requests_equal_the_reference(case, pretrained):
+    """The prompt's ids, the first logits, every code, and the samples with the same noise."""
+    expected, asked = found(case), json.loads((HERE / f"{case}.json").read_text())["request"]
+    has_clip = "reference" in asked
+    ours = pretrained if has_clip else family("orpheus")
+    fields = {name: value for name, value in asked.items() if name != "reference"}
+    fields |= {"transcript": asked["reference"]} if has_clip else {}
+    request = request_of(fields, clip() if has_clip else None)
+    prompt = ours.prompt(request)
+    assert list(prompt.prefix_keys) == expected["prompt"].tolist()
+    speech = zoo.generate(ours, request)
+    assert speech.frames.tolist() == expected["codes"].tolist()
+    torch.testing.assert_close(speech.samples[::13], expected["samples"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("frames", [1, 2, 9])
+def test_the_codec_equals_the_reference_with_the_same_noise(frames):
+    decoder, expected = family("orpheus").codec.decoder, found("codec")
+    codes = expected[f"decode_{frames}.codes"].long()
+    padded = torch.nn.functional.pad(codes, (0, 0, 3, 3))[None]
+    ours = decoder(padded, torch.tensor([0]), torch.tensor([frames]), torch.tensor([5]))[0]
+    torch.testing.assert_close(ours, expected[f"decode_{frames}.samples"], rtol=0, atol=1e-5)
+
+
+def test_the_codec_equals_the_reference_without_noise():
+    decoder, expected = family("orpheus").codec.decoder, found("codec")
+    codes = torch.nn.functional.pad(expected["decode_9.codes"].long(), (0, 0, 3, 3))[None]
+    ours = decoder(codes, torch.tensor([0]), torch.tensor([9]), None)[0]
+    torch.testing.assert_close(ours, expected["silent.samples"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2048, 2049, 24_000])
+def test_a_clip_has_the_codes_of_the_reference(length, pretrained):
+    expected = found("codec")
+    samples = expected["clip"][:length].float()[None] / 32768
+    samples = torch.nn.functional.pad(samples, (0, -length % 2048))
+    assert pretrained.codec.encode(samples)[0].tolist() == expected[f"encode_{length}.codes"].tolist()
+
+
+def test_the_penalty_is_that_of_transformers():
+    """Over prompt and output, once per distinct id, whatever the batch holds."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    ours, random = family("orpheus"), torch.Generator().manual_seed(1)
+    state = ours.state(3, 20)
+    prompts = [ours.prompt(Request(text=text, voice="tara", max_frames=8)) for text in ("One.", "Two two.")]
+    for slot, prompt in zip((2, 0), prompts, strict=True):
+        ours.admit(state, slot, prompt)
+        state.take(torch.tensor([slot]), torch.tensor([130_000 + slot]))
+    slots = torch.tensor([2, 0])
+    h = torch.randn(2, ours.config.stack.hidden, generator=random)
+    scores = ours.scores(state, slots, h)
+    for row, (slot, prompt) in enumerate(zip((2, 0), prompts, strict=True)):
+        ids = torch.tensor([[*prompt.prefix_keys, 130_000 + slot]])
+        expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, ours.lm.head(h[row : row + 1]).float())
+        torch.testing.assert_close(scores[row : row + 1], expected, rtol=0, atol=1e-6)
+
+
+def test_rotary_angles_are_those_of_transformers():
+    """With Llama 3's scaling, at the published sizes."""
+    from transformers import LlamaConfig as TheirConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from zoo.nn.config import ConfigBlock
+    from zoo.nn.llama import LlamaConfig, frequencies
+
+    values = demo.CONFIGS["full"]["config.json"]
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](TheirConfig(**values), torch.device("cpu"))
+    ours = frequencies(LlamaConfig.read(ConfigBlock(values)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -1,0 +1,124 @@
+"""Orpheus TTS 3B (Canopy Labs): text to 24 kHz speech, seven tokens of a Llama 3.2 for each 85.3 ms. See README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from zoo.contract import Spec
+    from zoo.orpheus.config import Config, SnacConfig
+    from zoo.orpheus.model import Llama, Orpheus
+    from zoo.orpheus.snac import Snac
+
+NAME = "orpheus"
+LICENCE = "Apache-2.0 by its model card; derived from Llama 3.2 (Llama 3.2 Community License). SNAC: MIT"
+
+
+def claims(path: Path) -> bool:
+    """Return whether this family reads the model directory `path`: a Llama with Orpheus' vocabulary.
+
+    Raises ValueError for a config.json that cannot be read.
+    """
+    from zoo.nn.json_files import read_config
+    from zoo.orpheus.config import MODEL
+    from zoo.orpheus.tokens import VOCABULARY
+
+    config = read_config(path)
+    return (config.get("model_type"), config.get("vocab_size")) == (MODEL, VOCABULARY)
+
+
+def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> Orpheus:
+    """Return the family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError."""
+    from zoo.nn import checkpoint
+    from zoo.nn.tensor_files import contents, open_file
+    from zoo.orpheus import weights
+    from zoo.orpheus.clone import Cloner
+    from zoo.orpheus.model import Orpheus
+    from zoo.orpheus.prompt import PromptWriter
+
+    if adapter is not None:
+        raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
+    config, codec_config, codec_directory, spec = describe(directory)
+    has_head = weights.HEAD in contents(directory)
+    if not has_head and not config.is_tied:
+        raise ValueError(f"{directory} has no {weights.HEAD}, and its config says tie_word_embeddings=false")
+    lm, codec = build(config, codec_config, has_head)
+    checkpoint.load(lm, weights.lm(config, has_head), directory, device, dtype)
+    [path] = {header.path for header in contents(codec_directory).values()}
+    checkpoint.load_weight_normed(codec, weights.codec(codec_config), open_file(path), device)
+    lm.prepare()
+    codec.prepare()
+    for module in (lm, codec):
+        module.eval().requires_grad_(False)
+    writer = PromptWriter(config, directory, Cloner(codec_config, codec, device))
+    return Orpheus(config, spec, lm, codec, writer).eval()
+
+
+def build(config: Config, codec_config: SnacConfig, has_head: bool) -> tuple[Llama, Snac]:
+    """Return the LM and the codec on `meta`: names and shapes, no memory."""
+    import torch
+
+    from zoo.orpheus.model import Llama
+    from zoo.orpheus.snac import Snac
+
+    with torch.device("meta"):
+        return Llama(config, has_head), Snac(codec_config)
+
+
+def describe(directory: Path) -> tuple[Config, SnacConfig, Path, Spec]:
+    """Return the configs, the codec's directory and the Spec, from the JSON files alone. Raises ValueError."""
+    import torch
+
+    from zoo.contract import KV, Spec
+    from zoo.orpheus.clone import MAX_REFERENCES, REFERENCE_S
+    from zoo.orpheus.config import SAMPLE_RATE_HZ, read_configs
+    from zoo.orpheus.prompt import HINTS, NO_VOICE, OPTIONS, PIECE_S, voices_of
+    from zoo.orpheus.strategy import WINDOW
+    from zoo.orpheus.tokens import PLACES
+
+    config, codec_config, codec_directory = read_configs(directory)
+    is_pretrained = "pretrain" in directory.name.lower()
+    stack = config.stack
+    spec = Spec(
+        family=NAME,
+        variant="pretrained" if is_pretrained else "finetuned",
+        frame_shape=(PLACES,),
+        frame_dtype=torch.int64,
+        frame_samples=codec_config.frame_samples,
+        sample_rate_hz=SAMPLE_RATE_HZ,
+        kv=KV(stack.layers, stack.kv_heads, stack.head_dim),
+        width=stack.hidden,
+        max_frames=config.max_positions // PLACES,
+        max_positions=config.max_positions,
+        window=WINDOW,
+        voices=(NO_VOICE,) if is_pretrained else (*voices_of(directory), NO_VOICE),
+        modes=("voice", "clone") if is_pretrained else ("voice",),
+        reference_s=REFERENCE_S if is_pretrained else None,
+        max_references=MAX_REFERENCES if is_pretrained else 1,
+        options=OPTIONS,
+        hints=HINTS,
+        name="Orpheus 3B",
+        licence=LICENCE,
+        piece_s=PIECE_S,
+        keeps_voice=is_pretrained,
+    )
+    return config, codec_config, codec_directory, spec
+
+
+def survey(directory: Path) -> tuple[Spec, int]:
+    """Return the Spec and the number of parameters, weights unread. A tied head is counted once."""
+    config, codec_config, _, spec = describe(directory)
+    modules = build(config, codec_config, has_head=not config.is_tied)
+    return spec, sum(p.numel() for module in modules for p in module.parameters())
+
+
+def write_demo(directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None) -> Path:
+    """Write a random checkpoint in the published layout, the codec in its folder. Raises ValueError, OSError."""
+    import torch
+
+    from zoo.orpheus.demo import write
+
+    return write(directory, size, seed, dtype or torch.bfloat16)

@@ -1,0 +1,58 @@
+"""What a clone needs of a reference: its codes, which the LM reads as speech that belongs to the transcript. They are
+encoded once, in fp32, and kept.
+
+    clip ─ mono, 24 kHz, zeros up to a whole frame ─ SNAC's encoder ─> codes [F, 7]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.encoded_files import EncodedFiles, encoder_key
+from zoo.orpheus.config import SAMPLE_RATE_HZ, SnacConfig
+from zoo.orpheus.snac import Snac
+from zoo.references import References, content, mono
+from zoo.request import AudioClip
+
+FAMILY = "orpheus"
+REFERENCE_S = (0.1, 30.0)  # 30 s are 2,461 of 8,192 positions
+MAX_REFERENCES = 4
+
+
+@dataclass(frozen=True)
+class EncodedReference:
+    codes: Tensor  # [F, 7] on the CPU
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"codes": self.codes}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes
+
+
+class Cloner:
+    """AudioClip -> codes [F, 7] on the CPU. May be called from several threads."""
+
+    def __init__(self, config: SnacConfig, codec: Snac, device: torch.device):
+        self.config = config
+        self.codec = codec
+        self.device = device
+        self.references: References[EncodedReference] = References()
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, config, codec))
+
+    def __call__(self, clip: AudioClip) -> Tensor:
+        """Raises ValueError (`param` "references") for audio that is not a reference."""
+        name = content(clip)
+        file = self.files.of(clip, name, lambda tensors: EncodedReference(tensors["codes"]))
+        return self.references.get(name, lambda: self._encode(clip), file).codes
+
+    @torch.inference_mode()
+    def _encode(self, clip: AudioClip) -> EncodedReference:
+        samples = torch.tensor(mono(clip, SAMPLE_RATE_HZ, REFERENCE_S), device=self.device)[None]  # [1, N]
+        samples = F.pad(samples, (0, -samples.shape[1] % self.config.frame_samples))
+        return EncodedReference(self.codec.encode(samples)[0].cpu())

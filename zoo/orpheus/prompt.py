@@ -1,0 +1,147 @@
+"""From a request to the ids that the LM reads before the first token.
+
+    voice    <human> <begin> "tara: text"  <end of text> <end of human> <AI> <speech>
+    pair     <human> <begin> "transcript"  <end of text> <end of human> <AI> <speech> codes... <end of speech> <end of AI>
+
+A request with references begins with a pair for each; only pretrained checkpoints know how to go on from them. A text
+without a voice is the same without "tara: ". Nothing is stripped from the text.
+Source: canopyai/Orpheus-TTS at 835ac7c, orpheus_tts/engine_class.py; mlx-audio 0.6.2, tts/models/llama.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from zoo.contract import Said
+from zoo.nn.json_files import read_json
+from zoo.orpheus.clone import Cloner
+from zoo.orpheus.config import Config
+from zoo.orpheus.tokens import (
+    BEGIN_AI,
+    BEGIN_HUMAN,
+    BEGIN_SPEECH,
+    BEGIN_TEXT,
+    CUSTOM,
+    END_AI,
+    END_HUMAN,
+    END_SPEECH,
+    END_TEXT,
+    PLACES,
+    VOCABULARY,
+    token_id,
+)
+from zoo.request import Option, Request, RequestError, sampling_options
+
+PIECE_S = 20.0  # longer texts degrade (the original's issues): they are split by sentence
+NO_VOICE = "default"  # the text alone
+# By what the directory's or the repository's name holds; nothing inside a checkpoint says its language.
+VOICES = {
+    "fr": ("pierre", "amelie", "marie"),
+    "de": ("jana", "thomas", "max"),
+    "es_it": ("javi", "sergio", "maria", "pietro", "giulia", "carlo"),
+    "ko": ("유나", "준서"),
+    "hi": ("ऋतिका",),
+    "zh": ("长乐", "白芷"),
+    "en": ("tara", "leah", "jess", "leo", "dan", "mia", "zac", "zoe"),
+}
+TEMPERATURE, TOP_K, TOP_P, PENALTY = 0.6, 0, 0.8, 1.3  # orpheus-speech 0.1.0
+OPTIONS = (
+    *sampling_options(TEMPERATURE, TOP_K, TOP_P, PENALTY),
+    Option(
+        "valid_only",
+        bool,
+        "draw only tokens that are valid at their place in the frame: the model cannot slip; changes the distribution",
+        False,
+    ),
+)
+HINTS = {
+    "language": "each checkpoint speaks the language that it was trained on",
+    "instructions": "tags in the text, such as <laugh> or <sigh>, say how to speak",
+    "references": "only the pretrained checkpoints clone; their directory has 'pretrain' in its name",
+}
+
+
+class TextTokenizer:
+    """The checkpoint's byte-level BPE, without its special tokens: nothing that a client writes can become one."""
+
+    def __init__(self, directory: Path):
+        path = directory / "tokenizer.json"
+        content = read_json(path)
+        added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        if added.get("<custom_token_0>") != CUSTOM:
+            raise ValueError(f"{path} has no <custom_token_0> with id {CUSTOM}: this Llama is not Orpheus")
+        if (most := max(added.values())) >= VOCABULARY:
+            raise ValueError(f"{path} has ids up to {most}, but the model has {VOCABULARY} rows")
+        try:
+            plain = content | {"added_tokens": [], "post_processor": None}
+            self._tokenizer = Tokenizer.from_str(json.dumps(plain))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@dataclass(frozen=True)
+class Script:
+    """A prompt as ids, and how many of them are the request's text."""
+
+    ids: tuple[int, ...]
+    text_tokens: int
+
+
+class PromptWriter:
+    """Request -> Script. Raises RequestError. References are encoded last, when all else is known to be right."""
+
+    def __init__(self, config: Config, directory: Path, cloner: Cloner):
+        self.max_tokens = config.max_positions
+        self.tokenize = TextTokenizer(directory)
+        self.cloner = cloner
+
+    def __call__(self, request: Request, said: Said | None = None) -> Script:
+        """said: what was spoken before in a voice that this text goes on in."""
+        voice = (request.voice or NO_VOICE).lower()
+        text = request.text if voice == NO_VOICE else f"{voice}: {request.text}"
+        tokens = self._tokens("text", text)
+        ids: list[int] = []
+        for reference in request.references:
+            if not (reference.transcript or "").strip():
+                raise RequestError("references", "a reference needs its transcript: Orpheus clones from pairs of both")
+            transcript = self._tokens("transcript", reference.transcript or "")
+            ids += _pair(transcript, self.cloner(reference.clip))
+        if said is not None and not request.references:
+            ids += _pair(self._tokens("text", said.text), said.frames)
+        return Script((*ids, *_human(tokens)), len(tokens))
+
+    def _tokens(self, param: str, text: str) -> list[int]:
+        tokens = self.tokenize(text)
+        if len(tokens) > self.max_tokens:
+            raise RequestError(
+                param, f"{param} has {len(tokens)} tokens; the model reads {self.max_tokens} positions in all"
+            )
+        return tokens
+
+
+def _human(tokens: list[int]) -> list[int]:
+    return [BEGIN_HUMAN, BEGIN_TEXT, *tokens, END_TEXT, END_HUMAN, BEGIN_AI, BEGIN_SPEECH]
+
+
+def _pair(tokens: list[int], codes: Tensor) -> list[int]:
+    """codes [F, 7]"""
+    spoken = [token_id(place, code) for frame in codes.tolist() for place, code in zip(range(PLACES), frame, strict=True)]
+    return [*_human(tokens), *spoken, END_SPEECH, END_AI]
+
+
+def voices_of(directory: Path) -> tuple[str, ...]:
+    """Return the voices of a fine-tuned checkpoint, by the language in its directory's name."""
+    name = directory.name.lower()
+    parts = name.replace("-", "_").split("_")
+    for language, voices in VOICES.items():
+        if language in parts or (language == "es_it" and "es_it" in name):
+            return voices
+    return VOICES["en"]
