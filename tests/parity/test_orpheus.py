@@ -118,7 +118,7 @@ def test_the_penalty_is_that_of_transformers():
     for row, (slot, prompt) in enumerate(zip((2, 0), prompts, strict=True)):
         ids = torch.tensor([[*prompt.prefix_keys, 130_000 + slot]])
         expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, ours.lm.head(h[row : row + 1]).float())
-        torch.testing.assert_close(scores[row : row + 1], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(scores[row : row + 1], expected, rtol=0, atol=1e-4)  # logits of about 70
 
 
 def test_rotary_angles_are_those_of_transformers():
