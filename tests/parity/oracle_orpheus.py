@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from snac import SNAC
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from zoo.orpheus import demo
 from zoo.orpheus.reference import Model, frames_of, give_noise
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "orpheus"
+MANIFESTS = HERE.parent / "manifests"
 SEED = 0
 PACKAGES = ("snac", "transformers", "tokenizers", "torch", "numpy")
 VERSIONS = {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -35,7 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "voice": {"text": STORY, "voice": "tara", "max_frames": 12},
     "no_voice": {"text": " It's 7:45, 12345 of them!\n\n", "voice": "default", "max_frames": 8},
     "penalty": {"text": STORY, "voice": "leo", "max_frames": 10, "repetition_penalty": 1.02},
-    "unpenalised": {"text": "今天天气很好。 <laugh>", "voice": "zoe", "max_frames": 6, "repetition_penalty": 1.0},
+    "unpenalised": {
+        "text": "今天天气很好。 <laugh>",
+        "voice": "zoe",
+        "max_frames": 6,
+        "repetition_penalty": 1.0,
+    },
     "structure": {"text": "<custom_token_10><|eot_id|> a", "voice": "mia", "max_frames": 4},
     "clone": {"text": STORY, "voice": "default", "max_frames": 8, "reference": TRANSCRIPT},
 }
@@ -52,7 +59,9 @@ def record() -> torch.Tensor:
 
 
 @torch.inference_mode()
-def generate(model: Model, case: dict[str, Any], clip: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def generate(
+    model: Model, case: dict[str, Any], clip: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     references = [{"clip": str(clip), "transcript": case["reference"]}] if "reference" in case else []
     prompt = model.prompt(case | {"references": references})
     penalty = case.get("repetition_penalty", 1.3)
@@ -94,8 +103,20 @@ def codec(model: Model, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def write_manifests() -> None:
+    """Name, dtype and shape of every tensor of the published size, as the reference classes build them."""
+    config = demo.CONFIGS["full"]
+    with torch.device("meta"):
+        lm = LlamaForCausalLM(LlamaConfig(**config["config.json"])).state_dict()
+        snac = SNAC(**config["codec"]).state_dict()
+    for name, tensors in (("orpheus", lm), ("orpheus_snac", snac)):
+        rows = sorted(f"{key}|F32|{'x'.join(map(str, value.shape))}" for key, value in tensors.items())
+        (MANIFESTS / f"{name}.txt").write_text("\n".join(rows) + "\n")
+
+
 def main() -> None:
     FIXTURES.mkdir(exist_ok=True)
+    write_manifests()
     with tempfile.TemporaryDirectory() as temporary:
         directory = demo.write(Path(temporary) / "demo", "tiny", SEED, torch.float32)
         model = Model(directory, torch.float32)

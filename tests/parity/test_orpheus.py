@@ -22,7 +22,12 @@ from zoo.nn.checkpoint import published, weight_normed
 from zoo.orpheus import build, demo, describe, weights
 
 HERE = Path(__file__).parent / "orpheus"
+MANIFESTS = HERE.parent.parent / "manifests"
 CASES = sorted(path.stem for path in HERE.glob("generate_*.json"))
+
+
+def rows(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    return sorted(f"{name}|F32|{'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 def found(name: str) -> dict[str, Tensor]:
@@ -42,17 +47,21 @@ def pretrained(tmp_path_factory):
 
 
 def test_the_full_size_has_the_published_tensors(tmp_path):
-    """254 tensors of the LM (255 with the head) and 269 of SNAC; as many values as the published checkpoints have."""
+    """255 tensors of the LM, its head among them, and 269 of SNAC; as many values as the published checkpoints have."""
     config, codec, _, spec = describe(demo.write_texts(tmp_path / "demo", "full"))
-    lm, snac = build(config, codec, has_head=False)
-    shapes = published(lm, weights.lm(config, False))
-    assert len(shapes) == 254
-    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 3_300_867_072
-    assert len(published(build(config, codec, True)[0], weights.lm(config, True))) == 255
+    lm, snac = build(config, codec, has_head=True)
+    shapes = published(lm, weights.lm(config, True))
+    assert rows(shapes) == (MANIFESTS / "orpheus.txt").read_text().splitlines()
+    assert (
+        sum(torch.Size(shape).numel() for name, shape in shapes.items() if name != weights.HEAD)
+        == 3_300_867_072
+    )
     shapes = weight_normed(published(snac, weights.codec(codec)))
-    assert len(shapes) == 269
+    assert (
+        rows({demo.published_name(name): shape for name, shape in shapes.items()})
+        == (MANIFESTS / "orpheus_snac.txt").read_text().splitlines()
+    )
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 19_842_914
-    assert shapes["decoder.model.2.block.1.weight_g"] == (1024, 1, 1)
     assert (spec.kv.num_layers, spec.kv.num_heads, spec.kv.head_dim, spec.frame_samples) == (28, 8, 128, 2048)
     assert snac.decoder.context == spec.window.lookahead == 3
 

@@ -58,7 +58,9 @@ class SnacConfig:
     def read(cls, values: dict[str, Any], file: str = "config.json") -> SnacConfig:
         """Raises ValueError."""
         block = ConfigBlock(values, file=file)
-        block.expect(sampling_rate=SAMPLE_RATE_HZ, codebook_size=CODES, vq_strides=list(LEVELS), depthwise=True)
+        block.expect(
+            sampling_rate=SAMPLE_RATE_HZ, codebook_size=CODES, vq_strides=list(LEVELS), depthwise=True
+        )
         block.expect_none("attn_window_size")
         encoder_rates = block.integers("encoder_rates", *STRIDE)
         decoder_rates = block.integers("decoder_rates", 2, STRIDE[1])

@@ -130,13 +130,14 @@ def write(
     synthetic.write_tensors(directory / "model.safetensors", shapes, values, dtype)
     codec_shapes = weight_normed(published(snac, weights.codec(codec_config)))
     tensors = {
-        _newer(name): torch.from_numpy(fill(name, shape, seed, layers)) for name, shape in codec_shapes.items()
+        published_name(name): torch.from_numpy(fill(name, shape, seed, layers))
+        for name, shape in codec_shapes.items()
     }
     torch.save(tensors, directory / CODEC_FOLDER / "pytorch_model.bin")
     return directory
 
 
-def _newer(name: str) -> str:
+def published_name(name: str) -> str:
     """A weight-normed tensor's name as the published file has it."""
     for older, newer in (("weight_g", "original0"), ("weight_v", "original1")):
         name = name.replace(older, f"parametrizations.weight.{newer}")
@@ -163,5 +164,3 @@ def write_texts(directory: str | Path, size: str, codec: dict[str, Any] | None =
     for name, text in texts.items():
         synthetic.write_json(directory / name, text)
     return directory
-
-

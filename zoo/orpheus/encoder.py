@@ -66,6 +66,13 @@ class Encoder(nn.Module):
         first, second, third = quantizer.encode(self.tail(x))  # [B, F], [B, 2 F], [B, 4 F]
         second = second.unflatten(1, (-1, 2))
         third = third.unflatten(1, (-1, 4))
-        places = (first, second[..., 0], third[..., 0], third[..., 1], second[..., 1], third[..., 2], third[..., 3])
+        places = (
+            first,
+            second[..., 0],
+            third[..., 0],
+            third[..., 1],
+            second[..., 1],
+            third[..., 2],
+            third[..., 3],
+        )
         return torch.stack(places, -1)
-

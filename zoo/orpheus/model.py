@@ -92,7 +92,9 @@ class OrpheusState(State):
         index = token - FIRST_CODE
         is_code = (index >= 0) & (index < CODES * PLACES)
         theirs = torch.where(is_code, index // CODES, -1)  # the place that the token is for
-        filled = torch.where(theirs == place, place, torch.where(theirs == 0, 0, -1))  # -1: it is out of place
+        filled = torch.where(
+            theirs == place, place, torch.where(theirs == 0, 0, -1)
+        )  # -1: it is out of place
         here = torch.arange(PLACES, device=token.device) == filled[:, None]  # [B, 7]
         codes = torch.where(here, (index % CODES)[:, None], codes)
         is_whole = filled == PLACES - 1
@@ -117,7 +119,9 @@ class Orpheus(Family[OrpheusState]):
         self.codec = codec
         self.writer = writer
         context = codec.decoder.context
-        assert context <= spec.window.lookahead, f"the codec looks {context} frames ahead, not {spec.window.lookahead}"
+        assert context <= spec.window.lookahead, (
+            f"the codec looks {context} frames ahead, not {spec.window.lookahead}"
+        )
         self.dtype = lm.embedding.weight.dtype
         self.device = lm.embedding.weight.device
 
@@ -147,7 +151,9 @@ class Orpheus(Family[OrpheusState]):
             usage={"input_tokens": script.text_tokens, "prompt_positions": len(ids)},
         )
 
-    def _slot(self, request: Request, values: dict[str, Any], max_frames: int, seen: Tensor) -> dict[str, Any]:
+    def _slot(
+        self, request: Request, values: dict[str, Any], max_frames: int, seen: Tensor
+    ) -> dict[str, Any]:
         sampling = {name: values[name] for name in ("temperature", "top_k", "top_p")}
         return sampling | {
             "seed": request.seed,
@@ -173,7 +179,9 @@ class Orpheus(Family[OrpheusState]):
     def scores(self, state: OrpheusState, slots: Tensor, h: Tensor) -> Tensor:
         """Return the logits [B, V] in fp32: repetition penalty over prompt and output, and with `valid_only` nothing
         that is out of place."""
-        logits = penalise(self.lm.head(h).float(), state.seen[slots], state.penalty[slots])
+        head = self.lm.head
+        assert head is not None, "prepare() was not called"
+        logits = penalise(head(h).float(), state.seen[slots], state.penalty[slots])
         never = self.lm.never[state.place[slots]] & state.is_strict[slots][:, None]  # [B, V]
         return logits.masked_fill(never, -torch.inf)
 

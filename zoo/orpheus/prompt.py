@@ -111,7 +111,9 @@ class PromptWriter:
         ids: list[int] = []
         for reference in request.references:
             if not (reference.transcript or "").strip():
-                raise RequestError("references", "a reference needs its transcript: Orpheus clones from pairs of both")
+                raise RequestError(
+                    "references", "a reference needs its transcript: Orpheus clones from pairs of both"
+                )
             transcript = self._tokens("transcript", reference.transcript or "")
             ids += _pair(transcript, self.cloner(reference.clip))
         if said is not None and not request.references:
@@ -133,7 +135,11 @@ def _human(tokens: list[int]) -> list[int]:
 
 def _pair(tokens: list[int], codes: Tensor) -> list[int]:
     """codes [F, 7]"""
-    spoken = [token_id(place, code) for frame in codes.tolist() for place, code in zip(range(PLACES), frame, strict=True)]
+    spoken = [
+        token_id(place, code)
+        for frame in codes.tolist()
+        for place, code in zip(range(PLACES), frame, strict=True)
+    ]
     return [*_human(tokens), *spoken, END_SPEECH, END_AI]
 
 

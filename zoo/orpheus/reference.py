@@ -39,7 +39,9 @@ class Model:
         self.codec.load_state_dict(torch.load(codec / "pytorch_model.bin", weights_only=True))
         self.codec.eval()
         content = json.loads((directory / "tokenizer.json").read_text())
-        self.tokenizer = Tokenizer.from_str(json.dumps(content | {"added_tokens": [], "post_processor": None}))
+        self.tokenizer = Tokenizer.from_str(
+            json.dumps(content | {"added_tokens": [], "post_processor": None})
+        )
 
     def prompt(self, request: dict[str, Any]) -> list[int]:
         voice = request.get("voice") or "default"
@@ -57,7 +59,9 @@ class Model:
 
     @torch.inference_mode()
     def encode(self, samples: np.ndarray) -> list[int]:
-        first, second, third = (level[0].tolist() for level in self.codec.encode(torch.from_numpy(samples)[None, None]))
+        first, second, third = (
+            level[0].tolist() for level in self.codec.encode(torch.from_numpy(samples)[None, None])
+        )
         ids: list[int] = []
         for i, code in enumerate(first):
             a, b = second[2 * i : 2 * i + 2]

@@ -65,9 +65,9 @@ class Block(nn.Module):
         if self.noise is not None and draws is not None:
             first = (draws.shape[1] - stretch.frames * stretch.rate) // 2 - stretch.before
             x = x + draws[:, None, first : first + x.shape[2]] * self.noise(x)
-        for residual in self.residuals:
+        for residual, dilation in zip(self.residuals, DILATIONS, strict=True):
             x = residual(stretch.silence(x))
-            stretch.shorten(residual.edge)
+            stretch.shorten(EDGE * dilation)
         return stretch.silence(x)
 
 
@@ -99,7 +99,8 @@ class Decoder(nn.Module):
         """Codebook and way out are linear: one row per code is left of them. In fp64, then rounded once."""
         dtype = self.stem.weight.dtype
         tables = [book.rows.double() @ book.project_out.weight.double()[..., 0].T for book in quantizer]
-        bias = torch.stack([book.project_out.bias.double() for book in quantizer]).sum(0)
+        biases = [book.project_out.bias.double() for book in quantizer]  # type: ignore[union-attr]
+        bias = torch.stack(biases).sum(0)
         self.register_buffer("tables", torch.cat(tables).to(dtype), persistent=False)
         self.register_buffer("bias", bias[:, None].to(dtype), persistent=False)
 
@@ -165,4 +166,3 @@ class Snac(nn.Module):
     def encode(self, samples: Tensor) -> Tensor:
         """samples [B, N], N a multiple of a frame -> codes [B, F, 7]"""
         return self.encoder(samples, self.quantizer)
-

@@ -10,9 +10,7 @@ from zoo.orpheus.tokens import BEGIN_TEXT, CUSTOM, NUM_CUSTOM
 
 NUM_WORDS = 128000
 NUM_MERGES = 200
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = {
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -43,11 +41,17 @@ def added_tokens() -> list[dict[str, Any]]:
     """The 256 special tokens of Llama 3, then Orpheus' custom tokens, which are not special."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     special = [
-        {"id": BEGIN_TEXT + i, "content": SPECIAL.get(i, f"<|reserved_special_token_{i}|>"), **flags, "special": True}
+        {
+            "id": BEGIN_TEXT + i,
+            "content": SPECIAL.get(i, f"<|reserved_special_token_{i}|>"),
+            **flags,
+            "special": True,
+        }
         for i in range(CUSTOM - BEGIN_TEXT)
     ]
     custom = [
-        {"id": CUSTOM + i, "content": f"<custom_token_{i}>", **flags, "special": False} for i in range(NUM_CUSTOM)
+        {"id": CUSTOM + i, "content": f"<custom_token_{i}>", **flags, "special": False}
+        for i in range(NUM_CUSTOM)
     ]
     return special + custom
 

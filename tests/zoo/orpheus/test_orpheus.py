@@ -161,7 +161,9 @@ def test_a_plain_llama_is_not_claimed(tmp_path):
 def test_a_model_without_its_codec_says_where_to_put_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"hubertsiuzdak/snac_24khz.*put it into .*snac_24khz or .*snac_24khz"):
+    with pytest.raises(
+        ValueError, match=r"hubertsiuzdak/snac_24khz.*put it into .*snac_24khz or .*snac_24khz"
+    ):
         find_codec(tmp_path / "model")
 
 
@@ -177,5 +179,7 @@ def test_a_head_of_its_own_is_kept_and_a_copy_is_not(tmp_path):
     copied = zoo.load(demo.write(tmp_path / "copy", has_head=True, dtype=torch.float32), "cpu", "float32")
     assert copied.lm.head.weight is copied.lm.embedding.weight
     untied = demo.write(tmp_path / "untied", tie_word_embeddings=False, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"no lm_head\.weight, and its config says tie_word_embeddings=false"):
+    with pytest.raises(
+        ValueError, match=r"no lm_head\.weight, and its config says tie_word_embeddings=false"
+    ):
         zoo.load(untied, "cpu", "float32")
