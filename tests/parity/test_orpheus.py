@@ -48,7 +48,7 @@ def pretrained(tmp_path_factory):
 
 def test_the_full_size_has_the_published_tensors(tmp_path):
     """255 tensors of the LM, its head among them, and 269 of SNAC; as many values as the published checkpoints have."""
-    config, codec, _, spec = describe(demo.write_texts(tmp_path / "demo", "full"))
+    config, codec, spec = describe(demo.write_texts(tmp_path / "demo", "full"))
     lm, snac = build(config, codec, has_head=True)
     shapes = published(lm, weights.lm(config, True))
     assert rows(shapes) == (MANIFESTS / "orpheus.txt").read_text().splitlines()

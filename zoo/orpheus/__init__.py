@@ -36,18 +36,19 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     from zoo.nn.tensor_files import contents, open_file
     from zoo.orpheus import weights
     from zoo.orpheus.clone import Cloner
+    from zoo.orpheus.config import find_codec
     from zoo.orpheus.model import Orpheus
     from zoo.orpheus.prompt import PromptWriter
 
     if adapter is not None:
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
-    config, codec_config, codec_directory, spec = describe(directory)
+    config, codec_config, spec = describe(directory)
     has_head = weights.HEAD in contents(directory)
     if not has_head and not config.is_tied:
         raise ValueError(f"{directory} has no {weights.HEAD}, and its config says tie_word_embeddings=false")
     lm, codec = build(config, codec_config, has_head)
     checkpoint.load(lm, weights.lm(config, has_head), directory, device, dtype)
-    [path] = {header.path for header in contents(codec_directory).values()}
+    [path] = {header.path for header in contents(find_codec(directory)).values()}
     checkpoint.load_weight_normed(codec, weights.codec(codec_config), open_file(path), device)
     lm.prepare()
     codec.prepare()
@@ -68,8 +69,8 @@ def build(config: Config, codec_config: SnacConfig, has_head: bool) -> tuple[Lla
         return Llama(config, has_head), Snac(codec_config)
 
 
-def describe(directory: Path) -> tuple[Config, SnacConfig, Path, Spec]:
-    """Return the configs, the codec's directory and the Spec, from the JSON files alone. Raises ValueError."""
+def describe(directory: Path) -> tuple[Config, SnacConfig, Spec]:
+    """Return both configs and the Spec, from the JSON files alone. Raises ValueError."""
     import torch
 
     from zoo.contract import KV, Spec
@@ -79,7 +80,7 @@ def describe(directory: Path) -> tuple[Config, SnacConfig, Path, Spec]:
     from zoo.orpheus.strategy import WINDOW
     from zoo.orpheus.tokens import PLACES
 
-    config, codec_config, codec_directory = read_configs(directory)
+    config, codec_config = read_configs(directory)
     is_pretrained = "pretrain" in directory.name.lower()
     stack = config.stack
     spec = Spec(
@@ -105,12 +106,12 @@ def describe(directory: Path) -> tuple[Config, SnacConfig, Path, Spec]:
         piece_s=PIECE_S,
         keeps_voice=is_pretrained,
     )
-    return config, codec_config, codec_directory, spec
+    return config, codec_config, spec
 
 
 def survey(directory: Path) -> tuple[Spec, int]:
     """Return the Spec and the number of parameters, weights unread. A tied head is counted once."""
-    config, codec_config, _, spec = describe(directory)
+    config, codec_config, spec = describe(directory)
     modules = build(config, codec_config, has_head=not config.is_tied)
     return spec, sum(p.numel() for module in modules for p in module.parameters())
 

@@ -113,8 +113,8 @@ def find_codec(directory: Path) -> Path:
         raise ValueError(f"the codec of Orpheus, {CODEC_REPOSITORY}, is not here: {here} ({error})") from None
 
 
-def read_configs(directory: Path) -> tuple[Config, SnacConfig, Path]:
-    """Return the LM's config, the codec's, and the codec's directory. Raises ValueError."""
+def read_configs(directory: Path) -> tuple[Config, SnacConfig]:
+    """Return the LM's config and the codec's. Raises ValueError."""
     config = Config.read(read_json(directory / "config.json"))
     codec = find_codec(directory)
-    return config, SnacConfig.read(read_json(codec / "config.json"), f"{codec.name}/config.json"), codec
+    return config, SnacConfig.read(read_json(codec / "config.json"), f"{codec.name}/config.json")

@@ -119,7 +119,7 @@ def write(
 
     synthetic.check_dtype(dtype)
     directory = write_texts(directory, size, codec, **config)
-    lm_config, codec_config, _, _ = describe(directory)
+    lm_config, codec_config, _ = describe(directory)
     lm, snac = build(lm_config, codec_config, has_head)
     shapes = published(lm, weights.lm(lm_config, has_head))
     layers = lm_config.stack.layers
