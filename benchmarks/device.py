@@ -220,7 +220,7 @@ def draws_apart(width: int) -> int:
 
 def checks(name: str, put: Put) -> None:
     import zoo
-    from serving.engine.prepare_for_host import prepare_for_host
+    from serving.engine.device.prepare_for_host import prepare_for_host
 
     with tempfile.TemporaryDirectory() as directory:
         path = zoo.families()[name].write_demo(Path(directory) / "tiny", "tiny", dtype=torch.float32)
@@ -265,8 +265,8 @@ def requests(family: Any, is_greedy: bool) -> list[Any]:
 
 def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarray], int]:
     """Run all requests at once through the engine. Return their samples and the unrecorded launches."""
+    from serving.engine.device.prepare_for_host import cached
     from serving.engine.engine import Audio, Engine
-    from serving.engine.prepare_for_host import cached
 
     engine = Engine(family, max_slots=4, compile=compile)
     engine.warm(lambda *_: None, cached)
@@ -290,9 +290,9 @@ def together(family: Any, work: list[Any], compile: bool) -> tuple[list[np.ndarr
 
 def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None:
     import zoo
+    from serving.engine.device.prepare_for_host import cached, prepare_for_host
     from serving.engine.engine import Engine
-    from serving.engine.memory_plan import plan
-    from serving.engine.prepare_for_host import cached, prepare_for_host
+    from serving.engine.memory.memory_plan import plan
     from serving.tools.bench import TEXT, beside
     from serving.tools.requests import first_request
 
@@ -318,7 +318,7 @@ def figures(name: str, size: str, options: argparse.Namespace, put: Put) -> None
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
     put("memory_bytes", {"planned": plan(family, most).total, "allocated": memory})
     with alone(put):
-        for graphs in (model.runner.step_graphs, model.runner.render_graphs):
+        for graphs in (model.runner.lowered.step_graphs, model.runner.lowered.render_graphs):
             for key, (graph, _) in graphs.recorded.items():
                 put(" ".join(map(str, key)) + ", ms", replay_ms(graph))
             if graphs.recorded:  # the first graph is the largest

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
+from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.engine import Audio, Engine
-from serving.engine.prepare_for_host import cached, prepare_for_host
 from zoo.contract import (
     KV,
     Batch,

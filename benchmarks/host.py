@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from torch import Tensor
 
 import zoo
+from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine
-from serving.engine.runner import Runner
 from zoo.contract import Family, Request, State
 
 SETTLED = 40  # steps before the clock starts: prompts, first audio

@@ -39,10 +39,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import zoo
 from benchmarks.under_load import PATIENT_S, highest_rate
+from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.engine import Engine, Finished, Full
 from serving.engine.model_worker import ModelWorker
-from serving.engine.policy import Policy
-from serving.engine.prepare_for_host import cached, prepare_for_host
+from serving.engine.schedule.policy import Fifo, Streaming
 from serving.tools.load.plan import SENTENCES
 from serving.tools.load.plan import poisson as arrivals_of
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, poisson
@@ -78,11 +78,11 @@ def learned(family: Family[Any]) -> ModelWorker:
 
 def cost_of(model: ModelWorker) -> Cost:
     costs = model.forecaster.costs
-    own_s = costs.turn_s()
+    own_s = costs.iteration_s()
     return Cost(
-        step_s=lambda slots: costs.turn_s(slots=slots),
+        step_s=lambda slots: costs.iteration_s(slots=slots),
         prefill_s=costs.prefill_s,
-        render_s=lambda rows, frames: costs.turn_s(frames=rows * frames) - own_s,
+        render_s=lambda rows, frames: costs.iteration_s(frames=rows * frames) - own_s,
         turn_s=1e-5,
     )
 
@@ -277,7 +277,7 @@ def launches_of(family: Family[Any], seconds: float) -> dict[str, Launches]:
     timed("prefill", lambda chunks: (sum(chunk.stop - chunk.start for chunk in chunks),))
     timed("render", lambda due: (due.frames, len(due.slots)))
     random = np.random.default_rng(0)
-    for policy in (Policy.STREAMING, Policy.FIFO):
+    for policy in (Streaming(), Fifo()):
         model.scheduler.policy = policy
         end_s = time.perf_counter() + seconds / 2
         while time.perf_counter() < end_s:

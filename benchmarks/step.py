@@ -44,8 +44,9 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
 
     import zoo
     from compile_cache import threads
-    from serving.engine.runner import PAGE_TOKENS, Arena, Runner, common_page_bytes
-    from serving.engine.warmup import warm_step
+    from serving.engine.device.arena import PAGE_TOKENS, Arena, common_page_bytes
+    from serving.engine.device.runner import Runner
+    from serving.engine.device.warmup import warm_step
     from serving.tools.requests import first_request
     from zoo.nn import kernels
     from zoo.nn.linear import SwiGLU

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from serving.engine import streams
+from serving.engine.device import streams
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten

@@ -17,12 +17,13 @@ from torch import Tensor
 from compile_cache.counts import counts
 from compile_cache.lower import with_own_code
 from compile_cache.strategy import Eager, Strategy, Whole
-from serving.engine import warmup
+from serving.engine.device import warmup
+from serving.engine.device.arena import PAGE_TOKENS, Arena, token_bytes
+from serving.engine.device.launches import Chunk, Render
+from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine, Failed, Finished
 from serving.engine.job import NO_AUDIO
-from serving.engine.launches import Chunk, Render
-from serving.engine.policy import Policy
-from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
+from serving.engine.schedule.policy import Streaming
 from zoo.contract import Family, Request, State, View, Window
 
 every_family = pytest.mark.parametrize("name", NAMES)
@@ -425,7 +426,7 @@ def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
         )
 
     torch._dynamo.reset()
-    monkeypatch.setattr("serving.engine.runner.lower", lower)
+    monkeypatch.setattr("serving.engine.device.lowered.lower", lower)
     lowered_equals_eager(name, strategy or family(name).strategy, monkeypatch)
 
 
@@ -445,15 +446,15 @@ def at_rest(engine: Engine) -> dict[str, object]:
     """Return everything that a request could leave behind."""
     shared = {
         "pages": engine.pages.free,
-        "jobs": (dict(engine._known), list(engine._inbox), set(engine._cancelled)),
+        "jobs": (dict(engine.intake.known), list(engine.inbox.news.jobs), set(engine.inbox.news.cancelled)),
     }
     return shared | {
         name: {
-            "slots": sorted(model.free_slots),
-            "jobs": (list(model.waiting), dict(model.running)),
+            "slots": sorted(model.tenants.free),
+            "jobs": (list(model.queue.jobs), dict(model.running)),
             "in flight": (list(model.launches), list(model.renders)),
-            "prompts": (dict(model.runner.prompts), dict(model.scheduler.waiting)),
-            "open": model.scheduler.is_open.tolist(),
+            "prompts": (dict(model.runner.prompts), dict(model.scheduler.slots.prompt.queue)),
+            "open": model.scheduler.slots.is_occupied.tolist(),
         }
         for name, model in engine.models.items()
     }
@@ -461,13 +462,13 @@ def at_rest(engine: Engine) -> dict[str, object]:
 
 def moment(engine: Engine, id: str) -> str:
     """Return a request's place in the engine."""
-    if id not in engine._known:
-        return "in the inbox" if any(job.id == id for job in engine._inbox) else "ended"
-    slot, scheduler = engine._known[id].slot, engine._known[id].model.scheduler
+    if id not in engine.intake.known:
+        return "in the inbox" if any(job.id == id for job in engine.inbox.news.jobs) else "ended"
+    slot, scheduler = engine.intake.known[id].slot, engine.intake.known[id].model.scheduler
     if slot < 0:
         return "waiting"
-    if slot in scheduler.waiting:
-        return "in its prompt" if scheduler.num_prefilled[slot, 0] else "admitted"
+    if slot in scheduler.slots.prompt.queue:
+        return "in its prompt" if scheduler.slots.prompt.num_prefilled[slot, 0] else "admitted"
     return "speaking"
 
 
@@ -485,15 +486,15 @@ def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, report_l
     )
     [model] = engine.models.values()
     # so that there are moments inside a prompt
-    model.scheduler.policy = replace(Policy.STREAMING, prefill_tokens=12)
+    model.scheduler.policy = Streaming(prefill_tokens=12)
     before = at_rest(engine)
     kinds = requests(name, 16, max_frames=10)
     listeners: dict[str, Listener] = {}
     cancels: dict[int, list[str]] = {}
     moments = set()
     turn = 0
-    while len(listeners) < num_requests or engine._known or turn <= max(cancels):
-        for _ in range(chance.choice((0, 0, 1, 2, 5)) if len(engine._known) < 20 else 0):
+    while len(listeners) < num_requests or engine.intake.known or turn <= max(cancels):
+        for _ in range(chance.choice((0, 0, 1, 2, 5)) if len(engine.intake.known) < 20 else 0):
             if len(listeners) < num_requests:
                 id = f"request-{len(listeners)}"
                 listeners[id] = Listener()

@@ -16,10 +16,12 @@ from torch import Tensor
 from benchmarks.rehearsal.launches import Log, Recorder
 from compile_cache.graphs import Graphs
 from compile_cache.strategy import Eager
-from serving.engine.launches import Chunk, Render
-from serving.engine.memory_plan import usual_kv_bytes
-from serving.engine.runner import INT, Arena, Runner
-from serving.engine.warmup import tf32, warm_prefill, warm_render, warm_step
+from serving.engine.device.arena import Arena
+from serving.engine.device.launches import Chunk, Render
+from serving.engine.device.page_table import INT
+from serving.engine.device.runner import Runner
+from serving.engine.device.warmup import tf32, warm_prefill, warm_render, warm_step
+from serving.engine.memory.memory_plan import usual_kv_bytes
 from zoo.contract import Batch, Family, Lane, View
 
 
@@ -30,17 +32,20 @@ class Rehearsed(Runner):
         kv_bytes = usual_kv_bytes(family, max(slots))
         super().__init__(family, max(slots), Arena([family], kv_bytes), codec=codec)
         self.context, self.log = context, log
-        self.buckets = self.render_batches = sorted(slots)
+        self.sizes.buckets = self.sizes.render_batches = sorted(slots)
+        self.plain = self.lowered.step, self.lowered.prefill, self.lowered.render
+        self.lowered.step, self.lowered.prefill = self.launch_step, self.launch_prefill
+        self.lowered.render = self.launch_render
         # during a count, by shape: the logged events, and the output
         self.renders: dict[tuple[int, int, int], tuple[list[Counter[Any]], tuple[Tensor, ...]]] = {}
 
     def launch_step(self, batch: Batch) -> tuple[Tensor]:
         with self.log.of("recorded"):
-            return super().launch_step(_own(batch))
+            return self.plain[0](_own(batch))
 
     def launch_prefill(self, inputs: Tensor, batch: Batch) -> tuple[()]:
         with self.log.of("recorded"):
-            return super().launch_prefill(_own_tensor(inputs), _own(batch))
+            return self.plain[1](_own_tensor(inputs), _own(batch))
 
     def launch_render(self, view: View) -> tuple[Tensor, ...]:
         """Launch a render; count a second launch of the same shape without running it.
@@ -54,7 +59,7 @@ class Rehearsed(Runner):
             return out
         before = self.log.counted()
         with self.log.of("recorded"), tf32(self.codec == "tf32"):
-            out = super().launch_render(_own(view))
+            out = self.plain[2](_own(view))
         self.renders[shape] = [now - past for now, past in zip(self.log.counted(), before, strict=True)], out
         return out
 
@@ -62,7 +67,7 @@ class Rehearsed(Runner):
         """Compile what the server's warm-up compiles."""
         names = ("step", "prefill", "render")
         step, prefill, render = (
-            how != Eager() and part in parts for part, how in zip(names, self.lowerings, strict=True)
+            how != Eager() and part in parts for part, how in zip(names, self.lowered.how, strict=True)
         )
         window = self.family.spec.window
         with mock.patch.object(Graphs, "record", lambda graphs, key, launch: launch()):

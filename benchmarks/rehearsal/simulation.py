@@ -10,9 +10,10 @@ import numpy as np
 
 from benchmarks.rehearsal.cards import Card
 from benchmarks.rehearsal.costs import Cost, Counts
-from serving.engine.launches import Render
-from serving.engine.policy import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy
-from serving.engine.scheduler import Scheduler
+from serving.engine.device.launches import Render
+from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
+from serving.engine.schedule.policy import Policy
+from serving.engine.schedule.scheduler import Scheduler
 
 # The host's own ms a step, by the number of active streams: Qwen3-TTS on an H200's host, the slowest that was
 # measured there (benchmarks/results/2026-11-22-h200-qwen3_tts.json: host, step and render). Higgs took half.
@@ -155,7 +156,11 @@ class Server:
     def __init__(self, counts: Counts, card: Card, num_slots: int, policy: str = "streaming"):
         self.counts, self.cost = counts, cache(partial(counts.cost, card))
         self.scheduler = Scheduler(
-            num_slots, Policy.named(policy), counts.window, counts.frame_s, prefill_turns=PREFILL_TURNS
+            num_slots,
+            Policy.named(policy),
+            counts.window,
+            counts.frame_s,
+            prefill_interval=GPU_PREFILL_INTERVAL,
         )
         self.device = Device()
         self.request = np.full(num_slots, -1)
@@ -176,7 +181,7 @@ class Server:
             self._deliver(heard, is_waiting=not launched)
             self._finish(heard)
         heard.busy_s = self.device.host_s
-        heard.underruns = self.scheduler.underruns
+        heard.underruns = self.scheduler.num_underruns
         return heard
 
     @property
@@ -216,7 +221,7 @@ class Server:
             self.scheduler.report(slots, ready, ready == self.wanted[slots])
 
     def _render(self) -> None:
-        if len(self.renders) >= RENDERS_UNDER_WAY:
+        if len(self.renders) >= GPU_RENDERS_IN_FLIGHT:
             return
         for render in self.scheduler.take_due_windows(self.device.host_s):
             cost = self.cost("render", len(render.slots), render.frames, render.length)

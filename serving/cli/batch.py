@@ -169,9 +169,10 @@ def opened(
 ) -> Engine:
     """Load the model and return a warm engine. Raises ValueError."""
     import zoo
+    from serving.engine.device.prepare_for_host import cached, prepare_for_host
     from serving.engine.engine import Engine
-    from serving.engine.engine_process import Options, sizes
-    from serving.engine.prepare_for_host import cached, prepare_for_host
+    from serving.engine.loading import sizes
+    from serving.engine.options import Options
 
     plan = Options(
         "", {"batch": directory}, device=device, dtype=dtype, max_slots=max_slots, policy="throughput"

@@ -103,8 +103,8 @@ def say(
 
     import zoo
     from serving.audio import pcm16
-    from serving.engine.engine_process import reference_of
     from serving.engine.job import NO_AUDIO
+    from serving.engine.wire import reference_of
     from serving.http import encode
     from serving.protocol import Reference
 

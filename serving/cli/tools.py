@@ -86,7 +86,7 @@ def memory(model: str, slots: int, dtype: str, device: str | None) -> dict[str, 
     import torch
 
     import zoo
-    from serving.engine.memory_plan import plan
+    from serving.engine.memory.memory_plan import plan
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -221,7 +221,7 @@ def warm(
     if cache_dir is not None:
         os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
 
-    from serving.engine.engine_process import Options
+    from serving.engine.options import Options
     from serving.tools.warm import warm as compile_all
 
     with progress_bar(", ".join(options["models"])) as advance:

@@ -1,117 +1,108 @@
-"""One model in the engine: its queue, its slots, its launches, and what is known of every request in them.
+"""One model in the engine: its queue, its slots, its launches, and its requests.
 
-    arrive ─> waiting ─admit─> slot ─launch─> prefill, step, step, ... ─collect─> frames ready ─render─> samples ─deliver─> client
+    queue ─admit─> slot ─launch─> prefill, step, step, ... ─collect─> frames ready ─render─> samples ─deliver─> client
 
-The engine drives it, one round a turn. With the other models it shares the pages, which it takes and gives
-back, and nothing else.
+The engine drives it, one round an iteration. With the other models it shares the pages, which it takes and
+gives back, and nothing else.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from serving.engine.admission import Forecaster
-from serving.engine.job import Audio, Job, Place
-from serving.engine.launches import Render
-from serving.engine.pages import Pages
-from serving.engine.policy import PREFILL_TURNS, RENDERS_UNDER_WAY, Policy
-from serving.engine.runner import Arena, AsyncCopy, Runner
-from serving.engine.scheduler import Scheduler
-from serving.histogram import Histogram
+from serving.engine.counters import ModelCounters
+from serving.engine.device.arena import Arena
+from serving.engine.device.launches import Render
+from serving.engine.device.runner import Runner
+from serving.engine.device.streams import AsyncCopy
+from serving.engine.events import Audio
+from serving.engine.job import Job
+from serving.engine.memory.pages import Pages
+from serving.engine.memory.slot_pages import SlotPages
+from serving.engine.model_queue import ModelQueue
+from serving.engine.schedule.admission import Forecaster, IterationLoad
+from serving.engine.schedule.numbers import (
+    GPU_PREFILL_INTERVAL,
+    GPU_RENDERS_IN_FLIGHT,
+    REPRODUCIBLE_CHUNK_PAGES,
+)
+from serving.engine.schedule.policy import Policy
+from serving.engine.schedule.scheduler import Scheduler
+from serving.engine.tenants import Tenants
 from zoo.contract import Family, Prompt, RequestError
 from zoo.text import odd_length
 
-CHUNK_PAGES = 4
-SPARE_S = 0.3  # of audio that each listener has in hand, where one more speaks than estimates allow
-_salts = itertools.count(1)  # one per loaded model: equal keys under other weights are other pages
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """is_timed: only as many streams as can be made in real time. grows: a request gets the pages that it
+    usually needs, and more as it goes; else all that it can ever need. report_lag: launches whose reports are
+    left for the next iteration. max_unread_s: audio that a metered listener may leave. make_runner: as
+    Runner."""
+
+    num_slots: int
+    policy: Policy
+    compile: bool = True
+    report_lag: int = 0
+    is_timed: bool = False
+    grows: bool = False
+    max_unread_s: float = math.inf
+    is_reproducible: bool = False
+    codec: str = "float32"
+    make_runner: Callable[..., Any] = Runner
 
 
 class ModelWorker:
-    """A family with `num_slots` slots of its own, on pages that it may have to share. is_timed: only so many speak at
-    once as are made faster than they are heard. grows: a request gets the pages that it usually needs, and more as it
-    goes; else all that it can ever need. after_delivery: called when some of a turn's audio was given, and more may be
-    made; between: after each window, when requests may come and go. Raises ValueError for a policy that is none."""
+    """A family with slots of its own, on pages that it may have to share. after_delivery: called when some of
+    an iteration's audio was given, and more may be made; between: after each window, when requests may come
+    and go."""
 
     def __init__(
         self,
         family: Family[Any],
         arena: Arena,
         pages: Pages,
-        *,
-        num_slots: int,
-        policy: str,
-        compile: bool,
-        report_lag: int,
+        settings: WorkerSettings,
         clock: Callable[[], float],
-        make_runner: Callable[..., Any] = Runner,
-        is_timed: bool = False,
-        grows: bool = False,
-        max_unread_s: float = np.inf,
-        is_deterministic: bool = False,
-        codec: str = "float32",
         after_delivery: Callable[[], None] = lambda: None,
         between: Callable[[], None] = lambda: None,
     ):
-        spec = family.spec
-        self.after_delivery, self.between = after_delivery, between
-        self.family, self.pages, self.report_lag, self.clock = family, pages, report_lag, clock
-        frame_s, is_gpu = 1 / spec.frame_rate_hz, family.device.type == "cuda"
-        # Where equal requests are to give equal bits, a prompt is always cut alike, and shared in such
-        # pieces.
-        self.chunk_pages = CHUNK_PAGES if is_deterministic else 1
-        chunk_tokens = CHUNK_PAGES * arena.page_tokens(family) if is_deterministic else None
-        self.scheduler = Scheduler(
-            num_slots,
-            Policy.named(policy),
-            spec.window,
-            frame_s,
-            spec.lanes,
-            chunk_tokens,
-            max_unread_s,
-            prefill_turns=PREFILL_TURNS if is_gpu else 1,
-            hold_s=spec.window.hold_samples / spec.sample_rate_hz,
-            is_one_by_one=family.strategy.cuts_renders,
+        self.family = family
+        self.settings = settings
+        self.clock = clock
+        self.after_delivery = after_delivery
+        self.between = between
+        is_gpu = family.device.type == "cuda"
+        self.max_renders = GPU_RENDERS_IN_FLIGHT if is_gpu else math.inf  # in flight
+        self.scheduler = scheduler_of(family, arena, settings)
+        self.runner = settings.make_runner(
+            family,
+            settings.num_slots,
+            arena,
+            settings.compile,
+            settings.is_reproducible,
+            self.scheduler.max_prefill_tokens,
+            settings.codec,
         )
-        self.most_renders = RENDERS_UNDER_WAY if is_gpu else math.inf  # under way
-        self.runner = make_runner(
-            family, num_slots, arena, compile, is_deterministic, self.scheduler.max_prefill_tokens, codec
-        )
-        self.scheduler.is_one_by_one &= self.runner.is_synchronous  # else steps wait for no window
-        self.salt = next(_salts)
-        self.is_deterministic, self.grows = is_deterministic, grows
-
-        # what is known of its time: of turns, prompts and speeches
-        first_frames = self.scheduler.first_frames + report_lag + 1
-        self.forecaster = Forecaster(num_slots, frame_s, first_frames, is_timed)
-        self.load = (0, 0, 0)  # slots, prompt positions and rendered frames of this turn
-
-        self.line: dict[
-            str, Place
-        ] = {}  # all who have no slot yet, wherever they are: the engine's lock guards it
-        self.waiting: deque[Job] = deque()  # those of them whose prompts are made
-        self.num_admitted, self.queue_s = 0, 0.0  # what those waited who got in
-        self.num_refused, self.num_left_early = 0, 0  # for want of room; before their prompt was made
-        self.audio_s = 0.0  # that was delivered
-        self.first_audio_s: float | None = None  # of the last that was first heard
-        self.num_short, self.num_long = 0, 0  # passes whose speech is no speech of their text
-        self.queue_times = Histogram()
+        if not self.runner.is_synchronous:
+            self.scheduler.timing.window_cost = None  # steps wait for no window
+        chunk_pages = REPRODUCIBLE_CHUNK_PAGES if settings.is_reproducible else 1
+        self.pages = SlotPages(self.runner, pages, chunk_pages)
+        first_frames = self.scheduler.shapes.first_frames + settings.report_lag + 1
+        frame_s = self.scheduler.timing.frame_s
+        self.forecaster = Forecaster(settings.num_slots, frame_s, first_frames, settings.is_timed)
+        self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
+        self.counters = ModelCounters()
+        self.load = IterationLoad()  # of this iteration
         self.running: dict[int, Job] = {}  # by slot
-        self.room = np.zeros(
-            len(self.runner.kv_lens), np.int64
-        )  # positions that the pages of each sequence hold
-        self.free_slots = list(range(num_slots - 1, -1, -1))
-        # grows when a slot changes hands, so that late reports find their own request
-        self._tenancy = np.zeros(num_slots, np.int64)
-        # A window that is under way reads its slot, beside the stream on which the next tenant would move in.
-        self.num_rendering = np.zeros(num_slots, np.int64)  # windows under way
-        self.leaving: set[int] = set()  # slots without a tenant that are free when these are done
+        self.tenants = Tenants(settings.num_slots)
         self.launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = deque()
         self.renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = deque()
 
@@ -121,223 +112,71 @@ class ModelWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be done for those who speak before more text arrives."""
+        """Whether nothing is to be done before more text arrives."""
         return not self.launches and not self.renders and self.scheduler.is_idle
 
-    def has_place(self, is_flex: bool, speed: float = 1.0) -> bool:
-        """Whether one more may speak now, whose listener plays at that speed. A quarter of the slots is kept from flexible
-        requests."""
-        num_flex = sum(job.is_flex for job in self.running.values())
-        if is_flex:
-            num_slots = self.runner.num_slots
-            return bool(self.free_slots) and num_flex < num_slots - num_slots // 4
-        fastest = max([speed, *(job.speed for job in self.running.values() if not job.is_flex)])
-        places = min(self.forecaster.outlook.places, self.forecaster.places(self.scheduler.frame_s / fastest))
-        num = len(self.running) - num_flex
-        is_room = num < places or (num == places and self._may_try(num + 1))
-        return bool(self.free_slots) and is_room
-
-    def _may_try(self, num: int) -> bool:
-        """Whether so many may speak, one more than estimates allow: they may be wrong, and were not tried for long; and those
-        who speak would not hear it at once."""
-        return self.forecaster.costs.is_stale(num) and self.scheduler.dry_in_s(self.clock()) >= SPARE_S
+    # coming and going
 
     def candidates(self, count: int) -> list[Job]:
-        """The first of those who wait, as far as there are places for them; flexible requests come last."""
-        waiting = sorted(self.waiting, key=lambda job: job.rank)
-        if not waiting:
-            return []
-        # A fast listener at the head leaves room for fewer, and is not passed for it.
-        able = {False: self.has_place(False, waiting[0].speed), True: self.has_place(True)}
-        return [job for job in waiting if able[job.is_flex]][:count]
-
-    def predicted_first_audio_s(self, text_bytes: int, has_recordings: bool) -> float | None:
-        """As `Forecaster.first_audio_s`, of a request that is not flexible and comes now."""
-        places = [place for place in self.line.values() if not place.is_flex]
-        line = [self.forecaster.expected(place.text_bytes) for place in places]
-        ahead = (
-            sum(place.reference_bytes > 0 and not place.is_made for place in places) if has_recordings else 0
-        )
-        return self.forecaster.first_audio_s(text_bytes, line, has_recordings, ahead)
-
-    def record_speakers(self) -> None:
-        scheduler = self.scheduler
-        self.forecaster.record_speakers(
-            scheduler.frames_left, scheduler.tokens_left, scheduler.shortest_frame_s
-        )
-        scheduler.turn_s, scheduler.other_s = self.forecaster.turn_s, self.forecaster.outlook.other_s
-        scheduler.step_s = self.forecaster.costs.turn_s(slots=len(self.running))
-
-    def num_pages(self, prompt: Prompt) -> int:
-        """All that a request can ever need."""
-        return sum(self._lane_pages(prompt))
+        """Return the first queued jobs that may have a slot now."""
+        return self.queue.candidates(count, self.running.values()) if self.tenants.free else []
 
     def admit(self, job: Job, max_committed: int) -> bool:
-        """Give a request a slot, and the pages that speech of its text usually takes, of all its lanes. max_committed:
-        pages that it may come to need. -> whether there were enough."""
-        lanes, page_tokens = job.prompt.lanes, self.runner.page_tokens
+        """Give a job a slot, and the pages that speech of its text usually takes. max_committed: pages that
+        it may come to need. Return whether there were enough."""
         committed = self.num_pages(job.prompt)
-        if self.pages.free <= job.lacked or committed > max_committed:
+        if self.pages.pages.free <= job.pages.too_few or committed > max_committed:
             return False
-        needed = self._lane_pages(job.prompt, self._usual_frames(job) if self.grows else None)
-        shared = [
-            self.pages.match(self.salt, lane.prefix_keys, page_tokens, self.chunk_pages) for lane in lanes
-        ]
-        num_shared = sum(map(len, shared))
-        fresh = self.pages.take(sum(needed) - num_shared)
-        if fresh is None:
-            for pages in shared:
-                self.pages.give_back(pages)
-            self.pages.shared -= num_shared  # nothing came of it
-            job.lacked = self.pages.free
+        needed = self.pages.num_needed(job.prompt, self._usual_frames(job) if self.settings.grows else None)
+        skips = self.pages.take(job, needed)
+        if skips is None:
+            job.pages.too_few = self.pages.pages.free
             return False
-        self.waiting.remove(job)
-        self.num_admitted += 1
-        waited_s = self.clock() - job.queued_s
-        self.queue_s += waited_s
-        self.queue_times.add(waited_s)
-        job.slot, dealt, job.committed = self.free_slots.pop(), iter(fresh), committed
-        job.pages = [
-            pages + list(itertools.islice(dealt, count - len(pages)))
-            for pages, count in zip(shared, needed, strict=True)
-        ]
-        skips = [len(pages) * page_tokens for pages in shared]
+        self.queue.jobs.remove(job)
+        self.counters.admit(self.clock() - job.queued_s)
+        job.slot = self.tenants.free.pop()
+        job.pages.committed = committed
         self.running[job.slot] = job
+        self._open(job, skips)
+        return True
+
+    def _open(self, job: Job, skips: list[int]) -> None:
+        is_reproducible = job.listener.is_reproducible or self.settings.is_reproducible
         self.scheduler.open(
             job.slot,
-            [len(lane.inputs) - 1 for lane in lanes],
+            [len(lane.inputs) - 1 for lane in job.prompt.lanes],
             skips,
+            listener=replace(job.listener, is_reproducible=is_reproducible),
             grid_offset=job.prompt.grid_offset,
             steps=job.prompt.num_fed_steps,
-            is_pinned=job.is_pinned or self.is_deterministic,
-            plays_until_s=job.plays_until_s,
+            plays_until_s=job.past.plays_until_s,
             expected_frames=self._expected_frames(job),
-            unread_frames=job.unread_frames,
-            is_flex=job.is_flex,
-            speed=job.speed,
+            num_unread=job.past.num_unread,
         )
         self.runner.streams.lm.wait_for(job.is_made)
-        self.runner.open(job.slot, job.prompt, job.pages, skips)
-        self._count_pages(job)
-        return True
+        self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
+        self.pages.count(job)
 
-    # pages
-
-    def _usual_frames(self, job: Job) -> int:
-        """Of a pass, as few texts of its length exceed."""
-        usual = self.forecaster.lengths.usual(job.text_bytes) - job.past_frames
-        return max(usual, self.scheduler.first_frames)
-
-    def _lane_pages(self, prompt: Prompt, frames: int | None = None) -> list[int]:
-        """Of each lane, for so many frames; None: all that it can ever need."""
-        tokens = self.runner.page_tokens
-        most = [-(-positions // tokens) for positions in prompt.max_positions]
-        if frames is None:
-            return most
-        steps = frames + max(prompt.max_steps - prompt.max_frames, 0)
-        return [
-            min(-(-(len(lane.inputs) + steps) // tokens), limit)
-            for lane, limit in zip(prompt.lanes, most, strict=True)
-        ]
-
-    def _count_pages(self, job: Job) -> None:
-        sequences = self.runner.sequences(np.array([job.slot]))
-        self.room[sequences] = [len(pages) * self.runner.page_tokens for pages in job.pages]
-
-    def short_jobs(self) -> list[Job]:
-        """Those who are to take a step, and have no page for it."""
-        if not self.running:
-            return []
-        slots = self.scheduler.decoding_slots()
-        sequences = self.runner.sequences(slots)
-        is_short = self.runner.kv_lens[sequences] >= self.room[sequences]  # [L * B]
-        return [
-            self.running[slot] for slot in np.unique(slots[np.flatnonzero(is_short) % len(slots)]).tolist()
-        ]
-
-    def speaking_jobs(self) -> list[Job]:
-        """Those who take steps, and could be paused."""
-        return [self.running[slot] for slot in self.scheduler.decoding_slots().tolist()]
-
-    def ahead_s(self, job: Job) -> float:
-        """The audio that its listener has not played yet."""
-        return float(self.scheduler.ahead_s(self.clock())[job.slot])
-
-    def grow(self, job: Job) -> bool:
-        """A page more for each lane that needs one. -> whether there were enough."""
-        [sequences] = self.runner.sequences(np.array([job.slot])).reshape(-1, len(job.pages))
-        lanes = np.flatnonzero(self.runner.kv_lens[sequences] >= self.room[sequences]).tolist()
-        fresh = self.pages.take(len(lanes))
-        if fresh is None:
-            return False
-        for lane, page in zip(lanes, fresh, strict=True):
-            job.pages[lane].append(page)
-            self.runner.set_pages(job.slot, lane, job.pages[lane])
-        self._count_pages(job)
-        return True
-
-    def _written_pages(self, job: Job) -> list[int]:
-        """How many each lane has written to."""
-        sequences = self.runner.sequences(np.array([job.slot]))
-        return (-(-self.runner.kv_lens[sequences] // self.runner.page_tokens)).tolist()
-
-    def pages_to_resume(self, job: Job) -> int:
-        """For what it had written, and its next step."""
-        sequences = self.runner.sequences(np.array([job.slot]))
-        return int((self.runner.kv_lens[sequences] // self.runner.page_tokens + 1).sum())
-
-    def pause(self, job: Job) -> None:
-        """Its pages are others'; what they hold is kept on the host."""
-        written = [pages[:count] for pages, count in zip(job.pages, self._written_pages(job), strict=True)]
-        job.saved = self.runner.save([page for pages in written for page in pages])
-        for pages in job.pages:
-            self.pages.give_back(pages)
-        job.pages = [[] for _ in job.pages]
-        self._count_pages(job)
-        self.scheduler.is_paused[job.slot] = True
-
-    def resume(self, job: Job) -> bool:
-        """-> whether there were enough pages."""
-        assert job.saved is not None, f"{job.id} is resumed, but it is not paused"
-        fresh = self.pages.take(self.pages_to_resume(job))
-        if fresh is None:
-            return False
-        dealt, written = iter(fresh), self._written_pages(job)
-        job.pages = [list(itertools.islice(dealt, count)) for count in written]
-        for lane, pages in enumerate(job.pages):
-            self.runner.set_pages(job.slot, lane, pages)
-        self.runner.restore([page for pages in job.pages for page in pages], job.saved)
-        for lane, page in zip(self._lanes_at_an_end(job), dealt, strict=True):
-            job.pages[lane].append(page)
-            self.runner.set_pages(job.slot, lane, job.pages[lane])
-        job.saved = None
-        self._count_pages(job)
-        self.scheduler.is_paused[job.slot] = False
-        return True
-
-    def _lanes_at_an_end(self, job: Job) -> list[int]:
-        """Whose next step begins a page."""
-        lens = self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))]
-        return np.flatnonzero(lens % self.runner.page_tokens == 0).tolist()
-
-    def read(self, job: Job, frames: int) -> None:
-        """Its listener took so many frames."""
-        if job.slot >= 0:
-            self.scheduler.read(job.slot, frames, self.clock())
-        elif job.unread_frames is not None:
-            job.unread_frames = max(job.unread_frames - frames, 0)
-
-    def stalled_jobs(self, since_s: float) -> list[Job]:
-        """Those whose listeners have been held back since before then."""
-        return [self.running[slot] for slot in np.flatnonzero(self.scheduler.held_s < since_s).tolist()]
-
-    def _expected_frames(self, job: Job) -> float:
-        """Of this pass and those behind it."""
-        frames = self.forecaster.lengths.expected(job.text_bytes) - job.past_frames
-        return min(frames, job.prompt.max_frames) if job.prompt.is_final else frames
+    def release(self, job: Job) -> None:
+        """Take back whatever a job holds. Work in flight for its slot still runs, ahead of anything the next
+        tenant launches."""
+        if job.slot < 0:
+            self.queue.jobs.remove(job)
+            return
+        del self.running[job.slot]
+        rows = self.scheduler.slots.listener
+        job.past.frames += job.pass_frames
+        job.past.plays_until_s = float(rows.plays_until_s[job.slot])
+        job.past.num_unread = int(rows.num_unread[job.slot])
+        self.scheduler.close(job.slot)
+        self.runner.close(job.slot)
+        self.pages.give_back(job)
+        self.tenants.leave(job.slot)
+        job.slot = -1
+        job.pages.drop()
 
     def feed(self, job: Job, tokens: Sequence[int], is_last: bool) -> None:
-        """More text for a request in a slot. Raises RequestError for more than the slot holds, and behind the
+        """Give a job in a slot more text. Raises RequestError for more than the slot holds, and behind the
         last of the text."""
         if self.scheduler.has_all_text(job.slot):
             instead = "feed a request that is_open, and not after its last text"
@@ -345,154 +184,170 @@ class ModelWorker:
         steps = self.runner.feed(job.slot, tokens, is_last)
         self.scheduler.feed(job.slot, None if is_last else steps)
 
-    def release(self, job: Job) -> None:
-        """Take back whatever a request holds. What is under way for its slot still runs, ahead of anything
-        the next tenant launches."""
-        if job.slot < 0:
-            self.waiting.remove(job)
-            return
-        del self.running[job.slot]
-        job.past_frames += job.pass_frames
-        job.plays_until_s = float(self.scheduler.plays_until_s[job.slot])
-        if job.unread_frames is not None:
-            job.unread_frames = int(self.scheduler.num_unread[job.slot])
-        self.scheduler.close(job.slot)
-        self.runner.close(job.slot)
-        self._tenancy[job.slot] += 1
-        for pages in job.pages:
-            self.pages.give_back(pages)
-        self.leaving.add(job.slot)
-        self._free_slots()
-        job.slot, job.pages, job.saved, job.lacked = -1, [], None, -1
+    def consume(self, job: Job, frames: int) -> None:
+        """Record that a job's listener consumed so many frames."""
+        if job.slot >= 0:
+            self.scheduler.consume(job.slot, frames, self.clock())
+        elif job.listener.is_metered:
+            job.past.num_unread = max(job.past.num_unread - frames, 0)
 
-    def _free_slots(self) -> None:
-        free = [slot for slot in self.leaving if not self.num_rendering[slot]]
-        self.free_slots.extend(free)
-        self.leaving.difference_update(free)
+    def stalled_jobs(self, since_s: float) -> list[Job]:
+        """Return the jobs that have been paused by backpressure since before then."""
+        stalled = np.flatnonzero(self.scheduler.slots.listener.backpressure_since_s < since_s)
+        return [self.running[slot] for slot in stalled.tolist()]
+
+    # estimates
+
+    def _usual_frames(self, job: Job) -> int:
+        """Return an upper estimate of a pass's frames."""
+        usual = self.forecaster.lengths.usual(job.request.text_bytes) - job.past.frames
+        return max(usual, self.scheduler.shapes.first_frames)
+
+    def _expected_frames(self, job: Job) -> float:
+        """Return the frames to expect of this pass and those behind it."""
+        frames = self.forecaster.lengths.expected(job.request.text_bytes) - job.past.frames
+        return min(frames, job.prompt.max_frames) if job.prompt.is_final else frames
+
+    def record_speakers(self) -> None:
+        """Refresh the estimates that the next iteration's decisions read."""
+        scheduler, forecaster = self.scheduler, self.forecaster
+        forecaster.record_speakers(scheduler.frames_left, scheduler.tokens_left, scheduler.shortest_frame_s)
+        scheduler.timing.iteration_s = forecaster.iteration_s
+        scheduler.timing.other_models_s = forecaster.outlook.other_models_s
+        scheduler.timing.step_s = forecaster.costs.iteration_s(slots=len(self.running))
+
+    # pages
+
+    def num_pages(self, prompt: Prompt) -> int:
+        """Return all pages that a request can ever need."""
+        return sum(self.pages.num_needed(prompt))
+
+    def short_jobs(self) -> list[Job]:
+        """Return the jobs that are to take a step and have no page for it."""
+        if not self.running:
+            return []
+        return [self.running[slot] for slot in self.pages.short_slots(self.scheduler.decoding_slots())]
+
+    def decoding_jobs(self) -> list[Job]:
+        """Return the jobs that take steps, and could be paused."""
+        return [self.running[slot] for slot in self.scheduler.decoding_slots().tolist()]
+
+    def buffered_s(self, job: Job) -> float:
+        """Return the audio that a job's listener has not played yet."""
+        return float(self.scheduler.buffered_s(self.clock())[job.slot])
+
+    def pause(self, job: Job) -> None:
+        """Give a job's pages to others; what they hold is kept on the host."""
+        self.pages.save(job)
+        self.scheduler.slots.lacks_pages[job.slot] = True
+
+    def resume(self, job: Job) -> bool:
+        """Return whether there were enough pages for a paused job."""
+        is_back = self.pages.restore(job)
+        if is_back:
+            self.scheduler.slots.lacks_pages[job.slot] = False
+        return is_back
+
+    # the end of a pass
+
+    def num_ready(self, slot: int) -> int:
+        return int(self.scheduler.slots.tape.num_ready[slot])
+
+    def is_done(self, slot: int) -> bool:
+        return bool(self.scheduler.slots.tape.is_done[slot])
+
+    def tape(self, job: Job) -> Tensor:
+        """Return the frames of a job's pass so far [F, *frame], on the host."""
+        return self.runner.frames(job.slot, self.num_ready(job.slot))
+
+    def finished(self) -> list[Job]:
+        """Return the jobs whose pass is over and whose listener has all of it."""
+        return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
     def publish_turn(self, job: Job) -> None:
-        """Let the conversation's next turn find what was generated in the KV cache. For a pass that is
-        over."""
-        if job.saved is not None:
+        """Let the conversation's next turn find what was generated in the KV cache. For a pass that is over."""
+        if job.pages.saved is not None:
             return  # its pages are others'
-        lane, pages = job.prompt.lanes[0], job.pages[0]
-        keys = (*lane.prefix_keys, *self.family.end_turn(job.prompt, self.tape(job)))
+        keys = (*job.prompt.lanes[0].prefix_keys, *self.family.end_turn(job.prompt, self.tape(job)))
         filled = int(self.runner.kv_lens[self.runner.sequences(np.array([job.slot]))[0]])
-        self.pages.publish(self.salt, keys[:filled], self.runner.page_tokens, pages)
+        self.pages.publish(0, keys[:filled], job)
 
     def record_pass(self, job: Job) -> None:
-        """Of a pass that is over: whether it was cut, and whether its speech is of a length that its text can hardly have."""
+        """Count a pass that is over if its speech is of a length that its text can hardly have."""
         is_cut = job.pass_frames >= job.prompt.max_frames
-        job.was_cut |= is_cut
+        job.past.was_cut |= is_cut
         if not job.prompt.expected_s:
             return
         odd = odd_length(job.pass_frames / self.family.spec.frame_rate_hz, job.prompt.expected_s)
-        self.num_long += odd == "long"
-        self.num_short += odd == "short" and not is_cut
+        self.counters.num_long += odd == "long"
+        self.counters.num_short += odd == "short" and not is_cut
 
-    def tape(self, job: Job) -> Tensor:
-        """The frames of its pass so far [F, *frame], on the host."""
-        return self.runner.frames(job.slot, int(self.scheduler.num_ready[job.slot]))
+    # one round
 
     def launch(self) -> bool:
-        """One stretch of prompts, then one step of everybody who speaks. -> whether there was anything to
-        launch."""
-        num_waiting = min(self.scheduler.tokens_left, self.scheduler.policy.prefill_tokens)
-        chunks = self.scheduler.next_chunks(self.clock(), self.forecaster.costs.prefill_s(num_waiting))
-        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        if chunks:
-            for launch in [[chunk] for chunk in chunks] if self.is_deterministic else [chunks]:
-                self.runner.prefill(launch)
-            for chunk in chunks:
-                self.scheduler.record_prefill(chunk)
-                if chunk.is_last:
-                    job, lane = self.running[chunk.slot], chunk.lane
-                    self.pages.publish(
-                        self.salt,
-                        job.prompt.lanes[lane].prefix_keys[:-1],
-                        self.runner.page_tokens,
-                        job.pages[lane],
-                    )
+        """Launch one stretch of prompts, then one step of all slots that may take it. Return whether there
+        was anything to launch."""
+        num_tokens = self._prefill()
         slots = self.scheduler.decoding_slots()
         if slots.size:
-            self.launches.append((slots, self._tenancy[slots], self.runner.step(slots)))
+            self.launches.append((slots, self.tenants.generation[slots], self.runner.step(slots)))
             self.scheduler.record_step(slots)
-        self.load = (slots.size, num_tokens, 0)
-        return bool(chunks) or bool(slots.size)
+        self.load = IterationLoad(slots.size, num_tokens)
+        return bool(num_tokens) or bool(slots.size)
+
+    def _prefill(self) -> int:
+        """Return how many positions were launched."""
+        num_waiting = min(self.scheduler.tokens_left, self.scheduler.policy.prefill_tokens)
+        prefill_s = self.forecaster.costs.prefill_s(num_waiting)
+        chunks = self.scheduler.next_chunks(self.clock(), prefill_s)
+        if not chunks:
+            return 0
+        for launch in [[chunk] for chunk in chunks] if self.settings.is_reproducible else [chunks]:
+            self.runner.prefill(launch)
+        for chunk in chunks:
+            self.scheduler.record_prefill(chunk)
+            if chunk.is_last:
+                job = self.running[chunk.slot]
+                self.pages.publish(chunk.lane, job.prompt.lanes[chunk.lane].prefix_keys[:-1], job)
+        return sum(chunk.stop - chunk.start for chunk in chunks)
 
     def collect(self, launched: bool, is_alone: bool = True) -> None:
-        """What came of it: reports, the windows that are due because of them, samples to their listeners.
-        While there are launches under way, the last `report_lag` of them are left alone. Windows are handed on
-        as they are done; where there is nothing else to do (`is_alone`: for no model), the next one is waited
-        for."""
-        self._collect_reports(self.report_lag if launched else 0)
+        """Take reports, render the windows that are due because of them, and deliver samples.
+
+        While there are launches in flight, the last `report_lag` of them are left alone. Windows are handed
+        on as they are done; if no model has anything else to do (`is_alone`), the next one is waited for.
+        """
+        self._collect_reports(self.settings.report_lag if launched else 0)
         self._render()
         self._deliver(is_waiting=is_alone and not launched)
 
-    def _record_first_audio(self, job: Job) -> None:
-        job.is_heard = True
-        self.first_audio_s = self.clock() - job.accepted_s
-        if job.predicted_s is not None:
-            self.forecaster.correction.record(job.predicted_s, self.clock() - job.accepted_s)
-
-    def finished(self) -> list[Job]:
-        """Who has spoken, and whose listener has all of it."""
-        return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
-
-    def stats(self) -> dict[str, Any]:
-        """To be asked under the engine's lock."""
-        preparing = sum(not place.is_made for place in self.line.values())
-        costs, outlook = self.forecaster.costs, self.forecaster.outlook
-        return {
-            "slots": self.runner.num_slots,
-            "running": len(self.running),
-            "preparing": preparing,
-            "waiting": len(self.line) - preparing,
-            "places": outlook.places,
-            "predicted_turn_s": float(costs.steady_s(len(outlook.left))),
-            "underruns": self.scheduler.underruns,
-            "graph_misses": self.runner.graph_misses,
-            "admitted": self.num_admitted,
-            "queue_s": self.queue_s,
-            "held": int(self.scheduler.is_held.sum()),
-            "paused": int(self.scheduler.is_paused.sum()),
-            "refused": self.num_refused,
-            "left_early": self.num_left_early,
-            "short_passes": self.num_short,
-            "long_passes": self.num_long,
-            "audio_s": self.audio_s,
-            "first_audio_s": self.first_audio_s,
-            "queue_times": self.queue_times,
-        }
-
     def _collect_reports(self, report_lag: int) -> None:
         while len(self.launches) > report_lag:
-            slots, tenancy, copy = self.launches.popleft()
+            slots, generation, copy = self.launches.popleft()
             [report] = copy.read()
-            same = self._tenancy[slots] == tenancy
-            slots, (ready, done, written) = slots[same], report[same].T
-            # A slot that was done already took a step in vain, whose report says again what the one before
-            # said.
-            has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.is_done[slots]
+            same = self.tenants.stayed(slots, generation)
+            slots = slots[same]
+            ready, done, written = report[same].T
+            # A slot that was done already took a step in vain, whose report repeats the one before.
+            has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.slots.tape.is_done[slots]
             self.scheduler.report(slots, ready, done > 0)
-            for slot, token, is_done in zip(
-                slots[has_text].tolist(), written[has_text].tolist(), done[has_text].tolist(), strict=True
-            ):
-                self.running[slot].write(token, bool(is_done))
+            texts = zip(slots[has_text], written[has_text], done[has_text], strict=True)
+            for slot, token, is_done in texts:
+                self.running[int(slot)].write(int(token), bool(is_done))
 
     def _render(self) -> None:
-        if len(self.renders) >= self.most_renders:
+        if len(self.renders) >= self.max_renders:
             return
         renders = self.scheduler.take_due_windows(self.clock())
-        slots, tokens, frames = self.load
-        self.load = (slots, tokens, frames + sum(render.frames * len(render.slots) for render in renders))
-        # A slot that changes hands between two windows is kept until its own is made, for nobody.
-        tenancies = [self._tenancy[render.slots] for render in renders]
+        self.load.frames += sum(render.frames * len(render.slots) for render in renders)
+        # A slot that changes hands between two windows is kept until its own is made, for no listener.
+        generations = [self.tenants.generation[render.slots] for render in renders]
         for render in renders:
-            self.num_rendering[render.slots] += 1
-        for render, tenancy in zip(renders, tenancies, strict=True):
-            self.renders.append((render, tenancy, self.runner.render(render)))
-            # Where a launch returns when it is done, who is in a hurry does not wait for the others' windows.
+            self.tenants.num_rendering[render.slots] += 1
+        for render, generation in zip(renders, generations, strict=True):
+            self.renders.append((render, generation, self.runner.render(render)))
+            # Where a launch returns when it is done, an urgent listener does not wait for the others'
+            # windows.
             self._deliver(is_waiting=False)
             self.after_delivery()
             self.between()
@@ -500,22 +355,47 @@ class ModelWorker:
     def _deliver(self, is_waiting: bool) -> None:
         while self.renders and (is_waiting or self.renders[0][2].is_there):
             is_waiting = False
-            render, tenancy, copy = self.renders.popleft()
+            render, generation, copy = self.renders.popleft()
             samples, valid = copy.read()
-            self.num_rendering[render.slots] -= 1
-            same = np.flatnonzero(self._tenancy[render.slots] == tenancy)
-            slots, counts, num_samples = render.slots[same], render.count[same], valid[same]
-            for row, slot, frames, num in zip(
-                same.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True
-            ):
-                job = self.running[slot]
-                job.deliver(Audio(samples[row, :num].copy(), frames))
-                job.num_samples += num
-                if num and not job.is_heard:
-                    self._record_first_audio(job)
+            self.tenants.num_rendering[render.slots] -= 1
+            rows = np.flatnonzero(self.tenants.stayed(render.slots, generation))
+            slots = render.slots[rows]
+            counts = render.count[rows]
+            num_samples = valid[rows]
+            windows = zip(rows.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True)
+            for row, slot, frames, num in windows:
+                self._give(self.running[slot], samples[row, :num].copy(), frames)
             given_s = num_samples / self.family.spec.sample_rate_hz
-            self.audio_s += float(given_s.sum())
-            self.scheduler.record_delivery(
-                slots, counts, given_s, render.is_last[same], render.handed_s, self.clock()
-            )
-        self._free_slots()
+            self.counters.audio_s += float(given_s.sum())
+            is_last = render.is_last[rows]
+            self.scheduler.record_delivery(slots, counts, given_s, is_last, render.handed_s, self.clock())
+        self.tenants.free_up()
+
+    def _give(self, job: Job, samples: np.ndarray, frames: int) -> None:
+        job.deliver(Audio(samples, frames))
+        job.past.num_samples += len(samples)
+        if not len(samples) or job.past.is_heard:
+            return
+        job.past.is_heard = True
+        took_s = self.clock() - job.request.accepted_s
+        self.counters.first_audio_s = took_s
+        if job.request.predicted_s is not None:
+            self.forecaster.correction.record(job.request.predicted_s, took_s)
+
+
+def scheduler_of(family: Family[Any], arena: Arena, settings: WorkerSettings) -> Scheduler:
+    spec = family.spec
+    # Where equal requests give equal bytes, a prompt is always cut alike, and shared in such pieces.
+    chunk_tokens = REPRODUCIBLE_CHUNK_PAGES * arena.page_tokens(family) if settings.is_reproducible else None
+    return Scheduler(
+        settings.num_slots,
+        settings.policy,
+        spec.window,
+        1 / spec.frame_rate_hz,
+        spec.lanes,
+        chunk_tokens,
+        settings.max_unread_s,
+        prefill_interval=GPU_PREFILL_INTERVAL if family.device.type == "cuda" else 1,
+        hold_s=spec.window.hold_samples / spec.sample_rate_hz,
+        is_one_by_one=family.strategy.cuts_renders,
+    )

@@ -32,7 +32,7 @@ import numpy as np
 from compile_cache import threads
 from serving.audio import pcm16
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
-from serving.engine.engine_process import reference_of
+from serving.engine.wire import reference_of
 from serving.http import encode
 from serving.protocol import AudioClip, Reference
 from serving.stretch import MAX_SPEED, MIN_SPEED

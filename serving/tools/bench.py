@@ -29,10 +29,11 @@ from torch.utils.flop_counter import flop_registry
 
 import zoo
 from compile_cache import threads
+from serving.engine.device.arena import PAGE_TOKENS, Arena, token_bytes
+from serving.engine.device.prepare_for_host import cached, prepare_for_host
+from serving.engine.device.runner import Runner
 from serving.engine.engine import Audio, Engine, Event, Failed, Text
-from serving.engine.policy import Policy
-from serving.engine.prepare_for_host import cached, prepare_for_host
-from serving.engine.runner import PAGE_TOKENS, Arena, Runner, token_bytes
+from serving.engine.schedule.policy import Policy
 from serving.tools import reference
 from serving.tools.requests import first_request
 from zoo.contract import Family, Request, View

@@ -19,10 +19,11 @@ from torch import Tensor
 
 import zoo
 from compile_cache.counts import counts
+from serving.engine.device.prepare_for_host import cache_place, cached, prepare_for_host
 from serving.engine.engine import Audio, Engine, Event
-from serving.engine.job import Job
+from serving.engine.job import Job, QueuedRequest
+from serving.engine.listener import Listener
 from serving.engine.model_worker import ModelWorker
-from serving.engine.prepare_for_host import cache_place, cached, prepare_for_host
 from serving.tools import reference
 from serving.tools.requests import every_request
 from zoo.contract import Family, Prompt, Request, State, View
@@ -99,7 +100,8 @@ def follow(plain: Family[Any], worker: ModelWorker, request: Request) -> dict[st
             heard.append(event.samples)
 
     passes = worker.family.passes(request)
-    job = Job("parity", worker, next(passes), passes, hear, is_pinned=True)
+    queued = QueuedRequest("parity", worker, hear, Listener(is_reproducible=True))
+    job = Job(queued, next(passes), passes)
     plain_passes = plain.passes(request)
     with kernels.plain():
         prompt = next(plain_passes)
@@ -145,7 +147,7 @@ def follow_steps(
         for i, lane in enumerate(prompt.lanes):
             if batches.lengths[i]:
                 plain.hidden(lane.inputs[:-1], batches.prefill(i))
-    worker.waiting.append(job)
+    worker.queue.jobs.append(job)
     assert worker.admit(job, worker.num_pages(job.prompt)), (
         f"a single request needs {worker.num_pages(job.prompt)} pages and was not admitted"
     )

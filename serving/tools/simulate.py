@@ -1,7 +1,8 @@
-"""The real engine on a virtual clock: its queue, admission, pages, scheduler and turns, with what launches cost in the place
-of launches.
+"""The real engine on a virtual clock: its queue, admission, pages, scheduler and turns, with what launches
+cost in the place of launches.
 
-A day of load takes minutes, the same load gives the same answer, and GPUs that are not there can be asked too.
+A day of load takes minutes, the same load gives the same answer, and GPUs that are not there can be asked
+too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor
 
 from compile_cache.strategy import Strategy
+from serving.engine.device.arena import Arena
+from serving.engine.device.launches import Chunk, Render
+from serving.engine.device.streams import Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
-from serving.engine.launches import Chunk, Render
-from serving.engine.runner import Arena
-from serving.engine.streams import Streams
-from zoo.contract import KV, Batch, Family, Prompt, Request, Spec, State, View, Window
+from zoo.contract import KV, Batch, Family, Lane, Prompt, Request, Spec, State, View, Window
 
 RATE_HZ = 1000  # of simulated samples: a frame of any length has whole ones
 
@@ -35,8 +36,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, of a device that works on one launch after the other, and of the host's own turn. step_s: of so many slots.
-    prefill_s: of so many positions. render_s: of so many rows of a window of so many frames."""
+    """Seconds, of a device that works on one launch after the other, and of the host's own turn. step_s: of
+    so many slots. prefill_s: of so many positions. render_s: of so many rows of a window of so many frames.
+    """
 
     step_s: Callable[[int], float] = lambda slots: 0.01 + 0.001 * slots
     prefill_s: Callable[[int], float] = lambda tokens: 0.002 + 0.00005 * tokens
@@ -47,8 +49,8 @@ class Cost:
 
 
 class Voice(Family[Any]):
-    """A family of nothing but its spec. Of a request, `text` takes a prompt position a byte, and the speech has
-    `max_frames` frames, or `frames_per_byte` a byte."""
+    """A family of nothing but its spec. Of a request, `text` takes a prompt position a byte, and the speech
+    has `max_frames` frames, or `frames_per_byte` a byte."""
 
     def __init__(
         self,
@@ -57,9 +59,10 @@ class Voice(Family[Any]):
         frames_per_byte: float = 0.8,
         max_frames: int = 4096,
         guard: float = 4.0,
+        lanes: int = 1,
     ):
-        """window: its hold_samples are of RATE_HZ. guard: times a speech's frames that a prompt allows, as a family that does not
-        know must."""
+        """window: its hold_samples are of RATE_HZ. guard: times a speech's frames that a prompt allows, as a
+        family that does not know must. lanes: a second one has a prompt of half as many positions."""
         super().__init__()
         self.device, self.dtype, self.strategy = torch.device("cpu"), torch.float32, Strategy()
         self.frames_per_byte, self.guard = frames_per_byte, guard
@@ -75,6 +78,7 @@ class Voice(Family[Any]):
             max_frames=max_frames,
             max_positions=3 * max_frames,
             window=window or Window((1, 4, 25)),
+            lanes=lanes,
         )
         self.lengths: dict[int, int] = {}  # frames of each prompt's speech, by its seed
 
@@ -91,10 +95,20 @@ class Voice(Family[Any]):
         size = len(request.text.encode())
         frames = request.max_frames or max(1, round(size * self.frames_per_byte))
         cap = min(self.spec.max_frames, max(frames, round(self.guard * frames)))
-        keys = tuple(request.seed * 100_003 + i for i in range(size))
+        keys = tuple(request.seed % 2**32 * 100_003 + i for i in range(size))
         slot = {"frames": frames}
         offset = size % self.spec.window.grid
-        return Prompt(torch.zeros(size, 1), keys, cap, slot, usage={"input_tokens": size}, grid_offset=offset)
+        null = Lane(torch.zeros(-(-size // 2), 1), keys[: -(-size // 2)]) if self.spec.lanes == 2 else None
+        return Prompt(
+            torch.zeros(size, 1),
+            keys,
+            cap,
+            slot,
+            usage={"input_tokens": size},
+            null=null,
+            grid_offset=offset,
+            num_fed_steps=size if request.is_open else None,
+        )
 
     def state(self, slots: int, max_frames: int | None = None) -> Any:
         raise NotImplementedError("a simulated voice has no tensors")
@@ -128,8 +142,8 @@ class Copy:
 
 
 class SimulatedRunner:
-    """As Runner. is_async: launches return at once, as on a GPU, and the device works on; else they return when it is
-    done, as on a CPU."""
+    """As Runner. is_async: launches return at once, as on a GPU, and the device works on; else they return
+    when it is done, as on a CPU."""
 
     graph_misses = 0
 
@@ -142,26 +156,32 @@ class SimulatedRunner:
         self.family, self.num_slots, self.arena = family, num_slots, arena
         self.streams: Streams = arena.streams
         self.page_tokens = arena.page_tokens(family)
-        self.kv_lens = np.zeros(num_slots + 1, np.int64)
-        self.capacity = np.zeros(num_slots + 1, np.int64)  # positions that a slot's pages hold
+        self.lanes = np.arange(family.spec.lanes)[:, None]
+        self.kv_lens = np.zeros(len(self.lanes) * (num_slots + 1), np.int64)
+        self.capacity = np.zeros_like(self.kv_lens)  # positions that a sequence's pages hold
         self.made = np.zeros(num_slots, np.int64)
         self.wanted = np.zeros(num_slots, np.int64)
         self.given = np.zeros(num_slots, np.int64)  # samples
         self.device_s = 0.0
 
     def sequences(self, slots: np.ndarray) -> np.ndarray:
-        return slots
+        return (slots + self.lanes * (self.num_slots + 1)).ravel()
 
     def open(self, slot: int, prompt: Prompt, pages: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
         self.made[slot], self.wanted[slot] = 0, min(prompt.slot["frames"], prompt.max_frames)
         self.given[slot] = 0
-        self.kv_lens[slot], self.capacity[slot] = skips[0], len(pages[0]) * self.page_tokens
+        sequences = self.sequences(np.array([slot]))
+        self.kv_lens[sequences] = skips
+        self.capacity[sequences] = [len(own) * self.page_tokens for own in pages]
 
     def close(self, slot: int) -> None:
         self.wanted[slot] = 0
 
     def set_pages(self, slot: int, lane: int, pages: Sequence[int]) -> None:
-        self.capacity[slot] = len(pages) * self.page_tokens
+        self.capacity[slot + lane * (self.num_slots + 1)] = len(pages) * self.page_tokens
+
+    def feed(self, slot: int, tokens: Sequence[int], is_last: bool) -> int:
+        return len(tokens)
 
     def save(self, pages: Sequence[int]) -> Copy:
         return Copy(self.clock, self._launch(self.cost.save_s * len(pages)))
@@ -174,12 +194,12 @@ class SimulatedRunner:
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            self.kv_lens[chunk.slot] += chunk.stop - chunk.start
+            self.kv_lens[chunk.slot + chunk.lane * (self.num_slots + 1)] += chunk.stop - chunk.start
         self._check_pages()
         self._launch(self.cost.prefill_s(sum(chunk.stop - chunk.start for chunk in chunks)))
 
     def step(self, slots: np.ndarray) -> Copy:
-        self.kv_lens[slots] += 1
+        self.kv_lens[self.sequences(slots)] += 1
         self._check_pages()
         done_s = self._launch(self.cost.step_s(len(slots)))
         self.made[slots] = np.minimum(self.made[slots] + 1, self.wanted[slots])
@@ -201,8 +221,11 @@ class SimulatedRunner:
         return self.device_s
 
     def _check_pages(self) -> None:
-        over = np.flatnonzero(self.kv_lens[:-1] > self.capacity[:-1])
-        assert not over.size, f"slots {over} write to positions {self.kv_lens[over]} of {self.capacity[over]}"
+        used = self.sequences(np.arange(self.num_slots))
+        over = used[self.kv_lens[used] > self.capacity[used]]
+        assert not over.size, (
+            f"sequences {over} write to positions {self.kv_lens[over]} of {self.capacity[over]}"
+        )
 
 
 @dataclass
@@ -235,8 +258,8 @@ class Heard:
 
 @dataclass
 class Simulation:
-    """An engine of one voice, and its listeners. report_lag: launches that are under way when a step's report is read; None: one
-    where launches return at once, else none. `settings` are the engine's."""
+    """An engine of one voice, and its listeners. report_lag: launches that are under way when a step's report
+    is read; None: one where launches return at once, else none. `settings` are the engine's."""
 
     voice: Voice
     cost: Cost

@@ -11,9 +11,10 @@ import torch
 
 from compile_cache.artifacts import Entry
 from compile_cache.counts import counts
+from serving.engine.device.prepare_for_host import cache_place, cached, prepare_for_host
 from serving.engine.engine import Engine
-from serving.engine.engine_process import Options, load, sizes
-from serving.engine.prepare_for_host import cache_place, cached, prepare_for_host
+from serving.engine.loading import load, sizes
+from serving.engine.options import Options
 from zoo.contract import Family
 
 

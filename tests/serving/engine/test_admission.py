@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.engine.admission import (
-    MARGIN,
-    MIN_TURNS,
+from serving.engine.engine import Finished, Full
+from serving.engine.listener import Listener
+from serving.engine.schedule.admission import (
     Correction,
     Costs,
     Expected,
+    IterationLoad,
     Lengths,
     Outlook,
     capacity,
     first_audio_s,
 )
-from serving.engine.engine import Finished, Full
+from serving.engine.schedule.numbers import CAPACITY_PART, MIN_ITERATIONS
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, goodput, poisson
 from zoo.contract import Request
 
@@ -41,7 +42,7 @@ def learned(
     for _ in range(turns):
         load = chance.integers(0, 9), chance.integers(0, 2) * chance.integers(0, 257), chance.integers(0, 60)
         took_s = own + slot * load[0] + token * load[1] + frame * load[2]
-        costs.record(*map(int, load), took_s * (1 + noise * chance.standard_normal()))
+        costs.record(IterationLoad(*map(int, load)), took_s * (1 + noise * chance.standard_normal()))
     return costs
 
 
@@ -50,24 +51,24 @@ def learned(
 def test_what_a_turn_takes_is_learned_from_turns(own, slot, token, frame):
     costs = learned(own, slot, token / 100, frame / 10)
     expected_s = own + 5 * slot + 1 * token + 3 * frame
-    assert costs.turn_s(5, 100, 30) == pytest.approx(expected_s, rel=0.02)
+    assert costs.iteration_s(5, 100, 30) == pytest.approx(expected_s, rel=0.02)
     assert costs.prefill_s(100) == pytest.approx(token, rel=0.1, abs=0.02 * expected_s)
 
 
 def test_a_long_turn_now_and_then_is_no_rule():
     costs = learned(0.01, 0.001, 1e-5, 1e-4, noise=0.1)
-    before_s = costs.turn_s(4)
-    costs.record(4, 0, 0, 30.0)
-    assert costs.turn_s(4) < 2 * before_s
+    before_s = costs.iteration_s(4)
+    costs.record(IterationLoad(4, 0, 0), 30.0)
+    assert costs.iteration_s(4) < 2 * before_s
 
 
 def test_what_did_not_change_for_long_is_not_forgotten():
     """A thousand turns of four slots alone, and then a prompt."""
     costs = learned(0.01, 0.001, 1e-4, 1e-4)
     for _ in range(1000):
-        costs.record(4, 0, 4, 0.01 + 4 * 0.001 + 4e-4)
+        costs.record(IterationLoad(4, 0, 4), 0.01 + 4 * 0.001 + 4e-4)
     assert costs.prefill_s(100) == pytest.approx(0.01, rel=0.2)
-    assert costs.turn_s(8) == pytest.approx(0.018, rel=0.2)
+    assert costs.iteration_s(8) == pytest.approx(0.018, rel=0.2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -80,7 +81,7 @@ def test_turns_of_one_kind_for_long_leave_estimates_where_they_were(seed):
         frames = 32 if turn % 4 == 0 else int(chance.integers(0, 3))
         tokens = 60 if chance.random() < 0.15 else 0
         took_s = 0.004 + 0.003 * slots + 1e-4 * tokens + 0.002 * frames
-        costs.record(slots, tokens, frames, took_s * float(chance.lognormal(0, 0.35)))
+        costs.record(IterationLoad(slots, tokens, frames), took_s * float(chance.lognormal(0, 0.35)))
         if turn > 200:
             assert costs.steady_s(8) == pytest.approx(0.044, rel=0.35)
     assert 0 <= costs.prefill_s(100) < 0.1
@@ -89,8 +90,8 @@ def test_turns_of_one_kind_for_long_leave_estimates_where_they_were(seed):
 def test_turns_that_get_slower_are_seen():
     costs = learned(0.01, 0.001, 1e-5, 1e-4)
     for turn in range(400):
-        costs.record(turn % 9, 0, 4, 2 * (0.01 + 0.001 * (turn % 9) + 4e-4))
-    assert costs.turn_s(8, 0, 4) == pytest.approx(2 * 0.0184, rel=0.1)
+        costs.record(IterationLoad(turn % 9, 0, 4), 2 * (0.01 + 0.001 * (turn % 9) + 4e-4))
+    assert costs.iteration_s(8, 0, 4) == pytest.approx(2 * 0.0184, rel=0.1)
 
 
 def test_lengths_follow_what_was_spoken():
@@ -105,9 +106,9 @@ def test_lengths_follow_what_was_spoken():
 
 def test_as_many_may_speak_as_are_made_faster_than_they_are_heard():
     costs = learned(0.01, 0.008, 1e-5, 0.0)
-    assert capacity(costs, 0.08, 64) == int((MARGIN * 0.08 - 0.01) / 0.008)
+    assert capacity(costs, 0.08, 64) == int((CAPACITY_PART * 0.08 - 0.01) / 0.008)
     assert capacity(costs, 0.08, 4) == 4
-    assert capacity(costs, 0.08, 64, other_s=0.02) == int((MARGIN * 0.08 - 0.03) / 0.008)
+    assert capacity(costs, 0.08, 64, other_models_s=0.02) == int((CAPACITY_PART * 0.08 - 0.03) / 0.008)
     assert capacity(costs, 0.0185, 64) == 1
     assert capacity(costs, 0.01, 64) == 64  # too slow for one: then for all
     assert capacity(Costs(), 0.08, 64) == 64  # nothing is known
@@ -115,10 +116,10 @@ def test_as_many_may_speak_as_are_made_faster_than_they_are_heard():
 
 def test_first_audio_comes_after_prompts_and_who_speaks():
     costs = learned(0.01, 0.005, 1e-4, 0.0)
-    free = Outlook(places=2, first_frames=3, left=(10.0,))
+    free = Outlook(max_concurrency=2, first_frames=3, left=(10.0,))
     turn_s = 0.01 + 2 * 0.005
     assert first_audio_s(costs, free, [], Expected(100, 50)) == pytest.approx(0.01 + 3 * turn_s, rel=0.05)
-    full = Outlook(places=2, first_frames=3, left=(10.0, 40.0))
+    full = Outlook(max_concurrency=2, first_frames=3, left=(10.0, 40.0))
     line = [Expected(0, 100.0), Expected(0, 5.0)]
     for waiting, begins in ((0, 10), (1, 40), (2, 45)):
         predicted_s = first_audio_s(costs, full, line[:waiting], Expected(0, 50))
@@ -137,7 +138,7 @@ def test_first_audio_comes_after_prompts_and_who_speaks():
     st.builds(Expected, st.floats(0, 500), st.floats(1, 500)),
 )
 def test_nobody_comes_earlier_for_a_longer_line(left, line, places, newcomer):
-    costs = learned(0.01, 0.001, 1e-5, 1e-4, turns=MIN_TURNS)
+    costs = learned(0.01, 0.001, 1e-5, 1e-4, turns=MIN_ITERATIONS)
     outlook = Outlook(places, 2, tuple(left))
     predictions = [first_audio_s(costs, outlook, line[:n], newcomer) for n in range(len(line) + 1)]
     assert all(earlier <= later + 1e-9 for earlier, later in itertools.pairwise(predictions))
@@ -202,7 +203,7 @@ def test_only_so_many_speak_as_are_made_in_time():
     simulation = Simulation(Voice(), slow, settings={"max_slots": 8, "max_ttfa_s": 30.0})
     simulation.run(poisson(2.0, 60.0))
     heard = [one for one in simulation.heard if one.submitted_s > 10 and isinstance(one.end, Finished)]
-    assert 2 <= simulation.model.forecaster.outlook.places <= 4
+    assert 2 <= simulation.model.forecaster.outlook.max_concurrency <= 4
     assert len(heard) > 20 and np.mean([one.late_s <= 0.05 for one in heard]) >= 0.99
 
 
@@ -224,7 +225,7 @@ def play(simulation: Simulation, seed: int, speed: float) -> Heard:
     """A request of four seconds, whose listener plays at that speed."""
     heard = Heard(simulation.clock.now_s)
     place = simulation.engine.accept(
-        f"{seed}", lambda event: simulation.hear(heard, event), text_bytes=60, speed=speed
+        f"{seed}", lambda event: simulation.hear(heard, event), listener=Listener(speed=speed), text_bytes=60
     )
     simulation.engine.prepare(place, lambda: Request(text="x" * 60, seed=seed, max_frames=50))
     return heard
@@ -251,4 +252,4 @@ def test_fewer_speak_beside_a_listener_who_plays_faster():
                 most[speed] = max(most[speed], len(simulation.model.running))
         assert all(isinstance(one.end, Finished) for one in (*others, *fast, *behind))
         assert all(one.first_s >= fast[0].first_s for one in behind)
-    assert most[2.0] == simulation.model.forecaster.places(0.04) == 4 and most[1.0] == 8
+    assert most[2.0] == simulation.model.forecaster.max_concurrency(0.04) == 4 and most[1.0] == 8

@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_cache.strategy import Strategy
-from serving.engine.deadlines import MARGIN, MOST_PASSED, Listeners, WindowCost, next_window
 from serving.engine.engine import Finished
+from serving.engine.listener import Listener
 from serving.engine.model_worker import ModelWorker
-from serving.engine.policy import Policy
-from serving.engine.scheduler import Scheduler
+from serving.engine.schedule.numbers import MAX_WINDOWS_AHEAD, WINDOW_COST_MARGIN
+from serving.engine.schedule.one_window import Deadlines, next_window
+from serving.engine.schedule.policy import Streaming
+from serving.engine.schedule.scheduler import Scheduler
+from serving.engine.schedule.window_cost import WindowCost
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request, Window
 
@@ -32,13 +35,20 @@ def known(fixed_s: float = 0.065, frame_s: float = 0.005) -> WindowCost:
 COST = known()  # with its margin a window of 25 takes 0.247 s, and with a turn 0.252
 
 
-def listeners(*slots: dict[str, float]) -> Listeners:
+def listeners(*slots: dict[str, float]) -> Deadlines:
     """left_s, pending, and whatever else is not as of somebody who plays."""
-    usual = {"missing": 0, "plays": True, "is_first": False, "passed": 0, "is_due": False, "is_done": False}
+    usual = {
+        "missing": 0,
+        "plays": True,
+        "is_first": False,
+        "num_skipped": 0,
+        "is_due": False,
+        "is_ending": False,
+    }
     rows = [usual | slot for slot in slots]
     columns = {name: np.array([row[name] for row in rows]) for name in (*usual, "left_s", "pending")}
     is_new = any(row["is_first"] or row.get("is_new") for row in rows)
-    return Listeners(**columns, has_newcomers=is_new)
+    return Deadlines(**columns, has_newcomers=is_new)
 
 
 def first(pending: int = 31, **more: float) -> dict[str, float]:
@@ -59,7 +69,7 @@ def test_what_windows_take_is_learned_with_a_margin(frame_s):
         cost.record(float(frames), chance.normal(1, 0.02) * (0.05 + frame_s * frames))
     for frames in (1, 30, 100):
         assert cost(frames) == pytest.approx(
-            MARGIN * (0.05 + frame_s * frames), abs=0.02 * (0.05 + frame_s * 100)
+            WINDOW_COST_MARGIN * (0.05 + frame_s * frames), abs=0.02 * (0.05 + frame_s * 100)
         )
 
 
@@ -68,7 +78,7 @@ def test_windows_of_one_size_say_what_that_size_takes():
     assert cost(4) == 0.0  # nothing is known
     for _ in range(9):
         cost.record(4, 0.02)
-    assert cost(4) == pytest.approx(MARGIN * 0.02)
+    assert cost(4) == pytest.approx(WINDOW_COST_MARGIN * 0.02)
     assert cost.fixed_s == 0.0  # a larger one may take as much longer
 
 
@@ -104,9 +114,12 @@ def test_steps_that_frames_still_need_take_time_too(missing, slot):
 
 def test_nobody_is_passed_for_ever():
     late = {"left_s": 0.1, "pending": 25}
-    assert one(late, first(passed=MOST_PASSED - 1)) == (0, 25)
-    assert one(late, first(passed=MOST_PASSED)) == (1, MOST)
-    assert one(late, first(passed=MOST_PASSED), first(passed=MOST_PASSED + 1)) == (2, MOST)
+    assert one(late, first(num_skipped=MAX_WINDOWS_AHEAD - 1)) == (0, 25)
+    assert one(late, first(num_skipped=MAX_WINDOWS_AHEAD)) == (1, MOST)
+    assert one(late, first(num_skipped=MAX_WINDOWS_AHEAD), first(num_skipped=MAX_WINDOWS_AHEAD + 1)) == (
+        2,
+        MOST,
+    )
 
 
 def test_while_somebody_has_heard_nothing_others_wait_until_they_must():
@@ -123,10 +136,10 @@ def test_a_window_is_as_large_as_others_slack_allows(left_s, frames):
 
 
 def test_the_last_few_frames_go_along():
-    tail = {"left_s": 0.2, "pending": 38, "is_done": True}
+    tail = {"left_s": 0.2, "pending": 38, "is_ending": True}
     other = {"left_s": 0.6, "pending": 0}
     assert one(tail, other) == (0, 38)
-    assert one({**tail, "is_done": False}, other) == (0, 25)
+    assert one({**tail, "is_ending": False}, other) == (0, 25)
     assert one({**tail, "pending": 50}, other) == (0, 25)
 
 
@@ -141,8 +154,8 @@ def test_a_full_window_waits_for_whom_its_deadline_is_after():
 
 def scheduler(ready: list[int], **opened: list[float]) -> Scheduler:
     """Slots that have so many frames on their tapes; opened: for `Scheduler.open`, of each."""
-    made = Scheduler(len(ready), Policy.STREAMING, Window((25, 50, 100), grid=25), 0.04, is_one_by_one=True)
-    made.window_cost = COST
+    made = Scheduler(len(ready), Streaming(), Window((25, 50, 100), grid=25), 0.04, is_one_by_one=True)
+    made.timing.window_cost = COST
     for slot, frames in enumerate(ready):
         made.open(slot, prompt_tokens=0, **{name: values[slot] for name, values in opened.items()})
         made.report(np.array([slot]), np.array([frames]), np.array([False]))
@@ -159,7 +172,9 @@ def test_a_turn_has_one_window():
 
 
 def test_whom_nobody_waits_for_comes_last():
-    flexible_first = scheduler([25, 50], is_flex=[True, False], plays_until_s=[-np.inf, 0.9])
+    flexible_first = scheduler(
+        [25, 50], listener=[Listener(is_flexible=True), Listener()], plays_until_s=[-np.inf, 0.9]
+    )
     assert [windows(flexible_first, 0.0) for _ in range(3)] == [[([1], [50])], [([0], [25])], []]
 
 
@@ -174,12 +189,13 @@ def test_a_second_pass_of_a_speech_is_no_newcomer():
 def test_the_steps_to_the_next_point_of_the_grid(offset, ready, missing):
     """A second pass: its listener hears, and its first point may be close."""
     window = Window((25, 50), lookahead=3, grid=25)
-    one_slot = Scheduler(1, Policy.STREAMING, window, 0.04, is_one_by_one=True)
+    one_slot = Scheduler(1, Streaming(), window, 0.04, is_one_by_one=True)
     one_slot.open(0, prompt_tokens=0, grid_offset=offset, plays_until_s=1.0)
-    one_slot.num_ready[0] = ready
-    one_slot.num_rendered[0] = max(ready - 3 - offset, -1) >= 0 and offset + (ready - 3 - offset) // 25 * 25
-    pending = one_slot._renderable() - one_slot.num_rendered
-    listeners = one_slot._listeners(np.zeros(1, bool), pending, np.ones(1))
+    one_slot.slots.tape.num_ready[0] = ready
+    one_slot.slots.tape.num_rendered[0] = (
+        max(ready - 3 - offset, -1) >= 0 and offset + (ready - 3 - offset) // 25 * 25
+    )
+    listeners = Deadlines.of(one_slot.snapshot(0.0), np.zeros(1, bool))
     assert listeners.pending[0] <= 0 and listeners.missing.tolist() == [missing]
 
 
@@ -267,4 +283,4 @@ def test_steps_wait_for_windows_where_a_launch_returns_when_it_is_done():
     for is_async in (False, True):
         simulation = Simulation(grid_voice(), SLOW, is_async)
         model: ModelWorker = simulation.model
-        assert model.scheduler.is_one_by_one is not is_async
+        assert (model.scheduler.timing.window_cost is not None) is not is_async

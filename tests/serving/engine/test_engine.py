@@ -14,10 +14,10 @@ import torch
 from models import Clock, Listener, alone, family, requests, serve
 
 from compile_cache.strategy import Strategy, Whole
+from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import STOPPED, Audio, Engine, Failed, Finished, Full
 from serving.engine.job import NO_AUDIO
 from serving.engine.model_worker import ModelWorker
-from serving.engine.runner import PAGE_TOKENS, token_bytes
 from zoo.contract import Prompt, Request, RequestError
 
 TOY = family("toy")
@@ -425,14 +425,14 @@ def test_stats():
 
 @pytest.mark.parametrize("samples", [1, 2 * TOY.spec.frame_samples])
 def test_a_launch_of_the_renderer_that_is_too_large_is_cut_by_rows(samples, monkeypatch):
-    monkeypatch.setattr("serving.engine.runner.CACHED_SAMPLES", samples)
+    monkeypatch.setattr("serving.engine.device.staging.CACHED_SAMPLES", samples)
     asked = requests("toy", 5)
     for listener, request in zip(serve(engine(max_slots=5), {0: asked}), asked, strict=True):
         np.testing.assert_array_equal(listener.samples, alone("toy", request).samples)
 
 
 def test_a_family_that_cuts_its_renders_itself_is_given_all_rows(monkeypatch):
-    monkeypatch.setattr("serving.engine.runner.CACHED_SAMPLES", 1)
+    monkeypatch.setattr("serving.engine.device.staging.CACHED_SAMPLES", 1)
     whole = engine(max_slots=5)
     [model] = whole.models.values()
     monkeypatch.setattr(model.family, "strategy", replace(model.family.strategy, cuts_renders=True))
@@ -451,12 +451,12 @@ def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
     requests are seen to do."""
     torch._dynamo.reset()
     monkeypatch.setattr(
-        "serving.engine.runner.lower",
+        "serving.engine.device.lowered.lower",
         lambda verb, how: torch.compile(verb, backend="eager") if how == Whole() else verb,
     )
     monkeypatch.setattr(TOY, "strategy", Strategy(Whole(), Whole(), Whole()))
     if not is_prepared:
-        monkeypatch.setattr("serving.engine.warmup.any_size", lambda tensors, dim, name: None)
+        monkeypatch.setattr("serving.engine.device.warmup.any_size", lambda tensors, dim, name: None)
     ready = engine(compile=True, max_slots=5)
     assert numbers(ready)["compiles_after_warmup"] == 0
     ready.warm(lambda progress, stage: None)
@@ -468,21 +468,21 @@ def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
 @pytest.mark.parametrize("warm_s", [3600.0, 0.0])
 def test_a_number_of_rows_is_not_rendered_for_the_first_time_for_a_listener(warm_s, monkeypatch):
     """As far as there is time for it before."""
-    monkeypatch.setattr("serving.engine.warmup.WARM_S", warm_s)
+    monkeypatch.setattr("serving.engine.device.warmup.WARM_S", warm_s)
     window, frame_samples = TOY.spec.window, TOY.spec.frame_samples
-    monkeypatch.setattr("serving.engine.runner.CACHED_SAMPLES", 3 * window.sizes[-1] * frame_samples)
+    monkeypatch.setattr("serving.engine.device.staging.CACHED_SAMPLES", 3 * window.sizes[-1] * frame_samples)
     ready, launched = engine(max_slots=5), []
     runner = toy(ready).runner
-    launch = runner.launch_render
+    launch = runner.lowered.render
     monkeypatch.setattr(
-        runner, "launch_render", lambda view: launched.append((len(view.slots), view.frames)) or launch(view)
+        runner.lowered, "render", lambda view: launched.append((len(view.slots), view.frames)) or launch(view)
     )
     ready.warm(lambda progress, stage: None)
     first = {(2, frames) for frames in window.sizes}
     rest = {
         (rows, frames)
         for frames in window.sizes
-        for rows in range(1, min(5, runner.rows_of_launch(frames)) + 1)
+        for rows in range(1, min(5, runner.sizes.rows_of_launch(frames)) + 1)
     }
     assert set(launched) == (first | rest if warm_s else first)
     assert (4, window.sizes[-1]) not in rest and (5, window.sizes[0]) in rest

@@ -23,9 +23,11 @@ from toy import Toy
 
 from serving import protocol
 from serving.audio import pcm16
-from serving.engine import engine_process
+from serving.engine import connections, disk_full, loading
+from serving.engine.connections import Bridge
 from serving.engine.engine import Audio, Engine, Failed, Finished, Full, Text
-from serving.engine.engine_process import Bridge
+from serving.engine.listener import Listener
+from serving.engine.wire import describe
 from zoo.contract import Request, RequestError
 
 STATS = protocol.Stats(100, 60, 7, 3, 0, {"m": protocol.ModelStats(8, 2, 1, 5, 0)})
@@ -44,8 +46,8 @@ class ScriptedEngine:
         self.references_built = threading.Event()
         self.references_built.set()
 
-    def accept(self, request_id, deliver, model, is_pinned, text_bytes, reference_bytes, **more):
-        self.accepted = more
+    def accept(self, request_id, deliver, model, listener, text_bytes, reference_bytes):
+        self.accepted = listener
         if model == "full":
             raise Full("256 requests are waiting already", retry_after_s=2.5)
 
@@ -53,7 +55,7 @@ class ScriptedEngine:
             deliver(event)
             self.after_turn()
 
-        return SimpleNamespace(id=request_id, deliver=turn, model=model, is_pinned=is_pinned)
+        return SimpleNamespace(id=request_id, deliver=turn, model=model, listener=listener)
 
     def prepare(self, place, make):
         request = make()
@@ -66,10 +68,10 @@ class ScriptedEngine:
             raise KeyError("a mistake of ours")
         self.requests[place.id] = request
         self.models[place.id] = place.model
-        self.pinned[place.id] = place.is_pinned
+        self.pinned[place.id] = place.listener.is_reproducible
         self.deliver[place.id] = place.deliver
 
-    def heard(self, request_id, frames):
+    def consume(self, request_id, frames):
         self.frames_heard[request_id] = self.frames_heard.get(request_id, 0) + frames
 
     def cancel(self, request_id):
@@ -179,8 +181,12 @@ def test_the_engine_is_told_how_fast_it_is_heard(bridge, engine, peer):
     for id, message in (("a", {}), ("b", {"speed": 2.0, "is_flex": True, "is_timed": True})):
         peer.send(protocol.Speak(id, "m", {"text": "Hello."}, **message))
         until(lambda id=id: id in engine.deliver)
-        expected = {"is_metered": True, "is_flex": False, "speed": 1.0, "is_timed": False, **message}
-        assert engine.accepted == expected
+        assert engine.accepted == Listener(
+            speed=message.get("speed", 1.0),
+            is_flexible=message.get("is_flex", False),
+            is_metered=True,
+            wants_timestamps=message.get("is_timed", False),
+        )
 
 
 def test_references_and_options(bridge, engine, peer):
@@ -220,7 +226,7 @@ def test_nothing_is_kept_or_made_for_who_has_left_before_its_turn(bridge, engine
     clip = protocol.AudioClip(bytes(40), 16000)
     for i in range(40):
         peer.send(protocol.Speak(f"r{i}", "m", {"text": "Hello."}, [protocol.Reference(clip)]))
-    until(lambda: len(bridge.messages) == 40 - engine_process.PROMPT_THREADS)
+    until(lambda: len(bridge.messages) == 40 - connections.PROMPT_THREADS)
     for i in range(40):
         peer.send(protocol.Cancel(f"r{i}"))
     until(lambda: len(engine.cancelled) == 40)
@@ -232,7 +238,7 @@ def test_nothing_is_kept_or_made_for_who_has_left_before_its_turn(bridge, engine
 
 def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypatch):
     assert [peer.any(), peer.any()] == [protocol.Models([]), protocol.Status("loading")]
-    monkeypatch.setattr(engine_process, "STATS_S", 0.01)
+    monkeypatch.setattr(connections, "STATS_S", 0.01)
     bridge.open(ScriptedEngine(), [INFO])
     assert [peer.next(), peer.next()] == [protocol.Models([INFO]), protocol.Status("ready", 1.0)]
     assert peer.any() == peer.any() == STATS
@@ -240,7 +246,7 @@ def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypa
 
 @pytest.fixture
 def no_stats_by_themselves(monkeypatch):
-    monkeypatch.setattr(engine_process, "STATS_S", 3600.0)
+    monkeypatch.setattr(connections, "STATS_S", 3600.0)
 
 
 def test_who_hears_that_the_engine_is_ready_has_its_stats(no_stats_by_themselves, bridge, peer):
@@ -266,9 +272,9 @@ def test_a_directory_that_is_no_model_is_named_before_any_is_loaded(tmp_path, mo
     monkeypatch.setattr("zoo.load", None)
     good = str(directory("qwen3_tts", "tiny"))
     with pytest.raises(ValueError, match=f"^model 'bad': {tmp_path} is not a model: it has no config.json"):
-        engine_process.load({"good": good, "bad": str(tmp_path)}, "cpu", None, lambda *_: None)
+        loading.load({"good": good, "bad": str(tmp_path)}, "cpu", None, lambda *_: None)
     with pytest.raises(ValueError, match=f"^{tmp_path} is not a model: it has no config.json"):
-        engine_process.load({"bad": str(tmp_path)}, "cpu", None, lambda *_: None)
+        loading.load({"bad": str(tmp_path)}, "cpu", None, lambda *_: None)
 
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
@@ -276,7 +282,7 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
     shutil.copytree(good, bad)
     (bad / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=r"^model 'bad': .*model\.safetensors"):
-        engine_process.load({"good": str(good), "bad": str(bad)}, "cpu", None, lambda *_: None)
+        loading.load({"good": str(good), "bad": str(bad)}, "cpu", None, lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +292,7 @@ def test_who_meant_a_gpu_is_told_that_there_is_none(monkeypatch, built_for, devi
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with capture_logs() as lines:
-        engine_process.load({"m": str(directory("qwen3_tts", "tiny"))}, device, "float32", lambda *_: None)
+        loading.load({"m": str(directory("qwen3_tts", "tiny"))}, device, "float32", lambda *_: None)
     assert [line["event"] for line in lines] == [
         "torch was built for CUDA 13.0 and finds no GPU: the CPU is used"
     ] * told
@@ -297,7 +303,7 @@ def test_loading_tells_how_far_it_is():
         {"one": str(directory("qwen3_tts", "tiny")), "other": str(directory("qwen3_tts", "tiny-base"))},
         [],
     )
-    families = engine_process.load(models, "cpu", "float32", lambda *how_far: told.append(how_far))
+    families = loading.load(models, "cpu", "float32", lambda *how_far: told.append(how_far))
     assert told == [(0, "one"), (0.5, "other")]
     assert {name: family.spec.variant for name, family in families.items()} == {
         "one": "custom_voice",
@@ -346,7 +352,7 @@ def test_an_engine_that_stops_does_not_pass_off_a_part_as_the_whole(bridge, engi
 
 def test_what_a_model_takes_is_described():
     spec = family("qwen3_tts", size="tiny-base").spec
-    info = engine_process.describe("m", spec)
+    info = describe("m", spec)
     assert [option.name for option in info.options] == [option.name for option in spec.options]
     mode = next(option for option in info.options if option.name == "text_mode")
     assert (mode.type, mode.possible, mode.choices) == ("str", "full, interleaved", ("full", "interleaved"))
@@ -484,15 +490,15 @@ def test_a_full_disk_is_one_line(error, capsys, monkeypatch):
         except Exception:
             raise KeyError("inductor")  # noqa: B904
 
-    with pytest.raises(SystemExit) as end, engine_process.one_line_if_full():
+    with pytest.raises(SystemExit) as end, disk_full.one_line_if_full():
         compile_it()
-    assert end.value.code == engine_process.REFUSED
+    assert end.value.code == disk_full.REFUSED
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("zoo: no room to compile: the disk of /some/cache or of ")
 
 
 def test_what_is_no_full_disk_goes_on():
-    with pytest.raises(KeyError), engine_process.one_line_if_full():
+    with pytest.raises(KeyError), disk_full.one_line_if_full():
         raise KeyError("else")
 
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from serving.engine.engine import Finished, Full
-from serving.engine.policy import AGEING, Policy
-from serving.engine.scheduler import Scheduler
+from serving.engine.listener import Listener
+from serving.engine.schedule.numbers import AGEING_TOKENS
+from serving.engine.schedule.policy import Fifo, Policy, Streaming
+from serving.engine.schedule.scheduler import Scheduler
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request, Window
 
@@ -23,7 +25,10 @@ def submit(simulation: Simulation, seed: int, is_flex: bool, frames: int = 100) 
     heard = Heard(simulation.clock.now_s)
     engine = simulation.engine
     place = engine.accept(
-        f"{seed}", lambda event: simulation.hear(heard, event), text_bytes=20, is_flex=is_flex
+        f"{seed}",
+        lambda event: simulation.hear(heard, event),
+        listener=Listener(is_flexible=is_flex),
+        text_bytes=20,
     )
     engine.prepare(place, lambda: Request(text="x" * 20, seed=seed, max_frames=frames))
     return heard
@@ -83,7 +88,7 @@ def turns_until_filled(order: Scheduler, newcomers: int) -> list[int]:
     order.open(0, 3000)
     filled = []
     for turn in range(newcomers):
-        if not order.is_open[1]:
+        if not order.slots.is_occupied[1]:
             order.open(1, 256)
         for chunk in order.next_chunks():
             order.record_prefill(chunk)
@@ -91,23 +96,23 @@ def turns_until_filled(order: Scheduler, newcomers: int) -> list[int]:
                 filled.append(turn)
             elif chunk.is_last:
                 order.close(1)
-        if not order.waiting:
+        if not order.slots.prompt.queue:
             break
     return filled
 
 
 def test_short_prompts_go_first_and_long_ones_are_not_passed_for_ever():
-    filled = turns_until_filled(scheduler(Policy.STREAMING), 400)
+    filled = turns_until_filled(scheduler(Streaming()), 400)
     assert filled[0] > 10  # passed by the short ones
-    assert filled[0] <= 3000 / AGEING + 1  # and no longer than that
+    assert filled[0] <= 3000 / AGEING_TOKENS + 1  # and no longer than that
     assert len(filled) >= 12 and filled[11] < 200
 
 
 def test_fifo_fills_prompts_and_windows_in_order():
-    order = scheduler(Policy.FIFO)
+    order = scheduler(Fifo())
     assert turns_until_filled(order, 20)[:5] == [0, 1, 2, 3, 4]
-    assert Policy.named("fifo") is Policy.FIFO
-    order = scheduler(Policy.FIFO)
+    assert Policy.named("fifo") == Fifo()
+    order = scheduler(Fifo())
     order.open(2, 0)
     for ready, expected in ((1, []), (4, [4]), (7, []), (8, [4]), (13, [4])):  # one shape, the first included
         order.report(np.array([2]), np.array([ready]), np.array([False]))

@@ -14,8 +14,9 @@ from test_promises import at_rest
 from toy import NULL
 
 import zoo
-from serving.engine.engine import Audio, Engine, Event, Finished, Text, usual_kv_bytes
-from serving.engine.runner import PAGE_TOKENS, token_bytes
+from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.engine import Audio, Engine, Event, Finished, Text
+from serving.engine.memory.memory_plan import usual_kv_bytes
 from zoo.contract import Request
 from zoo.loop import SoloBatches
 

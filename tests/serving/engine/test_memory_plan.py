@@ -5,8 +5,17 @@ import torch
 from models import directory, family
 
 import zoo
-from serving.engine.engine_process import CPU_PART, Options, sizes
-from serving.engine.memory_plan import SPARE_PART, Peak, fit, num_bytes, plan, state_tensors, usual_kv_bytes
+from serving.engine.loading import CPU_PART, sizes
+from serving.engine.memory.memory_plan import (
+    SPARE_PART,
+    Peak,
+    fit,
+    num_bytes,
+    plan,
+    state_tensors,
+    usual_kv_bytes,
+)
+from serving.engine.options import Options
 from zoo.nn import residual
 
 FAMILIES = pytest.mark.parametrize("name", zoo.families())

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from serving.engine.pages import Pages
+from serving.engine.memory.pages import Pages
 
 NUM_PAGES = 9
 PAGE_TOKENS = (2, 3)

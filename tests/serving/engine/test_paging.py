@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import NAMES, TOYS, Clock, alone, family, requests, serve
 
-from serving.engine.engine import MAX_PASSED, Engine, Finished
-from serving.engine.runner import PAGE_TOKENS, token_bytes
+from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.engine import Engine, Finished
+from serving.engine.schedule.numbers import MAX_SKIPS
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request
 
@@ -41,9 +42,9 @@ def at_rest(simulation: Simulation) -> None:
     """Everybody has ended, and every page and slot is back."""
     engine, model = simulation.engine, simulation.model
     engine.turn()
-    assert not engine.num_requests and not model.line and not model.running
+    assert not engine.num_requests and not model.queue.requests and not model.running
     assert engine.pages.free == engine.pages.num_pages and not engine.paging._paused()
-    assert len(model.free_slots) == model.runner.num_slots
+    assert len(model.tenants.free) == model.runner.num_slots
 
 
 def whole(heard: Heard, frames: int) -> None:
@@ -100,9 +101,9 @@ def test_small_requests_pass_one_that_lacks_pages_a_bounded_number_of_times():
     room = simulation(pages=12, slots=2, saved_bytes=0)
     room.submit(text(40, 0, max_frames=110))  # ten pages
     large = room.submit(text(40, 1, max_frames=110))
-    small = [room.submit(text(4, 2 + i, max_frames=2)) for i in range(3 * MAX_PASSED)]
+    small = [room.submit(text(4, 2 + i, max_frames=2)) for i in range(3 * MAX_SKIPS)]
     room.run([])
-    assert sum(one.first_s < large.first_s for one in small) == MAX_PASSED
+    assert sum(one.first_s < large.first_s for one in small) == MAX_SKIPS
     at_rest(room)
 
 
@@ -164,15 +165,15 @@ def test_a_paused_stream_goes_on_bit_for_bit(name, report_lag, monkeypatch):
     engine = Engine(
         family(name), max_slots=3, saved_bytes=1 << 30, compile=False, report_lag=report_lag, clock=Clock()
     )
-    plain, turns = engine.paging.turn, itertools.count()
+    plain, turns = engine.paging.deal, itertools.count()
 
     def pause_first() -> None:
         if next(turns) % 3 == 2:
-            for job in engine.paging._speaking():
+            for job in engine.paging._decoding():
                 engine.paging._pause(job)
         plain()
 
-    monkeypatch.setattr(engine.paging, "turn", pause_first)
+    monkeypatch.setattr(engine.paging, "deal", pause_first)
     asked = requests(name, 4, max_frames=20)
     listeners = serve(engine, {0: asked[:2], 4: asked[2:]})
     assert engine.paging.num_pauses >= 4

@@ -12,8 +12,9 @@ from models import Clock, Listener, alone, family, serve
 from toy_grid import HEAD, MAX_TRAILING, GridToy
 
 import zoo
+from serving.engine import listener as settings
+from serving.engine.device.arena import PAGE_TOKENS
 from serving.engine.engine import Audio, Engine, Failed, Finished, Spoken
-from serving.engine.runner import PAGE_TOKENS
 from zoo.contract import Request, RequestError, following
 from zoo.loop import speak_pass
 from zoo.text import pieces_of
@@ -93,7 +94,7 @@ def test_the_listener_s_time_goes_on_from_pass_to_pass():
         room.turn()
     room.clock.now_s += 1000
     run(room)
-    assert model.scheduler.underruns == 1
+    assert model.scheduler.num_underruns == 1
 
 
 def test_a_cancel_between_two_passes_leaves_nothing_behind(monkeypatch):
@@ -108,10 +109,10 @@ def test_a_cancel_between_two_passes_leaves_nothing_behind(monkeypatch):
     room.cancel("request")
     room.turn()
     assert listener.end.reason == "cancelled" and listener.frames > 0 and not room.num_requests
-    room._composed.append(queued[0])
+    room.inbox.news.composed.append(queued[0])
     room.turn()
     [model] = room.models.values()
-    assert room.pages.free == free and not model.waiting and not model.running
+    assert room.pages.free == free and not model.queue.jobs and not model.running
 
 
 def test_a_next_pass_that_cannot_be_made_ends_the_answer_as_a_failure(monkeypatch):
@@ -326,7 +327,7 @@ def test_a_long_text_is_one_answer_that_equals_the_plain_loop_s(speaker, report_
         np.testing.assert_allclose(listener.samples, truth.samples, rtol=0, atol=5e-5)
     [model] = room.models.values()
     pieces = len(pieces_of(requests[0], speaker.spec))
-    assert pieces == 3 and model.num_admitted == 2 * pieces + 1
+    assert pieces == 3 and model.counters.num_admitted == 2 * pieces + 1
     assert room.pages.free == free
     texts = pieces_of(requests[0], speaker.spec)
     prompts = [next(speaker.passes(replace(requests[0], text=text))) for text in texts]
@@ -338,7 +339,7 @@ def test_a_long_text_is_one_answer_that_equals_the_plain_loop_s(speaker, report_
 def test_who_asks_is_told_which_samples_each_piece_took(speaker, report_lag):
     room, events, others = engine(speaker, report_lag=report_lag), [], []
     request = spoken_in(speaker)
-    place = room.accept("timed", events.append, is_timed=True)
+    place = room.accept("timed", events.append, listener=settings.Listener(wants_timestamps=True))
     room.prepare(place, lambda: request)
     room.speak("untimed", spoken_in(speaker, seed=5), others.append)
     while room.num_requests:
@@ -368,7 +369,7 @@ def test_a_text_that_stays_whole_is_one_pass(speaker):
     room = engine(speaker)
     serve(room, {0: [spoken_in(speaker, split_text=False)]})
     [model] = room.models.values()
-    assert model.num_admitted == 1
+    assert model.counters.num_admitted == 1
 
 
 def test_the_most_frames_end_an_answer_between_its_pieces():
@@ -393,7 +394,12 @@ def test_a_cancel_anywhere_in_a_long_text_leaves_nothing_behind(turns):
     run(room)
     room.turn()
     [model] = room.models.values()
-    assert room.pages.free == free and not model.waiting and not model.running and len(model.free_slots) == 2
+    assert (
+        room.pages.free == free
+        and not model.queue.jobs
+        and not model.running
+        and len(model.tenants.free) == 2
+    )
 
 
 def test_speech_of_an_odd_length_is_counted(monkeypatch):

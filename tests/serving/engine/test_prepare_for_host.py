@@ -15,7 +15,7 @@ from torch._inductor.codecache import CppCodeCache
 
 import zoo
 from compile_cache import artifacts
-from serving.engine.prepare_for_host import cache_place, prepare_for_host
+from serving.engine.device.prepare_for_host import cache_place, prepare_for_host
 from zoo.nn.packed import PackedLinear
 
 
@@ -40,7 +40,7 @@ import resource
 from ctypes import memset
 
 import torch
-from serving.engine.prepare_for_host import keep_freed_memory
+from serving.engine.device.prepare_for_host import keep_freed_memory
 
 def work():
     tensors = [torch.empty(24 << 20, dtype=torch.uint8) for _ in range(3)]

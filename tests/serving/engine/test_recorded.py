@@ -20,7 +20,7 @@ from models import NAMES, TOYS, Clock, Listener, alone, directory, requests
 import zoo
 from serving.engine import model_worker
 from serving.engine.engine import Engine
-from serving.engine.policy import RENDERS_UNDER_WAY
+from serving.engine.schedule.numbers import GPU_RENDERS_IN_FLIGHT
 from zoo.contract import Family
 
 NUM_REQUESTS = int(os.environ.get("ZOO_RECORDED_REQUESTS", 0))  # 0: few
@@ -36,10 +36,10 @@ def on_gpu(name: str) -> Family[Any]:
 EACH = [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
-@pytest.mark.parametrize("under_way", [1, RENDERS_UNDER_WAY])
+@pytest.mark.parametrize("under_way", [1, GPU_RENDERS_IN_FLIGHT])
 @pytest.mark.parametrize("name", EACH)
 def test_what_is_recorded_and_late_says_what_each_says_alone(name, under_way, monkeypatch):
-    monkeypatch.setattr(model_worker, "RENDERS_UNDER_WAY", under_way)
+    monkeypatch.setattr(model_worker, "GPU_RENDERS_IN_FLIGHT", under_way)
     chance = random.Random(len(name))
     LateStream.chance = random.Random(7)
     num = NUM_REQUESTS or (60 if name in TOYS else 8)
@@ -52,7 +52,7 @@ def test_what_is_recorded_and_late_says_what_each_says_alone(name, under_way, mo
         engine = Engine(on_gpu(name), max_slots=2, compile=False, clock=Clock())
         engine.warm(lambda *_: None)
         [model] = engine.models.values()
-        assert model.runner.step_graphs.recorded and model.runner.render_graphs.recorded
+        assert model.runner.lowered.step_graphs.recorded and model.runner.lowered.render_graphs.recorded
         free, turn, asked, leaving = engine.pages.free, 0, 0, dict[int, list[int]]()
         while asked < num or engine.num_requests:
             if asked < num and engine.num_requests < 6 and chance.random() < 0.6:
@@ -70,7 +70,7 @@ def test_what_is_recorded_and_late_says_what_each_says_alone(name, under_way, mo
             assert len(model.renders) < under_way + len(window.sizes) * len(window.lengths or (0,))
         while engine.turn():
             pass
-        assert engine.pages.free == free and len(model.free_slots) == 2
+        assert engine.pages.free == free and len(model.tenants.free) == 2
         assert model.runner.graph_misses == 0
     ended = [i for i in range(num) if listeners[i].reason in ("stop", "length")]
     assert len(ended) > num // 3

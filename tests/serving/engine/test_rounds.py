@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.engine.device.arena import Arena
 from serving.engine.engine import Engine, Finished
-from serving.engine.rounds import by_need
-from serving.engine.runner import Arena
+from serving.engine.schedule.rounds import by_need
 from serving.tools.simulate import RATE_HZ, Clock, Cost, Heard, SimulatedRunner, Voice
 from zoo.contract import Request
 
@@ -149,7 +149,7 @@ def test_nobody_hears_a_gap_where_both_have_short_turns(arrivals):
     two = Two(cost, cost)
     for _, one in two.run(arrivals):
         assert isinstance(one.end, Finished) and one.late_s <= 1e-9
-    assert all(model.scheduler.underruns == 0 for model in two.engine.models.values())
+    assert all(model.scheduler.num_underruns == 0 for model in two.engine.models.values())
 
 
 def test_a_model_whose_listeners_have_time_lets_others_begin():
@@ -163,7 +163,7 @@ def test_a_model_whose_listeners_have_time_lets_others_begin():
     while newcomer.first_s is None:
         two.turn()
         for name, model in two.engine.models.items():
-            frames[name].append(int(model.scheduler.num_ready.sum()))
+            frames[name].append(int(model.scheduler.slots.tape.num_ready.sum()))
     assert len(set(frames["busy"])) == 1 and len(frames["quick"]) == 8
     while two.turn():
         pass
@@ -191,7 +191,7 @@ def test_without_regard_to_time_all_have_a_round_in_their_order(policy):
     models = list(two.engine.models.values())
     assert by_need(models, two.clock.now_s) == models
     two.turn()
-    assert all(model.scheduler.num_ready.sum() for model in models)
+    assert all(model.scheduler.slots.tape.num_ready.sum() for model in models)
 
 
 @EXAMPLES
@@ -222,5 +222,5 @@ def test_who_leaves_in_the_middle_of_a_round_leaves_nothing_behind(asked, prefil
         assert isinstance(one.end, Finished)
     assert two.engine.pages.free == two.engine.pages.num_pages
     for model in two.engine.models.values():
-        assert sorted(model.free_slots) == list(range(model.runner.num_slots)) and not model.leaving
-        assert not model.line and not model.running and not model.num_rendering.any()
+        assert sorted(model.tenants.free) == list(range(model.runner.num_slots)) and not model.tenants.leaving
+        assert not model.queue.requests and not model.running and not model.tenants.num_rendering.any()

@@ -13,8 +13,8 @@ from toy import Toy
 
 import zoo
 from compile_cache.counts import Counts, counts
+from serving.engine.device.prepare_for_host import cached
 from serving.engine.engine import Engine
-from serving.engine.prepare_for_host import cached
 from zoo.contract import KV, Request
 
 pytestmark = pytest.mark.compile

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from serving.engine.launches import Chunk
-from serving.engine.policy import PATIENT_TURNS, Policy
-from serving.engine.scheduler import Scheduler
+from serving.engine.device.launches import Chunk
+from serving.engine.listener import Listener
+from serving.engine.schedule.numbers import MAX_PROMPT_DELAY
+from serving.engine.schedule.policy import Fifo, Policy, Streaming, Throughput
+from serving.engine.schedule.scheduler import Scheduler
 from zoo.contract import Window
 
 FRAME_S = 0.08
@@ -33,7 +34,10 @@ class Timed(Scheduler):
         return renders
 
 
-def speaking(num_slots=1, policy=Policy.STREAMING, sizes=SIZES, slots=None, context=0, **more) -> Timed:
+STREAMING = Streaming()
+
+
+def speaking(num_slots=1, policy=STREAMING, sizes=SIZES, slots=None, context=0, **more) -> Timed:
     """A scheduler whose slots (all of them, unless said otherwise) are past their prompts. context: frames
     read on both sides of a window; more: of the Window."""
     scheduler = Timed(num_slots, policy, Window(sizes, lookahead=context, left=context, **more), FRAME_S)
@@ -70,7 +74,7 @@ def playing(ahead_frames: int, sizes=SIZES) -> Scheduler:
     report(scheduler, {0: ahead_frames})
     for n in iter(lambda: due(scheduler, 0.0), []):
         deliver(scheduler, {0: n[0][0][0][1]}, 0.0)
-    assert scheduler.plays_until_s[0] == pytest.approx(ahead_frames * FRAME_S)
+    assert scheduler.slots.listener.plays_until_s[0] == pytest.approx(ahead_frames * FRAME_S)
     return scheduler
 
 
@@ -78,7 +82,7 @@ def playing(ahead_frames: int, sizes=SIZES) -> Scheduler:
 
 
 def test_prompts_are_chunked_first_come_first_served():
-    scheduler = Timed(4, replace(Policy.FIFO, prefill_tokens=256), WINDOW, FRAME_S)
+    scheduler = Timed(4, Fifo(prefill_tokens=256), WINDOW, FRAME_S)
     for slot, tokens in ((2, 600), (0, 50), (3, 100)):
         scheduler.open(slot, tokens)
     turns = []
@@ -94,13 +98,13 @@ def test_prompts_are_chunked_first_come_first_served():
 
 
 def test_shared_positions_are_skipped():
-    scheduler = Timed(1, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler = Timed(1, Streaming(), WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=100, skip=96)
     assert scheduler.next_chunks() == [Chunk(0, 96, 100, is_last=True)]
 
 
 def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
-    scheduler = Timed(3, replace(Policy.FIFO, prefill_tokens=10), WINDOW, FRAME_S)
+    scheduler = Timed(3, Fifo(prefill_tokens=10), WINDOW, FRAME_S)
     scheduler.open(1, prompt_tokens=15)
     scheduler.open(0, prompt_tokens=5)
     assert scheduler.decoding_slots().tolist() == []
@@ -115,7 +119,7 @@ def test_a_slot_decodes_after_its_last_chunk_until_it_is_done():
 
 
 def test_a_slot_decodes_once_all_its_lanes_are_filled():
-    scheduler = Timed(3, replace(Policy.FIFO, prefill_tokens=10), WINDOW, FRAME_S, lanes=2)
+    scheduler = Timed(3, Fifo(prefill_tokens=10), WINDOW, FRAME_S, lanes=2)
     scheduler.open(1, prompt_tokens=[6, 15])
     scheduler.open(0, prompt_tokens=[9, 40], skip=[0, 40])
     turns, decoding = [], []
@@ -133,7 +137,7 @@ def test_a_slot_decodes_once_all_its_lanes_are_filled():
 
 
 def test_lanes_in_shared_pages():
-    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S, lanes=2)
+    scheduler = Timed(2, Streaming(), WINDOW, FRAME_S, lanes=2)
     scheduler.open(1, prompt_tokens=[8, 3], skip=[8, 3])
     assert scheduler.next_chunks() == [] and scheduler.decoding_slots().tolist() == [1]
     with pytest.raises(AssertionError, match=r"\[8, 4\] of \[8, 3\] positions skipped"):
@@ -149,10 +153,10 @@ def test_speakers_do_not_starve_however_many_prompts_come():
     scheduler = speaking(num_slots=3, slots=[1])
     for _ in range(50):
         for slot in (0, 2):
-            if not scheduler.is_open[slot]:
+            if not scheduler.slots.is_occupied[slot]:
                 scheduler.open(slot, prompt_tokens=1000)
         chunks = scheduler.next_chunks()
-        assert sum(c.stop - c.start for c in chunks) == Policy.STREAMING.prefill_tokens
+        assert sum(c.stop - c.start for c in chunks) == Streaming().prefill_tokens
         assert 1 in scheduler.decoding_slots()
         for chunk in chunks:
             scheduler.record_prefill(chunk)
@@ -169,7 +173,7 @@ def spoken(scheduler: Scheduler) -> list[int]:
 
 
 def test_a_gpu_fills_prompts_that_come_behind_each_other_together():
-    scheduler = Timed(8, Policy.STREAMING, WINDOW, FRAME_S, prefill_turns=3)
+    scheduler = Timed(8, Streaming(), WINDOW, FRAME_S, prefill_interval=3)
     scheduler.open(0, 5)
     assert spoken(scheduler) == [0]
     scheduler.open(1, 5)
@@ -181,12 +185,12 @@ def test_a_gpu_fills_prompts_that_come_behind_each_other_together():
         assert spoken(scheduler) == []
     scheduler.open(3, 5)  # the last launch is long ago
     assert spoken(scheduler) == [3]
-    scheduler.open(4, Policy.STREAMING.prefill_tokens)  # a launch that is full waits for nobody
+    scheduler.open(4, Streaming().prefill_tokens)  # a launch that is full waits for nobody
     assert spoken(scheduler) == [4]
 
 
 def test_a_gpu_without_speakers_fills_prompts_at_once():
-    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S, prefill_turns=3)
+    scheduler = Timed(2, Streaming(), WINDOW, FRAME_S, prefill_interval=3)
     scheduler.open(0, 5)
     assert spoken(scheduler) == [0]
     scheduler.close(0)
@@ -209,21 +213,24 @@ def test_the_first_window_is_due_with_the_smallest_shape():
 @pytest.mark.parametrize(("turn_s", "frames"), [(0.02, 1), (0.03, 2), (0.04, 3), (0.06, 4), (1.0, 4)])
 def test_where_turns_are_long_the_first_window_lasts_for_some(turn_s, frames):
     scheduler = speaking()
-    scheduler.turn_s = turn_s
+    scheduler.timing.iteration_s = turn_s
     for ready in range(1, frames):
         report(scheduler, {0: ready})
         assert due(scheduler, now=0.0) == []
     report(scheduler, {0: frames})
     assert due(scheduler, now=0.0) == [({0: (0, frames)}, 1 if frames == 1 else 4)]
     ends_early = speaking()
-    ends_early.turn_s = turn_s
+    ends_early.timing.iteration_s = turn_s
     report(ends_early, {0: 1}, done=[0])
     assert due(ends_early, now=0.0) == [({0: (0, 1)}, 1)]
 
 
 def test_what_other_models_take_of_a_turn_counts_once_for_the_first_window():
     scheduler = speaking()
-    scheduler.turn_s, scheduler.other_s = 0.065, 0.06  # six turns of its own are 30 ms
+    scheduler.timing.iteration_s, scheduler.timing.other_models_s = (
+        0.065,
+        0.06,
+    )  # six turns of its own are 30 ms
     report(scheduler, {0: 1})
     assert due(scheduler, now=0.0) == [({0: (0, 1)}, 1)]
 
@@ -235,7 +242,7 @@ def heard(ahead: list[int], turn_s: float) -> Timed:
     while windows := due(scheduler, 0.0):
         for frames, _ in windows:
             deliver(scheduler, {slot: count for slot, (_, count) in frames.items()}, 0.0)
-    scheduler.turn_s = turn_s
+    scheduler.timing.iteration_s = turn_s
     return scheduler
 
 
@@ -244,7 +251,7 @@ def test_who_has_most_of_a_window_goes_along_where_turns_are_long(turn_s, joined
     """One launch of two rows takes less than two; where turns are short, each waits for a full window."""
     scheduler = heard([4, 4, 4, 4], turn_s)
     report(scheduler, {0: 8, 1: 7, 2: 6, 3: 7})
-    scheduler.is_held[3] = True
+    scheduler.slots.listener.has_backpressure[3] = True
     assert due(scheduler, 0.1) == [({0: (4, 4)} | joined, 4)]
 
 
@@ -278,8 +285,8 @@ def test_a_prompt_waits_while_those_who_listen_have_next_to_nothing(left_s, turn
 
 def test_a_prompt_waits_for_so_many_turns_at_most():
     scheduler = with_a_newcomer()
-    filled = [bool(scheduler.next_chunks(0.3)) for _ in range(PATIENT_TURNS + 1)]
-    assert filled == [False] * PATIENT_TURNS + [True]
+    filled = [bool(scheduler.next_chunks(0.3)) for _ in range(MAX_PROMPT_DELAY + 1)]
+    assert filled == [False] * MAX_PROMPT_DELAY + [True]
 
 
 def test_a_flexible_prompt_that_waits_for_long_changes_nothing_for_others():
@@ -287,8 +294,8 @@ def test_a_flexible_prompt_that_waits_for_long_changes_nothing_for_others():
     for slot in (2, 3):
         scheduler.close(slot)
     scheduler.open(2, 10)
-    scheduler.is_flex[2] = True
-    for _ in range(PATIENT_TURNS + 5):
+    scheduler.slots.listener.is_flexible[2] = True
+    for _ in range(MAX_PROMPT_DELAY + 5):
         scheduler.next_chunks(0.3)
     scheduler.open(3, 10)
     assert not scheduler.next_chunks(0.3) and scheduler.next_chunks(0.1)
@@ -300,20 +307,20 @@ def test_a_flexible_prompt_that_waits_for_long_changes_nothing_for_others():
 def test_a_prompt_does_not_wait_for_who_has_no_deadline(of):
     scheduler = with_a_newcomer()
     if of == "rests":
-        scheduler.is_held[0] = True
+        scheduler.slots.listener.has_backpressure[0] = True
     elif of == "is flexible":
-        scheduler.is_flex[0] = True
+        scheduler.slots.listener.is_flexible[0] = True
     elif of == "has heard nothing":
-        scheduler.num_rendered[0] = 0
+        scheduler.slots.tape.num_rendered[0] = 0
     else:
-        scheduler.policy = Policy.FIFO
+        scheduler.policy = Fifo()
     assert not with_a_newcomer().next_chunks(0.3) and scheduler.next_chunks(0.3)
 
 
 def test_fifo_has_no_regard_to_how_long_turns_are():
-    scheduler = speaking(policy=Policy.FIFO)
+    scheduler = speaking(policy=Fifo())
     for turn_s in (0.0, 1.0):
-        scheduler.turn_s = turn_s
+        scheduler.timing.iteration_s = turn_s
         report(scheduler, {0: 3})
         assert due(scheduler, now=0.0) == []
     report(scheduler, {0: 4})
@@ -329,7 +336,7 @@ def test_where_turns_are_long_a_listener_is_about_to_run_dry_a_turn_earlier(turn
     scheduler = playing(ahead_frames=3)
     report(scheduler, {0: 4})
     assert due(scheduler, now=0.1) == []  # 0.14 s are left
-    scheduler.turn_s = turn_s
+    scheduler.timing.iteration_s = turn_s
     assert due(scheduler, now=0.1) == ([({0: (3, 1)}, 1)] if is_served else [])
 
 
@@ -392,7 +399,7 @@ def test_who_is_late_time_after_time_gets_larger_windows_until_in_time_again():
 
 def test_who_is_late_still_gets_the_rest_at_once():
     scheduler = playing(1)
-    scheduler.late_in_a_row[0] = 100
+    scheduler.slots.listener.num_late_in_a_row[0] = 100
     report(scheduler, {0: 3}, done=[0])
     assert due(scheduler, 9.0) == [({0: (1, 2)}, 4)]
 
@@ -420,11 +427,11 @@ def test_how_early_is_early_enough_is_measured():
     for i in range(76, 106):  # and then a hundredth of that
         deliver(scheduler, {0: 1}, scheduler.handed_s[0] + 0.002)
         report(scheduler, {0: i + 1})
-        assert due(scheduler, scheduler.plays_until_s[0] - FRAME_S / 2) == [({0: (i, 1)}, 1)]
+        assert due(scheduler, scheduler.slots.listener.plays_until_s[0] - FRAME_S / 2) == [({0: (i, 1)}, 1)]
     deliver(scheduler, {0: 1}, scheduler.handed_s[0] + 0.002)
     report(scheduler, {0: 107})
-    assert due(scheduler, scheduler.plays_until_s[0] - 1.1 * FRAME_S) == []
-    assert due(scheduler, scheduler.plays_until_s[0] - 0.9 * FRAME_S) == [({0: (106, 1)}, 1)]
+    assert due(scheduler, scheduler.slots.listener.plays_until_s[0] - 1.1 * FRAME_S) == []
+    assert due(scheduler, scheduler.slots.listener.plays_until_s[0] - 0.9 * FRAME_S) == [({0: (106, 1)}, 1)]
 
 
 def test_a_first_window_in_flight_is_followed_up_at_once():
@@ -498,7 +505,7 @@ def test_windows_of_listeners_who_have_time_are_spread_over_turns():
     while launches := due(scheduler, 3.35):
         turns += [list(slots) for slots, _ in launches]
     assert turns == [[6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
-    for policy in (Policy.THROUGHPUT, Policy.FIFO):
+    for policy in (Throughput(), Fifo()):
         scheduler = speaking(num_slots=20, policy=policy)
         report(scheduler, dict.fromkeys(range(20), 25))
         [(slots, _)] = due(scheduler, 0.0)
@@ -543,7 +550,7 @@ def test_what_the_lookahead_holds_back_goes_when_the_slot_is_done():
 
 
 def test_full_windows_count_behind_the_lookahead():
-    scheduler = speaking(policy=Policy.THROUGHPUT, sizes=(4, 25), context=10)
+    scheduler = speaking(policy=Throughput(), sizes=(4, 25), context=10)
     report(scheduler, {0: 34})
     assert due(scheduler, 1e6) == []
     report(scheduler, {0: 36})
@@ -569,10 +576,10 @@ def test_a_delivery_after_the_end_is_an_underrun_and_playback_goes_on_from_there
     report(scheduler, {0: 52}, done=[0])
     scheduler.take_due_windows(5.0)
     deliver(scheduler, {0: 1}, 4.0)
-    assert scheduler.num_underruns[0] == 0
+    assert scheduler.slots.listener.num_underruns[0] == 0
     deliver(scheduler, {0: 1}, 5.0)
-    assert scheduler.num_underruns[0] == 1
-    assert scheduler.plays_until_s[0] == pytest.approx(5.0 + FRAME_S)
+    assert scheduler.slots.listener.num_underruns[0] == 1
+    assert scheduler.slots.listener.plays_until_s[0] == pytest.approx(5.0 + FRAME_S)
 
 
 def test_finished_is_done_and_wholly_delivered():
@@ -607,22 +614,24 @@ def test_a_reused_slot_starts_anew():
     report(scheduler, {0: 60}, done=[0])
     scheduler.take_due_windows(9.0)
     deliver(scheduler, {0: 4}, 9.0)
-    assert scheduler.num_underruns[0] == 1
+    assert scheduler.slots.listener.num_underruns[0] == 1
     scheduler.close(0)
     scheduler.open(0, prompt_tokens=3)
-    assert scheduler.num_underruns[0] == 0
+    assert scheduler.slots.listener.num_underruns[0] == 0
     assert scheduler.next_chunks() == [Chunk(0, 0, 3, is_last=True)]
     scheduler.record_prefill(Chunk(0, 0, 3, is_last=True))
     assert scheduler.decoding_slots().tolist() == [0]
     report(scheduler, {0: 1})
     assert due(scheduler, 9.1) == [({0: (0, 1)}, 1)]
     deliver(scheduler, {0: 1}, 9.1)
-    assert scheduler.num_underruns[0] == 0 and scheduler.underruns == 1  # of everybody since the start
-    assert scheduler.plays_until_s[0] == pytest.approx(9.1 + FRAME_S)
+    assert (
+        scheduler.slots.listener.num_underruns[0] == 0 and scheduler.num_underruns == 1
+    )  # of everybody since the start
+    assert scheduler.slots.listener.plays_until_s[0] == pytest.approx(9.1 + FRAME_S)
 
 
 def test_a_slot_closed_while_it_waits_leaves_the_queue():
-    scheduler = Timed(2, Policy.FIFO, WINDOW, FRAME_S)
+    scheduler = Timed(2, Fifo(), WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=1000)
     scheduler.open(1, prompt_tokens=5)
     for chunk in scheduler.next_chunks():
@@ -632,7 +641,7 @@ def test_a_slot_closed_while_it_waits_leaves_the_queue():
 
 
 def test_broken_promises_are_told_with_both_values():
-    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler = Timed(2, Streaming(), WINDOW, FRAME_S)
     scheduler.open(0, prompt_tokens=8)
     with pytest.raises(AssertionError, match="slot 0 is opened, but it is in use"):
         scheduler.open(0, prompt_tokens=8)
@@ -648,21 +657,21 @@ def test_broken_promises_are_told_with_both_values():
     with pytest.raises(AssertionError, match=r"slots \[0\]: \[1\] frames delivered, \[0\] rendered"):
         deliver(scheduler, {0: 1}, 0.0)
     with pytest.raises(AssertionError, match="ascending frame counts expected"):
-        Timed(1, Policy.STREAMING, Window((4, 1)), FRAME_S)
+        Timed(1, Streaming(), Window((4, 1)), FRAME_S)
     with pytest.raises(AssertionError, match="a lookahead of -1 frames"):
-        Timed(1, Policy.STREAMING, Window(SIZES, lookahead=-1), FRAME_S)
+        Timed(1, Streaming(), Window(SIZES, lookahead=-1), FRAME_S)
 
 
 def test_a_prompt_that_shared_pages_hold_wholly_speaks_at_once():
-    scheduler = Timed(2, Policy.STREAMING, WINDOW, FRAME_S)
+    scheduler = Timed(2, Streaming(), WINDOW, FRAME_S)
     scheduler.open(1, prompt_tokens=8, skip=8)
     assert scheduler.next_chunks() == []
     assert scheduler.decoding_slots().tolist() == [1]
 
 
 def test_policies_have_names():
-    assert Policy.named("streaming") is Policy.STREAMING
-    assert Policy.named("throughput") is Policy.THROUGHPUT
+    assert Policy.named("streaming") == Streaming()
+    assert Policy.named("throughput") == Throughput()
     with pytest.raises(ValueError, match="policy 'fast' is unknown; there are: streaming, throughput, fifo"):
         Policy.named("fast")
 
@@ -671,7 +680,7 @@ def test_policies_have_names():
 
 
 def test_throughput_renders_full_windows_and_the_rest_at_the_end():
-    scheduler = speaking(policy=Policy.THROUGHPUT)
+    scheduler = speaking(policy=Throughput())
     report(scheduler, {0: 24})
     assert due(scheduler, 0.0) == []
     report(scheduler, {0: 27})
@@ -708,7 +717,7 @@ def bytecodes_of_a_turn(num_slots: int) -> int:
                 render.slots, render.count, given_s, render.is_last, render.handed_s, now
             )
         scheduler.finished_slots()
-        return scheduler.num_delivered.tolist()
+        return scheduler.slots.tape.num_delivered.tolist()
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -741,10 +750,10 @@ class Server:
         prefill_s=0.015,
         render_s=0.004,
         context=0,
-        prefill_turns=1,
+        prefill_interval=1,
     ):
         window = Window(sizes, lookahead=context, left=context)
-        self.scheduler = Timed(num_slots, policy, window, FRAME_S, prefill_turns=prefill_turns)
+        self.scheduler = Timed(num_slots, policy, window, FRAME_S, prefill_interval=prefill_interval)
         self.step_s, self.prefill_s, self.render_s = step_s, prefill_s, render_s
         self.now = 0.0
         self.frames = np.zeros(num_slots, int)  # on the device's tape
@@ -764,7 +773,7 @@ class Server:
         """arrivals: (time, slot, prompt positions, frames), by time. Until all have been heard to the end."""
         arrivals = list(arrivals)
         stepped, in_flight = np.zeros(0, int), []
-        while arrivals or self.scheduler.is_open.any():
+        while arrivals or self.scheduler.slots.is_occupied.any():
             while arrivals and arrivals[0][0] <= self.now:
                 _, slot, prompt_tokens, num_frames = arrivals.pop(0)
                 self.open(slot, prompt_tokens, num_frames)
@@ -787,9 +796,9 @@ class Server:
                 self.hear(render)
             stepped, in_flight = launch, renders
             for slot in self.scheduler.finished_slots():
-                self.underruns += self.scheduler.num_underruns[slot]
+                self.underruns += self.scheduler.slots.listener.num_underruns[slot]
                 self.scheduler.close(slot)
-            stepped = stepped[self.scheduler.is_open[stepped]]
+            stepped = stepped[self.scheduler.slots.is_occupied[stepped]]
 
     def hear(self, render):
         for slot, start, count in zip(render.slots, render.start, render.count, strict=True):
@@ -798,7 +807,7 @@ class Server:
             assert 1 <= count <= render.frames
             # of what is heard, and the lookahead behind it is on the tape by now, unless the tape ends before
             end = start + count
-            assert self.frames[slot] >= min(end + self.scheduler.window.lookahead, self.total[slot])
+            assert self.frames[slot] >= min(end + self.scheduler.shapes.window.lookahead, self.total[slot])
             self.heard[slot].append((int(start), int(count), render.frames))
         given_s = render.count * FRAME_S
         self.scheduler.record_delivery(
@@ -813,7 +822,7 @@ def crowd(num, every_s, rng):
 @pytest.mark.parametrize("window", [(1, 4, 25), (1, 2), (4, 10), (3,)])
 @pytest.mark.parametrize("every_s", [0.0, 0.05, 0.4])
 def test_sixteen_listeners_hear_no_gap_when_the_model_is_fast_enough(window, every_s):
-    server = Server(16, Policy.STREAMING, window)
+    server = Server(16, Streaming(), window)
     arrivals = crowd(16, every_s, random.Random(3))
     server.run(arrivals)
     assert server.underruns == 0
@@ -821,7 +830,7 @@ def test_sixteen_listeners_hear_no_gap_when_the_model_is_fast_enough(window, eve
         assert sum(count for _, count, _ in server.heard[slot]) == num_frames
 
 
-@pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [Streaming(), Throughput()], ids=lambda policy: policy.name)
 def test_sixteen_listeners_of_a_renderer_that_looks_ahead(policy):
     """Whoever is shorter than the lookahead is heard whole too."""
     server, rng = Server(16, policy, (4, 25), context=10), random.Random(3)
@@ -836,7 +845,7 @@ def test_sixteen_listeners_of_a_renderer_that_looks_ahead(policy):
 
 
 def test_a_model_slower_than_time_is_told_by_the_underruns():
-    server = Server(16, Policy.STREAMING, step_s=0.1)
+    server = Server(16, Streaming(), step_s=0.1)
     server.run(crowd(16, 0.05, random.Random(3)))
     assert server.underruns > 16
     # no small ones for ever
@@ -844,7 +853,7 @@ def test_a_model_slower_than_time_is_told_by_the_underruns():
 
 
 def test_first_audio_comes_soon_while_fifteen_others_play():
-    server = Server(16, Policy.STREAMING)
+    server = Server(16, Streaming())
     server.run([(0.0, slot, 300, 400) for slot in range(15)] + [(3.0, 15, 300, 20)])
     assert server.underruns == 0
     assert server.first_s[15] < 0.12  # two turns of prefill, one of report, one of the renderer
@@ -852,7 +861,7 @@ def test_first_audio_comes_soon_while_fifteen_others_play():
 
 
 def test_a_fast_model_reaches_the_largest_window():
-    server = Server(1, Policy.STREAMING)
+    server = Server(1, Streaming())
     server.run([(0.0, 0, 10, 400)])
     shapes = [frames for _, _, frames in server.heard[0]]
     assert shapes[0] == 1 and shapes.count(25) > 10
@@ -860,7 +869,7 @@ def test_a_fast_model_reaches_the_largest_window():
 
 
 def test_a_throughput_server_renders_full_windows_until_the_end():
-    server = Server(16, Policy.THROUGHPUT)
+    server = Server(16, Throughput())
     arrivals = crowd(16, 0.05, random.Random(5))
     server.run(arrivals)
     for _, slot, _, num_frames in arrivals:
@@ -872,13 +881,13 @@ def test_a_throughput_server_renders_full_windows_until_the_end():
         )
 
 
-@pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("prefill_turns", [1, 3])
+@pytest.mark.parametrize("policy", [Streaming(), Throughput()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("prefill_interval", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed, prefill_turns):
+def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed, prefill_interval):
     rng = random.Random(seed)
     sizes, step_s = rng.choice([(1, 4, 25), (2, 7), (5,)]), rng.choice([0.005, 0.05, 0.09])
-    server = Server(4, policy, sizes, step_s, prefill_turns=prefill_turns)
+    server = Server(4, policy, sizes, step_s, prefill_interval=prefill_interval)
     for _ in range(3):
         arrivals = [
             (server.now + rng.random(), slot, rng.randrange(1, 900), rng.randrange(1, 120))
@@ -887,7 +896,7 @@ def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed, prefil
         server.run(sorted(arrivals))
         for _, slot, _, num_frames in arrivals:
             assert sum(count for _, count, _ in server.heard[slot]) == num_frames
-    assert not server.scheduler.is_open.any() and not server.scheduler.waiting
+    assert not server.scheduler.slots.is_occupied.any() and not server.scheduler.slots.prompt.queue
 
 
 # grids, held samples, growing pasts
@@ -895,7 +904,7 @@ def test_any_mix_of_requests_in_reused_slots_is_heard_whole(policy, seed, prefil
 
 def test_a_window_ends_on_the_grid_which_the_prompt_may_shift():
     scheduler = speaking(sizes=(5, 10), grid=5, slots=())
-    scheduler.latency_s = 0.01
+    scheduler.timing.latency_s = 0.01
     scheduler.open(0, prompt_tokens=0, grid_offset=3)
     report(scheduler, {0: 2})
     assert due(scheduler, 0.0) == []  # the first point of the grid is frame 3
@@ -906,7 +915,7 @@ def test_a_window_ends_on_the_grid_which_the_prompt_may_shift():
     assert due(scheduler, 0.0) == [({0: (3, 10)}, 10)]
     report(scheduler, {0: 21}, done=[0])
     assert due(scheduler, 0.0) == [({0: (13, 8)}, 10)]  # the end of the speech is no point of the grid
-    assert scheduler.is_flushed[0]
+    assert scheduler.slots.tape.is_end_rendered[0]
 
 
 @pytest.mark.parametrize(
@@ -930,7 +939,11 @@ def test_a_first_stretch_that_is_played_before_the_next_is_there_waits_for_it(
     offset, turn_s, latency_s, hold_s, first
 ):
     scheduler = speaking(sizes=(5, 10), grid=5, slots=())
-    scheduler.turn_s, scheduler.latency_s, scheduler.hold_s = turn_s, latency_s, hold_s
+    scheduler.timing.iteration_s, scheduler.timing.latency_s, scheduler.timing.hold_s = (
+        turn_s,
+        latency_s,
+        hold_s,
+    )
     scheduler.open(0, prompt_tokens=0, grid_offset=offset)
     for ready in range(1, first):
         report(scheduler, {0: ready})
@@ -940,7 +953,7 @@ def test_a_first_stretch_that_is_played_before_the_next_is_there_waits_for_it(
 
 
 def test_fifo_has_even_windows_on_a_grid_too():
-    scheduler = speaking(policy=Policy.FIFO, sizes=(5, 10), grid=5, slots=())
+    scheduler = speaking(policy=Fifo(), sizes=(5, 10), grid=5, slots=())
     scheduler.open(0, prompt_tokens=0, grid_offset=3)
     report(scheduler, {0: 7})
     assert due(scheduler, 0.0) == []
@@ -995,12 +1008,12 @@ def test_the_listener_plays_seconds_not_frames():
     due(scheduler, 0.0)
     given_s, is_last = np.array([3 * FRAME_S]), np.array([False])
     scheduler.record_delivery(np.array([0]), np.array([4]), given_s, is_last, 0.0, 1.0)
-    assert scheduler.plays_until_s[0] == pytest.approx(1.0 + 3 * FRAME_S)
+    assert scheduler.slots.listener.plays_until_s[0] == pytest.approx(1.0 + 3 * FRAME_S)
 
 
 def test_launches_are_grouped_by_the_length_of_what_was_spoken():
     scheduler = speaking(num_slots=3, sizes=(4,), lengths=(8, 64))
-    scheduler.num_rendered[:] = scheduler.num_delivered[:] = [4, 8, 40]
+    scheduler.slots.tape.num_rendered[:] = scheduler.slots.tape.num_delivered[:] = [4, 8, 40]
     report(scheduler, {0: 8, 1: 12, 2: 44})
     renders = scheduler.take_due_windows(0.0)
     assert [(render.slots.tolist(), render.frames, render.length) for render in renders] == [
@@ -1012,19 +1025,19 @@ def test_launches_are_grouped_by_the_length_of_what_was_spoken():
 # windows that follow from frame numbers alone
 
 
-@pytest.mark.parametrize("policy", [Policy.STREAMING, Policy.THROUGHPUT], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [Streaming(), Throughput()], ids=lambda policy: policy.name)
 def test_pinned_windows_do_not_depend_on_the_clock(policy):
     """However often it is asked, and whenever."""
 
     def windows(seed: int) -> list[tuple[int, int, int]]:
         rng, scheduler, cuts, now = random.Random(seed), Timed(1, policy, WINDOW, FRAME_S), [], 0.0
-        scheduler.open(0, prompt_tokens=0, is_pinned=True)
+        scheduler.open(0, prompt_tokens=0, listener=Listener(is_reproducible=True))
         ready = 0
         while not scheduler.finished_slots().size:
             ready, now = min(ready + rng.randrange(4), 83), now + rng.choice([0.01, 0.1, 3.0])
             report(scheduler, {0: ready}, done=[0] if ready == 83 else ())
             for render in scheduler.take_due_windows(now):
-                assert render.is_pinned
+                assert render.is_reproducible
                 cuts.append((int(render.start[0]), int(render.count[0]), render.frames))
                 deliver(scheduler, {0: int(render.count[0])}, now)
         return cuts
@@ -1037,20 +1050,20 @@ def test_pinned_windows_do_not_depend_on_the_clock(policy):
 def test_a_fast_listener_has_played_it_sooner(speed, heard_frames):
     """And a slow one later, so that others go first; a slot's next tenant has a speed of its own."""
     scheduler = speaking(slots=())
-    scheduler.open(0, prompt_tokens=0, unread_frames=0, speed=speed)
+    scheduler.open(0, prompt_tokens=0, listener=Listener(is_metered=True, speed=speed))
     report(scheduler, {0: 25})
     for launch in iter(lambda: due(scheduler, 0.0), []):
         deliver(scheduler, {0: launch[0][0][0][1]}, 0.0)
-    assert scheduler.plays_until_s[0] == pytest.approx(heard_frames * FRAME_S)
-    assert scheduler.ahead_s(0.0)[0] == pytest.approx(heard_frames * FRAME_S)
-    assert scheduler.ahead_s(100.0)[0] == pytest.approx(heard_frames * FRAME_S)  # it was not taken
-    scheduler.read(0, 25, 100.0)
-    assert scheduler.ahead_s(100.0)[0] <= 0
+    assert scheduler.slots.listener.plays_until_s[0] == pytest.approx(heard_frames * FRAME_S)
+    assert scheduler.buffered_s(0.0)[0] == pytest.approx(heard_frames * FRAME_S)
+    assert scheduler.buffered_s(100.0)[0] == pytest.approx(heard_frames * FRAME_S)  # it was not taken
+    scheduler.consume(0, 25, 100.0)
+    assert scheduler.buffered_s(100.0)[0] <= 0
     scheduler.close(0)
     scheduler.open(0, prompt_tokens=0)
     report(scheduler, {0: 1})
     deliver(scheduler, {0: due(scheduler, 0.0)[0][0][0][1]}, 0.0)
-    assert scheduler.plays_until_s[0] == pytest.approx(FRAME_S)
+    assert scheduler.slots.listener.plays_until_s[0] == pytest.approx(FRAME_S)
 
 
 # text that arrives while the model speaks
@@ -1062,7 +1075,7 @@ def test_a_slot_without_text_is_in_no_launch_and_what_it_has_spoken_is_heard():
     for _ in range(2):
         assert scheduler.decoding_slots().tolist() == [0, 1]
         scheduler.record_step(np.array([0, 1]))
-    assert scheduler.decoding_slots().tolist() == [1] and scheduler.is_starved.tolist() == [True, False]
+    assert scheduler.decoding_slots().tolist() == [1] and scheduler.slots.is_starved.tolist() == [True, False]
     report(scheduler, {0: 2, 1: 2})
     assert due(scheduler, 0.0) == [({0: (0, 2)}, 4)]  # the other one waits for the smallest shape
     scheduler.feed(0, 1)
@@ -1090,7 +1103,7 @@ def test_nothing_is_to_be_done_while_all_wait_for_text():
 
 def test_prompts_may_be_cut_at_equal_lengths_whoever_else_waits():
     def cuts(*prompts: int) -> list[tuple[int, int]]:
-        scheduler = Timed(3, replace(Policy.STREAMING, prefill_tokens=50), WINDOW, FRAME_S, chunk_tokens=32)
+        scheduler = Timed(3, Streaming(prefill_tokens=50), WINDOW, FRAME_S, chunk_tokens=32)
         for slot, tokens in enumerate(prompts):
             scheduler.open(slot, tokens, skip=32 if slot == 0 else 0)
         last = []

@@ -19,9 +19,12 @@ from toy import HUM, Toy
 
 import zoo
 from compile_cache.strategy import Whole
-from serving.engine.engine import MAX_PASSED, Engine, Finished, Full, usual_kv_bytes
-from serving.engine.prepare_for_host import cache_place, cached, prepare_for_host
-from serving.engine.runner import PAGE_TOKENS, Arena, Runner, common_page_bytes, row_bytes, token_bytes
+from serving.engine.device.arena import PAGE_TOKENS, Arena, common_page_bytes, row_bytes, token_bytes
+from serving.engine.device.prepare_for_host import cache_place, cached, prepare_for_host
+from serving.engine.device.runner import Runner
+from serving.engine.engine import Engine, Finished, Full
+from serving.engine.memory.memory_plan import usual_kv_bytes
+from serving.engine.schedule.numbers import MAX_SKIPS
 from zoo.contract import KV, Request
 
 # a row of 80 bytes beside the hum's 64, and 480 bytes a position beside 256
@@ -224,7 +227,7 @@ def test_who_lacks_pages_is_passed_by_another_models_requests_a_bounded_number_o
         both.turn()
         late += speak(both, small[:1])
         passed = sum(bool(holder(both, listener) or listener.end) for listener in late)
-        assert passed <= MAX_PASSED or holder(both, large)
+        assert passed <= MAX_SKIPS or holder(both, large)
         turns += 1
         assert turns < 100, "overtaken for ever"
     assert turns > 5 and all(listener.end for listener in early[:2])
@@ -356,7 +359,7 @@ def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     """And the largest says how many threads all have."""
     sized: list[zoo.Family] = []
     monkeypatch.setattr("compile_cache.threads.set_num_threads", sized.append)
-    monkeypatch.setattr("serving.engine.prepare_for_host.kernels.build", lambda: None)
+    monkeypatch.setattr("serving.engine.device.prepare_for_host.kernels.build", lambda: None)
     monkeypatch.setattr(Runner, "take_step", lambda runner, entry, batch: entered.append(entry.directory))
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path))
     small, large = Toy(), Toy(kv=BUZZ)
@@ -365,7 +368,7 @@ def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     entered: list[Path] = []
     backend = partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(
-        "serving.engine.runner.lower", lambda verb, how: backend(verb) if how == Whole() else verb
+        "serving.engine.device.lowered.lower", lambda verb, how: backend(verb) if how == Whole() else verb
     )
     for _ in range(2):
         Engine({"small": small, "large": large}).warm(lambda *_: None, cached)
@@ -380,7 +383,7 @@ def test_nothing_compiles_once_all_are_warm(monkeypatch):
     torch._dynamo.reset()
     lower = partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(
-        "serving.engine.runner.lower", lambda verb, how: lower(verb) if how == Whole() else verb
+        "serving.engine.device.lowered.lower", lambda verb, how: lower(verb) if how == Whole() else verb
     )
     families = {"hum": Toy(seed=1), "buzz": Toy(seed=2, kv=BUZZ)}
     both = Engine(families, compile=True, report_lag=0, clock=Clock())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.engine.engine import Failed, Finished
+from serving.engine.listener import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request
 
@@ -23,7 +24,9 @@ def submit(room: Simulation, seed: int, frames: int = 600, is_metered: bool = Tr
     request = Request(text="x" * 20, seed=seed, max_frames=frames)
     heard = Heard(room.clock.now_s)
     room.heard.append(heard)
-    place = room.engine.accept(f"{seed}", lambda event: room.hear(heard, event), is_metered=is_metered)
+    place = room.engine.accept(
+        f"{seed}", lambda event: room.hear(heard, event), listener=Listener(is_metered=is_metered)
+    )
     room.engine.prepare(place, lambda: request)
     return heard
 
@@ -39,7 +42,7 @@ def test_who_does_not_read_is_held_back_and_then_left(room):
     run(room, 15.0)
     assert UNREAD_S <= heard.audio_s < UNREAD_S + 2 * LARGEST_S and heard.end is None
     assert room.engine.stats()["models"]["simulated"]["held"] == 1
-    held_s = float(room.model.scheduler.held_s.min())
+    held_s = float(room.model.scheduler.slots.listener.backpressure_since_s.min())
     assert room.engine._stalls_in_s() == pytest.approx(held_s + STALL_S - room.clock.now_s, abs=0.01)
     run(room, held_s + STALL_S - 0.5)
     assert heard.end is None
@@ -54,11 +57,11 @@ def test_who_reads_on_goes_on_and_hears_all(room):
     while heard.end is None:
         run(room, room.clock.now_s + 8.0)
         made = round(heard.audio_s / 0.08)
-        room.engine.heard("0", made - taken)  # every eight seconds, all there is
+        room.engine.consume("0", made - taken)  # every eight seconds, all there is
         taken = made
         assert room.clock.now_s < 200
     assert isinstance(heard.end, Finished) and heard.audio_s == pytest.approx(48)
-    assert room.model.scheduler.underruns == 0  # the delay was the listener's own
+    assert room.model.scheduler.num_underruns == 0  # the delay was the listener's own
 
 
 def test_a_slow_reader_is_served_at_its_own_pace(room):
@@ -67,7 +70,7 @@ def test_a_slow_reader_is_served_at_its_own_pace(room):
     for second in range(1, 200):
         run(room, float(second))
         frames = min(round(heard.audio_s / 0.08) - taken, 6)
-        room.engine.heard("0", frames)
+        room.engine.consume("0", frames)
         taken += frames
         assert (heard.audio_s / 0.08 - taken) * 0.08 < UNREAD_S + 2 * LARGEST_S
     assert isinstance(heard.end, Finished)
@@ -79,7 +82,7 @@ def test_slow_readers_slow_nobody(room):
     for seed in range(3):
         submit(room, seed)
     run(room, 10.0)
-    assert room.model.scheduler.is_held.sum() == 3
+    assert room.model.scheduler.slots.listener.has_backpressure.sum() == 3
     before_s = room.clock.now_s
     heard = submit(room, 9, frames=100, is_metered=False)
     run(room, before_s + 5.0)

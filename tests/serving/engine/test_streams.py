@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from serving.engine.streams import ALIGNED, parts
+from serving.engine.device.streams import ALIGNED, parts
 
 
 def packed(fields):

@@ -12,12 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.engine import admission
-from serving.engine import scheduler as scheduling
-from serving.engine.engine import MAX_PASSED, Audio, Event, Failed, Finished, Full
-from serving.engine.policy import AGEING, Policy
-from serving.engine.runner import PAGE_TOKENS, token_bytes
-from serving.engine.scheduler import Scheduler
+from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.engine import Audio, Event, Failed, Finished, Full
+from serving.engine.listener import Listener
+from serving.engine.schedule import admission
+from serving.engine.schedule import policy as policies
+from serving.engine.schedule.admission import IterationLoad
+from serving.engine.schedule.numbers import AGEING_TOKENS, MAX_SKIPS
+from serving.engine.schedule.policy import Streaming
+from serving.engine.schedule.scheduler import Scheduler
 from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice, poisson
 from zoo.contract import Request, Window
 
@@ -112,10 +115,8 @@ class Room:
             place = self.engine.accept(
                 f"{index}",
                 deliver,
+                listener=Listener(speed=one.speed, is_flexible=one.is_flex, is_metered=one.reads < 1),
                 text_bytes=one.size,
-                is_metered=one.reads < 1,
-                is_flex=one.is_flex,
-                speed=one.speed,
             )
         except Full as full:
             one.heard.end = full
@@ -156,7 +157,7 @@ class Room:
             given = sum(event.frames for event in one.events if isinstance(event, Audio))
             taken = min(given, int(one.reads * (now_s - one.heard.first_s) / FRAME_S))
             if taken > one.num_read:
-                self.engine.heard(f"{index}", taken - one.num_read)
+                self.engine.consume(f"{index}", taken - one.num_read)
                 one.num_read = taken
 
 
@@ -169,15 +170,23 @@ def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
     engine, model, pages = room.engine, room.model, room.engine.pages
 
     def look() -> None:
-        held = [page for job in model.running.values() for lane in job.pages for page in lane]
+        held = [page for job in model.running.values() for lane in job.pages.lanes for page in lane]
         assert pages.free + len(set(held)) == pages.num_pages
         assert all(pages._references[page] == held.count(page) for page in set(held))
         assert engine.paging.uncommitted >= 0
-        saved = sum(sum(model._written_pages(job)) for job in model.running.values() if job.saved is not None)
+        saved = sum(
+            sum(model.pages.num_written(job)) for job in model.running.values() if job.pages.saved is not None
+        )
         assert saved <= engine.paging.max_saved
-        assert len(model.running) + len(model.free_slots) + len(model.leaving) == model.runner.num_slots
+        assert (
+            len(model.running) + len(model.tenants.free) + len(model.tenants.leaving)
+            == model.runner.num_slots
+        )
         for is_flex in (False, True):
-            assert sum(place.is_flex == is_flex for place in model.line.values()) <= MAX_WAITING
+            assert (
+                sum(place.listener.is_flexible == is_flex for place in model.queue.requests.values())
+                <= MAX_WAITING
+            )
 
     room.run(all_asked, look)
     for one in all_asked:
@@ -194,13 +203,19 @@ def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
                 assert frames == spoken == one.frames
             case Failed(code=code):
                 assert code == "stalled" and one.reads < 1
-    assert not engine.num_requests and not model.line and not model.running and not engine._known
+    assert (
+        not engine.num_requests and not model.queue.requests and not model.running and not engine.intake.known
+    )
     assert (
         pages.free == pages.num_pages
         and engine.paging.uncommitted == pages.num_pages + engine.paging.max_saved
     )
-    assert sorted(model.free_slots) == list(range(model.runner.num_slots)) and not model.leaving
-    assert not model.scheduler.is_open.any() and not model.scheduler.waiting and not engine._reference_bytes
+    assert sorted(model.tenants.free) == list(range(model.runner.num_slots)) and not model.tenants.leaving
+    assert (
+        not model.scheduler.slots.is_occupied.any()
+        and not model.scheduler.slots.prompt.queue
+        and not engine.intake.reference_bytes
+    )
 
 
 @EXAMPLES
@@ -224,14 +239,14 @@ def test_nobody_hears_a_gap_where_every_turn_is_short_enough(slots, is_async, ar
         turn_s=0.8 * worst_s,
     )
     room = Room(slots, 2000, 0, "streaming", is_async, None, cost)
-    room.engine.max_waiting = len(arrivals)
+    room.engine.limits.max_waiting = len(arrivals)
     all_asked = [Asked(at_s, size, frames, speed=speed) for at_s, size, frames, speed in arrivals]
     room.run(all_asked)
     for one in all_asked:
         assert isinstance(one.heard.end, Finished) and one.heard.end.frames == one.frames
         if one.speed == 1:  # what `Heard` plays at
             assert one.heard.late_s <= 1e-9
-    assert room.model.scheduler.underruns == 0
+    assert room.model.scheduler.num_underruns == 0
 
 
 @EXAMPLES
@@ -241,9 +256,9 @@ def test_nobody_hears_a_gap_where_every_turn_is_short_enough(slots, is_async, ar
     st.lists(st.tuples(st.floats(0, 6), st.integers(1, 40), st.integers(1, 30)), max_size=60),
 )
 def test_a_large_head_is_passed_a_bounded_number_of_times(pages, slots, small):
-    """It needs nearly all pages, and small ones keep coming: MAX_PASSED of them go before it, and it is next."""
+    """It needs nearly all pages, and small ones keep coming: MAX_SKIPS of them go before it, and it is next."""
     room = Room(slots, pages, 0, "streaming", False, None, guard=2.0)
-    room.engine.max_waiting = 100
+    room.engine.limits.max_waiting = 100
     positions = (pages - 2) * PAGE_TOKENS
     first = [Asked(0.0, 30, 60) for _ in range(slots - 1)]
     head = Asked(0.01, positions // 2, positions // 4)
@@ -252,7 +267,7 @@ def test_a_large_head_is_passed_a_bounded_number_of_times(pages, slots, small):
     for one in (*first, head, *later):
         assert isinstance(one.heard.end, Finished) and one.heard.end.frames == one.frames
     before = room.admitted[: room.admitted.index(len(first))]
-    assert len([index for index in before if index > len(first)]) <= MAX_PASSED
+    assert len([index for index in before if index > len(first)]) <= MAX_SKIPS
 
 
 @EXAMPLES
@@ -263,18 +278,18 @@ def test_a_large_head_is_passed_a_bounded_number_of_times(pages, slots, small):
     st.integers(0, 30),
 )
 def test_a_prompt_is_passed_by_shorter_ones_for_a_bounded_number_of_turns(slots, size, others, begins):
-    """Whatever comes, every turn, into all other slots: it counts as AGEING positions shorter each turn, so whoever came so
+    """Whatever comes, every turn, into all other slots: it counts as AGEING_TOKENS positions shorter each turn, so whoever came so
     much later that it is not the shorter one goes behind it."""
-    order = Scheduler(slots, Policy.STREAMING, Window((1, 4, 25)), FRAME_S)
+    order = Scheduler(slots, Streaming(), Window((1, 4, 25)), FRAME_S)
     filled = turns = 0
     while filled < size:
         if turns == begins:
             order.open(0, size)
         for slot in range(1, slots):
-            if not order.is_open[slot]:
+            if not order.slots.is_occupied[slot]:
                 order.open(slot, others[turns % len(others)])
         chunks = order.next_chunks()
-        assert sum(chunk.stop - chunk.start for chunk in chunks) <= Policy.STREAMING.prefill_tokens
+        assert sum(chunk.stop - chunk.start for chunk in chunks) <= Streaming().prefill_tokens
         for chunk in chunks:
             order.record_prefill(chunk)
             if chunk.slot == 0:
@@ -284,7 +299,7 @@ def test_a_prompt_is_passed_by_shorter_ones_for_a_bounded_number_of_turns(slots,
         turns += 1
         assert turns < 10_000
     in_slots = (slots - 1) * max(others)
-    assert turns <= begins + size / AGEING + (in_slots + size) / Policy.STREAMING.prefill_tokens + 3
+    assert turns <= begins + size / AGEING_TOKENS + (in_slots + size) / Streaming().prefill_tokens + 3
 
 
 def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
@@ -305,7 +320,7 @@ def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
 
     def submit(index: int, one: Asked) -> None:
         plain(room, index, one)
-        deliver = room.model.line[f"{index}"].deliver
+        deliver = room.model.queue.requests[f"{index}"].deliver
 
         def note(event: Event) -> None:
             if isinstance(event, Audio):
@@ -313,8 +328,8 @@ def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
                 given[-1].append(slot)
             deliver(event)
 
-        [job] = room.engine._inbox
-        job.deliver = note
+        [job] = room.engine.inbox.news.jobs
+        job.request.deliver = note
 
     room.submit = submit
     room.run([Asked(0.02 * i, 10, 120) for i in range(12)], look=lambda: turns.append(len(rendered)))
@@ -329,8 +344,8 @@ def test_first_audio_lasts_until_there_is_more_where_turns_are_long(monkeypatch)
         render_s=lambda rows, frames: 0.004 * rows + 0.0025 * rows * frames,
     )
     late = []
-    for turns in (0, scheduling.FIRST_TURNS):
-        monkeypatch.setattr(scheduling, "FIRST_TURNS", turns)
+    for turns in (0, policies.FIRST_WINDOW_ITERATIONS):
+        monkeypatch.setattr(policies, "FIRST_WINDOW_ITERATIONS", turns)
         simulation = Simulation(Voice(), cost, settings={"max_slots": 8, "max_ttfa_s": 60.0})
         simulation.run(poisson(0.8, 20.0))  # until it is known what turns take
         begins_s = simulation.clock.now_s
@@ -399,8 +414,8 @@ def at_random(rate: float, count: int, frames: int = 25) -> list[tuple[float, in
 def test_a_launch_that_takes_twice_its_time_is_not_heard(monkeypatch):
     """First audio lasts for more turns than it takes to make the next."""
     late = []
-    for turns in (3, scheduling.FIRST_TURNS):
-        monkeypatch.setattr(scheduling, "FIRST_TURNS", turns)
+    for turns in (3, policies.FIRST_WINDOW_ITERATIONS):
+        monkeypatch.setattr(policies, "FIRST_WINDOW_ITERATIONS", turns)
         heard = asked_at(begun(slow(uneven(0)), 8), at_random(1.6, 150))
         late.append(np.mean([one.late_s > 0 for one in heard]))
     before, now = late
@@ -422,9 +437,9 @@ def test_a_prompt_that_takes_longer_than_a_turn_costs_nobody_a_gap(slots, arriva
 
 def test_prompts_wait_while_somebody_would_run_dry(monkeypatch):
     """They take 120 ms, more than most listeners have in hand."""
-    late, waits = [], Scheduler._waits_for_others
+    late, waits = [], Streaming.delays_prompts
     for waiting in (lambda *_: False, waits):
-        monkeypatch.setattr(Scheduler, "_waits_for_others", waiting)
+        monkeypatch.setattr(Streaming, "delays_prompts", waiting)
         heard = asked_at(begun(replace(slow(), prefill_s=lambda tokens: 0.12), 8), at_random(1.2, 150))
         late.append(np.mean([one.late_s > 0 for one in heard]))
     without, now = late
@@ -438,8 +453,8 @@ def test_windows_that_go_along_leave_time_for_more(monkeypatch):
     cost = replace(
         slow(uneven(1)), render_s=lambda rows, frames: 0.011 + (0.004 if frames == 1 else 0.009) * rows
     )
-    for part in (2.0, scheduling.JOINED):
-        monkeypatch.setattr(scheduling, "JOINED", part)
+    for part in (2.0, policies.BATCHED_PART):
+        monkeypatch.setattr(policies, "BATCHED_PART", part)
         simulation, launches = begun(cost, 8), []
         render = simulation.model.runner.render
 
@@ -459,13 +474,13 @@ def test_estimates_that_nothing_corrects_are_tried(monkeypatch):
     """Turns of two seemed to take twice as long as turns of one, so one speaks at a time: what two take is not seen again unless
     somebody tries, while who speaks has audio in hand."""
     waited = []
-    for turns in (10**9, admission.STALE_TURNS):
-        monkeypatch.setattr(admission, "STALE_TURNS", turns)
+    for turns in (10**9, admission.STALE_ITERATIONS):
+        monkeypatch.setattr(admission, "STALE_ITERATIONS", turns)
         simulation = begun(slow(lambda: 1.25), 8)
         costs = simulation.model.forecaster.costs
         for _ in range(600):
-            costs.record(1, 0, 1, 0.045)
-            costs.record(2, 0, 2, 0.09)
+            costs.record(IterationLoad(1, 0, 1), 0.045)
+            costs.record(IterationLoad(2, 0, 2), 0.09)
         heard = asked_at(simulation, at_random(1.2, 100))
         waited.append(np.median([one.ttfa_s for one in heard[50:]]))
         assert all(isinstance(one.end, Finished) for one in heard)

@@ -183,7 +183,7 @@ class Accented(Toy):
 def test_the_served_form_is_compiled_once(monkeypatch):
     """One warm-up serves all requests, and nothing is compiled after it."""
     monkeypatch.setattr(
-        "serving.engine.runner.lower",
+        "serving.engine.device.lowered.lower",
         lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb,
     )
     torch._dynamo.reset()

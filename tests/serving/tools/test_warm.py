@@ -8,8 +8,8 @@ from toy import Toy
 
 import zoo
 from compile_cache.strategy import Whole
-from serving.engine.engine_process import Options
-from serving.engine.runner import Runner
+from serving.engine.device.runner import Runner
+from serving.engine.options import Options
 from serving.tools.warm import warm
 from zoo.contract import KV
 
@@ -17,7 +17,7 @@ from zoo.contract import KV
 @pytest.mark.compile
 def test_warm_reports_what_it_compiled_for_each_model(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "serving.engine.runner.lower",
+        "serving.engine.device.lowered.lower",
         lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb,
     )
     monkeypatch.setattr(Runner, "take_step", lambda *_: None)

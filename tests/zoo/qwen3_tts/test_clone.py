@@ -17,8 +17,8 @@ from models import Clock, directory, family, serve, write
 
 import zoo
 from compile_cache.strategy import Whole
+from serving.engine.device.arena import PAGE_TOKENS
 from serving.engine.engine import Engine
-from serving.engine.runner import PAGE_TOKENS
 from zoo.contract import AudioClip, Reference, Request, RequestError, View
 from zoo.qwen3_tts import demo
 from zoo.qwen3_tts.prompt import FRAME, MAX_TEXT_TOKENS, SPEAKER
@@ -485,7 +485,7 @@ def test_lowered_clones_equal_eager_ones(monkeypatch):
     def lower(verb, how):
         return torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb
 
-    monkeypatch.setattr("serving.engine.runner.lower", lower)
+    monkeypatch.setattr("serving.engine.device.lowered.lower", lower)
     engine = Engine(BASE, max_slots=3, report_lag=0, clock=Clock())
     engine.warm(lambda progress, stage: None)
     asked = [*requests(), requests()[0]]

@@ -1,5 +1,4 @@
-"""What a runner compiles and records before its first request: everything that a request can need, on the
-spare slot alone."""
+"""Compile and record everything that a request can need before the first one comes, on the spare slot alone."""
 
 from __future__ import annotations
 
@@ -14,17 +13,19 @@ import torch
 from compile_cache.artifacts import Entry
 from compile_cache.lower import any_size
 from compile_cache.strategy import Whole
-from serving.engine.runner import INT, WARM_SLOTS, Runner
-from serving.engine.streams import Stream
+from serving.engine.device.page_table import INT
+from serving.engine.device.runner import Runner
+from serving.engine.device.staging import WARM_SLOTS
+from serving.engine.device.streams import Stream
 from zoo.contract import Batch, View
 
-WARM_S = 3.0  # that sizes of renders may take
+WARM_S = 3.0  # that the sizes of renders may take together
 
 
 @torch.inference_mode()
 def warm(runner: Runner, progress: Callable[[float, str], None], entry: Entry | None = None) -> None:
-    """No slot, page or tape changes. `progress` is told the fraction that is done, and what comes next; `entry` is
-    where compiled code is found, or left."""
+    """Warm a runner; no slot, page or tape changes. progress: is told the fraction that is done, and what
+    comes next. entry: where compiled code is found, or left."""
     lm, renders = runner.streams.lm, runner.streams.renders
     stages: list[tuple[str, Stream, Callable[[], None]]] = [
         ("step", lm, partial(warm_step, runner, entry)),
@@ -45,76 +46,86 @@ def warm(runner: Runner, progress: Callable[[float, str], None], entry: Entry | 
 
 def warm_step(runner: Runner, entry: Entry | None = None) -> None:
     """On a CPU one graph serves every size; on a GPU every size is recorded, the largest first."""
-    runner.kv_lens[runner.spares] = 1
-    for size in sorted(runner.buckets, reverse=True) if runner.is_recorded else [WARM_SLOTS]:
-        batch = runner.batch(runner.stage_step(spare_slots(runner, size))())
-        if runner.lowerings[0] == Whole():
+    runner.kv_lens[runner.table.spares] = 1
+    for size in sorted(runner.sizes.buckets, reverse=True) if runner.is_recorded else [WARM_SLOTS]:
+        batch = runner.staging.batch(runner.staging.step(spare_slots(runner, size))())
+        if runner.lowered.how[0] == Whole():
             mark_sizes(batch, tokens="sequences")
             any_size(runner.state.tensors().values(), 0, "slots")
             if entry is not None and not runner.is_recorded:
-                runner.take_step(entry, batch)
-        runner.step_graphs.record(("step", size), partial(runner.launch_step, batch))
+                runner.lowered.take_step(entry, batch)
+        runner.lowered.step_graphs.record(("step", size), partial(runner.lowered.step, batch))
 
 
 def warm_prefill(runner: Runner) -> None:
     """On a GPU every number of tokens is recorded, the largest first."""
-    room = runner.max_pages * runner.page_tokens
-    for num_tokens in sorted(runner.prefill_tokens, reverse=True) if runner.is_recorded else [3]:
+    room = runner.table.max_pages * runner.page_tokens
+    for num_tokens in sorted(runner.sizes.prefill_tokens, reverse=True) if runner.is_recorded else [3]:
         sequences, own = runner.sequences(spare_slots(runner, 1))[:1], min(num_tokens, room)
         runner.kv_lens[sequences] = own
         owner, positions = np.repeat(sequences, num_tokens), np.arange(num_tokens, dtype=INT) % room
         starts = np.array([0, own], INT)
-        arrive, _ = runner.stage_prefill(sequences, owner, positions, starts)
-        inputs, is_audio = runner.inputs[:num_tokens], runner.is_audio[:num_tokens]
+        arrive, _ = runner.staging.prefill(sequences, owner, positions, starts)
+        inputs, is_audio = runner.staging.inputs[:num_tokens], runner.staging.is_audio[:num_tokens]
         if not runner.is_recorded:
             inputs = torch.zeros(
                 num_tokens, runner.family.spec.width, dtype=runner.family.dtype, device=runner.device
             )
             is_audio = torch.zeros(num_tokens, dtype=torch.bool, device=runner.device)
-        batch = runner.batch(arrive(), is_audio)
-        if runner.lowerings[1] == Whole():
+        batch = runner.staging.batch(arrive(), is_audio)
+        if runner.lowered.how[1] == Whole():
             mark_sizes(batch, tokens="tokens")
             any_size((inputs,), 0, "tokens")
-        runner.step_graphs.record(("prefill", num_tokens), partial(runner.launch_prefill, inputs, batch))
+        runner.lowered.step_graphs.record(
+            ("prefill", num_tokens), partial(runner.lowered.prefill, inputs, batch)
+        )
 
 
 def warm_render(runner: Runner, frames: int, length: int) -> None:
-    sizes = sorted(runner.render_buckets(frames), reverse=True) if runner.is_recorded else [WARM_SLOTS]
+    sizes = sorted(runner.sizes.render_buckets(frames), reverse=True) if runner.is_recorded else [WARM_SLOTS]
     for size in sizes:
         view = nothing_of(runner, size, frames, length)
-        if runner.lowerings[2] == Whole():
+        if runner.lowered.how[2] == Whole():
             any_size((view.slots, view.start, view.count, view.is_last), 0, "batch")
         with tf32(runner.codec == "tf32"):
-            runner.render_graphs.record(("render", size, frames, length), partial(runner.launch_render, view))
+            runner.lowered.render_graphs.record(
+                ("render", size, frames, length), partial(runner.lowered.render, view)
+            )
 
 
 def warm_sizes(runner: Runner) -> None:
-    """A CPU renders any number of rows with the same code, but a size's first launch takes up to three times as long as the next, since
-    the library makes its kernels then: a listener would hear it. As many as there is time for, the smallest first."""
+    """Launch as many sizes of renders as there is time for, the smallest first.
+
+    A CPU renders any number of rows with the same code, but a size's first launch takes up to three times as
+    long as the next, since the library makes its kernels then. A listener would hear that.
+    """
     end_s = time.perf_counter() + WARM_S
     window = runner.family.spec.window
     shapes = [
-        (rows, frames) for frames in window.sizes for rows in range(1, runner.rows_of_launch(frames) + 1)
+        (rows, frames)
+        for frames in window.sizes
+        for rows in range(1, runner.sizes.rows_of_launch(frames) + 1)
     ]
     for rows, frames in sorted(shapes, key=lambda shape: shape[0] * shape[1]):
         if time.perf_counter() >= end_s:
             break
         if rows != WARM_SLOTS:  # the graph's own
-            runner.launch_render(nothing_of(runner, rows, frames, (window.lengths or (0,))[0]))
+            runner.lowered.render(nothing_of(runner, rows, frames, (window.lengths or (0,))[0]))
 
 
 def nothing_of(runner: Runner, rows: int, frames: int, length: int) -> View:
-    """No frame of the spare slot, so many times."""
+    """Return a view of no frame of the spare slot, so many times."""
     nothing = np.zeros(rows, INT)
-    arrive = runner.stage_render(spare_slots(runner, rows), nothing, nothing, nothing.astype(bool), frames)
+    arrive = runner.staging.render(spare_slots(runner, rows), nothing, nothing, nothing.astype(bool), frames)
     return View(**arrive(), frames=frames, length=length)
 
 
 @contextmanager
 def tf32(is_wanted: bool) -> Iterator[None]:
-    """What a GPU records within multiplies fp32 on tensor cores, with ten bits of each factor's fraction. The
-    switches are the process's, so they are only thrown while no request is there."""
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    """Record launches that multiply fp32 on tensor cores, with ten bits of each factor's fraction. The
+    switches are the process's, so they are only thrown while there is no request."""
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    cudnn = torch.backends.cudnn.allow_tf32
     try:
         torch.backends.cuda.matmul.allow_tf32 = is_wanted or matmul
         torch.backends.cudnn.allow_tf32 = is_wanted or cudnn
@@ -124,13 +135,13 @@ def tf32(is_wanted: bool) -> Iterator[None]:
 
 
 def spare_slots(runner: Runner, size: int) -> np.ndarray:
-    """A launch over these writes where nobody reads."""
+    """Return slots that no request reads."""
     return np.full(size, runner.state.spare, INT)
 
 
 def mark_sizes(batch: Batch, tokens: str) -> None:
-    """Which sizes a graph holds for; equal names mean equal sizes. Where launches are recorded the page table
-    has one width, and a prefill one number of sequences."""
+    """Mark the sizes that may vary in a graph; equal names mean equal sizes. Where launches are recorded the
+    page table has one width, and a prefill one number of sequences."""
     any_size((batch.positions, batch.kv_write_index, batch.is_audio), 0, tokens)
     any_size((batch.kv,), 0, "rows")
     any_size((batch.page,), 0, "page")

@@ -1,4 +1,4 @@
-"""What a turn launches."""
+"""What an iteration launches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Render:
     """One launch of the renderer: frames start .. start + count of each slot's tape, in a window of `frames`
     frames.
 
-    handed_s: when it was handed out. length: of the window's length buckets, 0 without them. is_pinned: each
-    row is computed by itself, whoever is beside it.
+    handed_s: when it was launched. length: of the window's length buckets, 0 without them. is_reproducible:
+    each row is computed by itself, whatever is batched with it.
     """
 
     slots: np.ndarray  # [B], ascending
@@ -35,4 +35,4 @@ class Render:
     frames: int
     handed_s: float
     length: int = 0
-    is_pinned: bool = False
+    is_reproducible: bool = False

@@ -21,8 +21,8 @@ KEPT_BYTES, LARGEST_KEPT_BYTES = 1 << 30, 32 << 20  # glibc refuses a larger sec
 
 
 def keep_freed_memory() -> None:
-    """What a render frees stays in the process for the next one, where it is glibc's. Left to itself it goes back to the
-    system, and every page of it is taken, and zeroed, anew: 110,000 in a window of seven streams
+    """What a render frees stays in the process for the next one, where it is glibc's. Left to itself it goes
+    back to the system, and every page of it is taken, and zeroed, anew: 110,000 in a window of seven streams
     of CosyVoice 2 (benchmarks/LOG.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have none
     if mallopt is not None:
@@ -31,9 +31,9 @@ def keep_freed_memory() -> None:
 
 
 def prepare_for_host(*families: Family, compile: bool = True) -> None:
-    """Threads for the largest, matrices laid out for the CPU, kernels of its own, and memory that is kept. Call it once
-    for all of a process, before anything is compiled. Raises ValueError if something is to be compiled and its place cannot be
-    written, or there is no C++ compiler."""
+    """Threads for the largest, matrices laid out for the CPU, kernels of its own, and memory that is kept.
+    Call it once for all of a process, before anything is compiled. Raises ValueError if something is to be
+    compiled and its place cannot be written, or there is no C++ compiler."""
     threads.set_num_threads(
         max(
             families,
@@ -56,8 +56,8 @@ def prepare_for_host(*families: Family, compile: bool = True) -> None:
 
 @contextmanager
 def cached(family: Family) -> Iterator[Entry]:
-    """What is compiled within is this family's, prepared; after a new entry, the cache is pruned. Raises ValueError if
-    its place cannot be written."""
+    """What is compiled within is this family's, prepared; after a new entry, the cache is pruned. Raises
+    ValueError if its place cannot be written."""
     with artifacts.opened(cache_place(family)) as entry:
         yield entry
     if not entry.is_found:
@@ -65,8 +65,8 @@ def cached(family: Family) -> Iterator[Entry]:
 
 
 def cache_place(family: Family) -> Path:
-    """Where the family's compiled code is kept. Nothing in it depends on slots, on memory, on threads, or on the
-    models that it is served with."""
+    """Where the family's compiled code is kept. Nothing in it depends on slots, on memory, on threads, or on
+    the models that it is served with."""
     here = Path(zoo.__file__).parent
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "contract.py")
     # a configuration holds every number that the modules were made with

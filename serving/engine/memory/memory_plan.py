@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compile_cache import limits
-from serving.engine.runner import INT, PAGE_TOKENS, recorded_rows, token_bytes
+from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.device.page_table import INT
+from serving.engine.device.staging import recorded_rows
 from zoo.contract import Batch, Family, State, View
 from zoo.nn import residual
 
@@ -45,8 +47,8 @@ class MemoryPlan:
 def plan(
     family: Family[Any], slots: int, kv_bytes: int | None = None, is_for_cpu: bool = False
 ) -> MemoryPlan:
-    """family: on `meta` or any other device; kv_bytes None: `usual_kv_bytes`; is_for_cpu: with what its kernels read of
-    the weights."""
+    """family: on `meta` or any other device; kv_bytes None: `usual_kv_bytes`; is_for_cpu: with what its
+    kernels read of the weights."""
     weights = num_bytes([*family.parameters(), *family.buffers()])
     if is_for_cpu:
         weights += residual.prepare(family)
@@ -76,9 +78,9 @@ def resident_bytes() -> int:
 
 
 def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None) -> tuple[int, int]:
-    """Families on `meta`, and a device's bytes -> how many slots each may have (`max_slots`, where it is given), and
-    the bytes of the KV cache: all that is left beside weights, states and launches. Raises ValueError where that is
-    too little."""
+    """Families on `meta`, and a device's bytes -> how many slots each may have (`max_slots`, where it is
+    given), and the bytes of the KV cache: all that is left beside weights, states and launches. Raises
+    ValueError where that is too little."""
     families = list(families)
     for slots in SLOTS if max_slots is None else (max_slots,):
         plans = [plan(family, slots) for family in families]

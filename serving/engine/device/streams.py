@@ -92,14 +92,14 @@ class Stream:
 
 class Streams:
     def __init__(self, device: torch.device):
-        # A render has thousands of blocks that wait for a place: behind them, the many small launches of a step would each
-        # wait too.
+        # A render has thousands of blocks that wait for a place: behind them, the many small launches of a
+        # step would each wait too.
         self.lm, self.renders, self.prompts = Stream(device, is_urgent=True), Stream(device), Stream(device)
 
 
 class LaunchInputs:
-    """The numbers of a launch. On a GPU they arrive in one copy, at a place that never moves, so a recorded launch reads the
-    new ones.
+    """The numbers of a launch. On a GPU they arrive in one copy, at a place that never moves, so a recorded
+    launch reads the new ones.
 
     capacity: values of the largest launch, on a GPU. num_fields: of a launch, at most.
     """
@@ -115,7 +115,8 @@ class LaunchInputs:
         places."""
         if self.device.type == "cpu":
             arrays = {name: np.ascontiguousarray(value) for name, value in fields.items()}
-            # made within the work: in inference mode a tensor is of another kind, which a graph is compiled for
+            # made within the work: in inference mode a tensor is of another kind, which a graph is compiled
+            # for
             return lambda: {name: torch.from_numpy(array) for name, array in arrays.items()}
         sizes = [-(-value.size // ALIGNED) * ALIGNED for value in fields.values()]
         total = sum(sizes)
@@ -138,8 +139,8 @@ ALIGNED = 2  # int64 numbers: compiled code copies what does not begin at a mult
 
 
 def parts(place: Tensor, fields: dict[str, np.ndarray], sizes: Sequence[int]) -> dict[str, Tensor]:
-    """Pieces of int64 numbers in the shapes of `fields`, as truth values where a field has such: of each number the
-    lowest byte.
+    """Pieces of int64 numbers in the shapes of `fields`, as truth values where a field has such: of each
+    number the lowest byte.
 
     Each has a storage of its own, over the same memory: a nested region takes no two inputs of one storage.
     """

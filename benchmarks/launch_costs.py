@@ -1,0 +1,78 @@
+"""What launches cost on three devices, for the simulator: two CPUs with two cores each, and an H200.
+
+The CPU figures are a Qwen3-TTS of size mid, about as the log has its launches; those of the H200 are the 1.7B
+model, measured (benchmarks/results/2026-11-23-h200-published-sizes.json). COSY: a CosyVoice 2, whose windows
+lie on a grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from serving.tools.simulate import Cost
+
+# Milliseconds of a render, by frames of the window and then by rows of the launch.
+H200_RENDER_MS = {
+    25: {2: 3.4, 4: 5.4, 8: 9.4, 12: 13.4},
+    4: {2: 1.4, 4: 1.7, 8: 2.3, 16: 3.9, 32: 6.7, 64: 12.5},
+    1: {2: 1.1, 4: 1.2, 8: 1.4, 16: 1.8, 32: 2.7, 64: 4.5},
+}
+
+COSY_H200_RENDER_MS = {
+    25: {2: 32.3, 4: 36.6, 8: 43.7, 16: 60.1, 24: 70.6},
+    50: {2: 31.2, 4: 40.3, 8: 42.8, 12: 46.3},
+    100: {2: 27.8, 4: 36.8, 6: 44.7},
+}
+
+
+def render_s(table_ms: dict[int, dict[int, float]], rows: int, frames: int) -> float:
+    """Return the seconds of a render, which takes several launches where it has more rows than were measured."""
+    measured_ms = table_ms[frames]
+    max_rows = max(measured_ms)
+    total_ms = 0.0
+    while rows > 0:
+        total_ms += measured_ms[next(n for n in measured_ms if n >= min(rows, max_rows))]
+        rows -= max_rows
+    return total_ms / 1e3
+
+
+CPU = Cost(
+    step_s=lambda slots: 0.026 + 0.003 * slots,
+    prefill_s=lambda tokens: 0.010 + 0.0006 * tokens,
+    render_s=lambda rows, frames: 0.006 + 0.0055 * rows * frames,
+)
+SLOW_CPU = Cost(
+    step_s=lambda slots: 0.034 + 0.004 * slots,
+    prefill_s=lambda tokens: 0.013 + 0.0008 * tokens,
+    render_s=lambda rows, frames: 0.008 + 0.0072 * rows * frames,
+)
+H200 = Cost(
+    step_s=lambda slots: 0.0047 + 1.1e-5 * slots,
+    prefill_s=lambda tokens: 0.0019,
+    render_s=partial(render_s, H200_RENDER_MS),
+    turn_s=0.001,
+    turn_slot_s=2e-5,
+)
+COSY_CPU = Cost(
+    step_s=lambda slots: 0.004 + 0.0003 * slots,
+    prefill_s=lambda tokens: 0.007 + 0.0002 * tokens,
+    render_s=lambda rows, frames: rows * (0.065 + 0.005 * frames),
+    turn_s=0.001,
+)
+COSY_H200 = Cost(
+    step_s=lambda slots: 0.00105,
+    prefill_s=lambda tokens: 0.001,
+    render_s=partial(render_s, COSY_H200_RENDER_MS),
+    turn_s=0.002,
+)
+
+
+def times(cost: Cost, factor: float) -> Cost:
+    """Return costs whose launches take `factor` times as long."""
+    return replace(
+        cost,
+        step_s=lambda slots: factor * cost.step_s(slots),
+        prefill_s=lambda tokens: factor * cost.prefill_s(tokens),
+        render_s=lambda rows, frames: factor * cost.render_s(rows, frames),
+    )

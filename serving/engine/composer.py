@@ -1,0 +1,46 @@
+"""Next passes of an answer: their prompts are built on another thread than the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from compile_cache import threads
+from serving.engine.device.streams import Stream
+from serving.engine.inbox import Inbox
+from serving.engine.job import Job, Worker
+from zoo.contract import Prompt, following
+
+
+class Composer:
+    """stream: for prompts. check_room: raises RequestError for a prompt that never has room."""
+
+    def __init__(self, inbox: Inbox, stream: Stream, check_room: Callable[[Worker, Prompt], None]):
+        self.inbox = inbox
+        self.stream = stream
+        self.check_room = check_room
+        self.executor = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
+
+    def compose(self, job: Job, frames: Tensor) -> None:
+        """Begin the prompt that follows a pass of `frames` [F, *frame]; it arrives in the inbox."""
+        job.is_composing = True
+        future = self.executor.submit(self._next_prompt, job, frames)
+        future.add_done_callback(lambda future: self._done(job, future))
+
+    def _done(self, job: Job, future: Future[Prompt | None]) -> None:
+        self.inbox.compose(job, future)
+
+    def _next_prompt(self, job: Job, frames: Tensor) -> Prompt | None:
+        """Raises RequestError."""
+        with self.stream.here():
+            prompt = following(job.passes, frames)
+        if prompt is None:
+            return None
+        self.check_room(job.model, prompt)
+        job.is_made = self.stream.mark()
+        return prompt
+
+    def close(self) -> None:
+        self.executor.shutdown(wait=False, cancel_futures=True)

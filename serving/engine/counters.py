@@ -1,0 +1,43 @@
+"""What is counted since the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from serving.histogram import Histogram
+
+
+@dataclass
+class ModelCounters:
+    """Of one model. queue_s: that admitted requests waited, added up. num_left_early: before their prompt was
+    made. num_short, num_long: passes whose speech is too short or too long for its text. first_audio_s: of
+    the last request that was first heard."""
+
+    num_admitted: int = 0
+    queue_s: float = 0.0
+    num_refused: int = 0
+    num_left_early: int = 0
+    num_short: int = 0
+    num_long: int = 0
+    audio_s: float = 0.0
+    first_audio_s: float | None = None
+    queue_times: Histogram = field(default_factory=Histogram)
+
+    def admit(self, waited_s: float) -> None:
+        self.num_admitted += 1
+        self.queue_s += waited_s
+        self.queue_times.add(waited_s)
+
+
+@dataclass
+class IterationCounters:
+    """Of all models together."""
+
+    num: int = 0
+    took_s: float = 0.0
+    times: Histogram = field(default_factory=Histogram)
+
+    def add(self, took_s: float) -> None:
+        self.num += 1
+        self.took_s += took_s
+        self.times.add(took_s)

@@ -1,0 +1,118 @@
+"""The arena: pages of bytes on the device, which all models share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compile_cache import limits
+from serving.engine.device.streams import Streams
+from zoo.contract import Family
+from zoo.nn.rows import to_device
+
+PAGE_TOKENS = 16  # positions of a page; where models share an arena, of the one with the largest positions
+
+
+def row_bytes(family: Family[Any]) -> int:
+    """The keys, or the values, of one position in one layer."""
+    return family.spec.kv.row_values * family.dtype.itemsize
+
+
+def token_bytes(family: Family[Any]) -> int:
+    """All that one position keeps."""
+    return family.spec.kv.token_bytes(family.dtype)
+
+
+def common_page_bytes(families: Sequence[Family[Any]]) -> int:
+    """The size of a page that suits all: PAGE_TOKENS of the largest positions, and up to whole rows of
+    everybody's.
+
+    The others get as many of their positions into a page as fit, so less than one position of a page is left
+    over, at most a 16th of it.
+    Raises ValueError where whole rows of all would more than double the page.
+    """
+    most, step = (
+        max(PAGE_TOKENS * token_bytes(family) for family in families),
+        math.lcm(*map(row_bytes, families)),
+    )
+    size = -(-most // step) * step
+    if size > 2 * most:
+        rows = ", ".join(f"{family.spec.family} {row_bytes(family)}" for family in families)
+        raise ValueError(
+            f"no page suits all these models: rows of keys take (bytes) {rows}, so a page of whole rows takes {size}, where {most} are "
+            "needed: serve them apart"
+        )
+    return size
+
+
+def check_there_is(num_bytes: int, device: torch.device) -> None:
+    """Raises ValueError for more memory than the device has, whoever uses it now."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        total = limits.memory_bytes()
+    if num_bytes > total:
+        raise ValueError(
+            f"{num_bytes} bytes of KV memory are more than this machine's {device.type} has: {total}"
+        )
+
+
+class Arena:
+    """Pages of bytes on the device. Every family in it reads them as rows of its own keys and values,
+    `page_tokens` positions a page.
+
+    Page i is the scratch of family i, which padding writes to. Raises ValueError for a size that leaves no
+    other page.
+    """
+
+    def __init__(self, families: Sequence[Family[Any]], kv_bytes: int):
+        self.families, self.device = tuple(families), families[0].device
+        assert all(family.device == self.device for family in families), (
+            f"one arena, on {[str(family.device) for family in families]}"
+        )
+        self.page_bytes = common_page_bytes(families)
+        self.num_pages, self.num_scratch = kv_bytes // self.page_bytes, len(families)
+        if self.num_pages <= self.num_scratch:
+            whose, least = "this model" if len(families) == 1 else "these models", self.num_scratch + 1
+            raise ValueError(
+                f"{kv_bytes} bytes of KV memory hold no page: a page of {whose} takes {self.page_bytes}, and {least} are the least"
+            )
+        check_there_is(self.num_pages * self.page_bytes, self.device)
+        self.streams = Streams(self.device)
+        self.bytes = torch.zeros(self.num_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
+        # of what was last written to each page
+        self.dtypes: list[torch.dtype | None] = [None] * self.num_pages
+
+    def page_tokens(self, family: Family[Any]) -> int:
+        return self.page_bytes // token_bytes(family)
+
+    def page_rows(self, family: Family[Any]) -> int:
+        return self.page_bytes // row_bytes(family)
+
+    def rows(self, family: Family[Any]) -> Tensor:
+        """-> [rows, H, D], the whole arena in the family's shape."""
+        kv = family.spec.kv
+        return self.bytes.view(family.dtype).view(-1, kv.num_heads, kv.head_dim)
+
+    @property
+    def by_page(self) -> Tensor:
+        """-> [P, bytes]"""
+        return self.bytes.view(self.num_pages, -1)
+
+    def hand_over(self, pages: Sequence[int], family: Family[Any]) -> list[int]:
+        """The family will write to these pages -> those to be cleared. What was written in another dtype may
+        be NaN in this one, and attention reads past a sequence's end with a weight of 0, which does not hide
+        a NaN."""
+        foreign = [page for page in pages if self.dtypes[page] not in (None, family.dtype)]
+        for page in pages:
+            self.dtypes[page] = family.dtype
+        return foreign
+
+    def clear(self, pages: Sequence[int]) -> None:
+        if pages:
+            at = to_device(torch.tensor(pages), self.device)
+            self.by_page.index_fill_(0, at, 0)

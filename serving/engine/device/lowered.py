@@ -1,0 +1,67 @@
+"""A family's step, prefill and render, lowered for its device, and their recorded launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from compile_cache import saved
+from compile_cache.artifacts import Entry
+from compile_cache.graphs import Graphs
+from compile_cache.lower import lower
+from compile_cache.strategy import Eager, Lowering, Parts
+from zoo.contract import Batch, Family, State, View
+
+
+class Lowered:
+    """how: of the step, the prefill and the render."""
+
+    def __init__(self, family: Family[Any], state: State, is_recorded: bool, compile: bool):
+        self.family = family
+        self.state = state
+        strategy = family.strategy
+        how = (strategy.step, strategy.prefill, strategy.render)
+        if is_recorded:
+            how = (strategy.step, strategy.gpu_prefill, strategy.gpu_render)
+        self.how: tuple[Lowering, ...] = how if compile else (Eager(), Eager(), Eager())
+        # A step and a render may run at the same time, so they share no memory.
+        self.step_graphs = Graphs(family.device)
+        self.render_graphs = Graphs(family.device)
+        step, prefill, render = self.how
+        self._step = lower(family.step, step)
+        self._hidden = lower(family.hidden, prefill)
+        # One for each length bucket, since Dynamo keeps at most eight graphs of a function. A verb in parts
+        # is lowered once.
+        lengths = family.spec.window.lengths or (0,)
+        if isinstance(render, Parts):
+            self._render = dict.fromkeys(lengths, lower(family.render, render))
+        else:
+            self._render = {length: lower(family.render, render) for length in lengths}
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(how != Eager() for how in self.how)
+
+    @property
+    def graph_misses(self) -> int:
+        return self.step_graphs.misses + self.render_graphs.misses
+
+    def take_step(self, entry: Entry, batch: Batch) -> None:
+        """Load the saved step, or compile it for such a batch and save it."""
+        file = entry.directory / "step.saved"
+        if entry.is_found:
+            self._step = saved.loaded(self.family.step, file)
+        else:
+            self._step = saved.compiled(self.family.step, (self.state, batch), file)
+
+    def step(self, batch: Batch) -> tuple[Tensor]:
+        return (self._step(self.state, batch),)
+
+    def prefill(self, inputs: Tensor, batch: Batch) -> tuple[()]:
+        self._hidden(inputs, batch)
+        return ()
+
+    def render(self, view: View) -> tuple[Tensor, ...]:
+        samples, valid = self._render[view.length](self.state, view)
+        return samples, valid

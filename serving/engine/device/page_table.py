@@ -1,0 +1,75 @@
+"""Which pages each sequence has, and how many positions: numbers of the host, so launches never wait for the
+device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+INT = np.int64
+
+
+class PageTable:
+    """A slot's lanes are sequences of their own, in pages of their own, that take every step together. The
+    first lanes of all slots and of the spare one come first, then the second lanes. page_rows: rows of the
+    arena that a page takes; scratch: the row of the family's scratch page, which stands where a sequence has
+    no page."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        lanes: int,
+        page_tokens: int,
+        page_rows: int,
+        max_positions: int,
+        scratch: int,
+    ):
+        self.num_rows = num_slots + 1  # the spare slot is the last
+        self.lanes = np.arange(lanes, dtype=INT)[:, None]
+        self.page_tokens = page_tokens
+        self.page_rows = page_rows
+        self.max_pages = -(-max_positions // page_tokens)
+        self.scratch = scratch
+        self.rows = np.full((lanes * self.num_rows, self.max_pages), scratch, INT)
+        self.kv_lens = np.zeros(lanes * self.num_rows, INT)
+        self.spares = self.sequences(np.array([num_slots], INT))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all slots but the spare one."""
+        return len(self.lanes) * (self.num_rows - 1)
+
+    def sequences(self, slots: np.ndarray) -> np.ndarray:
+        """Return all lanes of slots [B] as sequences [L * B], in blocks of B."""
+        return (slots + self.lanes * self.num_rows).ravel()
+
+    def sequence(self, slot: int, lane: int) -> int:
+        return slot + lane * self.num_rows
+
+    def set_pages(self, sequence: int, pages: Sequence[int]) -> None:
+        self.rows[sequence] = self.scratch
+        self.rows[sequence, : len(pages)] = np.asarray(pages, INT) * self.page_rows
+
+    def fields(
+        self,
+        sequences: np.ndarray,
+        owner: np.ndarray,
+        positions: np.ndarray,
+        starts: np.ndarray,
+        width: int | None,
+    ) -> dict[str, np.ndarray]:
+        """Return what a launch over these sequences reads (see Batch). owner [T]: the sequence of each input.
+        width: columns of the page table; None: as many as are needed, up to a power of two so that launches
+        look alike."""
+        if width is None:
+            num_pages = int(-(-self.kv_lens[sequences].max() // self.page_tokens))
+            width = min(1 << (num_pages - 1).bit_length(), self.max_pages)
+        page = self.rows[owner, positions // self.page_tokens]
+        return {
+            "positions": positions,
+            "kv_write_index": page + positions % self.page_tokens,
+            "page_table": self.rows[sequences, :width],
+            "kv_lens": self.kv_lens[sequences],
+            "cu_seqlens": starts,
+        }

@@ -1,0 +1,242 @@
+"""Where host meets device: one family's launches on its slots and pages (streams.py: what comes back of
+them).
+
+The host counts every position itself, so page tables and lengths never wait for the device. What comes back
+is one small report per launch (frames ready, done, text), which is read a launch later, and the rendered
+samples, which are read when they are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serving.engine.device.arena import Arena
+from serving.engine.device.launches import Chunk, Render
+from serving.engine.device.lowered import Lowered
+from serving.engine.device.page_table import INT, PageTable
+from serving.engine.device.staging import PREFILL_TOKENS, Sizes, Staging
+from serving.engine.device.streams import AsyncCopy, Observer
+from zoo.contract import Family, Lane, Prompt, View
+from zoo.nn.rows import to_device
+
+
+class Runner:
+    """A family on a device with `num_slots` slots, and pages of an arena that has the family in it.
+
+    prefill_tokens: of one launch, at most. codec: in which precision a GPU renders, "tf32" or "float32".
+    observer: is told of each launch once it returned, and of each wait for the device. timer: times launches.
+    """
+
+    observer: Observer | None = None
+    timer: Callable[[], float] = staticmethod(time.perf_counter)
+
+    def __init__(
+        self,
+        family: Family[Any],
+        num_slots: int,
+        arena: Arena,
+        compile: bool = True,
+        is_deterministic: bool = False,
+        prefill_tokens: int = PREFILL_TOKENS[-1],
+        codec: str = "float32",
+    ):
+        self.family = family
+        self.num_slots = num_slots
+        self.arena = arena
+        self.device = family.device
+        self.streams = arena.streams
+        self.codec = codec
+        self.is_recorded = family.device.type == "cuda"
+        self.state = family.state(num_slots)
+        page_rows = arena.page_rows(family)
+        self.table = PageTable(
+            num_slots,
+            family.spec.lanes,
+            arena.page_tokens(family),
+            page_rows,
+            family.spec.max_positions,
+            scratch=arena.families.index(family) * page_rows,
+        )
+        self.sizes = Sizes(family, num_slots, self.is_recorded, is_deterministic, prefill_tokens)
+        self.staging = Staging(family, self.table, self.sizes, arena.rows(family))
+        self.lowered = Lowered(family, self.state, self.is_recorded, compile)
+        self.prompts: dict[int, tuple[Lane, ...]] = {}
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether a launch returns when it is done."""
+        return self.device.type == "cpu"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.lowered.is_compiled
+
+    @property
+    def graph_misses(self) -> int:
+        return self.lowered.graph_misses
+
+    @property
+    def page_tokens(self) -> int:
+        return self.table.page_tokens
+
+    @property
+    def kv_lens(self) -> np.ndarray:
+        """Positions of each sequence."""
+        return self.table.kv_lens
+
+    @property
+    def kv(self) -> Tensor:
+        return self.staging.kv
+
+    # slots
+
+    def sequences(self, slots: np.ndarray) -> np.ndarray:
+        """Return all lanes of slots [B] as sequences [L * B], in blocks of B."""
+        return self.table.sequences(slots)
+
+    def open(self, slot: int, prompt: Prompt, pages: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
+        """Move a request in. Of each lane: its pages, and how many positions they already hold. Work of the
+        slot's earlier tenant is in flight at most on the stream of steps."""
+        sequences = self.sequences(np.array([slot]))
+        for sequence, own in zip(sequences.tolist(), pages, strict=True):
+            self.table.set_pages(sequence, own)
+        self.kv_lens[sequences] = skips
+        self.prompts[slot] = prompt.lanes
+        foreign = self.arena.hand_over([page for own in pages for page in own], self.family)
+        for tensor in prompt.tensors():
+            self.streams.lm.borrow(tensor)
+
+        def move_in() -> tuple[()]:
+            self.arena.clear(foreign)
+            self.family.admit(self.state, slot, prompt)
+            return ()
+
+        self.streams.lm.run(move_in)
+
+    def close(self, slot: int) -> None:
+        self.prompts.pop(slot, None)
+
+    def set_pages(self, slot: int, lane: int, pages: Sequence[int]) -> None:
+        """Give a lane all its pages: those it had, and new ones, or none."""
+        self.table.set_pages(self.table.sequence(slot, lane), pages)
+        foreign = self.arena.hand_over(pages, self.family)
+        if foreign:
+            self.streams.lm.run(partial(self._clear, foreign))
+
+    def _clear(self, pages: Sequence[int]) -> tuple[()]:
+        self.arena.clear(pages)
+        return ()
+
+    def save(self, pages: Sequence[int]) -> AsyncCopy:
+        """Copy to the host what is written to these pages by now, and by work in flight."""
+        at = torch.tensor(pages)
+        return self.streams.lm.run(lambda: (self.arena.by_page[to_device(at, self.device)],))
+
+    def restore(self, pages: Sequence[int], saved: AsyncCopy) -> None:
+        """Write what was saved to as many other pages."""
+        [values] = saved.tensors()
+        assert len(pages) == len(values), f"{len(values)} saved pages are written to {len(pages)}"
+        at = torch.tensor(pages)
+
+        def work() -> tuple[()]:
+            self.arena.by_page[to_device(at, self.device)] = values.to(self.device, non_blocking=True)
+            return ()
+
+        self.streams.lm.run(work)
+
+    def feed(self, slot: int, tokens: Sequence[int], is_last: bool) -> int:
+        """Give a slot more text. Return how many more steps it allows. Raises RequestError for more than the
+        slot holds."""
+        with self.streams.lm.here(), torch.inference_mode():
+            return self.family.feed(self.state, slot, tokens, is_last)
+
+    def frames(self, slot: int, count: int) -> Tensor:
+        """Return the first frames on a slot's tape [F, *frame], on the host. Waits for the device, so only at
+        the end of a pass."""
+        (frames,) = self.streams.lm.run(lambda: (self.state.tape[slot, :count],)).tensors()
+        return frames
+
+    # launches
+
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Fill the pages of stretches of prompts. Nothing is emitted and nothing comes back."""
+        sequences = np.array([self.table.sequence(chunk.slot, chunk.lane) for chunk in chunks], INT)
+        counts = np.array([chunk.stop - chunk.start for chunk in chunks], INT)
+        self.kv_lens[sequences] += counts
+        owner = np.repeat(sequences, counts)
+        positions = np.concatenate([np.arange(chunk.start, chunk.stop, dtype=INT) for chunk in chunks])
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        lanes = [self.prompts[chunk.slot][chunk.lane] for chunk in chunks]
+        stretches = [slice(chunk.start, chunk.stop) for chunk in chunks]
+        arrive, num_tokens = self.staging.prefill(sequences, owner, positions, starts)
+
+        def work() -> tuple[()]:
+            staging = self.staging
+            rows = [lane.inputs[at] for lane, at in zip(lanes, stretches, strict=True)]
+            marks = [lane.audio_mask[at] for lane, at in zip(lanes, stretches, strict=True)]
+            inputs = staging.gather(rows, staging.inputs, num_tokens)
+            batch = staging.batch(arrive(), staging.gather(marks, staging.is_audio, num_tokens))
+            launch = partial(self.lowered.prefill, inputs, batch)
+            self.lowered.step_graphs.run(("prefill", num_tokens), launch)
+            return ()
+
+        began_s = self.timer()
+        self.streams.lm.run(work)
+        self._observe("prefill", len(chunks), began_s)
+
+    def step(self, slots: np.ndarray) -> AsyncCopy:
+        """Make one frame for each of `slots` [B]. The report is [B, 3]: frames ready, whether it is done, and
+        the text token of this step or -1. The host's work is vectors of B."""
+        self.kv_lens[self.sequences(slots)] += 1
+        self.kv_lens[self.table.spares] = 1
+        padded = np.full(self.sizes.step_rows(len(slots)), self.state.spare, INT)
+        padded[: len(slots)] = slots
+        arrive = self.staging.step(padded)
+
+        def work() -> tuple[Tensor]:
+            launch = partial(self.lowered.step, self.staging.batch(arrive()))
+            (report,) = self.lowered.step_graphs.run(("step", len(padded)), launch)
+            return (report[: len(slots)],)
+
+        began_s = self.timer()
+        copy = self.streams.lm.run(work, self.observer)
+        self._observe("step", len(slots), began_s)
+        return copy
+
+    def render(self, due: Render) -> AsyncCopy:
+        """Return samples [B, N], and how many of each row are valid [B]."""
+        rows = 1 if due.is_reproducible else self.sizes.rows_of_launch(due.frames)
+        parts = [slice(first, first + rows) for first in range(0, len(due.slots), rows)]
+        staged = [
+            self.staging.render(due.slots[at], due.start[at], due.count[at], due.is_last[at], due.frames)
+            for at in parts
+        ]
+
+        def work() -> tuple[Tensor, Tensor]:
+            samples, valid = [], []
+            for at, arrive in zip(parts, staged, strict=True):
+                view = View(**arrive(), frames=due.frames, length=due.length)
+                key = ("render", len(view.slots), due.frames, due.length)
+                began_s = self.timer()
+                made = self.lowered.render_graphs.run(key, partial(self.lowered.render, view))
+                num = len(due.slots[at])
+                self._observe("render", num, began_s)
+                # The next launch of this size writes to the same place.
+                if self.is_recorded and len(parts) > 1:
+                    made = tuple(part.clone() for part in made)
+                samples.append(made[0][:num])
+                valid.append(made[1][:num])
+            return torch.cat(samples), torch.cat(valid)
+
+        return self.streams.renders.run(work, self.observer)
+
+    def _observe(self, event: str, rows: int, began_s: float) -> None:
+        if self.observer is not None:
+            self.observer(event, rows, self.timer() - began_s)

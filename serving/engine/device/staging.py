@@ -1,0 +1,162 @@
+"""What a launch reads: the host's numbers, padded to the launch's size, on their way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serving.engine.device.page_table import INT, PageTable
+from serving.engine.device.streams import LaunchInputs
+from zoo.contract import Batch, Family
+
+# Samples of a render on a CPU: in larger launches a decoder's layers do not find each other's outputs in the
+# cache.
+CACHED_SAMPLES = 150_000
+# Samples of a render on a GPU: a larger one takes no less time for each, and all the more memory
+# (benchmarks/LOG.md).
+RECORDED_SAMPLES = 600_000
+WARM_SLOTS = 2  # of a launch that stands for all sizes while graphs are built
+PREFILL_TOKENS = (16, 64, 256, 1024)  # of recorded launches; a shorter one is padded up to one
+
+Arrive = Callable[[], dict[str, Tensor]]
+
+
+def recorded_rows(family: Family, frames: int, slots: int) -> int:
+    """Return how many windows of `frames` frames a GPU renders in one launch at most."""
+    return max(1, min(slots, RECORDED_SAMPLES // (frames * family.spec.frame_samples)))
+
+
+class Sizes:
+    """The sizes of launches. is_recorded: on a GPU a launch has one of a few sizes; on a CPU one graph serves
+    all. is_reproducible: all launches have one size. prefill_tokens: of one launch at most."""
+
+    def __init__(
+        self,
+        family: Family,
+        num_slots: int,
+        is_recorded: bool,
+        is_reproducible: bool,
+        prefill_tokens: int,
+    ):
+        self.family = family
+        self.num_slots = num_slots
+        self.is_recorded = is_recorded
+        self.is_reproducible = is_reproducible
+        self.buckets = up_to(num_slots, family.strategy.batches)
+        self.render_batches = family.strategy.render_batches
+        self.prefill_tokens = [n for n in PREFILL_TOKENS if n < prefill_tokens] + [prefill_tokens]
+
+    def step_rows(self, count: int) -> int:
+        if self.is_reproducible:
+            return self.num_slots
+        return next(n for n in self.buckets if n >= count) if self.is_recorded else count
+
+    def render_buckets(self, frames: int) -> list[int]:
+        """Return the sizes of recorded renders of windows of `frames` frames."""
+        most = recorded_rows(self.family, frames, self.num_slots)
+        return [most] if self.is_reproducible else up_to(most, self.render_batches)
+
+    def rows_of_launch(self, frames: int) -> int:
+        """Return how many windows of `frames` frames are rendered in one launch at most."""
+        if self.is_recorded:
+            return recorded_rows(self.family, frames, self.num_slots)
+        if self.family.strategy.cuts_renders:
+            return self.num_slots
+        return max(1, min(self.num_slots, CACHED_SAMPLES // (frames * self.family.spec.frame_samples)))
+
+
+class Staging:
+    """Places that launches read. On a GPU they never move, so a recorded launch reads new numbers there; a
+    launch whose size is not recorded does not use `inputs` and `is_audio`."""
+
+    def __init__(self, family: Family, table: PageTable, sizes: Sizes, kv: Tensor):
+        self.table = table
+        self.sizes = sizes
+        self.kv = kv
+        device = family.device
+        self.page = torch.arange(table.page_tokens, device=device)
+        prefill_tokens = sizes.prefill_tokens[-1]
+        room = prefill_tokens * sizes.is_recorded
+        self.inputs = torch.zeros(room, family.spec.width, dtype=family.dtype, device=device)
+        self.is_audio = torch.zeros(room, dtype=torch.bool, device=device)
+        num_rows = table.num_sequences + WARM_SLOTS * len(table.lanes)
+        self.no_audio = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        numbers = table.num_sequences * (4 + table.max_pages) + sizes.num_slots + 1
+        self.step_inputs = LaunchInputs(device, numbers, 6)
+        self.prefill_inputs = LaunchInputs(device, numbers + 2 * prefill_tokens, 6)
+        self.render_inputs = LaunchInputs(device, 4 * sizes.num_slots, 4)
+
+    @property
+    def width(self) -> int | None:
+        """Columns of the page table that a launch gets: all where it is recorded."""
+        return self.table.max_pages if self.sizes.is_recorded else None
+
+    def step(self, slots: np.ndarray) -> Arrive:
+        """slots [B], padded."""
+        sequences = self.table.sequences(slots)
+        positions = self.table.kv_lens[sequences] - 1
+        starts = np.arange(len(sequences) + 1, dtype=INT)
+        fields = self.table.fields(sequences, sequences, positions, starts, self.width)
+        return self.step_inputs.stage({"slots": slots} | fields)
+
+    def prefill(
+        self, sequences: np.ndarray, owner: np.ndarray, positions: np.ndarray, starts: np.ndarray
+    ) -> tuple[Arrive, int]:
+        """Return the inputs, and how many tokens the launch has. A recorded launch has more than were given,
+        which belong to no sequence and write to the scratch page.
+
+        sequences [N]; owner [T], a sequence, and positions [T] say whose position each input is; starts [N +
+        1].
+        """
+        fields = self.table.fields(sequences, owner, positions, starts, self.width)
+        num_tokens = len(positions)
+        if self.sizes.is_recorded:
+            num_tokens = next(n for n in self.sizes.prefill_tokens if n >= num_tokens)
+            num_sequences = self.table.num_sequences
+            scratch = self.table.scratch
+            fields["positions"] = padded(fields["positions"], num_tokens, 0)
+            fields["kv_write_index"] = padded(fields["kv_write_index"], num_tokens, scratch)
+            fields["page_table"] = padded(fields["page_table"], num_sequences, scratch)
+            fields["kv_lens"] = padded(fields["kv_lens"], num_sequences, 0)
+            fields["cu_seqlens"] = padded(starts, num_sequences + 1, starts[-1])
+        return self.prefill_inputs.stage({"slots": np.zeros(1, INT)} | fields), num_tokens
+
+    def render(
+        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, is_last: np.ndarray, frames: int
+    ) -> Arrive:
+        """All [B]; padded where launches are recorded. frames: of the window."""
+        fields = {"slots": slots, "start": start, "count": count, "is_last": is_last}
+        if self.sizes.is_recorded:
+            size = next(n for n in self.sizes.render_buckets(frames) if n >= len(slots))
+            spare = self.sizes.num_slots
+            for name, value in fields.items():
+                fields[name] = padded(value, size, spare if name == "slots" else 0)
+        return self.render_inputs.stage(fields)
+
+    def batch(self, fields: dict[str, Tensor], is_audio: Tensor | None = None) -> Batch:
+        """is_audio [T], of a prefill; a step finds out by itself."""
+        if is_audio is None:
+            is_audio = self.no_audio[: len(fields["positions"])]
+        return Batch(**fields, kv=self.kv, page=self.page, is_audio=is_audio)
+
+    def gather(self, parts: Sequence[Tensor], place: Tensor, num_rows: int) -> Tensor:
+        """Return the parts one behind the other; where launches are recorded, at the beginning of `place`."""
+        if not self.sizes.is_recorded:
+            return torch.cat(list(parts))
+        num = sum(map(len, parts))
+        torch.cat(list(parts), out=place[:num])
+        return place[:num_rows]
+
+
+def up_to(most: int, sizes: Sequence[int]) -> list[int]:
+    return [n for n in sizes if n < most] + [most]
+
+
+def padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
+    """Return the values with rows of `filler` up to `length`."""
+    whole = np.full((length, *values.shape[1:]), filler, values.dtype)
+    whole[: len(values)] = values
+    return whole

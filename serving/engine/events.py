@@ -1,0 +1,52 @@
+"""What a request's client is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Audio:
+    """samples [N] float32; `frames` frames of the tape."""
+
+    samples: np.ndarray
+    frames: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """Whole characters that the model wrote, from where the last such event ended."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A piece of the text, all of whose audio was delivered: the answer's samples start .. stop."""
+
+    text: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """reason: "stop" (the model ended), "length" (a pass reached its cap) or "cancelled". usage: the
+    prompt's, and `text_tokens` that the model wrote, if any. No event follows."""
+
+    reason: str
+    frames: int
+    usage: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine cannot continue this request. No event follows."""
+
+    message: str
+    code: str = "engine_failed"
+
+
+Event = Audio | Text | Spoken | Finished | Failed

@@ -1,0 +1,70 @@
+"""Models from disk, and how many slots and how much KV memory they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+import torch
+
+import zoo
+from compile_cache import limits
+from serving.engine.memory.memory_plan import SPARE_PART, fit
+from serving.engine.options import Options
+from zoo.contract import Family
+
+CPU_SLOTS = 8
+CPU_PART = 0.5  # of the host's memory, for a throughput engine without max_slots
+
+log = structlog.get_logger()
+
+
+def load(
+    models: dict[str, str], device: str | None, dtype: str | None, progress: Callable[[float, str], None]
+) -> dict[str, Family]:
+    """Load all models or none. Raises ValueError, which names the directory to blame if there are several."""
+
+    @contextmanager
+    def of(name: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"model {name!r}: {error}" if len(models) > 1 else str(error)) from None
+
+    for name, directory in models.items():
+        with of(name):
+            zoo.find(directory)  # check each before the first takes its minutes
+    if device is None and torch.version.cuda is not None and not torch.cuda.is_available():
+        log.info(f"torch was built for CUDA {torch.version.cuda} and finds no GPU: the CPU is used")
+    families = {}
+    for i, (name, directory) in enumerate(models.items()):
+        progress(i / len(models), name if len(models) > 1 else "")
+        with of(name):
+            families[name] = zoo.load(directory, device=device, dtype=dtype)
+    return families
+
+
+def sizes(options: Options) -> tuple[int, int | None]:
+    """Return how many slots a model has, and the bytes of the KV cache. On a GPU, values that are not given
+    follow from its free memory, before any of it is taken. Raises ValueError where it is too little."""
+    device = options.device or "cuda"
+    if not device.startswith("cuda") or not torch.cuda.is_available():  # loading says what else it may be
+        return options.max_slots or cpu_slots(options), options.kv_bytes
+    room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(torch.device(device))[0])
+    shapes = [zoo.load(path, "meta", options.dtype or "bfloat16") for path in options.models.values()]
+    slots, kv_bytes = fit(shapes, room, options.max_slots)
+    return slots, kv_bytes if options.kv_bytes is None else options.kv_bytes
+
+
+def cpu_slots(options: Options) -> int:
+    """A step of many slots costs little more than one of few, which is worth it while nobody listens. Streams
+    that are listened to must all be made in real time."""
+    if options.policy != "throughput":
+        return CPU_SLOTS
+    shapes = [zoo.load(path, "meta", options.dtype or "float32") for path in options.models.values()]
+    try:
+        slots, _ = fit(shapes, int(CPU_PART * limits.memory_bytes()))
+    except ValueError:  # not even one: loading says what is possible
+        return CPU_SLOTS
+    return max(slots, CPU_SLOTS)

@@ -1,0 +1,28 @@
+"""What the engine process is started with."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    socket: str
+    models: dict[str, str]  # their directories, by the id that clients know
+    device: str | None = None  # None: the GPU where there is one
+    dtype: str | None = None
+    # None: 8 on a CPU, or more for throughput; on a GPU as many as there is memory for, 64 at most
+    max_slots: int | None = None
+    kv_bytes: int | None = None
+    saved_bytes: int | None = None  # of the host, for paused streams' pages
+    policy: str = "streaming"
+    run_async: bool = True  # a GPU's reports are read one launch late
+    max_waiting: int = 256  # requests of each model
+    max_ttfa_s: float | None = None  # a request that would be heard later is refused
+    max_unread_s: float = 30.0  # audio that a client may leave
+    max_stall_s: float = 60.0  # for which a client may leave so much
+    reference_bytes: int = 256 << 20  # of recordings that wait to be encoded
+    warm: bool = True
+    compile: bool = True
+    codec: str = "float32"  # a GPU's precision of renders: "tf32" or "float32"
+    deterministic: bool = False  # equal requests give equal bytes, whatever else is served
+    parent_fd: int | None = None

@@ -1,0 +1,275 @@
+"""Admission by time: what iterations take, how long speech gets, and from both when a request that comes now
+would be heard.
+
+    Costs     what an iteration takes, by what is launched in it
+    Lengths   how many frames a text becomes
+    Outlook   who speaks now; with the queue, `first_audio_s` of a newcomer follows from it
+
+Pure arithmetic: estimates follow from what was recorded, and nothing here looks at a clock. VoxServe (arXiv
+2602.00269) has the two measures, time to first audio and streaming viability.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from serving.engine.schedule.numbers import (
+    CAPACITY_PART,
+    CORRECTION_STEP,
+    COST_DECAY,
+    COST_INERTIA,
+    COST_OUTLIER,
+    MAX_CORRECTION,
+    MIN_ITERATIONS,
+    RECENT_WEIGHT,
+    STALE_ITERATIONS,
+    TEXT_BYTES_HZ,
+)
+
+SCALE = np.array((1.0, 8.0, 256.0, 32.0))  # of an iteration: itself, slots, prompt positions, frames rendered
+
+
+@dataclass
+class IterationLoad:
+    """What an iteration launched: slots that took a step, prompt positions, and frames of the renders'
+    shapes."""
+
+    slots: int = 0
+    tokens: int = 0
+    frames: int = 0
+
+
+class Costs:
+    """Seconds of an iteration, as a sum over what is launched in it, none of which takes less than no time:
+    least squares over recent iterations. Parts that always come together share their time somehow, and the
+    sum is right."""
+
+    def __init__(self) -> None:
+        self.num_iterations = 0
+        self._last_iterations: dict[int, int] = {}  # by how many slots took a step
+        self._each = np.zeros(len(SCALE))  # seconds per SCALE
+        self._products = np.zeros((len(SCALE), len(SCALE)))
+        self._seconds = np.zeros(len(SCALE))
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_iterations >= MIN_ITERATIONS
+
+    def record(self, load: IterationLoad, took_s: float) -> None:
+        row = np.array((1, load.slots, load.tokens, load.frames)) / SCALE
+        expected_s = float(self._each @ row)
+        if self.is_known and expected_s > 0:
+            took_s = min(took_s, COST_OUTLIER * expected_s)
+        self._products = COST_DECAY * self._products + np.outer(row, row)
+        self._seconds = COST_DECAY * self._seconds + took_s * row
+        inertia = COST_INERTIA * np.eye(len(SCALE))
+        self._each = solved(self._products + inertia, self._seconds + COST_INERTIA * self._each)
+        self.num_iterations += 1
+        self._last_iterations[load.slots] = self.num_iterations
+
+    def is_stale(self, slots: int) -> bool:
+        """Return whether an iteration of so many slots, or more, was long ago. Then no iteration corrects its
+        estimate: if always as many speak, their share of an iteration and its own cannot be told apart."""
+        last = max((when for num, when in self._last_iterations.items() if num >= slots), default=0)
+        return self.num_iterations - last >= STALE_ITERATIONS
+
+    def iteration_s(self, slots: float = 0, tokens: float = 0, frames: float = 0) -> float:
+        return float(self._each @ (np.array((1, slots, tokens, frames)) / SCALE))
+
+    def steady_s(self, slots: np.ndarray | float) -> np.ndarray:
+        """Return the seconds of an iteration in which so many speak: each takes a step, and a frame of each
+        is rendered. [...]"""
+        own, slot, _, frame = self._each / SCALE
+        return own + (slot + frame) * np.asarray(slots)
+
+    def prefill_s(self, tokens: float) -> float:
+        return float(self._each[2] * tokens / SCALE[2])
+
+
+def solved(products: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """Solve products @ x = sums for x [N], products [N, N] positive definite. Parts that would be negative
+    are left out, and are 0."""
+    found = np.zeros_like(sums)
+    kept = np.ones(len(sums), bool)
+    while kept.any():
+        found[:] = 0
+        found[kept] = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
+        if found.min() >= 0:
+            break
+        kept &= found > 0
+    return found
+
+
+class Lengths:
+    """How many frames speech of a text takes, by the text's UTF-8 bytes, which say as much of its duration in
+    one script as in another: a running mean, and how far single speeches stray. prior: frames of a byte,
+    before anything was spoken."""
+
+    def __init__(self, prior: float):
+        self.mean = prior
+        self.deviation = prior / 2
+        self.num = 0
+
+    def record(self, text_bytes: int, frames: int) -> None:
+        each = frames / max(text_bytes, 1)
+        self.num += 1
+        weight = max(1 / self.num, RECENT_WEIGHT)
+        strays = abs(each - self.mean) if self.num > 1 else each / 2
+        self.deviation += weight * (strays - self.deviation)
+        self.mean += weight * (each - self.mean)
+
+    def expected(self, text_bytes: int) -> float:
+        return self.mean * max(text_bytes, 1)
+
+    def usual(self, text_bytes: int) -> int:
+        """Return an upper estimate of a speech's frames (mean plus two deviations)."""
+        return int(np.ceil((self.mean + 2 * self.deviation) * max(text_bytes, 1)))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The prompt positions and the frames of a request without a slot."""
+
+    tokens: float
+    frames: float
+
+
+@dataclass(frozen=True, eq=False)
+class Outlook:
+    """A model as of one iteration. max_concurrency: how many may speak at once. left: frames that each of
+    those who speak is still to make; tokens: positions of their prompts that are not filled. first_frames: of
+    a tape, before its first window is due. other_models_s: what other models take of an iteration."""
+
+    max_concurrency: int
+    first_frames: int
+    left: tuple[float, ...] = ()
+    tokens: int = 0
+    other_models_s: float = 0.0
+
+
+def capacity(costs: Costs, frame_s: float, num_slots: int, other_models_s: float = 0.0) -> int:
+    """Return how many streams can be made at once in real time; all slots, where not even one can."""
+    if not costs.is_known:
+        return num_slots
+    iterations_s = costs.steady_s(np.arange(1, num_slots + 1)) + other_models_s  # [S], with so many
+    if iterations_s[0] > frame_s:
+        return num_slots
+    return max(1, int((iterations_s <= CAPACITY_PART * frame_s).sum()))
+
+
+def first_audio_s(
+    costs: Costs, outlook: Outlook, ahead: Sequence[Expected], newcomer: Expected, ready_s: float = 0.0
+) -> float:
+    """Return the seconds from now to a newcomer's first audio. ahead: the requests without a slot that go
+    before it. ready_s: until its prompt is made.
+
+    Each stream makes a frame an iteration. As long as any request waits, as many speak as may, and the next
+    in the queue follows one that ends."""
+    num = len(outlook.left)
+    speaking = min(num + len(ahead) + 1, max(outlook.max_concurrency, num))
+    iteration_s = float(costs.steady_s(speaking)) + outlook.other_models_s
+    tokens = outlook.tokens + sum(one.tokens for one in ahead) + newcomer.tokens
+    waits_s = _begins(outlook, ahead) * iteration_s
+    return max(waits_s, ready_s) + costs.prefill_s(tokens) + outlook.first_frames * iteration_s
+
+
+def _begins(outlook: Outlook, ahead: Sequence[Expected]) -> float:
+    """Return the iterations until a newcomer has a slot."""
+    begins = 0.0
+    ends = list(outlook.left)
+    heapq.heapify(ends)
+    for frames in (*(one.frames for one in ahead), 0.0):
+        while len(ends) >= outlook.max_concurrency:
+            begins = heapq.heappop(ends)
+        heapq.heappush(ends, begins + frames)
+    return begins
+
+
+class Correction:
+    """The factor on predictions that makes recent ones right on the average."""
+
+    def __init__(self) -> None:
+        self._log = 0.0
+
+    @property
+    def factor(self) -> float:
+        return math.exp(self._log)
+
+    def record(self, predicted_s: float, took_s: float) -> None:
+        """predicted_s: as it was corrected then."""
+        if predicted_s > 0 and took_s > 0:
+            self._log += CORRECTION_STEP * math.log(took_s / predicted_s)
+            self._log = min(max(self._log, -math.log(MAX_CORRECTION)), math.log(MAX_CORRECTION))
+
+
+class Forecaster:
+    """What is recorded of one model's iterations, prompts and speeches, and what follows for a request that
+    comes now.
+
+    first_frames: of a tape, before its first window is due. is_timed: whether only as many streams may speak
+    as can be made in real time. One thread records; `first_audio_s` may be asked from any."""
+
+    def __init__(self, num_slots: int, frame_s: float, first_frames: int, is_timed: bool):
+        self.num_slots = num_slots
+        self.frame_s = frame_s
+        self.is_timed = is_timed
+        self.costs = Costs()
+        self.correction = Correction()
+        self.lengths = Lengths(1 / frame_s / TEXT_BYTES_HZ)
+        self.prompt_tokens = 0.0  # of recent prompts
+        self.prepare_s = {False: 0.0, True: 0.0}  # of recent prompts, without and with recordings
+        self.outlook = Outlook(num_slots, first_frames)
+
+    def record_iteration(self, load: IterationLoad, took_s: float, all_s: float) -> None:
+        """load, took_s: of this model's part; all_s: the iteration's time, with other models'."""
+        self.costs.record(load, took_s)
+        other_s = self.outlook.other_models_s
+        other_s += RECENT_WEIGHT * (all_s - took_s - other_s)
+        self.outlook = replace(self.outlook, other_models_s=other_s)
+
+    def record_speakers(self, left: np.ndarray, tokens: int, fastest_frame_s: float | None = None) -> None:
+        """left, tokens: as in Outlook. fastest_frame_s: a frame's length as the fastest listener plays it."""
+        frame_s = self.frame_s if fastest_frame_s is None else fastest_frame_s
+        self.outlook = replace(
+            self.outlook,
+            max_concurrency=self.max_concurrency(frame_s),
+            left=tuple(left.tolist()),
+            tokens=tokens,
+        )
+
+    def max_concurrency(self, fastest_frame_s: float) -> int:
+        """Return how many may speak at once if the fastest listener plays a frame in so long."""
+        if not self.is_timed:
+            return self.num_slots
+        return capacity(self.costs, fastest_frame_s, self.num_slots, self.outlook.other_models_s)
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of an iteration of those who speak; 0 before anything is known."""
+        if not self.costs.is_known:
+            return 0.0
+        return float(self.costs.steady_s(len(self.outlook.left))) + self.outlook.other_models_s
+
+    def record_prompt(self, tokens: int, took_s: float, has_recordings: bool) -> None:
+        self.prompt_tokens += RECENT_WEIGHT * (tokens - self.prompt_tokens) if self.prompt_tokens else tokens
+        self.prepare_s[has_recordings] += RECENT_WEIGHT * (took_s - self.prepare_s[has_recordings])
+
+    def expected(self, text_bytes: int) -> Expected:
+        return Expected(self.prompt_tokens, self.lengths.expected(text_bytes))
+
+    def first_audio_s(
+        self, text_bytes: int, ahead: Sequence[Expected], has_recordings: bool, recordings_ahead: int
+    ) -> float | None:
+        """Return the seconds from now to the first audio of a request that is accepted now; None before
+        anything is known. ahead: the requests without a slot; recordings_ahead: those whose recordings are
+        encoded before its own."""
+        if not self.costs.is_known:
+            return None
+        ready_s = self.prepare_s[has_recordings] * (1 + recordings_ahead)
+        newcomer = self.expected(text_bytes)
+        return self.correction.factor * first_audio_s(self.costs, self.outlook, ahead, newcomer, ready_s)

@@ -1,0 +1,31 @@
+"""Which slots are free, and which request a late report belongs to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Tenants:
+    """A window that is under way reads its slot, on another stream than the one on which the next tenant
+    would move in. So a slot that is given back stays `leaving` until its windows are done. `generation` grows
+    when a slot changes hands, so that late reports find their own request."""
+
+    def __init__(self, num_slots: int):
+        self.free = list(range(num_slots - 1, -1, -1))
+        self.leaving: set[int] = set()
+        self.generation = np.zeros(num_slots, np.int64)
+        self.num_rendering = np.zeros(num_slots, np.int64)  # windows under way
+
+    def leave(self, slot: int) -> None:
+        self.generation[slot] += 1
+        self.leaving.add(slot)
+        self.free_up()
+
+    def free_up(self) -> None:
+        free = [slot for slot in self.leaving if not self.num_rendering[slot]]
+        self.free.extend(free)
+        self.leaving.difference_update(free)
+
+    def stayed(self, slots: np.ndarray, generation: np.ndarray) -> np.ndarray:
+        """Return which slots still have the tenant of that generation. [B]"""
+        return self.generation[slots] == generation
