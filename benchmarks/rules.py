@@ -62,11 +62,6 @@ class NotBatched(Streaming):
         return np.zeros(now.slots.num_slots, bool)
 
 
-class NoneWaits(Streaming):
-    def may_wait(self, now: Snapshot, is_due: np.ndarray) -> np.ndarray:
-        return np.zeros(now.slots.num_slots, bool)
-
-
 class AnyFrame(Streaming):
     def least(self, now: Snapshot) -> np.ndarray:
         return np.ones(now.slots.num_slots, np.int64)
@@ -119,7 +114,6 @@ def several_windows(simulation: Simulation) -> None:
 RULES: dict[str, Callable[[Simulation], None]] = {
     "all rules": lambda simulation: None,
     "batched windows": by(NotBatched),
-    "patient windows": by(NoneWaits),
     "late listeners get larger windows": by(AnyFrame),
     "the shortest prompt first": by(InOrder),
     "first windows last": by(SmallestFirst),

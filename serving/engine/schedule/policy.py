@@ -208,7 +208,7 @@ class Streaming(Policy):
         is_batched = self.is_batched(now, is_due)
         is_due |= is_batched
         takes_all = self.takes_all(now) | is_dry | is_batched
-        return self.cut(now, is_due & ~self.may_wait(now, is_due), flush, takes_all)
+        return self.cut(now, is_due, flush, takes_all)
 
     def is_at_risk(self, now: Snapshot) -> np.ndarray:
         return now.remaining_s < AT_RISK_S
@@ -264,14 +264,3 @@ class Streaming(Policy):
             return np.zeros(now.slots.num_slots, bool)
         is_on = (now.slots.tape.num_rendered > 0) & ~listener.is_reproducible & ~listener.has_backpressure
         return is_on & (now.pending >= enough) & self.is_at_risk(now)
-
-    def may_wait(self, now: Snapshot, is_due: np.ndarray) -> np.ndarray:
-        """Return which windows are left to a later iteration since their listeners have time: of these the
-        nearest deadlines go, twice as many as are filled in an iteration on the average. [S]"""
-        may_wait = np.zeros(now.slots.num_slots, bool)
-        has_time = (now.slots.tape.num_rendered > 0) & ~self.is_at_risk(now)
-        patient = np.flatnonzero(is_due & has_time)
-        num_now = int(np.ceil(2 * now.slots.is_occupied.sum() / now.shapes.largest))
-        nearest = np.argsort(now.remaining_s[patient], kind="stable")
-        may_wait[patient[nearest][num_now:]] = True
-        return may_wait

@@ -486,32 +486,6 @@ def test_launches_are_grouped_by_shape_and_first_audio_is_the_nearest_deadline()
     ]
 
 
-def test_windows_of_listeners_who_have_time_are_spread_over_turns():
-    """Twice as many go as are filled in a turn on the average, the nearest deadlines first; who has less than a second, or
-    has heard nothing, is served at once."""
-    scheduler = speaking(num_slots=20)
-    for slot in range(16):
-        report(scheduler, {slot: 50})
-        while scheduler.take_due_windows(0.1 * slot):
-            pass
-        deliver(
-            scheduler, {slot: 50}, 0.1 * slot
-        )  # it has all it has heard played at 4 s and a tenth for each
-    ready = {slot: 75 if slot < 16 else 0 for slot in range(20)}
-    report(scheduler, ready | {16: 1})
-    at_once = [slots for slots, _ in due(scheduler, 3.35)]
-    assert at_once == [{16: (0, 1)}, dict.fromkeys(range(6), (50, 25))]  # four of them have 0.95 s at most
-    turns = []
-    while launches := due(scheduler, 3.35):
-        turns += [list(slots) for slots, _ in launches]
-    assert turns == [[6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
-    for policy in (Throughput(), Fifo()):
-        scheduler = speaking(num_slots=20, policy=policy)
-        report(scheduler, dict.fromkeys(range(20), 25))
-        [(slots, _)] = due(scheduler, 0.0)
-        assert len(slots) == 20
-
-
 def test_the_nearest_deadline_goes_first_whatever_its_shape():
     scheduler = speaking(num_slots=3)
     for now, slot in ((0.0, 1), (0.2, 0)):
