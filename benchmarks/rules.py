@@ -62,11 +62,6 @@ class NotBatched(Streaming):
         return np.zeros(now.slots.num_slots, bool)
 
 
-class AnyFrame(Streaming):
-    def least(self, now: Snapshot) -> np.ndarray:
-        return np.ones(now.slots.num_slots, np.int64)
-
-
 class InOrder(Streaming):
     def prompt_order(self, now: Snapshot) -> list[int]:
         return Policy.prompt_order(self, now)
@@ -114,7 +109,6 @@ def several_windows(simulation: Simulation) -> None:
 RULES: dict[str, Callable[[Simulation], None]] = {
     "all rules": lambda simulation: None,
     "batched windows": by(NotBatched),
-    "late listeners get larger windows": by(AnyFrame),
     "the shortest prompt first": by(InOrder),
     "first windows last": by(SmallestFirst),
     "a first window takes all": by(FirstIsCut),

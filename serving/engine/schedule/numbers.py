@@ -22,8 +22,6 @@ AT_RISK_S = 1.0
 """A listener with less audio than this gets windows of the middle shape, and not only full ones."""
 FIRST_WINDOW_ITERATIONS = 6
 """Iterations that a listener's first window lasts for, to the nearest frame."""
-LATE_PER_SIZE = 3
-"""Late deliveries in a row after which a listener's windows grow by a shape."""
 BATCHED_PART = 0.75
 """Part of the middle shape from which a window is batched with others of that shape."""
 GPU_RENDERS_IN_FLIGHT = 4

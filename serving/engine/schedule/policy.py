@@ -21,7 +21,6 @@ from serving.engine.schedule.numbers import (
     AT_RISK_S,
     BATCHED_PART,
     FIRST_WINDOW_ITERATIONS,
-    LATE_PER_SIZE,
     MAX_PROMPT_DELAY,
     STREAMING_PREFILL_TOKENS,
     THROUGHPUT_PREFILL_TOKENS,
@@ -105,14 +104,6 @@ class Policy(ABC):
         size = np.where(num_rendered < shapes.largest, shapes.middle, shapes.largest)
         return np.where(num_rendered == 0, shapes.smallest, size)
 
-    def least(self, now: Snapshot) -> np.ndarray:
-        """Return the fewest frames worth a window: more for a listener that is late again and again, since
-        large shapes cost less a frame. [S]"""
-        num_late = now.slots.listener.num_late_in_a_row
-        sizes = now.shapes.sizes
-        least = sizes[np.minimum(num_late // LATE_PER_SIZE, len(sizes) - 1)]
-        return np.where(num_late < LATE_PER_SIZE, 1, least)
-
 
 @dataclass(frozen=True)
 class Throughput(Policy):
@@ -148,9 +139,7 @@ class Fifo(Policy):
         return np.ones(now.slots.num_slots, bool)
 
     def is_due(self, now: Snapshot) -> np.ndarray:
-        is_first = now.slots.tape.num_rendered == 0
-        is_even = is_first & (now.pending >= now.shapes.even)
-        is_even |= now.pending >= np.maximum(now.shapes.even, self.least(now))
+        is_even = now.pending >= now.shapes.even
         in_order = now.pending >= self.reproducible_size(now)
         return self.is_full(now) | np.where(now.slots.listener.is_reproducible, in_order, is_even)
 
@@ -218,7 +207,7 @@ class Streaming(Policy):
         shape."""
         is_first = now.slots.tape.num_rendered == 0
         is_hurried = is_first & (now.pending >= self.first_size(now))
-        is_hurried |= self.is_at_risk(now) & (now.pending >= np.maximum(now.shapes.middle, self.least(now)))
+        is_hurried |= self.is_at_risk(now) & (now.pending >= now.shapes.middle)
         in_order = now.pending >= self.reproducible_size(now)
         return self.is_full(now) | np.where(now.slots.listener.is_reproducible, in_order, is_hurried)
 
@@ -252,7 +241,7 @@ class Streaming(Policy):
     def is_dry(self, now: Snapshot) -> np.ndarray:
         """Return whose listener is about to run dry, and has a frame to go on with. [S]"""
         is_short = now.remaining_s <= now.timing.service_s
-        is_dry = (now.slots.tape.num_rendered > 0) & is_short & (now.pending >= self.least(now))
+        is_dry = (now.slots.tape.num_rendered > 0) & is_short & (now.pending > 0)
         return is_dry & ~now.slots.listener.is_reproducible
 
     def is_batched(self, now: Snapshot, is_due: np.ndarray) -> np.ndarray:

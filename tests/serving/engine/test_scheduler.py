@@ -381,29 +381,6 @@ def test_a_listener_about_to_run_dry_or_dry_gets_any_frame(now):
     assert due(scheduler, now) == [({0: (50, 3)}, 4)]
 
 
-def test_who_is_late_time_after_time_gets_larger_windows_until_in_time_again():
-    scheduler, now, ready, counts = playing(1), 1.0, 1, []
-    while len(counts) < 8:  # a frame comes every second, and is heard much later than it should be
-        ready, now = ready + 1, now + 1.0
-        report(scheduler, {0: ready})
-        for slots, frames in due(scheduler, now):
-            counts.append((slots[0][1], frames))
-            deliver(scheduler, {0: slots[0][1]}, now)
-    assert counts == [(1, 1)] * 3 + [(4, 4)] * 3 + [(25, 25)] * 2
-    report(scheduler, {0: ready + 25})
-    assert due(scheduler, now) == [({0: (ready, 25)}, 25)]
-    deliver(scheduler, {0: 25}, now)  # in time
-    report(scheduler, {0: ready + 27})
-    assert due(scheduler, now + 50 * FRAME_S) == [({0: (ready + 25, 2)}, 4)]
-
-
-def test_who_is_late_still_gets_the_rest_at_once():
-    scheduler = playing(1)
-    scheduler.slots.listener.num_late_in_a_row[0] = 100
-    report(scheduler, {0: 3}, done=[0])
-    assert due(scheduler, 9.0) == [({0: (1, 2)}, 4)]
-
-
 def test_windows_in_flight_count_as_heard():
     scheduler = playing(50)
     report(scheduler, {0: 75})
