@@ -20,7 +20,7 @@ from benchmarks.launch_costs import COSY_CPU, COSY_H200, CPU, H200, SLOW_CPU, ti
 from compile_cache.strategy import Strategy
 from serving.engine.engine import Finished
 from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
-from serving.engine.schedule.policy import Policy, Streaming
+from serving.engine.schedule.policy import Streaming
 from serving.engine.schedule.snapshot import Snapshot
 from serving.tools.simulate import Cost, Simulation, Voice, poisson
 from zoo.contract import Request, Window
@@ -60,11 +60,6 @@ class OnlyFullWindows(Streaming):
 class NotBatched(Streaming):
     def is_batched(self, now: Snapshot, is_due: np.ndarray) -> np.ndarray:
         return np.zeros(now.slots.num_slots, bool)
-
-
-class InOrder(Streaming):
-    def prompt_order(self, now: Snapshot) -> list[int]:
-        return Policy.prompt_order(self, now)
 
 
 class SmallestFirst(Streaming):
@@ -109,7 +104,6 @@ def several_windows(simulation: Simulation) -> None:
 RULES: dict[str, Callable[[Simulation], None]] = {
     "all rules": lambda simulation: None,
     "batched windows": by(NotBatched),
-    "the shortest prompt first": by(InOrder),
     "first windows last": by(SmallestFirst),
     "a first window takes all": by(FirstIsCut),
     "prompts wait for listeners": by(NoDelay),

@@ -11,8 +11,6 @@ THROUGHPUT_PREFILL_TOKENS = 1024
 """The same bound while nobody listens."""
 GPU_PREFILL_INTERVAL = 3
 """Iterations between launches of a few prompts on a GPU, where a short prefill takes as long as a step."""
-AGEING_TOKENS = 32
-"""Positions by which a prompt counts as shorter for each iteration that it has waited."""
 MAX_PROMPT_DELAY = 20
 """Iterations that a prompt waits at most for listeners that are about to run dry."""
 

@@ -17,7 +17,6 @@ from typing import ClassVar
 import numpy as np
 
 from serving.engine.schedule.numbers import (
-    AGEING_TOKENS,
     AT_RISK_S,
     BATCHED_PART,
     FIRST_WINDOW_ITERATIONS,
@@ -155,18 +154,6 @@ class Streaming(Policy):
 
     prefill_tokens: int = STREAMING_PREFILL_TOKENS
     name: ClassVar[str] = "streaming"
-
-    def prompt_order(self, now: Snapshot) -> list[int]:
-        """The shortest prompt first; one that waits counts as shorter with each iteration, and flexible ones
-        come last."""
-        prompt, is_flexible = now.slots.prompt, now.slots.listener.is_flexible
-        left = prompt.num_left
-
-        def key(slot: int) -> tuple[bool, int]:
-            waited = now.iteration - prompt.queue[slot]
-            return bool(is_flexible[slot]), int(left[slot]) - AGEING_TOKENS * waited
-
-        return sorted(super().prompt_order(now), key=key)
 
     def delays_prompts(self, now: Snapshot, prefill_s: float) -> bool:
         """Where iterations are long, one newcomer after another would leave nothing to the listeners: a

@@ -18,11 +18,10 @@ from serving.engine.listener import Listener
 from serving.engine.schedule import admission
 from serving.engine.schedule import policy as policies
 from serving.engine.schedule.admission import IterationLoad
-from serving.engine.schedule.numbers import AGEING_TOKENS, MAX_SKIPS
+from serving.engine.schedule.numbers import MAX_SKIPS
 from serving.engine.schedule.policy import Streaming
-from serving.engine.schedule.scheduler import Scheduler
 from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice, poisson
-from zoo.contract import Request, Window
+from zoo.contract import Request
 
 EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 FRAME_S = 0.08
@@ -268,38 +267,6 @@ def test_a_large_head_is_passed_a_bounded_number_of_times(pages, slots, small):
         assert isinstance(one.heard.end, Finished) and one.heard.end.frames == one.frames
     before = room.admitted[: room.admitted.index(len(first))]
     assert len([index for index in before if index > len(first)]) <= MAX_SKIPS
-
-
-@EXAMPLES
-@given(
-    st.integers(2, 6),
-    st.integers(100, 4000),
-    st.lists(st.integers(1, 2000), min_size=1, max_size=200),
-    st.integers(0, 30),
-)
-def test_a_prompt_is_passed_by_shorter_ones_for_a_bounded_number_of_turns(slots, size, others, begins):
-    """Whatever comes, every turn, into all other slots: it counts as AGEING_TOKENS positions shorter each turn, so whoever came so
-    much later that it is not the shorter one goes behind it."""
-    order = Scheduler(slots, Streaming(), Window((1, 4, 25)), FRAME_S)
-    filled = turns = 0
-    while filled < size:
-        if turns == begins:
-            order.open(0, size)
-        for slot in range(1, slots):
-            if not order.slots.is_occupied[slot]:
-                order.open(slot, others[turns % len(others)])
-        chunks = order.next_chunks()
-        assert sum(chunk.stop - chunk.start for chunk in chunks) <= Streaming().prefill_tokens
-        for chunk in chunks:
-            order.record_prefill(chunk)
-            if chunk.slot == 0:
-                filled = chunk.stop
-            elif chunk.is_last:
-                order.close(chunk.slot)
-        turns += 1
-        assert turns < 10_000
-    in_slots = (slots - 1) * max(others)
-    assert turns <= begins + size / AGEING_TOKENS + (in_slots + size) / Streaming().prefill_tokens + 3
 
 
 def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
