@@ -799,8 +799,6 @@ def test_a_model_slower_than_time_is_told_by_the_underruns():
     server = Server(16, Streaming(), step_s=0.1)
     server.run(crowd(16, 0.05, random.Random(3)))
     assert server.underruns > 16
-    # no small ones for ever
-    assert max(frames for windows in server.heard.values() for _, _, frames in windows) == 25
 
 
 def test_first_audio_comes_soon_while_fifteen_others_play():
