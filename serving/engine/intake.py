@@ -110,7 +110,8 @@ class Intake:
         is_flexible = request.listener.is_flexible
         waiting = sum(each.listener.is_flexible == is_flexible for each in worker.queue.requests.values())
         if waiting >= limits.max_waiting:
-            raise Full(f"the queue is full: {waiting} waiting", retry_after_s)
+            are = "request is" if waiting == 1 else "requests are"
+            raise Full(f"{waiting} {are} waiting already", retry_after_s)
         is_first = not request.reference_bytes or not self.reference_bytes
         if not is_first and self.reference_bytes + request.reference_bytes > limits.max_reference_bytes:
             held = f"recordings of {self.reference_bytes >> 20} MiB wait to be encoded already"
