@@ -129,7 +129,7 @@ def test_alone_equals_batched(name, batch):
 @every_family
 def test_padding_does_not_change_other_slots(name, monkeypatch):
     stage, (asked, resting) = RunnerHarness(name, 8), requests(name, 2)
-    monkeypatch.setattr(stage.runner, "bucket", lambda count: 8)
+    monkeypatch.setattr(stage.runner.sizes, "step_rows", lambda count: 8)
     stage.start((2, asked), (5, resting))
     state, kv = snapshot(stage.runner.state), stage.runner.kv.clone()
     while not stage.is_done[2]:

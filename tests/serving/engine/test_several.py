@@ -118,7 +118,7 @@ def test_what_another_dtype_left_behind_is_not_read(report_lag, monkeypatch):
     arena = both.arena
     written = [0, *(page for page in range(2, arena.num_pages) if arena.dtypes[page] == torch.float32)]
     arena.bytes.view(arena.num_pages, -1)[written] = 0xFF
-    monkeypatch.setattr(both.models["half"].runner, "bucket", lambda count: 4)
+    monkeypatch.setattr(both.models["half"].runner.sizes, "step_rows", lambda count: 4)
     asked = [long(text=text, max_frames=10) for text in ("a", "b" * 40, "c")]
     listeners = speak(both, [("half", request) for request in asked])
     run(both)
@@ -158,7 +158,7 @@ def test_random_cancels_leave_every_page_and_slot_where_it_was(report_lag):
     kinds = requests("toy", 20, max_frames=10)
     for turn in range(1500):
         for _ in range(
-            min(chance.choice((0, 0, 1, 2)), 250 - len(listeners)) if len(both._known) < 16 else 0
+            min(chance.choice((0, 0, 1, 2)), 250 - len(listeners)) if len(both.intake.known) < 16 else 0
         ):
             model, id = chance.choice(("hum", "buzz")), f"request-{len(listeners)}"
             listeners[id] = Listener()
@@ -183,7 +183,7 @@ def test_one_models_end_frees_its_own_pages_alone():
     listeners = speak(both, [("hum", long()), ("hum", long(seed=1)), ("hum", long(seed=2)), ("buzz", long())])
     for _ in range(5):
         both.turn()
-    [held] = both.models["buzz"].running[0].pages
+    [held] = both.models["buzz"].running[0].pages.lanes
     assert both.pages.free < everything - len(held)
     for job in [*both.models["hum"].running.values(), *both.models["hum"].waiting]:
         both.cancel(job.id)
@@ -203,7 +203,7 @@ def test_one_models_end_frees_its_own_pages_alone():
 
 def holder(engine: Engine, listener: Listener) -> bool:
     """Whether this listener's request has a slot."""
-    return any(job.deliver is listener for model in engine.models.values() for job in model.running.values())
+    return any(job.request.deliver is listener for model in engine.models.values() for job in model.running.values())
 
 
 def test_who_lacks_pages_is_passed_by_another_models_requests_a_bounded_number_of_times():

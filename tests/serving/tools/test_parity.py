@@ -31,7 +31,7 @@ def followed(plain: zoo.Family, served: zoo.Family, request: Request) -> dict:
     [worker] = Engine(served, max_slots=2, compile=False).models.values()
     run = follow(plain, worker, request)
     # All slots were released.
-    assert not worker.running and not worker.waiting and len(worker.free_slots) == 2
+    assert not worker.running and not worker.queue.jobs and len(worker.tenants.free) == 2
     return run
 
 
