@@ -1,4 +1,4 @@
-"""What is counted since the start."""
+"""Counters since the start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelCounters:
 
 @dataclass
 class IterationCounters:
-    """Of all models together."""
+    """Counters of all models together."""
 
     num: int = 0
     took_s: float = 0.0

@@ -14,8 +14,7 @@ REFUSED = 2  # the exit status of a process that would not do better if it were 
 
 @contextmanager
 def one_line_if_full() -> Iterator[None]:
-    """End the process with one line if the disk is full: each compiler reports that in an exception of its
-    own."""
+    """End the process with one line if the disk is full: each compiler has a different exception for it."""
     try:
         yield
     except BaseException as error:

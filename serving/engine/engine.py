@@ -1,6 +1,7 @@
 """The loop: in each iteration every model with work has one round.
 
-    accept() ─> prepare() ─> inbox ─> the model's queue ─> admit, launch, collect late, render, deliver (model_worker.py)
+    accept() ─> prepare() ─> inbox ─> the model's queue ─> admit, launch, collect late, render, deliver
+    (model_worker.py)
        any thread (intake.py)         the engine's thread, one iteration after another
 
 Requests come and go through an inbox, so the loop owns everything else and needs no locks. A launch's report
@@ -335,7 +336,7 @@ class Engine:
                 self._release(job, Failed(STALLED.format(self.max_stall_s), code="stalled"))
 
     def _stalls_in_s(self) -> float | None:
-        """Return the seconds until the first stalled client is dropped; None if there is none."""
+        """Return the seconds until the first stalled client is dropped; None if all clients read."""
         rows = [model.scheduler.slots.listener for model in self.models.values()]
         since_s = min(float(row.backpressure_since_s.min()) for row in rows)
         drop_s = since_s + self.max_stall_s - self.clock()

@@ -1,4 +1,4 @@
-"""What a request's client is told."""
+"""Events that a request's client receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other threads leave for the engine's loop."""
+"""News from other threads for the engine's loop."""
 
 from __future__ import annotations
 

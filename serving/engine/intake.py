@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from serving.engine.device.arena import Arena
 from serving.engine.events import Event
 from serving.engine.inbox import Inbox
-from serving.engine.job import Job, QueuedRequest
+from serving.engine.job import Job, QueuedRequest, Worker
 from serving.engine.listener import Listener
 from serving.engine.memory.pages import Pages
 from serving.engine.model_worker import ModelWorker
@@ -22,7 +22,7 @@ from zoo.contract import Prompt, Request, RequestError
 
 
 class Full(Exception):
-    """There is no room to wait: try again in `retry_after_s`."""
+    """The queue is full: try again in `retry_after_s`."""
 
     def __init__(self, why: str, retry_after_s: float):
         super().__init__(f"{why}; try again in {math.ceil(retry_after_s)} s")
@@ -64,7 +64,7 @@ class Intake:
         """Return a model, which need not be named if there is but one. Raises RequestError."""
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
-        if name not in self.models:
+        if name is None or name not in self.models:
             raise RequestError(
                 "model", f"model {name!r} is not served here; there is: {', '.join(self.models)}"
             )
@@ -156,14 +156,15 @@ class Intake:
         self.inbox.news.jobs.append(job)
         self.inbox.lock.notify()
 
-    def check_room(self, worker: ModelWorker, prompt: Prompt) -> None:
+    def check_room(self, worker: Worker, prompt: Prompt) -> None:
         """Raises RequestError for a pass that can never have its positions or its pages."""
         prompt.check_room(worker.family.spec)
         needed = worker.num_pages(prompt)
         there = self.pages.num_pages
         if needed > there:
             positions = sum(len(lane.inputs) for lane in prompt.lanes)
-            takes = f"{positions} prompt positions and {prompt.max_frames} frames need {needed} pages of KV memory"
+            takes = f"{positions} prompt positions and {prompt.max_frames} frames"
+            takes += f" need {needed} pages of KV memory"
             instead = "ask for fewer frames, or serve with more KV memory"
             raise RequestError("max_frames", f"{takes}; this server has {there}: {instead}")
 

@@ -22,7 +22,7 @@ NO_AUDIO = (
 
 
 class Worker(Protocol):
-    """What the engine asks of a request's model (model_worker.py)."""
+    """The methods of a request's model that the engine calls (model_worker.py)."""
 
     family: Family[Any]
     pages: Any
@@ -83,7 +83,7 @@ class HeldPages:
 
 @dataclass
 class Past:
-    """What earlier passes of a job leave to the next one. num_reported: of the delivered samples, those of
+    """Results of earlier passes that the next one continues. num_reported: of the delivered samples, those of
     passes that are over."""
 
     frames: int = 0

@@ -47,7 +47,7 @@ def load(
 
 def sizes(options: Options) -> tuple[int, int | None]:
     """Return how many slots a model has, and the bytes of the KV cache. On a GPU, values that are not given
-    follow from its free memory, before any of it is taken. Raises ValueError where it is too little."""
+    follow from its free memory, before any of it is taken. Raises ValueError if it is too little."""
     device = options.device or "cuda"
     if not device.startswith("cuda") or not torch.cuda.is_available():  # loading says what else it may be
         return options.max_slots or cpu_slots(options), options.kv_bytes

@@ -51,8 +51,9 @@ class ModelQueue:
         return num < max_streams or (num == max_streams and self._may_try(num + 1))
 
     def _may_try(self, num: int) -> bool:
-        """Return whether so many may speak, one more than estimates allow: the estimates may be wrong, they
-        were not tried for long, and the listeners would not hear it at once."""
+        """Return whether so many may speak, one more than estimates allow: the estimates are old and may
+        be wrong, and
+        all listeners have some audio."""
         is_stale = self.forecaster.costs.is_stale(num)
         return is_stale and self.scheduler.runs_dry_in_s(self.clock()) >= TRIAL_BUFFER_S
 

@@ -1,6 +1,7 @@
 """One model in the engine: its queue, its slots, its launches, and its requests.
 
-    queue ─admit─> slot ─launch─> prefill, step, step, ... ─collect─> frames ready ─render─> samples ─deliver─> client
+    queue ─admit─> slot ─launch─> prefill, step, step, ... ─collect─> frames ready ─render─> samples
+    ─deliver─> client
 
 The engine drives it, one round an iteration. With the other models it shares the pages, which it takes and
 gives back, and nothing else.
@@ -60,7 +61,7 @@ class WorkerSettings:
 
 
 class ModelWorker:
-    """A family with slots of its own, on pages that it may have to share. after_delivery: called when some of
+    """A family with its slots, on pages that all models share. after_delivery: called when some of
     an iteration's audio was given, and more may be made; between: after each window, when requests may come
     and go."""
 
@@ -158,7 +159,7 @@ class ModelWorker:
         self.pages.count(job)
 
     def release(self, job: Job) -> None:
-        """Take back whatever a job holds. Work in flight for its slot still runs, ahead of anything the next
+        """Take back whatever a job holds. Work in flight for its slot still runs before anything the next
         tenant launches."""
         if job.slot < 0:
             self.queue.jobs.remove(job)
@@ -237,7 +238,7 @@ class ModelWorker:
         return float(self.scheduler.buffered_s(self.clock())[job.slot])
 
     def pause(self, job: Job) -> None:
-        """Give a job's pages to others; what they hold is kept on the host."""
+        """Give a job's pages to others; their contents are kept on the host."""
         self.pages.save(job)
         self.scheduler.slots.lacks_pages[job.slot] = True
 
@@ -265,7 +266,9 @@ class ModelWorker:
         return [self.running[int(slot)] for slot in self.scheduler.finished_slots()]
 
     def publish_turn(self, job: Job) -> None:
-        """Let the conversation's next turn find what was generated in the KV cache. For a pass that is over."""
+        """Let the conversation's next turn find what was generated in the KV cache. For a pass that is
+        over.
+        """
         if job.pages.saved is not None:
             return  # its pages are others'
         keys = (*job.prompt.lanes[0].prefix_keys, *self.family.end_turn(job.prompt, self.tape(job)))

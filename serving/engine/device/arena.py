@@ -28,8 +28,8 @@ def token_bytes(family: Family[Any]) -> int:
 
 
 def common_page_bytes(families: Sequence[Family[Any]]) -> int:
-    """The size of a page that suits all: PAGE_TOKENS of the largest positions, and up to whole rows of
-    everybody's.
+    """The size of a page that suits all: PAGE_TOKENS of the largest positions, rounded up to whole rows of
+    every family.
 
     The others get as many of their positions into a page as fit, so less than one position of a page is left
     over, at most a 16th of it.
@@ -43,8 +43,8 @@ def common_page_bytes(families: Sequence[Family[Any]]) -> int:
     if size > 2 * most:
         rows = ", ".join(f"{family.spec.family} {row_bytes(family)}" for family in families)
         raise ValueError(
-            f"no page suits all these models: rows of keys take (bytes) {rows}, so a page of whole rows takes {size}, where {most} are "
-            "needed: serve them apart"
+            f"no page suits all these models: rows of keys take (bytes) {rows}, so a page of whole "
+            f"rows takes {size}, where {most} are needed: serve them apart"
         )
     return size
 
@@ -62,7 +62,7 @@ def check_there_is(num_bytes: int, device: torch.device) -> None:
 
 
 class Arena:
-    """Pages of bytes on the device. Every family in it reads them as rows of its own keys and values,
+    """Pages of bytes on the device. Each family reads them as rows of keys and values,
     `page_tokens` positions a page.
 
     Page i is the scratch of family i, which padding writes to. Raises ValueError for a size that leaves no
@@ -79,7 +79,8 @@ class Arena:
         if self.num_pages <= self.num_scratch:
             whose, least = "this model" if len(families) == 1 else "these models", self.num_scratch + 1
             raise ValueError(
-                f"{kv_bytes} bytes of KV memory hold no page: a page of {whose} takes {self.page_bytes}, and {least} are the least"
+                f"{kv_bytes} bytes of KV memory hold no page: a page of {whose} takes {self.page_bytes}, "
+                f"and {least} are the least"
             )
         check_there_is(self.num_pages * self.page_bytes, self.device)
         self.streams = Streams(self.device)
@@ -104,7 +105,7 @@ class Arena:
         return self.bytes.view(self.num_pages, -1)
 
     def hand_over(self, pages: Sequence[int], family: Family[Any]) -> list[int]:
-        """The family will write to these pages -> those to be cleared. What was written in another dtype may
+        """The family will write to these pages -> those to be cleared. Values of another dtype may
         be NaN in this one, and attention reads past a sequence's end with a weight of 0, which does not hide
         a NaN."""
         foreign = [page for page in pages if self.dtypes[page] not in (None, family.dtype)]

@@ -1,4 +1,4 @@
-"""What an iteration launches."""
+"""Launches of an iteration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Render:
     frames.
 
     handed_s: when it was launched. length: of the window's length buckets, 0 without them. is_reproducible:
-    each row is computed by itself, whatever is batched with it.
+    each row is computed by itself, independent of the others.
     """
 
     slots: np.ndarray  # [B], ascending

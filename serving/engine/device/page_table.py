@@ -11,7 +11,7 @@ INT = np.int64
 
 
 class PageTable:
-    """A slot's lanes are sequences of their own, in pages of their own, that take every step together. The
+    """Each lane of a slot is one sequence with its own pages; all lanes take every step together. The
     first lanes of all slots and of the spare one come first, then the second lanes. page_rows: rows of the
     arena that a page takes; scratch: the row of the family's scratch page, which stands where a sequence has
     no page."""
@@ -59,7 +59,7 @@ class PageTable:
         starts: np.ndarray,
         width: int | None,
     ) -> dict[str, np.ndarray]:
-        """Return what a launch over these sequences reads (see Batch). owner [T]: the sequence of each input.
+        """Return the fields of a Batch over these sequences. owner [T]: the sequence of each input.
         width: columns of the page table; None: as many as are needed, up to a power of two so that launches
         look alike."""
         if width is None:

@@ -1,4 +1,4 @@
-"""Loaded families -> the same families, as fast as this machine runs them."""
+"""Prepare loaded families to run as fast as this machine can."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT_BYTES, LARGEST_KEPT_BYTES = 1 << 30, 32 << 20  # glibc refuses a larger sec
 
 
 def keep_freed_memory() -> None:
-    """What a render frees stays in the process for the next one, where it is glibc's. Left to itself it goes
+    """Keep the memory that a render frees for the next one, if the C library is glibc. Left to itself it goes
     back to the system, and every page of it is taken, and zeroed, anew: 110,000 in a window of seven streams
     of CosyVoice 2 (benchmarks/LOG.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have none
@@ -31,9 +31,10 @@ def keep_freed_memory() -> None:
 
 
 def prepare_for_host(*families: Family, compile: bool = True) -> None:
-    """Threads for the largest, matrices laid out for the CPU, kernels of its own, and memory that is kept.
+    """Set the threads for the largest family, lay matrices out for the CPU, build its kernels, and keep
+    freed memory.
     Call it once for all of a process, before anything is compiled. Raises ValueError if something is to be
-    compiled and its place cannot be written, or there is no C++ compiler."""
+    compiled and its place cannot be written, or the C++ compiler is missing."""
     threads.set_num_threads(
         max(
             families,
@@ -56,7 +57,8 @@ def prepare_for_host(*families: Family, compile: bool = True) -> None:
 
 @contextmanager
 def cached(family: Family) -> Iterator[Entry]:
-    """What is compiled within is this family's, prepared; after a new entry, the cache is pruned. Raises
+    """Open the family's place in the cache for code that is compiled within; after a new entry, prune the
+    cache. Raises
     ValueError if its place cannot be written."""
     with artifacts.opened(cache_place(family)) as entry:
         yield entry
@@ -65,7 +67,8 @@ def cached(family: Family) -> Iterator[Entry]:
 
 
 def cache_place(family: Family) -> Path:
-    """Where the family's compiled code is kept. Nothing in it depends on slots, on memory, on threads, or on
+    """Return the place of the family's compiled code. Nothing in it depends on slots, on memory, on
+    threads, or on
     the models that it is served with."""
     here = Path(zoo.__file__).parent
     code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "contract.py")

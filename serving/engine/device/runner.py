@@ -1,8 +1,8 @@
-"""Where host meets device: one family's launches on its slots and pages (streams.py: what comes back of
-them).
+"""One family's launches on its slots and pages.
 
-The host counts every position itself, so page tables and lengths never wait for the device. What comes back
-is one small report per launch (frames ready, done, text), which is read a launch later, and the rendered
+The host counts every position itself, so page tables and lengths never wait for the device. The device sends
+back
+one small report per launch (frames ready, done, text), which is read a launch later, and the rendered
 samples, which are read when they are there.
 """
 

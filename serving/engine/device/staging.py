@@ -1,4 +1,4 @@
-"""What a launch reads: the host's numbers, padded to the launch's size, on their way to the device."""
+"""The inputs of launches: the host's numbers, padded to the launch's size, on their way to the device."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Staging:
         return self.render_inputs.stage(fields)
 
     def batch(self, fields: dict[str, Tensor], is_audio: Tensor | None = None) -> Batch:
-        """is_audio [T], of a prefill; a step finds out by itself."""
+        """is_audio [T], of a prefill; a step computes its own."""
         if is_audio is None:
             is_audio = self.no_audio[: len(fields["positions"])]
         return Batch(**fields, kv=self.kv, page=self.page, is_audio=is_audio)

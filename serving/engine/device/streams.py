@@ -1,11 +1,12 @@
-"""A device's queues of work, and what comes back of it.
+"""A device's streams of work, and the copies that come back.
 
     lm        prompts into pages, steps; the report of a step
     renders   windows to samples, beside the steps
     prompts   requests to prompts, beside both
 
-Work on one stream is done in the order it is given in. What is on two is ordered by the host, which reads the
-one's result before it asks for the other, or by an event.
+Work on one stream is done in the order it is given in. Work on two streams is ordered by the host, which
+reads the
+first result before it launches the second, or by an event.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ Observer = Callable[[str, int, float], None]  # "prefill", "step", "render" or "
 
 
 class AsyncCopy:
-    """Values that the device was asked for. `read` gives them to the host, and waits only if the device is
-    not there yet."""
+    """Values on their way from the device. `read` returns them, and waits only if the device is not done."""
 
     def __init__(self, values: Sequence[Tensor], observer: Observer | None = None):
         self._event: torch.cuda.Event | None = None
@@ -55,7 +55,9 @@ class AsyncCopy:
 
 
 class Stream:
-    """On a CPU, work is done when `run` returns. is_urgent: before what others have not begun."""
+    """On a CPU, work is done when `run` returns. is_urgent: its work goes before work that other streams
+    have not begun.
+    """
 
     def __init__(self, device: torch.device, is_urgent: bool = False):
         self.cuda = (
@@ -63,16 +65,16 @@ class Stream:
         )
 
     def here(self) -> AbstractContextManager[object]:
-        """What is launched within goes on this stream."""
+        """Return a context in which launches go to this stream."""
         return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
 
     def run(self, work: Callable[[], Sequence[Tensor]], observer: Observer | None = None) -> AsyncCopy:
-        """work: launches, and gives the tensors that the host wants."""
+        """Run `work`, which launches and returns the tensors that the host wants."""
         with self.here(), torch.inference_mode():
             return AsyncCopy(work(), observer)
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event behind all that was launched so far."""
+        """Return an event behind all launches so far."""
         if self.cuda is None:
             return None
         event = torch.cuda.Event()
@@ -80,12 +82,12 @@ class Stream:
         return event
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """What is launched from now on comes after the event. The host does not wait."""
+        """Order all later launches after the event. The host does not wait."""
         if self.cuda is not None and event is not None:
             self.cuda.wait_event(event)
 
     def borrow(self, tensor: Tensor) -> None:
-        """Read here what was made on another stream: its memory is not given away before that is done."""
+        """Keep a tensor of another stream in memory until the launches here have read it."""
         if self.cuda is not None and tensor.is_cuda:
             tensor.record_stream(self.cuda)
 
@@ -98,8 +100,8 @@ class Streams:
 
 
 class LaunchInputs:
-    """The numbers of a launch. On a GPU they arrive in one copy, at a place that never moves, so a recorded
-    launch reads the new ones.
+    """The numbers of a launch. On a GPU they arrive in one copy at a fixed place, so a recorded launch
+    reads the new ones.
 
     capacity: values of the largest launch, on a GPU. num_fields: of a launch, at most.
     """
@@ -142,7 +144,8 @@ def parts(place: Tensor, fields: dict[str, np.ndarray], sizes: Sequence[int]) ->
     """Pieces of int64 numbers in the shapes of `fields`, as truth values where a field has such: of each
     number the lowest byte.
 
-    Each has a storage of its own, over the same memory: a nested region takes no two inputs of one storage.
+    Each piece has a separate storage over the same memory, since a nested region cannot take two inputs of
+    one storage.
     """
     found = {}
     for (name, value), part in zip(fields.items(), place[: sum(sizes)].split(sizes), strict=True):

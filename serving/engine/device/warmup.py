@@ -1,4 +1,6 @@
-"""Compile and record everything that a request can need before the first one comes, on the spare slot alone."""
+"""Compile and record everything that a request can need before the first one comes, on the spare slot
+alone.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ def warm_sizes(runner: Runner) -> None:
 
 
 def nothing_of(runner: Runner, rows: int, frames: int, length: int) -> View:
-    """Return a view of no frame of the spare slot, so many times."""
+    """Return a view of `rows` empty stretches of the spare slot."""
     nothing = np.zeros(rows, INT)
     arrive = runner.staging.render(spare_slots(runner, rows), nothing, nothing, nothing.astype(bool), frames)
     return View(**arrive(), frames=frames, length=length)
@@ -123,7 +125,7 @@ def nothing_of(runner: Runner, rows: int, frames: int, length: int) -> View:
 @contextmanager
 def tf32(is_wanted: bool) -> Iterator[None]:
     """Record launches that multiply fp32 on tensor cores, with ten bits of each factor's fraction. The
-    switches are the process's, so they are only thrown while there is no request."""
+    switches are the process's, so they are only thrown while the server is idle."""
     matmul = torch.backends.cuda.matmul.allow_tf32
     cudnn = torch.backends.cudnn.allow_tf32
     try:
@@ -140,8 +142,9 @@ def spare_slots(runner: Runner, size: int) -> np.ndarray:
 
 
 def mark_sizes(batch: Batch, tokens: str) -> None:
-    """Mark the sizes that may vary in a graph; equal names mean equal sizes. Where launches are recorded the
-    page table has one width, and a prefill one number of sequences."""
+    """Mark the sizes that may vary in a graph; equal names mean equal sizes. Recorded launches have a
+    page table of one width, and a prefill of one number of sequences.
+    """
     any_size((batch.positions, batch.kv_write_index, batch.is_audio), 0, tokens)
     any_size((batch.kv,), 0, "rows")
     any_size((batch.page,), 0, "page")

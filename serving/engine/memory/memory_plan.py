@@ -1,5 +1,6 @@
-"""What a model takes of a device, before any of it is taken: counted over tensors without memory (`meta`), so
-it takes seconds and reads no weight."""
+"""Count the device memory that a model needs before it is loaded. The tensors have no memory (`meta`), so
+this
+takes seconds and reads no weights."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ PREFILL_TOKENS = 256  # of the launch that is counted
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. launch: what the largest launch needs beside what it reads and writes: of the prefill and the
-    renders, which run side by side."""
+    """Bytes. launch: temporary memory of the largest prefill and the largest render, which run at the same
+    time."""
 
     slots: int
     weights: int
@@ -61,26 +62,27 @@ def plan(
 
 
 def usual_kv_bytes(family: Family[Any], slots: int) -> int:
-    """Room for 1,024 positions a slot, and for one request of the model's longest."""
+    """Return room for 1,024 positions a slot, and for one request of the model's longest."""
     tokens = max(1024 * slots, family.spec.max_frames + 1024) + 2 * PAGE_TOKENS
     return family.spec.lanes * tokens * token_bytes(family)
 
 
 def usual_saved_bytes(kv_bytes: int) -> int:
-    """Of the host, for what paused streams' pages held."""
+    """Return the host's bytes for the pages of paused streams."""
     return min(3 * kv_bytes, limits.memory_bytes() // 4)
 
 
 def resident_bytes() -> int:
-    """Of this process, as it is; 0 where the system does not tell."""
+    """Return the bytes that this process has in memory; 0 if the system does not tell."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
 def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None) -> tuple[int, int]:
-    """Families on `meta`, and a device's bytes -> how many slots each may have (`max_slots`, where it is
-    given), and the bytes of the KV cache: all that is left beside weights, states and launches. Raises
-    ValueError where that is too little."""
+    """Return how many slots each family on `meta` may have (`max_slots` if it is given), and the bytes of
+    the KV cache: the rest of `room` after weights, states and launches. Raises ValueError if that is too
+    little.
+    """
     families = list(families)
     for slots in SLOTS if max_slots is None else (max_slots,):
         plans = [plan(family, slots) for family in families]
@@ -91,13 +93,15 @@ def fit(families: Iterable[Family[Any]], room: int, max_slots: int | None = None
         f"{family.spec.family} {one.total}" for family, one in zip(families, plans, strict=True)
     )
     raise ValueError(
-        f"the device has {room} bytes to give; with max_slots {slots} these are needed: {needed}: serve with fewer "
-        "slots, fewer models or another dtype"
+        f"the device has {room} bytes to give; with max_slots {slots} these are needed: {needed}: serve "
+        "with fewer slots, fewer models or another dtype"
     )
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Each memory counted once; of what a CPU's library laid out for itself, the numbers in it."""
+    """Return the bytes of tensors, each storage once; a tensor in the layout of a CPU's library counts
+    its numbers.
+    """
     known, packed = [], 0
     for tensor in tensors:
         if tensor.is_mkldnn:
@@ -109,7 +113,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def state_tensors(thing: object) -> list[Tensor]:
-    """Those of a state, and of what it keeps beside its own."""
+    """Return the tensors of a state and of its members."""
     if isinstance(thing, Tensor):
         return [thing]
     if isinstance(thing, Mapping):
@@ -126,7 +130,7 @@ def state_tensors(thing: object) -> list[Tensor]:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made within took at once."""
+    """Measures the peak of bytes of tensors made within."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +159,7 @@ class Peak(TorchDispatchMode):
 
 
 def launch_bytes(family: Family[Any], slots: int) -> int:
-    """Of the largest prefill and the largest render."""
+    """Return the temporary bytes of the largest prefill and the largest render."""
     state = family.state(slots)
     window = family.spec.window
     length = window.lengths[-1] if window.lengths else 0

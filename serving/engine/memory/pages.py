@@ -1,11 +1,13 @@
-"""Memory policy: who holds which page of the arena, and which prompts' pages can be read again. It counts
+"""Memory policy: which request holds which page of the arena, and which prompts' pages can be read again. It
+counts
 pages and never touches them.
 
-    free ---take---> held ---give_back---> free         a page nobody can find again
+    free ---take---> held ---give_back---> free         a page that is in no index
                       |  ^
               publish |  | match
                       v  |
-                     held and indexed ---give_back---> cached: had by match as it is, or by take once it is the least recently used
+                     held and indexed ---give_back---> cached: had by match as it is, or by take once it is
+                     the least recently used
 
 A page is bytes in one arena that all resident models share. Idea of hashed, reference-counted pages:
 GeeeekExplorer/nano-vllm, nanovllm/engine/block_manager.py.
@@ -21,17 +23,18 @@ from hashlib import blake2b
 
 class Pages:
     """Reference counts and a prefix index over an arena's pages. The first `num_scratch` are scratch, one of
-    each model: padding rows write to them, and nobody is given them. `num_pages` are left.
+    each model: padding rows write to them, and no request gets them. `num_pages` are left.
 
     `shared` counts pages handed out by `match`, `evicted` those that lost their place in the index. Raises
-    ValueError where none is left.
+    ValueError if none is left.
     """
 
     def __init__(self, num_in_arena: int, num_scratch: int = 1):
         self.num_pages = num_in_arena - num_scratch
         if self.num_pages < 1:
             raise ValueError(
-                f"an arena of {num_in_arena} pages has none to hand out: {num_scratch} are scratch, so {num_scratch + 1} are the least"
+                f"an arena of {num_in_arena} pages has none to hand out: {num_scratch} are scratch, "
+                f"so {num_scratch + 1} are the least"
             )
         self.shared = 0
         self.evicted = 0
@@ -51,7 +54,7 @@ class Pages:
     def match(self, salt: int, keys: Sequence[int], page_tokens: int, multiple: int = 1) -> list[int]:
         """The longest run of indexed pages from the start of a prompt, with one reference on each: its first
         len(pages) * page_tokens positions need not be computed. The last key is never covered, because
-        somebody must compute its hidden state.
+        its hidden state must be computed.
         keys: one int64 per position. multiple: so many pages at a time."""
         pages = []
         for link in _chain(salt, keys, page_tokens, (len(keys) - 1) // page_tokens):
@@ -75,8 +78,8 @@ class Pages:
 
     def publish(self, salt: int, keys: Sequence[int], page_tokens: int, pages: Sequence[int]) -> None:
         """Let `match` find a prompt's whole pages, once they are written. pages: those of the sequence in
-        order, of which the ones behind the prompt are left alone. Where the index already has a page with the
-        same past, the older page stays."""
+        order, of which the ones behind the prompt are left alone. If the index already has a page with the
+        same past, it keeps that one."""
         num_whole = len(keys) // page_tokens
         assert len(pages) >= num_whole, (
             f"{len(pages)} pages cannot hold the {num_whole} whole pages of {len(keys)} keys"
@@ -119,7 +122,7 @@ class Pages:
 
 def _chain(salt: int, keys: Sequence[int], page_tokens: int, num_pages: int) -> Iterator[bytes]:
     """One 128-bit link per page, which names the page's keys and all before them. The salt (the weights)
-    begins the chain, so equal keys of two models never meet. Raises OverflowError for a key that is no
+    begins the chain, so equal keys of two models never meet. Raises OverflowError for a key beyond
     int64."""
     packed = array("q", keys[: num_pages * page_tokens]).tobytes()
     page_bytes = 8 * page_tokens

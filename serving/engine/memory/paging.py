@@ -1,11 +1,12 @@
-"""Which streams hold pages where there are too few for all.
+"""Paging: which streams hold pages when there are too few for all.
 
 A request gets the pages that speech of its text usually takes, and grows page by page. When none is left, the
 stream that is furthest ahead of its listener is paused: its pages are copied to the host, and others use
-them. It comes back, bit for bit, before its listener has played what there is; so no listener hears it, as
+them. It comes back, bit for bit, before its listener has played its audio; so the pause is not heard, as
 long as the streams together are made in real time.
 
-    speaking ──no page is left, and none is further ahead──> paused (keeps its slot; what is on its tape is rendered)
+    speaking ──no page is left, and none is further ahead──> paused (keeps its slot; what is on its tape is
+    rendered)
        ^                                                      │
        └── there are pages again, or its buffer is gone and ──┘
            another one's is larger, which is paused in its place

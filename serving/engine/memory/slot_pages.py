@@ -1,4 +1,4 @@
-"""The pages of one model's slots: what a request needs, gets as it grows, and gives away while it is paused."""
+"""The pages of one model's slots: a request gets more as it grows, and gives them away while it is paused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SlotPages:
         self.room = np.zeros(len(runner.kv_lens), np.int64)
 
     def num_needed(self, prompt: Prompt, frames: int | None = None) -> list[int]:
-        """Return the pages of each lane for so many frames; None: all that a request can ever need."""
+        """Return the pages of each lane for so many frames; None: the most that a request can ever need."""
         tokens = self.runner.page_tokens
         most = [-(-positions // tokens) for positions in prompt.max_positions]
         if frames is None:
@@ -85,7 +85,7 @@ class SlotPages:
         return (-(-self.runner.kv_lens[self._sequences(job)] // self.runner.page_tokens)).tolist()
 
     def num_to_resume(self, job: Job) -> int:
-        """Return the pages for what a paused job had written, and its next step."""
+        """Return the pages of a paused job's positions and of its next step."""
         return int((self.runner.kv_lens[self._sequences(job)] // self.runner.page_tokens + 1).sum())
 
     def save(self, job: Job) -> None:

@@ -1,5 +1,4 @@
-"""Admission by time: what iterations take, how long speech gets, and from both when a request that comes now
-would be heard.
+"""Admission by time: estimate how long iterations and speeches take, and when a new request would be heard.
 
     Costs     what an iteration takes, by what is launched in it
     Lengths   how many frames a text becomes
@@ -36,7 +35,7 @@ SCALE = np.array((1.0, 8.0, 256.0, 32.0))  # of an iteration: itself, slots, pro
 
 @dataclass
 class IterationLoad:
-    """What an iteration launched: slots that took a step, prompt positions, and frames of the renders'
+    """The load of an iteration: slots that took a step, prompt positions, and frames of the renders'
     shapes."""
 
     slots: int = 0
@@ -73,7 +72,7 @@ class Costs:
         self._last_iterations[load.slots] = self.num_iterations
 
     def is_stale(self, slots: int) -> bool:
-        """Return whether an iteration of so many slots, or more, was long ago. Then no iteration corrects its
+        """Return whether no recent iteration had that many slots. Then no iteration corrects its
         estimate: if always as many speak, their share of an iteration and its own cannot be told apart."""
         last = max((when for num, when in self._last_iterations.items() if num >= slots), default=0)
         return self.num_iterations - last >= STALE_ITERATIONS
@@ -82,8 +81,9 @@ class Costs:
         return float(self._each @ (np.array((1, slots, tokens, frames)) / SCALE))
 
     def steady_s(self, slots: np.ndarray | float) -> np.ndarray:
-        """Return the seconds of an iteration in which so many speak: each takes a step, and a frame of each
-        is rendered. [...]"""
+        """Return the seconds of an iteration with `slots` streams: each takes a step, and a frame of each
+        is rendered. [...]
+        """
         own, slot, _, frame = self._each / SCALE
         return own + (slot + frame) * np.asarray(slots)
 
@@ -141,8 +141,8 @@ class Expected:
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """A model as of one iteration. max_concurrency: how many may speak at once. left: frames that each of
-    those who speak is still to make; tokens: positions of their prompts that are not filled. first_frames: of
+    """A model as of one iteration. max_concurrency: how many may speak at once. left: frames that each
+    stream is still to make; tokens: positions of their prompts that are not filled. first_frames: of
     a tape, before its first window is due. other_models_s: what other models take of an iteration."""
 
     max_concurrency: int
@@ -208,8 +208,7 @@ class Correction:
 
 
 class Forecaster:
-    """What is recorded of one model's iterations, prompts and speeches, and what follows for a request that
-    comes now.
+    """Estimates of one model from its iterations, prompts and speeches, and predictions for a new request.
 
     first_frames: of a tape, before its first window is due. is_timed: whether only as many streams may speak
     as can be made in real time. One thread records; `first_audio_s` may be asked from any."""

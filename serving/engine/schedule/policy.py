@@ -31,7 +31,9 @@ from serving.engine.schedule.windows import WindowPlan, cut
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """What a server is for. prefill_tokens: prompt positions of one iteration at most."""
+    """A server's policy: the answers to the scheduler's questions. prefill_tokens: prompt positions of
+    one iteration at most.
+    """
 
     prefill_tokens: int
     name: ClassVar[str]
@@ -55,17 +57,23 @@ class Policy(ABC):
         return [slot for slot in now.slots.prompt.queue if now.is_flexible_time or not is_flexible[slot]]
 
     def delays_prompts(self, now: Snapshot, prefill_s: float) -> bool:
-        """Return whether prompts wait for listeners. prefill_s: that their next positions are likely to take."""
+        """Return whether prompts wait for listeners. prefill_s: that their next positions are likely to
+        take.
+        """
         return False
 
     def allows_flexible(self, now: Snapshot) -> bool:
-        """Return whether flexible requests may take steps: no listener waits for first audio or is at risk."""
+        """Return whether flexible requests may take steps: no listener waits for first audio or is at
+        risk.
+        """
         is_in_need = ~np.isfinite(now.slots.listener.plays_until_s) | self.is_at_risk(now)
         waits = now.slots.listener.has_backpressure | now.slots.is_starved
         return not bool((now.slots.speaks & ~waits & is_in_need).any())
 
     def runs_dry_in_s(self, now: Snapshot) -> float:
-        """Return the seconds until the first listener runs dry; inf where the policy has no regard to time."""
+        """Return the seconds until the first listener runs dry; inf where the policy has no regard to
+        time.
+        """
         return math.inf
 
     def windows(self, now: Snapshot) -> WindowPlan:
@@ -127,7 +135,7 @@ class Throughput(Policy):
 
 @dataclass(frozen=True)
 class Fifo(Policy):
-    """What the other policies are compared with: prompts in order of arrival, windows of one shape as soon as
+    """The baseline of comparisons: prompts in order of arrival, windows of one shape as soon as
     they are filled."""
 
     prefill_tokens: int = STREAMING_PREFILL_TOKENS
@@ -156,8 +164,9 @@ class Streaming(Policy):
     name: ClassVar[str] = "streaming"
 
     def delays_prompts(self, now: Snapshot, prefill_s: float) -> bool:
-        """Where iterations are long, one newcomer after another would leave nothing to the listeners: a
-        prompt waits while one of them would run dry, for some iterations at most."""
+        """With long iterations, one newcomer after another would leave the listeners no time: a prompt
+        waits while one of them would run dry, for some iterations at most.
+        """
         prompt, listener = now.slots.prompt, now.slots.listener
         arrived = [came for slot, came in prompt.queue.items() if not listener.is_flexible[slot]]
         if not arrived or not self.has_long_iterations(now):
@@ -190,8 +199,8 @@ class Streaming(Policy):
         return now.remaining_s < AT_RISK_S
 
     def is_due(self, now: Snapshot) -> np.ndarray:
-        """A slot without audio whose frames fill a first window, and one at risk whose frames fill the middle
-        shape."""
+        """Return which windows are due: a full one, a first one that fills its shape, and one of a listener at
+        risk that fills the middle shape. [S]"""
         is_first = now.slots.tape.num_rendered == 0
         is_hurried = is_first & (now.pending >= self.first_size(now))
         is_hurried |= self.is_at_risk(now) & (now.pending >= now.shapes.middle)
@@ -208,7 +217,8 @@ class Streaming(Policy):
         """Return the frames of a first window: the smallest shape, or as many as last for some iterations, up
         to the middle shape.
 
-        What other models take counts once: a model whose listeners are in need goes first, and others let it
+        The time of other models counts once: a model whose listeners are in need goes first, and others let
+        it
         pass. A grid's first stretch may be shorter than any shape; then it must last until the next one is
         there.
         """
@@ -222,7 +232,9 @@ class Streaming(Policy):
         return min(math.ceil(lasts_s / timing.frame_s), grid) if timing.latency_s else grid
 
     def has_long_iterations(self, now: Snapshot) -> bool:
-        """Return whether an iteration takes so much of a frame that one frame is too little for first audio."""
+        """Return whether an iteration takes so much of a frame that one frame is too little for first
+        audio.
+        """
         return self.first_size(now) > now.shapes.smallest
 
     def is_dry(self, now: Snapshot) -> np.ndarray:

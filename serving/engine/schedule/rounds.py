@@ -1,7 +1,7 @@
 """One iteration of several models: which has its round when.
 
-Where launches return at once, all models launch before any is waited for, and the device has work meanwhile.
-Where a launch returns when it is done, models only wait for each other: then each has its round from prompts
+If launches return at once, all models launch before any is waited for, and the device has work meanwhile.
+If a launch returns when it is done, models only wait for each other: then each has its round from prompts
 to samples, and the model whose listeners are most in need goes first. While they are in need, a model whose
 listeners have time has no round. A request that comes during another model's round waits for the launch in
 flight, not for the round.

@@ -4,8 +4,8 @@
     decoding_slots      which slots take a step: all that may, so a long prompt costs them one bounded launch
     take_due_windows    which windows are rendered, the nearest deadline first
 
-State is one row per slot (slots.py). Decisions are pure functions of a snapshot (policy.py). What follows
-from launches, reports and deliveries is written here and nowhere else. The clock is an argument, so the same
+State is one row per slot (slots.py). Decisions are pure functions of a snapshot (policy.py). Only the
+scheduler writes the results of launches, reports and deliveries. The clock is an argument, so the same
 calls give the same answers.
 """
 
@@ -30,7 +30,8 @@ from zoo.contract import Window
 
 class Scheduler:
     """frame_s: a frame's length; lanes: prompts of a slot, all of which are prefilled before it decodes.
-    chunk_tokens: prompts are cut at its multiples, whatever else is prefilled; None: where there is room.
+    chunk_tokens: prompts are cut at its multiples, independent of other prompts; None: wherever there is
+    room.
     max_unread_s: audio that a metered listener may leave; then its slot is paused by backpressure, until half
     of that is consumed. prefill_interval: iterations between launches of a few prompts while others speak.
     hold_s: the most audio that the renderer keeps back. is_one_by_one: windows of several slots take as long
@@ -104,7 +105,7 @@ class Scheduler:
         self.slots.close(slot)
 
     def feed(self, slot: int, steps: int | None) -> None:
-        """Record that more text arrived, which allows so many more steps; None: it was the last of it."""
+        """Record that more text arrived, which allows `steps` more steps; None: it was the last of it."""
         left = self.slots.steps_left
         left[slot] = UNBOUNDED if steps is None else left[slot] + steps
 
@@ -237,7 +238,7 @@ class Scheduler:
 
     def consume(self, slot: int, frames: int, now_s: float) -> None:
         """Record that a listener consumed so many of the delivered frames. One that was paused by
-        backpressure continues when half of what it may leave is left, and has that to play."""
+        backpressure continues at half of its limit, and has that audio to play."""
         listener = self.slots.listener
         listener.num_unread[slot] = max(listener.num_unread[slot] - frames, 0)
         left_s = listener.num_unread[slot] * listener.frame_s[slot]
@@ -258,7 +259,8 @@ class Scheduler:
 
     def runs_dry_in_s(self, now_s: float) -> float:
         """Return the seconds until the first listener runs dry; -inf where one has heard nothing yet, inf
-        where there is none."""
+        without listeners.
+        """
         return self.policy.runs_dry_in_s(self.snapshot(now_s))
 
     def is_in_need(self, now_s: float) -> bool:

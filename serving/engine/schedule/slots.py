@@ -1,4 +1,4 @@
-"""State: what the scheduler knows of every slot, one row per slot.
+"""State: one row for every slot.
 
 Decisions read it (snapshot.py, policy.py) and only the scheduler writes it (scheduler.py). A step is
 arithmetic on whole vectors, so its cost does not grow with the number of streams.
@@ -58,7 +58,8 @@ class TapeRows:
 
 
 class ListenerRows:
-    """What each listener has. It plays from the first delivery on, and `plays_until_s` is when it has played
+    """The audio of each listener. It plays from the first delivery on, and `plays_until_s` is when it has
+    played
     all (-inf before the first).
 
     A later delivery is an underrun, and playback continues from there. A metered listener reports the frames

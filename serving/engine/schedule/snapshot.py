@@ -1,4 +1,4 @@
-"""What a decision sees: the slots at one moment, and what launches take of late."""
+"""The input of a decision: the slots at one moment, and recent timing."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Shapes:
         return self.smallest + self.window.lookahead
 
     def fitting(self, count: np.ndarray) -> np.ndarray:
-        """Return the smallest shape that holds so many frames. [B]"""
+        """Return the smallest shape that holds `count` frames. [B]"""
         return self.sizes[np.searchsorted(self.sizes, np.maximum(count, 1))]
 
     def filled(self, count: np.ndarray) -> np.ndarray:
-        """Return the largest shape that so many frames fill, or the smallest one. [B]"""
+        """Return the largest shape that `count` frames fill, or the smallest one. [B]"""
         return self.sizes[np.maximum(np.searchsorted(self.sizes, count, side="right") - 1, 0)]
 
 
 @dataclass
 class Timing:
-    """Seconds, as measured of late. hold_s: audio that the renderer keeps back at most. latency_s: of a
+    """Recent measurements in seconds. hold_s: audio that the renderer keeps back at most. latency_s: of a
     window, from its launch to its listener. iteration_s: of an iteration with all who speak (0: not known);
     other_models_s: the part of it that other models take; step_s: of an iteration without windows.
     window_cost: what windows take, where they are made one at a time."""

@@ -1,4 +1,4 @@
-"""What windows take, as measured."""
+"""The measured time of windows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from serving.engine.schedule.numbers import WINDOW_COST_DECAY, WINDOW_COST_MARGI
 
 
 class WindowCost:
-    """Seconds of a window of so many frames, with a margin: what any window takes, and what each frame adds;
-    least squares over the windows of late."""
+    """Predicts the seconds of a window with a margin: a fixed part and one for each frame, by least
+    squares over recent windows.
+    """
 
     def __init__(self) -> None:
         self.fixed_s = 0.0

@@ -42,7 +42,9 @@ def cut(
 
 
 def to_grid(snapshot: Snapshot, slots: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return the frames of each window down to the grid's last point, unless the speech ends with them. [B]"""
+    """Return the frames of each window down to the grid's last point, unless the speech ends with them.
+    [B]
+    """
     grid = snapshot.shapes.window.grid
     if grid == 1:
         return count

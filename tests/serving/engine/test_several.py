@@ -185,7 +185,7 @@ def test_one_models_end_frees_its_own_pages_alone():
         both.turn()
     [held] = both.models["buzz"].running[0].pages.lanes
     assert both.pages.free < everything - len(held)
-    for job in [*both.models["hum"].running.values(), *both.models["hum"].waiting]:
+    for job in [*both.models["hum"].running.values(), *both.models["hum"].queue.jobs]:
         both.cancel(job.id)
     both.turn()
     assert both.pages.free == everything - len(held) and [listener.end is None for listener in listeners] == [
