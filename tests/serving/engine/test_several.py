@@ -203,7 +203,9 @@ def test_one_models_end_frees_its_own_pages_alone():
 
 def holder(engine: Engine, listener: Listener) -> bool:
     """Whether this listener's request has a slot."""
-    return any(job.request.deliver is listener for model in engine.models.values() for job in model.running.values())
+    return any(
+        job.request.deliver is listener for model in engine.models.values() for job in model.running.values()
+    )
 
 
 def test_who_lacks_pages_is_passed_by_another_models_requests_a_bounded_number_of_times():
