@@ -30,6 +30,7 @@ from serving.engine_client import EngineClient
 from serving.http import openapi
 from serving.http.app import create_app
 from serving.http.metrics import Metrics
+from serving.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -229,7 +230,7 @@ def metric_row(metric: Metric) -> list[str]:
 
 def served_schema(models: list[protocol.ModelInfo]) -> dict[str, Any]:
     """Return the schema that a server of one model of each variant answers at /schema."""
-    litestar = create_app(EngineClient("/nowhere"), voices_dir="/nowhere")
+    litestar = create_app(EngineClient("/nowhere"), Settings(voices_dir="/nowhere"))
     plain = encode_json(litestar.openapi_schema.to_schema(), serializer=get_serializer())
     return openapi.with_options(plain, models)
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from serving.histogram import Histogram
+from zoo.request import Value
 
 MAX_CLIP_BYTES = 48 << 20  # for all clips of a request together: a minute of mono float32 at 192 kHz
 MAX_FRAME_BYTES = MAX_CLIP_BYTES + (16 << 20)  # no valid message is longer
@@ -48,17 +50,50 @@ class Reference(msgspec.Struct):
     kept_in: str | None = None  # directory of the uploaded voice, where encoder outputs are stored
 
 
+class Request(msgspec.Struct, omit_defaults=True):
+    """A zoo.request.Request in transit, without its references. HTTP has no turns."""
+
+    text: str
+    voice: str | None = None
+    language: str | None = None
+    instructions: str | None = None
+    seed: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    max_frames: int | None = None
+    options: dict[str, Value] = {}
+    is_open: bool = False
+    split_text: bool = True
+    normalize: bool = False
+
+
+@dataclass(frozen=True)
+class Listener:
+    """The listener of a request, from HTTP to the scheduler.
+
+    speed: the speed at which the listener plays, so a fast one needs its audio sooner. is_flexible: the audio
+    is made while no other listener waits for first audio or is at risk. is_reproducible: windows follow from
+    frame numbers alone, so equal requests give equal bytes. is_metered: the client reports the frames that it
+    consumed. wants_timestamps: the client is told which samples each piece of the text took.
+    """
+
+    speed: float = 1.0
+    is_flexible: bool = False
+    is_reproducible: bool = False
+    is_metered: bool = False
+    wants_timestamps: bool = False
+
+
 class Speak(Message):
     """A request for speech."""
 
     id: str
     model: str  # the model's id
-    request: dict[str, Any]  # the fields of zoo.request.Request except its references
+    request: Request
     references: list[Reference] = []
-    is_pinned: bool = False  # equal requests give equal bytes
-    is_flex: bool = False  # served only while no other listener is at risk
-    speed: float = 1.0  # the speed at which the listener plays the audio
-    is_timed: bool = False  # whether the engine sends Spoken messages
+    listener: Listener = Listener()
 
 
 class Feed(Message):
@@ -93,7 +128,7 @@ class OptionInfo(msgspec.Struct):
     type: str  # "bool", "int", "float" or "str"
     help: str
     possible: str  # the possible values, in words
-    default: bool | int | float | str | None = None  # None: the model decides
+    default: Value | None = None  # None: the model decides
     range: tuple[float, float] | None = None
     choices: tuple[str, ...] = ()
 

@@ -22,9 +22,11 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
-from typing import Any
+
+import msgspec
 
 from serving import logs, protocol
+from serving.settings import EngineArguments, HTTPArguments, Settings
 from serving.status_line import StatusLine
 
 REFUSED = 2  # exit status of a child that has printed its own error message
@@ -168,29 +170,19 @@ async def relay(reader: asyncio.StreamReader) -> None:
         sys.stderr.write(unfinished.decode(errors="replace") + "\n")
 
 
-def serve(
-    host: str,
-    port: int,
-    engine: dict[str, Any],
-    http: dict[str, Any],
-    env: dict[str, str],
-    grace_s: int = GRACE_S,
-    status_line: StatusLine | None = None,
-) -> int:
+def serve(settings: Settings, env: dict[str, str], status_line: StatusLine | None = None) -> int:
     """Run the server until a signal ends it. Returns the exit status; raises ValueError.
 
-    engine, http: fields of engine_process.Options and of app.Options.
-    grace_s: how long open answers may continue when the server stops.
+    env: the environment of both children.
     status_line: the line to show below the log. All log lines then pass through it.
     """
-    with bind(host, port) as listener, socket_directory() as directory:
+    with bind(settings.host, settings.port) as listener, socket_directory() as directory:
         parent_fd, write_end = os.pipe()
         path = f"{directory}/engine.sock"
-        engine |= {"socket": path, "parent_fd": parent_fd}
-        http |= {"socket": path, "parent_fd": parent_fd, "fd": listener.fileno(), "grace_s": grace_s}
-        python = [sys.executable, "-m"]
-        engine_command = [*python, "serving.engine.engine_process", json.dumps(engine)]
-        http_command = [*python, "serving.http.app", json.dumps(http)]
+        grace_s = settings.grace_s
+        engine_command = command("serving.engine.engine_process", EngineArguments(settings, path, parent_fd))
+        http = HTTPArguments(settings, path, listener.fileno(), parent_fd)
+        http_command = command("serving.http.app", http)
         try:
             with nullcontext() if status_line is None else status_line.open():
                 return asyncio.run(
@@ -199,6 +191,11 @@ def serve(
         finally:
             os.close(write_end)
             os.close(parent_fd)
+
+
+def command(module: str, arguments: EngineArguments | HTTPArguments) -> list[str]:
+    """Return the command that runs a child, with its arguments as JSON."""
+    return [sys.executable, "-m", module, msgspec.json.encode(arguments).decode()]
 
 
 async def run(

@@ -42,8 +42,9 @@ class RunnerHarness:
 
     def __init__(self, name: str, num_slots: int, compile: bool = False):
         self.name, self.family = name, family(name)
-        each = 30
-        self.lanes = self.family.spec.lanes
+        spec = self.family.spec
+        each = min(30, spec.max_positions // PAGE_TOKENS)
+        self.lanes = spec.lanes
         count = num_slots * self.lanes * each
         arena = Arena([self.family], (1 + count) * PAGE_TOKENS * token_bytes(self.family))
         self.runner = Runner(self.family, num_slots, arena, compile)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +116,47 @@ class Share:
     name: str
     weight: float
     reference: Reference | None = None
+
+
+# The syntax of a mix of voices, such as "vivian(2)+ryan(1)". HTTP reads it with these functions too.
+# Source of the syntax: remsky/Kokoro-FastAPI, whose clients already use it.
+MAX_SHARES = 8
+MAX_WEIGHT = 1000.0
+_SHARE = re.compile(r"\s*([^+()\s][^+()]*?)\s*(?:\(\s*(\d+\.?\d*|\.\d+)\s*\))?\s*")
+
+
+def is_mix(voice: str) -> bool:
+    """Return whether a voice is a mix of voices. No uploaded voice can have such a name."""
+    return "+" in voice
+
+
+def parts_of(mix: str) -> list[tuple[str, float]]:
+    """Return the names and weights of a mix. Raises RequestError if it is malformed."""
+    found = [_SHARE.fullmatch(part) for part in mix.split("+")]
+    parts = [(match[1], float(match[2] or 1)) for match in found if match is not None]
+    if not 2 <= len(parts) == len(found) <= MAX_SHARES or not all(
+        0 < weight <= MAX_WEIGHT for _, weight in parts
+    ):
+        weight = f"a weight in brackets above 0 and up to {MAX_WEIGHT:g} (1 if it is left out)"
+        form = f"give 2 to {MAX_SHARES} voices, each with {weight}"
+        raise RequestError("voice", f"{mix!r} is not a mix of voices such as anna(2)+bert(1); {form}")
+    return parts
+
+
+def names_in(mix: str) -> list[str]:
+    """Return the names in a mix. Malformed parts have none; `parts_of` refuses them."""
+    return [match[1] for part in mix.split("+") if (match := _SHARE.fullmatch(part)) is not None]
+
+
+def with_own_names(mix: str, aliases: Mapping[str, str]) -> str:
+    """Replace the aliases in a mix by the voices that they stand for."""
+    return "+".join(_with_own_name(part, aliases) for part in mix.split("+"))
+
+
+def _with_own_name(part: str, aliases: Mapping[str, str]) -> str:
+    if (match := _SHARE.fullmatch(part)) is None:
+        return part
+    return part[: match.start(1)] + aliases.get(match[1], match[1]) + part[match.end(1) :]
 
 
 @dataclass(frozen=True)
@@ -234,32 +275,20 @@ def check(request: Request, spec: Spec) -> dict[str, Any]:
     return _options(request, spec, name)
 
 
-MAX_SHARES = 8
-MAX_WEIGHT = 1000.0
-_SHARE = re.compile(r"\s*([^+()\s][^+()]*?)\s*(?:\(\s*(\d+\.?\d*|\.\d+)\s*\))?\s*")
-
-
 def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
     """Return the voices that a request mixes, as in "vivian(2)+ryan(1)", or () without a mix. Raises
     RequestError for a malformed mix and for one that the model cannot make.
-
-    Source of the syntax: remsky/Kokoro-FastAPI, whose clients already use it.
     """
     voice = request.voice
     voices = {name.lower(): name for name in spec.voices}
-    if voice is None or "+" not in voice or voice.lower() in voices:
+    if voice is None or not is_mix(voice) or voice.lower() in voices:
         return ()
     name = spec.name or f"{spec.family} {spec.variant}"
     if not spec.mixes:
         reason = "it has no speaker vectors to add up; give one voice"
         raise RequestError("voice", f"{name} cannot mix voices, and {voice!r} is a mix: {reason}")
-    found = [_SHARE.fullmatch(part) for part in voice.split("+")]
-    weights = [float(match[2] or 1) if match is not None else 0.0 for match in found]
-    if not 2 <= len(found) <= MAX_SHARES or not all(0 < weight <= MAX_WEIGHT for weight in weights):
-        weight = f"a weight in brackets above 0 and up to {MAX_WEIGHT:g} (1 if it is left out)"
-        form = f"give 2 to {MAX_SHARES} voices, each with {weight}"
-        raise RequestError("voice", f"{voice!r} is not a mix of voices such as anna(2)+bert(1); {form}")
-    names = [match[1].lower() for match in found if match is not None]
+    parts = [(part.lower(), weight) for part, weight in parts_of(voice)]
+    names = [part for part, _ in parts]
     given = {(reference.name or "").lower(): reference for reference in request.references}
     for part in names:
         if part not in voices and part not in given:
@@ -271,10 +300,8 @@ def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
                 "references", "a mix of voices and another reference are both given; leave one out"
             )
         _check_is_sound_alone(part, reference, request, spec)
-    total = sum(weights)
-    return tuple(
-        Share(part, weight / total, given.get(part)) for part, weight in zip(names, weights, strict=True)
-    )
+    total = sum(weight for _, weight in parts)
+    return tuple(Share(part, weight / total, given.get(part)) for part, weight in parts)
 
 
 def _check_is_sound_alone(part: str, reference: Reference, request: Request, spec: Spec) -> None:

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from serving.cli.common import (
-    MODEL,
-    Compile,
-    Device,
-    DType,
-    Instructions,
-    Language,
-    MaxNewTokens,
-    ModelOptions,
-    ReferenceFile,
-    ReferenceText,
-    RepetitionPenalty,
-    Seed,
-    SpeechModel,
-    Speed,
-    Temperature,
-    TopK,
-    TopP,
-    Voice,
-    app,
-    progress_bar,
-    recording,
-)
+from serving.cli.common import MODEL, Compile, Device, DType, SpeechModel, app, progress_bar, recording
+from serving.cli.flags import with_groups
+from serving.cli.request_flags import ModelOptions, RequestFlags
 from serving.cli.say import parsed_option
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
@@ -40,10 +21,39 @@ from zoo.hub import resolved
 if TYPE_CHECKING:
     from serving.engine.engine import Engine
     from serving.protocol import AudioClip
+    from serving.tools.batch import Tally
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Flags for the engine."""
+
+    device: Device = None
+    dtype: DType = None
+    max_slots: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=1024,
+            help="The model speaks at most this many lines at once. Default: what fits, up to 64.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    deterministic: Annotated[
+        bool,
+        Option(
+            "--deterministic",
+            help="Equal lines give equal bytes, whatever else is spoken, which is slower.",
+            rich_help_panel=MODEL,
+        ),
+    ] = False
+    compile: Compile = True
 
 
 @app.command()
+@with_groups
 def batch(
+    *,
     lines: Annotated[
         Path,
         Argument(
@@ -59,39 +69,9 @@ def batch(
         Literal["wav", "mp3", "opus", "aac", "flac", "pcm"],
         Option("--format", help="Every file has this format."),
     ] = "wav",
-    voice: Voice = None,
-    reference: ReferenceFile = None,
-    reference_text: ReferenceText = None,
-    language: Language = None,
-    instructions: Instructions = None,
-    seed: Seed = 0,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    max_new_tokens: MaxNewTokens = None,
-    speed: Speed = 1.0,
+    asked: RequestFlags,
     options: ModelOptions = [],  # noqa: B006
-    device: Device = None,
-    dtype: DType = None,
-    max_slots: Annotated[
-        int | None,
-        Option(
-            min=1,
-            max=1024,
-            help="The model speaks at most this many lines at once. Default: what fits, up to 64.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    deterministic: Annotated[
-        bool,
-        Option(
-            "--deterministic",
-            help="Equal lines give equal bytes, whatever else is spoken, which is slower.",
-            rich_help_panel=MODEL,
-        ),
-    ] = False,
-    compile: Compile = True,
+    running: EngineFlags,
 ) -> int:
     """Speak every line of a JSON Lines file into a directory.
 
@@ -104,25 +84,13 @@ def batch(
     """
     from serving.tools import batch as tool
 
-    given = {
-        "voice": voice,
-        "reference": None if reference is None else str(reference.resolve()),
-        "reference_text": reference_text,
-        "language": language,
-        "instructions": instructions,
-        "seed": seed,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "repetition_penalty": repetition_penalty,
-        "max_new_tokens": max_new_tokens,
-        "speed": None if speed == 1 else speed,
-    }
-    items = tool.read_items(lines, {name: value for name, value in given.items() if value is not None})
-    directory, base = resolved(model), lines.absolute().parent
-    common = (directory, dtype, form, options)
+    items = tool.read_items(lines, defaults_of(asked))
+    directory = resolved(model)
+    base = lines.absolute().parent
+    common = (directory, running.dtype, form, options)
     digests = {item.id: item.digest(base, common) for item in items if item.error is None}
-    results, tally = tool.Results(out), tool.Tally()
+    results = tool.Results(out)
+    tally = tool.Tally()
     with results.held():
         done = results.finished({item.id for item in items}, digests, f".{form}")
         for item in items:
@@ -135,22 +103,37 @@ def batch(
         tally.found = len(done)
         if wanted:
             with progress_bar(str(out)) as advance:
-
-                def report(tally: tool.Tally, result: dict[str, Any]) -> None:
-                    if "error" in result:
-                        tell(result)
-                    past = tally.found + tally.made + tally.failed
-                    advance(past / len(items), f"{past} of {len(items)}, {tally.failed} failed")
-
-                engine = opened(directory, device, dtype, max_slots, deterministic, compile, advance)
+                report = partial(advance_past, len(items), advance)
+                engine = opened(directory, running, advance)
                 [worker] = engine.models.values()
                 of_model = dict(parsed_option(option, worker.family.spec) for option in options)
                 clip = partial(recording_at, base)
                 tool.Batch(engine, results, digests, form, clip, of_model, tally, report).run(wanted)
     pace = f", {tally.audio_s / tally.wall_s:.2f} audio-s/s" if tally.wall_s else ""
-    said = f"{tally.made} made ({tally.audio_s:.2f} s of audio{pace}), {tally.found} found, {tally.failed} failed"
-    print(f"{out}: {said}" + (", interrupted" if tally.is_interrupted else ""))
+    made = f"{tally.made} made ({tally.audio_s:.2f} s of audio{pace})"
+    end = ", interrupted" if tally.is_interrupted else ""
+    print(f"{out}: {made}, {tally.found} found, {tally.failed} failed{end}")
     return 130 if tally.is_interrupted else int(tally.failed > 0)
+
+
+def defaults_of(asked: RequestFlags) -> dict[str, Any]:
+    """Return the fields that a line has if it does not set them itself."""
+    given = asdict(asked)
+    if asked.reference is not None:
+        given["reference"] = str(asked.reference.resolve())
+    if asked.speed == 1:
+        del given["speed"]
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def advance_past(
+    num_items: int, advance: Callable[[float, str], None], tally: Tally, result: dict[str, Any]
+) -> None:
+    """Print why a line failed, if it did, and move the progress bar."""
+    if "error" in result:
+        tell(result)
+    past = tally.found + tally.made + tally.failed
+    advance(past / num_items, f"{past} of {num_items}, {tally.failed} failed")
 
 
 def recording_at(base: Path, path: str) -> AudioClip:
@@ -158,15 +141,7 @@ def recording_at(base: Path, path: str) -> AudioClip:
     return recording(base / path)
 
 
-def opened(
-    directory: str,
-    device: str | None,
-    dtype: str | None,
-    max_slots: int | None,
-    is_deterministic: bool,
-    compile: bool,
-    advance: Callable[[float, str], None],
-) -> Engine:
+def opened(directory: str, running: EngineFlags, advance: Callable[[float, str], None]) -> Engine:
     """Load the model and return a warm engine. Raises ValueError."""
     import zoo
     from serving.engine.device.prepare_for_host import cached, prepare_for_host
@@ -175,21 +150,26 @@ def opened(
     from serving.engine.options import Options
 
     plan = Options(
-        "", {"batch": directory}, device=device, dtype=dtype, max_slots=max_slots, policy="throughput"
+        "",
+        {"batch": directory},
+        device=running.device,
+        dtype=running.dtype,
+        max_slots=running.max_slots,
+        policy="throughput",
     )
     slots, kv_bytes = sizes(plan)
-    family = zoo.load(directory, device=device, dtype=dtype)
+    family = zoo.load(directory, device=running.device, dtype=running.dtype)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
-    prepare_for_host(family, compile=compile)
+    prepare_for_host(family, compile=running.compile)
     engine = Engine(
         family,
         max_slots=slots,
         kv_bytes=kv_bytes,
         max_waiting=2 * slots,
         policy="throughput",
-        compile=compile,
-        is_deterministic=is_deterministic,
+        compile=running.compile,
+        is_deterministic=running.deterministic,
     )
     engine.warm(lambda fraction, stage: advance(0.0, f"warming: {stage}"), cached)
     return engine

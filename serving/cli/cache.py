@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from compile_cache.store import Stored
 
 cache = typer.Typer(
-    help="List, prune, export or import the compiled code that is kept between starts.\n\nServers run the code that they find "
-    "in the cache. Anyone who can write to it, or gives you a file to import, can run code as you."
+    help="List, prune, export or import the compiled code that is kept between starts.\n\nServers run the "
+    "code that they find in the cache. Anyone who can write to it, or gives you a file to import, can run "
+    "code as you."
 )
 app.add_typer(cache, name="cache")
 

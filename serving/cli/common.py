@@ -38,8 +38,6 @@ COMMANDS = (
 
 # Panels of `--help`.
 MODEL = "Model"
-VOICE = "Voice"
-SAMPLING = "Sampling"
 MEMORY = "Memory"
 LATENCY = "Latency"
 LIMITS = "Limits"
@@ -74,7 +72,8 @@ Device = Annotated[
 Codec = Annotated[
     Literal["float32", "tf32"],
     Option(
-        help="The codec multiplies in this format on a GPU; tf32 is faster, and zoo parity measures its error.",
+        help="The codec multiplies in this format on a GPU; tf32 is faster, and zoo parity measures its "
+        "error.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -93,16 +92,16 @@ MaxSlots = Annotated[
     Option(
         min=1,
         max=1024,
-        help="Each model runs at most this many requests at once. Default: what fits, up to 64, on a GPU or with --policy "
-        "throughput; otherwise 8.",
+        help="Each model runs at most this many requests at once. Default: what fits, up to 64, on a GPU or "
+        "with --policy throughput; otherwise 8.",
         rich_help_panel=MEMORY,
     ),
 ]
 KVMemory = Annotated[
     str | None,
     Option(
-        help="All models share this much memory for the KV cache (4GiB, 512MiB or bytes). Default: enough for the slots; on a "
-        "GPU, all that weights and states leave.",
+        help="All models share this much memory for the KV cache (4GiB, 512MiB or bytes). Default: enough "
+        "for the slots; on a GPU, all that weights and states leave.",
         rich_help_panel=MEMORY,
     ),
 ]
@@ -110,7 +109,8 @@ VoicesDir = Annotated[
     Path | None,
     Option(
         envvar="ZOO_VOICES_DIR",
-        help="Uploaded voices are stored in this directory. Default: speechzoo/voices in your data directory.",
+        help="Uploaded voices are stored in this directory. Default: speechzoo/voices in your data "
+        "directory.",
     ),
 ]
 AsJson = Annotated[bool, Option("--json", help="The command prints one JSON object, for programs.")]
@@ -118,94 +118,8 @@ AsJson = Annotated[bool, Option("--json", help="The command prints one JSON obje
 # The model of commands that take only one.
 ModelArgument = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 
-# The fields of a request in `zoo say` and `zoo batch`.
 SpeechModel = Annotated[
     str, Option("-m", "--model", help=MODEL_HELP, show_default=False, rich_help_panel=MODEL)
-]
-Voice = Annotated[
-    str | None,
-    Option(
-        help="The model speaks in one of its voices (zoo inspect lists them), or in a mix such as vivian(2)+ryan(1).",
-        rich_help_panel=VOICE,
-    ),
-]
-ReferenceFile = Annotated[
-    Path | None,
-    Option(
-        help="The model speaks in the voice of this recording, if it can clone voices.", rich_help_panel=VOICE
-    ),
-]
-ReferenceText = Annotated[
-    str | None,
-    Option(help="The recording says this text, word for word.", rich_help_panel=VOICE),
-]
-Language = Annotated[
-    str | None, Option(help="The model speaks this one of its languages.", rich_help_panel=VOICE)
-]
-Instructions = Annotated[
-    str | None,
-    Option(help="The model speaks as these words describe.", rich_help_panel=VOICE),
-]
-Seed = Annotated[
-    int,
-    Option(min=0, max=2**63 - 1, help="Equal seeds give equal speech.", rich_help_panel=SAMPLING),
-]
-Temperature = Annotated[
-    float | None,
-    Option(
-        min=0,
-        max=2,
-        help="The model samples with this temperature; 0 is greedy. Default: the model's.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopK = Annotated[
-    int | None,
-    Option(
-        min=0,
-        help="The model samples from this many most likely codes; 0 allows all. Default: the model's.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopP = Annotated[
-    float | None,
-    Option(
-        min=0,
-        max=1,
-        help="The model samples from the most likely codes up to this total probability. Default: the model's.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    Option(
-        min=0.5,
-        max=2,
-        help="A value above 1 makes codes that were used before less likely. Default: the model's.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-MaxNewTokens = Annotated[
-    int | None,
-    Option(
-        min=1,
-        help="The model speaks at most this many frames. Default: the model's limit.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-Speed = Annotated[
-    float,
-    Option(min=0.25, max=4, help="The speech is this many times as fast, at the same pitch."),
-]
-ModelOptions = Annotated[
-    list[str],
-    Option(
-        "-O",
-        "--option",
-        metavar="NAME=VALUE",
-        help="The request sets this option of the model (zoo inspect lists them); may be repeated.",
-        rich_help_panel=SAMPLING,
-    ),
 ]
 
 
@@ -291,7 +205,8 @@ def print_numbers(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
     from rich.table import Table
 
     upright = Table(*columns, title=title, title_justify="left")
-    names, above = [], ""
+    names = []
+    above = ""
     for column in columns:
         first, _, second = column.rpartition("\n")
         above = first or (above if column.startswith("\n") else "")
@@ -302,7 +217,8 @@ def print_numbers(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
     for name, *values in list(zip(names, *rows, strict=True))[1:]:
         turned.add_row(name, *values)
     for column_of_any in (*upright.columns, *turned.columns):
-        column_of_any.no_wrap, column_of_any.justify = True, "right"
+        column_of_any.no_wrap = True
+        column_of_any.justify = "right"
     turned.columns[0].justify = "left"
 
     console = Console()

@@ -7,6 +7,7 @@ import base64
 import importlib.util
 import json
 import sys
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from serving.cli.common import AsJson, app, plural, print_numbers, progress_bar
+from serving.cli.flags import with_groups
 
 if TYPE_CHECKING:
     from serving.tools.load.run import Plan
@@ -38,25 +40,20 @@ COLUMNS = {
 }
 
 
-@app.command()
-def load(
-    url: Annotated[
-        str, Argument(help="The server has OpenAI's speech route at this address: http://HOST:PORT.")
-    ],
-    as_json: AsJson = False,
-    plot: Annotated[
-        Path | None,
-        Option(help="The command draws the ladder into this file: .png, .svg or .pdf."),
-    ] = None,
+@dataclass(frozen=True)
+class LoadFlags:
+    """Flags for the arrival of requests."""
+
     rates: Annotated[
         list[float],
         Option(
             "--rate",
             min=0.001,
-            help="Open loop: this many requests arrive per second, as a Poisson process; repeat it for a ladder.",
+            help="Open loop: this many requests arrive per second, as a Poisson process; repeat it for a "
+            "ladder.",
             rich_help_panel=LOAD,
         ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     streams: Annotated[
         list[int],
         Option(
@@ -65,7 +62,7 @@ def load(
             help="Closed loop: this many listeners make one request after the other; repeat it for a ladder.",
             rich_help_panel=LOAD,
         ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     duration: Annotated[
         float | None,
         Option(
@@ -74,38 +71,39 @@ def load(
             help="Each rung of the ladder takes this many seconds. Default: 30 unless --requests is given.",
             rich_help_panel=LOAD,
         ),
-    ] = None,
+    ] = None
     requests: Annotated[
         int | None,
         Option(min=1, help="Each rung of the ladder measures this many requests.", rich_help_panel=LOAD),
-    ] = None,
+    ] = None
     warmup: Annotated[
         int | None,
         Option(
             min=0,
-            help="Each rung starts with this many requests that do not count. Default: two seconds of arrivals, or one per "
-            "listener.",
+            help="Each rung starts with this many requests that do not count. Default: two seconds of "
+            "arrivals, or one per listener.",
             rich_help_panel=LOAD,
         ),
-    ] = None,
+    ] = None
     cancels: Annotated[
         float,
         Option(min=0, max=1, help="This share of clients disconnects within 3 s.", rich_help_panel=LOAD),
-    ] = 0.0,
+    ] = 0.0
     slow_readers: Annotated[
         float,
         Option(
             min=0, max=1, help="This share of clients reads at a quarter of the speed.", rich_help_panel=LOAD
         ),
-    ] = 0.0,
+    ] = 0.0
     seed: Annotated[
         int,
         Option(
             min=0,
-            help="The seed fixes arrivals, texts, voices and which clients disconnect or read slowly; requests carry seeds too.",
+            help="The seed fixes arrivals, texts, voices and which clients disconnect or read slowly; "
+            "requests carry seeds too.",
             rich_help_panel=LOAD,
         ),
-    ] = 0,
+    ] = 0
     workers: Annotated[
         int | None,
         Option(
@@ -114,7 +112,13 @@ def load(
             help="The client runs this many processes. Default: one per two cores, at most 4.",
             rich_help_panel=LOAD,
         ),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class RequestsFlags:
+    """Flags for the content of each request."""
+
     model: Annotated[
         str | None,
         Option(
@@ -123,14 +127,14 @@ def load(
             help="Requests name this model; a server with several models needs it.",
             rich_help_panel=REQUESTS,
         ),
-    ] = None,
+    ] = None
     texts: Annotated[
         str,
         Option(
             help="The texts are short (about 4 s), long (30 s), mixed, or the lines of a file.",
             rich_help_panel=REQUESTS,
         ),
-    ] = "short",
+    ] = "short"
     voices: Annotated[
         list[str],
         Option(
@@ -138,23 +142,24 @@ def load(
             help="Requests ask for this voice; if repeated, each picks one of them.",
             rich_help_panel=REQUESTS,
         ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     reference: Annotated[
         Path | None,
         Option(help="Each request sends this recording of the voice to clone.", rich_help_panel=REQUESTS),
-    ] = None,
+    ] = None
     reference_text: Annotated[
         str | None,
         Option(help="The recording says this text, word for word.", rich_help_panel=REQUESTS),
-    ] = None,
+    ] = None
     formats: Annotated[
         list[str],
         Option(
             "--format",
-            help="Requests ask for pcm, wav, mp3, opus or aac; if repeated, each picks one. Default: the first that works.",
+            help="Requests ask for pcm, wav, mp3, opus or aac; if repeated, each picks one. Default: the "
+            "first that works.",
             rich_help_panel=REQUESTS,
         ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     sample_rate: Annotated[
         int,
         Option(
@@ -162,7 +167,7 @@ def load(
             help="pcm has this sample rate in Hz, if the server does not report one.",
             rich_help_panel=REQUESTS,
         ),
-    ] = 0,
+    ] = 0
     fields: Annotated[
         list[str],
         Option(
@@ -172,7 +177,7 @@ def load(
             help="Each request has this additional field; VALUE is JSON or a string; may be repeated.",
             rich_help_panel=REQUESTS,
         ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     timeout_s: Annotated[
         float,
         Option(
@@ -180,7 +185,7 @@ def load(
             help="A request fails if it takes longer than this many seconds.",
             rich_help_panel=REQUESTS,
         ),
-    ] = 60.0,
+    ] = 60.0
     api_key: Annotated[
         str | None,
         Option(
@@ -188,7 +193,13 @@ def load(
             help="Requests send this key (Authorization: Bearer KEY).",
             rich_help_panel=REQUESTS,
         ),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class GoodputFlags:
+    """Flags for the definition of a good request."""
+
     slo_ttfa_ms: Annotated[
         float,
         Option(
@@ -196,7 +207,7 @@ def load(
             help="A good request has its first audio within this many milliseconds.",
             rich_help_panel=GOODPUT,
         ),
-    ] = 500.0,
+    ] = 500.0
     slo_underrun_ms: Annotated[
         float,
         Option(
@@ -204,49 +215,45 @@ def load(
             help="A good request has no pause over this many milliseconds; with 0, no chunk may be late.",
             rich_help_panel=GOODPUT,
         ),
-    ] = 0.0,
+    ] = 0.0
+
+
+@app.command()
+@with_groups
+def load(
+    *,
+    url: Annotated[
+        str, Argument(help="The server has OpenAI's speech route at this address: http://HOST:PORT.")
+    ],
+    as_json: AsJson = False,
+    plot: Annotated[
+        Path | None,
+        Option(help="The command draws the ladder into this file: .png, .svg or .pdf."),
+    ] = None,
+    load: LoadFlags,
+    requests: RequestsFlags,
+    goodput: GoodputFlags,
 ) -> int:
     """Measure a speech server under load.
 
     The server may be ours or another one. The results are time to first audio, viability, underruns, audio
     seconds per second, and goodput.
     """
-    check(rates, streams, formats, plot, cancels + slow_readers)
+    check(load, requests.formats, plot)
 
-    from serving.tools.load.client import Target
-    from serving.tools.load.learn import address, learn
-    from serving.tools.load.metrics import Slo
-    from serving.tools.load.plan import Texts, Work
-    from serving.tools.load.run import Plan, Rung, measure, usable_workers
+    from serving.tools.load.learn import learn
+    from serving.tools.load.run import measure
 
-    work = Work(
-        [],
-        Texts.named(texts),
-        voices,
-        recording_fields(reference, reference_text) | dict(map(field, fields)),
-        cancel_share=cancels,
-        slow_share=slow_readers,
-        seed=seed,
-    )
-    plan = Plan(
-        Target(address(url), api_key, sample_rate, timeout_s),
-        work,
-        [Rung(rate=rate) for rate in rates] + [Rung(streams=count) for count in streams],
-        duration if duration is not None or requests is not None else DURATION_S,
-        requests,
-        warmup,
-        workers or usable_workers(),
-        Slo(slo_ttfa_ms / 1e3, slo_underrun_ms / 1e3),
-    )
+    plan = plan_of(url, load, requests, goodput)
     log_line = partial(print, "zoo:", file=sys.stderr, flush=True)
 
     async def all_of_it() -> tuple[list[dict[str, Any]], bool]:
-        await learn(plan.target, work, model, formats, log_line)
+        await learn(plan.target, plan.work, requests.model, requests.formats, log_line)
         with progress_bar(url) as advance:
             return await measure(plan, advance)
 
     runs, is_cut = asyncio.run(all_of_it())
-    result = described(plan, texts) | {"interrupted": is_cut, "runs": runs}
+    result = described(plan, requests.texts) | {"interrupted": is_cut, "runs": runs}
     if as_json:
         print(json.dumps(result, allow_nan=False))
     else:
@@ -258,14 +265,43 @@ def load(
     return 130 if is_cut else 0 if any(run["completed"] for run in runs) else 1
 
 
-def check(
-    rates: list[float], streams: list[int], formats: list[str], plot: Path | None, shares: float
-) -> None:
+def plan_of(url: str, load: LoadFlags, requests: RequestsFlags, goodput: GoodputFlags) -> Plan:
+    """Return what the client does. Raises ValueError."""
+    from serving.tools.load.client import Target
+    from serving.tools.load.learn import address
+    from serving.tools.load.metrics import Slo
+    from serving.tools.load.plan import Texts, Work
+    from serving.tools.load.run import Plan, Rung, usable_workers
+
+    work = Work(
+        [],
+        Texts.named(requests.texts),
+        requests.voices,
+        recording_fields(requests.reference, requests.reference_text) | dict(map(field_of, requests.fields)),
+        cancel_share=load.cancels,
+        slow_share=load.slow_readers,
+        seed=load.seed,
+    )
+    is_bounded = load.duration is not None or load.requests is not None
+    return Plan(
+        Target(address(url), requests.api_key, requests.sample_rate, requests.timeout_s),
+        work,
+        [Rung(rate=rate) for rate in load.rates] + [Rung(streams=count) for count in load.streams],
+        load.duration if is_bounded else DURATION_S,
+        load.requests,
+        load.warmup,
+        load.workers or usable_workers(),
+        Slo(goodput.slo_ttfa_ms / 1e3, goodput.slo_underrun_ms / 1e3),
+    )
+
+
+def check(load: LoadFlags, formats: list[str], plot: Path | None) -> None:
     """Check the arguments before anything is sent. Raises ValueError."""
-    if bool(rates) == bool(streams):
+    if bool(load.rates) == bool(load.streams):
         raise ValueError(
             "give either --rate (an open loop) or --streams (a closed loop); each may be repeated"
         )
+    shares = load.cancels + load.slow_readers
     if shares > 1:
         raise ValueError(f"--cancels and --slow-readers add up to {shares:g}; at most 1 is possible")
     if plot is not None and (plot.suffix not in PLOTS or not plot.absolute().parent.is_dir()):
@@ -281,11 +317,12 @@ def check(
     for form in formats:
         if form not in FORMATS:
             raise ValueError(
-                f"--format {form} is not possible; use {', '.join(FORMATS)} (flac's first samples cannot be timed)"
+                f"--format {form} is not possible; use {', '.join(FORMATS)} (flac's first samples cannot "
+                "be timed)"
             )
 
 
-def field(given: str) -> tuple[str, Any]:
+def field_of(given: str) -> tuple[str, Any]:
     """Split NAME=VALUE. A value that is not JSON is a string. Raises ValueError."""
     name, equals, value = given.partition("=")
     if not equals or not name:
@@ -310,7 +347,8 @@ def recording_fields(path: Path | None, text: str | None) -> dict[str, str]:
 
 def described(plan: Plan, texts: str) -> dict[str, Any]:
     """Return the settings of the run, for the result."""
-    work, target = plan.work, plan.target
+    work = plan.work
+    target = plan.target
     kept = {name: value for name, value in work.fields.items() if name not in ("model", "ref_audio")}
     return {
         "url": target.url,

@@ -6,38 +6,19 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from serving.cli.common import (
-    Device,
-    DType,
-    Instructions,
-    Language,
-    MaxNewTokens,
-    ModelOptions,
-    ReferenceFile,
-    ReferenceText,
-    RepetitionPenalty,
-    Seed,
-    SpeechModel,
-    Speed,
-    Temperature,
-    TopK,
-    TopP,
-    Voice,
-    app,
-    fail,
-    plural,
-    recording,
-)
+from serving.cli.common import Device, DType, SpeechModel, app, fail, plural, recording
+from serving.cli.flags import with_groups
+from serving.cli.request_flags import ModelOptions, RequestFlags
 from zoo import SMALL_VOICE
 from zoo.hub import resolved
 
 if TYPE_CHECKING:
-    from zoo.contract import Spec
-    from zoo.request import Value
+    from zoo.contract import Family, Spec
+    from zoo.request import Request, Value
 
 FORMAT_OF = {
     ".wav": "wav",
@@ -57,7 +38,9 @@ FLAG = {
 
 
 @app.command()
+@with_groups
 def say(
+    *,
     text: Annotated[str, Argument(help="The model speaks this text; - reads it from stdin.")],
     model: SpeechModel = str(SMALL_VOICE),
     out: Annotated[
@@ -65,21 +48,11 @@ def say(
         Option(
             "-o",
             "--out",
-            help="The speech goes into this file; its suffix chooses the format: .wav, .mp3, .opus, .ogg, .aac, .flac or .pcm.",
+            help="The speech goes into this file; its suffix chooses the format: .wav, .mp3, .opus, .ogg, "
+            ".aac, .flac or .pcm.",
         ),
     ] = Path("out.wav"),
-    voice: Voice = None,
-    reference: ReferenceFile = None,
-    reference_text: ReferenceText = None,
-    language: Language = None,
-    instructions: Instructions = None,
-    seed: Seed = 0,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    max_new_tokens: MaxNewTokens = None,
-    speed: Speed = 1.0,
+    asked: RequestFlags,
     split_text: Annotated[
         bool,
         Option(help="A text that is too long for one pass is cut into pieces at sentences and clauses."),
@@ -99,13 +72,10 @@ def say(
     form = output_format(out)
     text = text_to_say(text)
     directory = resolved(model)
-    references = [] if reference is None else [recording(reference)]
+    references = [] if asked.reference is None else [recording(asked.reference)]
 
     import zoo
-    from serving.audio import pcm16
-    from serving.engine.job import NO_AUDIO
     from serving.engine.wire import reference_of
-    from serving.http import encode
     from serving.protocol import Reference
 
     family = zoo.load(directory, device=device, dtype=dtype)
@@ -113,26 +83,37 @@ def say(
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
     request = zoo.Request(
         text=text,
-        voice=voice,
-        language=language,
-        instructions=instructions,
-        references=tuple(reference_of(Reference(clip, reference_text)) for clip in references),
-        seed=seed,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=repetition_penalty,
-        max_frames=max_new_tokens,
+        voice=asked.voice,
+        language=asked.language,
+        instructions=asked.instructions,
+        references=tuple(reference_of(Reference(clip, asked.reference_text)) for clip in references),
+        seed=asked.seed,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        repetition_penalty=asked.repetition_penalty,
+        max_frames=asked.max_new_tokens,
         split_text=split_text,
         normalize=normalize,
         options=dict(parsed_option(option, family.spec) for option in options),
     )
-    began = time.perf_counter()
+    speak_into(out, form, family, request, asked.speed)
+    return 0
+
+
+def speak_into(out: Path, form: str, family: Family[Any], request: Request, speed: float) -> None:
+    """Speak into a file, and print how long it took. Raises ValueError for what the model refuses."""
+    import zoo
+    from serving.audio import encode
+    from serving.audio.pcm import pcm16
+    from serving.engine.job import NO_AUDIO
+
+    began_s = time.perf_counter()
     try:
         speech = zoo.generate(family, request)
     except zoo.RequestError as error:
         raise ValueError(f"{FLAG[error.param]}: {error}" if error.param in FLAG else str(error)) from None
-    took_s = time.perf_counter() - began
+    took_s = time.perf_counter() - began_s
     if not len(speech.samples):
         fail(NO_AUDIO, 1)
     pcm = pcm16(speech.samples.numpy())
@@ -142,7 +123,6 @@ def say(
     print(f"{out}: {frames} in {took_s:.2f} s, RTF {took_s / audio_s:.2f}")
     if speech.text:
         print(speech.text)
-    return 0
 
 
 def output_format(out: Path) -> str:

@@ -3,400 +3,79 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterable
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
-from serving.cli.common import (
-    LATENCY,
-    LIMITS,
-    LOGS,
-    MAX_REFERENCE_S,
-    MEMORY,
-    MODEL,
-    SECURITY,
-    Codec,
-    Compile,
-    Device,
-    DType,
-    KVMemory,
-    MaxSlots,
-    VoicesDir,
-    app,
-    named_directories,
-    num_bytes,
-)
+from serving.cli.common import app, named_directories
+from serving.cli.flags import with_groups
+from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Security
 from zoo import SMALL_VOICE
-
-MAX_TTFA_S = 10.0
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @app.command()
+@with_groups
 def serve(
+    listening: Listening,
+    model: Model,
+    memory: Memory,
+    latency: Latency,
+    limits: Limits,
+    security: Security,
+    logs: Logs,
     models: Annotated[
         list[str],
         Argument(
             metavar="MODEL",
-            help="Each MODEL is a directory, or ORG/NAME on the Hugging Face Hub; MODEL+DIR adds a LoRA adapter, NAME=MODEL "
-            "chooses the id for clients. Without one, the server uses the bundled small voice.",
+            help="Each MODEL is a directory, or ORG/NAME on the Hugging Face Hub; MODEL+DIR adds a LoRA "
+            "adapter, NAME=MODEL chooses the id for clients. Without one, the server uses the bundled small "
+            "voice.",
             show_default=False,
         ),
     ] = [],  # noqa: B006
-    host: Annotated[
-        str, Option(help="The server listens on this address; 0.0.0.0 means every interface.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, Option(min=0, max=65535, help="The server listens on this port; 0 picks a free one.")
-    ] = 8000,
-    playground: Annotated[
-        bool, Option(help="The server shows a web page at / where you can try the models.")
-    ] = True,
-    voices_dir: VoicesDir = None,
-    grace_s: Annotated[
-        int, Option(min=0, help="When the server stops, open answers have this many seconds to finish.")
-    ] = 5,
-    device: Device = None,
-    dtype: DType = None,
-    codec: Codec = "float32",
-    deterministic: Annotated[
-        bool,
-        Option(
-            "--deterministic",
-            help="Equal requests give equal bytes under any load; the server is slower with few streams.",
-            rich_help_panel=MODEL,
-        ),
-    ] = False,
-    compile: Compile = True,
-    warm: Annotated[
-        bool,
-        Option(help="The server runs every batch shape before it accepts requests.", rich_help_panel=MODEL),
-    ] = True,
-    cache_dir: Annotated[
-        Path | None,
-        Option(
-            help="The server keeps compiled code in this directory. Default: ZOO_CACHE_DIR, else ~/.cache/speechzoo.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    aliases: Annotated[
-        list[str],
-        Option(
-            "--alias",
-            metavar="NAME=MODEL",
-            help="Clients can also request the served model MODEL as NAME; may be repeated.",
-            rich_help_panel=MODEL,
-        ),
-    ] = [],  # noqa: B006
-    voice_aliases: Annotated[
-        list[str],
-        Option(
-            "--alias-voice",
-            metavar="NAME=VOICE",
-            help="Clients can also request VOICE, preset or uploaded, as NAME; may be repeated.",
-            rich_help_panel=MODEL,
-        ),
-    ] = [],  # noqa: B006
-    strict: Annotated[
-        bool,
-        Option(
-            "--strict",
-            help="The server refuses OpenAI's names (tts-1, alloy, ...); otherwise they mean its only model and first voice, "
-            "with an x-warning header.",
-            rich_help_panel=MODEL,
-        ),
-    ] = False,
-    max_slots: MaxSlots = None,
-    kv_memory: KVMemory = None,
-    swap_memory: Annotated[
-        str | None,
-        Option(
-            help="Paused streams swap their KV cache to this much host memory (4GiB or bytes); with 0 none pauses, and each "
-            "reserves all it can need. Default: three times --kv-memory, at most a quarter of host memory.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    reference_memory: Annotated[
-        str,
-        Option(
-            help="Recordings that wait to be encoded use at most this much memory (256MiB or bytes); further ones get 503.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = "256MiB",
-    policy: Annotated[
-        Literal["streaming", "throughput", "fifo"],
-        Option(
-            help="streaming gives the earliest first audio, throughput the most audio per second, and fifo ignores deadlines, "
-            "for comparison.",
-            rich_help_panel=LATENCY,
-        ),
-    ] = "streaming",
-    max_ttfa: Annotated[
-        float | None,
-        Option(
-            min=0,
-            help="Requests that would wait longer for first audio (seconds) get 503, and streams beyond real-time capacity "
-            "wait; 0 disables both. Default: 10, or 0 with --policy throughput.",
-            rich_help_panel=LATENCY,
-        ),
-    ] = None,
-    run_async: Annotated[
-        bool,
-        Option(
-            "--async/--no-async",
-            help="On a GPU, the server launches the next step before it reads the results of the last one.",
-            rich_help_panel=LATENCY,
-        ),
-    ] = True,
-    max_waiting: Annotated[
-        int,
-        Option(
-            min=1,
-            help="Each model queues at most this many requests; further ones get 503.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 256,
-    max_unread: Annotated[
-        float,
-        Option(
-            min=1,
-            help="The server pauses a stream while its client has this many seconds of audio unread.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 30,
-    max_stall: Annotated[
-        float,
-        Option(
-            min=1,
-            help="The server disconnects a client that reads nothing, or leaves its stream paused, for this many seconds.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 60,
-    max_text: Annotated[
-        int,
-        Option(
-            min=1,
-            help="The input of a request has at most this many characters.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 8000,
-    max_voices: Annotated[
-        int,
-        Option(min=0, help="The server stores at most this many uploaded voices.", rich_help_panel=LIMITS),
-    ] = 1000,
-    max_reference_bytes: Annotated[
-        str,
-        Option(help="A reference recording has at most this size (10MiB or bytes).", rich_help_panel=LIMITS),
-    ] = "10MiB",
-    max_reference_s: Annotated[
-        float,
-        Option(
-            min=1,
-            max=MAX_REFERENCE_S,
-            help="A reference recording lasts at most this many seconds.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = MAX_REFERENCE_S,
-    max_reading: Annotated[
-        int,
-        Option(
-            min=1,
-            help="The server reads at most this many large bodies, and as many recordings, at once; further ones get 503.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 16,
-    max_sessions: Annotated[
-        int,
-        Option(
-            min=0,
-            help="At most this many WebSocket sessions are open; further ones get 503.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 256,
-    max_text_idle: Annotated[
-        float,
-        Option(
-            min=0.1,
-            help="The server closes a WebSocket whose open utterance receives no text for this many seconds.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 30,
-    max_session_idle: Annotated[
-        float,
-        Option(
-            min=0.1,
-            help="The server closes a WebSocket that sends and receives nothing for this many seconds.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 600,
-    api_key: Annotated[
-        str | None,
-        Option(
-            envvar="ZOO_API_KEY",
-            help="Clients must send this key (Authorization: Bearer KEY).",
-            rich_help_panel=SECURITY,
-        ),
-    ] = None,
-    private_metrics: Annotated[
-        bool,
-        Option("--private-metrics", help="/metrics requires the API key too.", rich_help_panel=SECURITY),
-    ] = False,
-    allow_url_references: Annotated[
-        bool,
-        Option(
-            help="The server fetches reference audio from URLs that clients send, from public addresses only.",
-            rich_help_panel=SECURITY,
-        ),
-    ] = False,
-    cors_origins: Annotated[
-        list[str],
-        Option(
-            "--cors-origin",
-            metavar="ORIGIN",
-            help="Web pages of this origin may use the server; may be repeated.",
-            rich_help_panel=SECURITY,
-        ),
-    ] = [],  # noqa: B006
-    hosts: Annotated[
-        list[str],
-        Option(
-            "--allowed-host",
-            metavar="NAME",
-            help="The server answers requests for this host name; may be repeated. Default: localhost names on a loopback "
-            "address, any name elsewhere.",
-            rich_help_panel=SECURITY,
-        ),
-    ] = [],  # noqa: B006
-    log: Annotated[
-        Literal["json", "text"] | None,
-        Option(
-            envvar="ZOO_LOG",
-            help="Log lines are JSON objects or text. Default: text on a terminal, JSON elsewhere.",
-            rich_help_panel=LOGS,
-        ),
-    ] = None,
-    status_line: Annotated[
-        bool,
-        Option(
-            help="A terminal shows running and queued requests, audio per second and time to first audio below the log.",
-            rich_help_panel=LOGS,
-        ),
-    ] = True,
-    otel: Annotated[
-        bool,
-        Option(
-            "--otel",
-            help="The server sends a trace of each request to OTEL_EXPORTER_OTLP_ENDPOINT, by default http://localhost:4318; "
-            "this needs the extra `otel`.",
-            rich_help_panel=LOGS,
-        ),
-    ] = False,
 ) -> int:
     """Serve models over HTTP with OpenAI's speech API."""
     from rich.console import Console
 
     from serving import supervisor
+    from serving.settings import Settings
     from serving.status_line import StatusLine
 
-    if max_ttfa is None:
-        max_ttfa = 0.0 if policy == "throughput" else MAX_TTFA_S
+    logs.check()
     served = named_directories(models or [str(SMALL_VOICE)])
-    engine = {
-        "models": served,
-        "device": device,
-        "dtype": dtype,
-        "max_slots": max_slots,
-        "kv_bytes": None if kv_memory is None else num_bytes(kv_memory),
-        "saved_bytes": 0 if swap_memory == "0" else num_bytes(swap_memory) if swap_memory else None,
-        "policy": policy,
-        "run_async": run_async,
-        "max_waiting": max_waiting,
-        "max_ttfa_s": max_ttfa or None,
-        "max_unread_s": max_unread,
-        "max_stall_s": max_stall,
-        "reference_bytes": num_bytes(reference_memory),
-        "codec": codec,
-        "deterministic": deterministic,
-        "warm": warm,
-        "compile": compile,
-    }
-    if log is not None:
-        os.environ["ZOO_LOG"] = log  # for this process and its two children
-    if private_metrics and api_key is None:
-        raise ValueError("--private-metrics requires an API key; set one with --api-key")
-    if otel and find_spec("opentelemetry.sdk") is None:
-        raise ValueError("--otel needs OpenTelemetry: pip install 'speechzoo[otel]'")
-    env = dict(os.environ)
-    if api_key is None and "ZOO_API_KEY" in os.environ:
-        raise ValueError(
-            "ZOO_API_KEY is empty, which would let every client in; set it to a key, or unset it"
-        )
-    if api_key is not None:
-        if not re.fullmatch("[!-~]+", api_key):
-            raise ValueError("an API key must consist of printable ASCII characters without spaces")
-        env["ZOO_API_KEY"] = api_key
-    if cache_dir is not None:
-        env["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
-    limits = {
-        "text_chars": max_text,
-        "reference_bytes": num_bytes(max_reference_bytes),
-        "reference_s": max_reference_s,
-        "reference_urls": allow_url_references,
-        "voices": max_voices,
-        "num_reading": max_reading,
-        "sessions": max_sessions,
-        "text_idle_s": max_text_idle,
-        "session_idle_s": max_session_idle,
-    }
-    http = {
-        "limits": limits,
-        "names": {
-            "models": model_aliases(aliases, served),
-            "voices": aliases_of("--alias-voice", "NAME=VOICE", voice_aliases),
-            "is_strict": strict,
-        },
-        "voices_dir": None if voices_dir is None else str(voices_dir.resolve()),
-        "stall_s": max_stall,
-        "cors_origins": cors_origins,
-        "hosts": [*hosts, *LOOPBACK] if host in LOOPBACK else hosts,
-        "playground": playground,
-        "private_metrics": private_metrics,
-        "otel": otel,
-    }
+    voices_dir = listening.voices_dir
+    settings = Settings(
+        models=served,
+        host=listening.host,
+        port=listening.port,
+        playground=listening.playground,
+        voices_dir=None if voices_dir is None else str(voices_dir.resolve()),
+        grace_s=listening.grace_s,
+        otel=logs.otel,
+        model=model.options(),
+        aliases=model.names(served),
+        memory=memory.settings(),
+        latency=latency.settings(),
+        limits=limits.settings(security.allow_url_references),
+        security=security.settings(listening.host),
+    )
+    if logs.log is not None:
+        os.environ["ZOO_LOG"] = logs.log  # for this process and its two children
+    env = environment(model, security)
     line = None
-    if status_line and sys.stderr.isatty() and log != "json" and os.environ.get("TERM") != "dumb":
+    if logs.has_status_line:
         line = StatusLine(Console(file=sys.stderr))
         # The children's stderr is a pipe, but the supervisor relays its lines to this terminal.
         env = {"ZOO_LOG": "text", "FORCE_COLOR": "1", **env}
-    return supervisor.serve(host, port, engine, http, env, grace_s, line)
+    return supervisor.serve(settings, env, line)
 
 
-def aliases_of(flag: str, form: str, given: list[str]) -> dict[str, str]:
-    """Return the target of each alias. Raises ValueError."""
-    aliases: dict[str, str] = {}
-    for pair in given:
-        name, equals, target = pair.partition("=")
-        if not (name and equals and target):
-            raise ValueError(f"{flag} {pair!r} is not of the form {form}")
-        if aliases.setdefault(name, target) != target:
-            raise ValueError(f"{flag} {name!r} is given twice: for {aliases[name]!r} and for {target!r}")
-    return aliases
-
-
-def model_aliases(given: list[str], served: Iterable[str]) -> dict[str, str]:
-    """Return the model id of each alias. Raises ValueError."""
-    aliases = aliases_of("--alias", "NAME=MODEL", given)
-    ids = list(served)
-    for name, id in aliases.items():
-        if name in ids:
-            raise ValueError(f"--alias {name!r} is already the id of a model")
-        if id not in ids:
-            raise ValueError(
-                f"--alias {name}={id}: model {id!r} is not served; possible models: {', '.join(ids)}"
-            )
-    return aliases
+def environment(model: Model, security: Security) -> dict[str, str]:
+    """Return the environment of the children."""
+    env = dict(os.environ)
+    if security.api_key is not None:
+        env["ZOO_API_KEY"] = security.api_key
+    if model.cache_dir is not None:
+        env["ZOO_CACHE_DIR"] = str(model.cache_dir.resolve())
+    return env

@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -34,7 +34,8 @@ from zoo.hub import resolved
 ReferencePython = Annotated[
     Path | None,
     Option(
-        help="The reference runs with this Python. Default: the one in .venv-parity-FAMILY, which `make fixtures` builds."
+        help="The reference runs with this Python. Default: the one in .venv-parity-FAMILY, which `make "
+        "fixtures` builds."
     ),
 ]
 
@@ -65,7 +66,8 @@ def inspect(
     from rich.table import Table
 
     table = Table(title=model, show_header=False, title_justify="left")
-    options, taken = facts.pop("options"), facts.pop("memory")
+    options = facts.pop("options")
+    taken = facts.pop("memory")
     for name, value in taken.items():
         facts[f"memory: {name.removesuffix('_bytes')}"] = (
             f"{value / 2**20:,.1f} MiB" if name.endswith("_bytes") else value
@@ -172,7 +174,8 @@ def warm(
         list[str],
         Argument(
             metavar="MODEL",
-            help="These are the models of one server, given as in zoo serve. Default: the bundled small voice.",
+            help="These are the models of one server, given as in zoo serve. Default: the bundled small "
+            "voice.",
             show_default=False,
         ),
     ] = [],  # noqa: B006
@@ -208,30 +211,34 @@ def warm(
     Use the same arguments as for zoo serve. On a CPU, a server with another number of slots, another KV
     memory or another set of the same models finds the code too.
     """
-    options: dict[str, Any] = {
-        "models": named_directories(models or [str(SMALL_VOICE)]),
-        "device": device,
-        "dtype": dtype,
-        "max_slots": max_slots,
-        "kv_bytes": None if kv_memory is None else num_bytes(kv_memory),
-        "policy": policy,
-        "deterministic": deterministic,
-        "codec": codec,
-    }
+    directories = named_directories(models or [str(SMALL_VOICE)])
+    kv_bytes = None if kv_memory is None else num_bytes(kv_memory)
     if cache_dir is not None:
         os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
 
     from serving.engine.options import Options
     from serving.tools.warm import warm as compile_all
 
-    with progress_bar(", ".join(options["models"])) as advance:
-        made = compile_all(Options(socket="", **options), advance)
+    options = Options(
+        socket="",
+        models=directories,
+        device=device,
+        dtype=dtype,
+        max_slots=max_slots,
+        kv_bytes=kv_bytes,
+        policy=policy,
+        deterministic=deterministic,
+        codec=codec,
+    )
+    with progress_bar(", ".join(directories)) as advance:
+        made = compile_all(options, advance)
     for done in made:
         if as_json:
             print(json.dumps(done))
         else:
             print(
-                f"{done['model']}: {plural(done['graphs'], 'graph')} ({done['found']} found, {done['compiled']} compiled), "
+                f"{done['model']}: {plural(done['graphs'], 'graph')} ({done['found']} found, "
+                f"{done['compiled']} compiled), "
                 f"loaded in {done['load_s']:.1f} s, warm in {done['warm_s']:.1f} s; kept in {done['cache']}"
             )
     return 0
@@ -303,7 +310,8 @@ def parity(
     print(f"Graphs compiled after the warm-up: {result['compiles_after_warmup']}")
     if result["reference"] is None:
         print(
-            f"Not compared with the reference: {reference_python} does not exist; `make fixtures` builds it in a source tree."
+            f"Not compared with the reference: {reference_python} does not exist; `make fixtures` builds "
+            "it in a source tree."
         )
     return 0
 

@@ -12,12 +12,12 @@ import structlog
 
 from compile_cache import threads
 from serving import protocol
-from serving.audio import pcm16
+from serving.audio.pcm import pcm16
 from serving.engine.engine import Engine
 from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
 from serving.engine.intake import Full
 from serving.engine.job import QueuedRequest
-from serving.engine.wire import listener_of, request_of
+from serving.engine.wire import request_of
 from zoo.contract import Family
 from zoo.open_text import OpenText
 from zoo.request import RequestError
@@ -140,7 +140,7 @@ class Bridge:
         try:
             async for message in protocol.read(reader, protocol.to_engine):
                 match message:
-                    case protocol.Speak() if message.request.get("is_open"):
+                    case protocol.Speak() if message.request.is_open:
                         self._open(client, message)
                     case protocol.Speak():
                         self._speak(client, message)
@@ -170,17 +170,15 @@ class Bridge:
         def deliver(event: Event) -> None:
             self.events.append((client, id, event))
 
-        text_bytes = len(str(message.request.get("text", "")).encode())
+        text_bytes = len(message.request.text.encode())
         reference_bytes = sum(len(reference.clip.samples) for reference in message.references)
         try:
-            queued = engine.accept(
-                id, deliver, message.model, listener_of(message), text_bytes, reference_bytes
-            )
+            queued = engine.accept(id, deliver, message.model, message.listener, text_bytes, reference_bytes)
         except (Full, ValueError) as error:
             return self._refuse(client, id, error)
         client.open.add(id)
         self.messages[id] = message
-        is_slow = bool(message.references or message.request.get("normalize"))
+        is_slow = bool(message.references or message.request.normalize)
         pool = self.slow_pool if is_slow else self.pool
         future = pool.submit(self.prepare, engine, queued)
         future.add_done_callback(
@@ -199,7 +197,7 @@ class Bridge:
             return self._speak(client, message)  # which is refused
         client.open.add(message.id)
         self.fed[message.id] = OpenRequest(client, message, family)
-        self._feed(message.id, message.request.get("text", ""), is_last=False)
+        self._feed(message.id, message.request.text, is_last=False)
 
     def _feed(self, id: str, text: str, is_last: bool) -> None:
         """Unknown and ended requests are no error."""
@@ -209,7 +207,7 @@ class Bridge:
         settled = fed.text.more(text) + (fed.text.rest() if is_last else "")
         if not fed.is_begun and (settled or is_last):
             fed.is_begun = True
-            fed.message.request["text"] = settled
+            fed.message.request.text = settled
             self._speak(fed.client, fed.message)
             settled = ""
         if settled or is_last:

@@ -39,7 +39,6 @@ from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
 from serving.engine.inbox import Inbox
 from serving.engine.intake import Full, Intake, Limits
 from serving.engine.job import Job, QueuedRequest
-from serving.engine.listener import Listener
 from serving.engine.memory.memory_plan import resident_bytes, usual_kv_bytes, usual_saved_bytes
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.paging import Paging
@@ -48,6 +47,7 @@ from serving.engine.schedule.numbers import MAX_SKIPS
 from serving.engine.schedule.policy import Policy
 from serving.engine.schedule.rounds import Rounds
 from serving.engine.stats import model_stats
+from serving.protocol import Listener
 from zoo.contract import Family, Prompt, Request, RequestError
 
 __all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "QueuedRequest", "Spoken", "Text"]

@@ -1,8 +1,8 @@
 """The engine process: loads its models, warms them, runs the engine, and answers the HTTP process.
 
-    python -m serving.engine.engine_process '{"socket": PATH, "models": {NAME: DIR, ...}, ...}'
+    python -m serving.engine.engine_process '{"settings": {...}, "socket": PATH, ...}'
 
-The supervisor starts it so, with `Options` as JSON. The engine's loop has the main thread. Connections live
+The supervisor starts it so, with `EngineArguments` as JSON. The engine's loop has the main thread. Connections live
 on an event loop in a second one, prompts are built in small pools, and the three meet only through
 thread-safe calls: nothing that happens on a connection can delay a step. Exit status 2: a model cannot be
 loaded as asked; one line on stderr says why, and starting again would not help.
@@ -28,6 +28,7 @@ from serving.engine.loading import load, sizes
 from serving.engine.options import Options
 from serving.engine.wire import describe
 from serving.exit_with_parent import exit_with_parent
+from serving.settings import EngineArguments
 
 # Seconds after which a thread that runs Python gives the interpreter to the loop. With Python's own 5 ms, an
 # iteration waits for them at each return from torch: next to such a thread one of 11 ms took 23, and 17 with
@@ -55,7 +56,7 @@ def call_on_signal(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) ->
 
 
 def main() -> None:
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    options = Options.of(msgspec.json.decode(sys.argv[1], type=EngineArguments))
     logs.configure("engine")
     sys.setswitchinterval(SWITCH_S)
     if options.parent_fd is not None:
@@ -82,7 +83,7 @@ def main() -> None:
             policy=options.policy,
             report_lag=None if options.run_async else 0,
             max_waiting=options.max_waiting,
-            max_reference_bytes=options.reference_bytes,
+            max_reference_bytes=options.reference_memory_bytes,
             max_ttfa_s=options.max_ttfa_s,
             max_unread_s=options.max_unread_s,
             max_stall_s=options.max_stall_s,

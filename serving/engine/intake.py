@@ -14,10 +14,10 @@ from serving.engine.device.arena import Arena
 from serving.engine.events import Event
 from serving.engine.inbox import Inbox
 from serving.engine.job import Job, QueuedRequest, Worker
-from serving.engine.listener import Listener
 from serving.engine.memory.pages import Pages
 from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import MAX_RETRY_S, MIN_RETRY_S
+from serving.protocol import Listener
 from zoo.contract import Prompt, Request, RequestError
 
 

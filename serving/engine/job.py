@@ -13,7 +13,7 @@ from torch import Tensor
 
 from serving.engine.device.streams import AsyncCopy
 from serving.engine.events import Event, Failed, Finished, Spoken, Text
-from serving.engine.listener import Listener
+from serving.protocol import Listener
 from zoo.contract import Family, Prompt
 
 NO_AUDIO = (

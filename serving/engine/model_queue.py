@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from serving.engine.job import Job, QueuedRequest
-from serving.engine.listener import Listener
 from serving.engine.schedule.admission import Forecaster
 from serving.engine.schedule.numbers import FLEXIBLE_SLOTS_KEPT, TRIAL_BUFFER_S
 from serving.engine.schedule.scheduler import Scheduler
+from serving.protocol import Listener
 
 
 class ModelQueue:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from serving.settings import EngineArguments
+
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
     socket: str
@@ -20,9 +22,27 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     max_ttfa_s: float | None = None  # a request that would be heard later is refused
     max_unread_s: float = 30.0  # audio that a client may leave
     max_stall_s: float = 60.0  # for which a client may leave so much
-    reference_bytes: int = 256 << 20  # of recordings that wait to be encoded
+    reference_memory_bytes: int = 256 << 20  # of recordings that wait to be encoded
     warm: bool = True
     compile: bool = True
     codec: str = "float32"  # a GPU's precision of renders: "tf32" or "float32"
     deterministic: bool = False  # equal requests give equal bytes, whatever else is served
     parent_fd: int | None = None
+
+    @classmethod
+    def of(cls, arguments: EngineArguments) -> Options:
+        settings = arguments.settings
+        return cls(
+            socket=arguments.socket,
+            parent_fd=arguments.parent_fd,
+            models=settings.models,
+            **msgspec.structs.asdict(settings.model),
+            **msgspec.structs.asdict(settings.latency),
+            max_slots=settings.memory.max_slots,
+            kv_bytes=settings.memory.kv_memory_bytes,
+            saved_bytes=settings.memory.swap_memory_bytes,
+            reference_memory_bytes=settings.memory.reference_memory_bytes,
+            max_waiting=settings.limits.waiting,
+            max_unread_s=settings.limits.unread_s,
+            max_stall_s=settings.limits.stall_s,
+        )

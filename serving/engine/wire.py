@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from serving import protocol
-from serving.engine.listener import Listener
 from zoo.contract import Spec
 from zoo.request import AudioClip, Option, Reference, Request
 
 
-def listener_of(message: protocol.Speak) -> Listener:
-    """Return the listener of a client over HTTP, which reports what it consumed."""
-    return Listener(
-        speed=message.speed,
-        is_flexible=message.is_flex,
-        is_reproducible=message.is_pinned,
-        is_metered=True,
-        wants_timestamps=message.is_timed,
-    )
-
-
 def request_of(message: protocol.Speak) -> Request:
     """Raises RequestError."""
-    return Request(**message.request, references=tuple(map(reference_of, message.references)))
+    fields = msgspec.structs.asdict(message.request)
+    return Request(**fields, references=tuple(map(reference_of, message.references)))
 
 
 def reference_of(reference: protocol.Reference) -> Reference:

@@ -1,9 +1,9 @@
-"""The HTTP process: Litestar routes in front of the engine. It imports neither torch nor zoo, so it starts
-at once and stays responsive.
+"""The HTTP process: Litestar routes in front of the engine. It imports neither torch nor a model, so it
+starts at once and stays responsive.
 
-    python -m serving.http.app '{"socket": PATH, "fd": LISTENING_SOCKET, ...}'
+    python -m serving.http.app '{"settings": {...}, "socket": PATH, "fd": LISTENING_SOCKET, ...}'
 
-The supervisor starts it with this command and passes `Options` as JSON.
+The supervisor starts it with this command and passes `HTTPArguments` as JSON.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,8 +46,8 @@ from serving.http.routes.voices import (
     rename_voice,
     voices_options,
 )
-from serving.http.schemas import Limits
 from serving.http.server import Server, check_key
+from serving.settings import HTTPArguments, Settings
 
 if TYPE_CHECKING:  # needs the extra `otel`
     from serving.http.tracing import Tracing
@@ -58,48 +57,26 @@ log = structlog.get_logger()
 # Response headers that pages of other sites may read.
 EXPOSED = ["x-request-id", "x-sample-rate", "x-seed", "x-warning", "retry-after"]
 MAX_BODY_BYTES = 1 << 20  # for requests that are neither speech nor an upload
-DEFAULT = Limits()
-NO_ALIASES = Names()
-
-
-class Options(msgspec.Struct, forbid_unknown_fields=True):
-    """The settings of the HTTP process. The API key is not among them: it comes in the environment variable
-    ZOO_API_KEY, because every user of the machine can read a process's arguments."""
-
-    socket: str  # where the engine listens
-    # A bound socket that outlives this process. Clients wait in its backlog while the process restarts.
-    fd: int
-    limits: Limits = DEFAULT
-    names: Names = NO_ALIASES
-    voices_dir: str | None = None
-    cors_origins: list[str] = []  # origins of other sites whose pages may use this server
-    hosts: list[str] = []  # allowed Host headers; empty: any
-    stall_s: float = 60.0  # how long a client may read nothing before the server disconnects it
-    playground: bool = True  # whether GET / serves the page for trying the models
-    private_metrics: bool = False  # whether /metrics needs the API key too
-    otel: bool = False  # whether a trace of each request is exported
-    grace_s: int = 5  # how long a shutdown waits for open streams
-    parent_fd: int | None = None
+DEFAULT = Settings()
 
 
 def create_app(
     engine: EngineClient,
+    settings: Settings = DEFAULT,
     *,
     api_key: str | None = None,
-    limits: Limits = DEFAULT,
-    voices_dir: str | Path | None = None,
-    cors_origins: Sequence[str] = (),
-    playground: bool = True,
-    names: Names = NO_ALIASES,
-    private_metrics: bool = False,
     tracing: Tracing | None = None,
 ) -> Litestar:
     """Return the app with all its routes.
 
-    api_key: required for routes under /v1, and for /metrics with private_metrics. voices_dir: the directory
-    of uploaded voices. tracing: makes and exports the traces.
+    api_key: required for routes under /v1, and for /metrics with private_metrics. tracing: makes and exports
+    the traces.
     """
-    server = Server(engine, api_key, limits, voices_dir, names, tracing)
+    limits = settings.limits
+    security = settings.security
+    origins = list(security.cors_origins)
+    names = msgspec.convert(settings.aliases, Names, from_attributes=True)
+    server = Server(engine, api_key, limits, settings.voices_dir, names, tracing)
     speech = Router(
         "/",
         route_handlers=[speak, speak_batch],
@@ -122,7 +99,7 @@ def create_app(
         preview_voice,
         rename_voice,
         remove_voice,
-        *([metrics] if private_metrics else []),
+        *([metrics] if security.private_metrics else []),
     ]
     return Litestar(
         [
@@ -130,8 +107,8 @@ def create_app(
             speak_in_session,
             health,
             ready,
-            *([] if private_metrics else [metrics]),
-            *([page.start, page.part] if playground else [page.start_without_page]),
+            *([] if security.private_metrics else [metrics]),
+            *([page.start, page.part] if settings.playground else [page.start_without_page]),
         ],
         dependencies={"server": Provide(lambda: server, sync_to_thread=False)},
         lifespan=[connect],
@@ -139,7 +116,7 @@ def create_app(
         request_max_body_size=MAX_BODY_BYTES,
         state=State({"server": server}),
         openapi_config=openapi.CONFIG,
-        cors_config=CORSConfig(list(cors_origins), expose_headers=EXPOSED) if cors_origins else None,
+        cors_config=CORSConfig(origins, expose_headers=EXPOSED) if origins else None,
         logging_config=None,
     )
 
@@ -162,36 +139,27 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
 
 
 def main() -> None:
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    arguments = msgspec.json.decode(sys.argv[1], type=HTTPArguments)
+    settings = arguments.settings
     logs.configure("http")
-    if options.parent_fd is not None:
-        exit_with_parent(options.parent_fd)
+    if arguments.parent_fd is not None:
+        exit_with_parent(arguments.parent_fd)
     api_key = os.environ.get("ZOO_API_KEY") or None
-    engine = EngineClient(options.socket)
+    engine = EngineClient(arguments.socket)
     tracing = None
-    if options.otel:
+    if settings.otel:
         from serving.http.tracing import Tracing, exporter
 
         tracing = Tracing(exporter())
-    app = create_app(
-        engine,
-        api_key=api_key,
-        limits=options.limits,
-        voices_dir=options.voices_dir,
-        cors_origins=options.cors_origins,
-        playground=options.playground,
-        names=options.names,
-        private_metrics=options.private_metrics,
-        tracing=tracing,
-    )
+    app = create_app(engine, settings, api_key=api_key, tracing=tracing)
     Listener(
         tracing.around(app) if tracing else app,
         engine,
-        options.grace_s,
-        options.cors_origins,
-        options.hosts,
-        options.stall_s,
-    ).run(sockets=[socket.socket(fileno=options.fd)])
+        settings.grace_s,
+        settings.security.cors_origins,
+        settings.security.allowed_hosts,
+        settings.limits.stall_s,
+    ).run(sockets=[socket.socket(fileno=arguments.fd)])
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ class ConfigFields(msgspec.Struct, kw_only=True):
     split_granularity: Annotated[
         Literal["auto", "token", "sentence"],
         Meta(
-            description="auto (default): text goes into one generation token by token if the model supports that, "
-            "otherwise sentence by sentence; token or sentence: always that way, or an error"
+            description="auto (default): text goes into one generation token by token if the model supports "
+            "that, otherwise sentence by sentence; token or sentence: always that way, or an error"
         ),
     ] = "auto"
     barge_in: Annotated[
         Literal["queue", "cancel"],
         Meta(
-            description="what happens to the current utterance when a new one begins: queue (default) lets it finish first, "
-            "cancel stops it"
+            description="what happens to the current utterance when a new one begins: queue (default) lets "
+            "it finish first, cancel stops it"
         ),
     ] = "queue"
 

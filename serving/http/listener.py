@@ -43,7 +43,8 @@ class Listener(uvicorn.Server):
         hosts: Collection[str] = (),
         stall_s: float | None = None,
     ):
-        self.engine, self.grace_s = engine, grace_s
+        self.engine = engine
+        self.grace_s = grace_s
         config = uvicorn.Config(
             Guard(app, origins, hosts),
             log_config=None,
@@ -208,7 +209,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, origins: Collection[str] = (), hosts: Collection[str] = ()):
         """origins: other sites whose pages may use this server. hosts: allowed Host headers; empty: any."""
-        self.app, self.origins, self.hosts = app, origins, hosts
+        self.app = app
+        self.origins = origins
+        self.hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

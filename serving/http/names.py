@@ -3,7 +3,8 @@ OpenAI's names. OpenAI's names let a client written for OpenAI's speech API work
 
     a real name       is used as it is
     an alias          means the model or voice that it stands for
-    OpenAI's name     means the only model, or its first voice, with a warning; not on servers with --strict or several models
+    OpenAI's name     means the only model, or its first voice, with a warning; on servers with --strict or
+                      several models it has no special meaning
 
 Real names take precedence over aliases. A request that names an OpenAI model gets pcm at OpenAI's rate,
 unless it sets another one. A warning is a line for the header `x-warning`: it says which name is not served
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
 from serving.http.schemas import Model
+from serving.settings import Aliases
+from zoo.request import is_mix as is_mix
+from zoo.request import names_in as names_in  # references.py takes both from here
 
 # developers.openai.com/api/docs/guides/text-to-speech, and dated ones as gpt-4o-mini-tts-2025-12-15
 OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
@@ -29,13 +31,8 @@ OPENAI_VOICES = frozenset(
 )
 
 
-class Names(msgspec.Struct, frozen=True):
-    """The aliases. models: alias -> ID of a served model. voices: alias -> voice. is_strict: OpenAI's names
-    have no special meaning."""
-
-    models: dict[str, str] = {}
-    voices: dict[str, str] = {}
-    is_strict: bool = False
+class Names(Aliases, frozen=True):
+    """What the names in a request mean: the aliases, and OpenAI's names."""
 
     def model(self, asked: str, served: Mapping[str, Model]) -> tuple[str, str | None]:
         """Return the ID of a model (or the requested name if it is unknown), and a warning if the only
@@ -66,24 +63,6 @@ class Names(msgspec.Struct, frozen=True):
 
     def aliases_of(self, id: str) -> list[str]:
         return [alias for alias, model in self.models.items() if model == id]
-
-
-def is_mix(voice: str) -> bool:
-    """Whether a voice is a mix such as `anna(2)+bert(1)`. No uploaded voice can have such a name. The
-    engine parses it."""
-    return "+" in voice
-
-
-def names_in(mix: str) -> list[str]:
-    return [part.partition("(")[0].strip() for part in mix.split("+")]
-
-
-def with_own_names(mix: str, aliases: Mapping[str, str]) -> str:
-    """Replace the aliases in a mix by the voices that they stand for."""
-    parts = []
-    for part, name in zip(mix.split("+"), names_in(mix), strict=True):
-        parts.append(part.replace(name, aliases.get(name, name), 1) if name else part)
-    return "+".join(parts)
 
 
 def is_openai_model(name: str) -> bool:

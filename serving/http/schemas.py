@@ -12,7 +12,8 @@ from litestar.datastructures import UploadFile
 from msgspec import Meta
 
 from serving import protocol
-from serving.stretch import MAX_SPEED, MIN_SPEED
+from serving.audio.speed import MAX_SPEED, MIN_SPEED
+from serving.settings import Limits
 
 Words = Annotated[str, Meta(max_length=4096)]  # bounded, since it is tokenized before the model checks it
 Name = Annotated[str, Meta(max_length=256)]
@@ -22,29 +23,6 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 ResponseFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Limits on what clients may send and use."""
-
-    text_chars: int = 8000
-    reference_bytes: int = 10 << 20
-    reference_s: float = 60.0
-    reference_urls: bool = False  # whether ref_audio may be a URL, which this server then fetches
-    voices: int = 1000
-    num_reading: int = 16  # requests whose body is being read; the same for fetching and decoding recordings
-    sessions: int = 256  # open WebSockets
-    text_idle_s: float = 30.0  # how long a speaking utterance may wait for more text
-    session_idle_s: float = 600.0  # how long a WebSocket may be idle in both directions
-
-    @property
-    def speech_body_bytes(self) -> int:
-        """The largest body: all reference audio together, as base64, and 1 MiB for everything else."""
-        return (1 << 20) + self.reference_bytes * 4 // 3
-
-    @property
-    def upload_body_bytes(self) -> int:
-        return (1 << 20) + self.reference_bytes
 
 
 class Voice(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,14 +70,16 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     task_type: Annotated[
         Literal["CustomVoice", "VoiceDesign", "Base"] | None,
         Meta(
-            description="CustomVoice (a voice of the model), VoiceDesign (a voice described in instructions) or Base (a voice from "
-            "reference audio); optional: the request fails if the model does not support it"
+            description="CustomVoice (a voice of the model), VoiceDesign (a voice described in instructions) "
+            "or Base (a voice from reference audio); optional: the request fails if the model does not "
+            "support it"
         ),
     ] = None
     ref_audio: Annotated[
         str | None,
         Meta(
-            description="a recording of the voice to use: a data URL or base64, or a URL if the server allows it"
+            description="a recording of the voice to use: a data URL or base64, or a URL if the server "
+            "allows it"
         ),
     ] = None
     ref_text: Annotated[
@@ -108,74 +88,82 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
     references: Annotated[
         Annotated[list[ReferenceItem], Meta(max_length=16)] | None,
         Meta(
-            description="the alternative to ref_audio and ref_text, also for models that speak in several voices: "
-            'a list of up to 16 of {"audio": ..., "text": its exact words, "speaker": the speaker\'s name in the input}'
+            description="the alternative to ref_audio and ref_text, also for models that speak in several "
+            "voices: "
+            'a list of up to 16 of {"audio": ..., "text": its exact words, "speaker": the speaker\'s '
+            "name in the input}"
         ),
     ] = None
     response_format: Annotated[
         ResponseFormat,
         Meta(
-            description="mp3 (default), opus (in Ogg), aac, flac, wav or pcm (16-bit little-endian mono without a header)"
+            description="mp3 (default), opus (in Ogg), aac, flac, wav or pcm (16-bit little-endian mono "
+            "without a header)"
         ),
     ] = "mp3"
     sample_rate: Annotated[
         Annotated[int, Meta(ge=8000, le=48000)] | None,
         Meta(
-            description="the answer's samples per second, an integer from 8000 to 48000 that the format supports; default: the model's own "
-            "rate (opus is always 48000)"
+            description="the answer's samples per second, an integer from 8000 to 48000 that the format "
+            "supports; default: the model's own rate (opus is always 48000)"
         ),
     ] = None
     speed: Annotated[
         Annotated[float, Meta(ge=MIN_SPEED, le=MAX_SPEED)],
         Meta(
-            description="the speed of the speech at unchanged pitch: a number from 0.25 to 4; 1 (default) is the model's own speed"
+            description="the speed of the speech at unchanged pitch: a number from 0.25 to 4; 1 (default) is "
+            "the model's own speed"
         ),
     ] = 1.0
     stream_format: Annotated[
         Literal["audio", "sse"],
         Meta(
-            description="audio (default) or sse: speech.audio.delta events, whose decoded audio joined is the file, with speech.text.delta "
-            "events if the model writes text, and speech.audio.done at the end"
+            description="audio (default) or sse: speech.audio.delta events, whose decoded audio joined is "
+            "the file, with speech.text.delta events if the model writes text, and speech.audio.done at the "
+            "end"
         ),
     ] = "audio"
     timestamp_granularities: Annotated[
         list[Literal["segment"]] | None,
         Meta(
-            description='["segment"], with stream_format sse: speech.audio.segment events give the start and end of each piece of text '
-            "in the audio; word timestamps are not supported"
+            description='["segment"], with stream_format sse: speech.audio.segment events give the start '
+            "and end of each piece of text in the audio; word timestamps are not supported"
         ),
     ] = None
     stream: Annotated[
         bool,
         Meta(
-            description="true (default): audio is sent as it is generated; false: the whole file is sent at the end, with its length"
+            description="true (default): audio is sent as it is generated; false: the whole file is sent at "
+            "the end, with its length"
         ),
     ] = True
     service_tier: Annotated[
         Literal["auto", "default", "flex"],
         Meta(
-            description="auto or default: for listeners; flex: for batches, served only while no other request waits for first audio or "
-            "is at risk of an underrun, however long that takes"
+            description="auto or default: for listeners; flex: for batches, served only while no other "
+            "request waits for first audio or is at risk of an underrun, however long that takes"
         ),
     ] = "auto"
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
         Meta(
-            description="an integer from 0 to 2^63 - 1; the same seed gives the same speech; default: a random seed (see x-seed)"
+            description="an integer from 0 to 2^63 - 1; the same seed gives the same speech; default: a "
+            "random seed (see x-seed)"
         ),
     ] = None
     split_text: Annotated[
         bool | None,
         Meta(
-            description="true (default): a text that is too long for one pass of the model is spoken in pieces, cut at sentences and "
-            "clauses; false: the text is spoken in one pass, which may end before the text does"
+            description="true (default): a text that is too long for one pass of the model is spoken in "
+            "pieces, cut at sentences and clauses; false: the text is spoken in one pass, which may end "
+            "before the text does"
         ),
     ] = None
     normalize: Annotated[
         bool | None,
         Meta(
-            description="true: numbers, dates, times and amounts are first written out in words, in Chinese, English or Japanese; "
-            "false (default): the model reads them as they are"
+            description="true: numbers, dates, times and amounts are first written out in words, in Chinese, "
+            "English or Japanese; false (default): the model reads them as they are"
         ),
     ] = None
     max_new_tokens: Annotated[
@@ -202,7 +190,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
             return [GivenReference(self.ref_audio, self.ref_text)]
         if len(self.references or ()) > 1 and self.ref_text is not None:
             raise ValueError(
-                "ref_text is the text of one reference, but references has several; give each item its own text"
+                "ref_text is the text of one reference, but references has several; give each item its own "
+                "text"
             )
         return [self._given(item) for item in self.references or ()]
 
@@ -210,7 +199,8 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
         named = [audio for audio in (item.audio, item.ref_audio) if audio is not None]
         if len(named) != 1:
             raise ValueError(
-                "every item of references needs exactly one of audio and ref_audio (two names for the same field); "
+                "every item of references needs exactly one of audio and ref_audio (two names for the same "
+                "field); "
                 f"one item has {len(named)}"
             )
         if item.text is not None and self.ref_text is not None:
@@ -240,16 +230,24 @@ class SpeechRequest(msgspec.Struct, kw_only=True):
                 return "ref_text" if self.reference_field == "ref_audio" else self.reference_field
         return CLIENT_FIELD.get(param, param)
 
-    def for_engine(self) -> dict[str, Any]:
-        """Return the given fields of zoo.request.Request, and a seed. The voice and the references are
-        missing; `References` finds them."""
-        given = {
-            "text": self.input,
-            "seed": secrets.randbits(63) if self.seed is None else self.seed,
-            "max_frames": self.max_new_tokens,
-            **{name: getattr(self, name) for name in SAME_NAME},
-        }
-        return {name: value for name, value in given.items() if value is not None}
+    def for_engine(self) -> protocol.Request:
+        """Return the request with a seed. The voice and the references are missing: `References` finds
+        them."""
+        given = {name: value for name in SAME_NAME if (value := getattr(self, name)) is not None}
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return protocol.Request(self.input, seed=seed, max_frames=self.max_new_tokens, **given)
+
+    @property
+    def listener(self) -> protocol.Listener:
+        """Return the listener. A whole file has reproducible bytes; for a stream, early audio matters
+        more."""
+        return protocol.Listener(
+            speed=self.speed,
+            is_flexible=self.service_tier == "flex",
+            is_reproducible=not self.stream,
+            is_metered=True,
+            wants_timestamps=bool(self.timestamp_granularities),
+        )
 
 
 class SpeechBatch(SpeechRequest, kw_only=True):
@@ -260,8 +258,8 @@ class SpeechBatch(SpeechRequest, kw_only=True):
     items: Annotated[
         Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_BATCH)],
         Meta(
-            description=f"a list of 1 to {MAX_BATCH} requests with the fields of POST /v1/audio/speech and options of the model; "
-            "stream and stream_format are ignored"
+            description=f"a list of 1 to {MAX_BATCH} requests with the fields of POST /v1/audio/speech "
+            "and options of the model; stream and stream_format are ignored"
         ),
     ]
 
@@ -273,7 +271,6 @@ SAME_NAME = (
 CLIENT_FIELD = {"text": "input", "max_frames": "max_new_tokens"}  # zoo.request.Request -> SpeechRequest
 # task_type -> zoo.contract.Spec.modes
 TASK_MODE = {"CustomVoice": "voice", "VoiceDesign": "design", "Base": "clone"}
-SOUND_ONLY = "x_vector_only_mode"  # an option of models that need no transcript of a reference
 
 
 class VoiceName(msgspec.Struct, forbid_unknown_fields=True):
@@ -288,7 +285,8 @@ class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[
         Name,
         Meta(
-            description="the name of the voice: letters, digits, '_', '-' and '.'; upper and lower case are the same"
+            description="the name of the voice: letters, digits, '_', '-' and '.'; upper and lower case are "
+            "the same"
         ),
     ]
     audio_sample: Annotated[
@@ -298,8 +296,8 @@ class VoiceUpload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ref_text: Annotated[
         Words | None,
         Meta(
-            description="the exact words of the sample, in up to 4096 characters; without them, models use only the sound of the "
-            "voice"
+            description="the exact words of the sample, in up to 4096 characters; without them, models use "
+            "only the sound of the voice"
         ),
     ] = None
     consent: Annotated[
@@ -337,8 +335,8 @@ class Model(msgspec.Struct):
     max_text_chars: int
     voices: list[str]
     languages: list[str]
-    # voice (has its own voices), instruct (follows instructions), design (a voice from instructions), clone (a
-    # voice from reference audio)
+    # voice (has its own voices), instruct (follows instructions), design (a voice from instructions),
+    # clone (a voice from reference audio)
     modes: list[str]
     reference_s: tuple[float, float] | None  # the shortest and the longest reference audio; null: takes none
     max_references: int
@@ -454,10 +452,8 @@ class Usage(msgspec.Struct):
 
     @classmethod
     def of(cls, finished: protocol.Finished) -> Usage:
-        text, made = (
-            finished.usage.get("input_tokens", 0),
-            finished.frames + finished.usage.get("text_tokens", 0),
-        )
+        text = finished.usage.get("input_tokens", 0)
+        made = finished.frames + finished.usage.get("text_tokens", 0)
         return cls(text, made, text + made)
 
 

@@ -32,7 +32,8 @@ class Sentences:
         return ready
 
     def rest(self) -> list[str]:
-        rest, self._held = self._held.strip(), ""
+        rest = self._held.strip()
+        self._held = ""
         return [rest] if HAS_WORD.search(rest) else []
 
     def _stop(self) -> int:

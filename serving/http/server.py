@@ -15,10 +15,11 @@ from serving.engine_client import Away, EngineClient
 from serving.http.door import Door
 from serving.http.errors import cut, refusal
 from serving.http.metrics import Metrics
-from serving.http.names import OPENAI_PCM_HZ, Names, is_mix, is_openai_model, with_own_names
+from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
 from serving.http.references import References, is_own
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voices import Voices, default_directory
+from zoo.request import is_mix, with_own_names
 
 if TYPE_CHECKING:  # needs the extra `otel`
     from serving.http.tracing import Tracing

@@ -26,8 +26,8 @@ import structlog
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Send
 
+from serving.audio import encode
 from serving.engine_client import Away
-from serving.http import encode
 from serving.http.errors import AWAY_RETRY_S, cut, error_of, log_refused, outcome_of, refusal
 from serving.http.events import (
     AudioDone,
@@ -43,8 +43,7 @@ from serving.http.events import (
     client_event,
 )
 from serving.http.listener import STOPPING
-from serving.http.routes.batch import request_of
-from serving.http.routes.speech import check, is_default, options_of
+from serving.http.requests import check, is_default, options_of, request_of
 from serving.http.schemas import Model, SpeechRequest, fields_of
 from serving.http.server import Server
 from serving.http.utterance import Idle, Settings, Utterance

@@ -19,10 +19,10 @@ from litestar.exceptions import HTTPException
 from litestar.types import Receive, Scope, Send
 
 from serving import protocol
-from serving.http import encode
+from serving.audio import encode
+from serving.audio.playback import Playback
 from serving.http.errors import AWAY_RETRY_S, LEFT, cut, error_of, new_id, refusal
 from serving.http.schemas import (
-    SOUND_ONLY,
     AudioDelta,
     AudioDone,
     AudioError,
@@ -33,7 +33,7 @@ from serving.http.schemas import (
     Usage,
 )
 from serving.http.server import Server
-from serving.playback import Playback
+from zoo.request import SOUND_ONLY
 
 # A pool of its own: a slow DNS lookup for a reference must not delay streams.
 ENCODING = ThreadPoolExecutor(os.cpu_count(), "encode")
@@ -204,20 +204,16 @@ class Speech:
         return self.speak_message(references)
 
     def speak_message(self, references: list[protocol.Reference]) -> protocol.Speak:
-        options, fields, voice = dict(self.options), dict(self.fields), self.request.voice_name
+        options = dict(self.options)
+        voice = self.request.voice_name
+        named = None  # the voice that the engine looks up
         is_own_or_mix = not references or references[0].name is not None
-        if voice is not None and is_own_or_mix:
-            fields["voice"] = voice
+        if is_own_or_mix:
+            named = voice
         elif voice is not None and references[0].transcript is None and SOUND_ONLY in self.model.option_names:
             options.setdefault(SOUND_ONLY, True)
-        if options:
-            fields["options"] = options
-        # A whole file has reproducible bytes. For a stream, early audio matters more.
-        is_pinned = not self.request.stream
-        is_flex = self.request.service_tier == "flex"
-        speed = self.request.speed
-        is_timed = bool(self.request.timestamp_granularities)
-        return protocol.Speak(self.id, self.model.id, fields, references, is_pinned, is_flex, speed, is_timed)
+        request = msgspec.structs.replace(self.fields, voice=named, options=options)
+        return protocol.Speak(self.id, self.model.id, request, references, self.request.listener)
 
     async def encode(self, step: Callable[..., bytes], *args: bytes) -> bytes:
         """Run a step of the encoder. Codecs take milliseconds, so they run on the pool for encoding."""
@@ -263,7 +259,7 @@ class Speech:
             "x-accel-buffering": "no",  # nginx would buffer the audio otherwise
             "x-request-id": self.id,
             "x-sample-rate": str(self.encoder.sample_rate_hz),
-            "x-seed": str(self.fields["seed"]),
+            "x-seed": str(self.fields.seed),
         }
         if self.warnings:
             headers["x-warning"] = "; ".join(self.warnings)

@@ -20,7 +20,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
@@ -29,10 +29,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from serving.audio.playback import Playback
 from serving.http.errors import error_of
-
-if TYPE_CHECKING:
-    from serving.http.speech import Speech
+from serving.http.schemas import Model, SpeechRequest, Usage
 
 TRACED = "/v1/"  # monitoring polls /health, /ready and /metrics every few seconds, so they are not traced
 # ASGI messages that set the status of the answer.
@@ -41,6 +40,27 @@ SWITCHED = 101  # the status of an opened WebSocket
 FINISH = "gen_ai.response.finish_reasons"
 CLOSE_S = 2.0
 GOOD = ("stop", "length", "cancelled")  # outcomes that are not errors
+
+
+class Answer(Protocol):
+    """The facts of a speech request that its span reports. `Speech` has them."""
+
+    id: str
+    model: Model
+    request: SpeechRequest
+    outcome: str | None
+    ttfa_s: float | None
+    num_frames: int
+    playback: Playback
+
+    @property
+    def voice(self) -> str | None: ...
+
+    @property
+    def usage(self) -> Usage | None: ...
+
+    @property
+    def audio_s(self) -> float: ...
 
 
 def exporter() -> SpanProcessor:
@@ -91,7 +111,7 @@ class Tracing:
         return traced
 
     @contextmanager
-    def speech(self, speech: Speech) -> Iterator[None]:
+    def speech(self, speech: Answer) -> Iterator[None]:
         """Make the model's span for a request. The attributes of the result are set when the request ends."""
         name = f"generate_content {speech.model.id}"
         with self.tracer.start_as_current_span(
@@ -142,7 +162,7 @@ def take_answer(span: Span, method: str, scope: Scope, status: int) -> None:
         fail(span, str(status), True)
 
 
-def asked(speech: Speech) -> dict[str, Any]:
+def asked(speech: Answer) -> dict[str, Any]:
     """Return the attributes of a speech request:
     https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans."""
     request = speech.request
@@ -163,7 +183,7 @@ def asked(speech: Speech) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def made(speech: Speech) -> dict[str, Any]:
+def made(speech: Answer) -> dict[str, Any]:
     """Return the attributes of a speech result."""
     known = {
         "gen_ai.response.id": speech.id,

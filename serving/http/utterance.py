@@ -14,6 +14,7 @@ import base64
 import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from litestar.exceptions import HTTPException
 from litestar.types import Message, Send
 
 from serving import protocol
-from serving.http import encode
+from serving.audio import encode
 from serving.http.errors import LEFT, outcome_of, refusal
 from serving.http.events import AudioChunk, AudioDone, AudioStart, ServerEvent, Timings
 from serving.http.schemas import Model, SpeechRequest, Usage
@@ -88,9 +89,8 @@ class Segment(Speech):
 
     async def message(self) -> protocol.Speak:
         message = self.speak_message(self.references)
-        message.speed = self.listening_speed
-        if self.is_open:
-            message.request["is_open"] = True
+        message.listener = replace(message.listener, speed=self.listening_speed)
+        message.request.is_open = self.is_open
         return message
 
     def begin(self) -> None:

@@ -30,12 +30,12 @@ import msgspec
 import numpy as np
 
 from compile_cache import threads
-from serving.audio import pcm16
+from serving.audio import encode
+from serving.audio.pcm import pcm16
+from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
 from serving.engine.wire import reference_of
-from serving.http import encode
 from serving.protocol import AudioClip, Reference
-from serving.stretch import MAX_SPEED, MIN_SPEED
 from zoo.contract import Request
 
 RESULTS = "results.jsonl"
@@ -244,8 +244,14 @@ class Batch:
         report: Callable[[Tally, dict[str, Any]], None],
     ):
         [worker] = engine.models.values()
-        self.engine, self.family, self.results, self.digests = engine, worker.family, results, digests
-        self.form, self.options, self.tally, self.report = form, options, tally, report
+        self.engine = engine
+        self.family = worker.family
+        self.results = results
+        self.digests = digests
+        self.form = form
+        self.options = options
+        self.tally = tally
+        self.report = report
         self.recording = lru_cache(maxsize=MAX_RECORDINGS)(recording)
         self.room = 2 * worker.runner.num_slots
         self.places = threading.Semaphore(self.room)
@@ -338,8 +344,10 @@ class Batch:
 
     def keep(self, item: Item, finished: Finished, chunks: list[np.ndarray], text: str) -> None:
         """Write the file of a finished item. Runs on a writer's thread."""
-        samples, rate_hz = np.concatenate(chunks), self.family.spec.sample_rate_hz
-        name, speed = f"{item.id}.{self.form}", item.fields.speed or 1.0
+        samples = np.concatenate(chunks)
+        rate_hz = self.family.spec.sample_rate_hz
+        name = f"{item.id}.{self.form}"
+        speed = item.fields.speed or 1.0
         try:
             self.results.write(name, encode.file(self.form, pcm16(samples), rate_hz, speed=speed))
         except OSError as error:

@@ -180,7 +180,8 @@ class Load:
         return time.perf_counter() - began_s
 
     def _start(self, stream: int, turn: int) -> None:
-        began_s, is_first = time.perf_counter(), True
+        began_s = time.perf_counter()
+        is_first = True
 
         def deliver(event: Event) -> None:  # on the engine's thread
             nonlocal is_first
@@ -223,7 +224,8 @@ def load(engine: Engine, streams: int, rounds: int, request: Request) -> dict[st
     listeners = Load(engine, rounds, request)
     wall_s = listeners.run(streams)
     model.runner.observer = None
-    audio_s, steps = listeners.num_samples / model.family.spec.sample_rate_hz, times.launches["step"]
+    audio_s = listeners.num_samples / model.family.spec.sample_rate_hz
+    steps = times.launches["step"]
     return {
         "streams": streams,
         "requests": streams * rounds,
@@ -274,9 +276,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def work(family: Family[Any], request: Request) -> dict[str, dict[str, Any]]:
     """Count the weights read and the arithmetic by dtype, for one eager step of one stream and for rendering
     its largest window. The arithmetic of the render is per frame."""
-    prompt, window = family.prompt(request), family.spec.window
+    prompt = family.prompt(request)
+    window = family.spec.window
     frames = window.sizes[-1]
-    lanes, pages = len(prompt.lanes), -(-max(len(lane.inputs) for lane in prompt.lanes) // PAGE_TOKENS)
+    lanes = len(prompt.lanes)
+    pages = -(-max(len(lane.inputs) for lane in prompt.lanes) // PAGE_TOKENS)
     arena = Arena([family], (1 + lanes * pages) * PAGE_TOKENS * token_bytes(family))
     runner = Runner(family, 1, arena, compile=False)
     own = [range(1 + lane * pages, 1 + (lane + 1) * pages) for lane in range(lanes)]
@@ -303,7 +307,8 @@ def min_ms_per_frame(
     """Return the least time for a frame of every stream: the longer of reading weights at full bandwidth and
     doing arithmetic at the full rate of its dtype. The renderer's weights are read once per largest
     window."""
-    step, render = counted["step"], counted["render"]
+    step = counted["step"]
+    render = counted["render"]
     read = (step["bytes"] + render["bytes"] / window) / limits["bytes_per_s"]
     flops = Counter(step["flops"]) + Counter(render["flops"])
     compute = streams * sum(count / limits["flops_per_s"][name] for name, count in flops.items())
@@ -319,7 +324,8 @@ def add_floor(run: dict[str, Any], min_ms: float) -> None:
 def machine(family: Family[Any], dtypes: Iterable[str]) -> dict[str, Any]:
     """Measure the bytes per second of a large matrix-vector product in the model's dtype, and the FLOP/s of a
     large matrix product in each of `dtypes`. Each is the best of several tries."""
-    device, dtype = family.device, family.dtype
+    device = family.device
+    dtype = family.dtype
     side = 16384 if device.type == "cuda" else 8192
     matrix = torch.ones(side, side, dtype=dtype, device=device)
     vector = torch.ones(side, 1, dtype=dtype, device=device)
@@ -372,6 +378,7 @@ def against(
         order = order | {"request": reference.fields(request, Path(place), "request")}
         result = reference.run(family, python, order)
     for run in result["runs"]:
-        rtf, speed = run["rtf"], run["audio_s_per_s"]
+        rtf = run["rtf"]
+        speed = run["audio_s_per_s"]
         log_line(f"streams {run['streams']:3}: RTF {rtf:.3f}  {speed:.2f} audio-s/s  (reference)")
     return result

@@ -22,8 +22,8 @@ from compile_cache.counts import counts
 from serving.engine.device.prepare_for_host import cache_place, cached, prepare_for_host
 from serving.engine.engine import Audio, Engine, Event
 from serving.engine.job import Job, QueuedRequest
-from serving.engine.listener import Listener
 from serving.engine.model_worker import ModelWorker
+from serving.protocol import Listener
 from serving.tools import reference
 from serving.tools.requests import every_request
 from zoo.contract import Family, Prompt, Request, State, View
@@ -105,7 +105,8 @@ def follow(plain: Family[Any], worker: ModelWorker, request: Request) -> dict[st
     plain_passes = plain.passes(request)
     with kernels.plain():
         prompt = next(plain_passes)
-    gaps, expected = [], []
+    gaps = []
+    expected = []
     while True:
         state = plain.state(1)
         plain.admit(state, 0, prompt)
@@ -151,7 +152,8 @@ def follow_steps(
     assert worker.admit(job, worker.num_pages(job.prompt)), (
         f"a single request needs {worker.num_pages(job.prompt)} pages and was not admitted"
     )
-    gaps, served = [], worker.runner.state
+    gaps = []
+    served = worker.runner.state
     while not state.done[0]:
         first = int(state.ready[0])
         served.take_row(job.slot, state)
@@ -237,7 +239,8 @@ def against(
     log_line: Callable[[str], None],
 ) -> dict[str, Any]:
     """Compare with the reference in fp32, greedy or from the same noise. Raises ValueError if it fails."""
-    shape, noise = plain.spec.noise_shape, None
+    shape = plain.spec.noise_shape
+    noise = None
     if shape:
         noise = torch.from_numpy(np.random.default_rng(0).standard_normal((frames, *shape), np.float32))
     log_line("running the reference")

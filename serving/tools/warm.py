@@ -35,11 +35,13 @@ def warm(
         is_deterministic=options.deterministic,
         codec=options.codec,
     )
-    load_s, made = time.perf_counter() - began_s, []
+    load_s = time.perf_counter() - began_s
+    made = []
 
     @contextmanager
     def counted(family: Family[Any]) -> Iterator[Entry]:
-        before, began_s = counts(), time.perf_counter()
+        before = counts()
+        began_s = time.perf_counter()
         place = cache_place(family)
         with cached(family) as entry:
             yield entry

@@ -72,7 +72,8 @@ class Upstream:
     """The speech server. languages: BCP 47 codes for models that do not list their languages."""
 
     def __init__(self, url: str, api_key: str | None, languages: Sequence[str]):
-        self.url, self.languages = url.rstrip("/"), list(languages)
+        self.url = url.rstrip("/")
+        self.languages = list(languages)
         self.headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
     async def programs(self) -> list[TtsProgram]:
@@ -148,7 +149,8 @@ class Handler(AsyncEventHandler):
                 raise Refused("synthesize-start came twice; send synthesize-stop before the next one")
             start = read(SynthesizeStart, event)
             await self._configure(start.voice, start.text_format)
-            self.is_streaming, self.has_text = True, False
+            self.is_streaming = True
+            self.has_text = False
         elif SynthesizeChunk.is_type(event.type):
             if not self.is_streaming:
                 raise Refused("synthesize-chunk came before synthesize-start")

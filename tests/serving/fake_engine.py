@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from serving import protocol
-from serving.audio import pcm16
+from serving.audio.pcm import pcm16
 from serving.exit_with_parent import exit_with_parent
 
 RATE_HZ = 24000
@@ -167,12 +167,12 @@ class FakeEngine:
         async for message in protocol.read(reader, protocol.to_engine):
             match message:
                 case protocol.Speak(id, request=request):
-                    self.asked[id] = request
+                    self.asked[id] = msgspec.to_builtins(request)
                     self.messages[id] = message
-                    if request.get("is_open") and not request["text"].startswith("reject"):
-                        self.feed(writer, id, request["text"], is_last=False)
+                    if request.is_open and not request.text.startswith("reject"):
+                        self.feed(writer, id, request.text, is_last=False)
                         continue
-                    task = asyncio.create_task(self.speak(writer, id, request["text"].split()))
+                    task = asyncio.create_task(self.speak(writer, id, request.text.split()))
                     self.tasks.add(task)
                     task.add_done_callback(self.tasks.discard)
                 case protocol.Feed(id, text, is_last):

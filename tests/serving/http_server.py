@@ -11,23 +11,24 @@ from fake_engine import MODEL, FakeEngine
 from serving.engine_client import EngineClient
 from serving.http.app import create_app
 from serving.http.listener import Listener
+from serving.settings import Aliases, Security, Settings
 
 
 class Server:
     """uvicorn, the app and a fake engine, all on one event loop in their own thread."""
 
-    def __init__(self, directory, models=(MODEL,), **options):
+    def __init__(self, directory, models=(MODEL,), api_key=None, tracing=None, stall_s=None, **options):
+        """options: fields of Settings and of Security, and `names` for the aliases."""
         self.models = models
         self.voices_dir = options.setdefault("voices_dir", directory / "voices")
         self.path = str(directory / "engine.sock")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         client = EngineClient(self.path)
-        stall_s = options.pop("stall_s", None)
-        self.app = create_app(client, **options)
-        tracing = options.get("tracing")
+        settings = settings_of(**options)
+        self.app = create_app(client, settings, api_key=api_key, tracing=tracing)
         app = tracing.around(self.app) if tracing else self.app
-        self.uvicorn = Listener(app, client, 1, options.get("cors_origins", ()), stall_s=stall_s)
+        self.uvicorn = Listener(app, client, 1, settings.security.cors_origins, stall_s=stall_s)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(
             target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])]
@@ -64,6 +65,14 @@ class Server:
         one."""
         chosen = {"model": self.models[0].id} if len(self.models) > 1 else {}
         return {"input": text, "response_format": "wav", **chosen, **fields}
+
+
+def settings_of(names=None, cors_origins=(), private_metrics=False, **fields):
+    return Settings(
+        aliases=names or Aliases(),
+        security=Security(private_metrics, tuple(cors_origins)),
+        **{**fields, "voices_dir": str(fields["voices_dir"])},
+    )
 
 
 def until(fact, seconds=5.0):

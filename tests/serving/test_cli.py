@@ -396,7 +396,7 @@ def test_say_in_the_voice_of_a_recording(zoo, tmp_path):
     sound = say("--reference", sample, "-O", "x_vector_only_mode=true")
     assert len(with_text) > 44 and len(sound) > 44 and with_text != sound
     assert "zoo: --reference: a reference is needed" in refused(say())
-    assert "zoo: --reference-text: a transcript" in refused(say("--reference", sample))
+    assert "zoo: --reference-text: transcript is missing" in refused(say("--reference", sample))
 
 
 @pytest.mark.slow

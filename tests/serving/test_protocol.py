@@ -1,24 +1,28 @@
 """Messages of the protocol survive the socket, and invalid bytes are refused."""
 
 import asyncio
+import dataclasses
 
 import msgspec
 import pytest
 
 from serving import protocol
+from zoo.request import Request
 
 CLIP = protocol.AudioClip(bytes(range(256)) * 4, 16000)
 OPTION = protocol.OptionInfo(
     "text_mode", "str", "help", "full, interleaved", "full", None, ("full", "interleaved")
 )
 TO_ENGINE = [
-    protocol.Speak("a", "m", {"text": "héllo", "seed": 2**63 - 1, "temperature": 0.5}),
+    protocol.Speak("a", "m", protocol.Request("héllo", seed=2**63 - 1, temperature=0.5)),
     protocol.Speak(
         "b",
         "m",
-        {"text": "x", "options": {"a": True, "b": 1, "c": 0.5, "d": "e"}},
+        protocol.Request("x", options={"a": True, "b": 1, "c": 0.5, "d": "e"}),
         [protocol.Reference(CLIP, "y", "z")],
-        True,
+        protocol.Listener(
+            2.0, is_flexible=True, is_reproducible=True, is_metered=True, wants_timestamps=True
+        ),
     ),
     protocol.Cancel("a"),
 ]
@@ -91,3 +95,11 @@ def test_a_message_over_the_limit_is_refused_before_it_is_read():
         read((protocol.MAX_FRAME_BYTES + 1).to_bytes(4, "big"), protocol.to_engine)
     with pytest.raises(AssertionError, match="limit"):
         protocol.pack(protocol.Audio("a", bytes(protocol.MAX_FRAME_BYTES), 1))
+
+
+def test_a_request_in_transit_has_the_fields_and_the_defaults_of_a_request():
+    without = {"references", "turns", "conversation"}  # references travel next to it, and HTTP has no turns
+    sent = msgspec.structs.asdict(protocol.Request("Hello."))
+    plain = Request(text="Hello.")
+    names = [field.name for field in dataclasses.fields(Request) if field.name not in without]
+    assert sent == {name: getattr(plain, name) for name in names}

@@ -1,7 +1,6 @@
 """The supervisor with the real HTTP process and an engine process without a model (fake_engine.py)."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import pytest
 from fake_engine import CLONER, MODEL, frame
 
 from serving import supervisor
+from serving.settings import HTTPArguments, Settings
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +36,8 @@ def start(tmp_path, monkeypatch):
         path = str(tmp_path / "engine.sock")
         with supervisor.bind("127.0.0.1", 0) as listener:
             engine = [sys.executable, str(HERE / "fake_engine.py"), path, str(parent_fd), *how]
-            options = {"socket": path, "fd": listener.fileno(), "parent_fd": parent_fd, "grace_s": 1}
-            http = [sys.executable, "-m", "serving.http.app", json.dumps(options)]
+            arguments = HTTPArguments(Settings(grace_s=1), path, listener.fileno(), parent_fd)
+            http = supervisor.command("serving.http.app", arguments)
             task = asyncio.create_task(supervisor.run(engine, http, listener, path, parent_fd, ENV))
             try:
                 async with httpx.AsyncClient(base_url=supervisor.url(listener), timeout=10) as client:
@@ -224,14 +224,15 @@ def test_a_hangup_that_is_ignored_stays_ignored(start):
 @needs_proc
 def test_the_children_end_with_a_supervisor_that_is_killed():
     script = f"""
-import asyncio, json, os, sys, tempfile
+import asyncio, os, sys, tempfile
 from serving import supervisor
+from serving.settings import HTTPArguments, Settings
 parent_fd, write_end = os.pipe()
 path = tempfile.mkdtemp() + "/engine.sock"
 listener = supervisor.bind("127.0.0.1", 0)
-options = {{"socket": path, "fd": listener.fileno(), "parent_fd": parent_fd}}
+arguments = HTTPArguments(Settings(), path, listener.fileno(), parent_fd)
 engine = [sys.executable, {str(HERE / "fake_engine.py")!r}, path, str(parent_fd)]
-http = [sys.executable, "-m", "serving.http.app", json.dumps(options)]
+http = supervisor.command("serving.http.app", arguments)
 asyncio.run(supervisor.run(engine, http, listener, path, parent_fd, dict(os.environ)))
 """
     process = subprocess.Popen([sys.executable, "-c", script], env=ENV, stderr=subprocess.PIPE, text=True)

@@ -8,7 +8,17 @@ import torch
 from models import directory, family
 
 import zoo
-from zoo.request import AudioClip, Reference, Request, RequestError, shares
+from zoo.request import (
+    AudioClip,
+    Reference,
+    Request,
+    RequestError,
+    is_mix,
+    names_in,
+    parts_of,
+    shares,
+    with_own_names,
+)
 
 PRESETS = family("qwen3_tts")
 BASE = zoo.load(directory("qwen3_tts", "tiny-base"), "cpu", "float32")
@@ -39,6 +49,15 @@ def test_weights_of_a_mix_are_parsed():
     assert weights(f"{a}(3)+{a}") == [(a, 0.75), (a, 0.25)]
     assert weights("anna(3)+bert(1)", ANNA, BERT, model=BASE) == [("anna", 0.75), ("bert", 0.25)]
     assert shares(asked(a), PRESETS.spec) == shares(asked(None), PRESETS.spec) == ()
+
+
+def test_http_and_the_model_read_a_mix_alike():
+    mix = " Anna ( .5 ) + bert(2)"
+    assert is_mix(mix) and not is_mix("anna")
+    assert names_in(mix) == [name for name, _ in parts_of(mix)] == ["Anna", "bert"]
+    assert names_in("anna(x)+bert+(2)+") == ["bert"]  # `parts_of` refuses the mix
+    assert with_own_names(mix, {"Anna": "slt", "0": "x"}) == " slt ( .5 ) + bert(2)"
+    assert with_own_names("anna(x)+bert", {"anna": "slt", "bert": "rms"}) == "anna(x)+rms"
 
 
 def test_a_voice_whose_name_looks_like_a_mix_is_that_voice():

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from serving.engine.device.launches import Chunk, Render
-from serving.engine.listener import Listener
 from serving.engine.schedule.numbers import FIRST_WINDOW_ITERATIONS
 from serving.engine.schedule.policy import Policy
 from serving.engine.schedule.prompts import chunks_of
@@ -25,6 +24,7 @@ from serving.engine.schedule.slots import UNBOUNDED, Slots
 from serving.engine.schedule.snapshot import Shapes, Snapshot, Timing
 from serving.engine.schedule.window_cost import WindowCost
 from serving.engine.schedule.windows import grouped
+from serving.protocol import Listener
 from zoo.contract import Window
 
 

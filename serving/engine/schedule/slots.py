@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from serving.engine.listener import Listener
+from serving.protocol import Listener
 
 UNBOUNDED = np.iinfo(np.int64).max  # steps of a slot whose text is complete
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import re
 from typing import Any
 
 import msgspec
@@ -15,13 +14,11 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.engine_client import Away
 from serving.http.errors import AWAY_RETRY_S, LEFT, log_refused, outcome_of, refusal
-from serving.http.routes.speech import ForgetfulRequest, check, is_default, options_of
+from serving.http.requests import ForgetfulRequest, check, is_default, options_of, request_of
 from serving.http.schemas import (
-    FIELDS,
     BatchResult,
     BatchResults,
     SpeechBatch,
-    SpeechRequest,
     Usage,
 )
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
@@ -33,9 +30,7 @@ RESPONSES = {
     413: TOO_LARGE,
     **REFUSALS,
 }
-SPEECH = "/v1/audio/speech"
 BATCH = "/v1/audio/speech/batch"
-WHOLE = {"stream": False, "stream_format": "audio"}
 
 
 @post(BATCH, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
@@ -115,29 +110,8 @@ async def spoken(index: int, speech: Speech) -> BatchResult:
         audio=base64.b64encode(file).decode(),
         response_format=speech.request.response_format,
         sample_rate=speech.encoder.sample_rate_hz,
-        seed=speech.fields["seed"],
+        seed=speech.fields.seed,
         finish_reason=speech.finished.reason,
         usage=Usage.of(speech.finished),
         warning="; ".join(speech.warnings) or None,
     )
-
-
-def request_of(fields: dict[str, Any]) -> SpeechRequest:
-    """Return a speech request for a whole file. Raises the same refusal as for a single request."""
-    shared = {name: value for name, value in fields.items() if name in FIELDS[SPEECH]}
-    try:
-        return msgspec.convert(shared | WHOLE, SpeechRequest)
-    except msgspec.ValidationError as error:
-        raise wrong_field(str(error)) from None
-
-
-def wrong_field(message: str) -> HTTPException:
-    """Turn msgspec's error about a speech request into a refusal that names the field and what it takes."""
-    fields = FIELDS[SPEECH]
-    if missing := re.search("missing required field `(.*)`", message):
-        return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
-    what, _, where = message.partition(" - at `$.")
-    field = re.split(r"[.\[`]", where)[0]
-    if field not in fields:
-        return refusal(400, f"the request must be an object with the field input: {message.lower()}")
-    return refusal(400, f"{field}: {what.lower()}; {field} takes {fields[field]}", field)

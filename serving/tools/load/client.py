@@ -79,13 +79,17 @@ async def speak(
     except TimeoutError:
         record.outcome = "left" if planned.leaves_after_s == left_s else "timeout"
     except aiohttp.ClientConnectorError as error:
-        record.outcome, record.detail = "no_connection", str(error)
+        record.outcome = "no_connection"
+        record.detail = str(error)
     except aiohttp.ClientPayloadError as error:
-        record.outcome, record.detail = "cut", str(error)
+        record.outcome = "cut"
+        record.detail = str(error)
     except (aiohttp.ClientError, OSError) as error:
-        record.outcome, record.detail = "connection_lost", str(error) or type(error).__name__
+        record.outcome = "connection_lost"
+        record.detail = str(error) or type(error).__name__
     except samples.Unreadable as error:
-        record.outcome, record.detail = "unreadable", str(error)
+        record.outcome = "unreadable"
+        record.detail = str(error)
     except asyncio.CancelledError:
         record.outcome = "interrupted"
     record.end_s = time.monotonic()
@@ -97,10 +101,8 @@ async def listen(session: aiohttp.ClientSession, target: Target, planned: Planne
     """Read the answer as it arrives and record its samples."""
     async with session.post(f"{target.url}/audio/speech", json=planned.body) as answer:
         if answer.status != 200:
-            record.outcome, record.detail = (
-                f"http_{answer.status}",
-                said(await answer.text("utf-8", "replace")),
-            )
+            record.outcome = f"http_{answer.status}"
+            record.detail = said(await answer.text("utf-8", "replace"))
             return
         counter = samples.counter(planned.format, rate_of(answer) or target.sample_rate_hz)
         began_s = time.monotonic()

@@ -65,7 +65,8 @@ async def choose(
         if (refused := await settle(session, target, work)) is None:
             if refusals:
                 log_line(
-                    f"the server returned no {' or '.join(FORMATS[: len(refusals)])} ({refusals[0]}); measuring {form}"
+                    f"the server returned no {' or '.join(FORMATS[: len(refusals)])} ({refusals[0]}); "
+                    f"measuring {form}"
                 )
             return
         refusals.append(refused)
@@ -92,7 +93,8 @@ async def settle(session: aiohttp.ClientSession, target: Target, work: Work) -> 
 
 async def find_rate(session: aiohttp.ClientSession, target: Target, work: Work) -> None:
     """Learn the sample rate of pcm from a WAV of the same server. Raises ValueError."""
-    formats, work.formats = work.formats, ["wav"]
+    formats = work.formats
+    work.formats = ["wav"]
     record = await ask(session, target, work)
     work.formats = formats
     if not record.sample_rate_hz:
@@ -104,5 +106,6 @@ async def find_rate(session: aiohttp.ClientSession, target: Target, work: Work) 
 
 async def ask(session: aiohttp.ClientSession, target: Target, work: Work) -> Record:
     planned = work.request(0)
-    planned.role, planned.leaves_after_s = "listener", None
+    planned.role = "listener"
+    planned.leaves_after_s = None
     return await speak(session, target, planned, 0, time.monotonic())

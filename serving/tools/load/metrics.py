@@ -1,8 +1,8 @@
 """Metrics of a load run, as pure functions of the records of its requests.
 
 A request counts from when the plan submits it, not from when the client sends it. A late client, or one that
-waits for a slow server, therefore shows as latency (no coordinated omission). `serving.playback` judges the
-streams.
+waits for a slow server, therefore shows as latency (no coordinated omission). `serving.audio.playback`
+judges the streams.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from serving.playback import Playback
+from serving.audio.playback import Playback
 
 TOLERANCES_MS = (50, 100, 200)  # of C50, C100, C200
 QUANTILES = (0.5, 0.9, 0.95, 0.99)

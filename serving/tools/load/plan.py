@@ -105,12 +105,15 @@ class Work(msgspec.Struct):
         body: dict[str, Any] = {"input": self.texts.pick(chance), "response_format": form}
         if self.voices:
             body["voice"] = chance.choice(self.voices)
-        seed, role, leaves_s = chance.getrandbits(31), chance.random(), LEAVES_WITHIN_S * chance.random()
+        seed = chance.getrandbits(31)
+        role = chance.random()
+        leaves_s = LEAVES_WITHIN_S * chance.random()
         if self.has_seeds:
             body["seed"] = seed
         planned = Planned(body | self.fields, form)
         if role < self.cancel_share:
-            planned.role, planned.leaves_after_s = "leaver", leaves_s
+            planned.role = "leaver"
+            planned.leaves_after_s = leaves_s
         elif role < self.cancel_share + self.slow_share:
             planned.role = "slow"
         return planned

@@ -83,7 +83,8 @@ class Plan(msgspec.Struct):
 
     def jobs(self, rung: Rung, start_s: float) -> tuple[list[Job], float | None]:
         """Return a job for each worker, and how long an open loop submits requests that count, else None."""
-        num_warmup, count = self.warmup(rung), self.num_workers
+        num_warmup = self.warmup(rung)
+        count = self.num_workers
         jobs = [Job(self.target, self.work, start_s) for _ in range(count)]
         if rung.rate is not None:
             times = poisson(rung.rate, self.work.seed, num_warmup, self.duration_s, self.num_requests)

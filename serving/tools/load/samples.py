@@ -68,7 +68,8 @@ class Wav:
         self.head += data
         if len(self.head) >= 12 and (self.head[:4], self.head[8:12]) != (b"RIFF", b"WAVE"):
             raise Unreadable(f"a WAV must begin with RIFF; this begins with {self.head[:12]!r}")
-        at, frame_bytes = 12, 0
+        at = 12
+        frame_bytes = 0
         while len(self.head) >= at + 8:
             name, size = struct.unpack_from("<4sI", self.head, at)
             at += 8
@@ -119,7 +120,8 @@ class Opus:
         end = body + sum(self.rest[OGG_HEAD.size : body])
         if len(self.rest) < max(body, end):
             return None
-        page, self.rest = self.rest[body:end], self.rest[end:]
+        page = self.rest[body:end]
+        self.rest = self.rest[end:]
         return position, page
 
 

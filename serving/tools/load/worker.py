@@ -76,7 +76,8 @@ class Done(msgspec.Struct, tag=True):
 
 
 Emit = Callable[[Ended | Done], None]
-job_decoder, line_decoder = msgspec.json.Decoder(Job), msgspec.json.Decoder(Ended | Done)
+job_decoder = msgspec.json.Decoder(Job)
+line_decoder = msgspec.json.Decoder(Ended | Done)
 
 
 async def run(job: Job, emit: Emit, lates_s: list[float]) -> None:
@@ -131,10 +132,12 @@ async def work(job: Job, emit: Emit, stop: asyncio.Future[bytes]) -> None:
     lates_s: list[float] = []
     watching = asyncio.create_task(watch(lags_s))
     await sleep_until(job.start_s)
-    cpu_s, began_s = time.process_time(), time.monotonic()
+    cpu_s = time.process_time()
+    began_s = time.monotonic()
     running = asyncio.create_task(run(job, emit, lates_s))
     await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
-    wall_s, cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
+    wall_s = time.monotonic() - began_s
+    cpu_s = time.process_time() - cpu_s
     running.cancel()
     watching.cancel()
     await asyncio.wait((running, watching))

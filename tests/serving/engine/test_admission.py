@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.engine.engine import Finished, Full
-from serving.engine.listener import Listener
 from serving.engine.schedule.admission import (
     Correction,
     Costs,
@@ -23,6 +22,7 @@ from serving.engine.schedule.admission import (
     first_audio_s,
 )
 from serving.engine.schedule.numbers import CAPACITY_PART, MIN_ITERATIONS
+from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, goodput, poisson
 from zoo.contract import Request
 

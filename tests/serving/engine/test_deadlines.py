@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from compile_cache.strategy import Strategy
 from serving.engine.engine import Finished
-from serving.engine.listener import Listener
 from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import MAX_WINDOWS_AHEAD, WINDOW_COST_MARGIN
 from serving.engine.schedule.one_window import Deadlines, next_window
 from serving.engine.schedule.policy import Streaming
 from serving.engine.schedule.scheduler import Scheduler
 from serving.engine.schedule.window_cost import WindowCost
+from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request, Window
 

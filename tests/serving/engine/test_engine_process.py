@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,13 +20,13 @@ from shell import ROOT
 from structlog.testing import capture_logs
 from toy import Toy
 
-from serving import protocol
-from serving.audio import pcm16
+from serving import protocol, supervisor
+from serving.audio.pcm import pcm16
 from serving.engine import connections, disk_full, loading
 from serving.engine.connections import Bridge
 from serving.engine.engine import Audio, Engine, Failed, Finished, Full, Text
-from serving.engine.listener import Listener
 from serving.engine.wire import describe
+from serving.settings import EngineArguments, ModelOptions, Settings
 from zoo.contract import Request, RequestError
 
 STATS = protocol.Stats(100, 60, 7, 3, 0, {"m": protocol.ModelStats(8, 2, 1, 5, 0)})
@@ -144,7 +143,7 @@ def until(fact):
 
 def test_status_goes_to_whoever_is_there_and_whoever_comes(bridge, peer):
     assert [peer.next(), peer.next()] == [protocol.Models([]), protocol.Status("loading")]
-    peer.send(protocol.Speak("r", "m", {"text": "too early"}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("too early")))
     early = peer.next()
     assert (early.id, early.status, early.code) == ("r", 503, "engine_not_ready")
     bridge.tell(protocol.Status("warming", 0.5, "step"))
@@ -158,7 +157,7 @@ def test_status_goes_to_whoever_is_there_and_whoever_comes(bridge, peer):
 
 def test_a_request_and_its_audio(bridge, engine, peer):
     peer.next(), peer.next()
-    peer.send(protocol.Speak("r", "m", {"text": "Hello.", "voice": "a", "seed": 7, "max_frames": 9}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hello.", voice="a", seed=7, max_frames=9)))
     until(lambda: "r" in engine.deliver)
     assert (
         engine.requests["r"] == Request(text="Hello.", voice="a", seed=7, max_frames=9)
@@ -178,24 +177,19 @@ def test_a_request_and_its_audio(bridge, engine, peer):
 
 def test_the_engine_is_told_how_fast_it_is_heard(bridge, engine, peer):
     peer.next(), peer.next()
-    for id, message in (("a", {}), ("b", {"speed": 2.0, "is_flex": True, "is_timed": True})):
-        peer.send(protocol.Speak(id, "m", {"text": "Hello."}, **message))
+    fast = protocol.Listener(2.0, is_flexible=True, is_metered=True, wants_timestamps=True)
+    for id, listener in (("a", protocol.Listener()), ("b", fast)):
+        peer.send(protocol.Speak(id, "m", protocol.Request("Hello."), listener=listener))
         until(lambda id=id: id in engine.deliver)
-        assert engine.accepted == Listener(
-            speed=message.get("speed", 1.0),
-            is_flexible=message.get("is_flex", False),
-            is_metered=True,
-            wants_timestamps=message.get("is_timed", False),
-        )
+        assert engine.accepted == listener
 
 
 def test_references_and_options(bridge, engine, peer):
     samples = np.linspace(-1, 1, 5, dtype=np.float32)
     clip = protocol.AudioClip(samples.tobytes(), 16000)
     sent = [protocol.Reference(clip, "Hi.", "[S1]"), protocol.Reference(clip)]
-    peer.send(
-        protocol.Speak("r", "m", {"text": "Hello.", "options": {"x_vector_only_mode": True}}, sent, True)
-    )
+    asked = protocol.Request("Hello.", options={"x_vector_only_mode": True})
+    peer.send(protocol.Speak("r", "m", asked, sent, protocol.Listener(is_reproducible=True)))
     until(lambda: "r" in engine.deliver)
     request = engine.requests["r"]
     assert request.options == {"x_vector_only_mode": True} and engine.pinned["r"]
@@ -213,8 +207,8 @@ def test_a_text_does_not_wait_for_recordings(bridge, engine, peer):
     engine.references_built.clear()
     clip = protocol.AudioClip(bytes(40), 16000)
     for i in range(40):
-        peer.send(protocol.Speak(f"r{i}", "m", {"text": "Hello."}, [protocol.Reference(clip)]))
-    peer.send(protocol.Speak("s", "m", {"text": "Hello."}))
+        peer.send(protocol.Speak(f"r{i}", "m", protocol.Request("Hello."), [protocol.Reference(clip)]))
+    peer.send(protocol.Speak("s", "m", protocol.Request("Hello.")))
     until(lambda: "s" in engine.deliver)
     assert list(engine.deliver) == ["s"]
     engine.references_built.set()
@@ -225,7 +219,7 @@ def test_nothing_is_kept_or_made_for_who_has_left_before_its_turn(bridge, engine
     engine.references_built.clear()
     clip = protocol.AudioClip(bytes(40), 16000)
     for i in range(40):
-        peer.send(protocol.Speak(f"r{i}", "m", {"text": "Hello."}, [protocol.Reference(clip)]))
+        peer.send(protocol.Speak(f"r{i}", "m", protocol.Request("Hello."), [protocol.Reference(clip)]))
     until(lambda: len(bridge.messages) == 40 - connections.PROMPT_THREADS)
     for i in range(40):
         peer.send(protocol.Cancel(f"r{i}"))
@@ -313,20 +307,18 @@ def test_loading_tells_how_far_it_is():
 
 def test_refusals_and_failures(bridge, engine, peer):
     peer.next(), peer.next()
-    peer.send(protocol.Speak("r", "m", {"text": "bad"}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("bad")))
     assert peer.next() == protocol.Rejected("r", "voice 'x' is not in this checkpoint; it has: a", "voice")
-    peer.send(protocol.Speak("s", "full", {"text": "Hello."}))
+    peer.send(protocol.Speak("s", "full", protocol.Request("Hello.")))
     full = peer.next()
     assert (full.id, full.status, full.code, full.retry_after_s) == ("s", 503, "engine_full", 2.5)
-    peer.send(protocol.Speak("t", "m", {"text": "broken"}))
+    peer.send(protocol.Speak("t", "m", protocol.Request("broken")))
     assert peer.next() == protocol.Failed("t", "an error in the engine; its log says more")
-    peer.send(protocol.Speak("u", "m", {"text": "x", "no_such_field": 1}))
-    assert peer.next() == protocol.Failed("u", "an error in the engine; its log says more")
-    peer.send(protocol.Speak("v", "m", {"text": "Hello."}))
+    peer.send(protocol.Speak("v", "m", protocol.Request("Hello.")))
     until(lambda: "v" in engine.deliver)
     engine.deliver["v"](Failed("the codec broke"))
     assert peer.next() == protocol.Failed("v", "the codec broke")
-    peer.send(protocol.Speak("w", "m", {"text": "Hello."}))
+    peer.send(protocol.Speak("w", "m", protocol.Request("Hello.")))
     until(lambda: "w" in engine.deliver)
     engine.deliver["w"](Failed("no frame", code="no_audio"))
     assert peer.next() == protocol.Failed("w", "no frame", 422, "no_audio")
@@ -334,7 +326,7 @@ def test_refusals_and_failures(bridge, engine, peer):
 
 def test_a_value_that_no_model_takes_is_named(bridge, engine, peer):
     peer.next(), peer.next()
-    peer.send(protocol.Speak("r", "m", {"text": "Hello.", "max_frames": 0}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hello.", max_frames=0)))
     rejected = peer.next()
     assert (rejected.param, rejected.status) == (
         "max_frames",
@@ -344,7 +336,7 @@ def test_a_value_that_no_model_takes_is_named(bridge, engine, peer):
 
 def test_an_engine_that_stops_does_not_pass_off_a_part_as_the_whole(bridge, engine, peer):
     peer.next(), peer.next()
-    peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hello.")))
     until(lambda: "r" in engine.deliver)
     engine.deliver["r"](Failed("the engine stopped", code="engine_stopped"))
     assert peer.next() == protocol.Failed("r", "the engine stopped", 503, "engine_stopped")
@@ -368,7 +360,7 @@ def test_all_events_of_a_turn_are_sent_at_once(bridge, engine, peer, monkeypatch
     woken = []
     plain = bridge.loop.call_soon_threadsafe
     for id in ("r", "s"):
-        peer.send(protocol.Speak(id, "m", {"text": "Hello."}))
+        peer.send(protocol.Speak(id, "m", protocol.Request("Hello.")))
     until(lambda: len(engine.deliver) == 2)
     monkeypatch.setattr(
         bridge.loop, "call_soon_threadsafe", lambda f, *args: woken.append(f.__name__) or plain(f, *args)
@@ -394,19 +386,19 @@ def test_what_clients_took_is_passed_on(bridge, engine, peer):
 
 def test_a_cancelled_request_is_silent(bridge, engine, peer):
     peer.next(), peer.next()
-    peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hello.")))
     until(lambda: "r" in engine.deliver)
     peer.send(protocol.Cancel("r"))
     until(lambda: engine.cancelled == ["r"])
     engine.deliver["r"](Audio(np.zeros(4, np.float32), 1))
     engine.deliver["r"](Finished("cancelled", 1, {}))
-    peer.send(protocol.Speak("s", "m", {"text": "bad"}))
+    peer.send(protocol.Speak("s", "m", protocol.Request("bad")))
     assert peer.next().id == "s"  # and nothing of r came before
 
 
 def test_a_cancel_while_the_prompt_is_built_goes_to_the_engine_at_once(bridge, engine, peer):
     engine.prompt_built.clear()
-    peer.send(protocol.Speak("r", "m", {"text": "Hello."}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hello.")))
     peer.send(protocol.Cancel("r"))
     until(lambda: engine.cancelled == ["r"])
     engine.prompt_built.set()
@@ -415,7 +407,7 @@ def test_a_cancel_while_the_prompt_is_built_goes_to_the_engine_at_once(bridge, e
 def test_a_connection_that_goes_takes_its_own_requests_along(bridge, engine, peer):
     other = Peer(bridge.path)
     for client, id in ((other, "r"), (other, "s"), (peer, "t")):
-        client.send(protocol.Speak(id, "m", {"text": "Hello."}))
+        client.send(protocol.Speak(id, "m", protocol.Request("Hello.")))
     until(lambda: len(engine.deliver) == 3)
     other.close()
     until(lambda: sorted(engine.cancelled) == ["r", "s"])
@@ -431,7 +423,7 @@ def test_bytes_that_are_no_message_end_their_connection_alone(bridge, engine, pe
     stranger.next(), stranger.next()
     with pytest.raises(StopAsyncIteration):
         stranger.next()
-    peer.send(protocol.Speak("r", "m", {"text": "bad"}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("bad")))
     assert peer.next().id == "r"
     stranger.close()
 
@@ -443,17 +435,14 @@ def test_a_signal_ends_an_idle_engine_of_several_models(tmp_path, is_main):
     """Whichever of its threads the system interrupts: the main one may wait for requests all the while."""
     sizes = [("qwen3_tts", "tiny"), ("qwen3_tts", "tiny-base"), ("voxcpm2", "tiny"), ("higgs_v3", "tiny")]
     models = {f"{name}-{size}": str(directory(name, size)) for name, size in sizes}
-    options = {
-        "socket": str(tmp_path / "sock"),
-        "models": models,
-        "device": "cpu",
-        "warm": False,
-        "compile": False,
-    }
-    command = [sys.executable, "-m", "serving.engine.engine_process", msgspec.json.encode(options).decode()]
+    path = str(tmp_path / "sock")
+    how = ModelOptions(device="cpu", compile=False, warm=False)
+    command = supervisor.command(
+        "serving.engine.engine_process", EngineArguments(Settings(models, model=how), path)
+    )
     process = subprocess.Popen(command, cwd=ROOT)
     try:
-        peer = Peer(until_listening(options["socket"]))
+        peer = Peer(until_listening(path))
         while peer.next() != protocol.Status("ready", 1.0):
             pass
         [thread, *_] = {int(id) for id in os.listdir(f"/proc/{process.pid}/task")} - {process.pid}
@@ -542,7 +531,7 @@ def feeding(bridge, peer):
 
 
 def test_an_open_request_begins_when_a_word_is_there(bridge, feeding, peer):
-    peer.send(protocol.Speak("r", "m", {"text": "Hel", "is_open": True}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hel", is_open=True)))
     peer.send(protocol.Feed("r", "lo"))
     peer.send(protocol.Feed("other", "lo"))
     peer.send(protocol.Feed("r", " wor"))
@@ -557,7 +546,7 @@ def test_an_open_request_begins_when_a_word_is_there(bridge, feeding, peer):
 def test_text_waits_for_the_prompt(bridge, feeding, peer):
     """The engine knows a request from when its prompt is made."""
     feeding.go.clear()
-    peer.send(protocol.Speak("r", "m", {"text": "a b", "is_open": True}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("a b", is_open=True)))
     peer.send(protocol.Feed("r", " c d", True))
     until(lambda: bridge.fed and bridge.fed["r"].waiting)
     assert not feeding.fed
@@ -567,7 +556,7 @@ def test_text_waits_for_the_prompt(bridge, feeding, peer):
 
 
 def test_a_text_that_ends_before_it_began_is_spoken_as_it_is(bridge, feeding, peer):
-    peer.send(protocol.Speak("r", "m", {"text": " Hi", "is_open": True}))
+    peer.send(protocol.Speak("r", "m", protocol.Request(" Hi", is_open=True)))
     peer.send(protocol.Feed("r", "", True))
     until(lambda: feeding.fed)
     assert feeding.requests["r"].text == "Hi" and feeding.fed == {"r": [("", True)]}
@@ -576,7 +565,7 @@ def test_a_text_that_ends_before_it_began_is_spoken_as_it_is(bridge, feeding, pe
 @pytest.mark.parametrize("how", ["cancel", "end", "left"])
 def test_what_is_known_of_an_open_request_goes_with_it(bridge, feeding, peer, how):
     other = Peer(bridge.path)
-    other.send(protocol.Speak("r", "m", {"text": "Hello there", "is_open": True}))
+    other.send(protocol.Speak("r", "m", protocol.Request("Hello there", is_open=True)))
     until(lambda: "r" in feeding.deliver)
     assert set(bridge.fed) == {"r"}
     if how == "cancel":
@@ -595,6 +584,6 @@ def test_what_is_known_of_an_open_request_goes_with_it(bridge, feeding, peer, ho
 
 def test_a_model_that_takes_no_such_text_refuses_it(bridge, feeding, peer, monkeypatch):
     monkeypatch.setattr(Bytes, "spec", SimpleNamespace(feeds=False, tags=()))
-    peer.send(protocol.Speak("r", "m", {"text": "Hello", "is_open": True}))
+    peer.send(protocol.Speak("r", "m", protocol.Request("Hello", is_open=True)))
     until(lambda: "r" in feeding.requests)
     assert feeding.requests["r"].is_open and not bridge.fed

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from serving.engine.engine import Finished, Full
-from serving.engine.listener import Listener
 from serving.engine.schedule.policy import Fifo, Policy, Streaming
 from serving.engine.schedule.scheduler import Scheduler
+from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request, Window
 

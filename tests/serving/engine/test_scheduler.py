@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from serving.engine.device.launches import Chunk
-from serving.engine.listener import Listener
 from serving.engine.schedule.numbers import MAX_PROMPT_DELAY
 from serving.engine.schedule.policy import Fifo, Policy, Streaming, Throughput
 from serving.engine.schedule.scheduler import Scheduler
+from serving.protocol import Listener
 from zoo.contract import Window
 
 FRAME_S = 0.08

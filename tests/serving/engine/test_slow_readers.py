@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.engine.engine import Failed, Finished
-from serving.engine.listener import Listener
+from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import Request
 

@@ -23,9 +23,9 @@ from benchmarks.launch_costs import CPU, H200, SLOW_CPU
 from compile_cache.strategy import Strategy
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
-from serving.engine.listener import Listener
 from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
+from serving.protocol import Listener
 from serving.tools.simulate import Clock, Cost, SimulatedRunner, Voice
 from zoo.contract import Request, Window
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Audio, Event, Failed, Finished, Full
-from serving.engine.listener import Listener
 from serving.engine.schedule import admission
 from serving.engine.schedule import policy as policies
 from serving.engine.schedule.admission import IterationLoad
 from serving.engine.schedule.numbers import MAX_SKIPS
 from serving.engine.schedule.policy import Streaming
+from serving.protocol import Listener
 from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice, poisson
 from zoo.contract import Request
 

@@ -83,7 +83,20 @@ def test_only_whole_files_are_reproducible(server):
         server.speak("frames 1", **fields) for fields in ({}, {"stream": False}, {"stream_format": "sse"})
     ]
     messages = [server.engine.messages[answer.headers["x-request-id"]] for answer in answers]
-    assert [message.is_pinned for message in messages] == [False, True, False]
+    assert [message.listener.is_reproducible for message in messages] == [False, True, False]
+
+
+def test_the_engine_is_told_about_the_listener(server):
+    fields = {
+        "service_tier": "flex",
+        "speed": 2,
+        "stream_format": "sse",
+        "timestamp_granularities": ["segment"],
+    }
+    message = server.engine.messages[server.speak("frames 1", **fields).headers["x-request-id"]]
+    assert message.listener == protocol.Listener(
+        2.0, is_flexible=True, is_metered=True, wants_timestamps=True
+    )
 
 
 def test_every_field_reaches_the_engine(server):
@@ -140,7 +153,7 @@ def test_segment_timestamps_give_the_times_of_each_piece(server, speed, second_s
         answer = server.speak("pieces 2", timestamp_granularities=unasked, **asked)
         assert "speech.audio.segment" not in answer.text and "speech.audio.done" in answer.text
     id = answer.headers["x-request-id"]
-    assert not server.engine.messages[id].is_timed
+    assert not server.engine.messages[id].listener.wants_timestamps
 
 
 @pytest.mark.parametrize(
@@ -193,7 +206,9 @@ def test_audio_arrives_before_the_end(server):
 def test_speed_changes_the_length_and_not_the_sample_rate(server, speed, fields):
     answer = server.speak("frames 30", speed=speed, response_format="pcm", **fields)
     assert len(answer.content) == 2 * round(3000 / speed)
-    assert server.engine.messages[answer.headers["x-request-id"]].speed == speed  # the deadlines depend on it
+    assert (
+        server.engine.messages[answer.headers["x-request-id"]].listener.speed == speed
+    )  # the deadlines depend on it
     assert answer.headers["x-sample-rate"] == str(RATE_HZ)
 
 
@@ -491,13 +506,15 @@ def test_the_schema_follows_the_engines_models(tmp_path):
 
 
 def test_the_http_process_loads_neither_engine_nor_models():
+    """Of the zoo it knows requests, which need no torch."""
     script = """
 import importlib, pathlib, sys
 modules = [".".join(path.with_suffix("").parts) for path in pathlib.Path("serving/http").rglob("*.py")]
 for name in modules:
     importlib.import_module(name)
-foreign = {"torch", "zoo", "serving.engine", "compile_cache"} & set(sys.modules)
-print(len(modules), sorted(foreign))
+foreign = {"torch", "serving.engine", "compile_cache"} & set(sys.modules)
+models = {name for name in sys.modules if name.startswith("zoo")} - {"zoo", "zoo.request"}
+print(len(modules), sorted(foreign | models))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True

@@ -101,7 +101,7 @@ def test_a_recording_in_an_item_is_its_voice(server):
 
 def test_items_are_reproducible_and_ignore_stream_fields(server):
     ask(server, {"input": "frames 1", "stream": True, "stream_format": "sse"}, stream_format="sse")
-    assert next(reversed(server.engine.messages.values())).is_pinned
+    assert next(reversed(server.engine.messages.values())).listener.is_reproducible
 
 
 def test_a_warning_is_in_its_items_result(tmp_path):

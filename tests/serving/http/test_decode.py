@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from serving.audio import pcm16
-from serving.http import encode
+from serving.audio import encode
+from serving.audio.pcm import pcm16
 from serving.http.decode import Slower, decode
 
 RATE_HZ = 24000

@@ -13,7 +13,7 @@ from audio_files import decoded
 from fake_engine import RATE_HZ, TONE_SAMPLES, frame, tone
 from http_server import Server, error, until
 
-from serving.http import encode
+from serving.audio import encode
 
 MEDIA_TYPES = {
     "mp3": "audio/mpeg",

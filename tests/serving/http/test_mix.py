@@ -26,7 +26,7 @@ def test_a_mix_sends_its_voices_by_name(mixing):
     answer = mixing.speak("frames 1", model="mixer", voice="Anna(2)+nova(1)")
     assert answer.status_code == 200, answer.text
     message = mixing.engine.messages[answer.headers["x-request-id"]]
-    assert message.request["voice"] == "Anna(2)+bert(1)" and "options" not in message.request
+    assert message.request.voice == "Anna(2)+bert(1)" and not message.request.options
     found = [(reference.name, reference.transcript, reference.clip) for reference in message.references]
     assert found == [("anna", None, CLIP), ("bert", "What I say.", CLIP)]
 
@@ -35,6 +35,13 @@ def test_a_voice_mixed_with_itself_is_sent_once(mixing):
     answer = mixing.speak("frames 1", model="mixer", voice="anna+ANNA(2)")
     message = mixing.engine.messages[answer.headers["x-request-id"]]
     assert [reference.name for reference in message.references] == ["anna"]
+
+
+def test_the_engine_refuses_a_malformed_mix(mixing):
+    answer = mixing.speak("frames 1", model="mixer", voice="anna(x)+nova")
+    message = mixing.engine.messages[answer.headers["x-request-id"]]
+    assert message.request.voice == "anna(x)+bert"
+    assert [reference.name for reference in message.references] == ["bert"]
 
 
 MIXES = [

@@ -37,7 +37,7 @@ def reached(server, **fields):
     answer = server.speak("frames 1", **fields)
     assert answer.status_code == 200, answer.text
     message = server.engine.messages[answer.headers["x-request-id"]]
-    return message.model, message.request.get("voice"), answer.headers.get("x-warning")
+    return message.model, message.request.voice, answer.headers.get("x-warning")
 
 
 @pytest.mark.parametrize("model", ["tts-1", "tts-1-hd", "gpt-4o-mini-tts", "gpt-4o-mini-tts-2025-12-15"])

@@ -96,7 +96,8 @@ def test_zoo_serve_has_an_option_for_the_page(tmp_path, monkeypatch, options, ha
     started = []
     monkeypatch.setattr(supervisor, "serve", lambda *arguments: started.append(arguments) or 0)
     assert zoo("serve", str(tmp_path), *options).returncode == 0
-    assert started[0][3]["playground"] is has_page
+    [(settings, *_)] = started
+    assert settings.playground is has_page
 
 
 def test_every_referenced_file_exists():

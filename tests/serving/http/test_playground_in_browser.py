@@ -363,7 +363,7 @@ def test_copied_code_makes_the_same_request(page, server, tmp_path, language, ha
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     again = list(server.engine.messages.values())[-1]
-    assert again is not message and again.request["text"] == f"frames 3 {TEXT}"
+    assert again is not message and again.request.text == f"frames 3 {TEXT}"
     assert (again.request, again.references, again.model) == (
         message.request,
         message.references,

@@ -47,7 +47,7 @@ def reached(server, **fields):
     assert answer.status_code == 200, answer.text
     assert answer.content[44:] == frame(0)
     message = server.engine.messages[answer.headers["x-request-id"]]
-    return message.references, message.request.get("options")
+    return message.references, message.request.options or None
 
 
 @pytest.mark.parametrize(

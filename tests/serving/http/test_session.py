@@ -219,7 +219,7 @@ def test_speed_sample_rate_and_base64_work_together(server):
         while (event := json.loads(client.receive()))["type"] == "audio.chunk":
             pcm += base64.b64decode(event["audio"])
     assert abs(len(pcm) / 2 / 16000 - 0.4) < 0.001 and event["audio_s"] == 0.4
-    assert next(reversed(server.engine.messages.values())).speed == 2
+    assert next(reversed(server.engine.messages.values())).listener.speed == 2
 
 
 def test_a_frame_limit_applies_to_the_whole_utterance(server):

@@ -126,8 +126,8 @@ def test_the_engine_client_sends_the_model(tmp_path):
                 while client.status.state != "ready":
                     await asyncio.sleep(0.01)
                 assert client.models == MODELS
-                with client.speak(protocol.Speak("r", "other", {"text": "Hello."})):
-                    assert await heard.get() == protocol.Speak("r", "other", {"text": "Hello."})
+                with client.speak(protocol.Speak("r", "other", protocol.Request("Hello."))):
+                    assert await heard.get() == protocol.Speak("r", "other", protocol.Request("Hello."))
                 assert await heard.get() == protocol.Cancel("r")
             running.cancel()
             await asyncio.wait([running])

@@ -170,7 +170,7 @@ def test_a_voice_chooses_its_model(server, tmp_path):
     assert message.model == "cloner" and len(message.references) == 1
     told(server, tmp_path, Synthesize("frames 1", SynthesizeVoice("default")))
     message = list(server.engine.messages.values())[-1]
-    assert message.model == "deaf" and "voice" not in message.request
+    assert message.model == "deaf" and message.request.voice is None
 
 
 WRONG = [

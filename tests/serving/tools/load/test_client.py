@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from speech_server import refusal, speaking, stream, until
 
-from serving.audio import wav_header
+from serving.audio.pcm import wav_header
 from serving.tools.load import client
 from serving.tools.load.client import Target, connections, listen, rate_of, said, speak
 from serving.tools.load.metrics import Record, Slo, summary

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from speech_server import refusal, speaking, stream
 
-from serving.audio import wav_header
+from serving.audio.pcm import wav_header
 from serving.tools.load.learn import address, learn
 from serving.tools.load.plan import Work
 

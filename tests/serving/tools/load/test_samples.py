@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.audio import pcm16, wav_header
-from serving.http.encode import Encoder
+from serving.audio.encode import Encoder
+from serving.audio.pcm import pcm16, wav_header
 from serving.tools.load.samples import FORMATS, Unreadable, counter
 
 RATE_HZ = 24000

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from serving.audio import pcm16
-from serving.stretch import MAX_SPEED, MIN_SPEED, Stretch, stretched, tempos
+from serving.audio.pcm import pcm16
+from serving.audio.speed import MAX_SPEED, MIN_SPEED, Stretch, stretched, tempos
 
 RATE_HZ = 24000
 SPEEDS = (0.25, 0.4, 0.5, 0.9, 1.1, 1.5, 2.0, 3.0, 4.0)

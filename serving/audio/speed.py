@@ -39,7 +39,8 @@ class Stretch:
         self._speed = speed
         self._num_taken = self._num_pushed = self._num_given = 0  # samples
         self._block_bytes = 2 * round(BLOCK_S * sample_rate_hz)
-        self._held, self._ready = bytearray(), bytearray()
+        self._held = bytearray()
+        self._ready = bytearray()
         self._graph = Graph()
         source = self._graph.add_abuffer(
             format="s16", sample_rate=sample_rate_hz, layout="mono", time_base=Fraction(1, sample_rate_hz)
@@ -84,8 +85,10 @@ class Stretch:
 
     def _push(self, samples: np.ndarray) -> None:
         frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
-        frame.sample_rate, frame.time_base = self._rate_hz, Fraction(1, self._rate_hz)
-        frame.pts, self._num_pushed = self._num_pushed, self._num_pushed + samples.size
+        frame.sample_rate = self._rate_hz
+        frame.time_base = Fraction(1, self._rate_hz)
+        frame.pts = self._num_pushed
+        self._num_pushed += samples.size
         self._graph.push(frame)
         self._pull()
 

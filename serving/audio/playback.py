@@ -2,7 +2,7 @@
 
     chunk i has n_i samples and arrives at t_i; the listener plays from t_1 on, at the stream's rate r
 
-    late      chunk i+1 arrived after t_1 + (n_1 + ... + n_i) / r, when all audio before it is due to be played
+    late      chunk i+1 arrived after t_1 + (n_1 + ... + n_i) / r, when all audio before it has been played
     underrun  the listener has played all received audio, waits, and continues from there
 
 A stream is viable if no chunk is late. Source of viability: VoxServe (arXiv 2602.00269). Source of underruns,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.playback import Playback
+from serving.audio.playback import Playback
 
 RATE_HZ = 1024  # makes every time here an exact float
 gaps = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 3000)), min_size=1, max_size=30)

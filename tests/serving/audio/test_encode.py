@@ -9,8 +9,8 @@ import soundfile
 import soxr
 from audio_files import decoded
 
-from serving.audio import pcm16
-from serving.http import encode
+from serving.audio import encode
+from serving.audio.pcm import pcm16
 
 RATE_HZ = 24000
 FRAME = 1920

@@ -20,8 +20,8 @@ import av
 import numpy as np
 import soxr
 
-from serving.audio import pcm16, wav_header
-from serving.stretch import Stretch, stretched
+from serving.audio.pcm import pcm16, wav_header
+from serving.audio.speed import Stretch, stretched
 
 # Good quality for mono speech. Low sample rates get 4 bits a sample, the maximum of MP3 and AAC there.
 MAX_BIT_RATE = 96_000
@@ -123,7 +123,8 @@ class Encoder:
         if self._form.codec:
             self._codec = self._codec or _Codec(self._form, self._rate_hz, _Sink(), self._form.options)
             return self._codec.feed(pcm)
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         return head + pcm
 
 
@@ -184,7 +185,9 @@ class _Codec:
         samples = np.frombuffer(pcm, "<i2")[None]  # [1, N]
         if samples.size:
             frame = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")
-            frame.sample_rate, frame.pts, frame.time_base = round(1 / self.tick), self.position, self.tick
+            frame.sample_rate = round(1 / self.tick)
+            frame.pts = self.position
+            frame.time_base = self.tick
             self.position += samples.size
             self.container.mux(self.stream.encode(frame))
         return self._take()

@@ -1,0 +1,432 @@
+"""The flags of `zoo serve`: a group for each panel of its help. Each group returns its settings."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from serving import settings
+from serving.cli.common import (
+    LATENCY,
+    LIMITS,
+    LOGS,
+    MAX_REFERENCE_S,
+    MEMORY,
+    MODEL,
+    SECURITY,
+    Codec,
+    Compile,
+    Device,
+    DType,
+    KVMemory,
+    MaxSlots,
+    VoicesDir,
+    num_bytes,
+)
+
+MAX_TTFA_S = 10.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Flags for the address, the web page, the stored voices and the grace period."""
+
+    host: Annotated[
+        str, Option(help="The server listens on this address; 0.0.0.0 means every interface.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Option(min=0, max=65535, help="The server listens on this port; 0 picks a free one.")
+    ] = 8000
+    playground: Annotated[
+        bool, Option(help="The server shows a web page at / where you can try the models.")
+    ] = True
+    voices_dir: VoicesDir = None
+    grace_s: Annotated[
+        int, Option(min=0, help="When the server stops, open answers have this many seconds to finish.")
+    ] = 5
+
+
+@dataclass(frozen=True)
+class Model:
+    """Flags for the models, and for the names that clients may use."""
+
+    device: Device = None
+    dtype: DType = None
+    codec: Codec = "float32"
+    deterministic: Annotated[
+        bool,
+        Option(
+            "--deterministic",
+            help="Equal requests give equal bytes under any load; the server is slower with few streams.",
+            rich_help_panel=MODEL,
+        ),
+    ] = False
+    compile: Compile = True
+    warm: Annotated[
+        bool,
+        Option(help="The server runs every batch shape before it accepts requests.", rich_help_panel=MODEL),
+    ] = True
+    cache_dir: Annotated[
+        Path | None,
+        Option(
+            help="The server keeps compiled code in this directory. Default: ZOO_CACHE_DIR, else "
+            "~/.cache/speechzoo.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    aliases: Annotated[
+        list[str],
+        Option(
+            "--alias",
+            metavar="NAME=MODEL",
+            help="Clients can also request the served model MODEL as NAME; may be repeated.",
+            rich_help_panel=MODEL,
+        ),
+    ] = field(default_factory=list)
+    voice_aliases: Annotated[
+        list[str],
+        Option(
+            "--alias-voice",
+            metavar="NAME=VOICE",
+            help="Clients can also request VOICE, preset or uploaded, as NAME; may be repeated.",
+            rich_help_panel=MODEL,
+        ),
+    ] = field(default_factory=list)
+    strict: Annotated[
+        bool,
+        Option(
+            "--strict",
+            help="The server refuses OpenAI's names (tts-1, alloy, ...); otherwise they mean its only model "
+            "and first voice, with an x-warning header.",
+            rich_help_panel=MODEL,
+        ),
+    ] = False
+
+    def options(self) -> settings.ModelOptions:
+        return settings.ModelOptions(
+            self.device, self.dtype, self.codec, self.deterministic, self.compile, self.warm
+        )
+
+    def names(self, served: Iterable[str]) -> settings.Aliases:
+        """Return the aliases of the served models and of voices. Raises ValueError."""
+        voices = aliases_of("--alias-voice", "NAME=VOICE", self.voice_aliases)
+        return settings.Aliases(model_aliases(self.aliases, served), voices, self.strict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Flags for the memory of the engine process."""
+
+    max_slots: MaxSlots = None
+    kv_memory: KVMemory = None
+    swap_memory: Annotated[
+        str | None,
+        Option(
+            help="Paused streams swap their KV cache to this much host memory (4GiB or bytes); with 0 none "
+            "pauses, and each reserves all it can need. Default: three times --kv-memory, at most a quarter "
+            "of host memory.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None
+    reference_memory: Annotated[
+        str,
+        Option(
+            help="Recordings that wait to be encoded use at most this much memory (256MiB or bytes); further "
+            "ones get 503.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = "256MiB"
+
+    def settings(self) -> settings.Memory:
+        """Raises ValueError."""
+        return settings.Memory(
+            max_slots=self.max_slots,
+            kv_memory_bytes=None if self.kv_memory is None else num_bytes(self.kv_memory),
+            swap_memory_bytes=swap_bytes(self.swap_memory),
+            reference_memory_bytes=num_bytes(self.reference_memory),
+        )
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Flags for the order of requests, and for refusing late ones."""
+
+    policy: Annotated[
+        Literal["streaming", "throughput", "fifo"],
+        Option(
+            help="streaming gives the earliest first audio, throughput the most audio per second, and fifo "
+            "ignores deadlines, for comparison.",
+            rich_help_panel=LATENCY,
+        ),
+    ] = "streaming"
+    max_ttfa: Annotated[
+        float | None,
+        Option(
+            min=0,
+            help="Requests that would wait longer for first audio (seconds) get 503, and streams beyond "
+            "real-time capacity wait; 0 disables both. Default: 10, or 0 with --policy throughput.",
+            rich_help_panel=LATENCY,
+        ),
+    ] = None
+    run_async: Annotated[
+        bool,
+        Option(
+            "--async/--no-async",
+            help="On a GPU, the server launches the next step before it reads the results of the last one.",
+            rich_help_panel=LATENCY,
+        ),
+    ] = True
+
+    def settings(self) -> settings.Latency:
+        max_ttfa_s = self.max_ttfa
+        if max_ttfa_s is None:
+            max_ttfa_s = 0.0 if self.policy == "throughput" else MAX_TTFA_S
+        return settings.Latency(self.policy, max_ttfa_s or None, self.run_async)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Flags that limit clients."""
+
+    max_waiting: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Each model queues at most this many requests; further ones get 503.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 256
+    max_unread: Annotated[
+        float,
+        Option(
+            min=1,
+            help="The server pauses a stream while its client has this many seconds of audio unread.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 30
+    max_stall: Annotated[
+        float,
+        Option(
+            min=1,
+            help="The server disconnects a client that reads nothing, or leaves its stream paused, for this "
+            "many seconds.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 60
+    max_text: Annotated[
+        int,
+        Option(
+            min=1,
+            help="The input of a request has at most this many characters.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 8000
+    max_voices: Annotated[
+        int,
+        Option(min=0, help="The server stores at most this many uploaded voices.", rich_help_panel=LIMITS),
+    ] = 1000
+    max_reference_bytes: Annotated[
+        str,
+        Option(help="A reference recording has at most this size (10MiB or bytes).", rich_help_panel=LIMITS),
+    ] = "10MiB"
+    max_reference_s: Annotated[
+        float,
+        Option(
+            min=1,
+            max=MAX_REFERENCE_S,
+            help="A reference recording lasts at most this many seconds.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = MAX_REFERENCE_S
+    max_reading: Annotated[
+        int,
+        Option(
+            min=1,
+            help="The server reads at most this many large bodies, and as many recordings, at once; further "
+            "ones get 503.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 16
+    max_sessions: Annotated[
+        int,
+        Option(
+            min=0,
+            help="At most this many WebSocket sessions are open; further ones get 503.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 256
+    max_text_idle: Annotated[
+        float,
+        Option(
+            min=0.1,
+            help="The server closes a WebSocket whose open utterance receives no text for this many seconds.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 30
+    max_session_idle: Annotated[
+        float,
+        Option(
+            min=0.1,
+            help="The server closes a WebSocket that sends and receives nothing for this many seconds.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 600
+
+    def settings(self, has_reference_urls: bool) -> settings.Limits:
+        """Raises ValueError."""
+        return settings.Limits(
+            waiting=self.max_waiting,
+            unread_s=self.max_unread,
+            stall_s=self.max_stall,
+            text_chars=self.max_text,
+            reference_bytes=num_bytes(self.max_reference_bytes),
+            reference_s=self.max_reference_s,
+            reference_urls=has_reference_urls,
+            voices=self.max_voices,
+            num_reading=self.max_reading,
+            sessions=self.max_sessions,
+            text_idle_s=self.max_text_idle,
+            session_idle_s=self.max_session_idle,
+        )
+
+
+@dataclass(frozen=True)
+class Security:
+    """Flags for the API key and for requests from other hosts and sites."""
+
+    api_key: Annotated[
+        str | None,
+        Option(
+            envvar="ZOO_API_KEY",
+            help="Clients must send this key (Authorization: Bearer KEY).",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None
+    private_metrics: Annotated[
+        bool,
+        Option("--private-metrics", help="/metrics requires the API key too.", rich_help_panel=SECURITY),
+    ] = False
+    allow_url_references: Annotated[
+        bool,
+        Option(
+            help="The server fetches reference audio from URLs that clients send, from public addresses "
+            "only.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = False
+    cors_origins: Annotated[
+        list[str],
+        Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Web pages of this origin may use the server; may be repeated.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = field(default_factory=list)
+    allowed_hosts: Annotated[
+        list[str],
+        Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="The server answers requests for this host name; may be repeated. Default: localhost names "
+            "on a loopback address, any name elsewhere.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = field(default_factory=list)
+
+    def settings(self, host: str) -> settings.Security:
+        """Raises ValueError for a key that cannot be one, or that is missing."""
+        if self.private_metrics and self.api_key is None:
+            raise ValueError("--private-metrics requires an API key; set one with --api-key")
+        if self.api_key is None and "ZOO_API_KEY" in os.environ:
+            raise ValueError(
+                "ZOO_API_KEY is empty, which would let every client in; set it to a key, or unset it"
+            )
+        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
+            raise ValueError("an API key must consist of printable ASCII characters without spaces")
+        hosts = (*self.allowed_hosts, *LOOPBACK) if host in LOOPBACK else tuple(self.allowed_hosts)
+        return settings.Security(self.private_metrics, tuple(self.cors_origins), hosts)
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Flags for the log, the status line and traces."""
+
+    log: Annotated[
+        Literal["json", "text"] | None,
+        Option(
+            envvar="ZOO_LOG",
+            help="Log lines are JSON objects or text. Default: text on a terminal, JSON elsewhere.",
+            rich_help_panel=LOGS,
+        ),
+    ] = None
+    status_line: Annotated[
+        bool,
+        Option(
+            help="A terminal shows running and queued requests, audio per second and time to first audio "
+            "below the log.",
+            rich_help_panel=LOGS,
+        ),
+    ] = True
+    otel: Annotated[
+        bool,
+        Option(
+            "--otel",
+            help="The server sends a trace of each request to OTEL_EXPORTER_OTLP_ENDPOINT, by default "
+            "http://localhost:4318; this needs the extra `otel`.",
+            rich_help_panel=LOGS,
+        ),
+    ] = False
+
+    @property
+    def has_status_line(self) -> bool:
+        """Whether the log goes to a terminal that can show the status line below it."""
+        is_text = self.log != "json" and os.environ.get("TERM") != "dumb"
+        return self.status_line and is_text and sys.stderr.isatty()
+
+    def check(self) -> None:
+        """Raises ValueError if OpenTelemetry is asked for and not installed."""
+        if self.otel and find_spec("opentelemetry.sdk") is None:
+            raise ValueError("--otel needs OpenTelemetry: pip install 'speechzoo[otel]'")
+
+
+def swap_bytes(text: str | None) -> int | None:
+    """Return the amount of --swap-memory, which may be 0. Raises ValueError."""
+    if text is None:
+        return None
+    return 0 if text == "0" else num_bytes(text)
+
+
+def aliases_of(flag: str, form: str, given: list[str]) -> dict[str, str]:
+    """Return the target of each alias. Raises ValueError."""
+    aliases: dict[str, str] = {}
+    for pair in given:
+        name, equals, target = pair.partition("=")
+        if not (name and equals and target):
+            raise ValueError(f"{flag} {pair!r} is not of the form {form}")
+        if aliases.setdefault(name, target) != target:
+            raise ValueError(f"{flag} {name!r} is given twice: for {aliases[name]!r} and for {target!r}")
+    return aliases
+
+
+def model_aliases(given: list[str], served: Iterable[str]) -> dict[str, str]:
+    """Return the model id of each alias. Raises ValueError."""
+    aliases = aliases_of("--alias", "NAME=MODEL", given)
+    ids = list(served)
+    for name, id in aliases.items():
+        if name in ids:
+            raise ValueError(f"--alias {name!r} is already the id of a model")
+        if id not in ids:
+            raise ValueError(
+                f"--alias {name}={id}: model {id!r} is not served; possible models: {', '.join(ids)}"
+            )
+    return aliases

@@ -1,0 +1,114 @@
+"""The body of a speech request, for all routes: null fields, the model's options, and the checks that need
+no engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from litestar import Request
+from litestar.exceptions import HTTPException
+
+from serving.http.errors import SPEECH, cut, refusal
+from serving.http.schemas import FIELDS, MAX_OPTION_CHARS, TASK_MODE, Model, SpeechRequest
+from serving.http.server import Server
+
+WHOLE = {"stream": False, "stream_format": "audio"}
+MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what msgpack can carry
+
+
+class ForgetfulRequest(Request[Any, Any, Any]):
+    """A request whose null fields are defaults, and that can drop its body: the body may have megabytes,
+    and the answer takes minutes."""
+
+    async def json(self) -> Any:
+        body = await super().json()
+        if isinstance(body, dict):
+            self._json = body = {name: value for name, value in body.items() if not is_default(name, value)}
+        return body
+
+    async def take_json(self) -> Any:
+        """Return the body and drop every other reference to it."""
+        body = await self.json()
+        self._body = self._connection_state.body = b""
+        self._json = self._connection_state.json = None
+        return body
+
+
+def request_of(fields: dict[str, Any]) -> SpeechRequest:
+    """Return a speech request for a whole file. Raises the same refusal as for a single request."""
+    shared = {name: value for name, value in fields.items() if name in FIELDS[SPEECH]}
+    try:
+        return msgspec.convert(shared | WHOLE, SpeechRequest)
+    except msgspec.ValidationError as error:
+        raise wrong_field(str(error)) from None
+
+
+def wrong_field(message: str) -> HTTPException:
+    """Turn msgspec's error about a speech request into a refusal that names the field and what it takes."""
+    fields = FIELDS[SPEECH]
+    if missing := re.search("missing required field `(.*)`", message):
+        return refusal(400, f"{missing[1]} is missing: {fields[missing[1]]}", missing[1], "missing_field")
+    what, _, where = message.partition(" - at `$.")
+    field = re.split(r"[.\[`]", where)[0]
+    if field not in fields:
+        return refusal(400, f"the request must be an object with the field input: {message.lower()}")
+    return refusal(400, f"{field}: {what.lower()}; {field} takes {fields[field]}", field)
+
+
+def is_default(name: str, value: object) -> bool:
+    """Whether a shared field is null, which means its default. `options_of` handles null options."""
+    return value is None and name in FIELDS[SPEECH]
+
+
+def options_of(body: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return the model's options in a body. The engine checks types and ranges. Raises the refusal."""
+    given = {name: value for name, value in body.items() if name not in FIELDS[SPEECH]}
+    possible = {option.name: option for option in model.options if option.name not in FIELDS[SPEECH]}
+    for name, value in given.items():
+        if name not in possible:
+            raise unknown_field(name, model, possible)
+        if not is_simple(value):
+            raise refusal(400, f"{name} is {str(value)[:80]}; possible: {possible[name].possible}", name)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def is_simple(value: object) -> bool:
+    """Whether a value can be an option's value at all. The engine checks the rest."""
+    match value:
+        case list() | dict():
+            return False
+        case str():
+            return len(value) <= MAX_OPTION_CHARS
+        case int():
+            return MIN_INT <= value <= MAX_INT
+    return True
+
+
+def unknown_field(name: str, model: Model, options: Iterable[str]) -> HTTPException:
+    own = ", ".join(options) or "none"
+    fields = ", ".join(FIELDS[SPEECH])
+    possible = f"the fields are: {fields}; the options of model {model.id!r} are: {own}"
+    message = f"there is no field {cut(name)!r}; {possible}"
+    return refusal(400, message, name, "unknown_field")
+
+
+def check(data: SpeechRequest, model: Model, server: Server) -> None:
+    """Check a request as far as possible without the engine. Raises the refusal."""
+    text_chars = server.limits.text_chars
+    if len(data.input) > text_chars:
+        message = f"input has {len(data.input)} characters; this server takes up to {text_chars}"
+        raise refusal(400, message, "input")
+    if data.stream_format == "sse" and not data.stream:
+        message = "stream false and stream_format sse cannot be combined; leave stream or stream_format out"
+        raise refusal(400, message, "stream")
+    if data.timestamp_granularities and data.stream_format != "sse":
+        message = "timestamps need stream_format sse; set it, or leave timestamp_granularities out"
+        raise refusal(400, message, "timestamp_granularities")
+    if data.task_type is not None and TASK_MODE[data.task_type] not in model.modes:
+        possible = ", ".join(task for task, mode in TASK_MODE.items() if mode in model.modes)
+        message = f"model {model.id!r} does not support task_type {data.task_type!r}; it supports: {possible}"
+        raise refusal(400, message, "task_type")
+    server.references.check(data, model)

@@ -1,0 +1,131 @@
+"""Every flag of `zoo serve` becomes a setting, and both processes get all settings."""
+
+import msgspec
+import pytest
+from shell import zoo
+
+from serving import supervisor
+from serving.engine.engine_process import Options
+from serving.settings import EngineArguments, HTTPArguments, Settings
+
+FLAGS = {
+    "--host": "0.0.0.0",
+    "--port": "0",
+    "--no-playground": None,
+    "--grace-s": "1",
+    "--otel": None,
+    "--device": "cpu",
+    "--dtype": "bfloat16",
+    "--codec": "tf32",
+    "--deterministic": None,
+    "--no-compile": None,
+    "--no-warm": None,
+    "--alias": "other=m",
+    "--alias-voice": "me=anna",
+    "--strict": None,
+    "--max-slots": "3",
+    "--kv-memory": "1MiB",
+    "--swap-memory": "2MiB",
+    "--reference-memory": "3MiB",
+    "--policy": "fifo",
+    "--max-ttfa": "7",
+    "--no-async": None,
+    "--max-waiting": "11",
+    "--max-unread": "12",
+    "--max-stall": "13",
+    "--max-text": "14",
+    "--max-voices": "15",
+    "--max-reference-bytes": "4MiB",
+    "--max-reference-s": "16",
+    "--max-reading": "17",
+    "--max-sessions": "18",
+    "--max-text-idle": "19",
+    "--max-session-idle": "20",
+    "--api-key": "sk-a",
+    "--private-metrics": None,
+    "--allow-url-references": None,
+    "--cors-origin": "https://a.example",
+    "--allowed-host": "a.example",
+}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """started(*arguments) returns the settings and the environment that a command starts a server with."""
+
+    def started(*arguments):
+        calls = []
+        monkeypatch.setattr(supervisor, "serve", lambda *given: calls.append(given) or 0)
+        done = zoo("serve", *arguments)
+        assert done.returncode == 0, done.stderr
+        [(settings, env, _)] = calls
+        return settings, env
+
+    return started
+
+
+def flat(settings):
+    """Return the value of each setting by panel and name."""
+    values = {}
+    for name, value in msgspec.structs.asdict(settings).items():
+        if isinstance(value, msgspec.Struct):
+            values |= {f"{name}.{inner}": v for inner, v in msgspec.structs.asdict(value).items()}
+        else:
+            values[name] = value
+    return values
+
+
+def test_each_flag_sets_one_setting_and_each_setting_has_a_flag(started, tmp_path):
+    pytest.importorskip("opentelemetry.sdk")
+    given = [part for flag, value in FLAGS.items() for part in (flag, value) if part is not None]
+    settings, env = started(f"m={tmp_path}", *given, "--voices-dir", tmp_path / "v")
+    same = {name for name, value in flat(settings).items() if flat(Settings())[name] == value}
+    assert not same, f"no flag has changed {same}"
+    assert settings.models == {"m": str(tmp_path)} and env["ZOO_API_KEY"] == "sk-a"
+    assert "sk-a" not in msgspec.json.encode(settings).decode()
+    without_key = {name: value for name, value in FLAGS.items() if name != "--api-key"}
+    assert len(flat(settings)) == len(without_key) + 2  # and the models and --voices-dir
+
+
+def test_two_amounts_of_reference_audio_are_not_mixed_up(started, tmp_path):
+    settings, _ = started(tmp_path, "--reference-memory", "3MiB", "--max-reference-bytes", "4MiB")
+    assert settings.memory.reference_memory_bytes == 3 << 20  # of all recordings that wait for their encoder
+    assert settings.limits.reference_bytes == 4 << 20  # of one recording, as it is sent
+    assert Options.of(EngineArguments(settings, "s")).reference_memory_bytes == 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_ttfa_s"),
+    [
+        ([], 10.0),
+        (["--policy", "throughput"], None),
+        (["--max-ttfa", "0"], None),
+        (["--policy", "throughput", "--max-ttfa", "3"], 3.0),
+    ],
+)
+def test_throughput_accepts_requests_however_long_they_wait(started, tmp_path, flags, max_ttfa_s):
+    settings, _ = started(tmp_path, *flags)
+    assert settings.latency.max_ttfa_s == max_ttfa_s
+
+
+@pytest.mark.parametrize(("host", "hosts"), [("127.0.0.1", {"a", "localhost"}), ("0.0.0.0", {"a"})])
+def test_a_server_on_a_loopback_address_answers_its_names(started, tmp_path, host, hosts):
+    settings, _ = started(tmp_path, "--host", host, "--allowed-host", "a")
+    assert set(settings.security.allowed_hosts) - {"127.0.0.1", "::1"} == hosts
+
+
+def test_swap_memory_may_be_zero(started, tmp_path):
+    assert started(tmp_path, "--swap-memory", "0")[0].memory.swap_memory_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [EngineArguments(Settings(), "s", 3), HTTPArguments(Settings(), "s", 4, 3)]
+)
+def test_a_child_reads_the_arguments_that_the_supervisor_wrote(arguments):
+    *_, text = supervisor.command("m", arguments)
+    assert msgspec.json.decode(text, type=type(arguments)) == arguments
+
+
+def test_the_engine_process_is_told_every_value_that_it_has():
+    told = Options.of(EngineArguments(Settings(), "s", 3))
+    assert told == Options("s", {}, parent_fd=3)  # its defaults are the settings'
