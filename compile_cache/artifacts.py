@@ -9,7 +9,9 @@ the meaning of the source (comments have none). Inductor's own key omits some of
 loaded on a machine without AVX-512 returns NaN. An entry is checked against its manifest before it is run,
 and a damaged one is made again.
 
-A process that can write to an entry can run code as any user who reads it, so only the owner has access.
+A process that can write to an entry can run code as any user who reads it. So only the owner has access, and
+what others own or may write is refused (ownership.py). An entry of a cache that can only be read is used from
+a temporary copy.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +34,7 @@ import torch
 from torch import nn
 
 from compile_cache import choices
+from compile_cache.ownership import make_levels, seal, stranger, stranger_above
 
 MANIFEST = "manifest.json"
 LIBRARIES = (".so", ".o", ".gch", ".pch")
@@ -69,19 +73,43 @@ def opened(place: Path) -> Iterator[Entry]:
     """Open an entry. Code that is compiled in this context is read from it, or written to it if it is new.
 
     A new entry appears when the context ends without an error. One process makes it while others wait for it.
-    Raises ValueError if the directory cannot be written.
+    Raises ValueError if others can write to the directory, or if an entry must be made and cannot be written.
     """
     try:
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(place, fcntl.LOCK_SH):
+        make_levels(place.parent)
+        if (why := stranger_above(place.parent)) is not None:
+            raise ValueError(f"{place} cannot hold compiled code: {why}")
+        is_writable = os.access(place.parent, os.W_OK)
+        with locked(place, fcntl.LOCK_SH) if is_writable else nullcontext():
             pass
     except OSError as error:
-        raise ValueError(f"{place} cannot hold compiled code: {error.strerror}") from None
+        raise ValueError(f"{place} cannot hold compiled code: {error.strerror or error}") from None
+    with _found_or_made(place) if is_writable else _copied(place) as entry:
+        yield entry
+
+
+@contextmanager
+def _copied(place: Path) -> Iterator[Entry]:
+    """Open an intact entry as a private copy, because compilers lock and write next to what they read."""
+    if (why := damage(place)) is not None:
+        raise ValueError(f"{place} cannot hold compiled code: its directory cannot be written, and {why}")
+    with tempfile.TemporaryDirectory(prefix="zoo-compiled-") as directory:
+        copy = Path(directory) / place.name
+        shutil.copytree(place, copy)
+        seal(copy)
+        drop_unlisted(copy)
+        with _compiling_in(copy):
+            yield Entry(copy, True)
+
+
+@contextmanager
+def _found_or_made(place: Path) -> Iterator[Entry]:
     # First look with a shared lock. Then wait for a process that makes the entry, look again, and make it.
     for operation in (fcntl.LOCK_SH, fcntl.LOCK_EX):
         with locked(place, operation):
             why = damage(place)
             if why is None:
+                drop_unlisted(place)
                 os.utime(place)  # `prune` reads it as the time of the last use
                 with _compiling_in(place):
                     yield Entry(place, True)
@@ -89,16 +117,26 @@ def opened(place: Path) -> Iterator[Entry]:
             if operation == fcntl.LOCK_EX:
                 if place.exists():
                     sys.stderr.write(
-                        f"zoo: compiled code in {place} is damaged ({why}); compiling it again\n"
+                        f"zoo: compiled code in {place} cannot be used ({why}); compiling it again\n"
                     )
-                making = place.with_name(f".{place.name}.making")
-                remove(making)
-                making.mkdir(mode=0o700)
+                making = _emptied(place)
                 with _compiling_in(making):
                     yield Entry(making, False)
                 write_manifest(making)
-                remove(place)
+                seal(making)
                 making.rename(place)
+
+
+def _emptied(place: Path) -> Path:
+    """Remove an entry and what a killed process left of one. Returns the new directory to make it in."""
+    making = place.with_name(f".{place.name}.making")
+    try:
+        remove(making)
+        remove(place)
+        making.mkdir(mode=0o700)
+    except OSError as error:
+        raise ValueError(f"{place} cannot hold compiled code: {error}") from None
+    return making
 
 
 @contextmanager
@@ -139,28 +177,43 @@ def write_manifest(directory: Path) -> None:
 
 
 def damage(place: Path) -> str | None:
-    """Return why an entry is unusable, or None if it is intact.
-
-    Libraries that the manifest does not list are removed. Inductor would run them if it compiled their code.
-    """
-    if not place.is_dir():
-        return "it is not a directory" if place.exists() else "it does not exist"
+    """Return why an entry is unusable, or None if it is intact and written by its owner or root."""
+    if place.is_symlink() or not place.is_dir():
+        return "it is not a directory" if os.path.lexists(place) else "it does not exist"
     try:
-        listed = dict(json.loads((place / MANIFEST).read_text())["files"])
+        listed = listed_files(place)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return f"{MANIFEST} cannot be read"
-    there = {str(file.relative_to(place)): file for file in _files(place)}
     for name, expected in listed.items():
-        if name not in there:
+        file = place / name
+        if not file.is_file():
             return f"{name} is missing"
-        if _hash(there[name].read_bytes()) != expected:
+        if _hash(file.read_bytes()) != expected:
             return f"{name} has changed"
-    for name in there.keys() - listed.keys():
-        if name.endswith(LIBRARIES):
-            there[name].unlink(missing_ok=True)
-    return None
+    files = [place / name for name in (MANIFEST, *listed)]
+    levels = {level for file in files for level in (file, *file.parents) if level.is_relative_to(place)}
+    return next((why for level in sorted(levels) if (why := stranger(level)) is not None), None)
+
+
+def listed_files(place: Path) -> dict[str, str]:
+    """Return the hashes in an entry's manifest, by file name. Raises OSError, ValueError, KeyError, TypeError."""
+    return dict(json.loads((place / MANIFEST).read_text())["files"])
+
+
+def unlisted_libraries(place: Path) -> list[Path]:
+    """Return libraries in an intact entry that its manifest does not list. Inductor would run them if it
+    compiled their code."""
+    listed = listed_files(place)
+    files = [file for file in _files(place) if str(file.relative_to(place)) not in listed]
+    return [file for file in files if file.name.endswith(LIBRARIES)]
+
+
+def drop_unlisted(place: Path) -> None:
+    """Remove the libraries that an entry's manifest does not list."""
+    for file in unlisted_libraries(place):
+        file.unlink(missing_ok=True)
 
 
 def remove(place: Path) -> None:

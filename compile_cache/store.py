@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from compile_cache.artifacts import damage, locked, remove
+from compile_cache.artifacts import damage, locked, remove, unlisted_libraries
+from compile_cache.ownership import make_levels, seal
 
 DAY_S = 86_400.0
 MAX_AGE_S = 90 * DAY_S
@@ -59,8 +60,14 @@ def export(root: Path, file: Path) -> list[Path]:
             with locked(place, fcntl.LOCK_SH):
                 if damage(place) is None:
                     names.append(place.relative_to(root))
-                    tar.add(place, str(names[-1]))
+                    _add(tar, place, str(names[-1]))
     return names
+
+
+def _add(tar: tarfile.TarFile, place: Path, name: str) -> None:
+    """Add an entry without the libraries that its manifest does not list."""
+    left_out = {f"{name}/{file.relative_to(place)}" for file in unlisted_libraries(place)}
+    tar.add(place, name, filter=lambda part: None if part.name in left_out else part)
 
 
 def take_in(root: Path, file: Path) -> list[Path]:
@@ -69,7 +76,7 @@ def take_in(root: Path, file: Path) -> list[Path]:
     The entries are code that runs as the server's user, so import only files from people who may run code
     here. Raises ValueError for a file that `export` did not write, and OSError.
     """
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_levels(root)
     names = []
     with tempfile.TemporaryDirectory(dir=root, prefix=".import-") as temporary:
         try:
@@ -82,10 +89,11 @@ def take_in(root: Path, file: Path) -> list[Path]:
             if why := damage(made):
                 raise ValueError(f"{file} is not an exported cache: in {name}, {why}")
             place = root / name
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_levels(place.parent)
             with locked(place, fcntl.LOCK_EX):
                 if damage(place) is not None:
                     remove(place)
+                    seal(made)
                     made.rename(place)
                     names.append(name)
     return names

@@ -85,7 +85,8 @@ class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     private_metrics: bool = False  # whether /metrics needs the API key too
     cors_origins: tuple[str, ...] = ()  # origins of other sites whose pages may use this server
-    allowed_hosts: tuple[str, ...] = ()  # allowed Host headers; empty: any
+    # Names that Host headers may have besides localhost and IP addresses; "*": any.
+    allowed_hosts: tuple[str, ...] = ()
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,3 +123,4 @@ class HTTPArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # A bound socket that outlives this process. Clients wait in its backlog while the process restarts.
     fd: int
     parent_fd: int | None = None
+    heartbeat_fd: int | None = None  # a pipe on which the supervisor expects a byte a second

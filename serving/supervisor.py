@@ -4,33 +4,36 @@
              /       \\
     engine process   HTTP process         (a Unix socket between them)
 
-The supervisor restarts an engine only if it was ready before: an engine that dies while loading would die
-again. Children end with the supervisor, even if it is killed, because it holds the write end of a pipe they
-wait on.
+The supervisor restarts a child that dies or falls silent: the engine's messages and the HTTP process's
+heartbeat (heartbeat.py) show that they still work. It restarts an engine only if it was ready before: an
+engine that dies while loading would die again. Children end with the supervisor, even if it is killed,
+because it holds the write end of a pipe they wait on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 
 import msgspec
 
-from serving import logs, protocol
+from serving import heartbeat, logs, protocol
 from serving.settings import EngineArguments, HTTPArguments, Settings
 from serving.status_line import StatusLine
 
 REFUSED = 2  # exit status of a child that has printed its own error message
-HUNG_S = 30  # an engine that was ready and stays silent this long is hung
+HUNG_S = 30  # a child that has worked and stays silent this long is hung
 STEADY_S = 60.0  # a child that lived this long starts with a clean record
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.5
@@ -39,6 +42,7 @@ GRACE_S = 5  # for open answers to finish when the server stops
 SEND_BUFFER_BYTES = 256 << 10
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_LINE_BYTES = 64 << 10  # a longer line of a child is split
+KEY = "ZOO_API_KEY"  # the environment variable of the API key
 KILL_AFTER_S = 5  # for a child to exit after SIGTERM
 
 
@@ -103,6 +107,7 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.is_stopping = False
         self.silent_s: int | None = None  # seconds without a message; None while no message is expected
+        self.heartbeat_fd: int | None = None  # where its heartbeat arrives, if it has one
         self.is_relayed = False  # whether the supervisor relays its stderr, to protect the status line
 
     async def supervise(self) -> int:
@@ -110,6 +115,7 @@ class Child:
         deaths = 0
         while not self.is_stopping:
             began = time.monotonic()
+            self.silent_s = None  # until it has started
             self.process = await asyncio.create_subprocess_exec(
                 *self.command,
                 pass_fds=self.fds,
@@ -137,6 +143,10 @@ class Child:
             log_line(f"the {self.name} ended {how}; restarting it in {delay_s:g} s")
             await asyncio.sleep(delay_s)
         return 0
+
+    def heard(self) -> None:
+        """Note a sign of life."""
+        self.silent_s = 0
 
     async def stop(self, patience_s: float) -> None:
         self.is_stopping = True
@@ -176,21 +186,56 @@ def serve(settings: Settings, env: dict[str, str], status_line: StatusLine | Non
     env: the environment of both children.
     status_line: the line to show below the log. All log lines then pass through it.
     """
-    with bind(settings.host, settings.port) as listener, socket_directory() as directory:
-        parent_fd, write_end = os.pipe()
+    raise_descriptor_limit()
+    with (
+        bind(settings.host, settings.port) as listener,
+        socket_directory() as directory,
+        pipe() as (parent_fd, _),
+        pipe() as (heartbeat_fd, beating_fd),
+    ):
+        settings = guarded(listener, settings, env)
         path = f"{directory}/engine.sock"
-        grace_s = settings.grace_s
-        engine_command = command("serving.engine.engine_process", EngineArguments(settings, path, parent_fd))
-        http = HTTPArguments(settings, path, listener.fileno(), parent_fd)
-        http_command = command("serving.http.app", http)
-        try:
-            with nullcontext() if status_line is None else status_line.open():
-                return asyncio.run(
-                    run(engine_command, http_command, listener, path, parent_fd, env, grace_s, status_line)
-                )
-        finally:
-            os.close(write_end)
-            os.close(parent_fd)
+        engine = command("serving.engine.engine_process", EngineArguments(settings, path, parent_fd))
+        arguments = HTTPArguments(settings, path, listener.fileno(), parent_fd, beating_fd)
+        http = command("serving.http.app", arguments)
+        http_fds = [parent_fd, listener.fileno(), beating_fd]
+        speaker = Child("engine", engine, [parent_fd], env, is_proven=False)
+        server = Child("HTTP process", http, http_fds, env, is_proven=True)
+        server.heartbeat_fd = heartbeat_fd
+        with nullcontext() if status_line is None else status_line.open():
+            return asyncio.run(run(speaker, server, listener, path, settings.grace_s, status_line))
+
+
+@contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    """Open a pipe in this context: its read end and its write end."""
+    ends = os.pipe()
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children have as many open files and connections as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # where the system allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def guarded(listener: socket.socket, settings: Settings, env: dict[str, str]) -> Settings:
+    """Warn about an open address without an API key. With a key, allow every Host there unless the user names
+    some: a page that rebinds its name to the address does not know the key."""
+    address = listener.getsockname()[0].partition("%")[0]
+    if ipaddress.ip_address(address).is_loopback:
+        return settings
+    if KEY not in env:
+        log_line(f"no API key is set: everyone who can reach {address} can use this server; see --api-key")
+        return settings
+    hosts = settings.security.allowed_hosts or ("*",)
+    security = msgspec.structs.replace(settings.security, allowed_hosts=hosts)
+    return msgspec.structs.replace(settings, security=security)
 
 
 def command(module: str, arguments: EngineArguments | HTTPArguments) -> list[str]:
@@ -199,19 +244,18 @@ def command(module: str, arguments: EngineArguments | HTTPArguments) -> list[str
 
 
 async def run(
-    engine_command: Sequence[str],
-    http_command: Sequence[str],
+    engine: Child,
+    http: Child,
     listener: socket.socket,
     path: str,
-    parent_fd: int,
-    env: dict[str, str],
     grace_s: int = GRACE_S,
     status_line: StatusLine | None = None,
 ) -> int:
-    """Run both commands until a signal arrives or one ends for good. Returns the exit status."""
-    engine = Child("engine", engine_command, [parent_fd], env, is_proven=False)
-    http = Child("HTTP process", http_command, [parent_fd, listener.fileno()], env, is_proven=True)
+    """Run both children until a signal arrives or one ends for good. Returns the exit status. path: of the
+    engine's socket."""
     engine.is_relayed = http.is_relayed = status_line is not None
+    if http.heartbeat_fd is not None:
+        heartbeat.listen(http.heartbeat_fd, http.heard)
     signalled = asyncio.Event()
 
     def stop() -> None:
@@ -227,6 +271,7 @@ async def run(
     watching = [
         asyncio.create_task(watch(path, engine, url(listener), status_line)),
         asyncio.create_task(kill_if_hung(engine)),
+        asyncio.create_task(kill_if_hung(http)),
     ]
     waiting = asyncio.create_task(signalled.wait())
     done, pending = await asyncio.wait([*endings, *watching, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -253,7 +298,7 @@ async def watch(path: str, engine: Child, url: str, status_line: StatusLine | No
         shown = ""
         async for message in protocol.read(reader, protocol.to_http):
             if engine.silent_s is not None:
-                engine.silent_s = 0
+                engine.heard()
             match message:
                 case protocol.Stats() if status_line is not None:
                     status_line.show(message, time.monotonic())
@@ -263,7 +308,7 @@ async def watch(path: str, engine: Child, url: str, status_line: StatusLine | No
                     line = f"{state} {round(10 * progress) * 10:3d} %" + (f"  {detail}" if detail else "")
                     if state == "ready":
                         engine.is_proven = True
-                        engine.silent_s = 0
+                        engine.heard()
                         log_line(f"ready on {url}" + ("" if greeted else f"\n\n    {try_it(url, models)}\n"))
                         greeted = True
                     elif line != shown:
@@ -275,20 +320,20 @@ async def watch(path: str, engine: Child, url: str, status_line: StatusLine | No
         writer.close()
 
 
-async def kill_if_hung(engine: Child) -> int:
-    """Kill an engine that stays silent, so that it is restarted. Runs until cancelled.
+async def kill_if_hung(child: Child) -> int:
+    """Kill a child that stays silent, so that it is restarted. Runs until cancelled.
 
-    It counts only the seconds for which this process was awake: after a suspend the engine is not hung.
+    It counts only the seconds for which this process was awake: after a suspend the child is not hung.
     """
     while True:
         await asyncio.sleep(1)
-        if engine.silent_s is None:
+        if child.silent_s is None:
             continue
-        engine.silent_s += 1
-        if engine.silent_s > HUNG_S:
-            log_line(f"the engine has been silent for {HUNG_S} s: killing it")
-            engine.silent_s = None
-            engine.kill()
+        child.silent_s += 1
+        if child.silent_s > HUNG_S:
+            log_line(f"the {child.name} has been silent for {HUNG_S} s: killing it")
+            child.silent_s = None
+            child.kill()
 
 
 def url(listener: socket.socket) -> str:

@@ -58,7 +58,7 @@ def serve(
         memory=memory.settings(),
         latency=latency.settings(),
         limits=limits.settings(security.allow_url_references),
-        security=security.settings(listening.host),
+        security=security.settings(),
     )
     if logs.log is not None:
         os.environ["ZOO_LOG"] = logs.log  # for this process and its two children

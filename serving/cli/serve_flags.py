@@ -33,7 +33,6 @@ from serving.cli.common import (
 )
 
 MAX_TTFA_S = 10.0
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -337,13 +336,13 @@ class Security:
         Option(
             "--allowed-host",
             metavar="NAME",
-            help="The server answers requests for this host name; may be repeated. Default: localhost names "
-            "on a loopback address, any name elsewhere.",
+            help="The server answers requests for this host name too, besides localhost and addresses; may be "
+            "repeated; * means any. Default: any on an open address with an API key.",
             rich_help_panel=SECURITY,
         ),
     ] = field(default_factory=list)
 
-    def settings(self, host: str) -> settings.Security:
+    def settings(self) -> settings.Security:
         """Raises ValueError for a key that cannot be one, or that is missing."""
         if self.private_metrics and self.api_key is None:
             raise ValueError("--private-metrics requires an API key; set one with --api-key")
@@ -353,8 +352,7 @@ class Security:
             )
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise ValueError("an API key must consist of printable ASCII characters without spaces")
-        hosts = (*self.allowed_hosts, *LOOPBACK) if host in LOOPBACK else tuple(self.allowed_hosts)
-        return settings.Security(self.private_metrics, tuple(self.cors_origins), hosts)
+        return settings.Security(self.private_metrics, tuple(self.cors_origins), tuple(self.allowed_hosts))
 
 
 @dataclass(frozen=True)

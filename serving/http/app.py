@@ -24,7 +24,7 @@ from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.types import ControllerRouterHandler
 
-from serving import logs
+from serving import heartbeat, logs
 from serving.engine_client import EngineClient
 from serving.exit_with_parent import exit_with_parent
 from serving.http import openapi
@@ -66,11 +66,12 @@ def create_app(
     *,
     api_key: str | None = None,
     tracing: Tracing | None = None,
+    heartbeat_fd: int | None = None,
 ) -> Litestar:
     """Return the app with all its routes.
 
     api_key: required for routes under /v1, and for /metrics with private_metrics. tracing: makes and exports
-    the traces.
+    the traces. heartbeat_fd: a pipe to the supervisor.
     """
     limits = settings.limits
     security = settings.security
@@ -114,7 +115,7 @@ def create_app(
         lifespan=[connect],
         exception_handlers={Exception: answer_error},
         request_max_body_size=MAX_BODY_BYTES,
-        state=State({"server": server}),
+        state=State({"server": server, "heartbeat_fd": heartbeat_fd}),
         openapi_config=openapi.CONFIG,
         cors_config=CORSConfig(origins, expose_headers=EXPOSED) if origins else None,
         logging_config=None,
@@ -123,16 +124,19 @@ def create_app(
 
 @asynccontextmanager
 async def connect(app: Litestar) -> AsyncIterator[None]:
-    """Keep the connection to the engine open while the app runs."""
+    """Keep the connection to the engine open, and the heart beating, while the app runs."""
     server: Server = app.state.server
     await asyncio.to_thread(server.voices.tidy)
     if (problem := await asyncio.to_thread(server.voices.problem)) is not None:
         log.warning("voices", problem=problem)
-    connection = asyncio.create_task(server.engine.run())
+    running = [asyncio.create_task(server.engine.run())]
+    if app.state.heartbeat_fd is not None:
+        running.append(asyncio.create_task(heartbeat.beat(app.state.heartbeat_fd)))
     yield
-    connection.cancel()
-    with suppress(asyncio.CancelledError):
-        await connection
+    for task in running:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
     await server.references.close()
     if server.tracing is not None:
         await asyncio.to_thread(server.tracing.close)
@@ -151,10 +155,11 @@ def main() -> None:
         from serving.http.tracing import Tracing, exporter
 
         tracing = Tracing(exporter())
-    app = create_app(engine, settings, api_key=api_key, tracing=tracing)
+    heartbeat_fd = arguments.heartbeat_fd
+    app = create_app(engine, settings, api_key=api_key, tracing=tracing, heartbeat_fd=heartbeat_fd)
     Listener(
         tracing.around(app) if tracing else app,
-        engine,
+        app.state.server,
         settings.grace_s,
         settings.security.cors_origins,
         settings.security.allowed_hosts,

@@ -4,22 +4,27 @@ client can take an interrupted answer for a complete one."""
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import msgspec
+import structlog
 import uvicorn
 from litestar.enums import HttpMethod
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from serving.engine_client import EngineClient
-from serving.http.errors import new_id
+from serving.http.accepting import Acceptor
+from serving.http.errors import cut, new_id
 from serving.http.events import MAX_MESSAGE_BYTES
+from serving.http.metrics import Metrics
 from serving.http.schemas import Error, ErrorBody
+from serving.http.server import Server
 
 MAX_HEAD_BYTES = 64 << 10  # of a request without its body
 HEAD_S = 10.0  # for the first line and the headers
@@ -28,6 +33,10 @@ PING_S = 20.0
 WRITE_S = 60.0  # default for stall_s: how long a client may read nothing
 LAST_WORDS_S = 2  # from the end of the grace period to the end of the process
 STOPPING = "this server is stopping"
+CUT_OFF = "ASGI callable returned without completing response."  # uvicorn's message
+ANY = "*"  # allows every host or origin
+
+log = structlog.get_logger()
 
 
 class Listener(uvicorn.Server):
@@ -37,16 +46,18 @@ class Listener(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        engine: EngineClient,
+        server: Server,
         grace_s: int,
         origins: Collection[str] = (),
-        hosts: Collection[str] = (),
+        hosts: Collection[str] = (ANY,),
         stall_s: float | None = None,
     ):
-        self.engine = engine
+        """app: the server's app, or what wraps it. The others are as in `Guard` and `Connection`."""
+        self.engine = server.engine
+        self.metrics = server.metrics
         self.grace_s = grace_s
         config = uvicorn.Config(
-            Guard(app, origins, hosts),
+            Guard(app, server.metrics, origins, hosts),
             log_config=None,
             access_log=False,
             lifespan="on",
@@ -60,6 +71,22 @@ class Listener(uvicorn.Server):
             timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(is_unexpected)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections, with an `Acceptor` for each socket instead of uvloop's server."""
+        await super().startup([])
+        acceptors = [Acceptor(socket, self._connection, self.metrics) for socket in sockets or []]
+        self.servers.extend(cast(list[asyncio.Server], acceptors))
+
+    def _connection(self) -> asyncio.Protocol:
+        config = cast(Any, self.config)
+        return cast(
+            asyncio.Protocol,
+            config.http_protocol_class(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            ),
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -207,9 +234,13 @@ class Guard:
     HEAD as GET (uvicorn leaves out the body). It answers 503 in OpenAI's shape if a shutdown cancels a
     request before its answer begins."""
 
-    def __init__(self, app: ASGIApp, origins: Collection[str] = (), hosts: Collection[str] = ()):
-        """origins: other sites whose pages may use this server. hosts: allowed Host headers; empty: any."""
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, origins: Collection[str] = (), hosts: Collection[str] = (ANY,)
+    ):
+        """origins: other sites whose pages may use this server. hosts: the names that Host headers may have,
+        besides localhost and IP addresses. ANY in either allows all."""
         self.app = app
+        self.metrics = metrics
         self.origins = origins
         self.hosts = hosts
 
@@ -231,10 +262,12 @@ class Guard:
                     headers[b"x-request-id"] = (given or new_id()).encode()
                 if b"allow" in headers:
                     headers[b"allow"] = whole_allow(headers[b"allow"])
+                if ANY not in self.origins:
+                    headers[b"cross-origin-resource-policy"] = b"same-origin"
                 message["headers"] = list(headers.items())
             await send(message)
 
-        if (wrong := self.foreign(dict(scope["headers"]))) is not None:
+        if (wrong := self.foreign(scope)) is not None:
             return await answer(begin, 403, wrong, "foreign")
         inner = cast(HTTPScope, dict(scope))
         if inner["method"] == "HEAD":
@@ -247,26 +280,57 @@ class Guard:
 
     async def guard_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a WebSocket. Browsers let pages of any site open one and read its messages."""
-        if (wrong := self.foreign(dict(scope["headers"]))) is not None:
+        if (wrong := self.foreign(scope)) is not None:
             return await deny(send, 403, wrong, "foreign")
         scope["state"]["request_id"] = given_id(scope)
         await self.app(scope, receive, send)
 
-    def foreign(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return why a request may have been forged through a browser, or None if it looks genuine.
+    def foreign(self, scope: Scope) -> str | None:
+        """Return why a request may have been forged through a browser, or None if it looks genuine. A forged
+        one is logged and counted."""
+        headers = {name: value.decode("latin-1").lower() for name, value in scope["headers"]}
+        why = self.foreign_host(headers.get(b"host", "")) or self.foreign_page(headers)
+        if why is not None:
+            log.info("refused", path=cut(scope["path"]), status=403, error=why, code="foreign")
+            self.metrics.foreign.inc()
+        return why
 
-        It is foreign if a page of another site sent it: such a page cannot read the answer, but it can make
-        the server work. It is also foreign if its Host is not allowed: an attacker's name can resolve to
-        this machine (DNS rebinding).
-        """
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        if self.hosts and re.sub(r":\d*$", "", host).strip("[]") not in self.hosts:
-            return f"this server does not accept the host {host[:100]!r}; --allowed-host allows it"
-        own = origin.partition("://")[2] == host
-        if origin and not own and not {origin, "*"} & set(self.origins):
+    def foreign_host(self, host: str) -> str | None:
+        """Return why a Host header is not allowed: an attacker's name can resolve to this machine (DNS
+        rebinding). An address cannot, and a browser always sends the header."""
+        name = re.sub(r":\d*$", "", host).strip("[]")
+        if not host or ANY in self.hosts or name in ("localhost", *self.hosts) or is_address(name):
+            return None
+        return f"this server does not accept the host {host[:100]!r}; --allowed-host {name[:100]} allows it"
+
+    def foreign_page(self, headers: Mapping[bytes, str]) -> str | None:
+        """Return why a page of another site may not send a request. Such a page cannot read most answers, but
+        it can make the server work, play audio, and see whether an answer is an error."""
+        origin = headers.get(b"origin") or None
+        if ANY in self.origins or origin in self.origins:
+            return None
+        if origin is not None and (origin == "null" or origin.partition("://")[2] != headers.get(b"host")):
             return f"pages of {origin[:100]!r} may not use this server; --cors-origin allows them"
+        is_foreign = headers.get(b"sec-fetch-site") in ("cross-site", "same-site")
+        is_link = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == ("navigate", "document")
+        if is_foreign and origin is None and not is_link:
+            return "pages of other sites may not use this server; --cors-origin allows them, with crossorigin"
         return None
+
+
+def is_unexpected(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's error about a stream that was cut off. The server does that on purpose when a
+    stream fails, and `Speech.fail` has logged why."""
+    return record.msg != CUT_OFF
+
+
+def is_address(host: str) -> bool:
+    """Return whether a host is an IP address and not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def given_id(scope: Scope) -> str | None:

@@ -135,6 +135,16 @@ class Metrics:
             registry=self.registry,
         )
         self.sessions = Gauge("zoo_sessions", "Open WebSocket sessions.", registry=self.registry)
+        self.foreign = Counter(
+            "zoo_foreign_requests",
+            "Requests refused because of their Host, or because a page of another site sent them.",
+            registry=self.registry,
+        )
+        self.unaccepted = Counter(
+            "zoo_accept_failures",
+            "Times that no connection could be accepted for lack of file descriptors or memory.",
+            registry=self.registry,
+        )
         self.audio_s = Counter(
             "zoo_audio_seconds", "Seconds of audio generated.", ["model"], registry=self.registry
         )

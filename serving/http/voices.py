@@ -21,6 +21,7 @@ import fcntl
 import io
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -39,7 +40,7 @@ import structlog
 from serving.protocol import AudioClip
 
 MAX_NAME_CHARS = 50
-HIDDEN = (".new-", ".old-")
+NEW, OLD = ".new-", ".old-"  # prefixes of hidden directories
 VOICE_FILE = "voice.safetensors"
 FORMAT, VERSION = "speechzoo.voice", "1"
 MAX_HEADER_BYTES = 1 << 20  # ref_text and consent have 4096 characters at most
@@ -196,7 +197,7 @@ class Voices:
 
     def _write(self, voice: StoredVoice, files: dict[str, bytes]) -> None:
         """Raises Taken, OSError."""
-        with self._hidden_place(".new-") as new:
+        with self._new_place() as new:
             for name, content in files.items():
                 (new / name).write_bytes(content)
             if voice.name in self.survey()[1]:  # a damaged voice is replaced
@@ -212,31 +213,36 @@ class Voices:
 
     def remove(self, name: str) -> bool:
         """Remove a voice, and return whether it existed. Running requests are not affected: they have its
-        sample already. Raises ValueError, OSError."""
+        sample already. It makes no file or directory, so it works on a full disk. Raises ValueError,
+        OSError."""
         place = self.directory / clean_name(name)
         if not place.is_dir():
             return False
-        with self._hidden_place(".old-") as old:
-            try:
-                place.rename(old / "voice")
-            except FileNotFoundError:
-                return False
+        old = self.directory / f"{OLD}{secrets.token_hex(8)}"
+        try:
+            place.rename(old)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            old = place  # not even the longer name fits; readers may find the voice damaged for a moment
+        shutil.rmtree(old, ignore_errors=old != place)
         return True
 
     def tidy(self) -> None:
         """Remove hidden directories of processes that were killed while adding or removing a voice. While
-        any process is adding or removing one, this does nothing; the next start tries again."""
+        any process is adding one, this does nothing; the next start tries again."""
         with suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
             for entry in os.scandir(self.directory):
-                if entry.name.startswith(HIDDEN):
+                if entry.name.startswith((NEW, OLD)):
                     shutil.rmtree(entry.path, ignore_errors=True)
 
     @contextmanager
-    def _hidden_place(self, prefix: str) -> Iterator[Path]:
+    def _new_place(self) -> Iterator[Path]:
         """Make a new hidden directory in the store. It is removed afterwards unless it was renamed."""
-        assert prefix in HIDDEN, f"{prefix!r} is not one of {HIDDEN}, which `tidy` removes"
         with self._locked(fcntl.LOCK_SH):
-            place = Path(tempfile.mkdtemp(prefix=prefix, dir=self.directory))
+            place = Path(tempfile.mkdtemp(prefix=NEW, dir=self.directory))
             try:
                 yield place
             finally:

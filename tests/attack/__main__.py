@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.attack import connecting, flooding, hanging, stopping
+from tests.attack import connecting, flooding, hanging, stopping, trusting
 from tests.attack.report import Row, table
 
 ATTACKS = {
@@ -22,6 +22,7 @@ ATTACKS = {
     "recordings": flooding.recordings,
     "hanging": hanging.attack,
     "connecting": connecting.attack,
+    "trusting": trusting.attack,
 }
 
 

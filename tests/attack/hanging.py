@@ -1,4 +1,4 @@
-"""Stop the engine without ending it: requests must get an error, and none may wait forever."""
+"""Stop a process without ending it: requests must get an error, and none may wait forever."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import httpx
 
 from tests.attack.report import Row
 from tests.attack.target import Target, until
@@ -41,6 +43,17 @@ def attack(directory: Path) -> Iterator[Row]:
         is_back = until(lambda: is_ready(target) and target.speak(voice="vivian").status_code == 200, 60)
         took_s = time.monotonic() - began
         yield Row("a hung engine", 1, int(not (is_killed and is_back)), f"speaks again after {took_s:.0f} s")
+        yield hung_http_process(target)
+
+
+def hung_http_process(target: Target) -> Row:
+    """A connection that is opened meanwhile waits for the new process."""
+    target.signal("http", signal.SIGSTOP)
+    began = time.monotonic()
+    with httpx.Client(base_url=target.url, timeout=90) as client:
+        is_back = until(lambda: target.speak(client=client, voice="vivian").status_code == 200, 60)
+    took_s = time.monotonic() - began
+    return Row("a hung HTTP process", 1, int(not is_back), f"speaks again after {took_s:.0f} s")
 
 
 def is_ready(target: Target) -> bool:

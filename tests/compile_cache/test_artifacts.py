@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,7 +69,7 @@ def test_a_damaged_entry_is_made_again_with_a_warning(kind, place, capfd):
     DAMAGE[kind](place)
     assert not make(place, b"new")
     said = capfd.readouterr().err
-    assert said.startswith(f"zoo: compiled code in {place} is damaged (") and said.count("\n") == 1
+    assert said.startswith(f"zoo: compiled code in {place} cannot be used (") and said.count("\n") == 1
     assert make(place, b"new") and capfd.readouterr().err == ""
 
 
@@ -178,3 +180,131 @@ def test_a_file_that_is_not_an_exported_cache_is_refused(place, tmp_path):
     store.export(root, tmp_path / "cache.tar")
     assert listed["files"].keys() == {"a/kernel.so", "step.saved"}
     assert list(tmp_path.glob("there/*")) == []
+
+
+# owners
+
+
+def levels(place: Path) -> list[Path]:
+    """Return an entry's directory and those above it, up to the cache's root."""
+    return [place, *place.parents][:4]
+
+
+def test_every_level_is_private_whatever_the_umask(place):
+    before = os.umask(0o002)
+    try:
+        assert not make(place) and make(place)
+    finally:
+        os.umask(before)
+    assert all(level.stat().st_mode & 0o077 == 0 for level in (*levels(place), *place.rglob("*")))
+
+
+@pytest.mark.parametrize("name", ["", "a", "a/kernel.so", "step.saved", MANIFEST])
+@pytest.mark.parametrize("how", ["owned", "writable"])
+def test_an_entry_that_others_may_have_written_is_made_again(place, capfd, monkeypatch, name, how):
+    make(place)
+    given_to_others(place / name, how, monkeypatch)
+    assert not make(place, b"new")
+    assert str(place / name) in capfd.readouterr().err
+    assert make(place, b"new")
+
+
+@pytest.mark.parametrize("how", ["owned", "writable"])
+@pytest.mark.parametrize("level", range(1, 4))
+def test_a_cache_below_a_directory_of_others_is_refused(place, monkeypatch, how, level):
+    make(place)
+    given_to_others(levels(place)[level], how, monkeypatch)
+    with pytest.raises(ValueError, match=f"cannot hold compiled code.*{levels(place)[level].name}"):
+        make(place)
+
+
+def given_to_others(path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let others own or write a path. Only root can give it away; other users pretend to be somebody else's."""
+    if how == "writable":
+        path.chmod(path.stat().st_mode | 0o022)
+    elif os.getuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        pytest.skip("only root can give a file away")
+
+
+def test_a_group_of_one_user_may_write(place, monkeypatch):
+    make(place)
+    place.parent.chmod(0o770)
+    monkeypatch.setattr("compile_cache.ownership._is_own_group", lambda gid: False)
+    with pytest.raises(ValueError, match="others may write"):
+        make(place)
+    monkeypatch.setattr("compile_cache.ownership._is_own_group", lambda gid: True)
+    assert make(place)
+
+
+def test_a_sticky_directory_may_be_shared(place):
+    make(place)
+    place.parents[2].chmod(0o1777)
+    assert make(place)
+
+
+def test_a_link_to_an_entry_is_replaced(place, tmp_path):
+    make(place)
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    assert not make(place) and not place.is_symlink() and make(place)
+
+
+# a cache that can only be read
+
+
+@pytest.fixture(name="read_only")
+def _read_only(place, monkeypatch):
+    """Make an entry that is found in a cache without room for a file: root can write in spite of the mode."""
+    make(place)
+    (place / "late.so").write_bytes(b"half")
+    access = os.access
+
+    def reads(path, mode):
+        return access(path, mode) and not (mode == os.W_OK and Path(path).is_relative_to(place.parents[2]))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, os.strerror(30))
+
+    monkeypatch.setattr(os, "access", reads)
+    monkeypatch.setattr("compile_cache.artifacts.locked", refuse)
+    return place
+
+
+def test_a_full_cache_is_read_where_nothing_can_be_written(read_only):
+    with opened(read_only) as entry:
+        assert entry.is_found and not entry.directory.is_relative_to(read_only.parents[2])
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(entry.directory)
+        assert (entry.directory / "a" / "kernel.so").read_bytes() == b"machine code"
+        assert not (entry.directory / "late.so").exists()
+        (entry.directory / "a" / "lock").write_text("")  # compilers write next to what they read
+    assert not entry.directory.exists() and (read_only / "late.so").exists()
+
+
+def test_a_missing_entry_is_an_error_where_nothing_can_be_written(read_only):
+    with pytest.raises(ValueError, match="cannot be written, and it does not exist"):
+        make(read_only.with_name("model-5678"))
+
+
+def test_no_other_pickle_is_loaded():
+    """torch.load reads tensors alone, and nothing else reads pickles but the step's own loader."""
+    root = Path(__file__).parents[2]
+    files = [file for room in ("zoo", "serving", "compile_cache") for file in (root / room).rglob("*.py")]
+    ours = [file for file in files if file.name != "reference.py"]  # those run the references' own programs
+    text = {str(file.relative_to(root)): file.read_text() for file in ours}
+    assert [name for name, code in text.items() if "load_compiled_function" in code] == [
+        "compile_cache/saved.py"
+    ]
+    assert not [
+        name
+        for name, code in text.items()
+        if re.search(r"^\s*(import|from) (pickle|dill|joblib)", code, re.M)
+    ]
+    for name, code in text.items():
+        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+        for call in calls:
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            if ast.unparse(call.func) == "torch.load":
+                assert given.get("weights_only") == "True", name
+            assert given.get("allow_pickle", "False") == "False", name

@@ -17,7 +17,9 @@ from serving.settings import Aliases, Security, Settings
 class Server:
     """uvicorn, the app and a fake engine, all on one event loop in their own thread."""
 
-    def __init__(self, directory, models=(MODEL,), api_key=None, tracing=None, stall_s=None, **options):
+    def __init__(
+        self, directory, models=(MODEL,), api_key=None, tracing=None, stall_s=None, hosts=("*",), **options
+    ):
         """options: fields of Settings and of Security, and `names` for the aliases."""
         self.models = models
         self.voices_dir = options.setdefault("voices_dir", directory / "voices")
@@ -28,7 +30,8 @@ class Server:
         settings = settings_of(**options)
         self.app = create_app(client, settings, api_key=api_key, tracing=tracing)
         app = tracing.around(self.app) if tracing else self.app
-        self.uvicorn = Listener(app, client, 1, settings.security.cors_origins, stall_s=stall_s)
+        origins = settings.security.cors_origins
+        self.uvicorn = Listener(app, self.app.state.server, 1, origins, hosts, stall_s)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(
             target=self.loop.run_until_complete, args=[self.uvicorn.serve(sockets=[self.listener])]

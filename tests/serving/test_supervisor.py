@@ -32,13 +32,20 @@ def start(tmp_path, monkeypatch):
 
     @asynccontextmanager
     async def start(*how):
-        parent_fd, write_end = os.pipe()
         path = str(tmp_path / "engine.sock")
-        with supervisor.bind("127.0.0.1", 0) as listener:
+        with (
+            supervisor.bind("127.0.0.1", 0) as listener,
+            supervisor.pipe() as (parent_fd, _),
+            supervisor.pipe() as (heartbeat_fd, beating_fd),
+        ):
             engine = [sys.executable, str(HERE / "fake_engine.py"), path, str(parent_fd), *how]
-            arguments = HTTPArguments(Settings(grace_s=1), path, listener.fileno(), parent_fd)
+            arguments = HTTPArguments(Settings(grace_s=1), path, listener.fileno(), parent_fd, beating_fd)
             http = supervisor.command("serving.http.app", arguments)
-            task = asyncio.create_task(supervisor.run(engine, http, listener, path, parent_fd, ENV))
+            fds = [parent_fd, listener.fileno(), beating_fd]
+            speaker = supervisor.Child("engine", engine, [parent_fd], ENV, is_proven=False)
+            server = supervisor.Child("HTTP process", http, fds, ENV, is_proven=True)
+            server.heartbeat_fd = heartbeat_fd
+            task = asyncio.create_task(supervisor.run(speaker, server, listener, path))
             try:
                 async with httpx.AsyncClient(base_url=supervisor.url(listener), timeout=10) as client:
                     yield task, client
@@ -46,8 +53,6 @@ def start(tmp_path, monkeypatch):
                 if not task.done():
                     os.kill(os.getpid(), signal.SIGTERM)
                 await task
-                os.close(write_end)
-                os.close(parent_fd)
 
     return start
 
@@ -166,6 +171,30 @@ def test_a_hung_engine_is_restarted_and_a_suspended_one_continues(start, capfd, 
 
 
 @pytest.mark.slow
+@needs_proc
+def test_an_http_process_that_hangs_is_restarted_on_its_port(start, capfd, monkeypatch):
+    monkeypatch.setattr(supervisor, "HUNG_S", 2)
+
+    async def scene():
+        async with start() as (_, client):
+            await until_ready(client)
+            before = children()
+            await asyncio.sleep(3.5)  # one that works is left alone
+            assert children() == before
+            os.kill(before["serving.http.app"], signal.SIGSTOP)
+            async with httpx.AsyncClient(timeout=20) as other:  # waits for the new process
+                assert (await other.get(f"{client.base_url}/health")).status_code == 200
+            assert children()["serving.http.app"] != before["serving.http.app"]
+            assert children()["fake_engine"] == before["fake_engine"]
+
+    asyncio.run(scene())
+    said = capfd.readouterr().err
+    assert (
+        "the HTTP process has been silent for 2 s: killing it" in said and "the engine has been" not in said
+    )
+
+
+@pytest.mark.slow
 def test_an_engine_that_keeps_dying_ends_the_server(start, capfd):
     async def scene():
         async with start() as (task, client):
@@ -233,7 +262,9 @@ listener = supervisor.bind("127.0.0.1", 0)
 arguments = HTTPArguments(Settings(), path, listener.fileno(), parent_fd)
 engine = [sys.executable, {str(HERE / "fake_engine.py")!r}, path, str(parent_fd)]
 http = supervisor.command("serving.http.app", arguments)
-asyncio.run(supervisor.run(engine, http, listener, path, parent_fd, dict(os.environ)))
+engine = supervisor.Child("engine", engine, [parent_fd], dict(os.environ), is_proven=False)
+http = supervisor.Child("HTTP process", http, [parent_fd, listener.fileno()], dict(os.environ), is_proven=True)
+asyncio.run(supervisor.run(engine, http, listener, path))
 """
     process = subprocess.Popen([sys.executable, "-c", script], env=ENV, stderr=subprocess.PIPE, text=True)
     while "ready on" not in (line := process.stderr.readline()):
@@ -246,6 +277,33 @@ asyncio.run(supervisor.run(engine, http, listener, path, parent_fd, dict(os.envi
     with pytest.raises(httpx.ConnectError):
         httpx.get(url + "/health")
     process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "named", "allowed", "num_lines"),
+    [
+        ("127.0.0.1", {}, [], [], 0),
+        ("127.0.0.1", {"ZOO_API_KEY": "sk"}, [], [], 0),
+        ("0.0.0.0", {}, ["zoo"], ["zoo"], 1),
+        ("0.0.0.0", {"ZOO_API_KEY": "sk"}, [], ["*"], 0),
+        ("0.0.0.0", {"ZOO_API_KEY": "sk"}, ["zoo"], ["zoo"], 0),
+    ],
+)
+def test_an_open_address_without_a_key_is_one_line(capfd, host, key, named, allowed, num_lines):
+    http = {"hosts": named}
+    with supervisor.bind(host, 0) as listener:
+        supervisor.guard(listener, http, key)
+    said = capfd.readouterr().err
+    assert http["hosts"] == allowed and said.count("\n") == num_lines
+    assert num_lines == 0 or said.startswith("zoo: no API key is set: everyone who can reach 0.0.0.0")
+
+
+def test_a_server_may_have_as_many_descriptors_as_the_system_allows():
+    script = "import resource as r; from serving.supervisor import raise_descriptor_limit as f; f(); "
+    script += "print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    command = f"ulimit -S -n 200; ulimit -H -n 900; exec {sys.executable} -c '{script}'"
+    done = subprocess.run(["sh", "-c", command], cwd=HERE.parent.parent, capture_output=True, text=True)
+    assert done.stdout == "900 900\n", done.stderr
 
 
 def test_a_port_in_use_is_one_clear_line():

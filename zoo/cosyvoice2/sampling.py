@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zoo.nn import kernels
 from zoo.nn.operator import operator
+from zoo.nn.sampling import GREEDY
 
 
 def nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -54,10 +55,10 @@ def repetition_aware(
 ) -> Tensor:
     """Sample ids [B] from logits [B, V] in fp32. noise [B, 2, V]: Gumbel noise of the two draws.
 
-    At temperature 0 both draws take the likeliest id. is_repeated maps ids [B] to bools [B]: whether each
+    At a temperature up to GREEDY both draws take the likeliest id. is_repeated maps ids [B] to bools [B]: whether each
     occurred so often lately that another one must be sampled.
     """
-    hot = (temperature > 0)[:, None]
+    hot = (temperature > GREEDY)[:, None]
     scaled = logits / torch.where(hot, temperature[:, None], 1.0)
     first = torch.where(hot, nucleus(scaled, top_k, top_p) + noise[:, 0], logits).argmax(-1)
     others = scaled.masked_fill(

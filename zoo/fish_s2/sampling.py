@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zoo.nn import kernels
 from zoo.nn.operator import operator
+from zoo.nn.sampling import GREEDY
 
 # RAS: repetition-aware sampling
 RAS_WINDOW = 10  # latest semantic codes; a draw that repeats one is replaced
@@ -60,9 +61,9 @@ def _keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) 
 
 @torch.compiler.nested_compile_region
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the
-    likeliest."""
-    hot = temperature > 0
+    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. A temperature up to
+    GREEDY takes the likeliest."""
+    hot = temperature > GREEDY
     scaled = keep_likely(logits, top_k, top_p) / torch.where(hot, temperature, 1.0)[:, None]
     return torch.where(hot[:, None], scaled + noise, logits).argmax(-1)
 
@@ -74,7 +75,7 @@ def draw_semantic(
     codes [B, RAS_WINDOW], a second draw replaces it, even if that repeats a code too. The end of speech is
     never recent."""
     token = draw(logits, temperature, top_k, top_p, noise[:, 0])
-    temperature = torch.where(temperature > 0, RAS_TEMPERATURE, 0.0)
+    temperature = torch.where(temperature > GREEDY, RAS_TEMPERATURE, 0.0)
     again = draw(logits, temperature, top_k, torch.full_like(top_p, RAS_TOP_P), noise[:, 1])
     return torch.where((recent == token[:, None]).any(-1), again, token)
 

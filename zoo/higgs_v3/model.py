@@ -25,7 +25,6 @@ from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
 from zoo.request import check
 
-GREEDY = 1e-5  # up to this temperature the reference takes the likeliest code
 # The cap for a request that sets none: it stops speech that would never end.
 FRAMES_PER_TEXT_TOKEN = 24
 MIN_FRAMES = 384
@@ -124,7 +123,6 @@ class HiggsV3(Family[HiggsState]):
         guard = max(MIN_FRAMES, FRAMES_PER_TEXT_TOKEN * script.text_tokens)
         delay = self.config.delay
         max_frames = frame_cap(self.spec, request, len(script.ids), guard, extra_steps=delay)
-        temperature = values["temperature"]
         return Prompt(
             inputs=inputs,
             prefix_keys=script.keys,
@@ -132,7 +130,7 @@ class HiggsV3(Family[HiggsState]):
             max_steps=max_frames + delay,
             slot={
                 "seed": request.seed,
-                "temperature": temperature if temperature > GREEDY else 0.0,
+                "temperature": values["temperature"],
                 "top_k": values["top_k"],
                 "top_p": values["top_p"],
             },

@@ -10,6 +10,7 @@ from zoo.nn import kernels
 from zoo.nn.operator import operator
 
 _LOW = 0xFFFFFFFF
+GREEDY = 1e-5  # up to this temperature the likeliest token is taken; dividing by 1e-38 would overflow
 MAX_GPU_WIDTH = 1 << 14  # the most logits per row that the GPU kernel can hold in registers
 
 
@@ -124,8 +125,8 @@ def _fits_gpu_kernel(logits: Tensor) -> bool:
 
 @torch.compiler.nested_compile_region
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. Temperature 0 takes the largest
-    logit.
+    """Draw one token per row: logits and Gumbel noise [B, V] float32 -> [B]. A temperature up to GREEDY takes
+    the largest logit.
 
     Order: temperature, top-k, top-p, draw. The argmax of logits plus noise is a draw from their softmax.
     """
@@ -135,7 +136,7 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
 
 
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    hot = temperature > 0
+    hot = temperature > GREEDY
     scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
     noisy = keep_likely(scaled, top_k, top_p) + noise
     return torch.where(hot[:, None], noisy, logits).argmax(-1)

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn import sampling
+
+GREEDY = tl.constexpr(sampling.GREEDY)
 LOWEST = tl.constexpr(-2139095041)  # `_ordered` of -inf
 
 
@@ -93,14 +96,14 @@ def _draw(
     b, i = tl.program_id(0), tl.arange(0, WIDTH)
     x = tl.load(logits + b * logits_stride + i, mask=i < width, other=float("-inf"))
     heat = tl.load(temperature + b * temperature_stride)
-    scaled = tl.div_rn(x, tl.where(heat > 0, heat, 1.0))
+    scaled = tl.div_rn(x, tl.where(heat > GREEDY, heat, 1.0))
     k = tl.load(top_k + b * top_k_stride)
     edge = _edge(
         scaled, tl.where(k > 0, tl.minimum(k, width), width), tl.load(top_p + b * top_p_stride), width
     )
     kept = tl.where(scaled < edge, float("-inf"), scaled)
     noisy = kept + tl.load(noise + b * noise_stride + i, mask=i < width, other=0.0)
-    tl.store(out + b, tl.argmax(tl.where(heat > 0, noisy, x), 0).to(tl.int64))
+    tl.store(out + b, tl.argmax(tl.where(heat > GREEDY, noisy, x), 0).to(tl.int64))
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from zoo.nn.keys import prefix_key
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
-from zoo.nn.sampling import draw, gumbel, penalise
+from zoo.nn.sampling import GREEDY, draw, gumbel, penalise
 from zoo.qwen3_tts.block import Qwen3Block
 from zoo.qwen3_tts.clone import EncodedReference
 from zoo.qwen3_tts.codec import Codec
@@ -186,7 +186,8 @@ class Qwen3TTS(Family[Qwen3State]):
     def _slot(self, request: Request, values: dict[str, Any], script: Script) -> dict[str, Any]:
         """Return the slot's initial state. If the first codes are greedy, the depth codes are too, unless the
         request sets depth_temperature."""
-        if request.temperature == 0 and "depth_temperature" not in request.options:
+        is_greedy = request.temperature is not None and request.temperature <= GREEDY
+        if is_greedy and "depth_temperature" not in request.options:
             values = values | {"depth_temperature": 0.0}
         rows: dict[str, Any] = {
             "text": torch.tensor(script.trailing, dtype=torch.int64),

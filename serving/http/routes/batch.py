@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -61,9 +62,11 @@ class Batch:
             await asyncio.wait((answers, left), return_when=asyncio.FIRST_COMPLETED)
         finally:  # a shutdown cancels this task
             left.cancel()
-            if not answers.done():
+            if not (are_done := answers.done()):
                 answers.cancel()
-        if answers.done():
+                with suppress(asyncio.CancelledError):
+                    await answers  # else asyncio logs that nobody did
+        if are_done:
             body = msgspec.json.encode(BatchResults(answers.result()))
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -1,12 +1,20 @@
 """Limits on a client's connection: before the API key is checked, and after the answer has begun."""
 
 import json
+import os
+import resource
 import socket
+import subprocess
+import sys
 import time
 
+import httpx
 import pytest
 from http_server import Server, error, until
-from metrics import outcomes
+from metrics import outcomes, samples
+from structlog.testing import capture_logs
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from serving.http.listener import MAX_HEAD_BYTES
 
@@ -177,18 +185,32 @@ def test_deadlines_of_a_request_do_not_affect_its_answer(server):
         ({}, 200),
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": ""}, 200),
         ({"origin": "https://good.example"}, 200),
         ({"host": "evil.example"}, 403),
         ({"host": "LOCALHOST:8000"}, 200),
         ({"host": "127.0.0.1"}, 200),
         ({"host": "[::1]:8000", "origin": "http://[::1]:8000"}, 200),
+        ({"host": "192.168.1.7:8000"}, 200),
+        ({"host": "named:8000"}, 200),
+        ({"host": "1.2.3.4.evil.example"}, 403),
+        ({"host": "[evil.example]"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "audio"}, 403),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"}, 403),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}, 200),
+        ({"sec-fetch-site": "cross-site", "origin": "https://good.example"}, 200),
     ],
 )
 def test_a_page_of_another_site_is_refused(tmp_path, headers, status):
-    with Server(tmp_path, cors_origins=["https://good.example"]) as server:
-        server.uvicorn.config.app.hosts = ("127.0.0.1", "localhost", "::1")
+    """So is a request for a name that may be an attacker's."""
+    with Server(tmp_path, cors_origins=["https://good.example"], hosts=["named"]) as server:
         answer = server.http.get("/v1/models", headers=headers)
         assert answer.status_code == status
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
         if status == 403:
             assert error(answer, 403)["code"] == "foreign" and "x-request-id" in answer.headers
         if headers.get("origin") == "https://good.example":
@@ -196,3 +218,56 @@ def test_a_page_of_another_site_is_refused(tmp_path, headers, status):
             asked = {"origin": "https://good.example", "access-control-request-method": "POST"}
             asked["access-control-request-headers"] = "authorization, content-type"
             assert server.http.options("/v1/audio/speech", headers=asked).status_code == 204
+
+
+def test_a_refused_page_is_logged_and_counted(tmp_path):
+    with capture_logs() as lines, Server(tmp_path, hosts=[]) as server:
+        server.http.get("/v1/models", headers={"host": "evil.example"})
+        with pytest.raises(InvalidStatus):
+            connect(
+                f"{server.url.replace('http', 'ws')}/v1/audio/speech/stream", origin="http://evil.example"
+            )
+        assert [(line["event"], line["path"], line["code"]) for line in lines] == [
+            ("refused", "/v1/models", "foreign"),
+            ("refused", "/v1/audio/speech/stream", "foreign"),
+        ]
+        assert samples(server)["zoo_foreign_requests_total",] == 2
+
+
+def test_every_site_may_use_a_server_that_allows_all(tmp_path):
+    with Server(tmp_path, cors_origins=["*"]) as server:
+        answer = server.http.get("/v1/models", headers={"sec-fetch-site": "cross-site"})
+        assert answer.status_code == 200 and "cross-origin-resource-policy" not in answer.headers
+
+
+def test_connections_beyond_the_descriptor_limit_wait_and_are_counted(tmp_path, monkeypatch):
+    """The clients are in a process of their own, which keeps its limit."""
+    monkeypatch.setattr("serving.http.accepting.RETRY_S", 0.05)
+    with capture_logs() as lines, Server(tmp_path) as server:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = len(os.listdir("/proc/self/fd")) + 20
+        script = """
+import socket, sys, time
+clients = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(60)]
+sys.stdin.read()
+"""
+        command = [sys.executable, "-c", script, server.url.rpartition(":")[2]]
+        flood = subprocess.Popen(command, stdin=subprocess.PIPE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            until(lambda: any(line["event"] == "accept" for line in lines))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert server.http.get("/health").status_code == 200
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            flood.communicate()
+        [line] = [line for line in lines if line["event"] == "accept"]
+        assert line["error"] == "Too many open files" and line["max_descriptors"] == limit
+        assert samples(server)["zoo_accept_failures_total",] >= 1
+
+
+def test_a_stream_that_fails_leaves_no_error_in_the_log(server, caplog):
+    with pytest.raises(httpx.RemoteProtocolError):
+        server.speak("fail 2")
+    until(lambda: outcomes(server)["failed"] == 1)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -75,7 +75,7 @@ def test_draws():
         scores(count, 3 * width, seed=1)[:, width:-width],
     )
     noise = noise.nan_to_num(neginf=0.0)
-    temperature = torch.tensor([0.0, 0.7, 1.0, 1.6]).repeat(5)
+    temperature = torch.tensor([0.0, 0.7, 1e-38, 1.6]).repeat(5)
     top_k, top_p = torch.tensor([0, 1, 6, 50, 500]).repeat(4), torch.tensor([1.0, 0.8, 0.3, 0.9]).repeat(5)
     how = temperature, top_k, top_p, noise
     drawn = triton_sampling.draw(logits, *how)

@@ -13,6 +13,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from zoo.cosyvoice2.sampling import repetition_aware
+from zoo.fish_s2 import sampling as fish_s2
 from zoo.nn.sampling import draw, gumbel, keep_likely, penalise
 
 WIDTH = 40
@@ -126,6 +128,19 @@ def test_temperature_zero_takes_the_largest_with_any_other_settings():
     scores = logits(100)
     drawn = draw(scores, rows(0.0, 100), ints(3, 100), rows(0.5, 100), noise(100))
     assert torch.equal(drawn, scores.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-38, 1e-40])
+def test_a_tiny_temperature_takes_the_largest(temperature):
+    """Logits divided by 1e-38 are infinite, so a draw would take token 0."""
+    scores = logits(100) - 20
+    settings = rows(temperature, 100), ints(0, 100), rows(1.0, 100)
+    largest = scores.argmax(-1)
+    assert torch.equal(draw(scores, *settings, noise(100)), largest)
+    assert torch.equal(fish_s2.draw(scores, *settings, noise(100)), largest)
+    two = torch.stack((noise(100), noise(100, seed=7)), 1)  # [B, 2, V]
+    drawn = repetition_aware(scores, *settings, lambda ids: torch.zeros_like(ids, dtype=torch.bool), two)
+    assert torch.equal(drawn, largest)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (0, 1e-6)])

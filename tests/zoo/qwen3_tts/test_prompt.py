@@ -154,10 +154,11 @@ def test_a_temperature_of_zero_is_greedy_in_every_codebook():
     both = [
         {"temperature": 0.0},
         {"temperature": 0.0, "options": {"depth_temperature": 1.0}},
+        {"temperature": 1e-38},
         {"temperature": 0.5},
     ]
     found = [sampling(SMALL.prompt(replace(ASKED, **fields)).slot)[0] for fields in both]
-    assert found == [[0.0, 0.0], [0.0, 1.0], [0.5, 0.9]]
+    assert found == [[0.0, 0.0], [0.0, 1.0], [pytest.approx(1e-38), 0.0], [0.5, 0.9]]
 
 
 # invalid requests
