@@ -114,7 +114,8 @@ def manners(spec: Spec) -> list[dict[str, Any]]:
     if {"instruct", "design"} & set(spec.modes):
         ways.append({"instructions": "slowly", "voice": next(iter(spec.voices), None)})
     if spec.reference_s is not None:
-        ways += [{"references": (Reference(_CLIP, transcript),)} for transcript in (None, "Good evening.")]
+        transcripts = ("Hm.", "Good evening.") if spec.needs_transcript else (None, "Good evening.")
+        ways += [{"references": (Reference(_CLIP, transcript),)} for transcript in transcripts]
     return ways
 
 

@@ -137,6 +137,7 @@ class Spec:
     # the shortest and the longest reference; None if the model takes no references
     reference_s: tuple[float, float] | None = None
     max_references: int = 1
+    needs_transcript: bool = False  # whether a reference's words must be given
     options: tuple[Option, ...] = ()  # everything else that a request may set, including the sampling fields
     # field that the model does not take -> what to use instead
     hints: Mapping[str, str] = field(default_factory=dict)

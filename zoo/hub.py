@@ -11,6 +11,9 @@ from pathlib import Path
 POSSIBLE = "a model is a directory, or a repository ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub"
 IMAGES = ["*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.svg", "*.mp4"]
 IGNORED = [".gitattributes", "*.md", *IMAGES]  # files that no family reads
+# Some repositories hold the weights again under the original names. With this index they are not needed.
+TRANSFORMERS_INDEX = "transformers.safetensors.index.json"
+ORIGINAL = ["model.safetensors", "ckpt.pt"]
 _REPOSITORY = re.compile(r"(?P<id>\w[\w.-]*/(?P<name>\w[\w.-]*))(@(?P<revision>\S+))?", re.ASCII)
 
 
@@ -56,11 +59,14 @@ def _name_of(model: str) -> str:
 
 
 def _fetched(repository: str, revision: str | None) -> Path:
-    """Download all of a repository and return its directory. Raises ValueError."""
+    """Download a repository, without weights that it holds twice, and return its directory. Raises
+    ValueError."""
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(repository, revision=revision, ignore_patterns=IGNORED))
+        index = snapshot_download(repository, revision=revision, allow_patterns=[TRANSFORMERS_INDEX])
+        twice = ORIGINAL if (Path(index) / TRANSFORMERS_INDEX).is_file() else []
+        return Path(snapshot_download(repository, revision=revision, ignore_patterns=IGNORED + twice))
     except errors.GatedRepoError:
         advice = f"accept its terms at huggingface.co/{repository}, then run `hf auth login` or set HF_TOKEN"
         raise ValueError(f"{repository} is gated: {advice}") from None

@@ -378,6 +378,10 @@ def _check_references(request: Request, spec: Spec, name: str) -> None:
         raise RequestError(
             "references", f"{num} references are given; {name} takes up to {spec.max_references}"
         )
+    if spec.needs_transcript and not all(
+        (given.transcript or "").strip(BLANK) for given in request.references
+    ):
+        raise RequestError("transcript", f"a transcript is needed: {name} reads the words of each reference")
     if not num and spec.modes == ("clone",):
         raise RequestError("references", f"a reference is needed: {name} clones the voice of a recording")
 

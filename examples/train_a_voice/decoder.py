@@ -20,9 +20,11 @@ from examples.train_a_voice.job import Job, Losses, Schedule
 from examples.train_a_voice.job import train as job_train
 from examples.train_a_voice.vocoder import NUM_CYCLES
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful
+from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.snake import SnakeBeta
-from zoo.qwen3_tts.codec import Decoder, Layer, Upsample
+from zoo.nn.window_attention import WindowLayer
+from zoo.qwen3_tts.codec import Decoder, Upsample
 
 SKIP = 2  # frames at the start of a crop that are not scored, because they lack their past
 # Coefficients of t^2k whose sum is sin(pi t)^2 to 4e-7 for t from -1/2 to 1/2: a least-squares fit
@@ -102,7 +104,8 @@ def initialise(decoder: Decoder, codebooks: Codebooks) -> None:
             nn.init.zeros_(module.beta)
         elif isinstance(module, RMSNorm | nn.LayerNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, Layer):
+        elif isinstance(module, WindowLayer):
+            assert isinstance(module.mlp, SwiGLU), f"a layer has the MLP {module.mlp}"
             for matrix in (module.qkv.weight, module.mlp.gate_up.weight):
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
             nn.init.constant_(module.attention_scale, 0.1)

@@ -71,7 +71,8 @@ def ways(family: Family[Any]) -> dict[str, dict[str, Any]]:
         found["clone"] = {"references": (Reference(clip, TRANSCRIPT),)}
         found["clone without transcript"] = {"references": (Reference(clip),)}
         if spec.max_references > 1:
-            found["clone of two"] = {"references": (Reference(other), Reference(clip, TRANSCRIPT))}
+            first = Reference(other, TRANSCRIPT if spec.needs_transcript else None)
+            found["clone of two"] = {"references": (first, Reference(clip, TRANSCRIPT))}
     if spec.reference_s is not None and {"instruct", "design"} & set(spec.modes):
         found["clone with instructions"] = found["clone without transcript"] | {"instructions": MANNER}
     for language in spec.languages[1:2]:  # the first language is "auto"

@@ -41,3 +41,4 @@ environment fish_s2 fish-speech==0.1.0 vllm-omni==0.30.0 transformers==5.23.0 lo
     regex==2026.11.15 click==8.5.1 tqdm==4.70.1
 
 environment orpheus snac==1.2.1
+environment csm transformers==5.23.0

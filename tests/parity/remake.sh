@@ -13,3 +13,4 @@ tests/parity/environments.sh "$@"
 .venv-parity-fish_s2/bin/python tests/parity/oracle_fish_s1.py
 .venv-parity-cosyvoice2/bin/python tests/parity/oracle_cosyvoice2.py
 .venv-parity-orpheus/bin/python tests/parity/oracle_orpheus.py
+.venv-parity-csm/bin/python tests/parity/oracle_csm.py

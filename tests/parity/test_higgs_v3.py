@@ -101,7 +101,7 @@ def test_the_demo_equals_the_reference_checkpoint():
 def test_ids_of_the_public_golden(tmp_path):
     """The full demo has the published tokenizer's pieces of this one text at their published ids."""
     expected = facts("golden")
-    tokenize = TextTokenizer(demo.write_texts(tmp_path / "full", "full"))
+    tokenize = TextTokenizer(demo.write_texts(tmp_path / "full", "full"), 151_936)
     special = tokenize.special
     ids = [special["<|tts|>"], special["<|text|>"], *tokenize("Hello from PegaInfer."), special["<|audio|>"]]
     assert ids == expected["ids"] == [151667, 151672, 9707, 504, 393, 11188, 641, 802, 13, 151670]

@@ -15,7 +15,7 @@ from huggingface_hub import errors
 from models import directory
 
 import zoo
-from zoo.hub import IGNORED, local_directory, name_of, resolved, split_adapter
+from zoo.hub import IGNORED, TRANSFORMERS_INDEX, local_directory, name_of, resolved, split_adapter
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -27,13 +27,28 @@ def asked(monkeypatch, tmp_path) -> list[tuple[str, str | None]]:
     """Return the list of requested repositories and revisions. Each download gives an empty directory."""
     calls = []
 
-    def snapshot_download(repository: str, *, revision: str | None, ignore_patterns: list[str]) -> str:
-        assert ignore_patterns == IGNORED
-        calls.append((repository, revision))
+    def snapshot_download(repository: str, *, revision: str | None, **patterns: list[str]) -> str:
+        if patterns != {"allow_patterns": [TRANSFORMERS_INDEX]}:
+            assert patterns == {"ignore_patterns": IGNORED}
+            calls.append((repository, revision))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     return calls
+
+
+def test_weights_that_a_repository_holds_twice_are_fetched_once(monkeypatch, tmp_path):
+    asked = []
+
+    def snapshot_download(repository: str, *, revision: str | None, **patterns: list[str]) -> str:
+        asked.append(patterns)
+        (tmp_path / TRANSFORMERS_INDEX).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert local_directory("sesame/csm-1b") == tmp_path
+    last = {"ignore_patterns": [*IGNORED, "model.safetensors", "ckpt.pt"]}
+    assert asked == [{"allow_patterns": [TRANSFORMERS_INDEX]}, last]
 
 
 def refused(model: str, message: str) -> None:

@@ -267,6 +267,14 @@ def test_references():
     check(Request(text="a", references=(REFERENCE,)), both)  # the reference is the voice
 
 
+@pytest.mark.parametrize("transcript", [None, " "])
+def test_a_model_that_reads_the_words_of_references_needs_them(transcript):
+    spec = replace(CLONES, needs_transcript=True, max_references=2)
+    check(Request(text="a", references=(replace(REFERENCE, transcript="Hm."),)), spec)
+    two = (replace(REFERENCE, transcript="Hm."), replace(REFERENCE, transcript=transcript))
+    refused("transcript", "^a transcript is needed: Hum 1 reads", references=two, spec=spec)
+
+
 def test_turns_and_open_text():
     asked = {"turns": (Turn("user", "Hi."),)}
     refused("turns", "^Hum 1 takes no turns", **asked)

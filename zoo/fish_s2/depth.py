@@ -18,13 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from zoo.fish_s2.block import DualARBlock
 from zoo.fish_s2.config import Config
-from zoo.nn.frame_attention import attend_and_grow
+from zoo.nn.frame_attention import attend_and_grow, attend_dense
 from zoo.nn.norm import RMSNorm
 
 
@@ -42,18 +40,9 @@ class FastBlock(DualARBlock):
         seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
         the frame's start and 1 after that.
         """
-        length = x.shape[1]
         # [B, H or Hkv, L, dim]
         q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x, table))
-        if length > 1:
-            k, v = torch.cat((new_k, k[:, :, length:]), 2), torch.cat((new_v, v[:, :, length:]), 2)
-        else:
-            own = (seen[0] & ~F.pad(seen[0, 1:], (0, 1)))[:, None]  # [K, 1]
-            k, v = torch.where(own, new_k, k), torch.where(own, new_v, v)
-        q = rearrange(q, "b (h g) l d -> b h (g l) d", h=self.kv_heads)
-        scores = rearrange(q @ k.mT, "b h (g l) k -> b h g l k", l=length) * self.head_dim**-0.5
-        weights = rearrange(scores.masked_fill(~seen, -torch.inf).softmax(-1), "b h g l k -> b h (g l) k")
-        mixed = rearrange(weights @ v, "b h (g l) d -> b l (h g d)", l=length)  # [B, L, H * dim]
+        mixed, k, v = attend_dense(q, new_k, new_v, seen, k, v, self.head_dim**-0.5)
         return self.project_output(x, mixed.to(x.dtype)), k, v
 
     @torch.compiler.nested_compile_region

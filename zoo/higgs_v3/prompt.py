@@ -13,20 +13,17 @@ higgs_audio_v3_tokenizer.py, has the same layout.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from zoo.contract import Said
 from zoo.higgs_v3.clone import Cloner, EncodedReference
 from zoo.higgs_v3.config import Config
 from zoo.higgs_v3.vocabulary import CONTROL_TAGS
-from zoo.nn.json_files import read_json
+from zoo.nn.plain_tokenizer import PlainTokenizer
 from zoo.request import Option, Request, RequestError, sampling_options
 
 ROW = -1  # stands for a row of the reference
@@ -51,30 +48,17 @@ HINTS = {
 }
 
 
-class TextTokenizer:
+class TextTokenizer(PlainTokenizer):
     """The checkpoint's byte-level BPE. In a user's text it recognizes only the documented control tags. Any
     other special token there is tokenized as ordinary text and cannot change the prompt's structure."""
 
-    def __init__(self, directory: Path):
-        path = directory / "tokenizer.json"
-        content = read_json(path)
-        self.special = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-        missing = [token for token in (*STRUCTURE, *CONTROL_TAGS) if token not in self.special]
-        if missing:
-            raise ValueError(f"{path} lacks tokens of Higgs Audio V3: {', '.join(missing[:8])}")
-        try:
-            self._tokenizer = Tokenizer.from_str(
-                json.dumps(content | {"added_tokens": [], "post_processor": None})
-            )
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+    def __init__(self, directory: Path, rows: int):
+        super().__init__(directory / "tokenizer.json", (*STRUCTURE, *CONTROL_TAGS), rows, "Higgs Audio V3")
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = []
         for i, part in enumerate(_TAG.split(text)):  # text and tags alternate
-            ids += (
-                [self.special[part]] if i % 2 else self._tokenizer.encode(part, add_special_tokens=False).ids
-            )
+            ids += [self.special[part]] if i % 2 else super().__call__(part)
         return ids
 
 
@@ -95,11 +79,7 @@ class PromptWriter:
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.cloner = cloner
         self.max_tokens = config.max_positions
-        self.tokenize = TextTokenizer(directory)
-        if (most := max(self.tokenize.special.values())) >= config.text_vocab:
-            raise ValueError(
-                f"{directory / 'tokenizer.json'} has ids up to {most}, but the model has {config.text_vocab} text rows"
-            )
+        self.tokenize = TextTokenizer(directory, config.text_vocab)
 
     def __call__(self, request: Request, values: Mapping[str, Any], said: Said | None = None) -> Script:
         """Return the request's prompt. values: the model's options, from `zoo.request.check`. said: earlier

@@ -141,32 +141,36 @@ class CausalConvTranspose1d(Stateful):
     reads its own input and at most the one before. The state is that input rather than the output's tail: it
     is smaller, and every sample gets the bias once."""
 
-    def __init__(self, channels: int, out_channels: int, kernel: int, stride: int):
+    def __init__(
+        self, channels: int, out_channels: int, kernel: int, stride: int, groups: int = 1, bias: bool = True
+    ):
         if kernel not in (stride, 2 * stride):
             raise ValueError(
                 f"a kernel of {kernel} with a stride of {stride} cannot stream;"
                 f" possible kernels: {stride}, {2 * stride}"
             )
         super().__init__(channels, kernel // stride - 1)
-        self.weight = nn.Parameter(torch.empty(channels, out_channels, kernel))
-        self.bias = nn.Parameter(torch.empty(out_channels))
-        self.stride = stride
+        self.weight = nn.Parameter(torch.empty(channels, out_channels // groups, kernel))
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.stride, self.groups = stride, groups
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
         whole = state.extend(self, x)
-        if not is_short(x):
-            y = F.conv_transpose1d(whole, self.weight, self.bias, stride=self.stride)
+        if self.groups > 1 or not is_short(x):
+            y = F.conv_transpose1d(whole, self.weight, self.bias, stride=self.stride, groups=self.groups)
             # The first `edge` outputs belong to the past, and the last ones also need the next input.
             edge = self.state_length * self.stride
             return y[:, :, edge : y.shape[2] - edge]
         # [B, state_length + N, Cout * kernel]
         parts = F.linear(whole.mT.contiguous(), self.weight.flatten(1).T)
         # the share of each input in its own outputs, and in those of the next input
-        parts = parts.unflatten(2, (len(self.bias), -1, self.stride))
+        parts = parts.unflatten(2, (self.weight.shape[1], -1, self.stride))
         y = parts[:, self.state_length :, :, 0]
         if self.state_length:
             y = y + parts[:, :-1, :, 1]  # [B, N, Cout, stride]
-        return rearrange(y + self.bias[:, None], "b n c stride -> b c (n stride)")
+        if self.bias is not None:
+            y = y + self.bias[:, None]
+        return rearrange(y, "b n c stride -> b c (n stride)")
 
 
 def is_turned(x: Tensor) -> bool:

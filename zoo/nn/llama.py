@@ -34,7 +34,7 @@ class RopeScaling:
     @classmethod
     def read(cls, block: ConfigBlock) -> RopeScaling:
         block.expect(rope_type="llama3")
-        low = float(block.number("low_freq_factor", 0.01, 1e3))
+        low = float(block.number("low_freq_factor", 1e-4, 1e3))
         return cls(
             factor=float(block.number("factor", 1.0, 1e4)),
             low=low,
@@ -122,10 +122,17 @@ class Block(nn.Module):
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, D], cos and sin [T, 1, head_dim] -> [T, D]"""
-        # [T, H or Hkv, head_dim]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
+        q, k, v = self.project(x)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = x + self.out(attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
+        return self.combine(x, attend(q, k, v, paged, self.head_dim**-0.5).flatten(1))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [..., D] -> queries, keys and values, each [..., H or Hkv, head_dim], not yet rotated"""
+        return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(self.norm(x)))
+
+    def combine(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """x [..., D] and what its attention read [..., H * head_dim] -> the block's output [..., D]"""
+        x = x + self.out(mixed)
         return x + self.mlp(self.mlp_norm(x))
 
 

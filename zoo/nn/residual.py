@@ -49,7 +49,7 @@ class UpsamplingFilters:
     convolution with two taps (the previous input and the current one) to `stride` times as many channels."""
 
     weight: nn.Parameter  # [C, Cout, kernel]
-    bias: nn.Parameter
+    bias: nn.Parameter | None
 
     @cached_property
     def filters(self) -> Tensor:
@@ -59,6 +59,7 @@ class UpsamplingFilters:
     @cached_property
     def biases(self) -> Tensor:
         """[stride * Cout]"""
+        assert self.bias is not None, "an upsampling after a snake has a bias"
         return self.bias.detach().repeat(self.weight.shape[2] // 2)
 
 

@@ -99,6 +99,7 @@ def describe(directory: Path) -> tuple[Config, SnacConfig, Spec]:
         modes=("voice", "clone") if is_pretrained else ("voice",),
         reference_s=REFERENCE_S if is_pretrained else None,
         max_references=MAX_REFERENCES if is_pretrained else 1,
+        needs_transcript=True,
         options=OPTIONS,
         hints=HINTS,
         name="Orpheus 3B",

@@ -10,15 +10,13 @@ Source: canopyai/Orpheus-TTS at 835ac7c, orpheus_tts/engine_class.py; mlx-audio 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from zoo.contract import Said
-from zoo.nn.json_files import read_json
+from zoo.nn.plain_tokenizer import PlainTokenizer
 from zoo.orpheus.clone import Cloner
 from zoo.orpheus.config import Config
 from zoo.orpheus.tokens import (
@@ -66,27 +64,6 @@ HINTS = {
 }
 
 
-class TextTokenizer:
-    """The checkpoint's byte-level BPE, without its special tokens: nothing that a client writes can become one."""
-
-    def __init__(self, directory: Path):
-        path = directory / "tokenizer.json"
-        content = read_json(path)
-        added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-        if added.get("<custom_token_0>") != CUSTOM:
-            raise ValueError(f"{path} has no <custom_token_0> with id {CUSTOM}: this Llama is not Orpheus")
-        if (most := max(added.values())) >= VOCABULARY:
-            raise ValueError(f"{path} has ids up to {most}, but the model has {VOCABULARY} rows")
-        try:
-            plain = content | {"added_tokens": [], "post_processor": None}
-            self._tokenizer = Tokenizer.from_str(json.dumps(plain))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
-
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-
 @dataclass(frozen=True)
 class Script:
     """A prompt as ids, and how many of them are the request's text."""
@@ -100,7 +77,12 @@ class PromptWriter:
 
     def __init__(self, config: Config, directory: Path, cloner: Cloner):
         self.max_tokens = config.max_positions
-        self.tokenize = TextTokenizer(directory)
+        path = directory / "tokenizer.json"
+        self.tokenize = PlainTokenizer(path, ("<custom_token_0>",), VOCABULARY, "Orpheus")
+        if (found := self.tokenize.special["<custom_token_0>"]) != CUSTOM:
+            raise ValueError(
+                f"{path} has <custom_token_0> at {found}, not {CUSTOM}: this Llama is not Orpheus"
+            )
         self.cloner = cloner
 
     def __call__(self, request: Request, said: Said | None = None) -> Script:
@@ -110,10 +92,6 @@ class PromptWriter:
         tokens = self._tokens("text", text)
         ids: list[int] = []
         for reference in request.references:
-            if not (reference.transcript or "").strip():
-                raise RequestError(
-                    "references", "a reference needs its transcript: Orpheus clones from pairs of both"
-                )
             transcript = self._tokens("transcript", reference.transcript or "")
             ids += _pair(transcript, self.cloner(reference.clip))
         if said is not None and not request.references:

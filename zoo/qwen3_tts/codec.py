@@ -15,22 +15,23 @@ Source: QwenLM/Qwen3-TTS, qwen_tts/core/tokenizer_12hz/modeling_qwen3_tts_tokeni
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WIDTH, ConfigBlock
-from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful, StateLayout, reach
-from zoo.nn.linear import FusedLinear, SwiGLU
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach
+from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.residual import SnakeConv1d, SnakeConvTranspose1d, convolve_snake, residual_unit, upsample_snake
-from zoo.nn.rope import rope_table, rotate
+from zoo.nn.rope import rope_table
 from zoo.nn.snake import SnakeBeta
 from zoo.nn.vq import SplitVQ
+from zoo.nn.window_attention import WindowLayer, window_mask
 from zoo.qwen3_tts.config import StackConfig
 from zoo.qwen3_tts.encoder import CODEC_FILE, Encoder, EncoderConfig
 
@@ -82,34 +83,6 @@ class DecoderConfig:
         return read
 
 
-class Layer(Stateful):
-    """A transformer layer with sliding-window attention. Its state is the window's keys and values."""
-
-    def __init__(self, config: StackConfig, window: int):
-        width = config.heads * config.head_dim
-        super().__init__(2 * width, window - 1, dim=1)
-        self.heads = config.heads
-        self.attention_norm = RMSNorm(config.hidden, config.eps)
-        self.qkv = FusedLinear(config.hidden, (width, width, width))
-        self.out = nn.Linear(width, config.hidden, bias=False)
-        self.attention_scale = nn.Parameter(torch.empty(config.hidden))
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = SwiGLU(config.hidden, config.inner)
-        self.mlp_scale = nn.Parameter(torch.empty(config.hidden))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, state: CodecState) -> Tensor:
-        """x [B, F, D] -> [B, F, D]; cos and sin [B, F, 1, head_dim]; seen [B, 1, F, window - 1 + F] marks the
-        keys that each frame may attend to."""
-        # [B, F, H, head_dim]
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.attention_norm(x)))
-        k = rotate(k, cos, sin)
-        kv = state.extend(self, torch.cat((k, v), -2).flatten(2))  # [B, window - 1 + F, 2D]
-        k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)  # [B, H, window - 1 + F, D]
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin).transpose(1, 2), k, v, attn_mask=seen)
-        x = torch.addcmul(x, self.attention_scale, self.out(rearrange(y, "b h f d -> b f (h d)")))
-        return torch.addcmul(x, self.mlp_scale, self.mlp(self.mlp_norm(x)))
-
-
 class Transformer(nn.Module):
     """The sliding-window transformer, [B, F, C] -> [B, F, C]. Positions count from the start of the
     stream."""
@@ -119,19 +92,17 @@ class Transformer(nn.Module):
         stack = config.transformer
         self.config, self.window = stack, config.window
         self.input = nn.Linear(config.latent, stack.hidden)
-        self.layers = nn.ModuleList(Layer(stack, config.window) for _ in range(stack.layers))
-        self.norm = RMSNorm(stack.hidden, stack.eps)
+        norm = partial(RMSNorm, stack.hidden, stack.eps)
+        sizes = stack.hidden, stack.heads, stack.head_dim, config.window
+        mlps = (SwiGLU(stack.hidden, stack.inner) for _ in range(stack.layers))
+        self.layers = nn.ModuleList(WindowLayer(*sizes, norm, mlp) for mlp in mlps)
+        self.norm = norm()
         self.output = nn.Linear(stack.hidden, config.latent)
 
     def forward(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
         frame = torch.arange(x.shape[1], device=x.device)
         cos, sin = rope_table(start[:, None] + frame, self.config.head_dim, self.config.rope_theta, x.dtype)
-        # Key j lies window - 1 - j frames before this call's first frame. The zeros from before the start of
-        # the stream are masked.
-        kept = self.window - 1
-        key = torch.arange(kept + x.shape[1], device=x.device)
-        window = (key >= frame[:, None]) & (key <= frame[:, None] + kept)  # [F, window - 1 + F]
-        seen = window & (key >= kept - start[:, None])[:, None]  # [B, F, window - 1 + F]
+        seen = window_mask(start, x.shape[1], self.window)  # [B, F, window - 1 + F]
         x = self.input(x)
         for layer in self.layers:
             x = layer(x, cos[:, :, None], sin[:, :, None], seen[:, None], state)

@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.frame_attention import attend_and_grow
+from zoo.nn.frame_attention import attend_and_grow, attend_dense
 from zoo.nn.linear import Tables
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
@@ -44,20 +43,11 @@ class DepthBlock(Qwen3Block):
         seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
         the frame's start and 1 after that.
         """
-        length = x.shape[1]
         # [B, H or Hkv, L, dim]
         q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project_qkv(x))
         q, new_k = rotate(q, cos, sin), rotate(new_k, cos, sin)
-        if length > 1:
-            k, v = torch.cat((new_k, k[:, :, length:]), 2), torch.cat((new_v, v[:, :, length:]), 2)
-        else:
-            own = (seen[0] & ~F.pad(seen[0, 1:], (0, 1)))[:, None]  # [K, 1]
-            k, v = torch.where(own, new_k, k), torch.where(own, new_v, v)
-        q = rearrange(q, "b (h g) l d -> b h (g l) d", h=self.kv_heads)  # [B, Hkv, G * L, dim]
-        scores = (q @ k.mT).unflatten(2, (-1, length)) * self.head_dim**-0.5  # [B, Hkv, G, L, K]
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).flatten(2, 3)  # [B, Hkv, G * L, K]
-        mixed = rearrange(weights @ v, "b h (g l) d -> b l (h g d)", l=length).to(x.dtype)  # [B, L, H * dim]
-        return self.project_output(x, mixed), k, v
+        mixed, k, v = attend_dense(q, new_k, new_v, seen, k, v, self.head_dim**-0.5)
+        return self.project_output(x, mixed.to(x.dtype)), k, v
 
     @torch.compiler.nested_compile_region
     def on_gpu(

@@ -9,8 +9,7 @@ QwenLM/Qwen3-TTS runs it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,98 +17,27 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.config import (
-    CODEBOOKS,
-    EPS,
-    HEAD_DIM,
-    HEADS,
-    KERNEL,
-    LAYERS,
-    MAX_WIDTH,
-    POSITIONS,
-    ROPE_THETA,
-    STRIDE,
-    VOCABULARY,
-    WIDTH,
-    ConfigBlock,
-)
+from zoo.nn.config import ConfigBlock
 from zoo.nn.linear import FusedLinear
+from zoo.nn.mimi import MimiConfig
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.vq import SplitVQ
 
 CODEC_FILE = "speech_tokenizer/config.json"
-# The only architecture that this file builds. A config with other values is refused.
-FIXED = {
-    "audio_channels": 1,
-    "use_causal_conv": True,
-    "pad_mode": "constant",
-    "use_conv_shortcut": False,
-    "num_residual_layers": 1,
-    "hidden_act": "gelu",
-    "attention_bias": False,
-    "num_semantic_quantizers": 1,
-}
 
 
-@dataclass(frozen=True)
-class EncoderConfig:
-    filters: int  # channels of the first convolution; each strided one doubles them
-    kernel: int
-    residual_kernel: int
-    last_kernel: int
-    compress: int  # how many times fewer channels the middle of a residual unit has
-    strides: tuple[int, ...]  # in the order in which audio passes them
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    head_dim: int
-    eps: float
-    rope_theta: float
-    window: int  # unused by default: the reference applies it only with FlashAttention
-    codebooks: int  # in the checkpoint
-    used: int  # codebooks that the model reads
-    codebook_size: int
-    codebook_dim: int
-
-    @property
-    def frame_samples(self) -> int:
-        return 2 * prod(self.strides)
+class EncoderConfig(MimiConfig):
+    """The sizes of the encoder. Its window is unused by default: the reference applies it only with
+    FlashAttention."""
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> EncoderConfig:
         """Read the encoder's part of the codec's config.json. Raises ValueError for a missing, out-of-range
         or unsupported value."""
         root = ConfigBlock(config, file=CODEC_FILE)
-        block = root.block("encoder_config")
-        block.expect(**FIXED)
-        strides = tuple(reversed(block.integers("upsampling_ratios", *STRIDE)))
-        compress = block.integer("compress", *WIDTH)
-        codebooks = block.integer("num_quantizers", *CODEBOOKS)
-        read = cls(
-            filters=block.integer("num_filters", compress, MAX_WIDTH >> len(strides)),
-            kernel=block.integer("kernel_size", *KERNEL),
-            residual_kernel=block.integer("residual_kernel_size", *KERNEL),
-            last_kernel=block.integer("last_kernel_size", *KERNEL),
-            compress=compress,
-            strides=strides,
-            hidden=block.integer("hidden_size", *WIDTH),
-            inner=block.integer("intermediate_size", *WIDTH),
-            layers=block.integer("num_hidden_layers", *LAYERS),
-            heads=block.integer("num_attention_heads", *HEADS),
-            head_dim=block.integer("head_dim", *HEAD_DIM, step=2),
-            eps=block.number("norm_eps", *EPS),
-            rope_theta=block.number("rope_theta", *ROPE_THETA),
-            window=block.integer("sliding_window", *POSITIONS),
-            codebooks=codebooks,
-            used=root.integer("encoder_valid_num_quantizers", 1, codebooks),
-            codebook_size=block.integer("codebook_size", *VOCABULARY),
-            codebook_dim=block.integer("vector_quantization_hidden_dimension", *WIDTH),
-        )
+        read = cls.read(root.block("encoder_config"))
         root.expect_product("encode_downsample_rate", read.frame_samples)
-        if block.get("num_key_value_heads") != read.heads:
-            raise block.refuse("num_key_value_heads", f"only num_attention_heads, {read.heads}, is supported")
-        return read
+        return replace(read, used=root.integer("encoder_valid_num_quantizers", 1, read.codebooks))
 
 
 class Conv(nn.Conv1d):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zoo.nn.names import decoder_block, gate_up, qkv
+from zoo.nn.mimi import layer_names, quantizer_names
+from zoo.nn.names import decoder_block, gate_up
 
 if TYPE_CHECKING:
     from zoo.qwen3_tts.codec import DecoderConfig
@@ -85,7 +86,7 @@ def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
     table["decoder.pre_transformer.norm.weight"] = "decoder.transformer.norm.weight"
     for i in range(decoder.transformer.layers):
         theirs, ours = f"decoder.pre_transformer.layers.{i}", f"decoder.transformer.layers.{i}"
-        table |= _attention(theirs, ours) | gate_up(theirs, ours)
+        table |= layer_names(theirs, ours) | gate_up(theirs, ours)
         table[f"{theirs}.input_layernorm.weight"] = f"{ours}.attention_norm.weight"
         table[f"{theirs}.post_attention_layernorm.weight"] = f"{ours}.mlp_norm.weight"
         table[f"{theirs}.mlp.down_proj.weight"] = f"{ours}.mlp.down.weight"
@@ -125,29 +126,13 @@ def codec(decoder: DecoderConfig, encoder: EncoderConfig) -> dict[str, str]:
     both(f"encoder.encoder.layers.{3 * num_strides + 2}.conv", f"encoder.convs.{3 * num_strides + 2}")
     for i in range(encoder.layers):
         theirs, ours = f"encoder.encoder_transformer.layers.{i}", f"encoder.layers.{i}"
-        table |= _attention(theirs, ours)
+        table |= layer_names(theirs, ours)
         both(f"{theirs}.input_layernorm", f"{ours}.attention_norm")
         both(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm")
         table[f"{theirs}.mlp.fc1.weight"] = f"{ours}.widen.weight"
         table[f"{theirs}.mlp.fc2.weight"] = f"{ours}.narrow.weight"
     table["encoder.downsample.conv.weight"] = "encoder.downsample.weight"
-    theirs, ours = "encoder.quantizer", "encoder.quantizer"
-    for k in range(encoder.codebooks):
-        branch, layer = ("semantic", 0) if k == 0 else ("acoustic", k - 1)
-        book = f"{theirs}.{branch}_residual_vector_quantizer.layers.{layer}"
-        table[f"{book}.codebook.embed_sum"] = f"{ours}.sums[{k}]"
-        table[f"{book}.codebook.cluster_usage"] = f"{ours}.usage[{k}]"
-        table[f"{book}.codebook.initialized"] = f"encoder.initialized.{k}"
-    for branch, part in (("semantic", "first"), ("acoustic", "rest")):
-        table[f"{theirs}.{branch}_residual_vector_quantizer.input_proj.weight"] = f"{ours}.{part}_in.weight"
-        table[f"{theirs}.{branch}_residual_vector_quantizer.output_proj.weight"] = f"{ours}.{part}_out.weight"
+    table |= quantizer_names(
+        encoder.codebooks, "encoder.quantizer", "encoder.quantizer", "encoder.initialized"
+    )
     return table
-
-
-def _attention(theirs: str, ours: str) -> dict[str, str]:
-    """Return the names that the layers of the codec's two transformers share."""
-    return qkv(theirs, ours) | {
-        f"{theirs}.self_attn.o_proj.weight": f"{ours}.out.weight",
-        f"{theirs}.self_attn_layer_scale.scale": f"{ours}.attention_scale",
-        f"{theirs}.mlp_layer_scale.scale": f"{ours}.mlp_scale",
-    }

@@ -1,0 +1,152 @@
+"""The depth decoder: from the backbone's hidden state and a frame's first code to its other 31.
+
+A small Llama whose cache starts empty in every frame. Position 0 reads the backbone's hidden state, and position
+k reads the embedding of code k - 1. The output at position k goes through head k - 1, which gives code k. Code 0
+is already known, so one pass runs positions 0 and 1. The last code is never read, so 32 codes need 31 passes.
+
+    position   0       1    2    3   ...  31
+    input      hidden  c0   c1   c2  ...  c30
+    gives      -       c1   c2   c3  ...  c31
+
+Every input is projected from the backbone's width to the decoder's. For the embeddings this is done once, when
+they are loaded. RoPE and attention are in fp32. Source: transformers 5.23, models/csm/modeling_csm.py,
+CsmDepthDecoderForCausalLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.csm.config import Config
+from zoo.nn.frame_attention import attend_and_grow, attend_dense
+from zoo.nn.linear import Tables
+from zoo.nn.llama import Block, frequencies
+from zoo.nn.norm import RMSNorm
+from zoo.nn.rope import rotate
+
+
+class DepthBlock(Block):
+    """A block over a dense cache. Its position in the frame is a tensor argument, so that all blocks and passes
+    share two compiled regions."""
+
+    @torch.compiler.nested_compile_region
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the block on x [B, L, D] at the positions of cos and sin [L, dim]. Return x, and the cache
+        k, v [B, Hkv, K, dim] fp32 with these positions added.
+
+        seen [L, K] bool: the positions that each position attends to; the last of them is itself. L is 2 at
+        the frame's start and 1 after that.
+        """
+        q, new_k, new_v = (part.transpose(1, 2).float() for part in self.project(x))  # [B, H or Hkv, L, dim]
+        q, new_k = rotate(q, cos, sin), rotate(new_k, cos, sin)
+        mixed, k, v = attend_dense(q, new_k, new_v, seen, k, v, self.head_dim**-0.5)
+        return self.combine(x, mixed.to(x.dtype)), k, v
+
+    @torch.compiler.nested_compile_region
+    def on_gpu(
+        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run the block with one kernel launch between its matrix products. x [B, L, D] starts at position [1];
+        cos and sin [K, dim]; cache [B, 2, Hkv, K, dim] fp32. Return x, and the cache with these positions
+        added."""
+        q, k, v = self.project(x)
+        mixed, cache = attend_and_grow(q, k, v, cos, sin, self.head_dim**-0.5, position, cache)
+        return self.combine(x, mixed.flatten(2)), cache
+
+
+class DepthDecoder(nn.Module):
+    """Call `prepare` once after loading the weights."""
+
+    cos: Tensor  # [K, dim] fp32, after prepare()
+    sin: Tensor
+    rows: Tensor  # [(K - 1) * V, D], after prepare(): the projected embeddings
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config.depth
+        self.codebooks, self.vocab = config.codebooks, config.vocab
+        hidden = config.depth.hidden
+        self.projector = nn.Linear(config.backbone.hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(DepthBlock(config.depth) for _ in range(config.depth.layers))
+        self.norm = RMSNorm(hidden, config.depth.eps)
+        # as published: head k gives h @ published_heads[k]
+        self.published_heads: nn.Parameter | None = nn.Parameter(
+            torch.empty(config.codebooks - 1, hidden, config.vocab)
+        )
+        self.heads = nn.ModuleList()
+
+    @torch.no_grad()
+    def prepare(self, audio: Tables) -> None:
+        """Compute what follows from the weights and from the backbone's embeddings of codes."""
+        assert self.published_heads is not None, "prepare() ran twice"
+        for matrix in self.published_heads:
+            head = nn.Linear(matrix.shape[0], matrix.shape[1], bias=False, device="meta")
+            head.weight = nn.Parameter(matrix.T.contiguous(), requires_grad=False)
+            self.heads.append(head)
+        self.published_heads = None
+        weight = self.projector.weight.float()
+        tables = [F.linear(audio.table(k).float(), weight) for k in range(self.codebooks - 1)]
+        self.register_buffer("rows", torch.cat(tables).to(self.projector.weight.dtype), persistent=False)
+        device = weight.device
+        angle = torch.arange(self.codebooks, device=device)[:, None] * frequencies(self.config, device)
+        angle = torch.cat((angle, angle), -1)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, hidden: Tensor, first: Tensor, pick: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Return the frame's codes [B, K], from hidden [B, D] after the backbone's last norm and first [B],
+        which is code 0.
+
+        pick(logits [B, V] fp32, k) -> [B] chooses code k.
+        """
+        stack = self._stack_on_gpu(hidden) if hidden.device.type == "cuda" else self._stack(hidden)
+        codes = [first]
+        x = torch.stack((self.projector(hidden), self._row(first, 0)), 1)  # [B, 2, D]
+        for k in range(1, self.codebooks):
+            here = slice(0, 2) if k == 1 else slice(k, k + 1)
+            x = stack(x, here)
+            code = pick(self.heads[k - 1](self.norm(x[:, -1])).float(), k)
+            codes.append(code)
+            if k + 1 < self.codebooks:
+                x = self._row(code, k)[:, None]  # [B, 1, D]
+        return torch.stack(codes, 1)
+
+    def _row(self, code: Tensor, k: int) -> Tensor:
+        """Return the embedding [B, D] of code k."""
+        return F.embedding(code, self.rows.narrow(0, k * self.vocab, self.vocab))
+
+    def _stack(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
+        """Return a function that runs all layers: x [B, L, D] and its positions -> x. Its cache starts empty."""
+        c = self.config
+        seen = torch.ones(self.codebooks, self.codebooks, dtype=torch.bool, device=hidden.device).tril()
+        shape = hidden.shape[0], c.kv_heads, self.codebooks, c.head_dim
+        empty = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+        cache = [(empty, empty)] * c.layers
+
+        def stack(x: Tensor, here: slice) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x, *grown = layer(x, self.cos[here], self.sin[here], seen[here], *cache[i])
+                cache[i] = tuple(grown)
+            return x
+
+        return stack
+
+    def _stack_on_gpu(self, hidden: Tensor) -> Callable[[Tensor, slice], Tensor]:
+        """Return the same function for a GPU."""
+        c = self.config
+        shape = hidden.shape[0], 2, c.kv_heads, self.codebooks, c.head_dim
+        cache = [hidden.new_empty(shape, dtype=torch.float32)] * c.layers
+        positions = torch.arange(self.codebooks, device=hidden.device)
+
+        def stack(x: Tensor, here: slice) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x, cache[i] = layer.on_gpu(x, self.cos, self.sin, positions[here][:1], cache[i])  # type: ignore[operator]
+            return x
+
+        return stack

@@ -1,0 +1,69 @@
+"""Fills the modules from either published layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zoo.csm import weights
+from zoo.csm.clone import EncoderFiles
+from zoo.csm.config import Config
+from zoo.csm.model import Lm
+from zoo.hub import local_directory
+from zoo.nn import checkpoint
+from zoo.nn.tensor_files import contents
+
+CODEC_FOLDER = "mimi"
+CODEC_REPOSITORY = "kyutai/mimi"
+
+
+class Checkpoint(nn.Module):
+    """All modules of transformers' layout."""
+
+    def __init__(self, lm: Lm, codec: weights.Codec):
+        super().__init__()
+        self.lm, self.codec = lm, codec
+
+
+def fill(
+    lm: Lm, codec: weights.Codec, config: Config, directory: Path, device: torch.device, dtype: torch.dtype
+) -> EncoderFiles:
+    """Fill the LM, in `dtype`, and the codec, in fp32; return where the encoder's tensors are. Raises
+    ValueError."""
+    source = weights.find(directory)
+    found = contents(source)
+    if weights.is_original(found, source):
+        change = partial(weights.in_halves, config)
+        checkpoint.load(lm, weights.original(config), source, device, dtype, change=change)
+        files = _fill_codec(codec, config, directory, device)
+    else:
+        table = weights.transformers(config, weights.check_copies(found))
+        both = Checkpoint(lm, codec)
+        checkpoint.load(both, table, source, device, dtype, skip="codec.unread", fp32="codec")
+        headers = {name: header for name, header in found.items() if name.startswith(weights.CODEC)}
+        files = EncoderFiles(headers, weights.CODEC)
+    lm.prepare()
+    codec.decoder.prepare()
+    return files
+
+
+def _fill_codec(codec: weights.Codec, config: Config, directory: Path, device: torch.device) -> EncoderFiles:
+    source = find_codec(directory)
+    checkpoint.load(codec, weights.codec(config.codec), source, device, torch.float32, skip="unread")
+    return EncoderFiles(contents(source), "")
+
+
+def find_codec(directory: Path) -> Path:
+    """Return the directory of Mimi for the original layout, which has no codec: MODEL/mimi, MODEL/../mimi, else
+    the Hub's copy. Raises ValueError that says where it may lie."""
+    for parent in (directory, directory.parent):
+        if (parent / CODEC_FOLDER).is_dir():
+            return parent / CODEC_FOLDER
+    try:
+        return local_directory(CODEC_REPOSITORY)
+    except ValueError as error:
+        here = f"put it into {directory / CODEC_FOLDER} or {directory.parent / CODEC_FOLDER}"
+        raise ValueError(f"the codec of CSM, {CODEC_REPOSITORY}, is missing: {here} ({error})") from None

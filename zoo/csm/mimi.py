@@ -1,0 +1,112 @@
+"""Mimi's decoder: codes to 24 kHz samples, exactly, for any chunking of the frames.
+
+    codes [B, F, K] ─ codebooks ─ upsample x2 ─ transformer ─ conv ─ x8 ─ x6 ─ x5 ─ x4 ─ conv ─ samples [B, 1920 F]
+                        512          512         8 layers     1024   512  256  128   64    1     channels
+                       12.5 Hz       25 Hz                           0.2  1.2   6    24   kHz
+
+All layers are causal. What they need of a stream's past (the ends of their inputs, and the last 249 keys and
+values) is one row of `state_size` values, zeros for a new stream. Source: transformers 5.23,
+models/mimi/modeling_mimi.py, whose own decoder keeps no past of its convolutions.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
+from zoo.nn.mimi import RESAMPLE, MimiConfig
+from zoo.nn.rope import rope_table
+from zoo.nn.vq import SplitVQ
+from zoo.nn.window_attention import GeluMLP, WindowLayer, window_mask
+
+
+class Residual(nn.Module):
+    """x [B, C, N] -> [B, C, N]"""
+
+    def __init__(self, channels: int, config: MimiConfig):
+        super().__init__()
+        middle = channels // config.compress
+        self.conv1 = CausalConv1d(channels, middle, config.residual_kernel)
+        self.conv2 = CausalConv1d(middle, channels, 1)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return x + self.conv2(F.elu(self.conv1(F.elu(x), state)), state)
+
+
+class Block(nn.Module):
+    """An upsampling and a residual unit: [B, C, N] -> [B, C / 2, rate N]."""
+
+    def __init__(self, channels: int, rate: int, config: MimiConfig):
+        super().__init__()
+        self.up = CausalConvTranspose1d(channels, channels // 2, 2 * rate, rate)
+        self.residual = Residual(channels // 2, config)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return self.residual(self.up(F.elu(x), state), state)
+
+
+class Decoder(nn.Module):
+    """Decodes codes to samples, in the dtype of its weights. Call `prepare` once after loading them."""
+
+    def __init__(self, config: MimiConfig):
+        super().__init__()
+        self.config = config
+        hidden, filters = config.hidden, config.filters
+        rates = config.strides[::-1]
+        self.quantizer = SplitVQ(
+            config.codebooks, config.used, config.codebook_size, config.codebook_dim, hidden
+        )
+        self.upsample = CausalConvTranspose1d(
+            hidden, hidden, 2 * RESAMPLE, RESAMPLE, groups=hidden, bias=False
+        )
+        norm = partial(nn.LayerNorm, hidden, config.eps)
+        sizes = hidden, config.heads, config.head_dim, config.window
+        mlps = (GeluMLP(hidden, config.inner) for _ in range(config.layers))
+        self.layers = nn.ModuleList(WindowLayer(*sizes, norm, mlp) for mlp in mlps)
+        widest = filters << len(rates)
+        self.stem = CausalConv1d(hidden, widest, config.kernel)
+        self.blocks = nn.ModuleList(Block(widest >> i, rate, config) for i, rate in enumerate(rates))
+        self.tail = CausalConv1d(filters, 1, config.last_kernel)
+        self.layout = StateLayout(self)
+
+    @property
+    def state_size(self) -> int:
+        """Number of values that one stream carries from call to call."""
+        return self.layout.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tail.weight.dtype
+
+    def prepare(self) -> None:
+        """Precompute the tensors that depend only on the weights."""
+        self.quantizer.prepare()
+
+    def forward(self, codes: Tensor, rows: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode codes [B, F, K] int64. Return samples [B, F * frame_samples] and the next rows.
+
+        rows [B, state_size]: the streams' states, zeros for a new stream. start [B]: frames decoded in
+        earlier calls. count [B]: how many of the F frames are valid (0 to F); ignore the samples of the
+        others. Codes that the codec does not have, which the LM can draw, become its last one.
+        """
+        state = CodecState(self.layout, rows, codes.shape[1], count)
+        x = self.quantizer.decode(codes.clamp(max=self.config.codebook_size - 1))
+        x = self._transform(self.upsample(x, state).mT, RESAMPLE * start, state).mT
+        x = self.stem(x, state)
+        for block in self.blocks:
+            x = block(x, state)
+        return self.tail(F.elu(x), state).squeeze(1), state.next()
+
+    def _transform(self, x: Tensor, start: Tensor, state: CodecState) -> Tensor:
+        """x [B, N, D], at positions from `start` [B] of the stream -> [B, N, D]"""
+        c = self.config
+        at = start[:, None] + torch.arange(x.shape[1], device=x.device)
+        cos, sin = rope_table(at, c.head_dim, c.rope_theta, x.dtype)  # [B, N, dim]
+        seen = window_mask(start, x.shape[1], c.window)[:, None]  # [B, 1, N, window - 1 + N]
+        for layer in self.layers:
+            x = layer(x, cos[:, :, None], sin[:, :, None], seen, state)
+        return x
