@@ -24,6 +24,8 @@ CHILDREN = {"engine": "serving.engine.engine_process", "http": "serving.http.app
 class Target:
     """A server that runs while the context is active. `said` is its output on stderr so far."""
 
+    start_s = START_S
+
     def __init__(self, models: str, directory: Path, *options: str, **env: str):
         self.models, self.directory, self.options = models.split(), directory, options
         self.env = {"OMP_NUM_THREADS": "1", **os.environ, "ZOO_CACHE_DIR": str(directory / "cache"), **env}
@@ -36,7 +38,7 @@ class Target:
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
-        until(lambda: "ready on" in self.said or self.process.poll() is not None, START_S)
+        until(lambda: "ready on" in self.said or self.process.poll() is not None, self.start_s)
         assert self.process.poll() is None, self.said
         match = re.search(r"ready on (http[^\s\"]+)", self.said)
         assert match is not None, self.said
