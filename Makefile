@@ -36,7 +36,7 @@ rehearse: $(VENV)/.installed
 	$(BIN)/python -m pytest -m rehearse -n auto --maxprocesses 4 --dist loadgroup
 
 voice: $(VENV)/.installed
-	$(BIN)/python -m examples.train_a_voice all voice
+	$(BIN)/python -m train_a_voice all voice
 
 fixtures: $(VENV)/.installed
 	tests/parity/remake.sh $(VENV)

@@ -129,7 +129,7 @@ def gated(name: str, rows: int, inner: int, width: int, compare: Callable[..., N
 
 
 def gap(operator: Callable[..., Any], *arguments: Any) -> float:
-    from zoo.nn import kernels
+    from zoo import kernels
 
     with torch.inference_mode():
         found = operator(*arguments)
@@ -204,7 +204,8 @@ def growing(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[An
 
 def draws_apart(width: int) -> int:
     """Return how many of 256 rows draw another value. A sum close to the edge may round differently."""
-    from zoo.nn import kernels, sampling
+    from zoo import kernels
+    from zoo.nn import sampling
 
     seed, step = torch.arange(512, device=DEVICE).view(2, -1)
     logits, noise = 3 * random(256, width), sampling.gumbel(seed, step, range(1), width)[:, 0]

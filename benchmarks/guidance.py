@@ -28,27 +28,15 @@ from torch import Tensor, nn
 from compile_cache.strategy import Strategy
 from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.engine import Audio, Engine
-from zoo.contract import (
-    KV,
-    Batch,
-    Family,
-    Lane,
-    Option,
-    Prompt,
-    Request,
-    Spec,
-    State,
-    View,
-    Window,
-    frame_cap,
-)
+from zoo.check import check
+from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window, frame_cap
 from zoo.nn.attention import Paged, attend
 from zoo.nn.guidance import merge
 from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
-from zoo.request import check
+from zoo.request import Option, Request
 
 HEAD_DIM, KV_HEADS, BOOKS, CODES = 64, 4, 4, 1024
 TEXT, NULL = 120, (0,) * 100  # bytes of a request's text; what the second lane reads instead

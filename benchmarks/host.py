@@ -23,7 +23,8 @@ from torch import Tensor
 import zoo
 from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine
-from zoo.contract import Family, Request, State
+from zoo.contract import Family, State
+from zoo.request import Request
 
 SETTLED = 40  # steps before the clock starts: prompts, first audio
 

@@ -20,8 +20,8 @@ from torch import nn
 
 import zoo
 from serving.tools.requests import first_request
+from zoo import kernels
 from zoo.contract import Family, View
-from zoo.nn import kernels
 from zoo.nn.packed import pack
 
 

@@ -23,7 +23,8 @@ from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN
 from serving.engine.schedule.policy import Streaming
 from serving.engine.schedule.snapshot import Snapshot
 from serving.tools.simulate import Cost, Simulation, Voice, poisson
-from zoo.contract import Request, Window
+from zoo.contract import Window
+from zoo.request import Request
 
 COSY = Window((25, 50, 100), lookahead=3, grid=25, hold_samples=160)
 

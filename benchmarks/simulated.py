@@ -46,7 +46,8 @@ from serving.engine.schedule.policy import Fifo, Streaming
 from serving.tools.load.plan import SENTENCES
 from serving.tools.load.plan import poisson as arrivals_of
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, poisson
-from zoo.contract import Family, Request
+from zoo.contract import Family
+from zoo.request import Request
 
 SETTINGS: dict[str, Any] = {"max_slots": 8, "max_ttfa_s": 1.0}
 TEXT = "Good morning, everybody who is here today."

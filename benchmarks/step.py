@@ -48,7 +48,7 @@ def measure(directory: str, dtype: str, batches: list[int], how: str) -> dict:
     from serving.engine.device.runner import Runner
     from serving.engine.device.warmup import warm_step
     from serving.tools.requests import first_request
-    from zoo.nn import kernels
+    from zoo import kernels
     from zoo.nn.linear import SwiGLU
     from zoo.nn.packed import pack
 

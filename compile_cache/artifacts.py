@@ -16,7 +16,6 @@ a temporary copy.
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import json
 import os
@@ -35,6 +34,7 @@ from torch import nn
 
 from compile_cache import choices
 from compile_cache.ownership import make_levels, seal, stranger, stranger_above
+from compile_cache.source import meaning
 
 MANIFEST = "manifest.json"
 LIBRARIES = (".so", ".o", ".gch", ".pch")
@@ -257,18 +257,6 @@ def digest(model: nn.Module, facts: object, code: Iterable[Path]) -> str:
 
 def _is_setting(value: object) -> bool:
     return all(map(_is_setting, value)) if isinstance(value, tuple) else isinstance(value, SETTINGS)
-
-
-def meaning(source: bytes) -> bytes:
-    """Return a Python file without what compiled code ignores: comments, docstrings and line breaks."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            node.body[0] = ast.Pass()
-    return ast.dump(tree).encode()
 
 
 def _hash(*parts: bytes) -> str:

@@ -40,7 +40,7 @@ COPIED = {
     "CONTRIBUTING.md": "generated/contributing.md",
     "benchmarks/LOG.md": "generated/log.md",
     "examples/README.md": "generated/examples.md",
-    "examples/train_a_voice/README.md": "generated/train_a_voice.md",
+    "train_a_voice/README.md": "generated/train_a_voice.md",
     "tests/parity/README.md": "generated/parity.md",
     "zoo/small_voice/README.md": "generated/small_voice.md",
 }

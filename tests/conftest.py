@@ -14,6 +14,6 @@ import pytest
 @pytest.fixture(autouse=True)
 def _plain_operators(monkeypatch):
     """Run each test on the operators as written in torch, unless it builds the kernels itself."""
-    from zoo.nn import kernels
+    from zoo.kernels import cpu
 
-    monkeypatch.setattr(kernels, "_library", None)
+    monkeypatch.setattr(cpu, "_library", None)

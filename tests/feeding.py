@@ -8,7 +8,8 @@ import numpy as np
 from models import Clock, Listener
 
 from serving.engine.engine import Engine
-from zoo.contract import Family, Request
+from zoo.contract import Family
+from zoo.request import Request
 
 # name -> (step, number of tokens that arrive after it); the end of the text arrives with the last tokens
 PORTIONS: dict[str, list[tuple[int, int]]] = {

@@ -19,10 +19,11 @@ import torch
 
 import zoo
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Text
-from zoo.contract import AudioClip, Family, Option, Reference, Request, Spec, Speech
+from zoo import kernels
+from zoo.check import check
+from zoo.contract import Family, Spec, Speech
 from zoo.loop import speak_pass
-from zoo.nn import kernels
-from zoo.request import SAMPLING, check
+from zoo.request import SAMPLING, AudioClip, Option, Reference, Request
 
 
 def toys() -> dict[str, Callable[[], Family[Any]]]:

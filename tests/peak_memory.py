@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zoo.nn.checkpoint import load
+from zoo.checkpoint.loading import load
 
 NUM_SHARDS, NUM_TENSORS, ROWS = 4, 4, 2048  # 64 MB a shard, 16 MB a tensor
 

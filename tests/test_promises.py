@@ -24,7 +24,8 @@ from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine, Failed, Finished
 from serving.engine.job import NO_AUDIO
 from serving.engine.schedule.policy import Streaming
-from zoo.contract import Family, Request, State, View, Window
+from zoo.contract import Family, State, View, Window
+from zoo.request import Request
 
 every_family = pytest.mark.parametrize("name", NAMES)
 # These promises concern the engine more than the family, so the toys are enough for quick runs.

@@ -16,21 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from compile_cache.strategy import Strategy
-from zoo.contract import (
-    KV,
-    Batch,
-    Family,
-    Lane,
-    Option,
-    Prompt,
-    Request,
-    Said,
-    Spec,
-    State,
-    View,
-    Window,
-    frame_cap,
-)
+from zoo.check import check
+from zoo.contract import KV, Batch, Family, Lane, Prompt, Said, Spec, State, View, Window, frame_cap
 from zoo.nn.attention import Paged, attend
 from zoo.nn.guidance import merge
 from zoo.nn.keys import prefix_key
@@ -38,7 +25,7 @@ from zoo.nn.linear import FusedLinear
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
-from zoo.request import check, sampling_options
+from zoo.request import Option, Request, sampling_options
 
 CODES, END = 32, 0
 HEADS, WIDTH = 4, 16

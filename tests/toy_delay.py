@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from toy import CODES, END, WIDTH, Guided, ToyState
 
-from zoo.contract import Prompt, Request, Spec
+from zoo.contract import Prompt, Spec
 from zoo.nn.guidance import merge
 from zoo.nn.sampling import draw, gumbel
+from zoo.request import Request
 
 BOOKS = 3
 BEGIN = CODES  # the input of a codebook before its first frame

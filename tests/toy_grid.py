@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from toy import CODES, FRAME_SAMPLES, TURN, Toy, ToyState
 
-from zoo.contract import Option, Prompt, Request, RequestError, View, Window, frame_cap
+from zoo.check import check
+from zoo.contract import Prompt, View, Window, frame_cap
 from zoo.nn.keys import prefix_key
-from zoo.request import check
+from zoo.request import Option, Request, RequestError
 
 HEAD, MAX_TRAILING, SILENCE = 20, 64, 0
 GRID, AHEAD, LEFT, HOLD = 5, 3, 2, 6

@@ -36,6 +36,8 @@ __all__ = [
     "load",
 ]
 DTYPES = ("float32", "bfloat16")
+# the subpackages that are not families; some import torch
+ROOMS = frozenset({"checkpoint", "contract", "kernels", "nn", "text", "voices"})
 # a small checkpoint that comes with the package and speaks English
 SMALL_VOICE = Path(__file__).parent / "small_voice"
 
@@ -51,8 +53,9 @@ def __getattr__(name: str) -> Any:
 
 
 def families() -> dict[str, FamilyFolder]:
-    """Return the families: all subpackages except `nn`."""
-    names = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg and module.name != "nn"]
+    """Return the families: all subpackages except ROOMS."""
+    names = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
+    names = [name for name in names if name not in ROOMS]
     return {name: cast("FamilyFolder", importlib.import_module(f"zoo.{name}")) for name in names}
 
 
@@ -62,8 +65,8 @@ def find(model: str | Path) -> tuple[FamilyFolder, Path]:
     model: a directory, which never needs the network, or ORG/NAME or ORG/NAME@REVISION, which `zoo.hub`
     fetches. Both may be followed by +ADAPTER, a directory.
     """
+    from zoo.checkpoint.json_files import read_config
     from zoo.hub import local_directory, split_adapter
-    from zoo.nn.json_files import read_config
 
     path = local_directory(split_adapter(model)[0])
     known = families()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.contract import Batch, Family, Prompt, Request, RequestError, Speech, View, following
-from zoo.nn import kernels
+from zoo import kernels
+from zoo.contract import Batch, Family, Prompt, Speech, View, following
+from zoo.request import Request, RequestError
 
 PAGE_TOKENS = 16
 

@@ -1,4 +1,4 @@
-"""Requests, the options of a model, and `check`, which refuses everything that a model does not take.
+"""Requests and the options of a model, as data. `zoo.check` refuses what a model does not take.
 
 This module does not import torch, so every surface can use the same options: HTTP, the shell, `zoo inspect`
 and the OpenAPI page.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from zoo.contract import Spec
 
 Value = bool | int | float | str
 KINDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -251,144 +248,5 @@ def sampling_options(
     return (*options, Option("repetition_penalty", float, penalty, repetition_penalty, (0.5, 2)))
 
 
-def check(request: Request, spec: Spec) -> dict[str, Any]:
-    """Return the value of each of the model's options: the request's, or else the default.
-
-    Raises RequestError for anything that the model does not take; the message says what it takes.
-    """
-    name = spec.name or f"{spec.family} {spec.variant}"
-    if not request.text.strip(BLANK):
-        raise RequestError("text", "text is empty")
-    is_mixed = bool(shares(request, spec))
-    if not is_mixed:
-        _check_voice(request, spec, name)
-    _check_language(request, spec, name)
-    _check_instructions(request, spec, name)
-    if not is_mixed:
-        _check_references(request, spec, name)
-    if request.turns and not spec.listens:
-        raise RequestError("turns", f"{name} takes no turns: it does not listen to conversations")
-    if request.conversation is not None and not spec.shares_turns:
-        raise RequestError("conversation", f"{name} takes no conversation: its requests are independent")
-    if request.is_open and not spec.feeds:
-        raise RequestError("is_open", f"{name} takes no text while it speaks: give all of it at once")
-    return _options(request, spec, name)
-
-
-def shares(request: Request, spec: Spec) -> tuple[Share, ...]:
-    """Return the voices that a request mixes, as in "vivian(2)+ryan(1)", or () without a mix. Raises
-    RequestError for a malformed mix and for one that the model cannot make.
-    """
-    voice = request.voice
-    voices = {name.lower(): name for name in spec.voices}
-    if voice is None or not is_mix(voice) or voice.lower() in voices:
-        return ()
-    name = spec.name or f"{spec.family} {spec.variant}"
-    if not spec.mixes:
-        reason = "it has no speaker vectors to add up; give one voice"
-        raise RequestError("voice", f"{name} cannot mix voices, and {voice!r} is a mix: {reason}")
-    parts = [(part.lower(), weight) for part, weight in parts_of(voice)]
-    names = [part for part, _ in parts]
-    given = {(reference.name or "").lower(): reference for reference in request.references}
-    for part in names:
-        if part not in voices and part not in given:
-            possible = _listed([*spec.voices, *filter(None, given)]) or "none"
-            raise RequestError("voice", f"{name} has no voice {part!r} to mix; it has: {possible}")
-    for part, reference in given.items():
-        if part not in names:
-            raise RequestError(
-                "references", "a mix of voices and another reference are both given; leave one out"
-            )
-        _check_is_sound_alone(part, reference, request, spec)
-    total = sum(weight for _, weight in parts)
-    return tuple(Share(part, weight / total, given.get(part)) for part, weight in parts)
-
-
-def _check_is_sound_alone(part: str, reference: Reference, request: Request, spec: Spec) -> None:
-    """Raise RequestError for a reference that cannot be mixed: with a transcript, the model reads the
-    recording itself."""
-    if not (reference.transcript or "").strip(BLANK) or request.options.get(SOUND_ONLY) is True:
-        return
-    has_option = any(option.name == SOUND_ONLY for option in spec.options)
-    instead = f", or set {SOUND_ONLY}" if has_option else ""
-    raise RequestError(
-        "voice",
-        f"voice {part!r} has a transcript, and only the sound of a voice can be mixed: use one without a transcript{instead}",
-    )
-
-
 # White space and invisible characters: NUL, zero-width characters, byte order marks
 BLANK = " \t\n\r\v\f\0\u00a0\u00ad\u180e\u200b\u200c\u200d\u200e\u200f\u2028\u2029\u2060\u3000\ufeff"
-
-
-def _options(request: Request, spec: Spec, name: str) -> dict[str, Any]:
-    known = {option.name: option for option in spec.options}
-    given = {
-        param: value for param in SAMPLING if (value := getattr(request, param)) is not None
-    } | request.options
-    for param in given:
-        if param not in known:
-            takes = ", ".join(known) or "no options"
-            raise RequestError(param, f"{name} takes no {param}{_hint(spec, param)}; it takes: {takes}")
-    defaults = {option.name: option.default for option in spec.options}
-    return defaults | {param: known[param].read(value) for param, value in given.items()}
-
-
-def _check_voice(request: Request, spec: Spec, name: str) -> None:
-    voices = {voice.lower() for voice in spec.voices}
-    if request.voice is None:
-        if len(voices) > 1 and not request.references:
-            raise RequestError("voice", f"a voice is needed; {name} has: {_listed(spec.voices)}")
-    elif not voices:
-        raise RequestError(
-            "voice", f"{name} has no voice {request.voice!r}; it has no named voices{_hint(spec, 'voice')}"
-        )
-    elif request.voice.lower() not in voices:
-        raise RequestError(
-            "voice",
-            f"{name} has no voice {request.voice!r}; it has: {_listed(spec.voices)}{_hint(spec, 'voice')}",
-        )
-
-
-def _check_language(request: Request, spec: Spec, name: str) -> None:
-    language = (request.language or "auto").lower()
-    if language not in (spec.languages or ("auto",)):
-        possible = _listed(spec.languages) if spec.languages else "auto"
-        raise RequestError(
-            "language",
-            f"{name} has no language {request.language!r}; possible: {possible}{_hint(spec, 'language')}",
-        )
-
-
-def _check_instructions(request: Request, spec: Spec, name: str) -> None:
-    is_given = bool((request.instructions or "").strip(BLANK))
-    if is_given and not {"instruct", "design"} & set(spec.modes):
-        raise RequestError("instructions", f"{name} takes no instructions{_hint(spec, 'instructions')}")
-    if not is_given and spec.modes == ("design",):
-        raise RequestError(
-            "instructions", f"instructions are needed: {name} makes a voice from a description of it"
-        )
-
-
-def _check_references(request: Request, spec: Spec, name: str) -> None:
-    num = len(request.references)
-    if num and spec.reference_s is None:
-        raise RequestError("references", f"{name} takes no reference{_hint(spec, 'references')}")
-    if num > spec.max_references:
-        raise RequestError(
-            "references", f"{num} references are given; {name} takes up to {spec.max_references}"
-        )
-    if spec.needs_transcript and not all(
-        (given.transcript or "").strip(BLANK) for given in request.references
-    ):
-        raise RequestError("transcript", f"a transcript is needed: {name} reads the words of each reference")
-    if not num and spec.modes == ("clone",):
-        raise RequestError("references", f"a reference is needed: {name} clones the voice of a recording")
-
-
-def _hint(spec: Spec, param: str) -> str:
-    return f": {spec.hints[param]}" if param in spec.hints else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

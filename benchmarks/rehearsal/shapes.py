@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zoo
-from zoo.nn import checkpoint, synthetic
+from zoo.checkpoint import loading, synthetic
 
 
 def write(family: str, size: str, path: Path) -> Path:
@@ -116,6 +116,6 @@ def load(path: Path, mode: FakeTensorMode, dtype: str = "bfloat16") -> zoo.Famil
         unset_fake_temporarily(),
         _FakeDevice(mode),
         torch.inference_mode(False),  # in inference mode no parameter can be made from a fake tensor
-        mock.patch.object(checkpoint, "_fill", lambda *args: None),
+        mock.patch.object(loading, "_fill", lambda *args: None),
     ):
         return zoo.load(path, device="cuda", dtype=dtype)

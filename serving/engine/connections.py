@@ -19,8 +19,8 @@ from serving.engine.intake import Full
 from serving.engine.job import QueuedRequest
 from serving.engine.wire import request_of
 from zoo.contract import Family
-from zoo.open_text import OpenText
 from zoo.request import RequestError
+from zoo.text.open_text import OpenText
 
 # By a failure's code. 422: the request was understood, and asking for it again would end the same way.
 STATUS = {"no_audio": 422, "engine_stopped": 503, "stalled": 408}

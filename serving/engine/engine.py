@@ -48,7 +48,8 @@ from serving.engine.schedule.policy import Policy
 from serving.engine.schedule.rounds import Rounds
 from serving.engine.stats import model_stats
 from serving.protocol import Listener
-from zoo.contract import Family, Prompt, Request, RequestError
+from zoo.contract import Family, Prompt
+from zoo.request import Request, RequestError
 
 __all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "QueuedRequest", "Spoken", "Text"]
 

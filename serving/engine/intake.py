@@ -18,7 +18,8 @@ from serving.engine.memory.pages import Pages
 from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import MAX_RETRY_S, MIN_RETRY_S
 from serving.protocol import Listener
-from zoo.contract import Prompt, Request, RequestError
+from zoo.contract import Prompt
+from zoo.request import Request, RequestError
 
 
 class Full(Exception):

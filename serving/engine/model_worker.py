@@ -37,8 +37,9 @@ from serving.engine.schedule.numbers import (
 from serving.engine.schedule.policy import Policy
 from serving.engine.schedule.scheduler import Scheduler
 from serving.engine.tenants import Tenants
-from zoo.contract import Family, Prompt, RequestError
-from zoo.text import odd_length
+from zoo.contract import Family, Prompt
+from zoo.request import RequestError
+from zoo.text.pieces import odd_length
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The store of uploaded voices on disk. Each voice has a directory with its sample and metadata.
 
     VOICES/anna/voice.safetensors            the upload
-    VOICES/anna/FAMILY-*.safetensors         outputs of a model's encoder (zoo/encoded_files.py)
+    VOICES/anna/FAMILY-*.safetensors         outputs of a model's encoder (zoo/voices/encoded_files.py)
 
 voice.safetensors has one tensor, `samples` [N] F32: the decoded upload, mono. Its metadata is text:
 `format` (FORMAT), `version`, `name`, `created_at` (seconds since 1970), `sample_rate_hz`, and `ref_text`

@@ -36,7 +36,7 @@ from serving.audio.speed import MAX_SPEED, MIN_SPEED
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full, Text
 from serving.engine.wire import reference_of
 from serving.protocol import AudioClip, Reference
-from zoo.contract import Request
+from zoo.request import Request
 
 RESULTS = "results.jsonl"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")

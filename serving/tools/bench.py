@@ -36,8 +36,9 @@ from serving.engine.engine import Audio, Engine, Event, Failed, Text
 from serving.engine.schedule.policy import Policy
 from serving.tools import reference
 from serving.tools.requests import first_request
-from zoo.contract import Family, Request, View
+from zoo.contract import Family, View
 from zoo.nn.packed import PackedLinear, can_be_packed
+from zoo.request import Request
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."
 T = TypeVar("T")

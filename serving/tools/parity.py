@@ -26,9 +26,10 @@ from serving.engine.model_worker import ModelWorker
 from serving.protocol import Listener
 from serving.tools import reference
 from serving.tools.requests import every_request
-from zoo.contract import Family, Prompt, Request, State, View
+from zoo import kernels
+from zoo.contract import Family, Prompt, State, View
 from zoo.loop import SoloBatches
-from zoo.nn import kernels
+from zoo.request import Request
 
 SAME = 1e-3  # samples that differ by at most this much count as equal
 QUIET = 1e-20  # least energy of a signal, so that silence has a level in dB too

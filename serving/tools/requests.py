@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.contract import Family, Option, Prompt
-from zoo.request import AudioClip, Reference, Request, RequestError
+from zoo.contract import Family, Prompt
+from zoo.request import AudioClip, Option, Reference, Request, RequestError
 
 TEXT = "Good morning. The train to the north leaves at a quarter to eight."
 TRANSCRIPT = "It hums and hums."

@@ -21,7 +21,8 @@ from serving.engine.device.arena import Arena
 from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.streams import Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
-from zoo.contract import KV, Batch, Family, Lane, Prompt, Request, Spec, State, View, Window
+from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window
+from zoo.request import Request
 
 RATE_HZ = 1000  # of simulated samples: a frame of any length has whole ones
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from compile_cache import store
-from compile_cache.artifacts import MANIFEST, meaning, opened
+from compile_cache.artifacts import MANIFEST, opened
+from compile_cache.source import meaning
 
 
 def make(place: Path, content: bytes = b"machine code") -> bool:

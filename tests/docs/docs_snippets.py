@@ -42,7 +42,7 @@ class Snippet:
 
 def pages():
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    for pattern in ("docs/*.md", "zoo/*/README.md", "examples/**/README.md"):
+    for pattern in ("docs/*.md", "zoo/*/README.md", "examples/README.md", "train_a_voice/README.md"):
         found += sorted(ROOT.glob(pattern))
     return found
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import zoo
-from zoo.contract import AudioClip, Reference, Request
 from zoo.qwen3_tts import model
+from zoo.request import AudioClip, Reference, Request
 
 CLOSE = {"rtol": 0, "atol": 1e-4}
 FIELDS = frozenset(field.name for field in fields_of(Request))

@@ -11,7 +11,7 @@ site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib
 environment() {
     local venv=.venv-parity-$1
     "$base/bin/python" -m venv "$venv"
-    printf '%s\n' "$(site "$base")" "$PWD" >"$(site "$venv")/base.pth"  # $PWD: some reference.py use zoo
+    printf '%s\n' "$(site "$base")" "$PWD" >"$(site "$venv")/base.pth"  # $PWD: every reference.py uses zoo
     "$venv/bin/python" -m pip install --quiet --no-deps "${@:2}"
 }
 

@@ -26,11 +26,11 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zoo.checkpoint import loading, onnx_file, synthetic
 from zoo.cosyvoice2 import demo, reference, weights
 from zoo.cosyvoice2.campplus import CamPlus
 from zoo.cosyvoice2.config import Config
 from zoo.cosyvoice2.reference import CAMPPlus, greedy, greedy_ids, make_tokenizer, prompt_mel
-from zoo.nn import checkpoint, onnx_file, synthetic
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "cosyvoice2"
@@ -333,7 +333,7 @@ def check_exported_speaker(directory: Path) -> None:
     print(len(onnx_file.initializers(path)), "initializers")
     with torch.device("meta"):
         ours = CamPlus()
-    checkpoint.load_file(
+    loading.load_file(
         ours, weights.campplus(), weights.open_speaker(path.parent), torch.device("cpu"), torch.float32
     )
     difference = (ours(features) - model(features)).abs().max() / model(features).abs().max()

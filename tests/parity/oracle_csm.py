@@ -32,7 +32,7 @@ VERSIONS = {name: importlib.metadata.version(name) for name in PACKAGES}
 STORY = "The quick brown fox jumps over the lazy dog."
 STRIDE = 7  # of the stored samples
 CLIP_SAMPLES = 19_200  # ten frames
-# Requests in the fields of zoo.contract.Request. `references`: samples of the one clip, transcript, speaker.
+# Requests in the fields of zoo.request.Request. `references`: samples of the one clip, transcript, speaker.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 16},
     "speaker": {"text": STORY, "max_frames": 6, "speaker": 12},

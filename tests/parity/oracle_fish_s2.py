@@ -38,7 +38,7 @@ LM_SHA256 = "7080b1c9b5d5e95589a1efa18db19616170d7e35664e2e4e7f744bbf7180adad"
 STORY = "The quick brown fox jumps over the lazy dog."
 CHINESE = "今天天气很好。"
 TURNS = "<|speaker:0|>Good morning, [laughing] everybody! <|speaker:1|> It's 7:45.\n<|speaker:0|>" + STORY * 3
-# Requests as fields of zoo.contract.Request. `references` are transcripts and lengths of the one clip in
+# Requests as fields of zoo.request.Request. `references` are transcripts and lengths of the one clip in
 # samples.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 40},

@@ -56,7 +56,7 @@ VERSIONS = {
 STORY = "The quick brown fox jumps over the lazy dog."
 TAGGED = "<|emotion:awe|>Look at this! <|sfx:laughter|>Haha<|prosody:pause|> It's 7:45."
 CHINESE = "今天天气很好。"
-# Requests as fields of zoo.contract.Request. `reference` is the one clip; `ends` forces the end of codebook 0
+# Requests as fields of zoo.request.Request. `reference` is the one clip; `ends` forces the end of codebook 0
 # at that step.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"text": STORY, "max_frames": 40},

@@ -32,7 +32,7 @@ VERSIONS = {name: importlib.metadata.version(name) for name in PACKAGES}
 STORY = "The quick brown fox jumps over the lazy dog."
 TRANSCRIPT = "It hums and hums."
 CLIP_SAMPLES = 24_000
-# Requests in the fields of zoo.contract.Request; `reference` is a transcript of the one clip.
+# Requests in the fields of zoo.request.Request; `reference` is a transcript of the one clip.
 CASES: dict[str, dict[str, Any]] = {
     "voice": {"text": STORY, "voice": "tara", "max_frames": 12},
     "no_voice": {"text": " It's 7:45, 12345 of them!\n\n", "voice": "default", "max_frames": 8},

@@ -53,7 +53,7 @@ VERSIONS = {
     for name in ("qwen-tts", "transformers", "tokenizers", "torch", "numpy")
 }
 
-# Requests as fields and options of zoo.contract.Request, all greedy. The reference counts the token that ends
+# Requests as fields and options of zoo.request.Request, all greedy. The reference counts the token that ends
 # the prefill, so its max_new_tokens is max_frames + 1. The cases cover both text modes, both kinds of size,
 # texts of one and of many tokens, and stops by the model and by the cap.
 STORY = "The quick brown fox jumps over the lazy dog, and then the other fox says hello to the world."

@@ -49,7 +49,7 @@ from voxcpm.modules.locdit.local_dit_v2 import SinusoidalPosEmb  # noqa: E402
 from voxcpm.modules.minicpm4 import MiniCPM4Config  # noqa: E402
 from voxcpm.modules.minicpm4.model import MiniCPMLongRoPE  # noqa: E402
 
-from zoo.nn import synthetic  # noqa: E402
+from zoo.checkpoint import synthetic  # noqa: E402
 from zoo.voxcpm2 import demo  # noqa: E402
 
 HERE = Path(__file__).parent

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zoo.nn.checkpoint import load
-from zoo.nn.json_files import read_json
+from zoo.checkpoint.json_files import read_json
+from zoo.checkpoint.loading import load
 from zoo.qwen3_tts import weights
 from zoo.qwen3_tts.codec import Codec, DecoderConfig
 from zoo.qwen3_tts.demo import write

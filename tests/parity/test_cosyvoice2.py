@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zoo
-from zoo.contract import AudioClip, Request, View
+from zoo.checkpoint import synthetic
+from zoo.contract import View
 from zoo.cosyvoice2 import demo, weights
 from zoo.cosyvoice2.campplus import CamPlus
 from zoo.cosyvoice2.flow import FlowCache, fixed_noise
@@ -27,8 +28,8 @@ from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD
 from zoo.cosyvoice2.stretch import Stretch
 from zoo.cosyvoice2.vocoder import Place
 from zoo.cosyvoice2.voices import Voice
-from zoo.nn import synthetic
 from zoo.nn.conv import CodecState
+from zoo.request import AudioClip, Request
 
 HERE = Path(__file__).parent / "cosyvoice2"
 LM_CASES = sorted(path.stem for path in HERE.glob("lm_*.json"))

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from zoo.contract import AudioClip, Reference, Request
+from zoo.checkpoint.loading import Shape, published
 from zoo.csm import build, demo, model, survey, weights
 from zoo.csm.layouts import Checkpoint
-from zoo.nn.checkpoint import Shape, published
+from zoo.request import AudioClip, Reference, Request
 
 HERE = Path(__file__).parent / "csm"
 MANIFESTS = HERE.parent.parent / "manifests"

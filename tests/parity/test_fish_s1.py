@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from zoo.contract import AudioClip, Reference, Request
 from zoo.fish_s2.s1 import OpenAudioS1
 from zoo.fish_s2.sampling import keep_likely
 from zoo.nn.sampling import penalise
+from zoo.request import AudioClip, Reference, Request
 
 HERE = Path(__file__).parent / "fish_s1"
 CASES = sorted(path.stem for path in HERE.glob("generate_*.json"))

@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from zoo.contract import AudioClip, Reference, Request
+from zoo.checkpoint.loading import published
 from zoo.fish_s2 import build, demo, sampling, weights
 from zoo.fish_s2.block import rope_table
 from zoo.fish_s2.config import Config
 from zoo.fish_s2.model import FishS2
 from zoo.fish_s2.prompt import passes
 from zoo.loop import SoloBatches
-from zoo.nn.checkpoint import published
+from zoo.request import AudioClip, Reference, Request
 
 HERE = Path(__file__).parent / "fish_s2"
 MANIFESTS = HERE.parent.parent / "manifests"

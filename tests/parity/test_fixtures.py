@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from zoo.nn.checkpoint import published
+from zoo.checkpoint.loading import published
 from zoo.qwen3_tts import build, claims, demo, describe, weights
 
 HERE = Path(__file__).parent

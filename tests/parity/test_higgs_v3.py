@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zoo
-from zoo.contract import AudioClip, Batch, Request
+from zoo.checkpoint.loading import published
+from zoo.contract import Batch
 from zoo.higgs_v3 import build, demo, describe, model, weights
 from zoo.higgs_v3.delay import DelayState
 from zoo.higgs_v3.prompt import TextTokenizer
-from zoo.nn.checkpoint import published
 from zoo.nn.rope import rope_table
 from zoo.nn.sampling import draw, keep_likely
+from zoo.request import AudioClip, Request
 
 HERE = Path(__file__).parent / "higgs_v3"
 MANIFEST = HERE.parent.parent / "manifests" / "higgs_v3.txt"

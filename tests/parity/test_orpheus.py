@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from zoo.contract import AudioClip, Request
-from zoo.nn.checkpoint import published, weight_normed
+from zoo.checkpoint.loading import published, weight_normed
 from zoo.orpheus import build, demo, describe, weights
+from zoo.request import AudioClip, Request
 
 HERE = Path(__file__).parent / "orpheus"
 MANIFESTS = HERE.parent.parent / "manifests"
@@ -135,7 +135,7 @@ def test_rotary_angles_are_those_of_transformers():
     from transformers import LlamaConfig as TheirConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from zoo.nn.config import ConfigBlock
+    from zoo.checkpoint.config import ConfigBlock
     from zoo.nn.llama import LlamaConfig, frequencies
 
     values = demo.CONFIGS["full"]["config.json"]

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zoo
-from zoo.contract import Batch, Request
-from zoo.nn.json_files import read_json
+from zoo.checkpoint.json_files import read_json
+from zoo.contract import Batch
 from zoo.nn.rope import rope_table, rotate
+from zoo.request import Request
 
 HERE = Path(__file__).parent / "qwen3_tts"
 CASES = sorted(path.stem for path in HERE.glob("generate_*.json"))

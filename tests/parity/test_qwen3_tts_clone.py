@@ -16,8 +16,8 @@ from models import family
 from safetensors.torch import load_file
 from torch import Tensor
 
-from zoo.contract import AudioClip, Request
 from zoo.nn.mel import slaney_filters
+from zoo.request import AudioClip, Request
 
 HERE = Path(__file__).parent / "qwen3_tts"
 CASES = sorted(path.stem for pattern in ("clone_*.json", "design*.json") for path in HERE.glob(pattern))

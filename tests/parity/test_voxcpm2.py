@@ -22,11 +22,11 @@ from torch import Tensor
 
 import zoo
 from zoo import AudioClip, Reference, Request
-from zoo.nn import synthetic
+from zoo.check import check
+from zoo.checkpoint import synthetic
+from zoo.checkpoint.loading import published, weight_normed
+from zoo.checkpoint.tensor_files import open_file
 from zoo.nn.cfm import euler_steps, guided, sinusoid, sway_times
-from zoo.nn.checkpoint import published, weight_normed
-from zoo.nn.tensor_files import open_file
-from zoo.request import check
 from zoo.voxcpm2 import build, demo, describe, weights
 from zoo.voxcpm2.block import LongRope
 from zoo.voxcpm2.model import VoxCPM2

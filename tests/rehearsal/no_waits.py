@@ -17,7 +17,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zoo.nn import kernels
+from zoo import kernels
 
 aten = torch.ops.aten
 # The host asks for a value.

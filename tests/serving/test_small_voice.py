@@ -8,8 +8,8 @@ from served import connected, serving
 from shell import ROOT
 
 import zoo
-from examples.train_a_voice import judge
-from examples.train_a_voice.features import FRAME, RATE_HZ
+from train_a_voice import judge
+from train_a_voice.features import FRAME, RATE_HZ
 
 TEXTS = [
     "The old man told the children a story about the sea.",

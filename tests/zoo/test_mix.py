@@ -8,6 +8,7 @@ import torch
 from models import directory, family
 
 import zoo
+from zoo.check import shares
 from zoo.request import (
     AudioClip,
     Reference,
@@ -16,7 +17,6 @@ from zoo.request import (
     is_mix,
     names_in,
     parts_of,
-    shares,
     with_own_names,
 )
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from toy import Toy
 
-from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn, check, sampling_options
+from zoo.check import check
+from zoo.request import AudioClip, Option, Reference, Request, RequestError, Turn, sampling_options
 
 SCALE = Option("scale", float, "how far", 2.0, (0, 10))
 STEPS = Option("steps", int, "how many", 4, (1, 9))

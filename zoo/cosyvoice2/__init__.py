@@ -34,6 +34,7 @@ def load(
     """
     import torch
 
+    from zoo.checkpoint import loading
     from zoo.cosyvoice2 import weights
     from zoo.cosyvoice2.campplus import CamPlus
     from zoo.cosyvoice2.clone import Cloner
@@ -42,7 +43,6 @@ def load(
     from zoo.cosyvoice2.prompt import PromptWriter
     from zoo.cosyvoice2.s3_tokenizer import S3Tokenizer
     from zoo.cosyvoice2.voices import read_voices
-    from zoo.nn import checkpoint
 
     if adapter is not None:
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
@@ -50,7 +50,7 @@ def load(
     writer = PromptWriter(config.lm, directory / BLANK)
     lm, flow, vocoder = build(config)
     optional = frozenset([weights.TEXT_HEAD])
-    checkpoint.load(
+    loading.load(
         lm,
         weights.lm(config.lm),
         directory / weights.LM_FILE,
@@ -60,19 +60,19 @@ def load(
         optional=optional,
     )
     lm.text_head = None
-    checkpoint.load(flow, weights.flow(config.flow), directory / weights.FLOW_FILE, device, dtype)
+    loading.load(flow, weights.flow(config.flow), directory / weights.FLOW_FILE, device, dtype)
     file, prefix = weights.open_vocoder(directory)
     table = weights.vocoder(config.vocoder, prefix)
     is_weight_normed = weights.is_weight_normed
-    checkpoint.load_weight_normed(vocoder, table, file, device, is_weight_normed=is_weight_normed)
+    loading.load_weight_normed(vocoder, table, file, device, is_weight_normed=is_weight_normed)
     flow.prepare()
     vocoder.prepare()
 
     file, s3_config = weights.open_tokenizer(directory)
     with torch.device("meta"):
         tokenizer, speaker = S3Tokenizer(s3_config), CamPlus()
-    checkpoint.load_file(tokenizer, weights.s3_tokenizer(s3_config), file, device, torch.float32)
-    checkpoint.load_file(speaker, weights.campplus(), weights.open_speaker(directory), device, torch.float32)
+    loading.load_file(tokenizer, weights.s3_tokenizer(s3_config), file, device, torch.float32)
+    loading.load_file(speaker, weights.campplus(), weights.open_speaker(directory), device, torch.float32)
     voices = read_voices(directory, config, device)
     cloner = Cloner(tokenizer.eval(), speaker.eval(), device)
     return CosyVoice2(config, spec, lm, flow, vocoder, writer, voices, cloner).eval().requires_grad_(False)

@@ -19,11 +19,11 @@ from zoo.cosyvoice2.s3_tokenizer import RATE_HZ as SPEECH_HZ
 from zoo.cosyvoice2.s3_tokenizer import S3Tokenizer, WhisperMel
 from zoo.cosyvoice2.strategy import MEL_SAMPLES, TOKEN_FRAMES
 from zoo.cosyvoice2.voices import Voice
-from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.nn.mel import LogMel
 from zoo.nn.resample import Resample
-from zoo.references import References, content, mono
 from zoo.request import AudioClip
+from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.references import References, content, mono
 
 FAMILY = "cosyvoice2"
 REFERENCE_S = (0.2, 30.0)  # the reference accepts at most 30 s

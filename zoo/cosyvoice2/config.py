@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MEL_SAMPLES, TOKEN_FRAMES
-from zoo.nn.config import (
+from zoo.checkpoint.config import (
     EPS,
     HEAD_DIM,
     HEADS,
@@ -30,7 +29,8 @@ from zoo.nn.config import (
     WIDTH,
     ConfigBlock,
 )
-from zoo.nn.json_files import read_json
+from zoo.checkpoint.json_files import read_json
+from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MEL_SAMPLES, TOKEN_FRAMES
 
 YAML, LM_CONFIG = "cosyvoice2.yaml", "config.json"
 BLANK = "CosyVoice-BlankEN"  # the directory of the text tokenizer and of the language model's config

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from zoo.checkpoint import synthetic
+from zoo.checkpoint.synthetic import Rule
 from zoo.cosyvoice2.config import BLANK, LM_CONFIG, MELS, NUM_CODES, YAML, Config
 from zoo.cosyvoice2.s3_tokenizer import S3Config, S3Tokenizer
 from zoo.cosyvoice2.vocabulary import merges, vocabulary
 from zoo.cosyvoice2.voices import VOICES_FILE
-from zoo.nn import synthetic
-from zoo.nn.synthetic import Rule
 
 
 @dataclass(frozen=True)
@@ -228,9 +228,9 @@ def write(
 
     Raises ValueError for an unknown size or dtype, and for a directory that is not empty.
     """
+    from zoo.checkpoint.loading import published, weight_normed
     from zoo.cosyvoice2 import build, demo_onnx, weights
     from zoo.cosyvoice2.campplus import CamPlus
-    from zoo.nn.checkpoint import published, weight_normed
 
     synthetic.check_dtype(dtype)
     directory = write_texts(directory, size)

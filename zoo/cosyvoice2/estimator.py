@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.cosyvoice2.config import MELS, FlowConfig
 from zoo.cosyvoice2.stretch import Seen, may_follow_values
-from zoo.nn import kernels
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.linear import FusedLinear

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.contract import Batch, Family, Prompt, Request, RequestError, Spec, State, View, frame_cap
+from zoo.check import check, shares
+from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.cosyvoice2.clone import Cloner
 from zoo.cosyvoice2.config import FILL, MAX_RAS_WINDOW, MELS, Config, LMConfig
 from zoo.cosyvoice2.flow import PAST_TOKENS, Flow, FlowCache
@@ -64,8 +65,8 @@ from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
 from zoo.nn.sampling import gumbel, normal
-from zoo.references import References
-from zoo.request import Share, check, shares
+from zoo.request import Request, RequestError, Share
+from zoo.voices.references import References
 
 NEVER = 1 << 40  # a step that is never reached
 # The most codes that a CPU renders at once in the flow, and in the vocoder, whose signals are longer. With

@@ -39,11 +39,12 @@ import torchaudio
 import transformers
 from torch import Tensor
 
+from zoo.checkpoint import loading
 from zoo.cosyvoice2 import weights
 from zoo.cosyvoice2.campplus import CamPlus
 from zoo.cosyvoice2.config import BLANK, NUM_CODES, Config
 from zoo.cosyvoice2.prompt import BASE, END_OF_PROMPT, TAGS
-from zoo.nn import checkpoint
+from zoo.reference_script import answer, speed
 
 NAME = "cosyvoice-minicpmo 0.1.0"
 RATE_HZ, SPEECH_HZ, MELS = 24_000, 16_000, 80
@@ -255,7 +256,7 @@ def make_speaker(directory: Path) -> CAMPPlus:
     """
     model, ours = CAMPPlus(memory_efficient=False).eval(), CamPlus()
     table, cpu = weights.campplus(), torch.device("cpu")
-    checkpoint.load_file(ours, table, weights.open_speaker(directory), cpu, torch.float32)
+    loading.load_file(ours, table, weights.open_speaker(directory), cpu, torch.float32)
     values, state = dict(ours.named_parameters()) | dict(ours.named_buffers()), model.state_dict()
     for name, mine in table.items():
         owner, _, kind = name.rpartition(".")
@@ -392,23 +393,17 @@ def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) ->
     speak(4)
     began_s = time.perf_counter()
     samples = sum(speak(request["max_frames"]) for _ in range(rounds * streams))
-    wall_s, audio_s = time.perf_counter() - began_s, samples / RATE_HZ
-    speed = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
-    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | speed
+    return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)
 
 
 def main() -> None:
     order = json.loads(sys.argv[1])
     model = Model(Path(order["directory"]), getattr(torch, order.get("dtype", "float32")))
-    if "requests" in order:
-        noise, requests = torch.from_numpy(np.load(order["noise"])), order["requests"].items()
-        spoken: dict[str, Any] = {name: speak_from(model, request, noise) for name, request in requests}
-        np.savez(order["out"], **spoken)
-        print(json.dumps({"name": NAME}))
-        return
-    runs = [measure(model, order["request"], streams, order["rounds"]) for streams in order["streams"]]
-    facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps(facts | {"runs": runs}))
+
+    def speak(request: dict[str, Any]) -> np.ndarray:
+        return speak_from(model, request, torch.from_numpy(np.load(order["noise"])))
+
+    print(json.dumps(answer(order, NAME, speak, partial(measure, model))))
 
 
 if __name__ == "__main__":

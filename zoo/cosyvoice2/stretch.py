@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.cosyvoice2.strategy import GRID
-from zoo.nn import kernels
-from zoo.nn.operator import operator, written_in_regions
+from zoo.kernels.operator import operator, written_in_regions
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from zoo.nn.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
+from zoo.text.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
 
 PUBLISHED_WORDS = 151643
 NUM_MERGES = 240

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.cosyvoice2.config import MELS, RATE_HZ, VocoderConfig
 from zoo.cosyvoice2.strategy import MEL_SAMPLES
 from zoo.cosyvoice2.stretch import may_follow_values
-from zoo.nn import kernels
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.residual import ShortFilters
 from zoo.nn.snake import snake

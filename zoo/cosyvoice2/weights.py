@@ -1,4 +1,4 @@
-"""Tables from published tensor names to ours (see zoo.nn.checkpoint), and the files that hold the tensors."""
+"""Tables from published tensor names to ours (see zoo.checkpoint.loading), and the files that hold the tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zoo.nn.names import decoder_block, qkv
-from zoo.nn.tensor_files import TensorFile, open_file, open_onnx_parameters
+from zoo.checkpoint.names import decoder_block, qkv
+from zoo.checkpoint.tensor_files import TensorFile, open_file, open_onnx_parameters
 
 if TYPE_CHECKING:
     from zoo.cosyvoice2.config import FlowConfig, LMConfig, VocoderConfig

@@ -20,8 +20,8 @@ LICENCE = "Apache-2.0; the text tokenizer is Llama 3.2's. Mimi: CC-BY 4.0"
 def claims(path: Path) -> bool:
     """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
     read."""
+    from zoo.checkpoint.json_files import read_config
     from zoo.csm.config import MODEL
-    from zoo.nn.json_files import read_config
 
     return read_config(path).get("model_type") == MODEL
 
@@ -60,12 +60,12 @@ def describe(directory: Path) -> tuple[Config, Spec]:
     """Return Config and Spec. Only config.json is read. Raises ValueError."""
     import torch
 
+    from zoo.checkpoint.json_files import read_json
     from zoo.contract import KV, Spec
     from zoo.csm.clone import MAX_REFERENCES, REFERENCE_S
     from zoo.csm.config import Config
     from zoo.csm.prompt import HINTS, OPTIONS, PIECE_S, VOICE
     from zoo.csm.strategy import WINDOW
-    from zoo.nn.json_files import read_json
 
     config = Config.read(read_json(directory / "config.json"))
     stack = config.backbone

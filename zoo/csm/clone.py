@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.encoded_files import EncodedFiles, encoder_key
+from zoo.checkpoint.tensor_files import Header, open_file
 from zoo.nn.mimi import FIXED, MimiConfig
-from zoo.nn.tensor_files import Header, open_file
-from zoo.references import References, content, mono
 from zoo.request import AudioClip, RequestError
+from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.references import References, content, mono
 
 FAMILY = "csm"
 REFERENCE_S = (0.1, 120.0)  # the model has positions for 163 s of speech and text

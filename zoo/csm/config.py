@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.nn.config import CODEBOOKS, POSITIONS, RATE_HZ, VOCABULARY, ConfigBlock
+from zoo.checkpoint.config import CODEBOOKS, POSITIONS, RATE_HZ, VOCABULARY, ConfigBlock
 from zoo.nn.llama import LlamaConfig
 from zoo.nn.mimi import MimiConfig
 

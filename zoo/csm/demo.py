@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from zoo.checkpoint import synthetic
+from zoo.checkpoint.config import change
+from zoo.checkpoint.loading import published
+from zoo.checkpoint.synthetic import Rule
 from zoo.csm import weights
 from zoo.csm.config import CODEC, DEPTH, Config
 from zoo.csm.vocabulary import AUDIO, AUDIO_END, CHAT_TEMPLATE, texts
-from zoo.nn import synthetic
-from zoo.nn.checkpoint import published
-from zoo.nn.config import change
 from zoo.nn.llama_vocabulary import NUM_SPECIAL, NUM_WORDS
-from zoo.nn.synthetic import Rule
 
 INDEX = "transformers.safetensors.index.json"
 SHARDS = tuple(f"transformers-{i:05}-of-00002.safetensors" for i in (1, 2))

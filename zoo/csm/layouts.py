@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zoo.checkpoint import loading
+from zoo.checkpoint.tensor_files import contents
 from zoo.csm import weights
 from zoo.csm.clone import EncoderFiles
 from zoo.csm.config import Config
 from zoo.csm.model import Lm
 from zoo.hub import local_directory
-from zoo.nn import checkpoint
-from zoo.nn.tensor_files import contents
 
 CODEC_FOLDER = "mimi"
 CODEC_REPOSITORY = "kyutai/mimi"
@@ -37,12 +37,12 @@ def fill(
     found = contents(source)
     if weights.is_original(found, source):
         change = partial(weights.in_halves, config)
-        checkpoint.load(lm, weights.original(config), source, device, dtype, change=change)
+        loading.load(lm, weights.original(config), source, device, dtype, change=change)
         files = _fill_codec(codec, config, directory, device)
     else:
         table = weights.transformers(config, weights.check_copies(found))
         both = Checkpoint(lm, codec)
-        checkpoint.load(both, table, source, device, dtype, skip="codec.unread", fp32="codec")
+        loading.load(both, table, source, device, dtype, skip="codec.unread", fp32="codec")
         headers = {name: header for name, header in found.items() if name.startswith(weights.CODEC)}
         files = EncoderFiles(headers, weights.CODEC)
     lm.prepare()
@@ -52,7 +52,7 @@ def fill(
 
 def _fill_codec(codec: weights.Codec, config: Config, directory: Path, device: torch.device) -> EncoderFiles:
     source = find_codec(directory)
-    checkpoint.load(codec, weights.codec(config.codec), source, device, torch.float32, skip="unread")
+    loading.load(codec, weights.codec(config.codec), source, device, torch.float32, skip="unread")
     return EncoderFiles(contents(source), "")
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.contract import Batch, Family, Prompt, Request, Said, Spec, State, View, frame_cap
+from zoo.check import check
+from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
 from zoo.csm.config import Config
 from zoo.csm.conversations import Context, Conversations
 from zoo.csm.depth import DepthDecoder
@@ -24,8 +25,8 @@ from zoo.csm.strategy import STRATEGY
 from zoo.nn.linear import Tables
 from zoo.nn.llama import Stack
 from zoo.nn.sampling import draw, gumbel
-from zoo.request import check
-from zoo.text import most_s
+from zoo.request import Request
+from zoo.text.pieces import most_s
 
 
 class Lm(nn.Module):

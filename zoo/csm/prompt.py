@@ -84,7 +84,7 @@ class PromptWriter:
         said: Said | None = None,
         has_context: bool = False,
     ) -> Script:
-        """Return the request's prompt. values: the model's options, from `zoo.request.check`. said: earlier
+        """Return the request's prompt. values: the model's options, from `zoo.check.check`. said: earlier
         speech of the same voice, which takes the place of a reference. has_context: the conversation's earlier
         segments come first, so the references are among them."""
         speaker = values["speaker"]

@@ -1,4 +1,4 @@
-"""Tables from published tensor names to ours (see zoo.nn.checkpoint).
+"""Tables from published tensor names to ours (see zoo.checkpoint.loading).
 
 The weights are published in two layouts, and a file's name does not tell which one it holds. transformers' layout
 has the codec's tensors too. The original one has the LM's alone, under torchtune's names; there, RoPE turns value
@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from zoo.checkpoint.json_files import read_config
+from zoo.checkpoint.tensor_files import INDEX, Header, open_file
 from zoo.csm.config import Config
 from zoo.csm.mimi import Decoder
 from zoo.nn import llama
-from zoo.nn.json_files import read_config
 from zoo.nn.llama import LlamaConfig
 from zoo.nn.mimi import RESAMPLE, MimiConfig, layer_names, quantizer_names
-from zoo.nn.tensor_files import INDEX, Header, open_file
 
 ORIGINAL = "backbone.layers.0.attn.q_proj.weight"  # a tensor that only the original layout has
 TRANSFORMERS = "backbone_model.layers.0.self_attn.q_proj.weight"

@@ -25,8 +25,8 @@ LICENCE = (
 def claims(path: Path) -> bool:
     """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
     read."""
+    from zoo.checkpoint.json_files import read_config
     from zoo.fish_s2.config import DRAMA, MODEL, S1
-    from zoo.nn.json_files import read_config
 
     known = (MODEL, S1, DRAMA)  # DRAMA is claimed so that `load` can refuse it with a clear message
     return read_config(path).get("model_type") in known
@@ -37,14 +37,14 @@ def load(
 ) -> FishFamily:
     """Return the family with its weights: both stacks in `dtype`, the codec in fp32. Raises ValueError that
     names the file and the problem."""
+    from zoo.checkpoint import loading
+    from zoo.checkpoint.tensor_files import open_file
     from zoo.fish_s2 import weights
     from zoo.fish_s2.clone import Cloner
     from zoo.fish_s2.config import CODEC_FILE
     from zoo.fish_s2.model import FishS2
     from zoo.fish_s2.prompt import PromptWriter
     from zoo.fish_s2.s1 import LineWriter, OpenAudioS1, open_lm
-    from zoo.nn import checkpoint
-    from zoo.nn.tensor_files import open_file
 
     if adapter is not None:
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
@@ -52,12 +52,12 @@ def load(
     logging.getLogger(__name__).info("%s: %s", spec.name, spec.licence)
     lm, codec = build(config, codec_config)
     if config.is_s1:
-        checkpoint.load_file(lm, weights.lm(config), open_lm(directory), device, dtype)
+        loading.load_file(lm, weights.lm(config), open_lm(directory), device, dtype)
     else:
-        checkpoint.load(lm, weights.lm(config), directory, device, dtype)
+        loading.load(lm, weights.lm(config), directory, device, dtype)
     file = open_file(directory / CODEC_FILE)
     unused = frozenset(name for name in file.headers if name.endswith(weights.UNUSED))
-    checkpoint.load_weight_normed(
+    loading.load_weight_normed(
         codec, weights.codec(codec_config), file, device, unused, weights.is_weight_normed
     )
     lm.prepare()
@@ -84,9 +84,9 @@ def build(config: Config, codec_config: CodecConfig) -> tuple[DualAR, Codec]:
 
 def read_configs(directory: Path) -> Config:
     """Read the LM's config from the JSON files. Raises ValueError."""
+    from zoo.checkpoint.json_files import read_json
     from zoo.fish_s2 import s1
     from zoo.fish_s2.config import S1, Config
-    from zoo.nn.json_files import read_json
 
     values = read_json(directory / "config.json")
     if values.get("model_type") == S1:
@@ -96,8 +96,8 @@ def read_configs(directory: Path) -> Config:
 
 def describe(directory: Path) -> tuple[Config, CodecConfig, Spec]:
     """Return Config, the codec's sizes and Spec, from the JSON files and the tensor shapes of codec.pth."""
+    from zoo.checkpoint.tensor_files import open_file
     from zoo.fish_s2.config import CODEC_FILE, CodecConfig
-    from zoo.nn.tensor_files import open_file
 
     config = read_configs(directory)
     if (directory / "codec.safetensors").exists() and not (directory / CODEC_FILE).exists():

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import SAMPLE_RATE_HZ
-from zoo.references import References, content, mono
 from zoo.request import AudioClip
+from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.references import References, content, mono
 
 FAMILY = "fish_s2"
 REFERENCE_S = (0.1, 60.0)  # the model card advises 10 to 30 s

@@ -20,7 +20,7 @@ from zoo.fish_s2.config import CodecConfig
 from zoo.fish_s2.encoder import Codebook, Encoder
 from zoo.fish_s2.layers import DILATIONS, KERNEL, ConvNeXt, Residual, Transformer, transformers
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout
-from zoo.nn.residual import SnakeConv1d, SnakeConvTranspose1d, convolve_snake, upsample_snake
+from zoo.nn.residual import SnakeConv1d, UpBlock, convolve_snake
 from zoo.nn.snake import Snake
 
 
@@ -36,20 +36,12 @@ class Upsample(nn.Module):
         return self.block(self.up(x, state), state)
 
 
-class UpBlock(nn.Module):
+class Block(UpBlock):
     """An upsampling block with three residual units: [B, C, N] -> [B, C / 2, rate N]."""
 
     def __init__(self, channels: int, rate: int):
-        super().__init__()
-        self.snake = Snake(channels)
-        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * rate, rate)
-        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = upsample_snake(x, self.snake, self.up, state)
-        for residual in self.residuals:
-            x = residual(x, state)
-        return x
+        units = (Residual(channels // 2, dilation) for dilation in DILATIONS)
+        super().__init__(Snake(channels), channels, rate, units)
 
 
 class Decoder(nn.Module):
@@ -67,7 +59,7 @@ class Decoder(nn.Module):
         self.post = Transformer(config.post)
         self.upsample = nn.ModuleList(Upsample(config.latent, ratio) for ratio in reversed(config.ratios))
         self.stem = CausalConv1d(config.latent, channels, KERNEL)
-        self.blocks = nn.ModuleList(UpBlock(channels >> i, rate) for i, rate in enumerate(config.rates))
+        self.blocks = nn.ModuleList(Block(channels >> i, rate) for i, rate in enumerate(config.rates))
         self.snake = Snake(last)
         self.tail = SnakeConv1d(last, 1, KERNEL)
         self.layout = StateLayout(self)

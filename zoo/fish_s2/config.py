@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from zoo.nn.config import (
+from zoo.checkpoint.config import (
     CODEBOOKS,
     EPS,
     HEAD_DIM,

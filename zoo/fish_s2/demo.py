@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.checkpoint import synthetic
+from zoo.checkpoint.config import change
+from zoo.checkpoint.synthetic import Rule
 from zoo.fish_s2 import tiktoken, weights
 from zoo.fish_s2.config import CODEC_FILE, LONGEST_POSITIONS, S1, CodecConfig, Config, TransformerConfig
 from zoo.fish_s2.layers import ROPE_THETA
 from zoo.fish_s2.s1 import LM_FILE, SPECIAL_FILE
 from zoo.fish_s2.s1 import read_config as read_s1_config
 from zoo.fish_s2.vocabulary import END, S1_ADDED, ranks, semantic, token_ids, tokenizer, tokenizer_config
-from zoo.nn import synthetic
-from zoo.nn.config import change
-from zoo.nn.synthetic import Rule
 
 # --- configs ---
 
@@ -250,8 +250,8 @@ def write(
     its blocks, such as `text_config={"n_layer": 1}`. Raises ValueError for an unknown size, key or dtype, and
     if the directory is not empty.
     """
+    from zoo.checkpoint.loading import published
     from zoo.fish_s2 import build, read_configs
-    from zoo.nn.checkpoint import published
 
     synthetic.check_dtype(dtype)
     directory = write_texts(directory, size, **config)

@@ -16,7 +16,7 @@ from zoo.fish_s2.config import TransformerConfig
 from zoo.nn.conv import CausalConv1d, CodecState, Stateful
 from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
-from zoo.nn.residual import SnakeConv1d, residual_unit
+from zoo.nn.residual import ResidualUnit
 from zoo.nn.snake import Snake
 
 DILATIONS = (1, 3, 9)  # one per residual unit of a block
@@ -24,18 +24,11 @@ KERNEL = 7  # for every convolution that is wider than 1 and not strided
 EPS, ROPE_THETA = 1e-5, 10_000.0  # of the transformers
 
 
-class Residual(nn.Module):
+class Residual(ResidualUnit):
     """A residual unit: [B, C, N] -> [B, C, N]."""
 
     def __init__(self, channels: int, dilation: int):
-        super().__init__()
-        self.snake1 = Snake(channels)
-        self.conv1 = SnakeConv1d(channels, channels, KERNEL, dilation)
-        self.snake2 = Snake(channels)
-        self.conv2 = SnakeConv1d(channels, channels, 1)
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return residual_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
+        super().__init__(channels, KERNEL, dilation, Snake)
 
 
 class ConvNeXt(nn.Module):

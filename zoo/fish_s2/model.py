@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.contract import Batch, Family, Prompt, Request, Said, Spec, State, View, frame_cap
+from zoo.check import check
+from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
 from zoo.fish_s2.block import DualARBlock, rope_table
 from zoo.fish_s2.codec import Codec
 from zoo.fish_s2.config import Config
@@ -30,8 +31,8 @@ from zoo.nn.attention import Paged, attend
 from zoo.nn.keys import prefix_key
 from zoo.nn.norm import RMSNorm
 from zoo.nn.sampling import gumbel
-from zoo.request import check
-from zoo.text import most_s
+from zoo.request import Request
+from zoo.text.pieces import most_s
 
 AnyWriter = TypeVar("AnyWriter", bound=Writer)
 # The cap of the original's server, for a request that sets none. A short text gets less, because the model

@@ -28,10 +28,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from zoo.checkpoint.json_files import read_json
 from zoo.fish_s2.clone import Cloner
 from zoo.fish_s2.config import Config
 from zoo.fish_s2.vocabulary import END, PHONEMES, START, VOICE, semantic
-from zoo.nn.json_files import read_json
 from zoo.nn.keys import prefix_key
 from zoo.request import Option, Reference, RequestError, sampling_options
 

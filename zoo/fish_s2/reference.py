@@ -32,8 +32,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from zoo.fish_s2.config import CodecConfig, TransformerConfig
-from zoo.references import mono
+from zoo.reference_script import answer, speed
 from zoo.request import AudioClip
+from zoo.voices.references import mono
 
 NAME = "fish-speech 0.1.0, vllm-omni 0.30.0"
 RATE_HZ = 44_100
@@ -392,11 +393,6 @@ def references(request: dict[str, Any]) -> list[tuple[str, Tensor]]:
     return made
 
 
-def speed(streams: int, wall_s: float, audio_s: float) -> dict[str, float]:
-    rates = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
-    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | rates
-
-
 def load(directory: Path, dtype: torch.dtype) -> Model | ModelS1:
     model_type = json.loads((directory / "config.json").read_text())["model_type"]
     return (ModelS1 if model_type == "dual_ar" else Model)(directory, dtype)
@@ -405,14 +401,7 @@ def load(directory: Path, dtype: torch.dtype) -> Model | ModelS1:
 def main() -> None:
     order = json.loads(sys.argv[1])
     model = load(Path(order["directory"]), getattr(torch, order.get("dtype", "float32")))
-    if "requests" in order:
-        spoken: dict[str, Any] = {name: model.say(request) for name, request in order["requests"].items()}
-        np.savez(order["out"], **spoken)
-        print(json.dumps({"name": NAME}))
-        return
-    runs = [model.measure(order["request"], streams, order["rounds"]) for streams in order["streams"]]
-    facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps(facts | {"runs": runs}))
+    print(json.dumps(answer(order, NAME, model.say, model.measure)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.contract import Batch, Prompt, Request, Said
+from zoo.check import check
+from zoo.checkpoint.config import CODEBOOKS, EPS, LAYERS, POSITIONS, ROPE_THETA, VOCABULARY, ConfigBlock
+from zoo.checkpoint.json_files import read_json
+from zoo.checkpoint.tensor_files import TensorFile, open_file
+from zoo.contract import Batch, Prompt, Said
 from zoo.fish_s2 import tiktoken
 from zoo.fish_s2.clone import Cloner
 from zoo.fish_s2.config import S1, Config, StackConfig
@@ -33,11 +37,8 @@ from zoo.fish_s2.model import FishFamily, FishState
 from zoo.fish_s2.prompt import HINTS, TextTokenizer, Writer
 from zoo.fish_s2.sampling import draw
 from zoo.fish_s2.vocabulary import END, INTERLEAVE, semantic
-from zoo.nn.config import CODEBOOKS, EPS, LAYERS, POSITIONS, ROPE_THETA, VOCABULARY, ConfigBlock
-from zoo.nn.json_files import read_json
 from zoo.nn.sampling import gumbel, penalise
-from zoo.nn.tensor_files import TensorFile, open_file
-from zoo.request import Reference, RequestError, check, sampling_options
+from zoo.request import Reference, Request, RequestError, sampling_options
 
 LM_FILE, SPECIAL_FILE = "model.pth", "special_tokens.json"
 LICENCE = (

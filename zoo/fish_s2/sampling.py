@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.nn import kernels
-from zoo.nn.operator import operator
+from zoo import kernels
+from zoo.kernels.operator import operator
 from zoo.nn.sampling import GREEDY
 
 # RAS: repetition-aware sampling

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from zoo.nn.bpe import Pair, byte_symbols
+from zoo.text.bpe import Pair, byte_symbols
 
 FILE = "tokenizer.tiktoken"
 SPLIT = (

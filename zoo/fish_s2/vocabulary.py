@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from zoo.nn.bpe import Pair, byte_symbols, chain, in_symbols
+from zoo.text.bpe import Pair, byte_symbols, chain, in_symbols
 
 # Added tokens in the order of their ids: those of Qwen3, then those of Fish Audio S2, which start at 151669.
 _QWEN = """

@@ -1,4 +1,4 @@
-"""Tables from published tensor names to ours (see zoo.nn.checkpoint)."""
+"""Tables from published tensor names to ours (see zoo.checkpoint.loading)."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ NAME = "higgs_v3"
 def claims(path: Path) -> bool:
     """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
     read."""
+    from zoo.checkpoint.json_files import read_config
     from zoo.higgs_v3.config import CODEC_ALONE, MODEL, V2
-    from zoo.nn.json_files import read_config
 
     # These are claimed too, so that `load` can refuse them with a clear message.
     refused = (*V2, CODEC_ALONE)
@@ -28,11 +28,11 @@ def claims(path: Path) -> bool:
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> HiggsV3:
     """Return the family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError that names the
     file and the problem."""
+    from zoo.checkpoint import loading, tensor_files
     from zoo.higgs_v3 import weights
     from zoo.higgs_v3.clone import Cloner
     from zoo.higgs_v3.model import HiggsV3
     from zoo.higgs_v3.prompt import PromptWriter
-    from zoo.nn import checkpoint, tensor_files
 
     if adapter is not None:
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
@@ -43,7 +43,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
             "checkpoint with the published names (body.*, tied.embedding.*)"
         )
     module = build(config)
-    checkpoint.load(
+    loading.load(
         module,
         weights.table(config),
         directory,
@@ -74,12 +74,12 @@ def describe(directory: Path):
     """Return Config and Spec. Only config.json is read."""
     import torch
 
+    from zoo.checkpoint.json_files import read_json
     from zoo.contract import KV, Spec
     from zoo.higgs_v3.clone import REFERENCE_S
     from zoo.higgs_v3.config import MAX_ROWS, SAMPLE_RATE_HZ, Config
     from zoo.higgs_v3.prompt import HINTS, LEAD, OPTIONS, PIECE_S, VOICE
     from zoo.higgs_v3.strategy import WINDOW
-    from zoo.nn.json_files import read_json
 
     config = Config.read(read_json(directory / "config.json"))
     spec = Spec(

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import SAMPLE_RATE_HZ, Config
 from zoo.higgs_v3.delay import stagger
 from zoo.nn.keys import prefix_key
-from zoo.references import References, content, mono
 from zoo.request import AudioClip
+from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.references import References, content, mono
 
 FAMILY = "higgs_v3"
 # The upper limit and MIN_SAMPLES are those of sglang-omni 0.1.9, models/higgs_tts/stages.py. A clip below the

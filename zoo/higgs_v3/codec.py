@@ -19,46 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.higgs_v3.config import CodecConfig
 from zoo.higgs_v3.encoder import Encoder
 from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Quantizer, Residual
-from zoo.nn import kernels
 from zoo.nn.residual import ShortFilters, UpsamplingFilters, is_faster, pointwise, strides_apart
 from zoo.nn.snake import Snake
-
-
-class Stretch:
-    """The positions of a tensor on the tape, at a layer's rate: `before` of them precede the window and
-    `after` follow it.
-
-    start [B] is the window's first frame and end [B] the number of frames on the tape. taped [B, 1, N] bool
-    marks the positions that lie on the tape.
-    """
-
-    def __init__(self, start: Tensor, end: Tensor, frames: int, context: int):
-        self.start, self.end, self.frames = start, end, frames
-        self.rate, self.before, self.after = 1, context, context
-        self.taped = self._taped()
-
-    def _taped(self) -> Tensor:
-        window = torch.arange(-self.before, self.frames * self.rate + self.after, device=self.start.device)
-        at = self.start[:, None] * self.rate + window  # [B, N]
-        return ((at >= 0) & (at < self.end[:, None] * self.rate))[:, None]
-
-    def shorten(self, edge: int) -> None:
-        self.before, self.after = self.before - edge, self.after - edge
-        self.taped = self.taped[..., edge : self.taped.shape[2] - edge]
-
-    def upsample(self, stride: int, padding: int) -> None:
-        """Apply a transposed convolution whose kernel is two strides wide, and drop `padding` positions of
-        its output. Only positions between the second input and the last one have all their inputs."""
-        self.rate *= stride
-        self.before, self.after = (self.before - 1) * stride + padding, self.after * stride - padding
-        self.taped = self._taped()
-
-    def silence(self, x: Tensor) -> Tensor:
-        """Zero the positions of x [B, C, N] that do not lie on the tape, in place."""
-        return x.mul_(self.taped)
+from zoo.nn.stretch import Stretch
 
 
 class Conv(nn.Conv1d, ShortFilters):

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
 
-from zoo.nn.config import (
+from zoo.checkpoint.config import (
     CODEBOOKS,
     EPS,
-    HEAD_DIM,
     HEADS,
     KERNEL,
     LAYERS,
@@ -21,6 +20,7 @@ from zoo.nn.config import (
     WIDTH,
     ConfigBlock,
 )
+from zoo.checkpoint.stack import StackConfig, read_stack
 
 MODEL = "higgs_multimodal_qwen3"
 V2 = ("higgs_audio", "higgs_audio_v2")
@@ -59,37 +59,14 @@ CODEC: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class StackConfig:
-    """The sizes of the Qwen3 blocks."""
-
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    rope_theta: float
-
-    @classmethod
-    def read(cls, block: ConfigBlock) -> StackConfig:
-        block.expect(model_type="qwen3", hidden_act="silu", attention_bias=False, tie_word_embeddings=True)
-        block.expect_none("sliding_window")
-        stated = block.values.get("rope_parameters") is not None
-        rope = (block.block("rope_parameters") if stated else ConfigBlock({})).with_defaults(ROPE)
-        rope.expect(rope_type="default")
-        kv_heads = block.integer("num_key_value_heads", *HEADS)
-        return cls(
-            hidden=block.integer("hidden_size", *WIDTH),
-            inner=block.integer("intermediate_size", *WIDTH),
-            layers=block.integer("num_hidden_layers", *LAYERS),
-            heads=block.integer("num_attention_heads", *HEADS, step=kv_heads),
-            kv_heads=kv_heads,
-            head_dim=block.integer("head_dim", *HEAD_DIM, step=2),
-            eps=block.number("rms_norm_eps", *EPS),
-            rope_theta=float(rope.number("rope_theta", *ROPE_THETA)),
-        )
+def qwen3_stack(block: ConfigBlock) -> StackConfig:
+    """Read the sizes of the Qwen3 blocks. Raises ValueError."""
+    block.expect(model_type="qwen3", hidden_act="silu", attention_bias=False, tie_word_embeddings=True)
+    block.expect_none("sliding_window")
+    stated = block.values.get("rope_parameters") is not None
+    rope = (block.block("rope_parameters") if stated else ConfigBlock({})).with_defaults(ROPE)
+    rope.expect(rope_type="default")
+    return read_stack(block, float(rope.number("rope_theta", *ROPE_THETA)))
 
 
 @dataclass(frozen=True)
@@ -218,7 +195,7 @@ class Config:
             listens = "that model understands speech; only speech synthesis ('discrete') is supported"
             raise audio.refuse("encoder_type", listens)
         audio.expect(tie_word_embeddings=True, use_delay_pattern=True)
-        stack = StackConfig.read(text)
+        stack = qwen3_stack(text)
         if audio.integer("out_dim", *WIDTH) != stack.hidden:
             raise audio.refuse("out_dim", f"it must equal the LM's hidden_size, {stack.hidden}")
         codebooks = audio.integer("num_codebooks", *CODEBOOKS)

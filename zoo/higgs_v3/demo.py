@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from zoo.checkpoint import synthetic
+from zoo.checkpoint.config import change
+from zoo.checkpoint.synthetic import Rule
 from zoo.higgs_v3.config import CODEC, Config
 from zoo.higgs_v3.vocabulary import ADDED, PUBLISHED_WORDS, tokenizer, tokenizer_config, vocabulary
-from zoo.nn import synthetic
-from zoo.nn.config import change
-from zoo.nn.synthetic import Rule
 
 # --- configs ------------------------------------------------------------------------------------------------
 
@@ -208,8 +208,8 @@ def write(
     Raises ValueError for an unknown size, key or dtype, and if the directory is not empty.
     """
     # Imported here, so that this module's configs and values do not need the model.
+    from zoo.checkpoint.loading import published
     from zoo.higgs_v3 import build, describe, weights
-    from zoo.nn.checkpoint import published
 
     synthetic.check_dtype(dtype)
     directory = write_texts(directory, size, **config)

@@ -12,9 +12,11 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from zoo.contract import Batch, Family, Prompt, Request, Said, Spec, View, frame_cap
+from zoo.check import check
+from zoo.checkpoint.stack import StackConfig
+from zoo.contract import Batch, Family, Prompt, Said, Spec, View, frame_cap
 from zoo.higgs_v3.codec import Codec
-from zoo.higgs_v3.config import Config, StackConfig
+from zoo.higgs_v3.config import Config
 from zoo.higgs_v3.delay import DelayState
 from zoo.higgs_v3.prompt import PromptWriter
 from zoo.higgs_v3.strategy import STRATEGY
@@ -23,7 +25,7 @@ from zoo.nn.linear import FusedLinear, SwiGLU, Tables
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
-from zoo.request import check
+from zoo.request import Request
 
 # The cap for a request that sets none: it stops speech that would never end.
 FRAMES_PER_TEXT_TOKEN = 24

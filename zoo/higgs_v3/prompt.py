@@ -82,7 +82,7 @@ class PromptWriter:
         self.tokenize = TextTokenizer(directory, config.text_vocab)
 
     def __call__(self, request: Request, values: Mapping[str, Any], said: Said | None = None) -> Script:
-        """Return the request's prompt. values: the model's options, from `zoo.request.check`. said: earlier
+        """Return the request's prompt. values: the model's options, from `zoo.check.check`. said: earlier
         speech of the same voice, which takes the place of a reference."""
         text = self._tokens("text", request.text)
         if not text:

@@ -13,6 +13,7 @@ import copy
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from transformers import (
     Qwen3Config,
     Qwen3Model,
 )
+
+from zoo.reference_script import answer, speed
 
 NAME = "transformers 5.23"
 RATE_HZ = 24000
@@ -194,9 +197,7 @@ def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) ->
     began_s, samples = time.perf_counter(), 0
     for _ in range(rounds):
         samples += sum(map(len, model.speak(prompt, request["max_frames"], greedy=False)))
-    wall_s, audio_s = time.perf_counter() - began_s, samples / RATE_HZ
-    speed = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
-    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | speed
+    return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)
 
 
 def speak(model: Model, request: dict[str, Any]) -> np.ndarray:
@@ -207,15 +208,7 @@ def speak(model: Model, request: dict[str, Any]) -> np.ndarray:
 def main() -> None:
     order = json.loads(sys.argv[1])
     model = Model(Path(order["directory"]), getattr(torch, order.get("dtype", "float32")))
-    if "requests" in order:
-        requests = order["requests"].items()
-        spoken: dict[str, Any] = {name: speak(model, request) for name, request in requests}
-        np.savez(order["out"], **spoken)
-        print(json.dumps({"name": NAME}))
-        return
-    runs = [measure(model, order["request"], streams, order["rounds"]) for streams in order["streams"]]
-    facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps(facts | {"runs": runs}))
+    print(json.dumps(answer(order, NAME, partial(speak, model), partial(measure, model))))
 
 
 if __name__ == "__main__":

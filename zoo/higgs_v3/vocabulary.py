@@ -7,7 +7,7 @@ from functools import cache
 from itertools import chain as concatenate
 from typing import Any
 
-from zoo.nn.bpe import Pair, byte_symbols, chain, in_symbols
+from zoo.text.bpe import Pair, byte_symbols, chain, in_symbols
 
 # The 43 control tags that the model card documents. A user's text may contain no other special tokens.
 _EMOTIONS = """

@@ -1,14 +1,14 @@
-"""The table from published tensor names to ours (see zoo.nn.checkpoint)."""
+"""The table from published tensor names to ours (see zoo.checkpoint.loading)."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from zoo.checkpoint.names import decoder_block
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import CodecConfig, Config
 from zoo.higgs_v3.model import Backbone
-from zoo.nn.names import decoder_block
 
 CODEC = "tied.embedding.modality_embeddings.0.model"
 # Copies of the two embeddings. The file contains them but the index does not name them, so a loader that

@@ -14,9 +14,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.contract import Batch
-from zoo.nn import kernels
-from zoo.nn.operator import operator, written_in_regions
+from zoo.kernels.operator import operator, written_in_regions
 from zoo.nn.rope import rotate
 
 

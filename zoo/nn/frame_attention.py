@@ -11,8 +11,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.nn import kernels
-from zoo.nn.operator import operator
+from zoo import kernels
+from zoo.kernels.operator import operator
 from zoo.nn.rope import rotate
 
 MAX_TOKENS = 64  # per frame, including earlier ones; a kernel holds them in registers

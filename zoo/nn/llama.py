@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.checkpoint.config import HEADS, POSITIONS, ROPE_THETA, WIDTH, ConfigBlock
+from zoo.checkpoint.names import decoder_block
+from zoo.checkpoint.stack import StackConfig, read_stack
 from zoo.contract import Batch
 from zoo.nn.attention import Paged, attend
-from zoo.nn.config import EPS, HEAD_DIM, HEADS, LAYERS, POSITIONS, ROPE_THETA, WIDTH, ConfigBlock
 from zoo.nn.linear import FusedLinear, SwiGLU
-from zoo.nn.names import decoder_block
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rotate
 
@@ -44,17 +45,9 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """The sizes of a stack of blocks."""
+class LlamaConfig(StackConfig):
+    """The sizes of a stack of blocks, and how Llama 3 scales its rotary angles."""
 
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    rope_theta: float
     scaling: RopeScaling | None
 
     @classmethod
@@ -62,22 +55,12 @@ class LlamaConfig:
         """Read transformers' LlamaConfig, of release 4 (`rope_scaling`) or 5 (`rope_parameters`). Raises ValueError."""
         block = block.with_defaults({"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
         block.expect(hidden_act="silu", attention_bias=False, mlp_bias=False)
-        kv_heads = block.integer("num_key_value_heads", *HEADS)
-        heads = block.integer("num_attention_heads", *HEADS, step=kv_heads)
+        heads = block.integer("num_attention_heads", *HEADS)
         hidden = block.integer("hidden_size", *WIDTH, step=heads)
         own_head_dim = block.values.get("head_dim") is not None
         theta, scaling = _rope(block)
-        return cls(
-            hidden=hidden,
-            inner=block.integer("intermediate_size", *WIDTH),
-            layers=block.integer("num_hidden_layers", *LAYERS),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=block.integer("head_dim", *HEAD_DIM, step=2) if own_head_dim else hidden // heads,
-            eps=block.number("rms_norm_eps", *EPS),
-            rope_theta=theta,
-            scaling=scaling,
-        )
+        sizes = read_stack(block, theta, None if own_head_dim else hidden // heads)
+        return cls(**vars(sizes), scaling=scaling)
 
 
 def _rope(block: ConfigBlock) -> tuple[float, RopeScaling | None]:
@@ -163,7 +146,7 @@ class Stack(nn.Module):
 
 
 def names(config: LlamaConfig, theirs: str, ours: str) -> dict[str, str]:
-    """Return the published names of a stack's tensors -> ours, by prefix (see `zoo.nn.checkpoint`)."""
+    """Return the published names of a stack's tensors -> ours, by prefix (see `zoo.checkpoint.loading`)."""
     table = {f"{theirs}.norm.weight": f"{ours}.norm.weight"}
     for i in range(config.layers):
         table |= decoder_block(f"{theirs}.layers.{i}", f"{ours}.layers.{i}", has_qk_norm=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from zoo.nn.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
+from zoo.text.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
 
 NUM_WORDS = 128000  # as published; the special tokens follow
 NUM_SPECIAL = 256

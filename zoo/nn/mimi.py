@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from zoo.nn.config import (
+from zoo.checkpoint.config import (
     CODEBOOKS,
     EPS,
     HEAD_DIM,
@@ -24,7 +24,7 @@ from zoo.nn.config import (
     WIDTH,
     ConfigBlock,
 )
-from zoo.nn.names import qkv
+from zoo.checkpoint.names import qkv
 
 # The only architecture that is known. A config with other values is refused.
 FIXED = {

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.kernels.operator import operator
 from zoo.nn.linear import FusedLinear
-from zoo.nn.operator import operator
 
 LEAST_BYTES = 512 << 10  # below, the call costs more than the layout saves
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from zoo.nn.json_files import read_json
+from zoo.checkpoint.json_files import read_json
 
 
 class PlainTokenizer:

@@ -11,12 +11,13 @@ either way.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from zoo.nn import kernels
+from zoo import kernels
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState
 from zoo.nn.snake import Snake, SnakeBeta
 
@@ -155,3 +156,33 @@ def is_float(x: Tensor, conv: ShortFilters | UpsamplingFilters) -> bool:
 def has_filters(conv: ShortFilters | UpsamplingFilters) -> bool:
     """Return whether the kernels can be used for a convolution's weight at all."""
     return conv.weight.dtype == torch.float32 and conv.weight.nbytes <= MOST_BYTES
+
+
+class ResidualUnit(nn.Module):
+    """x + conv(snake(conv(snake(x)))), [B, C, N] -> [B, C, N]; the second convolution is 1 wide."""
+
+    def __init__(self, channels: int, kernel: int, dilation: int, snake: type[Snake] | type[SnakeBeta]):
+        super().__init__()
+        self.snake1 = snake(channels)
+        self.conv1 = SnakeConv1d(channels, channels, kernel, dilation)
+        self.snake2 = snake(channels)
+        self.conv2 = SnakeConv1d(channels, channels, 1)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return residual_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
+
+
+class UpBlock(nn.Module):
+    """A snake and a transposed convolution, then residual units: [B, C, N] -> [B, C / 2, rate N]."""
+
+    def __init__(self, snake: Snake | SnakeBeta, channels: int, rate: int, units: Iterable[nn.Module]):
+        super().__init__()
+        self.snake = snake
+        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * rate, rate)
+        self.residuals = nn.ModuleList(units)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        x = upsample_snake(x, self.snake, self.up, state)
+        for residual in self.residuals:
+            x = residual(x, state)
+        return x

@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from zoo.nn import kernels
-from zoo.nn.operator import operator
+from zoo import kernels
+from zoo.kernels.operator import operator
 
 _LOW = 0xFFFFFFFF
 GREEDY = 1e-5  # up to this temperature the likeliest token is taken; dividing by 1e-38 would overflow

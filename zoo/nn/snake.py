@@ -6,8 +6,8 @@ Source: Ziyin et al. 2020 (arXiv 2006.08195).
 import torch
 from torch import Tensor, nn
 
-from zoo.nn import kernels
-from zoo.nn.operator import operator
+from zoo import kernels
+from zoo.kernels.operator import operator
 
 
 class Snake(nn.Module):

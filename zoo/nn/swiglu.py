@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile_cache import choices
-from zoo.nn import kernels
+from zoo import kernels
+from zoo.kernels.operator import operator
 from zoo.nn.linear import SwiGLU
-from zoo.nn.operator import operator
 
 DTYPES = (torch.bfloat16, torch.float16)
 WAYS = ("fused", "apart")  # one launch, or two

@@ -22,7 +22,7 @@ def claims(path: Path) -> bool:
 
     Raises ValueError for a config.json that cannot be read.
     """
-    from zoo.nn.json_files import read_config
+    from zoo.checkpoint.json_files import read_config
     from zoo.orpheus.config import MODEL
     from zoo.orpheus.tokens import VOCABULARY
 
@@ -32,8 +32,8 @@ def claims(path: Path) -> bool:
 
 def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None) -> Orpheus:
     """Return the family with its weights: the LM in `dtype`, the codec in fp32. Raises ValueError."""
-    from zoo.nn import checkpoint
-    from zoo.nn.tensor_files import contents, open_file
+    from zoo.checkpoint import loading
+    from zoo.checkpoint.tensor_files import contents, open_file
     from zoo.orpheus import weights
     from zoo.orpheus.clone import Cloner
     from zoo.orpheus.config import find_codec
@@ -47,9 +47,9 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     if not has_head and not config.is_tied:
         raise ValueError(f"{directory} has no {weights.HEAD}, and its config says tie_word_embeddings=false")
     lm, codec = build(config, codec_config, has_head)
-    checkpoint.load(lm, weights.lm(config, has_head), directory, device, dtype)
+    loading.load(lm, weights.lm(config, has_head), directory, device, dtype)
     [path] = {header.path for header in contents(find_codec(directory)).values()}
-    checkpoint.load_weight_normed(codec, weights.codec(codec_config), open_file(path), device)
+    loading.load_weight_normed(codec, weights.codec(codec_config), open_file(path), device)
     lm.prepare()
     codec.prepare()
     for module in (lm, codec):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.orpheus.config import SAMPLE_RATE_HZ, SnacConfig
 from zoo.orpheus.snac import Snac
-from zoo.references import References, content, mono
 from zoo.request import AudioClip
+from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.references import References, content, mono
 
 FAMILY = "orpheus"
 REFERENCE_S = (0.1, 30.0)  # 30 s are 2,461 of 8,192 positions

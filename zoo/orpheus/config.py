@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zoo.nn.config import MAX_WIDTH, POSITIONS, STRIDE, WIDTH, ConfigBlock
-from zoo.nn.json_files import read_json
+from zoo.checkpoint.config import MAX_WIDTH, POSITIONS, STRIDE, WIDTH, ConfigBlock
+from zoo.checkpoint.json_files import read_json
 from zoo.nn.llama import LlamaConfig
 from zoo.orpheus.tokens import CODES, COLUMNS, VOCABULARY
 

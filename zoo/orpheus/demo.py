@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.nn import synthetic
-from zoo.nn.config import change
+from zoo.checkpoint import synthetic
+from zoo.checkpoint.config import change
+from zoo.checkpoint.synthetic import Rule
 from zoo.nn.llama import config_json
-from zoo.nn.synthetic import Rule
 from zoo.orpheus.config import CODEC_FOLDER, Config, SnacConfig
 from zoo.orpheus.tokens import BEGIN_SPEECH, CODES, END_SPEECH, FIRST_CODE, PLACES, VOCABULARY
 from zoo.orpheus.vocabulary import special_tokens_map, tokenizer, tokenizer_config
@@ -114,7 +114,7 @@ def write(
     the published shards have it. Raises ValueError for an unknown size, key or dtype, and for a directory that is not
     empty.
     """
-    from zoo.nn.checkpoint import published, weight_normed
+    from zoo.checkpoint.loading import published, weight_normed
     from zoo.orpheus import build, describe, weights
 
     synthetic.check_dtype(dtype)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.contract import Batch, Family, Prompt, Request, Said, Spec, State, View, frame_cap
+from zoo.check import check
+from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
 from zoo.nn.llama import Stack
 from zoo.nn.sampling import draw, gumbel, penalise
 from zoo.orpheus.config import Config
@@ -24,8 +25,8 @@ from zoo.orpheus.prompt import PromptWriter
 from zoo.orpheus.snac import Snac
 from zoo.orpheus.strategy import STRATEGY
 from zoo.orpheus.tokens import CODES, FIRST_CODE, PLACES, STOPS, VOCABULARY
-from zoo.request import check
-from zoo.text import most_s
+from zoo.request import Request
+from zoo.text.pieces import most_s
 
 
 class Llama(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from zoo.nn.sampling import normal
+from zoo.reference_script import answer, speed
 
 NAME = "transformers 5.23 and snac 1.2.1"
 RATE_HZ = 24000
@@ -155,22 +157,13 @@ def measure(model: Model, request: dict[str, Any], streams: int, rounds: int) ->
     for _ in range(rounds):
         for tokens in model.generate(prompt, request["max_frames"], streams, **sampling):
             samples += len(model.decode(frames_of(tokens), None))
-    wall_s, audio_s = time.perf_counter() - began_s, samples / RATE_HZ
-    speed = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
-    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | speed
+    return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)
 
 
 def main() -> None:
     order = json.loads(sys.argv[1])
     model = Model(Path(order["directory"]), getattr(torch, order.get("dtype", "float32")))
-    if "requests" in order:
-        spoken: dict[str, Any] = {name: speak(model, request) for name, request in order["requests"].items()}
-        np.savez(order["out"], **spoken)
-        print(json.dumps({"name": NAME}))
-        return
-    runs = [measure(model, order["request"], streams, order["rounds"]) for streams in order["streams"]]
-    facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps(facts | {"runs": runs}))
+    print(json.dumps(answer(order, NAME, partial(speak, model), partial(measure, model))))
 
 
 if __name__ == "__main__":

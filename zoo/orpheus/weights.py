@@ -1,4 +1,4 @@
-"""Published name -> our name, as tables (see zoo.nn.checkpoint)."""
+"""Published name -> our name, as tables (see zoo.checkpoint.loading)."""
 
 from __future__ import annotations
 

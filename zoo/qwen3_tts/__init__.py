@@ -17,7 +17,7 @@ NAME = "qwen3_tts"
 def claims(path: Path) -> bool:
     """Return whether this family reads the model directory `path`. Raises ValueError if config.json cannot be
     read."""
-    from zoo.nn.json_files import read_config
+    from zoo.checkpoint.json_files import read_config
 
     config = read_config(path)
     # A directory that holds only a codec is claimed too, so that `load` can refuse it with a clear message.
@@ -33,7 +33,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     Raises ValueError that names the file and the problem."""
     import torch
 
-    from zoo.nn import checkpoint
+    from zoo.checkpoint import loading
     from zoo.qwen3_tts import weights
     from zoo.qwen3_tts.clone import Cloner
     from zoo.qwen3_tts.model import Qwen3TTS
@@ -43,14 +43,14 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
     config, defaults, codec_configs, spec = describe(directory)
     talker, codec = build(config, codec_configs)
-    checkpoint.load(talker, weights.root(config), directory, device, dtype)
+    loading.load(talker, weights.root(config), directory, device, dtype)
     skip = "encoder" if talker.speaker is None else None
-    checkpoint.load(
+    loading.load(
         codec, weights.codec(*codec_configs), directory / "speech_tokenizer", device, torch.float32, skip
     )
     codec.decoder.prepare()
     if talker.speaker is None:
-        codec.encoder = None  # only references need it; `checkpoint.load` checked its tensors
+        codec.encoder = None  # only references need it; `loading.load` checked its tensors
         cloner = None
     else:
         codec.encoder.prepare()
@@ -77,8 +77,8 @@ def describe(directory: Path):
     """Return config, defaults, codec configs and Spec. Only the JSON files are read."""
     import torch
 
+    from zoo.checkpoint.json_files import read_json
     from zoo.contract import KV, Spec
-    from zoo.nn.json_files import read_json
     from zoo.qwen3_tts.clone import reference_s
     from zoo.qwen3_tts.codec import DecoderConfig
     from zoo.qwen3_tts.config import Config, Defaults

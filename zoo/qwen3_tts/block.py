@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from zoo.checkpoint.stack import StackConfig
 from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
-from zoo.qwen3_tts.config import StackConfig
 
 
 class Qwen3Block(nn.Module):

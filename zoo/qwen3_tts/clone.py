@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.encoded_files import EncodedFiles, encoder_key
 from zoo.nn.mel import LogMel
 from zoo.qwen3_tts.codec import Codec
 from zoo.qwen3_tts.config import SAMPLE_RATE_HZ, SpeakerConfig
 from zoo.qwen3_tts.speaker import SpeakerEncoder
-from zoo.references import References, content, mono
 from zoo.request import AudioClip
+from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.references import References, content, mono
 
 FAMILY = "qwen3_tts"
 FFT, HOP = 1024, 256  # samples in a mel frame, and from one mel frame to the next

@@ -23,16 +23,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WIDTH, ConfigBlock
+from zoo.checkpoint.config import CODEBOOKS, MAX_WIDTH, RATE_HZ, STRIDE, VOCABULARY, WIDTH, ConfigBlock
+from zoo.checkpoint.stack import StackConfig
 from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, StateLayout, reach
 from zoo.nn.linear import SwiGLU
 from zoo.nn.norm import RMSNorm
-from zoo.nn.residual import SnakeConv1d, SnakeConvTranspose1d, convolve_snake, residual_unit, upsample_snake
+from zoo.nn.residual import (
+    ResidualUnit,
+    SnakeConv1d,
+    UpBlock,
+    convolve_snake,
+)
 from zoo.nn.rope import rope_table
 from zoo.nn.snake import SnakeBeta
 from zoo.nn.vq import SplitVQ
 from zoo.nn.window_attention import WindowLayer, window_mask
-from zoo.qwen3_tts.config import StackConfig
+from zoo.qwen3_tts.config import qwen3_stack
 from zoo.qwen3_tts.encoder import CODEC_FILE, Encoder, EncoderConfig
 
 WINDOW = (1, 1024)  # frames; every layer keeps this many keys and values per stream
@@ -69,7 +75,7 @@ class DecoderConfig:
             codebook_size=block.integer("codebook_size", *VOCABULARY),
             codebook_width=block.integer("codebook_dim", *WIDTH, step=2),
             latent=block.integer("latent_dim", *WIDTH),
-            transformer=StackConfig.read(block),
+            transformer=qwen3_stack(block),
             window=block.integer("sliding_window", *WINDOW),
             ratios=block.integers("upsampling_ratios", *STRIDE),
             channels=block.integer("decoder_dim", 1 << len(rates), MAX_WIDTH),
@@ -128,32 +134,13 @@ class Upsample(nn.Module):
         return x + (y * self.scale).mT
 
 
-class Residual(nn.Module):
-    def __init__(self, channels: int, dilation: int):
-        super().__init__()
-        self.snake1 = SnakeBeta(channels)
-        self.conv1 = SnakeConv1d(channels, channels, KERNEL, dilation)
-        self.snake2 = SnakeBeta(channels)
-        self.conv2 = SnakeConv1d(channels, channels, 1)
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        return residual_unit(x, self.snake1, self.conv1, self.snake2, self.conv2, state)
-
-
-class Block(nn.Module):
+class Block(UpBlock):
     """An upsampling block with three residual units: [B, C, N] -> [B, C / 2, rate N]."""
 
     def __init__(self, channels: int, rate: int):
-        super().__init__()
-        self.snake = SnakeBeta(channels)
-        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * rate, rate)
-        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = upsample_snake(x, self.snake, self.up, state)
-        for residual in self.residuals:
-            x = residual(x, state)
-        return x
+        half = channels // 2
+        units = (ResidualUnit(half, KERNEL, dilation, SnakeBeta) for dilation in DILATIONS)
+        super().__init__(SnakeBeta(channels), channels, rate, units)
 
 
 class Decoder(nn.Module):

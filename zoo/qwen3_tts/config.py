@@ -6,18 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.nn.config import (
+from zoo.checkpoint.config import (
     CODEBOOKS,
-    EPS,
-    HEAD_DIM,
-    HEADS,
-    LAYERS,
     POSITIONS,
     ROPE_THETA,
     VOCABULARY,
     WIDTH,
     ConfigBlock,
 )
+from zoo.checkpoint.stack import StackConfig, read_stack
 
 VARIANTS = ("base", "custom_voice", "voice_design")
 CODEC = "qwen3_tts_tokenizer_12hz"
@@ -41,33 +38,10 @@ SPEAKER: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class StackConfig:
-    """A stack of Qwen3 blocks."""
-
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    rope_theta: float
-
-    @classmethod
-    def read(cls, block: ConfigBlock) -> StackConfig:
-        block.expect(hidden_act="silu", attention_bias=False)
-        kv_heads = block.integer("num_key_value_heads", *HEADS)
-        return cls(
-            hidden=block.integer("hidden_size", *WIDTH),
-            inner=block.integer("intermediate_size", *WIDTH),
-            layers=block.integer("num_hidden_layers", *LAYERS),
-            heads=block.integer("num_attention_heads", *HEADS, step=kv_heads),
-            kv_heads=kv_heads,
-            head_dim=block.integer("head_dim", *HEAD_DIM, step=2),
-            eps=block.number("rms_norm_eps", *EPS),
-            rope_theta=block.number("rope_theta", *ROPE_THETA),
-        )
+def qwen3_stack(block: ConfigBlock) -> StackConfig:
+    """Read the sizes of a stack of Qwen3 blocks. Raises ValueError."""
+    block.expect(hidden_act="silu", attention_bias=False)
+    return read_stack(block, block.number("rope_theta", *ROPE_THETA))
 
 
 @dataclass(frozen=True)
@@ -221,7 +195,7 @@ class Config:
             block.expect_none("sliding_window")
         codebooks = talker.integer("num_code_groups", 2, CODEBOOKS[1])
         depth.expect(num_code_groups=codebooks)
-        stack, speaker = StackConfig.read(talker), None
+        stack, speaker = qwen3_stack(talker), None
         # A fine-tuned CustomVoice directory keeps its Base model's speaker_encoder_config, but not the
         # tensors.
         if variant == "base":
@@ -240,7 +214,7 @@ class Config:
             size=root.string("tts_model_size"),
             speaker=speaker,
             talker=stack,
-            depth=StackConfig.read(depth),
+            depth=qwen3_stack(depth),
             vocab=vocab,
             depth_vocab=depth.integer("vocab_size", *VOCABULARY),
             codebooks=codebooks,

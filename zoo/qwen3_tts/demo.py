@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.nn import synthetic
-from zoo.nn.config import change
-from zoo.nn.synthetic import Rule
+from zoo.checkpoint import synthetic
+from zoo.checkpoint.config import change
+from zoo.checkpoint.synthetic import Rule
 from zoo.qwen3_tts.config import SAMPLE_RATE_HZ, Config
 from zoo.qwen3_tts.vocabulary import SPECIAL, merges, text_ids, tokenizer_config, vocabulary
 
@@ -447,7 +447,7 @@ def write(
     not empty.
     """
     # Imported here, so that this module's configs and values do not need the model.
-    from zoo.nn.checkpoint import published
+    from zoo.checkpoint.loading import published
     from zoo.qwen3_tts import build, describe, weights
 
     synthetic.check_dtype(dtype)

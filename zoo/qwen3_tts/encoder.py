@@ -17,7 +17,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.nn.config import ConfigBlock
+from zoo.checkpoint.config import (
+    ConfigBlock,
+)
 from zoo.nn.linear import FusedLinear
 from zoo.nn.mimi import MimiConfig
 from zoo.nn.rope import rope_table, rotate

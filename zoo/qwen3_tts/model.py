@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.contract import Batch, Family, Prompt, Request, RequestError, Spec, State, View, frame_cap
+from zoo.check import check, shares
+from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.nn.attention import Paged, attend
 from zoo.nn.keys import prefix_key
 from zoo.nn.norm import RMSNorm
@@ -33,7 +34,7 @@ from zoo.qwen3_tts.depth import CodePredictor
 from zoo.qwen3_tts.prompt import FRAME, MAX_TEXT_TOKENS, NOTHING, SPEAKER, PromptWriter, Script
 from zoo.qwen3_tts.speaker import SpeakerEncoder
 from zoo.qwen3_tts.strategy import STRATEGY
-from zoo.request import Share, check, shares
+from zoo.request import Request, RequestError, Share
 
 MIN_NEW_TOKENS = 2  # the end is banned until then; otherwise some requests come out empty (vllm-omni #4962)
 # The cap for a request that sets none: it stops speech that would never end.

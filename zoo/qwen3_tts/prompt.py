@@ -145,7 +145,7 @@ class PromptWriter:
         self.user = self.tokenize("user")
 
     def __call__(self, request: Request, values: Mapping[str, Any], is_mixed: bool = False) -> Script:
-        """Return the request's prompt. values: the model's options, from `zoo.request.check`. is_mixed:
+        """Return the request's prompt. values: the model's options, from `zoo.check.check`. is_mixed:
         whether the speaker is a mix of voices."""
         c, control = self.config, self.config.control
         is_full = values["text_mode"] == "full"

@@ -12,10 +12,13 @@ import json
 import sys
 import time
 import types
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+
+from zoo.reference_script import answer, speed
 
 NAME = "qwen-tts 0.1.1"
 # Modules that only the reference's 25 Hz code uses; empty modules take their place.
@@ -71,23 +74,13 @@ def measure(model: Any, request: dict[str, Any], streams: int, rounds: int) -> d
     began_s, samples = time.perf_counter(), 0
     for _ in range(rounds):
         samples += sum(map(len, speak(model, request, streams)))
-    wall_s, audio_s = time.perf_counter() - began_s, samples / RATE_HZ
-    speed = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
-    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | speed
+    return speed(streams, time.perf_counter() - began_s, samples / RATE_HZ)
 
 
 def main() -> None:
     order = json.loads(sys.argv[1])
     model = load(order["directory"], order.get("dtype", "float32"))
-    if "requests" in order:
-        requests = order["requests"].items()
-        spoken: dict[str, Any] = {name: speak(model, request)[0] for name, request in requests}
-        np.savez(order["out"], **spoken)
-        print(json.dumps({"name": NAME}))
-        return
-    runs = [measure(model, order["request"], streams, order["rounds"]) for streams in order["streams"]]
-    facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps(facts | {"runs": runs}))
+    print(json.dumps(answer(order, NAME, lambda request: speak(model, request)[0], partial(measure, model))))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from zoo.nn.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
+from zoo.text.bpe import ENGLISH, Pair, byte_symbols, in_symbols, learn
 
 _SPECIAL = """
 <|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|>

@@ -1,11 +1,11 @@
-"""Tables from published tensor names to ours (see zoo.nn.checkpoint)."""
+"""Tables from published tensor names to ours (see zoo.checkpoint.loading)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zoo.checkpoint.names import decoder_block, gate_up
 from zoo.nn.mimi import layer_names, quantizer_names
-from zoo.nn.names import decoder_block, gate_up
 
 if TYPE_CHECKING:
     from zoo.qwen3_tts.codec import DecoderConfig

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from zoo.nn.tensor_files import TensorFile
+    from zoo.checkpoint.tensor_files import TensorFile
     from zoo.voxcpm2.model import VoxCPM2
 
 NAME = "voxcpm2"
@@ -22,7 +22,7 @@ def claims(path: Path) -> bool:
 
     Raises ValueError if config.json cannot be read.
     """
-    from zoo.nn.json_files import read_config
+    from zoo.checkpoint.json_files import read_config
 
     config = read_config(path)
     if "residual_lm_no_rope" in config:
@@ -36,7 +36,7 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
 
     Raises ValueError that names the file and what is wrong with it.
     """
-    from zoo.nn import checkpoint, tensor_files
+    from zoo.checkpoint import loading, tensor_files
     from zoo.voxcpm2 import weights
     from zoo.voxcpm2.adapter import read_adapter
     from zoo.voxcpm2.clone import Cloner
@@ -46,13 +46,13 @@ def load(directory: Path, device: torch.device, dtype: torch.dtype, adapter: Pat
     config, spec = describe(directory, dtype)
     net, vae = build(config)
     table = weights.root(config)
-    change = None if adapter is None else read_adapter(adapter, checkpoint.published(net, table))
-    checkpoint.load(net, table, directory, device, dtype, change=change)
+    change = None if adapter is None else read_adapter(adapter, loading.published(net, table))
+    loading.load(net, table, directory, device, dtype, change=change)
     net.prepare()
     file = tensor_files.open_file(vae_file(directory))
     check_boundaries(file, config.vae.boundaries)
     beside = frozenset({weights.BOUNDARIES})
-    checkpoint.load_weight_normed(vae, weights.vae(config.vae), file, device, beside)
+    loading.load_weight_normed(vae, weights.vae(config.vae), file, device, beside)
     writer = PromptWriter(
         config, directory, Cloner(config, vae, net.rows, device, dtype, net.encoder, net.from_code)
     )
@@ -93,8 +93,8 @@ def describe(directory: Path, dtype=None):
     """Return Config and Spec, read from config.json alone. dtype: the model's, which the tape shares."""
     import torch
 
+    from zoo.checkpoint.json_files import read_json
     from zoo.contract import KV, Spec
-    from zoo.nn.json_files import read_json
     from zoo.voxcpm2.clone import reference_s
     from zoo.voxcpm2.config import Config
     from zoo.voxcpm2.model import MAX_PATCHES

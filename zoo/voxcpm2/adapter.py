@@ -17,10 +17,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zoo.nn.checkpoint import Expected, Shape, check
-from zoo.nn.config import WIDTH, ConfigBlock
-from zoo.nn.json_files import read_json
-from zoo.nn.tensor_files import open_file
+from zoo.checkpoint.config import WIDTH, ConfigBlock
+from zoo.checkpoint.json_files import read_json
+from zoo.checkpoint.loading import Expected, Shape, check
+from zoo.checkpoint.tensor_files import open_file
 
 CONFIG = "lora_config.json"
 FILES = ("lora_weights.safetensors", "lora_weights.ckpt")  # the first one found is read

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zoo.encoded_files import EncodedFiles, encoder_key
-from zoo.references import References, content, mono
 from zoo.request import AudioClip
+from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.references import References, content, mono
 from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.vae import Vae
 

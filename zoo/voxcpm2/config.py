@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from zoo.nn.config import (
+from zoo.checkpoint.config import (
     EPS,
     HEAD_DIM,
     HEADS,

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.nn import synthetic
-from zoo.nn.config import change
-from zoo.nn.synthetic import Rule
+from zoo.checkpoint import synthetic
+from zoo.checkpoint.config import change
+from zoo.checkpoint.synthetic import Rule
 from zoo.voxcpm2.config import OLD_VAE, Config
 from zoo.voxcpm2.vocabulary import (
     PUBLISHED_WORDS,
@@ -260,7 +260,7 @@ def write(
     ValueError for an unknown size, key or dtype, and for a directory that is not empty.
     """
     # imported here, so that configs and values need no import of the model
-    from zoo.nn.checkpoint import published, weight_normed
+    from zoo.checkpoint.loading import published, weight_normed
     from zoo.voxcpm2 import build, describe, weights
 
     synthetic.check_dtype(dtype)

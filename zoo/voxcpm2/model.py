@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.contract import Batch, Family, Prompt, Request, Said, Spec, State, View, frame_cap
+from zoo.check import check
+from zoo.contract import Batch, Family, Prompt, Said, Spec, State, View, frame_cap
 from zoo.nn.keys import prefix_key
 from zoo.nn.sampling import normal
-from zoo.request import check
+from zoo.request import Request
 from zoo.voxcpm2.block import LanguageModel
 from zoo.voxcpm2.config import Config
 from zoo.voxcpm2.latent import MAX_STEPS, PatchEncoder, PatchSolver

@@ -24,8 +24,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from zoo.checkpoint.json_files import read_json
 from zoo.contract import Said
-from zoo.nn.json_files import read_json
 from zoo.request import BLANK, Option, Reference, Request, RequestError
 from zoo.voxcpm2.clone import Cloner, EncodedReference
 from zoo.voxcpm2.config import Config
@@ -122,7 +122,7 @@ class PromptWriter:
             raise ValueError(f"{directory / 'tokenizer.json'} has ids up to {max_id}, but {rows}")
 
     def __call__(self, request: Request, values: Mapping[str, Any], voice: Said | None = None) -> Script:
-        """Write the script of a request. values: of the model's options, from `zoo.request.check`.
+        """Write the script of a request. values: of the model's options, from `zoo.check.check`.
 
         voice: earlier speech of the same request, used as the reference. VoxCPM2 takes only its voice, so
         that the description can be given again; the first generation continues it.

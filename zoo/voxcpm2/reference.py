@@ -22,6 +22,8 @@ import soundfile
 import torch
 import transformers  # noqa: F401  (before the stub below, because it looks up torchaudio's version)
 
+from zoo.reference_script import answer, speed
+
 NAME = "voxcpm 2.0.3"
 
 
@@ -97,28 +99,22 @@ def measure(model: Any, request: dict[str, Any], place: Path, streams: int, roun
     began_s, samples = time.perf_counter(), 0
     for _ in range(rounds * streams):
         samples += len(speak(model, request, place, min_frames=frames))
-    wall_s, audio_s = time.perf_counter() - began_s, samples / model.sample_rate
-    speed = {"rtf": wall_s * streams / audio_s, "audio_s_per_s": audio_s / wall_s}
-    return {"streams": streams, "audio_s": audio_s, "wall_s": wall_s} | speed
-
-
-def answer(order: dict[str, Any], place: Path) -> dict[str, Any]:
-    model = load(Path(order["directory"]), place, order.get("dtype", "float32"))
-    if "requests" in order:
-        noise, requests = np.load(order["noise"]), order["requests"].items()
-        spoken: dict[str, Any] = {
-            name: speak_from(model, request, place, noise) for name, request in requests
-        }
-        np.savez(order["out"], **spoken)
-        return {"name": NAME}
-    runs = [measure(model, order["request"], place, streams, order["rounds"]) for streams in order["streams"]]
-    facts = {"name": NAME, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    return facts | {"runs": runs}
+    return speed(streams, time.perf_counter() - began_s, samples / model.sample_rate)
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as place:
-        print(json.dumps(answer(json.loads(sys.argv[1]), Path(place))))
+    order = json.loads(sys.argv[1])
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        model = load(Path(order["directory"]), place, order.get("dtype", "float32"))
+
+        def spoken(request: dict[str, Any]) -> np.ndarray:
+            return speak_from(model, request, place, np.load(order["noise"]))
+
+        def measured(request: dict[str, Any], streams: int, rounds: int) -> dict[str, float]:
+            return measure(model, request, place, streams, rounds)
+
+        print(json.dumps(answer(order, NAME, spoken, measured)))
 
 
 if __name__ == "__main__":

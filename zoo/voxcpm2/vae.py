@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout, reach
-from zoo.nn.residual import (
-    SnakeConv1d,
-    SnakeConvTranspose1d,
-    convolve_snake,
-    depthwise_unit,
-    upsample_snake,
-)
+from zoo.nn.residual import SnakeConv1d, UpBlock, convolve_snake, depthwise_unit
 from zoo.nn.snake import Snake
 from zoo.voxcpm2.config import VaeConfig
 
@@ -58,25 +52,20 @@ class Rate(nn.Module):
         return torch.addcmul(self.bias.weight[self.which][:, None], x, self.scale.weight[self.which][:, None])
 
 
-class Block(nn.Module):
+class Block(UpBlock):
     """A decoder block: [B, C, N] -> [B, C / 2, stride N]."""
 
     def __init__(self, channels: int, stride: int, config: VaeConfig):
-        super().__init__()
+        units = (Residual(channels // 2, dilation) for dilation in DILATIONS)
+        super().__init__(Snake(channels), channels, stride, units)
         self.rate = (
             Rate(len(config.boundaries) + 1, config.rate_class, channels)
             if config.boundaries
             else nn.Identity()
         )
-        self.snake = Snake(channels)
-        self.up = SnakeConvTranspose1d(channels, channels // 2, 2 * stride, stride)
-        self.residuals = nn.ModuleList(Residual(channels // 2, dilation) for dilation in DILATIONS)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        x = upsample_snake(self.rate(x), self.snake, self.up, state)
-        for residual in self.residuals:
-            x = residual(x, state)
-        return x
+        return super().forward(self.rate(x), state)
 
 
 class Decoder(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from zoo.nn.bpe import ENGLISH, Pair, learn
+from zoo.text.bpe import ENGLISH, Pair, learn
 
 SPECIAL = {
     0: "<unk>",

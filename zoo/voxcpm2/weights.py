@@ -1,8 +1,8 @@
-"""Tables from published tensor names to ours (see zoo.nn.checkpoint)."""
+"""Tables from published tensor names to ours (see zoo.checkpoint.loading)."""
 
 from __future__ import annotations
 
-from zoo.nn.names import decoder_block
+from zoo.checkpoint.names import decoder_block
 from zoo.voxcpm2.config import Config, VaeConfig
 
 BOUNDARIES = "decoder.sr_bin_boundaries"  # int32 in the VAE's file; the config states them too

@@ -12,8 +12,9 @@ from pathlib import Path
 import zoo
 from compile_cache import artifacts, store, threads
 from compile_cache.artifacts import Entry
+from zoo import kernels
 from zoo.contract import Family
-from zoo.nn import kernels, residual
+from zoo.nn import residual
 from zoo.nn.packed import pack
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -71,7 +72,7 @@ def cache_place(family: Family) -> Path:
     threads, or on
     the models that it is served with."""
     here = Path(zoo.__file__).parent
-    code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "contract.py")
+    code = (Path(inspect.getfile(type(family))).parent, here / "nn", here / "kernels", here / "contract")
     # a configuration holds every number that the modules were made with
     facts = replace(family.spec, options=(), hints={}), family.strategy, vars(family).get("config")
     return artifacts.place(family.spec.family, artifacts.digest(family, facts, code))

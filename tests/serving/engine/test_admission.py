@@ -24,7 +24,7 @@ from serving.engine.schedule.admission import (
 from serving.engine.schedule.numbers import CAPACITY_PART, MIN_ITERATIONS
 from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice, goodput, poisson
-from zoo.contract import Request
+from zoo.request import Request
 
 COST = Cost(
     step_s=lambda slots: 0.015 + 0.004 * slots,

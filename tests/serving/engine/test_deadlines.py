@@ -19,7 +19,8 @@ from serving.engine.schedule.scheduler import Scheduler
 from serving.engine.schedule.window_cost import WindowCost
 from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
-from zoo.contract import Request, Window
+from zoo.contract import Window
+from zoo.request import Request
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 LEAST, MOST, STEP_S = 25, 100, 0.005

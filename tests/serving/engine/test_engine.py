@@ -18,7 +18,8 @@ from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import STOPPED, Audio, Engine, Failed, Finished, Full
 from serving.engine.job import NO_AUDIO
 from serving.engine.model_worker import ModelWorker
-from zoo.contract import Prompt, Request, RequestError
+from zoo.contract import Prompt
+from zoo.request import Request, RequestError
 
 TOY = family("toy")
 PAGE_BYTES = PAGE_TOKENS * token_bytes(TOY)

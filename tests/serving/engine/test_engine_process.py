@@ -27,7 +27,7 @@ from serving.engine.connections import Bridge
 from serving.engine.engine import Audio, Engine, Failed, Finished, Full, Text
 from serving.engine.wire import describe
 from serving.settings import EngineArguments, ModelOptions, Settings
-from zoo.contract import Request, RequestError
+from zoo.request import Request, RequestError
 
 STATS = protocol.Stats(100, 60, 7, 3, 0, {"m": protocol.ModelStats(8, 2, 1, 5, 0)})
 INFO = protocol.ModelInfo("m", "toy", "v", 24000, 12.5, 60.0, ["a"], ["english"], ["voice"])

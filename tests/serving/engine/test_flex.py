@@ -10,7 +10,8 @@ from serving.engine.schedule.policy import Fifo, Policy, Streaming
 from serving.engine.schedule.scheduler import Scheduler
 from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
-from zoo.contract import Request, Window
+from zoo.contract import Window
+from zoo.request import Request
 
 SLOW = Cost(step_s=lambda slots: 0.01 + 0.006 * slots, turn_s=0.001)
 

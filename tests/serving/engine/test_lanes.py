@@ -17,8 +17,8 @@ import zoo
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Audio, Engine, Event, Finished, Text
 from serving.engine.memory.memory_plan import usual_kv_bytes
-from zoo.contract import Request
 from zoo.loop import SoloBatches
+from zoo.request import Request
 
 GUIDED, SCRIBE = family("toy_guided"), family("toy_delay")
 PAGE_BYTES = PAGE_TOKENS * token_bytes(GUIDED)

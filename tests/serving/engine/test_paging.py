@@ -14,7 +14,7 @@ from serving.engine.device.arena import PAGE_TOKENS, token_bytes
 from serving.engine.engine import Engine, Finished
 from serving.engine.schedule.numbers import MAX_SKIPS
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
-from zoo.contract import Request
+from zoo.request import Request
 
 FAST = Cost(
     step_s=lambda slots: 0.004 + 0.001 * slots,

@@ -15,9 +15,10 @@ import zoo
 from serving.engine import listener as settings
 from serving.engine.device.arena import PAGE_TOKENS
 from serving.engine.engine import Audio, Engine, Failed, Finished, Spoken
-from zoo.contract import Request, RequestError, following
+from zoo.contract import following
+from zoo.contract.family import pieces_of
 from zoo.loop import speak_pass
-from zoo.text import pieces_of
+from zoo.request import Request, RequestError
 
 TOY = family("toy_grid")
 TEXT = "Once there was a small house near the river."

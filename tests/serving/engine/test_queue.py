@@ -9,7 +9,8 @@ from models import Clock, Listener
 from toy import Toy
 
 from serving.engine.engine import Engine, Failed, Finished, Full
-from zoo.contract import Prompt, Request, RequestError
+from zoo.contract import Prompt
+from zoo.request import Request, RequestError
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from serving.engine.device.arena import Arena
 from serving.engine.engine import Engine, Finished
 from serving.engine.schedule.rounds import by_need
 from serving.tools.simulate import RATE_HZ, Clock, Cost, Heard, SimulatedRunner, Voice
-from zoo.contract import Request
+from zoo.request import Request
 
 EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 FRAME_S = 0.08

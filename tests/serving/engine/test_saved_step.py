@@ -15,7 +15,8 @@ import zoo
 from compile_cache.counts import Counts, counts
 from serving.engine.device.prepare_for_host import cached
 from serving.engine.engine import Engine
-from zoo.contract import KV, Request
+from zoo.contract import KV
+from zoo.request import Request
 
 pytestmark = pytest.mark.compile
 BUZZ = KV(num_layers=3, num_heads=1, head_dim=20)  # a position takes 480 bytes beside the other's 256

@@ -25,7 +25,8 @@ from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine, Finished, Full
 from serving.engine.memory.memory_plan import usual_kv_bytes
 from serving.engine.schedule.numbers import MAX_SKIPS
-from zoo.contract import KV, Request
+from zoo.contract import KV
+from zoo.request import Request
 
 # a row of 80 bytes beside the hum's 64, and 480 bytes a position beside 256
 BUZZ = KV(num_layers=3, num_heads=1, head_dim=20)

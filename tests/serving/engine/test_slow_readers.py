@@ -7,7 +7,7 @@ import pytest
 from serving.engine.engine import Failed, Finished
 from serving.protocol import Listener
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
-from zoo.contract import Request
+from zoo.request import Request
 
 UNREAD_S, STALL_S = 10.0, 20.0
 LARGEST_S = 25 * 0.08  # of a window

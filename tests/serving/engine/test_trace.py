@@ -27,7 +27,8 @@ from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
 from serving.protocol import Listener
 from serving.tools.simulate import Clock, Cost, SimulatedRunner, Voice
-from zoo.contract import Request, Window
+from zoo.contract import Window
+from zoo.request import Request
 
 RECORDED = Path(__file__).parent / "decisions.json"
 NUM_IN_CLEAR, NUM_PER_MARK = 12, 100

@@ -21,7 +21,7 @@ from serving.engine.schedule.numbers import MAX_SKIPS
 from serving.engine.schedule.policy import Streaming
 from serving.protocol import Listener
 from serving.tools.simulate import RATE_HZ, Cost, Heard, Simulation, Voice, poisson
-from zoo.contract import Request
+from zoo.request import Request
 
 EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 FRAME_S = 0.08

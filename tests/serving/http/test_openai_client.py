@@ -12,7 +12,7 @@ import soundfile
 from audio_files import decoded
 from served import connected, serving
 
-from zoo.text import split
+from zoo.text.pieces import split
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from toy import END, Toy
 def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Give each test its own compile cache, and no kernels: they take half a minute to build, and would stay
     for other tests."""
-    monkeypatch.setattr("zoo.nn.kernels.build", lambda: None)
+    monkeypatch.setattr("zoo.kernels.build", lambda: None)
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 

@@ -18,7 +18,7 @@ from serving.tools import bench as measured
 from serving.tools import reference
 from serving.tools.bench import LaunchTimes, Work, bench, min_ms_per_frame, work
 from serving.tools.requests import first_request
-from zoo.contract import Request
+from zoo.request import Request
 
 
 @pytest.fixture(autouse=True)

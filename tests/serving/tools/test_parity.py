@@ -18,7 +18,8 @@ from serving.engine.engine import Engine
 from serving.tools import reference
 from serving.tools.parity import compare, difference, follow, parity
 from serving.tools.requests import every_request
-from zoo.contract import Option, Prompt, Request
+from zoo.contract import Prompt
+from zoo.request import Option, Request
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from zoo import kernels
 from zoo.cosyvoice2.estimator import KERNEL, PAIR, Conv, TransformerBlock, attend, mish, pointwise
 from zoo.cosyvoice2.stretch import Seen, Stretch
-from zoo.nn import kernels
 from zoo.nn.conv import CodecState, StateLayout
 
 

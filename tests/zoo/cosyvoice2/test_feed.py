@@ -17,10 +17,10 @@ from models import Listener, family
 
 import zoo
 from serving.engine.engine import Failed, Finished
-from zoo.contract import AudioClip, Reference, Request, RequestError
 from zoo.cosyvoice2.model import CosyVoice2
 from zoo.cosyvoice2.order import CODE_GROUP, DRAWN, TEXT_GROUP, Interleaved, keys
 from zoo.cosyvoice2.prompt import MAX_TEXT_TOKENS
+from zoo.request import AudioClip, Reference, Request, RequestError
 
 INTERLEAVED = {"text_mode": "interleaved"}
 CLIP = AudioClip(np.sin(np.arange(40_000) ** 1.4 / 30).astype(np.float32) / 4, 16000)  # 2.5 s

@@ -13,9 +13,9 @@ from models import directory, family
 from mutations import mutations
 
 import zoo
-from zoo.contract import Request
 from zoo.cosyvoice2 import NAME
 from zoo.cosyvoice2.config import Config, read_yaml
+from zoo.request import Request
 
 FOLDER = zoo.families()[NAME]
 
@@ -175,9 +175,9 @@ def test_a_wrong_voice_is_named(copy, change, says):
 
 def test_the_published_sizes_have_the_published_number_of_values():
     """The numbers of tensors and of values equal those of the published state dicts."""
+    from zoo.checkpoint.loading import published, weight_normed
     from zoo.cosyvoice2 import build, weights
     from zoo.cosyvoice2.demo import write_texts
-    from zoo.nn.checkpoint import published, weight_normed
 
     with tempfile.TemporaryDirectory() as place:
         config = Config.read(write_texts(Path(place) / "full", "full"))

@@ -13,11 +13,10 @@ from models import directory, family
 from safetensors.torch import load_file, save_file
 
 import zoo
-from zoo.contract import AudioClip, Reference, Request
 from zoo.csm import demo
 from zoo.csm.layouts import find_codec
 from zoo.csm.weights import COPIES, INDEX_KEY
-from zoo.request import RequestError
+from zoo.request import AudioClip, Reference, Request, RequestError
 
 CLIP = AudioClip(np.sin(np.arange(4000) ** 1.5 / 30).astype(np.float32) / 4, 24_000)
 ASKED = Request(text="Good morning.", max_frames=5, references=(Reference(CLIP, "Hm."),))

@@ -7,7 +7,7 @@ import torch
 from models import family
 from torch import Tensor
 
-from zoo.contract import Request
+from zoo.request import Request
 
 
 def after(frames: list[list[int]], **options) -> tuple[list[list[int]], bool]:

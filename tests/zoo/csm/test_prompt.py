@@ -9,8 +9,7 @@ from models import Clock, family, serve
 
 import zoo
 from serving.engine.engine import Engine
-from zoo.contract import AudioClip, Reference, Request, Turn
-from zoo.request import RequestError
+from zoo.request import AudioClip, Reference, Request, RequestError, Turn
 
 TEXT = Request(text="Good morning.", max_frames=4)
 

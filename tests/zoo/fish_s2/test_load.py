@@ -15,10 +15,10 @@ from models import directory, family
 from safetensors.torch import load_file
 
 import zoo
-from zoo.contract import Request
+from zoo.checkpoint.loading import published
 from zoo.fish_s2 import build, claims, demo, weights
 from zoo.fish_s2.config import CodecConfig, Config
-from zoo.nn.checkpoint import published
+from zoo.request import Request
 
 TINY = directory("fish_s2", "tiny")
 # SHA-256 of the sorted rows name|BF16|shape of the published shards' headers, from kadirnar/voicehub

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import zoo
 from serving.engine.engine import Engine
-from zoo.contract import AudioClip, Family, Prompt, Reference, Request
+from zoo.contract import Family, Prompt
 from zoo.fish_s2.prompt import column_keys
 from zoo.fish_s2.sampling import RAS_WINDOW
+from zoo.request import AudioClip, Reference, Request
 
 SAMPLES = {"rtol": 0, "atol": 5e-5}
 FISH = family("fish_s2")

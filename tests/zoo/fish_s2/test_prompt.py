@@ -11,8 +11,8 @@ import torch
 from models import family
 
 import zoo
-from zoo.contract import AudioClip, Reference, Request, RequestError
 from zoo.fish_s2.prompt import column_keys, passes
+from zoo.request import AudioClip, Reference, Request, RequestError
 
 FISH = family("fish_s2")
 CONFIG, WRITE, TOKENIZE = FISH.config, FISH.writer, FISH.writer.tokenize

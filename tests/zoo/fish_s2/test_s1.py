@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 import zoo
 from serving.engine.engine import Engine
-from zoo.contract import AudioClip, Reference, Request
 from zoo.fish_s2 import build, claims, demo, s1, vocabulary
-from zoo.request import RequestError
+from zoo.request import AudioClip, Reference, Request, RequestError
 
 TINY = directory("fish_s2", "tiny-s1")
 S1 = family("fish_s2", size="tiny-s1")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from zoo import kernels
 from zoo.fish_s2.sampling import _keep_likely, draw, keep_likely
-from zoo.nn import kernels
 
 
 def one_by_one(logits: Tensor, top_k: int, top_p: float) -> list[int]:

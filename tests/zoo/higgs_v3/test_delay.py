@@ -10,10 +10,10 @@ from torch import Tensor
 
 import zoo
 from serving.engine.engine import Engine, Finished
-from zoo.contract import Request
 from zoo.higgs_v3.delay import DelayState, stagger
 from zoo.loop import PAGE_TOKENS
 from zoo.nn.sampling import gumbel
+from zoo.request import Request
 
 BEGIN, END = 64, 65
 

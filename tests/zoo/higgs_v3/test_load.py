@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import zoo
-from zoo.contract import Request
 from zoo.higgs_v3 import claims, demo, weights
+from zoo.request import Request
 
 TINY = directory("higgs_v3", "tiny")
 

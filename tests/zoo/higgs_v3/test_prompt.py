@@ -12,10 +12,10 @@ from models import Clock, directory, family, serve, write
 
 import zoo
 from serving.engine.engine import Engine
-from zoo.contract import AudioClip, Reference, Request, RequestError, Turn
 from zoo.higgs_v3.config import Config
 from zoo.higgs_v3.demo import CONFIGS
 from zoo.higgs_v3.vocabulary import CONTROL_TAGS
+from zoo.request import AudioClip, Reference, Request, RequestError, Turn
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,7 @@ def test_attention_without_host_lengths_equals_one_sequence_at_a_time():
 
 def test_the_attention_backend_is_named(monkeypatch):
     assert "kernels.cpp" in backend(torch.device("cpu"))
-    monkeypatch.setitem(sys.modules, "zoo.nn.triton_attention", None)  # as if Triton were not installed
-    monkeypatch.delattr("zoo.nn.triton_attention", raising=False)
+    monkeypatch.setitem(sys.modules, "zoo.kernels.triton_attention", None)  # as if Triton were not installed
+    monkeypatch.delattr("zoo.kernels.triton_attention", raising=False)
     with pytest.raises(ValueError, match="pip install triton"):
         backend(torch.device("cuda"))

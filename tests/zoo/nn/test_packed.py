@@ -8,9 +8,9 @@ from models import directory, family
 from torch import nn
 
 import zoo
-from zoo.contract import Request
 from zoo.nn.linear import FusedLinear
 from zoo.nn.packed import PackedLinear, convolve, pack, packed_convolution
+from zoo.request import Request
 
 DTYPES = [torch.float32, torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [torch.float32]
 CLOSE = {torch.float32: {"rtol": 0, "atol": 2e-6}, torch.bfloat16: {"rtol": 0.02, "atol": 0.02}}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zoo.nn import kernels, residual
+from zoo import kernels
+from zoo.nn import residual
 from zoo.nn.conv import CodecState, StateLayout
 from zoo.nn.residual import (
     SnakeConv1d,

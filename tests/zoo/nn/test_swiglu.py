@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from compile_cache import choices
-from zoo.nn import kernels, swiglu
+from zoo import kernels
+from zoo.nn import swiglu
 
 OPERATOR = torch.ops.zoo.swiglu_linear.default
 

@@ -11,10 +11,10 @@ from models import directory, family
 from torch import Tensor
 
 import zoo
-from zoo.contract import Request, RequestError
 from zoo.orpheus.config import find_codec
 from zoo.orpheus.prompt import voices_of
 from zoo.orpheus.tokens import END_SPEECH, VOCABULARY, token_id
+from zoo.request import Request, RequestError
 
 
 def run(tokens: list[int], max_frames: int = 8):
@@ -146,7 +146,7 @@ def test_the_directory_name_says_the_language(tmp_path, name, voice):
 
 
 def test_only_pretrained_checkpoints_take_references():
-    from zoo.contract import AudioClip, Reference
+    from zoo.request import AudioClip, Reference
 
     clip = AudioClip(torch.zeros(24_000).numpy(), 24_000)
     with pytest.raises(RequestError, match="pretrain"):

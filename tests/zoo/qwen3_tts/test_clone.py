@@ -19,9 +19,10 @@ import zoo
 from compile_cache.strategy import Whole
 from serving.engine.device.arena import PAGE_TOKENS
 from serving.engine.engine import Engine
-from zoo.contract import AudioClip, Reference, Request, RequestError, View
+from zoo.contract import View
 from zoo.qwen3_tts import demo
 from zoo.qwen3_tts.prompt import FRAME, MAX_TEXT_TOKENS, SPEAKER
+from zoo.request import AudioClip, Reference, Request, RequestError
 
 BASE, DESIGN, VOICE = (family("qwen3_tts", size=size) for size in ("tiny-base", "tiny-1.7b-design", "tiny"))
 CONFIG, CONTROL, TOKENIZE = BASE.config, BASE.config.control, BASE.writer.tokenize

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._dynamo.decorators import mark_unbacked
 
-from zoo.nn.checkpoint import load, published
-from zoo.nn.synthetic import write_tensors
+from zoo.checkpoint.loading import load, published
+from zoo.checkpoint.synthetic import write_tensors
 from zoo.nn.vq import SplitVQ
 from zoo.qwen3_tts import weights
 from zoo.qwen3_tts.codec import Codec, DecoderConfig

@@ -16,9 +16,9 @@ from models import Listener, family
 
 import zoo
 from serving.engine.engine import Engine, Failed, Finished
-from zoo.contract import AudioClip, Reference, Request, RequestError
 from zoo.qwen3_tts.model import Qwen3TTS
 from zoo.qwen3_tts.prompt import MAX_TEXT_TOKENS
+from zoo.request import AudioClip, Reference, Request, RequestError
 
 INTERLEAVED = {"text_mode": "interleaved"}
 CLIP = AudioClip(np.sin(np.arange(9600) ** 1.5 / 40).astype(np.float32) / 4, 24000)

@@ -14,8 +14,8 @@ from models import NAMES, TOYS, directory, family
 from safetensors import safe_open
 
 import zoo
-from zoo.contract import Request
 from zoo.qwen3_tts import demo
+from zoo.request import Request
 
 TINY = directory("qwen3_tts", "tiny")
 

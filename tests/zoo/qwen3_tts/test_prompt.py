@@ -9,8 +9,8 @@ import pytest
 import torch
 from models import family, write
 
-from zoo.contract import Request, RequestError
 from zoo.qwen3_tts.prompt import MAX_TEXT_TOKENS
+from zoo.request import Request, RequestError
 
 SMALL, LARGE = family("qwen3_tts"), family("qwen3_tts", size="tiny-1.7b")
 CONFIG, CONTROL, TOKENIZE = SMALL.config, SMALL.config.control, SMALL.writer.tokenize

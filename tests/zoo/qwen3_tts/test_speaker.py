@@ -10,7 +10,7 @@ import torch
 from models import family
 from torch.nn import functional as F
 
-from zoo.nn.config import ConfigBlock
+from zoo.checkpoint.config import ConfigBlock
 from zoo.nn.mel import LogMel, slaney_filters
 from zoo.qwen3_tts.config import SPEAKER, SpeakerConfig
 from zoo.qwen3_tts.speaker import Chain, Pooling, SpeakerEncoder

@@ -14,7 +14,7 @@ from models import directory, family
 
 import zoo
 from zoo import AudioClip, Reference, Request, RequestError
-from zoo.request import check
+from zoo.check import check
 from zoo.voxcpm2.prompt import AUDIO, Script, TextTokenizer
 
 OURS = family("voxcpm2")

@@ -1,0 +1,142 @@
+"""The GPU's attention over stretches of streams in Triton's interpreter, compared with the plain operator.
+test_triton.py runs this file in a new process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from bf16_products import multiply_numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zoo.cosyvoice2.stretch import Seen, Stretch, stretch_attention
+from zoo.kernels import triton_stretch
+
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LAYERS, SLOTS = 2, 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _numbers():
+    with pytest.MonkeyPatch.context() as patch:
+        multiply_numbers(patch)
+        yield
+
+
+@dataclass
+class Launch:
+    """A stretch of `num` positions, in chunks of `chunk`, of several streams. Their past is in the cache of
+    layer 1. Data that must not be read is NaN: unwritten places, other slots and layers, keys and values of
+    padding."""
+
+    streams: list[tuple[int, int, int]]  # start and kept positions, in chunks; count
+    num: int
+    capacity: int  # in chunks
+    chunk: int
+    heads: int
+    dim: int
+    lanes: int = 2
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(0)
+        start, kept, count = (torch.tensor(part) for part in zip(*self.streams, strict=True))
+        slots = torch.randperm(SLOTS, generator=generator)[: len(self.streams)]
+        places, width = self.capacity * self.chunk, self.heads * self.dim
+        stretch = Stretch(slots, start * self.chunk, count, kept * self.chunk, self.num, places, self.chunk)
+        self.seen = Seen(stretch, 1)
+        rows = len(slots) * self.lanes
+        product = torch.randn(rows, self.num, 3 * width, generator=generator).to(self.dtype)
+        is_padding = (torch.arange(self.num) >= count[:, None]).repeat_interleave(self.lanes, 0)
+        product[..., width:][is_padding] = torch.nan
+        self.qkv = product.split(width, -1)
+        self.caches = torch.full(
+            (LAYERS, SLOTS, places + 1, self.lanes, 2 * width), torch.nan, dtype=self.dtype
+        )
+        for slot, first in zip(slots.tolist(), self.seen.start.tolist(), strict=True):
+            held = self.caches[1, slot, : min(first, places)]
+            held.copy_(torch.randn(held.shape, generator=generator))
+        self.is_real = ~is_padding
+
+    def run(self, function, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        seen, caches, layers = self.seen, self.caches.to(dtype, copy=True), torch.tensor([0, 7, 1, 0])
+        where = (
+            caches,
+            layers,
+            2,
+            seen.slots,
+            seen.index,
+            seen.start,
+            seen.count,
+            seen.num_kept,
+            self.chunk,
+            self.heads,
+        )
+        qkv = self.qkv if dtype == self.dtype else (part.to(dtype).nan_to_num(0) for part in self.qkv)
+        return function(*qkv, *where), caches
+
+    def check(self) -> Tensor:
+        found, ours = self.run(triton_stretch.stretch_attention, self.dtype)
+        expected, theirs = self.run(stretch_attention, torch.float64)
+        assert found.dtype == self.dtype and found.isfinite().all()
+        at = self.is_real
+        torch.testing.assert_close(found[at].double(), expected[at], rtol=0, atol=BOUNDS[self.dtype])
+        nobodys = self.capacity * self.chunk  # the place of padding
+        torch.testing.assert_close(
+            ours[:, :, :nobodys].double(), theirs[:, :, :nobodys], rtol=0, atol=0, equal_nan=True
+        )
+        return found
+
+
+@st.composite
+def launches(draw) -> Launch:
+    chunk, capacity = draw(st.integers(1, 20)), draw(st.integers(2, 12))
+    num = draw(st.integers(1, 90))
+    stream = st.tuples(st.integers(0, 3 * capacity), st.integers(0, capacity - 1), st.integers(0, num))
+    streams = draw(st.lists(stream, min_size=1, max_size=3))
+    shape = draw(st.sampled_from([(1, 8), (3, 20), (2, 64), (1, 100)]))
+    return Launch(
+        streams,
+        num,
+        capacity,
+        chunk,
+        *shape,
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from(sorted(BOUNDS, key=str))),
+    )
+
+
+@given(launches())
+@EXAMPLES
+def test_any_streams(launch):
+    launch.check()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("start", [0, 1, 19, 20, 33, 500])
+def test_a_ring_that_is_empty_or_full_or_has_wrapped(start, dtype):
+    Launch([(start, 2, 100), (start, 0, 77)], 100, 20, 10, 2, 16, dtype=dtype).check()
+
+
+def test_streams_do_not_affect_each_other():
+    streams = [(0, 0, 60), (3, 1, 50), (40, 5, 60), (7, 0, 0)]
+    whole = Launch(streams, 60, 12, 10, 2, 16)
+    together, _ = whole.run(triton_stretch.stretch_attention, torch.float32)
+    alone = Launch(streams[:1], 60, 12, 10, 2, 16)
+    alone.seen.slots, alone.caches = whole.seen.slots[:1], whole.caches
+    alone.qkv = tuple(part[:2] for part in whole.qkv)
+    found, _ = alone.run(triton_stretch.stretch_attention, torch.float32)
+    assert torch.equal(found[alone.is_real], together[:2][alone.is_real])
+    assert not together[6:].any()  # these rows are only padding
+
+
+def test_tensors_with_unequal_strides_are_refused():
+    launch = Launch([(0, 0, 20)], 20, 4, 10, 2, 16)
+    q, k, v = launch.qkv
+    launch.qkv = q, k.transpose(0, 1).contiguous().transpose(0, 1), v
+    with pytest.raises(AssertionError, match="lie"):
+        launch.run(triton_stretch.stretch_attention, torch.float32)

@@ -1,0 +1,220 @@
+"""The CPU kernels, compared with the operators as written in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zoo import kernels
+from zoo.cosyvoice2.sampling import nucleus
+from zoo.nn.attention import paged_attention
+from zoo.nn.sampling import gumbel, keep_likely, normal
+from zoo.nn.snake import snake
+
+PAGE = 16
+
+
+@pytest.fixture(autouse=True)
+def _built():
+    kernels.build()
+
+
+def plain(call):
+    with kernels.plain():
+        return call()
+
+
+def launch(lengths: list[int], dtype: torch.dtype, kv_heads: int = 2, groups: int = 3, width: int = 16):
+    """Return a launch with one query per sequence of `lengths` positions, over shuffled pages. Unwritten rows
+    are NaN."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    pages = max(-(-length // PAGE) for length in lengths)
+    rows = torch.randperm(len(lengths) * pages, generator=generator).view(len(lengths), pages) * 2 * PAGE
+    kv = torch.full((rows.numel() * 2 * PAGE, kv_heads, width), torch.nan)
+    for sequence, length in zip(rows, lengths, strict=True):
+        for i in range(length):
+            at = sequence[i // PAGE] + i % PAGE
+            kv[at], kv[at + PAGE] = torch.randn(2, kv_heads, width, generator=generator)
+    q = torch.randn(len(lengths), kv_heads * groups, width, generator=generator)
+    return (
+        q.to(dtype),
+        kv.to(dtype),
+        rows,
+        torch.tensor(lengths),
+        torch.arange(len(lengths) + 1),
+        PAGE,
+        width**-0.5,
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [16, 17], [5, 300, 33, 1, 64]], ids=str)
+def test_attention_equals_torch(lengths, dtype, most, threads, monkeypatch):
+    q, kv, *rest = launch(lengths, dtype)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = paged_attention(q, kv, *rest)
+    expected = plain(lambda: paged_attention(q.double(), kv.double().nan_to_num(0), *rest))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=most)
+
+
+def test_a_row_depends_on_neither_the_others_nor_the_threads(monkeypatch):
+    q, kv, rows, lengths, starts, *rest = launch([40, 700, 3], torch.float32)
+    together = paged_attention(q, kv, rows, lengths, starts, *rest)
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for b in range(3):
+            alone = paged_attention(q[b : b + 1], kv, rows[b : b + 1], lengths[b : b + 1], starts[:2], *rest)
+            assert torch.equal(alone, together[b : b + 1])
+
+
+def test_a_prompt_and_another_dtype_are_left_to_torch():
+    q, kv, *rest = launch([20], torch.float64)
+    assert (
+        kernels.know(q.float(), kv.float())
+        and not kernels.know(q.float(), kv)
+        and not plain(lambda: kernels.know(q.float()))
+    )
+    assert torch.equal(
+        paged_attention(q, kv.nan_to_num(0), *rest),
+        plain(lambda: paged_attention(q, kv.nan_to_num(0), *rest)),
+    )
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 5, 500, 507])
+@pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.9, 1.0])
+def test_the_kept_set_equals_torch(top_k, top_p):
+    logits = 3 * torch.randn(50, 500, generator=torch.Generator().manual_seed(0))
+    logits[:25, 100:130] = -torch.inf
+    logits[::2] = logits[::2].round()  # many ties, also at the edge
+    settings = torch.full((50,), top_k), torch.full((50,), top_p)
+    assert torch.equal(keep_likely(logits, *settings), plain(lambda: keep_likely(logits, *settings)))
+
+
+def test_nan_does_no_harm():
+    logits = torch.full((3, 100), torch.nan)
+    logits[1, ::2] = 1.0
+    logits[2] = -torch.inf
+    kept = keep_likely(logits, torch.tensor([5, 5, 5]), torch.tensor([0.5, 0.5, 0.5]))
+    assert kept[0].isnan().all() and (kept[1, ::2] == 1.0).all() and (kept[2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_snake_equals_torch(threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    x = 5 * torch.randn(3, 8, 5000, generator=generator)
+    # phases of up to 20,000
+    frequency, gain = torch.logspace(-3, 3, 8)[:, None], torch.rand(1, 8, 1, generator=generator)
+    exact = plain(lambda: snake(x.double(), frequency.double(), gain.double()))
+    ours = (snake(x, frequency, gain) - exact).abs().max()
+    theirs = (plain(lambda: snake(x, frequency, gain)) - exact).abs().max()
+    assert ours < 1.5 * theirs, f"{ours:.2g} from the truth, torch's {theirs:.2g}"
+    assert torch.equal(snake(x[:1], frequency, gain), snake(x, frequency, gain)[:1])
+    rows = x.mT.contiguous().mT  # contiguous channels
+    found = snake(rows, frequency, gain)
+    torch.testing.assert_close(found, snake(x, frequency, gain), rtol=0, atol=1e-6)
+    assert found.stride() == rows.stride()
+    assert torch.equal(snake(rows[..., 7:4007], frequency, gain), found[..., 7:4007])
+    # not contiguous
+    assert torch.equal(snake(x[..., 7:4007], frequency, gain), snake(x, frequency, gain)[..., 7:4007])
+
+
+def test_snake_of_huge_values_stays_within_its_gain():
+    x = torch.tensor([[[3e7, -1e20, 0.0]]])
+    found = snake(x, torch.ones(1, 1), torch.ones(1, 1))
+    assert ((found - x)[..., :2].abs() <= 1.01).all() and found[0, 0, 2] == 0
+    assert snake(torch.full((1, 1, 20), torch.nan), torch.ones(1, 1), torch.ones(1, 1)).isnan().all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dilation", [1, 3])
+@pytest.mark.parametrize("taps", range(1, 14))
+# several tiles, less than one tile, and incomplete blocks of outputs
+@pytest.mark.parametrize(("channels", "out_channels", "num"), [(256, 20, 500), (5, 70, 40), (16, 64, 2100)])
+def test_a_snake_and_its_convolution_equal_torch(
+    channels, out_channels, num, taps, dilation, threads, monkeypatch
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(taps)
+    reach = (taps - 1) * dilation
+    x, more = (
+        torch.randn(2, n, c, generator=generator).mT
+        for n, c in ((num + reach, channels), (num + 6, out_channels))
+    )
+    weight = torch.randn(out_channels, channels, taps, generator=generator) / (channels * taps) ** 0.5
+    bias = torch.randn(out_channels, generator=generator)
+    frequency, gain = torch.rand(2, channels, generator=generator) + 0.5
+    mask = (torch.rand(2, num + reach + 2, generator=generator) < 0.8)[:, 1:-1]
+    filters, residual = kernels.nine_filters(weight), more[:, :, 3:-3]
+
+    def ours(x, mask, residual):
+        return kernels.convolve_snake(x, (frequency, gain), filters, bias, taps, dilation, mask, residual)
+
+    wave = plain(lambda: snake(x.double(), frequency[:, None].double(), gain[:, None].double()))
+    for is_there, added in ((None, None), (mask, residual)):
+        read = wave if is_there is None else wave * is_there[:, None]
+        truth = torch.nn.functional.conv1d(read, weight.double(), bias.double(), dilation=dilation)
+        truth = truth if added is None else truth + added
+        found = ours(x, is_there, added)
+        torch.testing.assert_close(found.double(), truth, rtol=0, atol=3e-5)
+        assert found.mT.is_contiguous()
+    assert torch.equal(ours(x[1:], mask[1:], residual[1:]), found[1:])  # a row does not depend on the others
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 25, 500, 507])
+@pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.8, 1.0])
+def test_the_nucleus_equals_torch(top_k, top_p):
+    logits = 3 * torch.randn(50, 500, generator=torch.Generator().manual_seed(0))
+    logits[:25, 100:130] = -torch.inf
+    logits[::2] = logits[::2].round()  # many ties, also at the edge, where the first ones are kept
+    settings = torch.full((50,), top_k), torch.full((50,), top_p)
+    found, expected = nucleus(logits, *settings), plain(lambda: nucleus(logits, *settings))
+    # an entry whose share equals the edge up to the last digit may fall on either side
+    assert (found != expected).sum() <= 2
+    assert torch.equal(nucleus(logits[7:8], settings[0][:1], settings[1][:1]), found[7:8])
+
+
+def test_noise_equals_torch():
+    seed, step = torch.tensor([0, 7, -5, 1 << 40, -(1 << 62)]), torch.tensor([0, 3, 1 << 20, 1 << 35, 5])
+    width = 4321
+    assert torch.equal(
+        gumbel(seed, step, range(2, 5), width), plain(lambda: gumbel(seed, step, range(2, 5), width))
+    )
+    found, expected = normal(seed, step, width), plain(lambda: normal(seed, step, width))
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=1e-6)
+    assert torch.equal(normal(seed[2:3], step[2:3], 100), found[2:3, :100])
+
+
+def test_the_normal_quantile_is_right_at_both_ends(monkeypatch):
+    """All values of 23 bits are drawn, including the first and the last."""
+    rows = torch.arange(400)
+    noise = normal(rows, rows, 40_000).double()
+    assert noise.isfinite().all() and 5.0 < noise.abs().max() < 5.4
+    assert abs(noise.mean()) < 1e-3 and abs(noise.std() - 1) < 1e-3
+    assert abs((noise.abs() > 3).double().mean() - 0.0026998) < 5e-5
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
+def test_a_norm_and_its_mish_equal_torch(dtype, most, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    x, (weight, bias, shift) = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, 300, 70), (3, 70))
+    )
+    weight[:3], bias[:3] = 0, torch.tensor([-80.0, 0.0, 90.0]).to(dtype)
+    for added in (None, shift):
+        found = kernels.norm_mish(x, weight, bias, added, 1e-5)
+        normed = torch.nn.functional.layer_norm(x.double(), (70,), weight.double(), bias.double())
+        truth = torch.nn.functional.mish(normed) + (0 if added is None else added.double())
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), truth, rtol=most, atol=most)
+    assert torch.equal(kernels.norm_mish(x[1:2, 5:6], weight, bias, shift, 1e-5), found[1:2, 5:6])
+
+
+def test_compiled_code_uses_the_kernels_only_in_operators():
+    x = torch.ones(2)
+    traced = torch.compile(lambda x: x + 1 if kernels.know(x) else x + 2, backend="eager", fullgraph=True)
+    assert kernels.know(x) and traced(x).tolist() == [3.0, 3.0]

@@ -1,0 +1,250 @@
+"""The GPU kernels without a GPU: run in Triton's interpreter, and built for two cards by the assembler that
+comes with Triton.
+
+    pip install --no-deps triton==3.7.1          the version of torch 2.13's CUDA build: the extra `rehearse`
+    pytest -s tests/zoo/kernels/test_triton.py        -s prints registers
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from zoo.kernels import (  # noqa: E402
+    triton_attention,
+    triton_frame_attention,
+    triton_sampling,
+    triton_stretch,
+    triton_swiglu,
+)
+from zoo.nn import sampling  # noqa: E402
+
+pytestmark = pytest.mark.rehearse
+CARDS = {"H100": 90, "RTX 4090": 89}
+# query heads, key heads, size of a head
+PUBLISHED = {
+    "qwen3_tts": (16, 8, 128),
+    "cosyvoice2": (14, 2, 64),
+    "fish_s2": (32, 8, 128),
+    "higgs_v3": (32, 8, 128),
+    "voxcpm2": (16, 2, 128),
+}
+WIDTHS = [1026, 2048, 3072, 4097, 6564, sampling.MAX_GPU_WIDTH]  # of rows of logits
+SHAPES = {*PUBLISHED.values(), (4, 4, 256), (8, 1, 192), (6, 3, 80)}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+
+
+@pytest.mark.parametrize("what", ["attention", "frame_attention", "sampling", "stretch", "swiglu"])
+def test_the_interpreter_agrees(what):
+    cases = Path(__file__).with_name(f"interpreted_{what}.py")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(cases)]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-500:]
+
+
+def build(kernel, values: dict[str, object], cc: int, tmp_path: Path) -> tuple[int, int, int]:
+    """Build a kernel -> registers per thread, bytes of stack per thread, and bytes of shared memory. values:
+    for each argument a dtype (it is a pointer to it), the name of a type, or the number that it is compiled
+    for; also options."""
+    options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
+    kinds = {name: POINTERS.get(value, value) for name, value in values.items()}
+    signature = {name: kind if isinstance(kind, str) else "constexpr" for name, kind in kinds.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={name: kind for name, kind in kinds.items() if not isinstance(kind, str)},
+        attrs=aligned,
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(made.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    return registers, stack, made.metadata.shared
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", sorted(SHAPES), ids=str)
+def test_attention_builds_without_spills(shape, dtype, card, tmp_path):
+    heads, kv_heads, dim = shape
+    q, kv = (torch.empty(1, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads))
+    splits = triton_attention.NUM_SPLITS
+    forms = [(True, splits, ""), (True, 1, ""), (False, 1, "")]
+    if shape == PUBLISHED["voxcpm2"] and dtype in triton_attention.TURNED_WHERE_READ:
+        forms += [(True, n, new) for n in (splits, 1) for new in ("written", "turned")]
+    for is_step, splits, new in forms:
+        counts = dict.fromkeys((*triton_attention.LENGTHS, "token_stride"), "i32")
+        values = dict.fromkeys(("q", "k", "v", "cos", "sin", "kv"), dtype)
+        values |= dict.fromkeys(("kv_write_index", "page_table", "kv_lens", "cu_seqlens"), torch.int64)
+        values |= {"out": dtype, "log_sums": torch.int64}
+        if splits > 1:
+            values |= {"out": torch.float32, "log_sums": torch.float32}
+        values |= counts | {"scale": "fp32"} | triton_attention.constants(q, kv, 16, is_step, splits, new)
+        registers, stack, shared = build(triton_attention._attend, values, CARDS[card], tmp_path)
+        kind = f"{'step' if is_step else 'prompt'}, {splits} splits {new}"
+        print(
+            f"{card} {heads}/{kv_heads} x {dim} {dtype} {kind}: {registers} registers, {stack} B stack, {shared} B shared"
+        )
+        assert stack == 0, f"{kind}: {stack} bytes per thread do not fit into registers"
+        assert shared <= 99 << 10, f"{kind}: {shared} bytes of shared memory are more than an RTX 4090 has"
+    joined = {"parts": torch.float32, "log_sums": torch.float32, "out": dtype, "DIM": dim}
+    joined |= {"PADDED_DIM": max(16, triton.next_power_of_2(dim)), "SPLITS": triton_attention.NUM_SPLITS}
+    registers, stack, _ = build(triton_attention._join, joined | {"num_warps": 1}, CARDS[card], tmp_path)
+    assert stack == 0, f"joining: {stack} bytes per thread do not fit into registers"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_writing_builds_without_spills(is_turned, dtype, card, tmp_path):
+    heads, kv_heads, dim = PUBLISHED["voxcpm2"]
+    values = dict.fromkeys(("q", "k", "v", "cos", "sin", "kv"), dtype) | {"kv_write_index": torch.int64}
+    values |= {
+        "out": dtype,
+        "layer": "i32",
+        "token_stride": "i32",
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+    }
+    values |= {"PADDED_GROUP": heads // kv_heads, "DIM": dim, "PADDED_DIM": dim, "PAGE_TOKENS": 16}
+    _, stack, _ = build(triton_attention._write, values | {"IS_TURNED": is_turned}, CARDS[card], tmp_path)
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
+
+
+FRAMES = {  # heads as above, tokens per pass, positions of the cache
+    "qwen3_tts, first": (PUBLISHED["qwen3_tts"], 2, 16),
+    "qwen3_tts": (PUBLISHED["qwen3_tts"], 1, 16),
+    "fish_s2": (PUBLISHED["fish_s2"], 1, 10),
+    "voxcpm2": (PUBLISHED["voxcpm2"], 11, 0),
+    "voxcpm2, last": (PUBLISHED["voxcpm2"], 11, 0),
+    "voxcpm2, encoder's last": (PUBLISHED["voxcpm2"], 5, 0),
+}
+KEPT = {
+    "voxcpm2, last": range(7, 11),
+    "voxcpm2, encoder's last": range(1),
+}  # tokens with queries, if not all of them
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frame", FRAMES)
+def test_attention_within_a_frame_builds_without_spills(frame, dtype, card, tmp_path):
+    shape, tokens, cached = FRAMES[frame]
+    values = dict.fromkeys(("q", "k", "v"), dtype) | dict.fromkeys(("cos", "sin"), torch.float32)
+    kernel = triton_frame_attention._attend_frame
+    sizes = triton_frame_attention.constants(*shape, tokens, dtype, KEPT.get(frame))
+    if cached:
+        kernel = triton_frame_attention._attend_and_grow
+        sizes = triton_frame_attention.growing_constants(*shape, tokens, cached)
+        sizes |= {"IS_NORMED": cached == 16, "IS_PAIRED": cached == 10, "IS_ROUNDED": cached != 16}
+        values |= {"position": torch.int64, "cache": torch.float32, "q_norm": dtype, "k_norm": dtype}
+    values |= {"out": dtype} | ({"grown": torch.float32} if cached else {})
+    values |= {"token_stride": "i32", "scale": "fp32"} | ({"eps": "fp32"} if cached else {})
+    registers, stack, shared = build(kernel, values | sizes, CARDS[card], tmp_path)
+    print(f"{card} {frame} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
+    assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_draws_build_without_spills(width, card, tmp_path):
+    values = {
+        "logits": torch.float32,
+        "temperature": torch.float32,
+        "top_k": torch.int64,
+        "top_p": torch.float32,
+    }
+    values |= {"noise": torch.float32, "out": torch.int64}
+    strides = ("logits", "temperature", "top_k", "top_p", "noise")
+    values |= dict.fromkeys(("width", *(f"{name}_stride" for name in strides)), "i32")
+    values |= triton_sampling._sizes(width)
+    registers, stack, shared = build(triton_sampling._draw, values, CARDS[card], tmp_path)
+    print(f"{card} draw of {width}: {registers} registers, {stack} B stack, {shared} B shared")
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+def test_noise_and_the_kept_set_build(card, tmp_path):
+    values = {"seed": torch.int64, "step": torch.int64, "out": torch.float32}
+    values |= dict.fromkeys(("first", "streams", "width"), "i32") | {"BLOCK": 1024}
+    assert build(triton_sampling._uniform, values, CARDS[card], tmp_path)[1] == 0
+    values = {"logits": torch.float32, "top_k": torch.int64, "top_p": torch.float32, "out": torch.float32}
+    values |= {"width": "i32"} | triton_sampling._sizes(3072)
+    assert build(triton_sampling._keep_likely, values, CARDS[card], tmp_path)[1] == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# the first shape is that of a published model
+@pytest.mark.parametrize("shape", [(8, 64), (2, 16), (4, 80), (8, 128)], ids=str)
+def test_attention_over_stretches_builds_without_spills(shape, dtype, card, tmp_path):
+    lengths = dict.fromkeys((*triton_stretch.LENGTHS, "token_stride"), "i32")
+    numbers = dict.fromkeys(("layers", "slots", "start", "count", "num_kept"), torch.int64)
+    values = (
+        dict.fromkeys(("q", "k", "v", "caches"), dtype)
+        | numbers
+        | {"out": dtype}
+        | lengths
+        | {"scale": "fp32"}
+    )
+    sizes = triton_stretch.constants(2, *shape, dtype)
+    registers, stack, shared = build(triton_stretch._attend_stretch, values | sizes, CARDS[card], tmp_path)
+    print(f"{card} {shape} {dtype}: {registers} registers, {stack} B stack, {shared} B shared")
+    assert stack == 0, f"{stack} bytes per thread do not fit into registers"
+    assert shared <= 99 << 10, f"{shared} bytes of shared memory are more than an RTX 4090 has"
+    values = dict.fromkeys(("k", "v", "caches"), dtype) | dict.fromkeys(
+        ("layers", "slots", "index"), torch.int64
+    )
+    values |= {name: lengths[name] for name in ("num", "num_slots", "num_places", "token_stride", "block")}
+    sizes = triton_stretch.keeping_constants(2, shape[0] * shape[1])
+    assert build(triton_stretch._keep_stretch, values | sizes, CARDS[card], tmp_path)[1] == 0
+
+
+SHARED_BYTES = {"H100": 232448, "RTX 4090": 101376}  # per program
+GATED = {
+    "voxcpm2's solver": (4096, 1024),
+    "no multiple of a tile": (300, 200),
+}  # columns of the result, and of x
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("shape", GATED.values(), ids=GATED)
+def test_gated_products_build_without_spills(shape, card, tmp_path):
+    for rows in (*triton_swiglu.FEW, 100, triton_swiglu.LARGE_ROWS):
+        sizes = triton_swiglu.constants(rows, *shape, SHARED_BYTES[card])
+        values = dict.fromkeys(("x", "weight", "out"), torch.bfloat16) | {"rows": "i32", "row_stride": "i32"}
+        registers, stack, shared = build(triton_swiglu._swiglu_linear, values | sizes, CARDS[card], tmp_path)
+        print(f"{card} {shape} of {rows} rows: {registers} registers, {stack} B stack, {shared} B shared")
+        assert stack == 0, f"{rows} rows: {stack} bytes per thread do not fit into registers"
+        assert shared <= SHARED_BYTES[card], f"{rows} rows: {shared} bytes of shared memory"
+    values = {
+        "gate_up": torch.bfloat16,
+        "out": torch.bfloat16,
+        "INNER": shape[0],
+        "BLOCK": triton_swiglu.GATED_BLOCK,
+    }
+    assert build(triton_swiglu._gate, values, CARDS[card], tmp_path)[1] == 0

@@ -1,0 +1,139 @@
+"""Codes with a fixed meaning instead of a learned one, so talker and decoder train at the same time and no
+codebook collapses.
+
+    code 0                   eight hops of the log mel spectrogram, by k-means
+    codes 1 .. levels - 1    the residual of the codes before, by k-means
+    the last code            the frame's cycles (16) and the course of its voicing (32 shapes, by k-means)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train_a_voice.features import BANDS, HOPS
+from train_a_voice.vocoder import MIN_CYCLES, NUM_CYCLES
+
+SIZE = 512  # rows of every codebook
+SHAPES = SIZE // NUM_CYCLES
+ROUNDS = 12
+BEAM = 8
+RIDGE = 3.0  # weight of a row's old value in a fit, in frames
+
+
+def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = ROUNDS) -> Tensor:
+    """Return centres [count, D] of points [N, D] (Lloyd's). An empty centre restarts at a random point."""
+    centres = points[torch.randperm(max(len(points), count), generator=generator)[:count] % len(points)]
+    for _ in range(rounds):
+        index = nearest(points, centres)
+        sizes = torch.bincount(index, minlength=count)
+        sums = torch.zeros_like(centres).index_add_(0, index, points)
+        centres = sums / sizes.clamp(min=1)[:, None]
+        empty = (sizes == 0).nonzero()[:, 0]
+        centres[empty] = points[torch.randint(len(points), (len(empty),), generator=generator)]
+    return centres
+
+
+def nearest(points: Tensor, centres: Tensor) -> Tensor:
+    """Return the nearest centre [N] of points [N, D] among centres [K, D].
+
+    |x - c|^2 is least where x c - |c|^2 / 2 is greatest."""
+    half = centres.square().sum(1) / 2
+    return torch.cat([(part @ centres.T - half).argmax(1) for part in points.split(16_384)])
+
+
+@dataclass(frozen=True)
+class Codebooks:
+    mel: Tensor  # [levels, SIZE, HOPS * BANDS]; the mean is part of the first level
+    shapes: Tensor  # [SHAPES, HOPS], voicing
+
+    @property
+    def count(self) -> int:
+        return len(self.mel) + 1
+
+    @classmethod
+    def fit(cls, mel: np.ndarray, voicing: np.ndarray, levels: int, seed: int) -> Codebooks:
+        """Fit codebooks to mel [T, HOPS, BANDS] and voicing [T, HOPS]."""
+        generator = torch.Generator().manual_seed(seed)
+        rest = torch.from_numpy(mel.reshape(len(mel), -1)).float()
+        tables = []
+        for _ in range(levels):
+            tables.append(k_means(rest, SIZE, generator))
+            rest = rest - tables[-1][nearest(rest, tables[-1])]
+        shapes = k_means(torch.tensor(voicing), SHAPES, generator)
+        return cls(torch.stack(tables), shapes)
+
+    def encode(self, mel: np.ndarray, cycles: np.ndarray, voicing: np.ndarray) -> np.ndarray:
+        """Return codes [T, levels + 1], int16."""
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # distances are small differences of large numbers
+        points = torch.from_numpy(mel.reshape(len(mel), -1)).float().to(self.mel.device)
+        codes = torch.cat([self._search(part) for part in points.split(2048)]).cpu()  # [T, levels]
+        torch.set_float32_matmul_precision(precision)
+        shape = nearest(torch.tensor(voicing), self.shapes.cpu())
+        tone = torch.from_numpy(cycles.astype(np.int64) - MIN_CYCLES) * SHAPES + shape
+        return torch.cat((codes, tone[:, None]), 1).to(torch.int16).numpy()
+
+    def to(self, device: torch.device) -> Codebooks:
+        return Codebooks(self.mel.to(device), self.shapes.to(device))
+
+    def refined(self, mel: np.ndarray, rounds: int = 3) -> Codebooks:
+        """Return codebooks with a smaller residual for mel [T, HOPS, BANDS].
+
+        Each round fits all rows of all levels by least squares to the current codes, then searches the codes
+        again."""
+        points = torch.from_numpy(mel.reshape(len(mel), -1)).float()
+        books = self
+        for _ in range(rounds):
+            codes = torch.cat([books._search(part) for part in points.split(2048)])  # [T, levels]
+            books = Codebooks(books._fitted(points, codes), self.shapes)
+        return books
+
+    def _fitted(self, points: Tensor, codes: Tensor) -> Tensor:
+        levels = len(self.mel)
+        rows = codes + SIZE * torch.arange(levels)  # [T, levels], rows of the concatenated tables
+        rest = (points - self.mel.flatten(0, 1)[rows].sum(1)).double()
+        pairs = (rows[:, :, None] * levels * SIZE + rows[:, None]).flatten()
+        together = torch.bincount(pairs, minlength=(levels * SIZE) ** 2).double().view(levels * SIZE, -1)
+        together.diagonal().add_(RIDGE)
+        sums = torch.zeros(levels * SIZE, points.shape[1], dtype=torch.float64)
+        for level in range(levels):
+            sums.index_add_(0, rows[:, level], rest)
+        change = torch.cholesky_solve(sums, torch.linalg.cholesky(together))
+        return self.mel + change.float().view_as(self.mel)
+
+    def _search(self, points: Tensor) -> Tensor:
+        """Return codes [N, levels] of points [N, D].
+
+        The first code is the nearest centre. For the others a beam search keeps the BEAM best prefixes at
+        every level, which leaves a smaller residual than the nearest row of each level."""
+        codes = nearest(points, self.mel[0])[:, None, None]  # [N, prefixes, levels so far]
+        rest = (points - self.mel[0][codes[:, 0, 0]])[:, None]  # [N, prefixes, D]
+        for table in self.mel[1:]:
+            far = rest.square().sum(2, keepdim=True) - 2 * rest @ table.T + table.square().sum(1)
+            best = far.flatten(1).topk(BEAM, largest=False).indices
+            start, code = best // SIZE, best % SIZE
+            kept = codes.gather(1, start[..., None].expand(-1, -1, codes.shape[2]))
+            codes = torch.cat((kept, code[..., None]), 2)
+            rest = rest.gather(1, start[..., None].expand(-1, -1, rest.shape[2])) - table[code]
+        return codes[:, 0]
+
+    def decode(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return mel [T, HOPS, BANDS], cycles [T] and voicing [T, HOPS] of codes [T, K]."""
+        index = torch.from_numpy(codes.astype(np.int64))
+        mel = sum(table[index[:, k]] for k, table in enumerate(self.mel))
+        assert isinstance(mel, Tensor)
+        tone = index[:, -1]
+        cycles = (tone // SHAPES + MIN_CYCLES).numpy()
+        return mel.reshape(-1, HOPS, BANDS).numpy(), cycles, self.shapes[tone % SHAPES].numpy()
+
+    def save(self, path: Path) -> None:
+        torch.save({"mel": self.mel, "shapes": self.shapes}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Codebooks:
+        return cls(**torch.load(path, weights_only=True))

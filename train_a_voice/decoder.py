@@ -1,0 +1,262 @@
+"""Train the decoder: from codes to the samples that `vocoder` makes of the same speech.
+
+The module is `zoo.qwen3_tts.codec.Decoder` itself, with replacements that can be trained: a state of zeros,
+and activations and codebooks with a gradient. They compute the same function (tests/train_a_voice).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from train_a_voice.codes import SHAPES, Codebooks
+from train_a_voice.features import FRAME, RATE_HZ
+from train_a_voice.job import Job, Losses, Schedule
+from train_a_voice.job import train as job_train
+from train_a_voice.vocoder import NUM_CYCLES
+from zoo.nn.conv import CausalConv1d, CausalConvTranspose1d, CodecState, Stateful
+from zoo.nn.linear import SwiGLU
+from zoo.nn.norm import RMSNorm
+from zoo.nn.snake import SnakeBeta
+from zoo.nn.window_attention import WindowLayer
+from zoo.qwen3_tts.codec import Decoder, Upsample
+
+SKIP = 2  # frames at the start of a crop that are not scored, because they lack their past
+# Coefficients of t^2k whose sum is sin(pi t)^2 to 4e-7 for t from -1/2 to 1/2: a least-squares fit
+SINE = (3.946088e-07, 9.869490177882, -32.464328710517, 42.635810767153, -29.395246060075, 10.535552813831)
+SCALES = ((1024, 240), (512, 120), (256, 60))  # window and hop of the loss, samples
+TOP_HZ = 8_000
+
+
+class Fresh(CodecState):
+    """A state in which every stream begins."""
+
+    def __init__(self) -> None:
+        pass
+
+    def extend(self, layer: Stateful, x: Tensor) -> Tensor:
+        before = layer.state_length
+        return F.pad(x, (0, 0, before, 0) if layer.state_dim == 1 else (before, 0))
+
+
+class Ripple(SnakeBeta):
+    """Snake with a gradient: the same function and parameters. zoo.nn.snake's operator has no gradient.
+
+    The square of the sine is a polynomial, because sine and cosine take 1.6 times as long."""
+
+    def __init__(self, snake: SnakeBeta):
+        nn.Module.__init__(self)
+        self.alpha, self.beta = snake.alpha, snake.beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        turns = x * (self.alpha.exp() / math.pi)[:, None]
+        square = (turns - turns.round()).square()
+        ripple = torch.full_like(square, SINE[-1])
+        for factor in SINE[-2::-1]:
+            ripple = ripple * square + factor
+        return x + ripple / (self.beta.exp()[:, None] + 1e-9)
+
+
+def trainable(decoder: Decoder) -> Decoder:
+    for module in list(decoder.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, SnakeBeta):
+                setattr(module, name, Ripple(child))
+    return decoder
+
+
+def samples(decoder: Decoder, codes: Tensor) -> Tensor:
+    """Return samples [B, F * FRAME] of codes [B, F, K], unclamped: a clamp has no gradient at its limits."""
+    quantizer = decoder.quantizer
+    quantizer.table = quantizer.sums.unflatten(0, (len(quantizer.parts), -1))  # usage is one
+    state, start = Fresh(), codes.new_zeros(codes.shape[0])
+    x = decoder._read(codes, start, state)
+    for upsample in decoder.upsample:
+        x = upsample(x, state)
+    x = decoder.stem(x, state)
+    for block in decoder.blocks:
+        x = block(x, state)
+    return decoder.tail(decoder.snake(x), state).squeeze(1)
+
+
+# --- initialisation ---
+
+
+@torch.no_grad()
+def initialise(decoder: Decoder, codebooks: Codebooks) -> None:
+    """Initialise with PyTorch's defaults, small residual branches, and codebooks that hold the codes'
+    meanings.
+
+    Gains that keep each layer's loudness were tried: with Snake, training diverges."""
+    for module in decoder.modules():
+        if isinstance(module, CausalConv1d | CausalConvTranspose1d | nn.Linear | nn.Conv1d):
+            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+            if module.bias is not None:
+                bound = module.weight[0].numel() ** -0.5
+                nn.init.uniform_(module.bias, -bound, bound)
+        elif isinstance(module, SnakeBeta):
+            nn.init.zeros_(module.alpha)
+            nn.init.zeros_(module.beta)
+        elif isinstance(module, RMSNorm | nn.LayerNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, WindowLayer):
+            assert isinstance(module.mlp, SwiGLU), f"a layer has the MLP {module.mlp}"
+            for matrix in (module.qkv.weight, module.mlp.gate_up.weight):
+                nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+            nn.init.constant_(module.attention_scale, 0.1)
+            nn.init.constant_(module.mlp_scale, 0.1)
+        if isinstance(module, Upsample):
+            nn.init.constant_(module.scale, 0.1)
+        if isinstance(module, nn.LayerNorm):
+            nn.init.zeros_(module.bias)
+    quantizer = decoder.quantizer
+    nn.init.ones_(quantizer.usage)
+    quantizer.usage.requires_grad_(False)
+    quantizer.sums.copy_(meanings(codebooks, quantizer.sums.shape[1]).flatten(0, 1))
+    # all levels belong to one sum, so they are projected in the same way
+    quantizer.rest_out.weight.copy_(quantizer.first_out.weight)
+
+
+def meanings(codebooks: Codebooks, width: int) -> Tensor:
+    """Return rows [K, SIZE, width] whose sum over a frame's codes describes the frame.
+
+    They hold principal components of the log mel spectrogram, then one-hot cycles and voicing as far as there
+    is room."""
+    levels, size, _ = codebooks.mel.shape
+    tone = torch.cat(
+        (torch.eye(NUM_CYCLES).repeat_interleave(SHAPES, 0), codebooks.shapes.repeat(NUM_CYCLES, 1)), 1
+    )
+    room = min(tone.shape[1], width // 4)
+    first = codebooks.mel[0]
+    _, spread, axes = torch.linalg.svd(first - first.mean(0), full_matrices=False)
+    axes = axes[: width - room]
+    scale = (spread[: len(axes)] / len(first) ** 0.5).clamp(min=0.1) ** -0.5  # halfway to whitening
+    rows = torch.zeros(levels + 1, size, width)
+    rows[0, :, : len(axes)] = (first - first.mean(0)) @ axes.T * scale
+    rows[1:levels, :, : len(axes)] = codebooks.mel[1:] @ axes.T * scale
+    mix = torch.randn(tone.shape[1], room, generator=torch.Generator().manual_seed(0)) * room**-0.5
+    rows[levels, :, len(axes) :] = (tone if room == tone.shape[1] else tone @ mix) * 2
+    return rows
+
+
+# --- the loss ---
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One spectrogram of the loss."""
+
+    size: int
+    hop: int
+    window: Tensor  # [size]
+    bands: Tensor  # [bins, bands], rows up to TOP_HZ
+    spread: Tensor  # [bands, bins]
+
+    @classmethod
+    def make(cls, size: int, hop: int) -> Scale:
+        bins_hz = torch.arange(size // 2 + 1) * RATE_HZ / size
+        num = max(12, size // 16)
+        top = 2595 * math.log10(1 + TOP_HZ / 700)
+        corners = 700 * (10 ** (torch.linspace(0, top, num + 2) / 2595) - 1)
+        middle, half = corners[1:-1], (corners[2:] - corners[:-2]).clamp(min=2.5 * RATE_HZ / size) / 2
+        bands = (1 - (bins_hz[:, None] - middle).abs() / half).clamp(min=0)
+        keep = int(TOP_HZ * size / RATE_HZ) + 1
+        bands = bands[:keep] / bands[:keep].sum(0)
+        spread = bands.T / bands.sum(1).clamp(min=1e-6)
+        return cls(size, hop, torch.hann_window(size), bands, spread)
+
+    def to(self, device: torch.device) -> Scale:
+        tensors = (x.to(device) for x in (self.window, self.bands, self.spread))
+        return Scale(self.size, self.hop, *tensors)
+
+    def spectrum(self, x: Tensor) -> Tensor:
+        """Return the complex spectrum [B, frames, bins up to TOP_HZ] of x [B, N]."""
+        parts = x.unfold(1, self.size, self.hop) * self.window
+        return torch.fft.rfft(parts)[..., : len(self.bands)] / self.window.sum() * 2
+
+    def losses(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how far x is from the target: spectra relative to the band's loudness, and levels in
+        nats."""
+        spectrum = self.spectrum(x)
+        with torch.no_grad():
+            goal = self.spectrum(target)
+            goal_bands = (abs_square(goal) @ self.bands).sqrt()
+            weight = 1 / (goal_bands @ self.spread + 2e-4)
+        error = abs_square(spectrum - goal)
+        far = ((error + 1e-9).sqrt() * weight).mean()
+        bands = (abs_square(spectrum) @ self.bands + 1e-9).sqrt()
+        level = ((bands + 2e-4).log() - (goal_bands + 2e-4).log()).abs().mean()
+        return far, level
+
+
+def abs_square(x: Tensor) -> Tensor:
+    return x.real.square() + x.imag.square()
+
+
+class Loss(nn.Module):
+    def __init__(self, level_weight: float = 0.5):
+        super().__init__()
+        self.scales = [Scale.make(*scale) for scale in SCALES]
+        self.level_weight = level_weight
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss and its two parts for x and target [B, N]."""
+        x, target = x[:, SKIP * FRAME :], target[:, SKIP * FRAME :]
+        far, level = torch.stack([torch.stack(scale.losses(x, target)) for scale in self.scales]).mean(0)
+        return far + self.level_weight * level, far.detach(), level.detach()
+
+
+# --- the run ---
+
+
+def crop(codes: np.ndarray, wave: np.ndarray, batch: int, frames: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return crops [B, F, K] of the codes [T, K] and [B, F * FRAME] of the int16 samples [T * FRAME]."""
+    starts = np.random.default_rng(step).integers(0, len(codes) - frames, batch)
+    some = np.stack([codes[s : s + frames] for s in starts]).astype(np.int64)
+    heard = np.stack([wave[s * FRAME : (s + frames) * FRAME] for s in starts])
+    return torch.from_numpy(some), torch.from_numpy(heard.astype(np.float32) / 32768)
+
+
+PEAK, WARMUP = 1e-3, 80  # learning rate, steps
+
+
+@dataclass(frozen=True)
+class Plan:
+    batch: int = 4
+    frames: int = 16
+    decay: float = 0.999  # of the running average
+    log_every: int = 50
+    is_compiled: bool = True
+    dtype: torch.dtype = torch.bfloat16  # of convolutions and matrix products
+
+
+def train(
+    decoder: Decoder,
+    codebooks: Codebooks,
+    codes: np.ndarray,
+    wave: np.ndarray,
+    job: Job,
+    plan: Plan,
+    schedule: Schedule,
+) -> None:
+    """Train on the concatenated codes [T, K] and int16 wave [T * FRAME] of all utterances."""
+    trainable(decoder)
+    initialise(decoder, codebooks)
+    learned = [p for p in decoder.parameters() if p.requires_grad]
+    optimiser = torch.optim.Adam(learned, betas=(0.9, 0.98), fused=True)
+    measure = Loss()
+    forward = torch.compile(samples, dynamic=False) if plan.is_compiled else samples
+
+    def compute(step: int) -> tuple[Tensor, Losses]:
+        some, target = crop(codes, wave, plan.batch, plan.frames, step)
+        with torch.autocast("cpu", plan.dtype, enabled=plan.dtype != torch.float32):
+            made = forward(decoder, some)
+        loss, far, level = measure(made.float(), target)
+        return loss, {"loss": loss, "far": far, "level": level}
+
+    job_train(job, decoder, optimiser, schedule, plan.decay, plan.log_every, compute)

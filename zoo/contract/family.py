@@ -1,0 +1,229 @@
+"""A model as four verbs, the folder that makes it a family, and what it says."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from compile_cache.strategy import Strategy
+from zoo.contract.prompt import Prompt, following
+from zoo.contract.spec import Spec
+from zoo.contract.state import Batch, State, View
+from zoo.nn.keys import prefix_key
+from zoo.request import BLANK, Request, RequestError
+from zoo.text.normalize import normalize
+from zoo.text.pieces import expected_s, language_of, split
+
+S = TypeVar("S", bound=State)
+
+
+@dataclass(frozen=True, eq=False)
+class Said:
+    """The first spoken piece of an answer, whose voice the later pieces continue."""
+
+    text: str
+    frames: Tensor  # [F, *frame], on the CPU
+
+
+class Family(nn.Module, ABC, Generic[S]):
+    """A speech LM as four verbs: embed (slot -> the LM's next input), hidden (through the layers), emit
+    (hidden -> one frame on the tape) and render (a window of the tape -> samples)."""
+
+    spec: Spec
+    strategy: Strategy
+    dtype: torch.dtype
+    device: torch.device
+
+    # on the host, outside the engine's loop
+    @abstractmethod
+    def prompt(self, request: Request) -> Prompt:
+        """Build the prompt of a request. May be called from several threads. References are encoded here,
+        once, and kept. Raises RequestError, whose message says what was given and what is possible.
+        `zoo.check.check` refuses everything that `spec` says the model does not take."""
+
+    def prompts(self, request: Request) -> Generator[Prompt, Tensor, None]:
+        """Yield the passes (segments, turns) of a text that is not split; they follow each other in one
+        stream of audio. Each pass's frames [F, *frame] (on the CPU) are sent back, so that the next pass can
+        continue from them. All but the last pass have `is_final=False`."""
+        yield self.prompt(request)
+
+    def later_prompt(self, request: Request, said: Said) -> Prompt:
+        """Build the prompt of a later piece in the voice of the first one. Only for families whose spec has
+        `keeps_voice`."""
+        raise AssertionError(f"{self.spec.family} cannot continue in the voice of an earlier piece")
+
+    # when a request enters a slot
+    @abstractmethod
+    def state(self, slots: int, max_frames: int | None = None) -> S: ...
+
+    def admit(self, state: S, slot: int, prompt: Prompt) -> None:
+        state.open(slot, prompt)
+
+    def feed(self, state: S, slot: int, tokens: Sequence[int], is_last: bool) -> int:
+        """Add text to a slot whose prompt was open -> the number of further steps that it allows. `is_last`:
+        no text follows, so the text no longer limits the steps. Raises RequestError if the slot cannot hold
+        the text, and then takes none of it. Only for families whose spec has `feeds`."""
+        raise AssertionError(f"{self.spec.family} takes no text while it speaks")
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of fed text, for `feed`. The parts that zoo.text.open_text cuts have the same tokens
+        as the whole text. Only for families whose spec has `feeds`."""
+        raise AssertionError(f"{self.spec.family} takes no text while it speaks")
+
+    # on the device: shapes are fixed, rows are updated in place, nothing is read back
+    @abstractmethod
+    def embed(self, state: S, slots: Tensor) -> Tensor:
+        """[B] -> the LM's input after each slot's last step [L * B, D]; undefined before a slot's first
+        step."""
+
+    @abstractmethod
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        """[T, D] -> [T, D]; also writes the keys and values of the positions to batch.kv."""
+
+    @abstractmethod
+    def emit(self, state: S, slots: Tensor, h: Tensor) -> None:
+        """Append a frame to each slot's tape, or none, given h [L * B, D]. May write a text token and may set
+        done. Slots that are done are left unchanged."""
+
+    @abstractmethod
+    def render(self, state: S, view: View) -> tuple[Tensor, Tensor]:
+        """Render a stretch of each tape -> samples [B, N] float32 and the number of valid samples [B] int64.
+        N depends on `view.frames` only. Advances the decoder's state by `view.count` frames."""
+
+    # on the host, when the engine reads a step's report
+    def detokenize(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a text token that the model wrote; a character may span tokens. Only for
+        families that write text."""
+        raise AssertionError(f"{self.spec.family} wrote the text token {token}, and cannot detokenize it")
+
+    def end_turn(self, prompt: Prompt, frames: Tensor) -> tuple[int, ...]:
+        """Remember the frames [F, *frame] (on the CPU) of a prompt for the conversation's next turn. Returns
+        one prefix key per frame: those that the next prompt gives the positions after this prompt. Only for
+        families whose spec has `shares_turns`."""
+        raise AssertionError(f"{self.spec.family} does not share turns")
+
+    # the same for all families
+    def passes(self, request: Request) -> Generator[Prompt, Tensor, None]:
+        """Yield all passes of one answer: those of `prompts`, or one for each piece of a long text. The
+        answer may end after a pass with `is_final=False`. Raises RequestError.
+
+        The seed of piece i is derived from the request's seed and i. `max_frames` limits all pieces together.
+        """
+        pieces = pieces_of(request, self.spec)
+        if len(pieces) == 1:
+            passes = self.prompts(replace(request, text=pieces[0]))
+            first = next(passes)
+            if first.is_final and not request.is_open:
+                first.expected_s, first.text = expected_s(pieces[0]), pieces[0]
+            whole: Prompt | None = first
+            while whole is not None:
+                whole = following(passes, (yield whole))
+            return
+        left = request.max_frames
+        said: Said | None = None
+        for i, piece in enumerate(pieces):
+            seed = prefix_key(request.seed, i) if i else request.seed
+            asked = replace(request, text=piece, seed=seed, max_frames=None)
+            prompt = self.prompt(asked) if said is None else self.later_prompt(asked, said)
+            prompt.is_final = i == len(pieces) - 1
+            prompt.expected_s, prompt.text = expected_s(piece), piece
+            if left is not None:
+                prompt.max_frames = min(prompt.max_frames, left)
+            frames = yield prompt
+            if left is not None:
+                left -= len(frames)
+                if left == 0:
+                    return
+            if self.spec.keeps_voice and not request.references and said is None and len(frames):
+                said = Said(piece, frames.clone())  # a copy, because the slot is reused
+
+    def step(self, state: S, batch: Batch) -> Tensor:
+        """Run one step of every slot of the launch -> the report [B, 3]: frames ready, whether the slot is
+        done, and the text token of this step or -1. A slot's first step reads the prompt's last input, so
+        prefill never emits; only this function does."""
+        # `unbind` makes the number of lanes a constant of the graph. A tensor size that differs between
+        # models would become a variable there.
+        slots, first = batch.slots, state.first[batch.slots].unbind(1)  # L of [B, D]
+        # a graph for any B needs this fact
+        torch._check(batch.positions.shape[0] == len(first) * slots.shape[0])
+        is_first = (state.steps[slots] == 0).repeat(len(first))  # [L B]
+        inputs = torch.where(is_first[:, None], torch.cat(first), self.embed(state, slots))  # [L B, D]
+        first_is_audio = torch.cat(state.first_is_audio[slots].unbind(1))  # [L B]
+        batch = Batch(
+            slots=slots,
+            positions=batch.positions,
+            kv_write_index=batch.kv_write_index,
+            page_table=batch.page_table,
+            kv_lens=batch.kv_lens,
+            cu_seqlens=batch.cu_seqlens,
+            kv=batch.kv,
+            page=batch.page,
+            is_audio=first_is_audio | ~is_first,
+        )
+        self.emit(state, slots, self.hidden(inputs, batch))
+        return torch.stack((state.ready[slots], state.done[slots].long(), state.written[slots]), 1)
+
+
+def pieces_of(request: Request, spec: Spec) -> list[str]:
+    """Return the pieces to speak one after the other: a single one if the text fits in a pass or must not be
+    split.
+
+    A prefix that applies to all of the text (`Spec.lead`) is repeated before each piece. Raises RequestError
+    if the text cannot be normalized.
+    """
+    text, language = request.text, language_of(request)
+    if request.normalize and request.is_open:
+        raise RequestError(
+            "normalize", "normalize needs all of the text at once: leave out normalize or is_open"
+        )
+    if request.normalize:
+        text = normalize(text, language)
+    is_alone = not (request.is_open or request.turns or request.conversation)
+    if spec.piece_s is None or not (request.split_text and is_alone):
+        return [text]
+    if spec.unsplit and re.search(spec.unsplit, text):
+        return [text]
+    lead = re.match(spec.lead, text)
+    start = lead.end() if lead is not None else 0
+    pieces = split(text[start:], spec.piece_s, language)
+    if len(pieces) == 1:
+        return [text]
+    return [text[:start] + piece.strip(BLANK) for piece in pieces]
+
+
+class FamilyFolder(Protocol):
+    """The interface that makes a folder of `zoo/` a family."""
+
+    NAME: str
+
+    def claims(self, path: Path) -> bool:
+        """Return whether this family can load the model directory `path`."""
+
+    def load(
+        self, directory: Path, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
+    ) -> Family[Any]:
+        """Load the family with its weights and the adapter in directory `adapter`. Raises ValueError that
+        names the fault, also for an adapter if the family does not take one."""
+
+    def survey(self, directory: Path) -> tuple[Spec, int]:
+        """Return the spec and the number of parameters without reading the weights. Raises ValueError."""
+
+    def write_demo(
+        self, directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype | None = None
+    ) -> Path:
+        """Write a random checkpoint in the published layout. Raises ValueError, OSError."""
+
+
+@dataclass
+class Speech:
+    frames: Tensor  # [F, *frame]
+    samples: Tensor  # [N] float32
+    sample_rate_hz: int
+    text: str = ""  # written by the model

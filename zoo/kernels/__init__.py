@@ -1,0 +1,55 @@
+"""Kernels for what torch runs slowly: C++ on a CPU (cpu.py), Triton on a GPU (gpu.py), and the custom operators
+through which compiled code reaches them (operator.py).
+
+An operator is written in torch first. `know` and `use_gpu` say when a kernel takes its place; `plain` says never.
+"""
+
+from __future__ import annotations
+
+from zoo.kernels.cpu import (
+    Pointwise,
+    attend,
+    attend_stretch,
+    build,
+    columns,
+    convolve_snake,
+    depthwise_unit,
+    has,
+    keep_likely,
+    keep_likely_before_temperature,
+    keep_nucleus,
+    key,
+    know,
+    nine_filters,
+    norm_mish,
+    normal,
+    snake,
+    uniform,
+)
+from zoo.kernels.gpu import of_gpu, on_gpu, use_gpu
+from zoo.kernels.operator import plain
+
+__all__ = [
+    "Pointwise",
+    "attend",
+    "attend_stretch",
+    "build",
+    "columns",
+    "convolve_snake",
+    "depthwise_unit",
+    "has",
+    "keep_likely",
+    "keep_likely_before_temperature",
+    "keep_nucleus",
+    "key",
+    "know",
+    "nine_filters",
+    "norm_mish",
+    "normal",
+    "of_gpu",
+    "on_gpu",
+    "plain",
+    "snake",
+    "uniform",
+    "use_gpu",
+]

@@ -1,0 +1,312 @@
+"""The CPU kernels, kernels.cpp and kernels_render.cpp. They are built and cached like the code that inductor
+generates.
+
+Torch's general operators spend most of a small step on overhead: they gather pages before attention reads
+them, sort a vocabulary for its fifty likeliest entries, and pass five times over a codec's activations. These
+kernels avoid that (benchmarks/LOG.md). Until `build`, the operators in zoo/nn run as written in torch. The
+kernels are tested against that version.
+"""
+
+from __future__ import annotations
+
+from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.kernels.operator import is_plain
+
+# compiled as one file, in this order
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels_render.cpp"))
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+_library: CDLL | None = None
+
+
+def key() -> str:
+    """Return a hash of the sources, which names the library that `build` builds."""
+    return blake2b(source().encode(), digest_size=8).hexdigest()
+
+
+def source() -> str:
+    return "\n".join(path.read_text() for path in SOURCES)
+
+
+def build() -> None:
+    """Build the kernels; from then on the CPU operators of this process use them. Takes seconds the first
+    time. Raises ValueError without a C++ compiler."""
+    global _library
+    # imported here because it takes two seconds, which only a server needs to spend
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        library = CppCodeCache.load(source())
+    except InvalidCxxCompiler:
+        raise ValueError(
+            "compiling for a CPU needs a C++ compiler, and none was found: install g++, or serve with --no-compile"
+        ) from None
+    for name in NAMES.values():
+        getattr(library, f"attend_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 6 + [c_float, c_int]
+        getattr(library, f"attend_stretch_{name}").argtypes = (
+            [c_void_p] * 8 + [c_int64] * 8 + [c_float, c_int]
+        )
+        getattr(library, f"norm_mish_{name}").argtypes = [c_void_p] * 5 + [c_int64] * 2 + [c_float, c_int]
+    for name in ("snake", "snake_of_rows"):
+        getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int]
+    library.convolve_snake_of_rows.argtypes = [c_void_p] * 13 + [c_int64] * 11 + [c_int]
+    library.depthwise_unit_of_rows.argtypes = [c_void_p] * 11 + [c_int64] * 7 + [c_int]
+    library.uniform.argtypes = [c_void_p] * 3 + [c_int64] * 4 + [c_int]
+    library.normal.argtypes = [c_void_p] * 3 + [c_int64] * 2 + [c_int]
+    for name in ("keep_likely", "keep_likely_before_temperature", "keep_nucleus"):
+        getattr(library, name).argtypes = [c_void_p] * 4 + [c_int64] * 2 + [c_int]
+    _library = library
+
+
+def has(tensor: Tensor) -> bool:
+    """Return whether to use CPU kernels for data on the tensor's device. False under torch.compile, which
+    cannot trace them; compiled code reaches them through operators only."""
+    if torch.compiler.is_compiling():
+        return False
+    return _library is not None and not is_plain() and tensor.device.type == "cpu"
+
+
+def know(*tensors: Tensor) -> bool:
+    """Return whether to use CPU kernels for the tensors, whose dtypes must be supported."""
+    return all(has(tensor) and tensor.dtype in NAMES for tensor in tensors)
+
+
+def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: int, scale: float) -> Tensor:
+    """`attention.paged_attention` with one query per sequence: q [B, H, D], kv [rows, Hkv, D], rows [B, P],
+    lengths [B] -> [B, H, D]."""
+    assert _library is not None and kv.is_contiguous() and q.dtype == kv.dtype, (
+        f"{q.dtype} over {kv.dtype}, {kv.stride()}"
+    )
+    q, rows, lengths = q.contiguous(), rows.contiguous(), lengths.contiguous()
+    out, (batch, heads, width), kv_heads = torch.empty_like(q), q.shape, kv.shape[1]
+    pointers = (tensor.data_ptr() for tensor in (q, kv, rows, lengths, out))
+    sizes = batch, kv_heads, heads // kv_heads, width, rows.shape[1], page_tokens
+    getattr(_library, f"attend_{NAMES[q.dtype]}")(*pointers, *sizes, scale, torch.get_num_threads())
+    return out
+
+
+def attend_stretch(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, index: Tensor, mask: Tensor, heads: int
+) -> Tensor:
+    """Attention of `cosyvoice2.estimator` -> [B * L, Q, H * D]. Queries q [B * L, Q, H * D] see the first
+    positions of cache [S, P, L, 2 * H * D] and the new keys and values k, v (shaped like q) where mask [B, Q,
+    held + Q] is true. The new ones are then written to the cache at slots [B] and index [B, Q]."""
+    assert _library is not None and cache.is_contiguous() and mask.dtype == torch.bool
+    slots, index, mask = (tensor.contiguous() for tensor in (slots, index, mask))
+    stride = q.stride(1)  # q, k and v may be slices of one product
+    if not all(x.stride() == (x.shape[1] * stride, stride, 1) for x in (q, k, v)):
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        stride = q.shape[2]
+    out, (batch, num, keys), dim = q.new_empty(q.shape), mask.shape, q.shape[2] // heads
+    lanes, positions = cache.shape[2], cache.shape[1]
+    assert (
+        q.shape == k.shape == v.shape == (batch * lanes, num, heads * dim)
+        and cache.shape[3] == 2 * q.shape[2]
+    )
+    pointers = (tensor.data_ptr() for tensor in (q, k, v, cache, slots, index, mask, out))
+    sizes = batch, lanes, num, keys - num, positions, heads, dim, stride
+    function = getattr(_library, f"attend_stretch_{NAMES[q.dtype]}")
+    function(*pointers, *sizes, dim**-0.5, torch.get_num_threads())
+    return out
+
+
+def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """logits [B, V] float32, top_k [B] int64, top_p [B] float32 -> [B, V]; `sampling.keep_likely`."""
+    return _keep("keep_likely", logits, top_k, top_p)
+
+
+def keep_likely_before_temperature(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Same arguments as `keep_likely`; `fish_s2.sampling.keep_likely`."""
+    return _keep("keep_likely_before_temperature", logits, top_k, top_p)
+
+
+def keep_nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Same arguments as `keep_likely`; `cosyvoice2.sampling.nucleus`."""
+    return _keep("keep_nucleus", logits, top_k, top_p)
+
+
+def _keep(name: str, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    assert (
+        _library is not None and logits.dtype == top_p.dtype == torch.float32 and top_k.dtype == torch.int64
+    )
+    logits, top_k, top_p = logits.contiguous(), top_k.contiguous(), top_p.contiguous()
+    out = torch.empty_like(logits)
+    pointers = (tensor.data_ptr() for tensor in (logits, top_k, top_p, out))
+    getattr(_library, name)(*pointers, *logits.shape, torch.get_num_threads())
+    return out
+
+
+def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
+    """seed, step [B] int64 -> [B, streams, width] float32; `sampling.uniform`."""
+    assert _library is not None and seed.dtype == step.dtype == torch.int64
+    seed, step = seed.contiguous(), step.contiguous()
+    out = torch.empty(len(seed), streams, width)
+    pointers = (tensor.data_ptr() for tensor in (seed, step, out))
+    _library.uniform(*pointers, len(seed), first, streams, width, torch.get_num_threads())
+    return out
+
+
+def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
+    """seed, step [B] int64 -> [B, width] float32; `sampling.normal`."""
+    assert _library is not None and seed.dtype == step.dtype == torch.int64
+    seed, step = seed.contiguous(), step.contiguous()
+    out = torch.empty(len(seed), width)
+    pointers = (tensor.data_ptr() for tensor in (seed, step, out))
+    _library.normal(*pointers, len(seed), width, torch.get_num_threads())
+    return out
+
+
+def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float) -> Tensor:
+    """Return mish(layer norm x) + shift for x [..., C]; weight, bias and shift have C values and x's dtype;
+    `cosyvoice2.estimator`."""
+    assert _library is not None and x.dtype == weight.dtype == bias.dtype
+    assert shift is None or (
+        shift.dtype == x.dtype and shift.numel() == x.shape[-1] and shift.is_contiguous()
+    )
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (x, weight, bias, shift, out))
+    sizes = x.numel() // x.shape[-1], x.shape[-1]
+    getattr(_library, f"norm_mish_{NAMES[x.dtype]}")(*pointers, *sizes, eps, torch.get_num_threads())
+    return out
+
+
+def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
+    """x [B, C, N], frequency and gain of C values each, all float32 -> [B, C, N]; `snake.snake`."""
+    assert _library is not None and x.dtype == frequency.dtype == gain.dtype == torch.float32
+    is_rows = x.shape[1] > 1 and x.stride(1) == 1  # channels are contiguous; the result keeps that layout
+    x = x.mT.contiguous().mT if is_rows else x.contiguous()
+    frequency, gain = frequency.contiguous(), gain.contiguous()
+    assert frequency.numel() == gain.numel() == x.shape[1], (
+        f"{frequency.numel()} frequencies for {x.shape[1]} channels"
+    )
+    out = torch.empty_like(x)
+    pointers = (tensor.data_ptr() for tensor in (x, frequency, gain, out))
+    function = _library.snake_of_rows if is_rows else _library.snake
+    function(*pointers, *x.shape, torch.get_num_threads())
+    return out
+
+
+COLUMNS = 64  # per block of weights, as in kernels_render.cpp
+
+
+def nine_filters(weight: Tensor) -> Tensor:
+    """Return a convolution's weight [D, C, taps] as `convolve_snake` reads it, [blocks, taps of all nine, C,
+    COLUMNS].
+
+    The taps are divided into even ones, odd ones, and the sums of both; each of the three is divided the same
+    way again. Outputs are padded with zeros to a multiple of COLUMNS.
+    """
+
+    def thirds(taps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        even, odd = taps[0::2], taps[1::2]
+        return even, odd, even + F.pad(odd, (0, 0, 0, 0, 0, len(even) - len(odd)))
+
+    taps = F.pad(weight.permute(2, 1, 0), (0, -len(weight) % COLUMNS))  # [taps, C, D]
+    nine = torch.cat([ninth for third in thirds(taps) for ninth in thirds(third)])
+    return nine.unflatten(2, (-1, COLUMNS)).permute(2, 0, 1, 3).contiguous()
+
+
+def columns(weight: Tensor) -> Tensor:
+    """Return a matrix [D, C] as `convolve_snake` reads it, [blocks, C, COLUMNS], padded with zeros to a
+    multiple of COLUMNS outputs."""
+    return (
+        F.pad(weight.T, (0, -len(weight) % COLUMNS)).unflatten(1, (-1, COLUMNS)).permute(1, 0, 2).contiguous()
+    )
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A snake, then a convolution that is 1 wide: `columns` of its weight [D, D]; the others have D values
+    each."""
+
+    columns: Tensor
+    bias: Tensor
+    frequency: Tensor
+    gain: Tensor
+
+
+def convolve_snake(
+    x: Tensor,
+    wave: tuple[Tensor, Tensor],
+    filters: Tensor,
+    bias: Tensor,
+    taps: int,
+    dilation: int,
+    mask: Tensor | None = None,
+    residual: Tensor | None = None,
+    past: Tensor | None = None,
+    then: Pointwise | None = None,
+) -> Tensor:
+    """Convolve snake(x), x [B, C, N] -> [B, D, M]. Everything is float32; channels are contiguous in x and in
+    the result.
+
+    wave: frequency and gain of the snake, C values each. filters: `nine_filters` of the weight. bias [D].
+    mask [B, P + N] bool: where snake(x) is replaced by zero. residual [B, D, M]: added last.
+    past [B, C, P]: stands before snake(x). then: applied to the convolution's output.
+    """
+    assert _library is not None and x.dtype == filters.dtype == bias.dtype == torch.float32
+    (batch, channels, num), out_channels = x.shape, len(bias)
+    before = 0 if past is None else past.shape[2]
+    length = before + num - (taps - 1) * dilation
+    assert filters.is_contiguous() and filters.shape[2] == channels == wave[0].numel() and length > 0
+    x, x_step = _rows(x)
+    more, more_step = (None, 0) if residual is None else _rows(residual)
+    old, old_step = (None, 0) if past is None else _rows(past)
+    assert old is None or (old.dtype == torch.float32 and old.shape[::2] == (batch, channels))
+    assert more is None or more.shape == (batch, length, out_channels)
+    assert mask is None or (
+        mask.shape == (batch, before + num) and mask.stride(1) == 1 and mask.dtype == torch.bool
+    )
+    assert then is None or then.columns.shape[1] == out_channels == then.frequency.numel()
+    out = x.new_empty(batch, length, out_channels)
+    pointwise = (None,) * 4 if then is None else (then.columns, then.bias, then.frequency, then.gain)
+    tensors = old, x, filters, bias, *wave, mask, *pointwise, more, out
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    steps = old_step, x_step, 0 if mask is None else mask.stride(0), more_step
+    sizes = batch, before, length, channels, out_channels, taps, dilation
+    _library.convolve_snake_of_rows(*pointers, *sizes, *steps, torch.get_num_threads())
+    return out.mT
+
+
+def depthwise_unit(
+    x: Tensor,
+    wave: tuple[Tensor, Tensor],
+    taps: Tensor,
+    bias: Tensor,
+    dilation: int,
+    past: Tensor,
+    then: Pointwise,
+) -> Tensor:
+    """Return x + then(depthwise convolution of snake(x)), x [B, C, N], in the layout of `convolve_snake`.
+    taps [kernel, C]; past [B, C, (kernel - 1) * dilation] stands before snake(x)."""
+    assert _library is not None and x.dtype == past.dtype == taps.dtype == bias.dtype == torch.float32
+    batch, channels, num = x.shape
+    assert taps.is_contiguous() and taps.shape[1] == channels == wave[0].numel() == then.columns.shape[1]
+    assert past.shape == (batch, channels, (len(taps) - 1) * dilation)
+    x, x_step = _rows(x)
+    old, old_step = _rows(past)
+    out = x.new_empty(batch, num, channels)
+    tensors = old, x, taps, bias, *wave, then.columns, then.bias, then.frequency, then.gain, out
+    sizes = batch, num, channels, len(taps), dilation, old_step, x_step
+    _library.depthwise_unit_of_rows(
+        *(tensor.data_ptr() for tensor in tensors), *sizes, torch.get_num_threads()
+    )
+    return out.mT
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [B, C, N] -> [B, N, C] in which each stream's rows are contiguous, and the stride between streams."""
+    rows = x.mT
+    if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)

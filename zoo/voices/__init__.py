@@ -1,0 +1,1 @@
+"""Recordings of voices: checked, resampled, encoded once and kept."""
