@@ -29,7 +29,7 @@ class Message(msgspec.Struct, tag=True):
     """One frame of the protocol; the class name is its tag."""
 
 
-class AudioClip(msgspec.Struct):
+class AudioClip(msgspec.Struct, weakref=True):
     """Decoded reference audio."""
 
     samples: bytes  # float32, little-endian, mono

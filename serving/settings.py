@@ -67,6 +67,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     voices: int = 1000
     num_reading: int = 16  # requests whose body is being read; the same for fetching and decoding recordings
     sessions: int = 256  # open WebSockets
+    memory_bytes: int = 1 << 30  # of recordings and whole answers in the HTTP process
     text_idle_s: float = 30.0  # how long a speaking utterance may wait for more text
     session_idle_s: float = 600.0  # how long a WebSocket may be idle in both directions
 

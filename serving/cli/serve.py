@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from serving.cli.common import app, named_directories
+from serving.cli.common import app, named_directories, num_bytes
 from serving.cli.flags import with_groups
 from serving.cli.serve_flags import Latency, Limits, Listening, Logs, Memory, Model, Security
 from zoo import SMALL_VOICE
@@ -57,7 +57,7 @@ def serve(
         aliases=model.names(served),
         memory=memory.settings(),
         latency=latency.settings(),
-        limits=limits.settings(security.allow_url_references),
+        limits=limits.settings(security.allow_url_references, num_bytes(memory.http_memory)),
         security=security.settings(),
     )
     if logs.log is not None:

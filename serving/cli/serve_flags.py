@@ -123,7 +123,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Memory:
-    """Flags for the memory of the engine process."""
+    """Flags for the memory of both processes."""
 
     max_slots: MaxSlots = None
     kv_memory: KVMemory = None
@@ -144,6 +144,14 @@ class Memory:
             rich_help_panel=MEMORY,
         ),
     ] = "256MiB"
+    http_memory: Annotated[
+        str,
+        Option(
+            help="Recordings and whole answers use at most this much memory in the HTTP process (1GiB or bytes); "
+            "further ones get 503.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = "1GiB"
 
     def settings(self) -> settings.Memory:
         """Raises ValueError."""
@@ -280,7 +288,7 @@ class Limits:
         ),
     ] = 600
 
-    def settings(self, has_reference_urls: bool) -> settings.Limits:
+    def settings(self, has_reference_urls: bool, memory_bytes: int) -> settings.Limits:
         """Raises ValueError."""
         return settings.Limits(
             waiting=self.max_waiting,
@@ -293,6 +301,7 @@ class Limits:
             voices=self.max_voices,
             num_reading=self.max_reading,
             sessions=self.max_sessions,
+            memory_bytes=memory_bytes,
             text_idle_s=self.max_text_idle,
             session_idle_s=self.max_session_idle,
         )

@@ -9,6 +9,7 @@ The supervisor starts it with this command and passes `HTTPArguments` as JSON.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ from serving import heartbeat, logs
 from serving.engine_client import EngineClient
 from serving.exit_with_parent import exit_with_parent
 from serving.http import openapi
-from serving.http.door import LargeBodies
+from serving.http.bodies import LargeBodies
 from serving.http.errors import answer_error
 from serving.http.listener import Listener
 from serving.http.names import Names
@@ -56,6 +57,10 @@ log = structlog.get_logger()
 
 # Response headers that pages of other sites may read.
 EXPOSED = ["x-request-id", "x-sample-rate", "x-seed", "x-warning", "retry-after"]
+M_MMAP_THRESHOLD, LARGE_BYTES = (
+    -3,
+    1 << 20,
+)  # malloc.h; larger blocks go back to the system when they are freed
 MAX_BODY_BYTES = 1 << 20  # for requests that are neither speech nor an upload
 DEFAULT = Settings()
 
@@ -129,7 +134,7 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
     await asyncio.to_thread(server.voices.tidy)
     if (problem := await asyncio.to_thread(server.voices.problem)) is not None:
         log.warning("voices", problem=problem)
-    running = [asyncio.create_task(server.engine.run())]
+    running = [asyncio.create_task(server.engine.run()), asyncio.create_task(server.start_decoders())]
     if app.state.heartbeat_fd is not None:
         running.append(asyncio.create_task(heartbeat.beat(app.state.heartbeat_fd)))
     yield
@@ -142,7 +147,16 @@ async def connect(app: Litestar) -> AsyncIterator[None]:
         await asyncio.to_thread(server.tracing.close)
 
 
+def give_back_freed_memory() -> None:
+    """Let glibc map each recording and file on its own. By default it raises its threshold with the first ones
+    that are freed, keeps the next in its heap, and gives little of that back."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have none
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
 def main() -> None:
+    give_back_freed_memory()
     arguments = msgspec.json.decode(sys.argv[1], type=HTTPArguments)
     settings = arguments.settings
     logs.configure("http")

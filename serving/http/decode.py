@@ -1,5 +1,5 @@
-"""Decode reference audio from clients: the bytes of an audio file -> samples. This runs in the HTTP process,
-so a file made to break a decoder cannot reach the engine."""
+"""Decode reference audio from clients: the bytes of an audio file -> samples. A server calls this only in its
+decoder processes (decoders.py), because a hostile file can take any amount of memory and time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import soxr
 
 from serving.protocol import AudioClip
 
-MAX_CHANNELS = 2
-MAX_RATE_HZ = 192_000
+MAX_CHANNELS = 8
+MIN_RATE_HZ, MAX_RATE_HZ = 8000, 192_000
 MAX_KEPT_HZ = 48_000
 MARKS = (
     (0, b"RIFF", "wav"),
@@ -28,10 +28,11 @@ KNOWN = "WAV, FLAC, MP3, Ogg (Opus, Vorbis), AAC, M4A/MP4, WebM or AIFF"
 
 
 def decode(data: bytes, max_s: float) -> AudioClip:
-    """Return the samples of an audio file with one or two channels, averaged to one channel.
+    """Return the samples of an audio file, mixed down to one channel.
 
-    The samples keep their rate up to MAX_KEPT_HZ; higher rates are resampled to it. Channels are averaged the
-    way librosa's to_mono does, because the models' own code reads references with it. Decoding goes frame by
+    The samples keep their rate up to MAX_KEPT_HZ; higher rates are resampled to it. Two channels are averaged
+    the way librosa's to_mono does, because the models' own code reads references with it. FFmpeg mixes down
+    surround sound. Decoding goes frame by
     frame and fails as soon as it exceeds max_s, because a file of a few kilobytes can hold minutes of audio.
     Raises ValueError.
     """
@@ -50,10 +51,12 @@ def decode(data: bytes, max_s: float) -> AudioClip:
                 raise ValueError("its codec is not supported")
             rate_hz, channels = stream.codec_context.sample_rate, stream.codec_context.channels
             if channels > MAX_CHANNELS:
-                raise ValueError(f"it has {channels} channels; use one or two")
-            if not 0 < rate_hz <= MAX_RATE_HZ:
-                raise ValueError(f"its sample rate is {rate_hz} Hz; the maximum is {MAX_RATE_HZ} Hz")
-            as_floats = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate_hz)
+                raise ValueError(f"it has {channels} channels; the maximum is {MAX_CHANNELS}")
+            if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
+                possible = f"{MIN_RATE_HZ} to {MAX_RATE_HZ} Hz"
+                raise ValueError(f"its sample rate is {rate_hz} Hz; use {possible}")
+            layout = "mono" if channels > 2 else stream.layout
+            as_floats = av.AudioResampler(format="fltp", layout=layout, rate=rate_hz)
             slower = Slower(rate_hz)
             for frame in file.decode(stream):
                 num_decoded += frame.samples
@@ -62,6 +65,8 @@ def decode(data: bytes, max_s: float) -> AudioClip:
                 for part in as_floats.resample(frame):
                     samples += slower.feed(part.to_ndarray().mean(0))
             samples += slower.feed(np.empty(0, np.float32), is_last=True)
+    except MemoryError:  # one of FFmpeg's errors, and Python's own
+        raise
     except av.FFmpegError as error:
         raise ValueError(f"it cannot be read as {form} audio: {error.strerror}") from None
     if not samples:

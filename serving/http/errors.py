@@ -24,6 +24,7 @@ from serving.http.schemas import FIELDS, Error, ErrorBody
 AWAY_RETRY_S = 1
 SPEECH = "/v1/audio/speech"
 LEFT = 499  # the client has disconnected: this status is only for the log and the metrics
+GIVEN_TWICE = "Unsupported type: <class 'list'>"  # Litestar's complaint about two files with one name
 MAX_ECHO_CHARS = 100
 MAX_MESSAGE_CHARS = 4000
 
@@ -97,6 +98,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
                 f"the body must be a form (multipart/form-data) with the fields {names}",
                 code="invalid_form",
             )
+        case HTTPException(status_code=400, detail="Request Entity Too Large"):
+            error = refusal(400, "the form has too many parts", code="invalid_form")
         # Text that is not UTF-8, or names an unknown charset.
         case UnicodeDecodeError() | LookupError() if type(error) in (UnicodeDecodeError, LookupError):
             where = "a field of the form" if path in FIELDS and path != SPEECH else "the request"
@@ -164,6 +167,8 @@ def explain(error: ValidationException, fields: dict[str, str]) -> HTTPException
     complaint: dict[str, str] = error.extra[0]  # type: ignore[index]
     message, key = complaint["message"], complaint["key"]
     field = re.split(r"[.\[]", key)[0]
+    if field in fields and message == GIVEN_TWICE:
+        return refusal(400, f"{field} is given more than once", field)
     if field in fields:
         return refusal(400, f"{key}: {message.lower()}; {field} takes {fields[field]}", field)
     if unknown := re.search("unknown field `(.*)`", message):

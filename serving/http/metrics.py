@@ -145,6 +145,11 @@ class Metrics:
             "Times that no connection could be accepted for lack of file descriptors or memory.",
             registry=self.registry,
         )
+        self.memory = Gauge(
+            "zoo_http_memory_bytes",
+            "Bytes of recordings and whole answers that the HTTP process holds or has promised.",
+            registry=self.registry,
+        )
         self.audio_s = Counter(
             "zoo_audio_seconds", "Seconds of audio generated.", ["model"], registry=self.registry
         )

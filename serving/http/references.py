@@ -1,6 +1,6 @@
 """The voice of a request. It comes from the model, from an uploaded voice, or from audio in the request.
 
-Decoding takes milliseconds and fetching takes longer, so neither runs on the event loop. The engine gets
+Decoding takes milliseconds and fetching takes longer, so neither delays the event loop. The engine gets
 samples.
 """
 
@@ -15,12 +15,14 @@ from collections.abc import Callable
 import httpx
 from litestar.exceptions import HTTPException
 
-from serving.http.decode import decode
-from serving.http.door import Door, read_beside
+from serving.http.bodies import read_beside
+from serving.http.decoders import Decoders
 from serving.http.errors import refusal
 from serving.http.names import is_mix, names_in
+from serving.http.quota import Quota
+from serving.http.recordings import Recordings, digest
 from serving.http.schemas import Limits, Model, SpeechRequest
-from serving.http.voices import Damaged, Voices
+from serving.http.voices import Damaged, StoredVoice, Voices
 from serving.protocol import MAX_CLIP_BYTES, AudioClip, Reference
 
 FETCH_S = 10.0
@@ -32,13 +34,16 @@ UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class References:
-    """Finds the voices and recordings of requests. It may hold an HTTP client, so call `close` at the end."""
+    """Finds the voices and recordings of requests. It holds processes and an HTTP client, so call `close` at the
+    end. memory: the quota in bytes."""
 
-    def __init__(self, voices: Voices, limits: Limits):
+    def __init__(self, voices: Voices, limits: Limits, memory: Quota):
         self.voices = voices
         self.limits = limits
-        self.fetching = Door(limits.num_reading, "recordings are being fetched")
-        self.decoding = Door(limits.num_reading, "recordings are being decoded")
+        self.fetching = Quota(limits.num_reading, "recordings are being fetched")
+        self.decoding = Quota(limits.num_reading, "recordings are being decoded")
+        self.decoders = Decoders()
+        self.recordings = Recordings(memory, self.decoding, self.decoders)
         self._client: httpx.AsyncClient | None = None
         if limits.reference_urls:
             # Connections go to an IP address and are not kept: the next URL at that address may be another
@@ -48,6 +53,7 @@ class References:
             )
 
     async def close(self) -> None:
+        await self.decoders.close()
         if self._client is not None:
             await self._client.aclose()
 
@@ -148,13 +154,14 @@ class References:
 
     async def _uploaded(self, voice: str, model: Model) -> Reference:
         try:
-            with self.decoding.place():
-                found = await read_beside(self.voices.load, voice)
+            with self.decoding.take():
+                found = await read_beside(self._load, voice)
         except Damaged as error:
             raise refusal(400, str(error), "voice", "voice_damaged") from None
         if found is None:  # removed since `check`
             raise self._no_voice(voice, model)
-        stored, clip = found
+        stored, loaded, key = found
+        clip = self.recordings.hold(loaded, key)
         try:
             check_duration(clip, taken_s(model))
         except ValueError as error:
@@ -163,18 +170,22 @@ class References:
             ) from None
         return Reference(clip, stored.ref_text, kept_in=str(self.voices.directory_of(stored)))
 
+    def _load(self, voice: str) -> tuple[StoredVoice, AudioClip, bytes] | None:
+        """Return an uploaded voice, its recording and the recording's key. Raises Damaged."""
+        found = self.voices.load(voice)
+        return found and (*found, digest(found[1]))
+
     async def _clip(self, audio: str, model: Model) -> AudioClip:
         """Raises ValueError."""
         if is_url(audio):
-            with self.fetching.place():
+            with self.fetching.take():
                 data = await self._fetch(audio)
             return await self.decoded(lambda: data, taken_s(model))
         return await self.decoded(lambda: unpack(audio, self.limits.reference_bytes), taken_s(model))
 
     async def decoded(self, read: Callable[[], bytes], possible_s: tuple[float, float]) -> AudioClip:
-        """Decode a file on the pool for reading. Raises ValueError, and the refusal."""
-        with self.decoding.place():
-            clip = await read_beside(lambda: decode(read(), possible_s[1]))
+        """Decode the file that `read` returns. Raises ValueError, and the refusal."""
+        clip = await self.recordings.decode(read, possible_s[1])
         check_duration(clip, possible_s)
         return clip
 

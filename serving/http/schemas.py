@@ -462,7 +462,7 @@ class BatchResult(msgspec.Struct, kw_only=True):
 
     index: int  # of the item
     error: Error | None = None
-    audio: str | None = None  # base64
+    audio: bytes | None = None  # base64 in JSON
     response_format: str | None = None
     sample_rate: int | None = None  # the rate that the file decodes to
     seed: int | None = None

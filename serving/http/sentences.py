@@ -12,6 +12,7 @@ from sentencex import segment
 
 MIN_CHARS = 12  # a shorter sentence is spoken with the next one: models speak single words badly
 MAX_CHARS = 400  # a longer text without a sentence end is cut at a clause or a space
+LETTER_S, WIDE_S = 1 / 12, 1 / 4  # rough speaking time of a letter and of a wide (CJK) character
 CLAUSE_END = re.compile(r"[,;:\u2014](?=\s)|[\uff0c\uff1b\uff1a\u3001]")
 HAS_WORD = re.compile(r"\w")
 
@@ -54,3 +55,8 @@ class Sentences:
         head = self._held[:MAX_CHARS]
         clauses = [match.end() for match in CLAUSE_END.finditer(head)]
         return clauses[-1] if clauses else head.rfind(" ") + 1 or MAX_CHARS
+
+
+def said_s(text: str) -> float:
+    """Return about how many seconds a text takes to say."""
+    return sum(WIDE_S if "\u2e80" <= character <= "\uffef" else LETTER_S for character in text)

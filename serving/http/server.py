@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from pathlib import Path
@@ -12,10 +13,10 @@ from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 
 from serving.engine_client import Away, EngineClient
-from serving.http.door import Door
 from serving.http.errors import cut, refusal
 from serving.http.metrics import Metrics
 from serving.http.names import OPENAI_PCM_HZ, Names, is_openai_model
+from serving.http.quota import Quota
 from serving.http.references import References, is_own
 from serving.http.schemas import ErrorBody, Limits, Model, SpeechRequest
 from serving.http.voices import Voices, default_directory
@@ -23,6 +24,8 @@ from zoo.request import is_mix, with_own_names
 
 if TYPE_CHECKING:  # needs the extra `otel`
     from serving.http.tracing import Tracing
+
+LOOK_S = 0.5  # how often the server looks whether the engine has told its models
 
 WRONG = ResponseSpec(
     ErrorBody,
@@ -53,13 +56,23 @@ class Server:
     ) -> None:
         self.engine, self.api_key, self.limits, self.names = engine, api_key, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
-        self.bodies = Door(limits.num_reading, "large bodies are being read")
-        self.sessions = Door(limits.sessions, "sessions are open")
-        self.references = References(self.voices, limits)
+        self.bodies = Quota(limits.num_reading, "large bodies are being read")
+        self.sessions = Quota(limits.sessions, "sessions are open")
+        self.memory = Quota(
+            limits.memory_bytes, "bytes of recordings and whole answers are held", is_bytes=True
+        )
+        self.references = References(self.voices, limits, self.memory)
         self.metrics = Metrics(engine)
-        self.metrics.sessions.set_function(lambda: self.sessions.num_inside)
+        self.metrics.sessions.set_function(lambda: self.sessions.num_held)
+        self.metrics.memory.set_function(lambda: self.memory.num_held)
         self.tracing = tracing
         self.created = int(time.time())
+
+    async def start_decoders(self) -> None:
+        """Start the decoder processes once the engine serves a model that takes recordings."""
+        while not any(info.reference_s for info in self.engine.models):
+            await asyncio.sleep(LOOK_S)
+        self.references.decoders.start()
 
     @property
     def models(self) -> list[Model]:

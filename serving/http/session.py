@@ -19,12 +19,13 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
 from litestar.exceptions import HTTPException
-from litestar.types import Receive, Send
+from litestar.types import Receive, ReceiveMessage, Send
 
 from serving.audio import encode
 from serving.engine_client import Away
@@ -57,6 +58,7 @@ NO_TOKENS = "model {!r} cannot take text token by token with these settings; use
 EVENTS = "session.config, input.text, input.done and input.cancel"
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 
 class Closed(Exception):
@@ -81,25 +83,33 @@ class Session:
         self.open: Utterance | None = None  # the one that takes text
         self.queue: deque[Utterance] = deque()  # all that have not ended; the first one speaks
         self.turn = asyncio.Event()  # the queue has changed
+        self.early: ReceiveMessage | None = None  # arrived while a config's recordings were decoded
         self.speaking: asyncio.Task[AudioDone | Failure] | None = None
         self.num_utterances = self.num_wrong = 0
         self.is_stopping = False  # whether the server is stopping: utterances that have begun may finish
         self.active_s = time.monotonic()  # time of the last message or of the end of the last utterance
 
     async def run(self) -> None:
-        listening = asyncio.create_task(self._listen())
-        talking = asyncio.create_task(self._talk())
+        tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._talk())]
         try:
-            await asyncio.wait((listening, talking), return_when=asyncio.FIRST_COMPLETED)
-            for task in (listening, talking):
-                if task.done():
-                    task.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for index in range(len(tasks)):
+                if tasks[index].done():
+                    tasks[index].result()
         except Closed as closed:
             await self._close(closed)
         except (Left, OSError):
             pass
         finally:
-            await ended(listening, talking, self.speaking)
+            await ended(*tasks, self.speaking)
+            tasks.clear()  # an error's traceback has this frame, and its task has the error
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop the settings and utterances. Otherwise the recordings would stay until the next garbage
+        collection, because a session and its utterances hold each other."""
+        self.settings = self.open = self.speaking = None
+        self.queue.clear()
 
     async def _close(self, closed: Closed) -> None:
         await self.send({"type": "websocket.close", "code": closed.code, "reason": closed.reason})
@@ -123,7 +133,7 @@ class Session:
         while True:
             until_s = (time.monotonic() if self.queue else self.active_s) + idle_s
             try:
-                message = await asyncio.wait_for(self.receive(), until_s - time.monotonic())
+                message = await asyncio.wait_for(self._receive(), until_s - time.monotonic())
             except TimeoutError:
                 if not self.queue and time.monotonic() >= self.active_s + idle_s:
                     raise Closed(SILENT, f"the session was idle for {idle_s:g} s") from None
@@ -138,6 +148,25 @@ class Session:
                     return text
                 case {"type": "websocket.receive"}:
                     raise Closed(UNSUPPORTED, "messages must be JSON in text messages")
+
+    async def _receive(self) -> ReceiveMessage:
+        message, self.early = self.early, None
+        return await self.receive() if message is None else message
+
+    async def _while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`, and cancel it if the client disconnects. One other message may arrive in
+        the meantime; it is handled afterwards. Raises Left, and the errors of `work`."""
+        working, arriving = asyncio.create_task(work), asyncio.create_task(self._receive())
+        try:
+            await asyncio.wait((working, arriving), return_when=asyncio.FIRST_COMPLETED)
+            if arriving.done() and arriving.result()["type"] == "websocket.disconnect":
+                raise Left
+            return await working
+        finally:
+            if arriving.done():
+                self.early = arriving.result()
+            await ended(working, arriving)
+            del working, arriving  # an error's traceback has this frame, and the task has the error
 
     async def _wrong(self, error: HTTPException) -> None:
         self.num_wrong += 1
@@ -175,7 +204,7 @@ class Session:
         can_feed = model.feeds and options.get("text_mode") != "full" and not request.normalize
         if own.split_granularity == "token" and not can_feed:
             raise refusal(400, NO_TOKENS.format(model.id), "split_granularity")
-        references = await self.server.references.find(request, model)
+        references = await self._while_connected(self.server.references.find(request, model))
         request.forget_audio()
         return Settings(
             request=request,

@@ -21,6 +21,7 @@ from litestar.types import Receive, Scope, Send
 from serving import protocol
 from serving.audio import encode
 from serving.audio.playback import Playback
+from serving.http.disconnect import until_left
 from serving.http.errors import AWAY_RETRY_S, LEFT, cut, error_of, new_id, refusal
 from serving.http.schemas import (
     AudioDelta,
@@ -32,6 +33,7 @@ from serving.http.schemas import (
     TextDelta,
     Usage,
 )
+from serving.http.sentences import said_s
 from serving.http.server import Server
 from zoo.request import SOUND_ONLY
 
@@ -91,19 +93,17 @@ class Speech:
         left = asyncio.create_task(self.until_left(receive))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
         finally:  # a shutdown cancels this task
             left.cancel()
             if not answer.done() or self.has_left:
                 answer.cancel()
                 self.ended("cancelled", LEFT)
-        if answer.done():
-            answer.result()
+            del answer, left  # an error's traceback has this frame, and the task has the error
 
     async def until_left(self, receive: Receive) -> None:
-        """Wait until the client has disconnected. uvicorn sends the same message when the answer is
-        complete."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_left(receive)
         self.has_left = True
 
     @property
@@ -116,7 +116,10 @@ class Speech:
             await self.ask(send)
 
     async def ask(self, send: Send) -> None:
-        with self.server.engine.speak(await self.message()) as inbox:
+        with (
+            self.server.memory.take(self.expected_bytes) as self.memory,
+            self.server.engine.speak(await self.message()) as inbox,
+        ):
             self.begin()
             while not self.has_left:
                 message = await inbox.get()
@@ -124,6 +127,27 @@ class Speech:
                     break
                 if isinstance(message, protocol.Audio):  # `take` has waited until the client read enough
                     self.server.engine.heard(self.id, message.frames)
+
+    @property
+    def expected_bytes(self) -> int:
+        """The memory that this answer is expected to take, if it does not stream."""
+        if self.request.stream:
+            return 0
+        audio_s = said_s(self.request.input)
+        if self.request.max_new_tokens is not None:
+            audio_s = min(audio_s, self.request.max_new_tokens / self.model.frame_rate_hz)
+        return self.whole_bytes(2 * int(audio_s * self.model.sample_rate_hz))
+
+    def whole_bytes(self, pcm_bytes: int) -> int:
+        """Return the peak memory of this much PCM while it becomes a file (measured: at most three times what
+        leaves the stretch and the resampler)."""
+        model_hz, rate_hz, speed = (
+            self.model.sample_rate_hz,
+            self.encoder.sample_rate_hz,
+            self.request.speed,
+        )
+        num_copies = 1 if speed == 1 and rate_hz == model_hz else 3
+        return int(pcm_bytes * (1 + num_copies * (1 + rate_hz / model_hz) / speed))
 
     def begin(self) -> None:
         """Called when the request was sent to the engine; a subclass overrides it."""
@@ -160,6 +184,7 @@ class Speech:
             await self.send_audio(send, await self.encode(self.encoder.feed, pcm))
         else:
             self.pcm += pcm
+            self.memory.resize(max(self.memory.num, self.whole_bytes(len(self.pcm))))
 
     async def finish(self, finished: protocol.Finished, send: Send) -> None:
         self.finished = finished
@@ -187,15 +212,18 @@ class Speech:
     async def fail(self, failed: protocol.Failed, send: Send) -> None:
         """Raise an engine failure if no audio was sent. Otherwise log it and leave the body incomplete, so
         that uvicorn cuts the connection; events end with an `error` event instead."""
-        retry_after_s = AWAY_RETRY_S if failed.status == 503 else None
-        failure = refusal(
-            failed.status, failed.message, code=failed.code, retry_after_s=retry_after_s, request_id=self.id
-        )
         if not self.is_started:
-            raise failure
+            raise self.failure(failed)
         self.ended("no_audio" if failed.code == "no_audio" else "failed", 200, error=failed.message)
         if self.is_sse:
-            await body(send, event(AudioError(error_of(failure))), more=False)
+            await body(send, event(AudioError(error_of(self.failure(failed)))), more=False)
+
+    def failure(self, failed: protocol.Failed) -> HTTPException:
+        """Return an engine failure as an error answer."""
+        retry_after_s = AWAY_RETRY_S if failed.status == 503 else None
+        return refusal(
+            failed.status, failed.message, code=failed.code, retry_after_s=retry_after_s, request_id=self.id
+        )
 
     async def message(self) -> protocol.Speak:
         """Return the request for the engine. After this, no other object holds its recordings."""

@@ -23,15 +23,16 @@ from litestar.types import Message, Send
 
 from serving import protocol
 from serving.audio import encode
+from serving.http.bodies import read_beside
 from serving.http.errors import LEFT, outcome_of, refusal
 from serving.http.events import AudioChunk, AudioDone, AudioStart, ServerEvent, Timings
+from serving.http.recordings import digest
 from serving.http.schemas import Model, SpeechRequest, Usage
-from serving.http.sentences import Sentences
+from serving.http.sentences import Sentences, said_s
 from serving.http.server import Server
 from serving.http.speech import ENCODING, Speech
 
 SENTENCE_END = re.compile(r"[.!?\u2026][\"'\u201d\u2019)\]]*\s|[\u3002\uff01\uff1f]")
-LETTER_S, WIDE_S = 1 / 12, 1 / 4  # rough speaking time of a letter and of a wide (CJK) character
 REFUSED = 400
 
 
@@ -281,16 +282,18 @@ class Utterance:
         self.input_tokens += finished.usage.get("input_tokens", 0)
         self.text_tokens += finished.usage.get("text_tokens", 0)
         self.was_cut |= finished.reason == "length"
-        self._keep_voice(segment)
+        await self._keep_voice(segment)
 
-    def _keep_voice(self, segment: Segment) -> None:
-        """Keep a random voice: the segment's audio becomes the reference of the next sentences."""
+    async def _keep_voice(self, segment: Segment) -> None:
+        """Keep a random voice: the segment's audio becomes the reference of the next sentences. Raises the
+        refusal."""
         model, pcm = self.settings.model, bytes(self.pcm)
         if not self._is_keeping or model.reference_s is None:
             return
         samples = np.frombuffer(pcm, "<i2").astype("<f4") / encode.FULL_SCALE
         if len(samples) >= model.reference_s[0] * model.sample_rate_hz:
             clip = protocol.AudioClip(samples.tobytes(), model.sample_rate_hz)
+            clip = self.server.references.recordings.hold(clip, await read_beside(digest, clip))
             self.kept = [protocol.Reference(clip, segment.request.input)]
 
     @property
@@ -328,8 +331,3 @@ class Utterance:
             await self.send_event(AudioChunk(self.number, base64.b64encode(audio).decode()))
         else:
             await self.send_bytes(audio)
-
-
-def said_s(text: str) -> float:
-    """Return about how many seconds a text takes to say."""
-    return sum(WIDE_S if "\u2e80" <= character <= "\uffef" else LETTER_S for character in text)

@@ -75,12 +75,17 @@ class TooMany(ValueError):
 def clean_name(name: str) -> str:
     """Return the name as it is stored and looked up. Raises ValueError."""
     clean = unicodedata.normalize("NFC", name).lower()
-    if len(clean) > MAX_NAME_CHARS or not re.fullmatch(r"\w[\w.-]*", clean):
+    if len(clean) > MAX_NAME_CHARS or not re.fullmatch(r"\w[\w.-]*", clean[:1] + without_marks(clean[1:])):
         raise ValueError(
             f"{name[:80]!r} is not a valid name for a voice; use up to {MAX_NAME_CHARS} letters, digits, '_', '-' and '.', "
             "and do not begin with '-' or '.'"
         )
     return clean
+
+
+def without_marks(text: str) -> str:
+    """Remove vowel signs and other combining marks, which belong to the letters of many scripts."""
+    return "".join(character for character in text if unicodedata.category(character)[0] != "M")
 
 
 class Voices:

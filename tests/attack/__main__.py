@@ -13,13 +13,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.attack import connecting, flooding, hanging, stopping, trusting
+from tests.attack import connecting, decoding, flooding, hanging, holding, stopping, trusting
 from tests.attack.report import Row, table
 
 ATTACKS = {
     "stopping": stopping.attack,
     "long-texts": flooding.long_texts,
     "recordings": flooding.recordings,
+    "decoding": decoding.attack,
+    "holding": holding.attack,
     "hanging": hanging.attack,
     "connecting": connecting.attack,
     "trusting": trusting.attack,

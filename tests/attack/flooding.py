@@ -58,7 +58,13 @@ def recordings(directory: Path) -> Iterator[Row]:
         yield disturb("40 posts of 10 MB that are not audio", target, [large] * 40, {400, 503})
 
 
-def disturb(name: str, target: Target, posts: list[dict[str, object]], allowed: set[int]) -> Row:
+def disturb(
+    name: str,
+    target: Target,
+    posts: list[dict[str, object]],
+    allowed: set[int],
+    max_growth_mib: int = MAX_GROWTH_MIB,
+) -> Row:
     """Send all posts at once while another client listens. Check the answers, the gaps and the memory."""
     before = {process: target.resident_bytes(process) for process in target.pids}
     target.forget_peaks()
@@ -79,7 +85,7 @@ def disturb(name: str, target: Target, posts: list[dict[str, object]], allowed: 
         wrong
         + (cheap != 200)
         + (max(gap_s, waited_s) > MAX_GAP_S)
-        + sum(grown > MAX_GROWTH_MIB for grown in growth.values())
+        + sum(grown > max_growth_mib for grown in growth.values())
     )
     counts = ", ".join(f"{count} x {status}" for status, count in Counter(answers).items())
     grown = ", ".join(f"{process} {mib:+.0f} MiB" for process, mib in growth.items())
@@ -122,9 +128,11 @@ def upload(target: Target) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def silence(seconds: float, rate_hz: int, form: str = "FLAC") -> bytes:
+def silence(seconds: float, rate_hz: int, form: str = "FLAC", start: np.ndarray | None = None) -> bytes:
+    """Return a file that is silent after its start."""
     file = io.BytesIO()
     samples = np.zeros(int(seconds * rate_hz), np.int16)
-    samples[:100] = 9000
+    start = np.full(100, 9000) if start is None else start
+    samples[: len(start)] = start
     soundfile.write(file, samples, rate_hz, format=form, subtype="PCM_16")
     return file.getvalue()

@@ -50,7 +50,7 @@ def importers(below, *forbidden):
 
 def test_every_import_is_found():
     assert len(FILES) > 200
-    assert {"serving.protocol", "serving.audio.pcm"} <= IMPORTS["serving.engine.engine_process"]
+    assert {"serving.protocol", "serving.audio.pcm"} <= IMPORTS["serving.engine.connections"]
     assert "serving.http.server" in IMPORTS["serving.http.speech"]
 
 

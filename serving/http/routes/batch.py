@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-from contextlib import suppress
-from typing import Any
+import time
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from litestar import post
@@ -14,16 +15,21 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.engine_client import Away
-from serving.http.errors import AWAY_RETRY_S, LEFT, log_refused, outcome_of, refusal
+from serving.http.disconnect import run_while_connected
+from serving.http.errors import AWAY_RETRY_S, LEFT, error_of, log_refused, outcome_of, refusal
+from serving.http.quota import RETRY_S
 from serving.http.requests import ForgetfulRequest, check, is_default, options_of, request_of
 from serving.http.schemas import (
     BatchResult,
     BatchResults,
+    Model,
     SpeechBatch,
+    SpeechRequest,
     Usage,
 )
 from serving.http.server import REFUSALS, TOO_LARGE, WRONG, Server
 from serving.http.speech import Speech
+from serving.protocol import Reference, Speak
 
 RESPONSES = {
     200: ResponseSpec(BatchResults, description="a file or an error for each item"),
@@ -32,6 +38,11 @@ RESPONSES = {
     **REFUSALS,
 }
 BATCH = "/v1/audio/speech/batch"
+START, END = b'{"data":[', b'],"object":"audio.speech.batch"}'  # BatchResults as JSON, around its items
+BUSY = ("engine_full", "server_busy")  # codes of refusals that pass
+PATIENCE_S = 60.0  # how long an item waits for a busy server after the last item was spoken
+
+T = TypeVar("T")
 
 
 @post(BATCH, status_code=200, responses=RESPONSES, request_class=ForgetfulRequest)
@@ -50,71 +61,142 @@ class Batch:
     def __init__(self, server: Server, items: list[dict[str, Any]], id: str | None):
         """id: the client's request ID for the batch."""
         self.server, self.items, self.id = server, items, id
+        self.memory = server.memory.take(0)  # of the results that are ready
+        self.last_end_s = time.monotonic()  # when the last item was spoken
+        self.findings: dict[Hashable, asyncio.Task[list[Reference]]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def until_left() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        answers = asyncio.gather(*(self.result(i, item) for i, item in enumerate(self.items)))
-        left = asyncio.create_task(until_left())
-        try:
-            await asyncio.wait((answers, left), return_when=asyncio.FIRST_COMPLETED)
-        finally:  # a shutdown cancels this task
-            left.cancel()
-            if not (are_done := answers.done()):
-                answers.cancel()
-                with suppress(asyncio.CancelledError):
-                    await answers  # else asyncio logs that nobody did
-        if are_done:
-            body = msgspec.json.encode(BatchResults(answers.result()))
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        with self.memory:
+            results = await run_while_connected(self.results(), receive)
+            parts = [START, *between(results, b","), END]
+            size = sum(map(len, parts))
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % size)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": body, "more_body": False})
+            for part in parts:
+                more = part is not parts[-1]
+                await send({"type": "http.response.body", "body": part, "more_body": more})
 
-    async def result(self, index: int, item: dict[str, Any]) -> BatchResult:
+    async def results(self) -> list[bytes]:
+        """Speak all items, and return the JSON of their results."""
+        prepared = [self.prepared(index, item) for index, item in enumerate(self.items)]
+        self.items.clear()
+        findings = list(self.findings.values())
+        self.findings.clear()  # its keys hold the recordings as the client sent them
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.result(index, item)) for index, item in enumerate(prepared)]
+            return [task.result() for task in tasks]
+        finally:
+            for finding in findings:
+                finding.cancel()
+
+    def prepared(self, index: int, fields: dict[str, Any]) -> Item | bytes:
+        """Return an item that is ready to be spoken, or the JSON of its error."""
         model_id = ""
         try:
-            request = request_of(item)
+            request = request_of(fields)
             model, warnings = self.server.chosen_model(request)
             model_id = model.id
-            options = options_of(item, model)
+            options = options_of(fields, model)
             check(request, model, self.server)
-            return await spoken(index, Speech(self.server, request, options, model, None, warnings))
-        except Away as error:
-            away = refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)
-            return self.failed(index, model_id, away)
-        except HTTPException as error:
+            if request.service_tier == "auto":
+                request.service_tier = "flex"  # a batch has no listeners
+            return Item(self.server, request, options, model, warnings, self.finding(request, model))
+        except (HTTPException, Away) as error:
             return self.failed(index, model_id, error)
 
-    def failed(self, index: int, model_id: str, error: HTTPException) -> BatchResult:
+    def finding(self, request: SpeechRequest, model: Model) -> asyncio.Task[list[Reference]]:
+        """Return the task that finds the references of a request, and of all that have the same ones."""
+        given = tuple(request.given_references)
+        key = (model.id, request.voice_name, request.reference_field, given)
+        if key not in self.findings:
+            find = partial(self.server.references.find, request, model)
+            self.findings[key] = asyncio.create_task(self.when_there_is_room(find))
+        return self.findings[key]
+
+    async def result(self, index: int, item: Item | bytes) -> bytes:
+        """Return the JSON of an item's result."""
+        if isinstance(item, bytes):
+            return item
+        try:
+            file = await self.when_there_is_room(item.spoken)
+            result = msgspec.json.encode(item.result(index, file))
+            self.memory.resize(self.memory.num + len(result))
+            self.last_end_s = time.monotonic()
+            return result
+        except (HTTPException, Away) as error:
+            return self.failed(index, item.model.id, error)
+
+    def failed(self, index: int, model_id: str, error: HTTPException | Away) -> bytes:
+        """Log and count an item that failed, and return the JSON of its result."""
+        if isinstance(error, Away):
+            error = refusal(503, str(error), code="engine_not_ready", retry_after_s=AWAY_RETRY_S)
         outcome = outcome_of(error)
         self.server.metrics.ended(model_id, outcome)
         facts = {"id": self.id, "path": BATCH, "item": index, "model": model_id or None, "reason": outcome}
-        return BatchResult(index=index, error=log_refused(error, **facts))
+        return msgspec.json.encode(BatchResult(index=index, error=log_refused(error, **facts)))
+
+    async def when_there_is_room(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of `work`. While the server is too busy for it, wait and try again, for as long as
+        other items are spoken. Raises its errors."""
+        while True:
+            try:
+                return await work()
+            except HTTPException as error:
+                if error_of(error).code not in BUSY or time.monotonic() > self.last_end_s + PATIENCE_S:
+                    raise
+            await asyncio.sleep(RETRY_S)
 
 
-async def spoken(index: int, speech: Speech) -> BatchResult:
-    """Speak one item into a file. Raises the refusal, Away."""
-    file = bytearray()
+class Item(Speech):
+    """One item of a batch: it is spoken into a file, and raises its errors. finding: finds its references."""
 
-    async def take(message: Message) -> None:
-        if message["type"] == "http.response.body":
-            file.extend(message["body"])
+    def __init__(
+        self,
+        server: Server,
+        request: SpeechRequest,
+        options: dict[str, Any],
+        model: Model,
+        warnings: Sequence[str],
+        finding: asyncio.Task[list[Reference]],
+    ):
+        super().__init__(server, request, options, model, None, warnings)
+        self.finding = finding
 
-    try:
-        await speech.answer(take)
-    except asyncio.CancelledError:
-        speech.ended("cancelled", LEFT)
-        raise
-    assert speech.finished is not None, "the answer neither finished nor failed"
-    return BatchResult(
-        index=index,
-        audio=base64.b64encode(file).decode(),
-        response_format=speech.request.response_format,
-        sample_rate=speech.encoder.sample_rate_hz,
-        seed=speech.fields.seed,
-        finish_reason=speech.finished.reason,
-        usage=Usage.of(speech.finished),
-        warning="; ".join(speech.warnings) or None,
-    )
+    async def message(self) -> Speak:
+        references = await self.finding
+        self.request.forget_audio()
+        return self.speak_message(references)
+
+    async def spoken(self) -> bytes:
+        """Return the file. Raises the refusal, Away."""
+        parts: list[bytes] = []
+
+        async def take(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                parts.append(message["body"])
+
+        try:
+            await self.answer(take)
+        except asyncio.CancelledError:
+            self.ended("cancelled", LEFT)
+            raise
+        return b"".join(parts)
+
+    def result(self, index: int, file: bytes) -> BatchResult:
+        assert self.finished is not None, "the answer neither finished nor failed"
+        return BatchResult(
+            index=index,
+            audio=file,
+            response_format=self.request.response_format,
+            sample_rate=self.encoder.sample_rate_hz,
+            seed=self.fields.seed,
+            finish_reason=self.finished.reason,
+            usage=Usage.of(self.finished),
+            warning="; ".join(self.warnings) or None,
+        )
+
+
+def between(parts: list[bytes], separator: bytes) -> list[bytes]:
+    """Return the parts with a separator between each two."""
+    return [piece for part in parts for piece in (separator, part)][1:]

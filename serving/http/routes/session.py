@@ -11,6 +11,7 @@ from litestar.types import Receive, Scope, Send, WebSocketScope
 
 from serving.http.errors import error_of, refusal
 from serving.http.listener import deny
+from serving.http.quota import remember_client
 from serving.http.server import Server, check_api_key
 from serving.http.session import PATH, Session
 
@@ -27,15 +28,14 @@ async def speak_in_session(scope: Scope, receive: Receive, send: Send) -> None:
     server: Server = scope["litestar_app"].state.server
     try:
         check_api_key(server, given_key(scope))
-        server.sessions.enter()
+        remember_client(scope)
+        place = server.sessions.take()
     except HTTPException as error:
         return await deny(send, error.status_code, error.detail, error_of(error).code)
-    try:
+    with place:
         await receive()  # websocket.connect
         await send({"type": "websocket.accept", "subprotocol": chosen(offered(scope)), "headers": []})
         await Session(server, receive, send, scope["state"].get("request_id")).run()
-    finally:
-        server.sessions.leave()
 
 
 def given_key(scope: Scope) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
-from litestar import Response, delete, get, patch, post, route
+from litestar import Request, Response, delete, get, patch, post, route
 from litestar.enums import RequestEncodingType
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body
 
+from serving.http.disconnect import run_while_connected
 from serving.http.schemas import ErrorBody, VoiceDeleted, VoiceList, VoiceName, VoiceObject, VoiceUpload
 from serving.http.server import REFUSALS, TOO_LARGE, UNKNOWN, WRONG, Server
 from serving.http.uploads import (
@@ -43,13 +44,16 @@ async def list_voices(server: Server) -> VoiceList:
     responses={400: WRONG, 409: TAKEN, 413: TOO_LARGE, 507: NO_ROOM, **REFUSALS},
 )
 async def add_voice(
-    data: Annotated[VoiceUpload, Body(media_type=RequestEncodingType.MULTI_PART)], server: Server
+    data: Annotated[VoiceUpload, Body(media_type=RequestEncodingType.MULTI_PART)],
+    request: Request[Any, Any, Any],
+    server: Server,
 ) -> VoiceObject:
     """Store a recording as a voice that requests can name."""
     models = server.models
     possible_s = reference_s(models)
     check_name(data.name, models)
-    clip = await decoded(await data.audio_sample.read(), possible_s, server)
+    sample = await data.audio_sample.read()
+    clip = await run_while_connected(decoded(sample, possible_s, server), request.receive)
     try:
         with refusals():
             voice = await asyncio.to_thread(server.voices.add, data.name, clip, data.ref_text, data.consent)

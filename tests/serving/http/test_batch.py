@@ -7,14 +7,18 @@ import json
 import socket
 import time
 import wave
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from fake_engine import CLONER, MODEL, frame
+from fake_engine import CLONER, MODEL, FakeEngine, frame
 from http_server import Server, error, until
-from uploads import recording
+from uploads import recording, upload
 
-from serving.http.schemas import MAX_BATCH
+from serving.http.decoders import Decoders
+from serving.http.routes import batch
+from serving.http.schemas import MAX_BATCH, Limits
+from serving.http.voices import Voices
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,8 @@ def test_each_item_is_a_file_with_its_own_fields(server):
     ]
 
 
-def test_an_error_in_one_item_does_not_affect_the_others(server):
+def test_an_error_in_one_item_does_not_affect_the_others(server, monkeypatch):
+    monkeypatch.setattr(batch, "PATIENCE_S", 0)
     results = ask(
         server,
         {"input": "frames 1"},
@@ -99,6 +104,84 @@ def test_a_recording_in_an_item_is_its_voice(server):
     [result] = ask(server, {"input": "frames 1", "ref_audio": audio, "ref_text": "Hm."}, model="cloner")
     [reference] = next(reversed(server.engine.messages.values())).references
     assert said(result) == frame(0) and reference.transcript == "Hm."
+
+
+def test_items_decode_a_recording_that_they_share_once(server, monkeypatch):
+    decoded, decode_now = [], Decoders.decode
+
+    async def counted(self, data, max_s):
+        decoded.append(data)
+        return await decode_now(self, data, max_s)
+
+    monkeypatch.setattr(Decoders, "decode", counted)
+    audio = base64.b64encode(recording()).decode()
+    results = ask(server, *[{"input": "frames 1"}] * MAX_BATCH, model="cloner", ref_audio=audio)
+    assert [said(result) for result in results] == [frame(0)] * MAX_BATCH
+    assert decoded == [recording()]
+    memory = server.app.state.server.memory
+    server.engine.messages.clear()
+    until(lambda: memory.num_held == 0)
+
+
+def test_a_batch_in_an_uploaded_voice_loads_it_once(server, monkeypatch):
+    upload(server, "anna")
+    loaded, load = [], Voices.load
+    monkeypatch.setattr(Voices, "load", lambda self, name: loaded.append(name) or load(self, name))
+    results = ask(server, *[{"input": "frames 1"}] * MAX_BATCH, model="cloner", voice="anna")
+    assert [said(result) for result in results] == [frame(0)] * MAX_BATCH and loaded == ["anna"]
+
+
+def test_items_wait_while_the_engine_is_full(server, monkeypatch):
+    monkeypatch.setattr(batch, "RETRY_S", 0.01)
+    refused = iter([True, True, False])
+    speak = FakeEngine.speak
+
+    async def busy(self, writer, id, words):
+        await speak(self, writer, id, ["full"] if next(refused) else words)
+
+    monkeypatch.setattr(FakeEngine, "speak", busy)
+    [result] = ask(server, {"input": "frames 2"})
+    assert said(result) == frame(0) + frame(1)
+
+
+def test_items_that_never_fit_fail_together(server, monkeypatch):
+    monkeypatch.setattr(batch, "RETRY_S", 0.01)
+    monkeypatch.setattr(batch, "PATIENCE_S", 0.3)
+    began_s = time.monotonic()
+    results = ask(server, *[{"input": "full"}] * 8)
+    assert {result["error"]["code"] for result in results} == {"engine_full"}
+    assert 0.3 < time.monotonic() - began_s < 1.5
+
+
+def test_items_wait_for_a_recording_to_be_decoded(server, monkeypatch):
+    monkeypatch.setattr(batch, "RETRY_S", 0.01)
+    audio = base64.b64encode(recording()).decode()
+    places = server.app.state.server.references.decoding
+    with places.take(places.maximum) as held, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, server, {"input": "frames 1"}, model="cloner", ref_audio=audio)
+        time.sleep(0.1)
+        assert not answer.done()
+        held.release()
+    assert said(answer.result()[0]) == frame(0)
+
+
+@pytest.mark.parametrize(("tier", "is_flex"), [("auto", True), ("flex", True), ("default", False)])
+def test_items_give_way_to_listeners_unless_the_request_says_otherwise(server, tier, is_flex):
+    ask(server, {"input": "frames 1"}, service_tier=tier)
+    assert next(reversed(server.engine.messages.values())).is_flex == is_flex
+
+
+def test_files_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
+    """The first items take all of it; the last ones would hold what is not there."""
+    monkeypatch.setattr(batch, "PATIENCE_S", 0)
+    with Server(tmp_path, limits=Limits(memory_bytes=20 << 20)) as server:
+        long = {"input": "frames 1" + " word" * 1000, "sample_rate": 48000, "speed": 0.25}
+        alone = server.speak(long["input"], stream=False, sample_rate=48000, speed=0.25)
+        assert error(alone, 503)["code"] == "server_busy"
+        results = ask(server, {"input": "frames 1"}, long)
+        assert said(results[0]) == frame(0)
+        assert results[1]["error"]["code"] == "server_busy"
+        until(lambda: server.app.state.server.memory.num_held == 0)
 
 
 def test_items_are_reproducible_and_ignore_stream_fields(server):

@@ -93,7 +93,8 @@ BAD = {
     "noise in ogg": (b"OggS" + NOISE.tobytes(), "cannot be read as ogg"),
     "noise in mp4": (b"\0\0\0\x20ftypM4A " + NOISE.tobytes(), "cannot be read as mp4"),
     "half a file": (sound(NOISE, "FLAC")[:50_000], "cannot be read as flac"),
-    "three channels": (sound(np.zeros((100, 3))), "3 channels; use one or two"),
+    "nine channels": (sound(np.zeros((100, 9))), "9 channels; the maximum is 8"),
+    "1 Hz": (sound(NOISE, rate_hz=1), "sample rate is 1 Hz; use 8000 to 192000 Hz"),
     "ten seconds": (sound(np.zeros((10 * RATE_HZ, 1))), "longer than the maximum of 5 s"),
     "an endless header": (
         encode.wav_header(RATE_HZ) + bytes(2 * 6 * RATE_HZ),
@@ -107,6 +108,15 @@ def test_unusable_files_are_refused(data, says, capfd):
     with pytest.raises(ValueError, match=says):
         decode(data, 5)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("channels", [6, 8])
+def test_surround_sound_is_mixed_down(channels):
+    center = np.zeros((RATE_HZ, channels), np.float32)
+    center[:, 2] = NOISE[:, 0]  # of 5.1 and 7.1
+    clip = decode(sound(center), 60)
+    assert clip.duration_s == 1
+    assert np.corrcoef(samples_of(clip), NOISE[:, 0])[0, 1] > 0.99
 
 
 def test_rates_above_48_khz_are_resampled():

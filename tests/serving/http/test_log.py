@@ -10,6 +10,8 @@ from structlog.testing import capture_logs
 from uploads import recording
 from websockets.sync.client import connect
 
+from serving.http.routes import batch
+
 
 @pytest.fixture
 def server(tmp_path):
@@ -61,7 +63,8 @@ def test_every_outcome_is_one_line(server):
     assert line(server).items() >= {"reason": "cancelled", "status": 499, "frames": 1}.items()
 
 
-def test_every_refused_item_of_a_batch_is_one_line(server):
+def test_every_refused_item_of_a_batch_is_one_line(server, monkeypatch):
+    monkeypatch.setattr(batch, "PATIENCE_S", 0)
     items = [{"input": "full"}, {"input": "frames 1"}]
     items += [{"input": "frames 1", name: "nobody"} for name in ("voice", "model")]
     shared = {"model": "fake", "response_format": "pcm", "items": items}

@@ -1,6 +1,7 @@
 """Sessions over a real WebSocket, with a fake engine (fake_engine.py)."""
 
 import base64
+import gc
 import io
 import json
 import random
@@ -337,7 +338,7 @@ def test_a_disconnect_cancels_everything(server, model):
         client.event("audio.start")
         before = len(server.engine.cancelled)
     until(lambda: len(server.engine.cancelled) == before + 1, 1)
-    until(lambda: server.app.state.server.sessions.num_inside == 0)
+    until(lambda: server.app.state.server.sessions.num_held == 0)
 
 
 # Errors
@@ -552,6 +553,62 @@ def test_a_session_outlives_the_deadlines_of_a_request(tmp_path, monkeypatch):
         assert client.heard()[1] == frame(0)
 
 
+# Memory
+
+
+@contextmanager
+def no_collection():
+    """Turn the garbage collector off. Objects that are freed then are in no reference cycle."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def clone(seed):
+    """Return settings with a recording that differs by seed: 128 kB of samples."""
+    noise = np.random.default_rng(seed).uniform(-0.5, 0.5, 32_000).astype(np.float32)
+    return {"model": "chance", "voice": None, "ref_audio": base64.b64encode(recording(noise)).decode()}
+
+
+def test_a_session_frees_its_recordings_when_it_ends(server):
+    memory = server.app.state.server.memory
+    with no_collection():
+        with session(server) as client:
+            for seed in range(5):
+                client.configure(**clone(seed))
+                client.say("queued.")
+            until(lambda: memory.num_held == 5 * 128_000)
+        server.engine.messages.clear()
+        until(lambda: memory.num_held == 0)
+
+
+def test_a_recording_is_held_once_however_many_sessions_use_it(server):
+    memory = server.app.state.server.memory
+    with session(server) as first, session(server) as second:
+        for client in (first, second, first):
+            client.configure(**clone(7))
+            client.say("queued.")
+        until(lambda: memory.num_held == 128_000)
+    server.engine.messages.clear()
+    until(lambda: memory.num_held == 0)
+
+
+def test_recordings_over_the_memory_limit_are_refused(tmp_path):
+    with Server(tmp_path, models=[CHANCE], limits=Limits(reference_s=3, memory_bytes=1_000_000)) as server:
+        memory = server.app.state.server.memory
+        with session(server) as client:
+            for seed in range(2):
+                client.configure(**clone(seed))
+                client.say("queued.")
+            client.send("session.config", **clone(2))
+            assert client.error()["code"] == "server_busy"
+            assert memory.num_held == 2 * 128_000
+            client.send("input.cancel")
+
+
 # Access to sessions
 
 
@@ -589,7 +646,7 @@ def test_the_number_of_open_sessions_is_limited(tmp_path):
             client.configure()
             assert denied(server) == (503, "server_busy")
             assert "zoo_sessions 1.0" in server.http.get("/metrics").text
-        until(lambda: server.app.state.server.sessions.num_inside == 0)
+        until(lambda: server.app.state.server.sessions.num_held == 0)
         with session(server) as client:
             client.configure()
 
@@ -664,7 +721,7 @@ def test_random_messages_leave_the_server_working_and_clean(server):
                         client.socket.recv(timeout=0.02)
             except (ConnectionClosed, TimeoutError):
                 pass
-    until(lambda: server.app.state.server.sessions.num_inside == 0)
+    until(lambda: server.app.state.server.sessions.num_held == 0)
     assert server.http.get("/health").status_code == 200
     with session(server) as client:
         client.configure()

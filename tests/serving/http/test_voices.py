@@ -84,7 +84,11 @@ def test_invalid_names_are_refused(store, name):
     assert not store.directory.exists()
 
 
-@pytest.mark.parametrize("name", ["anna", "Anna-2", "anna_2.1", "小明", "Zoë", "x" * 50, "名" * 50])
+# Names with vowel signs and other combining marks: Hindi, Tamil, Thai, Arabic and Turkish.
+MARKED = ["प्रिया", "தமிழ்", "ปิยะ", "مُحَمَّد", "İpek"]
+
+
+@pytest.mark.parametrize("name", ["anna", "Anna-2", "anna_2.1", "小明", "Zoë", "x" * 50, "名" * 50, *MARKED])
 def test_valid_names_are_accepted(store, name):
     store.add(name, CLIP)
     assert store.has(name) and store.load(name)[1] == CLIP
@@ -512,7 +516,8 @@ def test_a_path_cannot_be_deleted(server, path):
 SAMPLES = {
     "no audio": (b"Good morning.", "format is not supported"),
     "silence": (recording(np.zeros(RATE_HZ)), "silent"),
-    "three channels": (recording(np.tile(NOISE[:1000, None], 3)), "3 channels"),
+    "nine channels": (recording(np.tile(NOISE[:1000, None], 9)), "9 channels"),
+    "1 Hz": (recording(NOISE, rate_hz=1), "sample rate is 1 Hz"),
     "too long": (recording(np.tile(NOISE, 11), subtype="ULAW"), "longer than the maximum of 20 s"),
     "too short": (recording(NOISE[: RATE_HZ // 2]), "lasts 0.5 s; it must last 1 to 20 s"),
 }
@@ -582,6 +587,12 @@ FORMS = [
         "type takes audio_sample",
     ),
     ({"data": {"name": ["x", "y"]}, "files": {"audio_sample": b"x"}}, "name", "name takes"),
+    (
+        {"data": {"name": "x"}, "files": [("audio_sample", b"x"), ("audio_sample", b"y")]},
+        "audio_sample",
+        "audio_sample is given more than once",
+    ),
+    ({"files": [("name", (None, "x"))] * 2000}, None, "has too many parts"),
     ({"files": {"name": (None, b"\xff\xfe"), "audio_sample": b"x"}}, None, "UTF-8"),
     ({"files": {"name": (None, b"x", "text/plain; charset=none"), "audio_sample": b"x"}}, None, "UTF-8"),
 ]
