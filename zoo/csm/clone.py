@@ -51,11 +51,13 @@ class EncoderFiles:
     def read(self) -> dict[str, Tensor]:
         """Return the tensors that an encoder needs, by their names without the prefix."""
         tensors: dict[str, Tensor] = {}
+        unneeded = tuple(self.prefix + name for name in DECODER_ONLY)
         for path in dict.fromkeys(header.path for header in self.headers.values()):
             file = open_file(path)
-            names = (name for name in file.headers if name.startswith(self.prefix))
-            tensors |= {name.removeprefix(self.prefix): file.read(name).float() for name in names}
-        return {name: value for name, value in tensors.items() if not name.startswith(DECODER_ONLY)}
+            for name in file.headers:
+                if name.startswith(self.prefix) and not name.startswith(unneeded):
+                    tensors[name.removeprefix(self.prefix)] = file.read(name).float()
+        return tensors
 
 
 class Encoder:

@@ -100,7 +100,7 @@ class PromptWriter:
         for before, clip in zip(texts, clips, strict=True):
             assert clip is not None, "_told refuses a turn without a clip"
             parts += [before, self.closed(self.cloner(clip))]
-        return Script((*parts, text), len(text))
+        return Script((*parts, text), len(text) - 2)  # without its begin and end
 
     def closed(self, codes: Tensor) -> Tensor:
         """Return a segment's codes [F, K] with the frame of zeros that ends it."""
