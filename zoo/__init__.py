@@ -142,7 +142,7 @@ def inspect(model: str | Path, device: str | None = None) -> dict[str, Any]:
         "licence": spec.licence,
         "max_audio_s": spec.max_frames / spec.frame_rate_hz,
         "piece_s": spec.piece_s,
-        "kv_bytes_per_audio_s": round(token_bytes * spec.frame_rate_hz),
+        "kv_bytes_per_audio_s": round(token_bytes * spec.frame_rate_hz * spec.steps_per_frame),
         "weight_bytes_bf16": 2 * parameters,
         "attention": attention.backend(where),
     }

@@ -97,9 +97,11 @@ class ModelWorker:
             self.scheduler.timing.window_cost = None  # steps wait for no window
         chunk_pages = REPRODUCIBLE_CHUNK_PAGES if settings.is_reproducible else 1
         self.pages = SlotPages(self.runner, pages, chunk_pages)
-        first_frames = self.scheduler.shapes.first_frames + settings.report_lag + 1
+        first_frames = self.scheduler.shapes.first_frames
+        steps = family.spec.steps_per_frame
+        first_iterations = first_frames * steps + settings.report_lag + 1
         frame_s = self.scheduler.timing.frame_s
-        self.forecaster = Forecaster(settings.num_slots, frame_s, first_frames, settings.is_timed)
+        self.forecaster = Forecaster(settings.num_slots, frame_s, first_iterations, settings.is_timed, steps)
         self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
         self.counters = ModelCounters()
         self.load = IterationLoad()  # of this iteration

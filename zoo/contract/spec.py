@@ -84,6 +84,7 @@ class Spec:
     max_positions: int  # of a prompt and its tape together
     window: Window
     lanes: int = 1
+    steps_per_frame: int = 1  # of a model that writes a frame token by token
     # shape of the noise that one frame is solved from; empty if frames are not solved from noise
     noise_shape: tuple[int, ...] = ()
     voices: tuple[str, ...] = ()

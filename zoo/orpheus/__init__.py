@@ -94,6 +94,7 @@ def describe(directory: Path) -> tuple[Config, SnacConfig, Spec]:
         width=stack.hidden,
         max_frames=config.max_positions // PLACES,
         max_positions=config.max_positions,
+        steps_per_frame=PLACES,
         window=WINDOW,
         voices=(NO_VOICE,) if is_pretrained else (*voices_of(directory), NO_VOICE),
         modes=("voice", "clone") if is_pretrained else ("voice",),

@@ -32,7 +32,8 @@ class SlotPages:
         most = [-(-positions // tokens) for positions in prompt.max_positions]
         if frames is None:
             return most
-        steps = frames + max(prompt.max_steps - prompt.max_frames, 0)
+        per_frame = self.runner.family.spec.steps_per_frame
+        steps = frames * per_frame + max(prompt.max_steps - prompt.max_frames * per_frame, 0)
         lanes = zip(prompt.lanes, most, strict=True)
         return [min(-(-(len(lane.inputs) + steps) // tokens), limit) for lane, limit in lanes]
 

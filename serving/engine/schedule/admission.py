@@ -133,33 +133,35 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Expected:
-    """The prompt positions and the frames of a request without a slot."""
+    """The prompt positions and the iterations of a request without a slot."""
 
     tokens: float
-    frames: float
+    iterations: float
 
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """A model as of one iteration. max_concurrency: how many may speak at once. left: frames that each
-    stream is still to make; tokens: positions of their prompts that are not filled. first_frames: of
-    a tape, before its first window is due. other_models_s: what other models take of an iteration."""
+    """A model as of one iteration. max_concurrency: how many may speak at once. left: iterations that each
+    stream is still to take; tokens: positions of their prompts that are not filled. first_iterations: of
+    a stream, before its first window is due. other_models_s: what other models take of an iteration."""
 
     max_concurrency: int
-    first_frames: int
+    first_iterations: int
     left: tuple[float, ...] = ()
     tokens: int = 0
     other_models_s: float = 0.0
 
 
-def capacity(costs: Costs, frame_s: float, num_slots: int, other_models_s: float = 0.0) -> int:
-    """Return how many streams can be made at once in real time; all slots, where not even one can."""
+def capacity(costs: Costs, step_s: float, num_slots: int, other_models_s: float = 0.0) -> int:
+    """Return how many streams can be made at once in real time; all slots, where not even one can. step_s: audio
+    that a step makes of each.
+    """
     if not costs.is_known:
         return num_slots
     iterations_s = costs.steady_s(np.arange(1, num_slots + 1)) + other_models_s  # [S], with so many
-    if iterations_s[0] > frame_s:
+    if iterations_s[0] > step_s:
         return num_slots
-    return max(1, int((iterations_s <= CAPACITY_PART * frame_s).sum()))
+    return max(1, int((iterations_s <= CAPACITY_PART * step_s).sum()))
 
 
 def first_audio_s(
@@ -168,14 +170,14 @@ def first_audio_s(
     """Return the seconds from now to a newcomer's first audio. ahead: the requests without a slot that go
     before it. ready_s: until its prompt is made.
 
-    Each stream makes a frame an iteration. As long as any request waits, as many speak as may, and the next
+    Each stream takes a step an iteration. As long as any request waits, as many speak as may, and the next
     in the queue follows one that ends."""
     num = len(outlook.left)
     speaking = min(num + len(ahead) + 1, max(outlook.max_concurrency, num))
     iteration_s = float(costs.steady_s(speaking)) + outlook.other_models_s
     tokens = outlook.tokens + sum(one.tokens for one in ahead) + newcomer.tokens
     waits_s = _begins(outlook, ahead) * iteration_s
-    return max(waits_s, ready_s) + costs.prefill_s(tokens) + outlook.first_frames * iteration_s
+    return max(waits_s, ready_s) + costs.prefill_s(tokens) + outlook.first_iterations * iteration_s
 
 
 def _begins(outlook: Outlook, ahead: Sequence[Expected]) -> float:
@@ -183,10 +185,10 @@ def _begins(outlook: Outlook, ahead: Sequence[Expected]) -> float:
     begins = 0.0
     ends = list(outlook.left)
     heapq.heapify(ends)
-    for frames in (*(one.frames for one in ahead), 0.0):
+    for iterations in (*(one.iterations for one in ahead), 0.0):
         while len(ends) >= outlook.max_concurrency:
             begins = heapq.heappop(ends)
-        heapq.heappush(ends, begins + frames)
+        heapq.heappush(ends, begins + iterations)
     return begins
 
 
@@ -210,19 +212,20 @@ class Correction:
 class Forecaster:
     """Estimates of one model from its iterations, prompts and speeches, and predictions for a new request.
 
-    first_frames: of a tape, before its first window is due. is_timed: whether only as many streams may speak
+    first_iterations: of a stream, before its first window is due. steps: of a frame. is_timed: whether only as many streams may speak
     as can be made in real time. One thread records; `first_audio_s` may be asked from any."""
 
-    def __init__(self, num_slots: int, frame_s: float, first_frames: int, is_timed: bool):
+    def __init__(self, num_slots: int, frame_s: float, first_iterations: int, is_timed: bool, steps: int = 1):
         self.num_slots = num_slots
         self.frame_s = frame_s
+        self.steps = steps
         self.is_timed = is_timed
         self.costs = Costs()
         self.correction = Correction()
         self.lengths = Lengths(1 / frame_s / TEXT_BYTES_HZ)
         self.prompt_tokens = 0.0  # of recent prompts
         self.prepare_s = {False: 0.0, True: 0.0}  # of recent prompts, without and with recordings
-        self.outlook = Outlook(num_slots, first_frames)
+        self.outlook = Outlook(num_slots, first_iterations)
 
     def record_iteration(self, load: IterationLoad, took_s: float, all_s: float) -> None:
         """load, took_s: of this model's part; all_s: the iteration's time, with other models'."""
@@ -232,12 +235,14 @@ class Forecaster:
         self.outlook = replace(self.outlook, other_models_s=other_s)
 
     def record_speakers(self, left: np.ndarray, tokens: int, fastest_frame_s: float | None = None) -> None:
-        """left, tokens: as in Outlook. fastest_frame_s: a frame's length as the fastest listener plays it."""
+        """left: frames that each stream is still to make. tokens: as in Outlook. fastest_frame_s: a frame's length
+        as the fastest listener plays it.
+        """
         frame_s = self.frame_s if fastest_frame_s is None else fastest_frame_s
         self.outlook = replace(
             self.outlook,
             max_concurrency=self.max_concurrency(frame_s),
-            left=tuple(left.tolist()),
+            left=tuple((left * self.steps).tolist()),
             tokens=tokens,
         )
 
@@ -245,7 +250,8 @@ class Forecaster:
         """Return how many may speak at once if the fastest listener plays a frame in so long."""
         if not self.is_timed:
             return self.num_slots
-        return capacity(self.costs, fastest_frame_s, self.num_slots, self.outlook.other_models_s)
+        step_s = fastest_frame_s / self.steps
+        return capacity(self.costs, step_s, self.num_slots, self.outlook.other_models_s)
 
     @property
     def iteration_s(self) -> float:
@@ -259,7 +265,7 @@ class Forecaster:
         self.prepare_s[has_recordings] += RECENT_WEIGHT * (took_s - self.prepare_s[has_recordings])
 
     def expected(self, text_bytes: int) -> Expected:
-        return Expected(self.prompt_tokens, self.lengths.expected(text_bytes))
+        return Expected(self.prompt_tokens, self.steps * self.lengths.expected(text_bytes))
 
     def first_audio_s(
         self, text_bytes: int, ahead: Sequence[Expected], has_recordings: bool, recordings_ahead: int

@@ -15,6 +15,7 @@ from serving.engine.schedule.admission import (
     Correction,
     Costs,
     Expected,
+    Forecaster,
     IterationLoad,
     Lengths,
     Outlook,
@@ -116,10 +117,10 @@ def test_as_many_may_speak_as_are_made_faster_than_they_are_heard():
 
 def test_first_audio_comes_after_prompts_and_who_speaks():
     costs = learned(0.01, 0.005, 1e-4, 0.0)
-    free = Outlook(max_concurrency=2, first_frames=3, left=(10.0,))
+    free = Outlook(max_concurrency=2, first_iterations=3, left=(10.0,))
     turn_s = 0.01 + 2 * 0.005
     assert first_audio_s(costs, free, [], Expected(100, 50)) == pytest.approx(0.01 + 3 * turn_s, rel=0.05)
-    full = Outlook(max_concurrency=2, first_frames=3, left=(10.0, 40.0))
+    full = Outlook(max_concurrency=2, first_iterations=3, left=(10.0, 40.0))
     line = [Expected(0, 100.0), Expected(0, 5.0)]
     for waiting, begins in ((0, 10), (1, 40), (2, 45)):
         predicted_s = first_audio_s(costs, full, line[:waiting], Expected(0, 50))
@@ -253,3 +254,19 @@ def test_fewer_speak_beside_a_listener_who_plays_faster():
         assert all(isinstance(one.end, Finished) for one in (*others, *fast, *behind))
         assert all(one.first_s >= fast[0].first_s for one in behind)
     assert most[2.0] == simulation.model.forecaster.max_concurrency(0.04) == 4 and most[1.0] == 8
+
+
+def test_a_frame_of_seven_steps_needs_seven_iterations():
+    """Of iterations that take a tenth of a frame, a model of one step per frame can make many streams at once, and a
+    model of seven steps per frame fewer."""
+    slow, fast = (
+        Forecaster(8, frame_s=0.08, first_iterations=steps, is_timed=True, steps=steps) for steps in (7, 1)
+    )
+    for each in (slow, fast):
+        for slots in (1, 4, 8) * 20:
+            each.record_iteration(IterationLoad(slots=slots), 0.002 * slots, 0.002 * slots)
+        each.record_speakers(np.array([10.0]), 0)
+    assert fast.max_concurrency(0.08) == 8
+    assert slow.max_concurrency(0.08) == 5
+    assert slow.outlook.left == (70.0,) and fast.outlook.left == (10.0,)
+    assert slow.expected(100).iterations == pytest.approx(7 * fast.expected(100).iterations)
