@@ -33,7 +33,15 @@ STREAMS = 64
 SPEECH_S = 4.2  # mean length of a simulated answer
 AIM_CARD = "h200"
 # audio-s/s at 64 streams
-AIMS = {"qwen3_tts": 400, "voxcpm2": 300, "higgs_v3": 300, "fish_s2": 250, "cosyvoice2": 300, "csm": 400}
+AIMS = {
+    "qwen3_tts": 400,
+    "voxcpm2": 300,
+    "higgs_v3": 300,
+    "fish_s2": 250,
+    "cosyvoice2": 300,
+    "csm": 400,
+    "orpheus": 100,
+}
 RATES = {"qwen3_tts": (40, 1), "cosyvoice2": (12,)}  # requests a second
 RATE_S = 60  # seconds of requests at each rate
 

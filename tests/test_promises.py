@@ -44,7 +44,7 @@ class RunnerHarness:
     def __init__(self, name: str, num_slots: int, compile: bool = False):
         self.name, self.family = name, family(name)
         spec = self.family.spec
-        each = min(30, spec.max_positions // PAGE_TOKENS)
+        each = 30 if spec.steps_per_frame > 1 else 12
         self.lanes = spec.lanes
         count = num_slots * self.lanes * each
         arena = Arena([self.family], (1 + count) * PAGE_TOKENS * token_bytes(self.family))

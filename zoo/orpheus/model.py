@@ -88,8 +88,8 @@ class OrpheusState(State):
         alive = ~self.done[slots]
         place = self.place[slots]
         codes = self.codes[slots]  # [B, 7]
-        stops = torch.tensor(STOPS, device=token.device)
-        ends = (token[:, None] == stops).any(1) | (self.steps[slots] >= self.last_step[slots])
+        stopped = is_stop(token)
+        ends = stopped | (self.steps[slots] >= self.last_step[slots])
         index = token - FIRST_CODE
         is_code = (index >= 0) & (index < CODES * PLACES)
         theirs = torch.where(is_code, index // CODES, -1)  # the place that the token is for
@@ -105,9 +105,17 @@ class OrpheusState(State):
         self.place[slots] = torch.where(alive, next_place, place)
         self.codes[slots] = torch.where(alive[:, None], codes, self.codes[slots])
         self.seen[slots, token] = self.seen[slots, token] | alive
-        stopped = (token[:, None] == stops).any(1)
         self.append(slots, codes, stopped, is_whole)
         self.done[slots] = self.done[slots] | ends
+
+
+def is_stop(token: Tensor) -> Tensor:
+    """Return which tokens [B] end a speech. Constants are compared one by one: a tensor of them would be copied to
+    the device in each step."""
+    found = token == STOPS[0]
+    for stop in STOPS[1:]:
+        found = found | (token == stop)
+    return found
 
 
 class Orpheus(Family[OrpheusState]):

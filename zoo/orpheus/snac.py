@@ -76,6 +76,7 @@ class Decoder(nn.Module):
 
     tables: Tensor  # [3 * 4096, C], after prepare(): a code's row behind its way out
     bias: Tensor  # [C, 1], of the three ways out
+    places: Tensor  # [12], the places of the frame whose codes each latent column is the sum of
 
     def __init__(self, config: SnacConfig):
         super().__init__()
@@ -103,6 +104,8 @@ class Decoder(nn.Module):
         bias = torch.stack(biases).sum(0)
         self.register_buffer("tables", torch.cat(tables).to(dtype), persistent=False)
         self.register_buffer("bias", bias[:, None].to(dtype), persistent=False)
+        places = torch.tensor(COLUMNS, device=bias.device).flatten()
+        self.register_buffer("places", places, persistent=False)
 
     def forward(self, codes: Tensor, start: Tensor, end: Tensor, seed: Tensor | None) -> Tensor:
         """Decode frames start [B] .. start + F of tapes that hold frames 0 .. end [B] -> samples [B, F * 2048].
@@ -126,9 +129,9 @@ class Decoder(nn.Module):
 
     def _latent(self, codes: Tensor) -> Tensor:
         """codes [B, F, 7] -> [B, C, 4 F]: each latent column is the sum of a code of each level."""
-        columns = torch.tensor(COLUMNS, device=codes.device)  # [4, 3] places
         level = torch.arange(len(COLUMNS[0]), device=codes.device) * CODES
-        rows = F.embedding(codes[:, :, columns] + level, self.tables).sum(3)  # [B, F, 4, C]
+        chosen = codes[:, :, self.places].unflatten(2, (len(COLUMNS), -1))  # [B, F, 4, 3]
+        rows = F.embedding(chosen + level, self.tables).sum(3)  # [B, F, 4, C]
         return rows.flatten(1, 2).mT + self.bias
 
     def _draws(self, seed: Tensor, start: Tensor, num_frames: int) -> list[Tensor]:

@@ -12,7 +12,7 @@ from models import Clock, Listener, alone, family, serve
 from toy_grid import HEAD, MAX_TRAILING, GridToy
 
 import zoo
-from serving.engine import listener as settings
+from serving import protocol as settings
 from serving.engine.device.arena import PAGE_TOKENS
 from serving.engine.engine import Audio, Engine, Failed, Finished, Spoken
 from zoo.contract import following

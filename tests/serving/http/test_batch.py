@@ -168,7 +168,7 @@ def test_items_wait_for_a_recording_to_be_decoded(server, monkeypatch):
 @pytest.mark.parametrize(("tier", "is_flex"), [("auto", True), ("flex", True), ("default", False)])
 def test_items_give_way_to_listeners_unless_the_request_says_otherwise(server, tier, is_flex):
     ask(server, {"input": "frames 1"}, service_tier=tier)
-    assert next(reversed(server.engine.messages.values())).is_flex == is_flex
+    assert next(reversed(server.engine.messages.values())).listener.is_flexible == is_flex
 
 
 def test_files_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
