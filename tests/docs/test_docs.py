@@ -21,7 +21,7 @@ def site(tmp_path_factory):
     root = tmp_path_factory.mktemp("tree")
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, root)
-    for name in ("docs", "zoo", "serving", "compile_cache", "benchmarks", "examples"):
+    for name in ("docs", "zoo", "serving", "compile_cache", "benchmarks", "examples", "train_a_voice"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("generated", "__pycache__"))
     (root / "tests" / "parity").mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "parity" / "README.md", root / "tests" / "parity")
