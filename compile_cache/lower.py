@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compile_cache import artifacts
 from compile_cache.strategy import Eager, Lowering, Part, Parts
 
 # Whether this context runs a function whose parts are compiled.
@@ -34,6 +35,9 @@ def lower(function: Callable[..., Any], how: Lowering) -> Callable[..., Any]:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Inductor's own cache does not know the vector width that its C++ was generated for. Code for AVX2 that a
+    # process with AVX-512 takes from it writes past the end of its buffers.
+    torch.compiler.config.cache_key_tag = artifacts.target()
     # dynamic=False: only the sizes that `any_size` marks vary. Otherwise Dynamo would make a size dynamic once
     # it sees a second value, such as that of another window.
     return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, options={"cpp.threads": 1})

@@ -3,10 +3,7 @@ random models."""
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
@@ -15,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from models import NAMES, TOYS, Clock, Listener, alone, family, first_pass, requests, serve
-from shell import ROOT
 from torch import Tensor
 
 from compile_cache.counts import counts
@@ -437,26 +433,12 @@ def test_lowered_equals_eager(name, backend, strategy, monkeypatch):
 
 
 @pytest.mark.compile
-def compile_the_toys() -> None:
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("toy", "toy_guided"):
-            lowered_equals_eager(name, Strategy(Whole(), Whole(), Eager()), patch)
-
-
-@pytest.mark.xfail(
-    reason="the heap is damaged at times while the toys run compiled; the cause is not known yet",
-    strict=False,
-)
-def test_compiled_equals_eager():
+def test_compiled_equals_eager(monkeypatch):
     """Compile the toys with the full compiler, one after the other, as in a server with both: `step` is the
-    same code for any number of lanes. A real family would take minutes. They have a process of their own, as a
-    server has."""
-    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "serving", ROOT / "tests" / "parity"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    code = "import test_promises; test_promises.compile_the_toys()"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    same code for any number of lanes. A real family would take minutes."""
+    torch._dynamo.reset()
+    for name in ("toy", "toy_guided"):
+        lowered_equals_eager(name, Strategy(Whole(), Whole(), Eager()), monkeypatch)
 
 
 # cancel

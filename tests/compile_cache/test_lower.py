@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from compile_cache import lower as lowering
 from compile_cache.counts import counts
@@ -34,6 +35,20 @@ def test_a_process_may_load_any_number_of_models(monkeypatch):
     steps = [lower(Model(weight).step, Whole()) for weight in range(12)]
     assert [int(step(torch.tensor(10))) for step in steps] == [10 * weight + 1 for weight in range(12)]
     assert int(steps[3](torch.tensor(10), more=5)) == 35
+
+
+@pytest.mark.compile
+def test_code_of_another_instruction_set_is_not_taken_from_inductors_cache(monkeypatch, tmp_path):
+    """As with ATEN_CPU_CAPABILITY=avx2 on a machine with AVX-512, or a cache that two machines share."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    misses = []
+    for machine in ("x86_64-avx2", "x86_64-avx512", "x86_64-avx2"):
+        monkeypatch.setattr(lowering.artifacts, "target", lambda machine=machine: machine)
+        torch._dynamo.reset()
+        counters.clear()
+        assert int(lower(Model(3).step, Whole())(torch.tensor(5))) == 16
+        misses.append(counters["inductor"]["fxgraph_cache_miss"])
+    assert misses == [1, 1, 0]
 
 
 class Inner:

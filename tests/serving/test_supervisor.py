@@ -17,7 +17,7 @@ import pytest
 from fake_engine import CLONER, MODEL, frame
 
 from serving import supervisor
-from serving.settings import HTTPArguments, Settings
+from serving.settings import HTTPArguments, Security, Settings
 
 pytestmark = pytest.mark.slow
 
@@ -255,7 +255,7 @@ def test_the_children_end_with_a_supervisor_that_is_killed():
     script = f"""
 import asyncio, os, sys, tempfile
 from serving import supervisor
-from serving.settings import HTTPArguments, Settings
+from serving.settings import HTTPArguments, Security, Settings
 parent_fd, write_end = os.pipe()
 path = tempfile.mkdtemp() + "/engine.sock"
 listener = supervisor.bind("127.0.0.1", 0)
@@ -282,19 +282,19 @@ asyncio.run(supervisor.run(engine, http, listener, path))
 @pytest.mark.parametrize(
     ("host", "key", "named", "allowed", "num_lines"),
     [
-        ("127.0.0.1", {}, [], [], 0),
-        ("127.0.0.1", {"ZOO_API_KEY": "sk"}, [], [], 0),
-        ("0.0.0.0", {}, ["zoo"], ["zoo"], 1),
-        ("0.0.0.0", {"ZOO_API_KEY": "sk"}, [], ["*"], 0),
-        ("0.0.0.0", {"ZOO_API_KEY": "sk"}, ["zoo"], ["zoo"], 0),
+        ("127.0.0.1", {}, (), (), 0),
+        ("127.0.0.1", {"ZOO_API_KEY": "sk"}, (), (), 0),
+        ("0.0.0.0", {}, ("zoo",), ("zoo",), 1),
+        ("0.0.0.0", {"ZOO_API_KEY": "sk"}, (), ("*",), 0),
+        ("0.0.0.0", {"ZOO_API_KEY": "sk"}, ("zoo",), ("zoo",), 0),
     ],
 )
 def test_an_open_address_without_a_key_is_one_line(capfd, host, key, named, allowed, num_lines):
-    http = {"hosts": named}
+    settings = Settings(security=Security(allowed_hosts=named))
     with supervisor.bind(host, 0) as listener:
-        supervisor.guard(listener, http, key)
+        guarded = supervisor.guarded(listener, settings, key)
     said = capfd.readouterr().err
-    assert http["hosts"] == allowed and said.count("\n") == num_lines
+    assert guarded.security.allowed_hosts == allowed and said.count("\n") == num_lines
     assert num_lines == 0 or said.startswith("zoo: no API key is set: everyone who can reach 0.0.0.0")
 
 

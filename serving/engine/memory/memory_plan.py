@@ -63,8 +63,9 @@ def plan(
 
 def usual_kv_bytes(family: Family[Any], slots: int) -> int:
     """Return room for 1,024 positions a slot, and for one request of the model's longest."""
-    tokens = max(1024 * slots, family.spec.max_frames + 1024) + 2 * PAGE_TOKENS
-    return family.spec.lanes * tokens * token_bytes(family)
+    spec = family.spec
+    tokens = max(1024 * slots, spec.max_frames * spec.steps_per_frame + 1024) + 2 * PAGE_TOKENS
+    return spec.lanes * tokens * token_bytes(family)
 
 
 def usual_saved_bytes(kv_bytes: int) -> int:

@@ -66,4 +66,4 @@ def test_any_two_settings_share_what_was_compiled(monkeypatch, tmp_path, capfd):
     [step, *_] = tmp_path.rglob("step.saved")
     step.write_bytes(b"nonsense")
     _, made = start(monkeypatch, tmp_path, "hum", "buzz")
-    assert (made.found, made.compiled) == (1, 1) and "is damaged" in capfd.readouterr().err
+    assert (made.found, made.compiled) == (1, 1) and "step.saved has changed" in capfd.readouterr().err

@@ -20,8 +20,8 @@ from toy import HUM, Toy
 import zoo
 from compile_cache.strategy import Whole
 from serving.engine.device.arena import PAGE_TOKENS, Arena, common_page_bytes, row_bytes, token_bytes
+from serving.engine.device.lowered import Lowered
 from serving.engine.device.prepare_for_host import cache_place, cached, prepare_for_host
-from serving.engine.device.runner import Runner
 from serving.engine.engine import Engine, Finished, Full
 from serving.engine.memory.memory_plan import usual_kv_bytes
 from serving.engine.schedule.numbers import MAX_SKIPS
@@ -363,7 +363,7 @@ def test_every_models_code_is_kept_in_its_own_place(tmp_path, monkeypatch):
     sized: list[zoo.Family] = []
     monkeypatch.setattr("compile_cache.threads.set_num_threads", sized.append)
     monkeypatch.setattr("serving.engine.device.prepare_for_host.kernels.build", lambda: None)
-    monkeypatch.setattr(Runner, "take_step", lambda runner, entry, batch: entered.append(entry.directory))
+    monkeypatch.setattr(Lowered, "take_step", lambda lowered, entry, batch: entered.append(entry.directory))
     monkeypatch.setenv("ZOO_CACHE_DIR", str(tmp_path))
     small, large = Toy(), Toy(kv=BUZZ)
     prepare_for_host(small, large)

@@ -8,7 +8,7 @@ from toy import Toy
 
 import zoo
 from compile_cache.strategy import Whole
-from serving.engine.device.runner import Runner
+from serving.engine.device.lowered import Lowered
 from serving.engine.options import Options
 from serving.tools.warm import warm
 from zoo.contract import KV
@@ -20,7 +20,7 @@ def test_warm_reports_what_it_compiled_for_each_model(monkeypatch, tmp_path):
         "serving.engine.device.lowered.lower",
         lambda verb, how: torch.compile(verb, backend="eager", fullgraph=True) if how == Whole() else verb,
     )
-    monkeypatch.setattr(Runner, "take_step", lambda *_: None)
+    monkeypatch.setattr(Lowered, "take_step", lambda *_: None)
     torch._dynamo.reset()
     toys = {"toy": Toy(), "other": Toy(kv=KV(num_layers=3, num_heads=1, head_dim=20))}
     monkeypatch.setattr(zoo, "find", lambda model: model)
