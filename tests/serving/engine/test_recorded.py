@@ -67,7 +67,7 @@ def test_what_is_recorded_and_late_says_what_each_says_alone(name, under_way, mo
             turn += 1
             assert turn < 400 * num, "the engine does not come to an end"
             window = model.family.spec.window
-            assert len(model.renders) < under_way + len(window.sizes) * len(window.lengths or (0,))
+            assert len(model.round.renders) < under_way + len(window.sizes) * len(window.lengths or (0,))
         while engine.turn():
             pass
         assert engine.pages.free == free and len(model.tenants.free) == 2

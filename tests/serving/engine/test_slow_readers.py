@@ -43,12 +43,12 @@ def test_who_does_not_read_is_held_back_and_then_left(room):
     assert UNREAD_S <= heard.audio_s < UNREAD_S + 2 * LARGEST_S and heard.end is None
     assert room.engine.stats()["models"]["simulated"]["held"] == 1
     held_s = float(room.model.scheduler.slots.listener.backpressure_since_s.min())
-    assert room.engine._stalls_in_s() == pytest.approx(held_s + STALL_S - room.clock.now_s, abs=0.01)
+    assert room.engine.lifecycle.stalls_in_s() == pytest.approx(held_s + STALL_S - room.clock.now_s, abs=0.01)
     run(room, held_s + STALL_S - 0.5)
     assert heard.end is None
     run(room, held_s + STALL_S + 0.5)
     assert heard.end == Failed("the client has not taken what was spoken for 20 s", "stalled")
-    assert room.engine._stalls_in_s() is None and not room.model.running
+    assert room.engine.lifecycle.stalls_in_s() is None and not room.model.running
     assert room.engine.pages.free == room.engine.pages.num_pages
 
 

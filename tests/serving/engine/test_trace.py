@@ -181,7 +181,7 @@ def speak(engine: Engine, id: str, one: Asked, deliver: Callable[[Event], None])
 
 
 def as_on_a_gpu(model: ModelWorker) -> None:
-    model.max_renders = GPU_RENDERS_IN_FLIGHT
+    model.round.max_renders = GPU_RENDERS_IN_FLIGHT
     model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
 
 
