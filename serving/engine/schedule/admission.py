@@ -31,6 +31,7 @@ from serving.engine.schedule.numbers import (
 )
 
 SCALE = np.array((1.0, 8.0, 256.0, 32.0))  # of an iteration: itself, slots, prompt positions, frames rendered
+INERTIA = COST_INERTIA * np.eye(len(SCALE))
 
 
 @dataclass
@@ -66,8 +67,7 @@ class Costs:
             took_s = min(took_s, COST_OUTLIER * expected_s)
         self._products = COST_DECAY * self._products + np.outer(row, row)
         self._seconds = COST_DECAY * self._seconds + took_s * row
-        inertia = COST_INERTIA * np.eye(len(SCALE))
-        self._each = solved(self._products + inertia, self._seconds + COST_INERTIA * self._each)
+        self._each = solved(self._products + INERTIA, self._seconds + COST_INERTIA * self._each)
         self.num_iterations += 1
         self._last_iterations[load.slots] = self.num_iterations
 
@@ -94,14 +94,12 @@ class Costs:
 def solved(products: np.ndarray, sums: np.ndarray) -> np.ndarray:
     """Solve products @ x = sums for x [N], products [N, N] positive definite. Parts that would be negative
     are left out, and are 0."""
-    found = np.zeros_like(sums)
+    found = np.linalg.solve(products, sums)
     kept = np.ones(len(sums), bool)
-    while kept.any():
-        found[:] = 0
-        found[kept] = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
-        if found.min() >= 0:
-            break
+    while found.min() < 0:
         kept &= found > 0
+        found = np.zeros_like(sums)
+        found[kept] = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
     return found
 
 

@@ -84,6 +84,8 @@ class Policy(ABC):
 
     def cut(self, now: Snapshot, is_due: np.ndarray, flush: np.ndarray, takes_all: np.ndarray) -> WindowPlan:
         slots = np.flatnonzero(is_due)
+        if not slots.size:
+            return WindowPlan(slots, slots)
         is_reproducible = now.slots.listener.is_reproducible[slots]
         largest = np.where(is_reproducible, self.reproducible_size(now)[slots], now.shapes.largest)
         return WindowPlan(slots, np.where(flush[slots], 0, cut(now, slots, takes_all, largest)))
