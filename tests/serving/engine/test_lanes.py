@@ -232,7 +232,7 @@ def test_text_begins_before_the_audio_and_goes_on_among_it(report_lag):
     assert Text in kinds[:first_audio] and Text in kinds[first_audio:] and kinds[-1] is Finished
 
 
-def test_who_is_cancelled_has_what_was_written_so_far():
+def test_a_cancelled_request_has_the_text_written_so_far():
     single, listener = engine(SCRIBE), Listener()
     asked = one(lambda request: len(tokens(request, "text")) > 3)
     single.speak("request", asked, listener)
@@ -244,6 +244,6 @@ def test_who_is_cancelled_has_what_was_written_so_far():
     assert alone("toy_delay", asked).text.startswith("".join(listener.texts))
 
 
-def test_a_token_that_nobody_can_spell_is_no_silence():
+def test_a_family_without_detokenize_cannot_write_text():
     with pytest.raises(AssertionError, match="toy wrote the text token 3, and cannot detokenize it"):
         family("toy").detokenize(3)

@@ -65,7 +65,7 @@ def test_three_long_texts_do_not_fill_an_arena_that_has_room_for_their_speech():
             whole(heard, 80)
 
 
-def test_who_speaks_longer_than_usual_grows_and_nobody_hears_who_is_paused():
+def test_longer_speeches_grow_and_pauses_are_inaudible():
     """Four speeches of which the arena holds three: they are far ahead of their listeners by the time that it is full."""
     room = simulation(pages=4 * 20 + 3)
     room.model.forecaster.lengths.record(40, 20)
@@ -78,14 +78,14 @@ def test_who_speaks_longer_than_usual_grows_and_nobody_hears_who_is_paused():
     at_rest(room)
 
 
-def test_nothing_is_paused_where_all_is_reserved():
+def test_nothing_is_paused_if_all_pages_are_reserved():
     room = simulation(pages=200, saved_bytes=0)
     listeners = [room.submit(text(40, seed, max_frames=100)) for seed in range(8)]
     room.run([])
     assert room.engine.paging.num_pauses == 0 and all(heard.end for heard in listeners)
 
 
-def test_no_more_is_promised_than_the_arena_and_the_host_hold():
+def test_commitments_fit_the_arena_and_the_host():
     """Each may come to need nine pages; 13, and as many on the host, are there for two."""
     room = simulation(pages=13, saved_bytes=13 * PAGE_TOKENS * token_bytes(Voice()))
     room.model.forecaster.lengths.record(40, 4)
@@ -97,7 +97,7 @@ def test_no_more_is_promised_than_the_arena_and_the_host_hold():
     at_rest(room)
 
 
-def test_small_requests_pass_one_that_lacks_pages_a_bounded_number_of_times():
+def test_smaller_requests_skip_one_that_lacks_pages_a_bounded_number_of_times():
     room = simulation(pages=12, slots=2, saved_bytes=0)
     room.submit(text(40, 0, max_frames=110))  # ten pages
     large = room.submit(text(40, 1, max_frames=110))
@@ -160,7 +160,7 @@ def test_every_request_ends_whole_however_few_pages_there_are(asked, pages, save
 
 @slow_for_families
 @pytest.mark.parametrize("report_lag", [0, 1])
-def test_a_paused_stream_goes_on_bit_for_bit(name, report_lag, monkeypatch):
+def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
     """Whoever speaks is paused every third turn, and comes back to other pages."""
     engine = Engine(
         family(name), max_slots=3, saved_bytes=1 << 30, compile=False, report_lag=report_lag, clock=Clock()
