@@ -33,7 +33,7 @@ from serving.engine.inbox import Inbox
 from serving.engine.intake import Full, Intake, Limits
 from serving.engine.job import QueuedRequest
 from serving.engine.lifecycle import Lifecycle
-from serving.engine.memory.memory_plan import resident_bytes, usual_kv_bytes, usual_saved_bytes
+from serving.engine.memory.memory_plan import resident_bytes, usual_kv_bytes, usual_swap_bytes
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.paging import Paging
 from serving.engine.model_worker import ModelWorker, WorkerSettings
@@ -55,15 +55,15 @@ class Engine:
     one arena for them all.
 
     max_ttfa_s: a request that would be heard later is refused at once, and, unless the policy is throughput,
-    only as many streams speak as can be made in real time; None: all are accepted. saved_bytes: of the host,
-    for paused streams' pages; None: three times kv_bytes, or a quarter of the host's memory; 0: a request
-    gets all pages that it can ever need, and no stream is paused. max_unread_s: audio that a metered listener
-    may leave; then it is paused by backpressure, and after max_stall_s its request fails.
-    max_reference_bytes: of the recordings of all requests whose prompts are not made yet; one request may
-    have more. kv_bytes None: for each model room for 1,024 positions a slot, and for one request of the
-    model's longest. codec: in which precision a GPU renders, "tf32" or "float32". after_turn: called on the
-    engine's thread when all audio of an iteration was delivered, or some of it while more is made. Raises
-    ValueError for settings that leave no room.
+    only as many streams speak as can be made in real time; None: all are accepted. swap_memory_bytes: of the
+    host, for paused streams' pages; None: three times kv_memory_bytes, or a quarter of the host's memory; 0:
+    a request gets all pages that it can ever need, and no stream is paused. max_unread_s: audio that a
+    metered listener may leave; then it is paused by backpressure, and after max_stall_s its request fails.
+    reference_memory_bytes: of the recordings of all requests whose prompts are not made yet; one request may
+    have more. kv_memory_bytes None: for each model room for 1,024 positions a slot, and for one request of
+    the model's longest. codec: in which precision a GPU renders, "tf32" or "float32". after_turn: called on
+    the engine's thread when all audio of an iteration was delivered, or some of it while more is made.
+    Raises ValueError for settings that leave no room.
     """
 
     after_turn: Callable[[], None] = staticmethod(lambda: None)
@@ -73,12 +73,12 @@ class Engine:
         families: Family[Any] | Mapping[str, Family[Any]],
         *,
         max_slots: int = 8,
-        kv_bytes: int | None = None,
+        kv_memory_bytes: int | None = None,
         policy: str = "streaming",
         max_waiting: int = 256,
-        max_reference_bytes: int = 256 << 20,
+        reference_memory_bytes: int = 256 << 20,
         max_ttfa_s: float | None = None,
-        saved_bytes: int | None = None,
+        swap_memory_bytes: int | None = None,
         max_unread_s: float = math.inf,
         max_stall_s: float = math.inf,
         compile: bool = True,
@@ -90,13 +90,17 @@ class Engine:
     ):
         named = {families.spec.family: families} if isinstance(families, Family) else dict(families)
         check_settings(named, codec, max_slots)
-        if kv_bytes is None:
-            kv_bytes = sum(usual_kv_bytes(family, max_slots) for family in named.values())
+        if kv_memory_bytes is None:
+            kv_memory_bytes = sum(usual_kv_bytes(family, max_slots) for family in named.values())
         self.clock = clock
-        self.arena = Arena(list(named.values()), kv_bytes)
+        self.arena = Arena(list(named.values()), kv_memory_bytes)
         self.pages = Pages(self.arena.num_pages, self.arena.num_scratch)
-        saved_bytes = usual_saved_bytes(kv_bytes) if saved_bytes is None else saved_bytes
-        self.paging = Paging(lambda: self.models.values(), self.pages, saved_bytes // self.arena.page_bytes)
+        swap_memory_bytes = (
+            usual_swap_bytes(kv_memory_bytes) if swap_memory_bytes is None else swap_memory_bytes
+        )
+        self.paging = Paging(
+            lambda: self.models.values(), self.pages, swap_memory_bytes // self.arena.page_bytes
+        )
         is_gpu = self.arena.device.type == "cuda"
         settings = WorkerSettings(
             num_slots=max_slots,
@@ -126,7 +130,7 @@ class Engine:
             # Weights and states were made on another stream than the engine's.
             torch.cuda.synchronize(self.arena.device)
         self.inbox = Inbox()
-        self.limits = Limits(max_waiting, max_reference_bytes, max_ttfa_s)
+        self.limits = Limits(max_waiting, reference_memory_bytes, max_ttfa_s)
         self.intake = Intake(self.models, self.arena, self.pages, self.inbox, self.limits, clock)
         self.composer = Composer(self.inbox, self.arena.streams.prompts, self.intake.check_room)
         self.lifecycle = Lifecycle(self.models, self.paging, self.intake, self.composer, max_stall_s, clock)

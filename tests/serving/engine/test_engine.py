@@ -81,7 +81,7 @@ def test_a_full_engine_refuses_immediately():
 
 
 def test_a_request_that_can_never_fit_is_refused():
-    small = engine(kv_bytes=4 * PAGE_BYTES)
+    small = engine(kv_memory_bytes=4 * PAGE_BYTES)
     with pytest.raises(
         ValueError,
         match="11 prompt positions and 60 frames need 5 pages of KV memory; this server has 3: ask for fewer",
@@ -102,7 +102,7 @@ def test_delayed_codes_have_positions_too(monkeypatch):
 
     monkeypatch.setattr(TOY, "prompt", late)
     with pytest.raises(ValueError, match="11 prompt positions and 60 frames need 6 pages"):
-        engine(kv_bytes=6 * PAGE_BYTES).speak("large", long(), Listener())
+        engine(kv_memory_bytes=6 * PAGE_BYTES).speak("large", long(), Listener())
 
 
 def test_a_bad_request_is_refused_by_the_family_and_leaves_nothing():
@@ -116,7 +116,7 @@ def test_a_bad_request_is_refused_by_the_family_and_leaves_nothing():
     ("settings", "message"),
     [
         ({"max_slots": 0}, "max_slots is 0; at least 1 is needed"),
-        ({"kv_bytes": PAGE_BYTES}, "hold no page: a page of this model takes"),
+        ({"kv_memory_bytes": PAGE_BYTES}, "hold no page: a page of this model takes"),
         ({"policy": "quickly"}, "policy 'quickly' is unknown; there are: streaming, throughput"),
     ],
 )
@@ -148,7 +148,7 @@ def test_first_come_first_served(report_lag):
 
 def test_a_smaller_request_may_skip_one_that_lacks_pages():
     # five pages, and the one that is nobody's
-    scarce = engine(max_slots=3, kv_bytes=6 * PAGE_BYTES, saved_bytes=0)
+    scarce = engine(max_slots=3, kv_memory_bytes=6 * PAGE_BYTES, swap_memory_bytes=0)
     # four pages, one page
     large, small = long(text="0123456789", max_frames=50), long(text="b", max_frames=1)
     listeners = speak(scarce, large, replace(large, text="abcdefghij"), small)
@@ -392,7 +392,7 @@ def test_work_is_counted():
 
 
 def test_stats():
-    fresh = engine(kv_bytes=11 * PAGE_BYTES)
+    fresh = engine(kv_memory_bytes=11 * PAGE_BYTES)
     rest = {
         "slots": 2,
         "running": 0,
@@ -568,4 +568,4 @@ def test_a_request_that_this_model_cannot_take_never_reaches_a_slot(field):
 
 def test_more_kv_memory_than_there_is_is_one_line():
     with pytest.raises(ValueError, match="more than this machine's cpu has"):
-        engine(kv_bytes=1 << 49)
+        engine(kv_memory_bytes=1 << 49)

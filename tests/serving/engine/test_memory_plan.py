@@ -77,8 +77,8 @@ def test_slots_are_as_many_as_fit_the_memory():
     model = shapes("qwen3_tts")
     exact = plan(model, 8)
     assert fit([model], exact.total) == (8, exact.kv_cache)
-    slots, kv_bytes = fit([model], exact.total - 1)
-    assert slots == 4 and kv_bytes > exact.kv_cache // 2
+    slots, kv_memory_bytes = fit([model], exact.total - 1)
+    assert slots == 4 and kv_memory_bytes > exact.kv_cache // 2
     assert fit([model], 1 << 40)[0] == 64
     assert fit([model], 1 << 40, max_slots=3)[0] == 3
     with pytest.raises(ValueError, match=r"the device has 1000 bytes to give; with max_slots 1 .*qwen3_tts"):
@@ -91,25 +91,25 @@ def test_free_gpu_memory_decides_unset_sizes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     free = int(exact.total / (1 - SPARE_PART)) + 1
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    slots, kv_bytes = sizes(Options("", models))
-    assert slots == 2 and 0 <= kv_bytes - exact.kv_cache <= 1
-    assert sizes(Options("", models, max_slots=1))[1] > kv_bytes
-    assert sizes(Options("", models, max_slots=1, kv_bytes=77)) == (1, 77)
+    slots, kv_memory_bytes = sizes(Options("", models))
+    assert slots == 2 and 0 <= kv_memory_bytes - exact.kv_cache <= 1
+    assert sizes(Options("", models, max_slots=1))[1] > kv_memory_bytes
+    assert sizes(Options("", models, max_slots=1, kv_memory_bytes=77)) == (1, 77)
     with pytest.raises(ValueError, match="with max_slots 4 these are needed"):
         sizes(Options("", models, max_slots=4))
 
 
 def test_sizes_on_a_cpu_need_no_survey():
     assert sizes(Options("", {"a": "nowhere"}, device="cpu")) == (8, None)
-    assert sizes(Options("", {"a": "nowhere"}, device="cpu", max_slots=3, kv_bytes=5)) == (3, 5)
+    assert sizes(Options("", {"a": "nowhere"}, device="cpu", max_slots=3, kv_memory_bytes=5)) == (3, 5)
 
 
 @pytest.mark.slow
 def test_several_models_share_the_room():
     models = [shapes("qwen3_tts"), shapes("higgs_v3")]
     both = [plan(model, 4) for model in models]
-    slots, kv_bytes = fit(models, sum(one.total for one in both))
-    assert slots == 4 and kv_bytes == sum(one.kv_cache for one in both)
+    slots, kv_memory_bytes = fit(models, sum(one.total for one in both))
+    assert slots == 4 and kv_memory_bytes == sum(one.kv_cache for one in both)
 
 
 def test_a_cpu_has_more_slots_for_throughput_as_far_as_its_memory_holds_them(monkeypatch):

@@ -105,7 +105,7 @@ def test_a_request_cancelled_during_its_prompt_is_never_queued():
 
 
 def test_recordings_have_a_byte_limit_that_one_may_exceed():
-    room = engine(max_reference_bytes=10 * MIB)
+    room = engine(reference_memory_bytes=10 * MIB)
     [large] = accept(room, "large", reference_bytes=40 * MIB)
     with pytest.raises(
         Full, match="recordings of 40 MiB wait to be encoded already, and 10 MiB are the most"

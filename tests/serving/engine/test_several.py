@@ -79,9 +79,14 @@ def test_each_model_speaks_as_it_does_alone(report_lag):
     """Every family there is, and one whose rows are odd. Requests come a few at a time, in no order, onto
     fewer slots and few pages."""
     families = {"buzz": FAMILIES["buzz"], **{name: family(name) for name in NAMES}}
-    kv_bytes = 12 * len(families) * common_page_bytes(list(families.values()))
+    kv_memory_bytes = 12 * len(families) * common_page_bytes(list(families.values()))
     together = Engine(
-        families, max_slots=2, kv_bytes=kv_bytes, compile=False, report_lag=report_lag, clock=Clock()
+        families,
+        max_slots=2,
+        kv_memory_bytes=kv_memory_bytes,
+        compile=False,
+        report_lag=report_lag,
+        clock=Clock(),
     )
     assert len({model.runner.page_tokens for model in together.models.values()}) > 2
     asked = [
@@ -108,7 +113,7 @@ def test_pages_of_another_dtype_are_cleared(report_lag, monkeypatch):
     both = Engine(
         {"full": FAMILIES["hum"], "half": half},
         max_slots=3,
-        kv_bytes=16 * 16 * 480,
+        kv_memory_bytes=16 * 16 * 480,
         compile=False,
         report_lag=report_lag,
         clock=Clock(),
@@ -150,7 +155,7 @@ def test_random_cancels_leave_every_page_and_slot_where_it_was(report_lag):
         "hum",
         "buzz",
         max_slots=4,
-        kv_bytes=20 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
+        kv_memory_bytes=20 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
         report_lag=report_lag,
     )
     before, chance = at_rest(both), random.Random(report_lag)
@@ -216,8 +221,8 @@ def test_requests_of_another_model_skip_one_that_lacks_pages_a_bounded_number_of
         "hum",
         "buzz",
         max_slots=4,
-        kv_bytes=8 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
-        saved_bytes=0,
+        kv_memory_bytes=8 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
+        swap_memory_bytes=0,
     )
     # a page each
     small = [("hum", long(max_frames=12, text=text)) for text in ("aaaa", "bbbb", "cccc", "dddd")]
@@ -326,7 +331,7 @@ def test_the_arena_has_room_for_all_models():
         ValueError,
         match="100 bytes of KV memory hold no page: a page of these models takes 7680, and 3 are the least",
     ):
-        engine("hum", "buzz", kv_bytes=100)
+        engine("hum", "buzz", kv_memory_bytes=100)
 
 
 # names, warmth

@@ -86,8 +86,8 @@ class Room:
             is_async,
             {
                 "max_slots": slots,
-                "kv_bytes": (1 + pages) * page_bytes,
-                "saved_bytes": saved_pages * page_bytes,
+                "kv_memory_bytes": (1 + pages) * page_bytes,
+                "swap_memory_bytes": saved_pages * page_bytes,
                 "policy": policy,
                 "max_ttfa_s": max_ttfa_s,
                 "max_waiting": MAX_WAITING,
