@@ -2,10 +2,10 @@
 
     python -m serving.engine.engine_process '{"settings": {...}, "socket": PATH, ...}'
 
-The supervisor starts it so, with `EngineArguments` as JSON. The engine's loop has the main thread. Connections live
-on an event loop in a second one, prompts are built in small pools, and the three meet only through
-thread-safe calls: nothing that happens on a connection can delay a step. Exit status 2: a model cannot be
-loaded as asked; one line on stderr says why, and starting again would not help.
+The supervisor starts it so, with `EngineArguments` as JSON. The engine's loop has the main thread.
+Connections live on an event loop in a second one, prompts are built in small pools, and the three meet only
+through thread-safe calls: nothing that happens on a connection can delay a step. Exit status 2: a model
+cannot be loaded as asked; one line on stderr says why, and starting again would not help.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import ast
 import pytest
 from shell import ROOT
 
-MAX_ATTRIBUTES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 20, 300, 80
+MAX_ATTRIBUTES, MAX_CLASS_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 20, 300, 80, 110
 
 
 def nodes(folder, *kinds):
@@ -51,6 +51,14 @@ def test_functions_are_short(folder):
     assert found
     long = {name for name, num in found.items() if num > MAX_FUNCTION_LINES}
     assert {name for name in long if "kernels" not in name} == set()
+
+
+def test_lines_of_the_engine_fit_on_a_screen():
+    """The formatter leaves texts as they are."""
+    files = sorted((ROOT / "serving/engine").rglob("*.py"))
+    assert files
+    lines = [(path, number, line) for path in files for number, line in enumerate(path.open(), 1)]
+    assert [f"{path.name}:{number}" for path, number, line in lines if len(line.rstrip()) > MAX_COLUMNS] == []
 
 
 def test_attributes_are_counted():

@@ -79,8 +79,8 @@ class Arena:
         if self.num_pages <= self.num_scratch:
             whose, least = "this model" if len(families) == 1 else "these models", self.num_scratch + 1
             raise ValueError(
-                f"{kv_memory_bytes} bytes of KV memory hold no page: a page of {whose} takes {self.page_bytes}, "
-                f"and {least} are the least"
+                f"{kv_memory_bytes} bytes of KV memory hold no page: a page of {whose} takes "
+                f"{self.page_bytes}, and {least} are the least"
             )
         check_there_is(self.num_pages * self.page_bytes, self.device)
         self.streams = Streams(self.device)

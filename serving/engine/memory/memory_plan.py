@@ -48,8 +48,8 @@ class MemoryPlan:
 def plan(
     family: Family[Any], slots: int, kv_memory_bytes: int | None = None, is_for_cpu: bool = False
 ) -> MemoryPlan:
-    """family: on `meta` or any other device; kv_memory_bytes None: `usual_kv_bytes`; is_for_cpu: with what its
-    kernels read of the weights."""
+    """family: on `meta` or any other device; kv_memory_bytes None: `usual_kv_bytes`; is_for_cpu: with what
+    its kernels read of the weights."""
     weights = num_bytes([*family.parameters(), *family.buffers()])
     if is_for_cpu:
         weights += residual.prepare(family)

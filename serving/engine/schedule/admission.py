@@ -151,9 +151,8 @@ class Outlook:
 
 
 def capacity(costs: Costs, step_s: float, num_slots: int, other_models_s: float = 0.0) -> int:
-    """Return how many streams can be made at once in real time; all slots, where not even one can. step_s: audio
-    that a step makes of each.
-    """
+    """Return how many streams can be made at once in real time; all slots, where not even one can.
+    step_s: audio that a step makes of each."""
     if not costs.is_known:
         return num_slots
     iterations_s = costs.steady_s(np.arange(1, num_slots + 1)) + other_models_s  # [S], with so many
@@ -210,8 +209,9 @@ class Correction:
 class Forecaster:
     """Estimates of one model from its iterations, prompts and speeches, and predictions for a new request.
 
-    first_iterations: of a stream, before its first window is due. steps: of a frame. is_timed: whether only as many streams may speak
-    as can be made in real time. One thread records; `first_audio_s` may be asked from any."""
+    first_iterations: of a stream, before its first window is due. steps: of a frame. is_timed: whether only
+    as many streams may speak as can be made in real time. One thread records; `first_audio_s` may be asked
+    from any."""
 
     def __init__(self, num_slots: int, frame_s: float, first_iterations: int, is_timed: bool, steps: int = 1):
         self.num_slots = num_slots
@@ -233,9 +233,8 @@ class Forecaster:
         self.outlook = replace(self.outlook, other_models_s=other_s)
 
     def record_speakers(self, left: np.ndarray, tokens: int, fastest_frame_s: float | None = None) -> None:
-        """left: frames that each stream is still to make. tokens: as in Outlook. fastest_frame_s: a frame's length
-        as the fastest listener plays it.
-        """
+        """left: frames that each stream is still to make. tokens: as in Outlook. fastest_frame_s: a frame's
+        length as the fastest listener plays it."""
         frame_s = self.frame_s if fastest_frame_s is None else fastest_frame_s
         self.outlook = replace(
             self.outlook,

@@ -201,8 +201,8 @@ class Streaming(Policy):
         return now.remaining_s < AT_RISK_S
 
     def is_due(self, now: Snapshot) -> np.ndarray:
-        """Return which windows are due: a full one, a first one that fills its shape, and one of a listener at
-        risk that fills the middle shape. [S]"""
+        """Return which windows are due: a full one, a first one that fills its shape, and one of a listener
+        at risk that fills the middle shape. [S]"""
         is_first = now.slots.tape.num_rendered == 0
         is_hurried = is_first & (now.pending >= self.first_size(now))
         is_hurried |= self.is_at_risk(now) & (now.pending >= now.shapes.middle)
