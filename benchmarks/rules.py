@@ -95,7 +95,7 @@ def prompts_at_once(simulation: Simulation) -> None:
 
 
 def renders_at_once(simulation: Simulation) -> None:
-    simulation.model.max_renders = np.inf
+    simulation.model.round.max_renders = np.inf
 
 
 def several_windows(simulation: Simulation) -> None:
@@ -121,7 +121,7 @@ def simulation_of(device: Device, cost: Cost) -> Simulation:
     voice.strategy = Strategy(cuts_renders=device.window.grid > 1)
     simulation = Simulation(voice, cost, device.is_gpu, {"max_slots": device.slots, "max_ttfa_s": 10.0})
     if device.is_gpu:
-        simulation.model.max_renders = GPU_RENDERS_IN_FLIGHT
+        simulation.model.round.max_renders = GPU_RENDERS_IN_FLIGHT
         simulation.model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
     return simulation
 

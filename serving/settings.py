@@ -63,9 +63,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text_chars: int = 8000
     reference_bytes: int = 10 << 20  # of one recording, as it is sent
     reference_s: float = 60.0
-    reference_urls: bool = False  # whether ref_audio may be a URL, which this server then fetches
+    allows_url_references: bool = False  # whether ref_audio may be a URL, which this server then fetches
     voices: int = 1000
-    num_reading: int = 16  # requests whose body is being read; the same for fetching and decoding recordings
+    reading: int = 16  # requests whose body is being read; the same for fetching and decoding recordings
     sessions: int = 256  # open WebSockets
     memory_bytes: int = 1 << 30  # of recordings and whole answers in the HTTP process
     text_idle_s: float = 30.0  # how long a speaking utterance may wait for more text

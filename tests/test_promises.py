@@ -454,7 +454,7 @@ def at_rest(engine: Engine) -> dict[str, object]:
         name: {
             "slots": sorted(model.tenants.free),
             "jobs": (list(model.queue.jobs), dict(model.running)),
-            "in flight": (list(model.launches), list(model.renders)),
+            "in flight": (list(model.round.launches), list(model.round.renders)),
             "prompts": (dict(model.runner.prompts), dict(model.scheduler.slots.prompt.queue)),
             "open": model.scheduler.slots.is_occupied.tolist(),
         }
@@ -482,9 +482,14 @@ def moment(engine: Engine, id: str) -> str:
 )
 def test_cancels_at_any_moment_leave_nothing_behind(name, num_requests, report_lag):
     chance = random.Random(4 + report_lag)
-    kv_bytes = 24 * family(name).spec.lanes * PAGE_TOKENS * token_bytes(family(name))
+    kv_memory_bytes = 24 * family(name).spec.lanes * PAGE_TOKENS * token_bytes(family(name))
     engine = Engine(
-        family(name), max_slots=8, kv_bytes=kv_bytes, compile=False, report_lag=report_lag, clock=Clock()
+        family(name),
+        max_slots=8,
+        kv_memory_bytes=kv_memory_bytes,
+        compile=False,
+        report_lag=report_lag,
+        clock=Clock(),
     )
     [model] = engine.models.values()
     # so that there are moments inside a prompt

@@ -29,8 +29,8 @@ class Rehearsed(Runner):
     """A runner that counts its launches. Each happens as it would be recorded, but none is recorded."""
 
     def __init__(self, family: Family[Any], slots: Sequence[int], context: int, log: Log, codec: str):
-        kv_bytes = usual_kv_bytes(family, max(slots))
-        super().__init__(family, max(slots), Arena([family], kv_bytes), codec=codec)
+        kv_memory_bytes = usual_kv_bytes(family, max(slots))
+        super().__init__(family, max(slots), Arena([family], kv_memory_bytes), codec=codec)
         self.context, self.log = context, log
         self.sizes.buckets = self.sizes.render_batches = sorted(slots)
         self.plain = self.lowered.step, self.lowered.prefill, self.lowered.render

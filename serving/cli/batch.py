@@ -157,7 +157,7 @@ def opened(directory: str, running: EngineFlags, advance: Callable[[float, str],
         max_slots=running.max_slots,
         policy="throughput",
     )
-    slots, kv_bytes = sizes(plan)
+    slots, kv_memory_bytes = sizes(plan)
     family = zoo.load(directory, device=running.device, dtype=running.dtype)
     if family.spec.licence:
         print(f"zoo: the licence of the weights limits their use: {family.spec.licence}", file=sys.stderr)
@@ -165,7 +165,7 @@ def opened(directory: str, running: EngineFlags, advance: Callable[[float, str],
     engine = Engine(
         family,
         max_slots=slots,
-        kv_bytes=kv_bytes,
+        kv_memory_bytes=kv_memory_bytes,
         max_waiting=2 * slots,
         policy="throughput",
         compile=running.compile,

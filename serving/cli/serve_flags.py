@@ -288,7 +288,7 @@ class Limits:
         ),
     ] = 600
 
-    def settings(self, has_reference_urls: bool, memory_bytes: int) -> settings.Limits:
+    def settings(self, allows_url_references: bool, memory_bytes: int) -> settings.Limits:
         """Raises ValueError."""
         return settings.Limits(
             waiting=self.max_waiting,
@@ -297,9 +297,9 @@ class Limits:
             text_chars=self.max_text,
             reference_bytes=num_bytes(self.max_reference_bytes),
             reference_s=self.max_reference_s,
-            reference_urls=has_reference_urls,
+            allows_url_references=allows_url_references,
             voices=self.max_voices,
-            num_reading=self.max_reading,
+            reading=self.max_reading,
             sessions=self.max_sessions,
             memory_bytes=memory_bytes,
             text_idle_s=self.max_text_idle,

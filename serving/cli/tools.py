@@ -212,7 +212,7 @@ def warm(
     memory or another set of the same models finds the code too.
     """
     directories = named_directories(models or [str(SMALL_VOICE)])
-    kv_bytes = None if kv_memory is None else num_bytes(kv_memory)
+    kv_memory_bytes = None if kv_memory is None else num_bytes(kv_memory)
     if cache_dir is not None:
         os.environ["ZOO_CACHE_DIR"] = str(cache_dir.resolve())
 
@@ -225,7 +225,7 @@ def warm(
         device=device,
         dtype=dtype,
         max_slots=max_slots,
-        kv_bytes=kv_bytes,
+        kv_memory_bytes=kv_memory_bytes,
         policy=policy,
         deterministic=deterministic,
         codec=codec,

@@ -2,30 +2,23 @@
 
     accept() ─> prepare() ─> inbox ─> the model's queue ─> admit, launch, collect late, render, deliver
     (model_worker.py)
-       any thread (intake.py)         the engine's thread, one iteration after another
+       any thread (intake.py)         the engine's thread, one iteration after another (lifecycle.py)
 
 Requests come and go through an inbox, so the loop owns everything else and needs no locks. A launch's report
 is read after the next launch is in flight (`report_lag`), so the device never waits for the host, and samples
 when they are there. On a CPU, where a launch returns when it is done, both are read at once.
 
-All models live on one arena of pages. Admission, in order:
-- Slots are each model's own: a model whose slots are all taken holds up only its own requests.
-- Pages are shared: of the requests whose model has a free slot the one that came first goes first. If it
-lacks pages, smaller ones of any model may skip it, a bounded number of times. Requests that hold pages end,
-so every request is admitted at some time.
+All models live on one arena of pages.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import structlog
 import torch
 
 from compile_cache.artifacts import Entry
@@ -38,27 +31,23 @@ from serving.engine.device.runner import Runner
 from serving.engine.events import Audio, Event, Failed, Finished, Spoken, Text
 from serving.engine.inbox import Inbox
 from serving.engine.intake import Full, Intake, Limits
-from serving.engine.job import Job, QueuedRequest
-from serving.engine.memory.memory_plan import resident_bytes, usual_kv_bytes, usual_saved_bytes
+from serving.engine.job import QueuedRequest
+from serving.engine.lifecycle import Lifecycle
+from serving.engine.memory.memory_plan import resident_bytes, usual_kv_bytes, usual_swap_bytes
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.paging import Paging
 from serving.engine.model_worker import ModelWorker, WorkerSettings
-from serving.engine.schedule.numbers import MAX_SKIPS
 from serving.engine.schedule.policy import Policy
 from serving.engine.schedule.rounds import Rounds
 from serving.engine.stats import model_stats
 from serving.protocol import Listener
-from zoo.contract import Family, Prompt
-from zoo.request import Request, RequestError
+from zoo.contract import Family
+from zoo.request import Request
 
 __all__ = ["Audio", "Engine", "Event", "Failed", "Finished", "Full", "QueuedRequest", "Spoken", "Text"]
 
 STOPPED = "the engine stopped while it worked on this request"
-STALLED = "the client has not taken what was spoken for {:g} s"
-INTERNAL = "an error in the engine; its log says more"
 CODECS = ("float32", "tf32")
-
-log = structlog.get_logger()
 
 
 class Engine:
@@ -66,15 +55,15 @@ class Engine:
     one arena for them all.
 
     max_ttfa_s: a request that would be heard later is refused at once, and, unless the policy is throughput,
-    only as many streams speak as can be made in real time; None: all are accepted. saved_bytes: of the host,
-    for paused streams' pages; None: three times kv_bytes, or a quarter of the host's memory; 0: a request
-    gets all pages that it can ever need, and no stream is paused. max_unread_s: audio that a metered listener
-    may leave; then it is paused by backpressure, and after max_stall_s its request fails.
-    max_reference_bytes: of the recordings of all requests whose prompts are not made yet; one request may
-    have more. kv_bytes None: for each model room for 1,024 positions a slot, and for one request of the
-    model's longest. codec: in which precision a GPU renders, "tf32" or "float32". after_turn: called on the
-    engine's thread when all audio of an iteration was delivered, or some of it while more is made. Raises
-    ValueError for settings that leave no room.
+    only as many streams speak as can be made in real time; None: all are accepted. swap_memory_bytes: of the
+    host, for paused streams' pages; None: three times kv_memory_bytes, or a quarter of the host's memory; 0:
+    a request gets all pages that it can ever need, and no stream is paused. max_unread_s: audio that a
+    metered listener may leave; then it is paused by backpressure, and after max_stall_s its request fails.
+    reference_memory_bytes: of the recordings of all requests whose prompts are not made yet; one request may
+    have more. kv_memory_bytes None: for each model room for 1,024 positions a slot, and for one request of
+    the model's longest. codec: in which precision a GPU renders, "tf32" or "float32". after_turn: called on
+    the engine's thread when all audio of an iteration was delivered, or some of it while more is made.
+    Raises ValueError for settings that leave no room.
     """
 
     after_turn: Callable[[], None] = staticmethod(lambda: None)
@@ -84,12 +73,12 @@ class Engine:
         families: Family[Any] | Mapping[str, Family[Any]],
         *,
         max_slots: int = 8,
-        kv_bytes: int | None = None,
+        kv_memory_bytes: int | None = None,
         policy: str = "streaming",
         max_waiting: int = 256,
-        max_reference_bytes: int = 256 << 20,
+        reference_memory_bytes: int = 256 << 20,
         max_ttfa_s: float | None = None,
-        saved_bytes: int | None = None,
+        swap_memory_bytes: int | None = None,
         max_unread_s: float = math.inf,
         max_stall_s: float = math.inf,
         compile: bool = True,
@@ -101,14 +90,17 @@ class Engine:
     ):
         named = {families.spec.family: families} if isinstance(families, Family) else dict(families)
         check_settings(named, codec, max_slots)
-        if kv_bytes is None:
-            kv_bytes = sum(usual_kv_bytes(family, max_slots) for family in named.values())
+        if kv_memory_bytes is None:
+            kv_memory_bytes = sum(usual_kv_bytes(family, max_slots) for family in named.values())
         self.clock = clock
-        self.max_stall_s = max_stall_s
-        self.arena = Arena(list(named.values()), kv_bytes)
+        self.arena = Arena(list(named.values()), kv_memory_bytes)
         self.pages = Pages(self.arena.num_pages, self.arena.num_scratch)
-        saved_bytes = usual_saved_bytes(kv_bytes) if saved_bytes is None else saved_bytes
-        self.paging = Paging(lambda: self.models.values(), self.pages, saved_bytes // self.arena.page_bytes)
+        swap_memory_bytes = (
+            usual_swap_bytes(kv_memory_bytes) if swap_memory_bytes is None else swap_memory_bytes
+        )
+        self.paging = Paging(
+            lambda: self.models.values(), self.pages, swap_memory_bytes // self.arena.page_bytes
+        )
         is_gpu = self.arena.device.type == "cuda"
         settings = WorkerSettings(
             num_slots=max_slots,
@@ -134,18 +126,18 @@ class Engine:
             )
             for name, family in named.items()
         }
-        # A launch returns when it is done.
-        is_synchronous = self.arena.device.type == "cpu" and not settings.report_lag
-        self.rounds = Rounds(self.models.values(), clock, is_synchronous, self._take_in)
         if is_gpu:
             # Weights and states were made on another stream than the engine's.
             torch.cuda.synchronize(self.arena.device)
         self.inbox = Inbox()
-        self.limits = Limits(max_waiting, max_reference_bytes, max_ttfa_s)
+        self.limits = Limits(max_waiting, reference_memory_bytes, max_ttfa_s)
         self.intake = Intake(self.models, self.arena, self.pages, self.inbox, self.limits, clock)
         self.composer = Composer(self.inbox, self.arena.streams.prompts, self.intake.check_room)
+        self.lifecycle = Lifecycle(self.models, self.paging, self.intake, self.composer, max_stall_s, clock)
+        # A launch returns when it is done.
+        is_synchronous = self.arena.device.type == "cpu" and not settings.report_lag
+        self.rounds = Rounds(self.models.values(), clock, is_synchronous, self.lifecycle.take_in)
         self.iterations = IterationCounters()
-        self._arrivals = itertools.count()
         self._warm_graphs: int | None = None  # that the process had compiled by then
 
     # any thread
@@ -257,10 +249,10 @@ class Engine:
                 is_busy = self.turn()
                 self.after_turn()
                 if not is_busy:
-                    self.inbox.sleep(self._stalls_in_s())
-            self._end_all(Failed(STOPPED, code="engine_stopped"))
+                    self.inbox.sleep(self.lifecycle.stalls_in_s())
+            self.lifecycle.end_all(Failed(STOPPED, code="engine_stopped"))
         except BaseException as error:
-            self._end_all(Failed(f"the engine stopped: {error}"))
+            self.lifecycle.end_all(Failed(f"the engine stopped: {error}"))
             raise
         finally:
             self.after_turn()
@@ -269,158 +261,19 @@ class Engine:
     def turn(self) -> bool:
         """Give every model that has work one round. Return whether there is more to do before any news."""
         began_s = self.clock()
-        self._take_news()
-        self._drop_stalled()
-        self._admit()
+        self.lifecycle.take_news()
+        self.lifecycle.drop_stalled()
+        self.lifecycle.admit()
         self.paging.deal()
         models = self.rounds.run()
         finished = [job for model in models for job in model.finished() if not job.is_composing]
         for job in finished:
-            self._finish_pass(job)
+            self.lifecycle.finish_pass(job)
         if models:
             self.iterations.add(self.clock() - began_s)
         for model in self.models.values():
             model.record_speakers()
         return bool(finished) or any(not model.is_idle for model in self.models.values())
-
-    def _finish_pass(self, job: Job) -> None:
-        """End the answer, or have its next pass made ready; until then its slot is kept. The listener has all
-        of this pass."""
-        job.model.record_pass(job)
-        job.report_pass()
-        if job.model.family.spec.shares_turns:
-            job.model.publish_turn(job)
-        if job.prompt.is_final:
-            self._end(job)
-        else:
-            self.composer.compose(job, job.model.tape(job))
-
-    def _end(self, job: Job) -> None:
-        """All of it was spoken."""
-        if job.num_frames:
-            job.model.forecaster.lengths.record(job.request.text_bytes, job.num_frames)
-        self._release(job, job.ending())
-
-    def _take_news(self) -> None:
-        news = self.inbox.take()
-        for queued in news.left:
-            queued.model.counters.num_left_early += 1
-            queued.deliver(Finished("cancelled", 0, {}))
-        for job in news.jobs:
-            job.arrival = next(self._arrivals)
-            self.intake.known[job.id] = job
-            job.queued_s = self.clock()
-            job.model.queue.jobs.append(job)
-        for job, prompt in news.composed:
-            self._queue_pass(job, prompt)
-        for id, tokens, is_last in news.fed:
-            self._feed(id, tokens, is_last)
-        for id, frames in news.consumed:
-            if (consumer := self.intake.known.get(id)) is not None:
-                consumer.model.consume(consumer, frames)
-        for id in news.cancelled:
-            if (cancelled := self.intake.known.get(id)) is not None:
-                self._release(cancelled, cancelled.cancelled())
-
-    def _take_in(self) -> bool:
-        """Take news between the launches of an iteration. Return whether there was any."""
-        if not self.inbox.news:
-            return False
-        self._take_news()
-        self._admit()
-        return True
-
-    def _drop_stalled(self) -> None:
-        since_s = self.clock() - self.max_stall_s
-        for model in self.models.values():
-            for job in model.stalled_jobs(since_s):
-                self._release(job, Failed(STALLED.format(self.max_stall_s), code="stalled"))
-
-    def _stalls_in_s(self) -> float | None:
-        """Return the seconds until the first stalled client is dropped; None if all clients read."""
-        rows = [model.scheduler.slots.listener for model in self.models.values()]
-        since_s = min(float(row.backpressure_since_s.min()) for row in rows)
-        drop_s = since_s + self.max_stall_s - self.clock()
-        return max(drop_s, 0.0) + 0.001 if math.isfinite(drop_s) else None
-
-    def _queue_pass(self, job: Job, composed: Future[Prompt | None]) -> None:
-        """Queue a next pass before all requests that wait, since its own came before them; or end the answer
-        if none follows."""
-        if self.intake.known.get(job.id) is not job or composed.cancelled():
-            return
-        error = composed.exception()
-        if error is not None:
-            if not isinstance(error, RequestError):
-                log.error("unexpected", id=job.id, exc_info=error)
-            return self._release(job, Failed(str(error) if isinstance(error, RequestError) else INTERNAL))
-        prompt = composed.result()
-        if prompt is None:
-            return self._end(job)
-        job.model.release(job)
-        job.next_pass(prompt)
-        job.queued_s = self.clock()
-        job.model.queue.jobs.appendleft(job)
-
-    def _feed(self, id: str, tokens: list[int], is_last: bool) -> None:
-        job = self.intake.known.get(id)
-        if job is None:
-            return
-        if job.slot < 0:
-            job.unfed.append((tokens, is_last))
-            return
-        try:
-            job.model.feed(job, tokens, is_last)
-        except RequestError as error:
-            self._release(job, Failed(str(error)))
-
-    def _admit(self) -> None:
-        """First come, first served, of the requests whose model has room for them, flexible ones last."""
-        while self.paging.may_admit and self._admit_one():
-            pass
-
-    def _admit_one(self) -> bool:
-        able = [job for model in self.models.values() for job in model.candidates(MAX_SKIPS + 1)]
-        candidates = sorted(able, key=lambda job: job.rank)
-        for job in candidates:
-            head = candidates[0]
-            if job is not head and head.pages.num_skips >= MAX_SKIPS:
-                break
-            if job.model.admit(job, self.paging.uncommitted):
-                head.pages.num_skips += job is not head
-                self._is_in(job)
-                return True
-        return False
-
-    def _is_in(self, job: Job) -> None:
-        """The job has a slot."""
-        with self.inbox.lock:
-            job.model.queue.requests.pop(job.id, None)  # None: of a later pass
-        unfed = job.unfed
-        job.unfed = []
-        for tokens, is_last in unfed:
-            self._feed(job.id, tokens, is_last)
-
-    def _release(self, job: Job, last: Event) -> None:
-        del self.intake.known[job.id]
-        with self.inbox.lock:
-            job.model.queue.requests.pop(job.id, None)
-        job.model.release(job)
-        job.deliver(last)
-
-    def _end_all(self, last: Failed) -> None:
-        with self.inbox.lock:
-            self.intake.is_over = True
-            for model in self.models.values():
-                for queued in tuple(model.queue.requests.values()):
-                    self.intake.leave(queued)
-            news = self.inbox.news
-            late: list[Job | QueuedRequest] = [*news.jobs, *news.left]
-            news.jobs.clear()
-            news.left.clear()
-        for job in tuple(self.intake.known.values()):
-            self._release(job, last)
-        for one in late:
-            one.deliver(last)
 
 
 def check_settings(families: Mapping[str, Family[Any]], codec: str, max_slots: int) -> None:

@@ -2,10 +2,10 @@
 
     python -m serving.engine.engine_process '{"settings": {...}, "socket": PATH, ...}'
 
-The supervisor starts it so, with `EngineArguments` as JSON. The engine's loop has the main thread. Connections live
-on an event loop in a second one, prompts are built in small pools, and the three meet only through
-thread-safe calls: nothing that happens on a connection can delay a step. Exit status 2: a model cannot be
-loaded as asked; one line on stderr says why, and starting again would not help.
+The supervisor starts it so, with `EngineArguments` as JSON. The engine's loop has the main thread.
+Connections live on an event loop in a second one, prompts are built in small pools, and the three meet only
+through thread-safe calls: nothing that happens on a connection can delay a step. Exit status 2: a model
+cannot be loaded as asked; one line on stderr says why, and starting again would not help.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
         bridge.tell(protocol.Status(state, progress, detail))
 
     try:
-        max_slots, kv_bytes = sizes(options)
+        max_slots, kv_memory_bytes = sizes(options)
         families = load(options.models, options.device, options.dtype, partial(tell, "loading"))
         for name, family in families.items():
             if family.spec.licence:
@@ -78,12 +78,12 @@ def main() -> None:
         engine = Engine(
             families,
             max_slots=max_slots,
-            kv_bytes=kv_bytes,
-            saved_bytes=options.saved_bytes,
+            kv_memory_bytes=kv_memory_bytes,
+            swap_memory_bytes=options.swap_memory_bytes,
             policy=options.policy,
             report_lag=None if options.run_async else 0,
             max_waiting=options.max_waiting,
-            max_reference_bytes=options.reference_memory_bytes,
+            reference_memory_bytes=options.reference_memory_bytes,
             max_ttfa_s=options.max_ttfa_s,
             max_unread_s=options.max_unread_s,
             max_stall_s=options.max_stall_s,

@@ -32,12 +32,12 @@ class Full(Exception):
 
 @dataclass
 class Limits:
-    """max_waiting: requests of a model without a slot. max_reference_bytes: of the recordings of all requests
-    whose prompts are not made yet; one request may have more. max_ttfa_s: a request that would be heard later
-    is refused."""
+    """max_waiting: requests of a model without a slot. reference_memory_bytes: of the recordings of all
+    requests whose prompts are not made yet; one request may have more. max_ttfa_s: a request that would be
+    heard later is refused."""
 
     max_waiting: int
-    max_reference_bytes: int
+    reference_memory_bytes: int
     max_ttfa_s: float | None
 
 
@@ -114,9 +114,9 @@ class Intake:
             are = "request is" if waiting == 1 else "requests are"
             raise Full(f"{waiting} {are} waiting already", retry_after_s)
         is_first = not request.reference_bytes or not self.reference_bytes
-        if not is_first and self.reference_bytes + request.reference_bytes > limits.max_reference_bytes:
+        if not is_first and self.reference_bytes + request.reference_bytes > limits.reference_memory_bytes:
             held = f"recordings of {self.reference_bytes >> 20} MiB wait to be encoded already"
-            raise Full(f"{held}, and {limits.max_reference_bytes >> 20} MiB are the most", retry_after_s)
+            raise Full(f"{held}, and {limits.reference_memory_bytes >> 20} MiB are the most", retry_after_s)
         if is_flexible:
             return None
         if predicted_s is not None and limits.max_ttfa_s is not None and predicted_s > limits.max_ttfa_s:

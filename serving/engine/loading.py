@@ -50,11 +50,11 @@ def sizes(options: Options) -> tuple[int, int | None]:
     follow from its free memory, before any of it is taken. Raises ValueError if it is too little."""
     device = options.device or "cuda"
     if not device.startswith("cuda") or not torch.cuda.is_available():  # loading says what else it may be
-        return options.max_slots or cpu_slots(options), options.kv_bytes
+        return options.max_slots or cpu_slots(options), options.kv_memory_bytes
     room = int((1 - SPARE_PART) * torch.cuda.mem_get_info(torch.device(device))[0])
     shapes = [zoo.load(path, "meta", options.dtype or "bfloat16") for path in options.models.values()]
-    slots, kv_bytes = fit(shapes, room, options.max_slots)
-    return slots, kv_bytes if options.kv_bytes is None else options.kv_bytes
+    slots, kv_memory_bytes = fit(shapes, room, options.max_slots)
+    return slots, kv_memory_bytes if options.kv_memory_bytes is None else options.kv_memory_bytes
 
 
 def cpu_slots(options: Options) -> int:

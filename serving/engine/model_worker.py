@@ -1,7 +1,6 @@
 """One model in the engine: its queue, its slots, its launches, and its requests.
 
-    queue ─admit─> slot ─launch─> prefill, step, step, ... ─collect─> frames ready ─render─> samples
-    ─deliver─> client
+    queue ──admit──> slot, pages ──rounds (model_round.py)──> finished ──release──> free again
 
 The engine drives it, one round an iteration. With the other models it shares the pages, which it takes and
 gives back, and nothing else.
@@ -10,7 +9,6 @@ gives back, and nothing else.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,15 +18,13 @@ from torch import Tensor
 
 from serving.engine.counters import ModelCounters
 from serving.engine.device.arena import Arena
-from serving.engine.device.launches import Render
 from serving.engine.device.runner import Runner
-from serving.engine.device.streams import AsyncCopy
-from serving.engine.events import Audio
 from serving.engine.job import Job
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.slot_pages import SlotPages
 from serving.engine.model_queue import ModelQueue
-from serving.engine.schedule.admission import Forecaster, IterationLoad
+from serving.engine.model_round import ModelRound
+from serving.engine.schedule.admission import Forecaster
 from serving.engine.schedule.numbers import (
     GPU_PREFILL_INTERVAL,
     GPU_RENDERS_IN_FLIGHT,
@@ -79,10 +75,6 @@ class ModelWorker:
         self.family = family
         self.settings = settings
         self.clock = clock
-        self.after_delivery = after_delivery
-        self.between = between
-        is_gpu = family.device.type == "cuda"
-        self.max_renders = GPU_RENDERS_IN_FLIGHT if is_gpu else math.inf  # in flight
         self.scheduler = scheduler_of(family, arena, settings)
         self.runner = settings.make_runner(
             family,
@@ -104,20 +96,32 @@ class ModelWorker:
         self.forecaster = Forecaster(settings.num_slots, frame_s, first_iterations, settings.is_timed, steps)
         self.queue = ModelQueue(self.forecaster, self.scheduler, settings.num_slots, clock)
         self.counters = ModelCounters()
-        self.load = IterationLoad()  # of this iteration
         self.running: dict[int, Job] = {}  # by slot
         self.tenants = Tenants(settings.num_slots)
-        self.launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = deque()
-        self.renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = deque()
+        self.round = ModelRound(
+            scheduler=self.scheduler,
+            runner=self.runner,
+            forecaster=self.forecaster,
+            pages=self.pages,
+            tenants=self.tenants,
+            counters=self.counters,
+            running=self.running,
+            clock=clock,
+            report_lag=settings.report_lag,
+            is_reproducible=settings.is_reproducible,
+            max_renders=GPU_RENDERS_IN_FLIGHT if family.device.type == "cuda" else math.inf,
+            after_delivery=after_delivery,
+            between=between,
+        )
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.launches or self.renders)
+        return bool(self.running) or not self.round.is_over
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be done before more text arrives."""
-        return not self.launches and not self.renders and self.scheduler.is_idle
+        return self.round.is_over and self.scheduler.is_idle
 
     # coming and going
 
@@ -287,106 +291,6 @@ class ModelWorker:
         odd = odd_length(job.pass_frames / self.family.spec.frame_rate_hz, job.prompt.expected_s)
         self.counters.num_long += odd == "long"
         self.counters.num_short += odd == "short" and not is_cut
-
-    # one round
-
-    def launch(self) -> bool:
-        """Launch one stretch of prompts, then one step of all slots that may take it. Return whether there
-        was anything to launch."""
-        num_tokens = self._prefill()
-        slots = self.scheduler.decoding_slots()
-        if slots.size:
-            self.launches.append((slots, self.tenants.generation[slots], self.runner.step(slots)))
-            self.scheduler.record_step(slots)
-        self.load = IterationLoad(slots.size, num_tokens)
-        return bool(num_tokens) or bool(slots.size)
-
-    def _prefill(self) -> int:
-        """Return how many positions were launched."""
-        num_waiting = min(self.scheduler.tokens_left, self.scheduler.policy.prefill_tokens)
-        prefill_s = self.forecaster.costs.prefill_s(num_waiting)
-        chunks = self.scheduler.next_chunks(self.clock(), prefill_s)
-        if not chunks:
-            return 0
-        for launch in [[chunk] for chunk in chunks] if self.settings.is_reproducible else [chunks]:
-            self.runner.prefill(launch)
-        for chunk in chunks:
-            self.scheduler.record_prefill(chunk)
-            if chunk.is_last:
-                job = self.running[chunk.slot]
-                self.pages.publish(chunk.lane, job.prompt.lanes[chunk.lane].prefix_keys[:-1], job)
-        return sum(chunk.stop - chunk.start for chunk in chunks)
-
-    def collect(self, launched: bool, is_alone: bool = True) -> None:
-        """Take reports, render the windows that are due because of them, and deliver samples.
-
-        While there are launches in flight, the last `report_lag` of them are left alone. Windows are handed
-        on as they are done; if no model has anything else to do (`is_alone`), the next one is waited for.
-        """
-        self._collect_reports(self.settings.report_lag if launched else 0)
-        self._render()
-        self._deliver(is_waiting=is_alone and not launched)
-
-    def _collect_reports(self, report_lag: int) -> None:
-        while len(self.launches) > report_lag:
-            slots, generation, copy = self.launches.popleft()
-            [report] = copy.read()
-            same = self.tenants.stayed(slots, generation)
-            slots = slots[same]
-            ready, done, written = report[same].T
-            # A slot that was done already took a step in vain, whose report repeats the one before.
-            has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.slots.tape.is_done[slots]
-            self.scheduler.report(slots, ready, done > 0)
-            texts = zip(slots[has_text], written[has_text], done[has_text], strict=True)
-            for slot, token, is_done in texts:
-                self.running[int(slot)].write(int(token), bool(is_done))
-
-    def _render(self) -> None:
-        if len(self.renders) >= self.max_renders:
-            return
-        renders = self.scheduler.take_due_windows(self.clock())
-        self.load.frames += sum(render.frames * len(render.slots) for render in renders)
-        # A slot that changes hands between two windows is kept until its own is made, for no listener.
-        generations = [self.tenants.generation[render.slots] for render in renders]
-        for render in renders:
-            self.tenants.num_rendering[render.slots] += 1
-        for render, generation in zip(renders, generations, strict=True):
-            self.renders.append((render, generation, self.runner.render(render)))
-            # Where a launch returns when it is done, an urgent listener does not wait for the others'
-            # windows.
-            self._deliver(is_waiting=False)
-            self.after_delivery()
-            self.between()
-
-    def _deliver(self, is_waiting: bool) -> None:
-        while self.renders and (is_waiting or self.renders[0][2].is_there):
-            is_waiting = False
-            render, generation, copy = self.renders.popleft()
-            samples, valid = copy.read()
-            self.tenants.num_rendering[render.slots] -= 1
-            rows = np.flatnonzero(self.tenants.stayed(render.slots, generation))
-            slots = render.slots[rows]
-            counts = render.count[rows]
-            num_samples = valid[rows]
-            windows = zip(rows.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True)
-            for row, slot, frames, num in windows:
-                self._give(self.running[slot], samples[row, :num].copy(), frames)
-            given_s = num_samples / self.family.spec.sample_rate_hz
-            self.counters.audio_s += float(given_s.sum())
-            is_last = render.is_last[rows]
-            self.scheduler.record_delivery(slots, counts, given_s, is_last, render.handed_s, self.clock())
-        self.tenants.free_up()
-
-    def _give(self, job: Job, samples: np.ndarray, frames: int) -> None:
-        job.deliver(Audio(samples, frames))
-        job.past.num_samples += len(samples)
-        if not len(samples) or job.past.is_heard:
-            return
-        job.past.is_heard = True
-        took_s = self.clock() - job.request.accepted_s
-        self.counters.first_audio_s = took_s
-        if job.request.predicted_s is not None:
-            self.forecaster.correction.record(job.request.predicted_s, took_s)
 
 
 def scheduler_of(family: Family[Any], arena: Arena, settings: WorkerSettings) -> Scheduler:

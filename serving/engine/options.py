@@ -14,8 +14,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str | None = None
     # None: 8 on a CPU, or more for throughput; on a GPU as many as there is memory for, 64 at most
     max_slots: int | None = None
-    kv_bytes: int | None = None
-    saved_bytes: int | None = None  # of the host, for paused streams' pages
+    kv_memory_bytes: int | None = None
+    swap_memory_bytes: int | None = None  # of the host, for paused streams' pages
     policy: str = "streaming"
     run_async: bool = True  # a GPU's reports are read one launch late
     max_waiting: int = 256  # requests of each model
@@ -39,8 +39,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
             **msgspec.structs.asdict(settings.model),
             **msgspec.structs.asdict(settings.latency),
             max_slots=settings.memory.max_slots,
-            kv_bytes=settings.memory.kv_memory_bytes,
-            saved_bytes=settings.memory.swap_memory_bytes,
+            kv_memory_bytes=settings.memory.kv_memory_bytes,
+            swap_memory_bytes=settings.memory.swap_memory_bytes,
             reference_memory_bytes=settings.memory.reference_memory_bytes,
             max_waiting=settings.limits.waiting,
             max_unread_s=settings.limits.unread_s,

@@ -40,12 +40,12 @@ class References:
     def __init__(self, voices: Voices, limits: Limits, memory: Quota):
         self.voices = voices
         self.limits = limits
-        self.fetching = Quota(limits.num_reading, "recordings are being fetched")
-        self.decoding = Quota(limits.num_reading, "recordings are being decoded")
+        self.fetching = Quota(limits.reading, "recordings are being fetched")
+        self.decoding = Quota(limits.reading, "recordings are being decoded")
         self.decoders = Decoders()
         self.recordings = Recordings(memory, self.decoding, self.decoders)
         self._client: httpx.AsyncClient | None = None
-        if limits.reference_urls:
+        if limits.allows_url_references:
             # Connections go to an IP address and are not kept: the next URL at that address may be another
             # host's.
             self._client = httpx.AsyncClient(

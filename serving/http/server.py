@@ -56,7 +56,7 @@ class Server:
     ) -> None:
         self.engine, self.api_key, self.limits, self.names = engine, api_key, limits, names
         self.voices = Voices(voices_dir or default_directory(), limits.voices)
-        self.bodies = Quota(limits.num_reading, "large bodies are being read")
+        self.bodies = Quota(limits.reading, "large bodies are being read")
         self.sessions = Quota(limits.sessions, "sessions are open")
         self.memory = Quota(
             limits.memory_bytes, "bytes of recordings and whole answers are held", is_bytes=True

@@ -168,17 +168,17 @@ def follow_steps(
 
 def launch_step(worker: ModelWorker) -> None:
     """Launch until the worker has taken a step; the first launches may only prefill."""
-    taken = len(worker.launches)
-    while len(worker.launches) == taken:
-        worker.launch()
+    taken = len(worker.round.launches)
+    while len(worker.round.launches) == taken:
+        worker.round.launch()
 
 
 def render_all(worker: ModelWorker, job: Job, frames: int) -> None:
     """Render a complete tape in the windows of a server."""
-    worker.launches.clear()  # their reports hold the served form's own stops
+    worker.round.launches.clear()  # their reports hold the served form's own stops
     worker.scheduler.report(np.array([job.slot]), np.array([frames]), np.array([True]))
     while not worker.finished():
-        worker.collect(launched=False)
+        worker.round.collect(launched=False)
 
 
 def render_whole(plain: Family[Any], state: State) -> np.ndarray:

@@ -24,13 +24,13 @@ def warm(
     """Warm up like a server with these options, and keep the compiled code. Returns the counts and times of
     each model. Raises ValueError."""
     began_s = time.perf_counter()
-    max_slots, kv_bytes = sizes(options)
+    max_slots, kv_memory_bytes = sizes(options)
     families = load(options.models, options.device, options.dtype, progress)
     prepare_for_host(*families.values())
     engine = Engine(
         families,
         max_slots=max_slots,
-        kv_bytes=kv_bytes,
+        kv_memory_bytes=kv_memory_bytes,
         policy=options.policy,
         is_deterministic=options.deterministic,
         codec=options.codec,

@@ -69,18 +69,18 @@ class Arena:
     other page.
     """
 
-    def __init__(self, families: Sequence[Family[Any]], kv_bytes: int):
+    def __init__(self, families: Sequence[Family[Any]], kv_memory_bytes: int):
         self.families, self.device = tuple(families), families[0].device
         assert all(family.device == self.device for family in families), (
             f"one arena, on {[str(family.device) for family in families]}"
         )
         self.page_bytes = common_page_bytes(families)
-        self.num_pages, self.num_scratch = kv_bytes // self.page_bytes, len(families)
+        self.num_pages, self.num_scratch = kv_memory_bytes // self.page_bytes, len(families)
         if self.num_pages <= self.num_scratch:
             whose, least = "this model" if len(families) == 1 else "these models", self.num_scratch + 1
             raise ValueError(
-                f"{kv_bytes} bytes of KV memory hold no page: a page of {whose} takes {self.page_bytes}, "
-                f"and {least} are the least"
+                f"{kv_memory_bytes} bytes of KV memory hold no page: a page of {whose} takes "
+                f"{self.page_bytes}, and {least} are the least"
             )
         check_there_is(self.num_pages * self.page_bytes, self.device)
         self.streams = Streams(self.device)

@@ -46,10 +46,10 @@ class MemoryPlan:
 
 
 def plan(
-    family: Family[Any], slots: int, kv_bytes: int | None = None, is_for_cpu: bool = False
+    family: Family[Any], slots: int, kv_memory_bytes: int | None = None, is_for_cpu: bool = False
 ) -> MemoryPlan:
-    """family: on `meta` or any other device; kv_bytes None: `usual_kv_bytes`; is_for_cpu: with what its
-    kernels read of the weights."""
+    """family: on `meta` or any other device; kv_memory_bytes None: `usual_kv_bytes`; is_for_cpu: with what
+    its kernels read of the weights."""
     weights = num_bytes([*family.parameters(), *family.buffers()])
     if is_for_cpu:
         weights += residual.prepare(family)
@@ -57,7 +57,11 @@ def plan(
     state = one + (slots - 1) * (two - one)
     launch = launch_bytes(family, slots) if family.device.type == "meta" else 0
     return MemoryPlan(
-        slots, weights, state, launch, usual_kv_bytes(family, slots) if kv_bytes is None else kv_bytes
+        slots,
+        weights,
+        state,
+        launch,
+        usual_kv_bytes(family, slots) if kv_memory_bytes is None else kv_memory_bytes,
     )
 
 
@@ -68,9 +72,9 @@ def usual_kv_bytes(family: Family[Any], slots: int) -> int:
     return spec.lanes * tokens * token_bytes(family)
 
 
-def usual_saved_bytes(kv_bytes: int) -> int:
+def usual_swap_bytes(kv_memory_bytes: int) -> int:
     """Return the host's bytes for the pages of paused streams."""
-    return min(3 * kv_bytes, limits.memory_bytes() // 4)
+    return min(3 * kv_memory_bytes, limits.memory_bytes() // 4)
 
 
 def resident_bytes() -> int:

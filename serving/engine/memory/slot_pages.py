@@ -66,6 +66,8 @@ class SlotPages:
         """Return which of the slots that take a step have no page for it."""
         sequences = self.runner.sequences(slots)
         is_short = self.runner.kv_lens[sequences] >= self.room[sequences]  # [L * B]
+        if not is_short.any():
+            return []
         return np.unique(slots[np.flatnonzero(is_short) % len(slots)]).tolist()
 
     def grow(self, job: Job) -> bool:

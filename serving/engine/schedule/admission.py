@@ -31,6 +31,7 @@ from serving.engine.schedule.numbers import (
 )
 
 SCALE = np.array((1.0, 8.0, 256.0, 32.0))  # of an iteration: itself, slots, prompt positions, frames rendered
+INERTIA = COST_INERTIA * np.eye(len(SCALE))
 
 
 @dataclass
@@ -66,8 +67,7 @@ class Costs:
             took_s = min(took_s, COST_OUTLIER * expected_s)
         self._products = COST_DECAY * self._products + np.outer(row, row)
         self._seconds = COST_DECAY * self._seconds + took_s * row
-        inertia = COST_INERTIA * np.eye(len(SCALE))
-        self._each = solved(self._products + inertia, self._seconds + COST_INERTIA * self._each)
+        self._each = solved(self._products + INERTIA, self._seconds + COST_INERTIA * self._each)
         self.num_iterations += 1
         self._last_iterations[load.slots] = self.num_iterations
 
@@ -94,14 +94,12 @@ class Costs:
 def solved(products: np.ndarray, sums: np.ndarray) -> np.ndarray:
     """Solve products @ x = sums for x [N], products [N, N] positive definite. Parts that would be negative
     are left out, and are 0."""
-    found = np.zeros_like(sums)
+    found = np.linalg.solve(products, sums)
     kept = np.ones(len(sums), bool)
-    while kept.any():
-        found[:] = 0
-        found[kept] = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
-        if found.min() >= 0:
-            break
+    while found.min() < 0:
         kept &= found > 0
+        found = np.zeros_like(sums)
+        found[kept] = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
     return found
 
 
@@ -153,9 +151,8 @@ class Outlook:
 
 
 def capacity(costs: Costs, step_s: float, num_slots: int, other_models_s: float = 0.0) -> int:
-    """Return how many streams can be made at once in real time; all slots, where not even one can. step_s: audio
-    that a step makes of each.
-    """
+    """Return how many streams can be made at once in real time; all slots, where not even one can.
+    step_s: audio that a step makes of each."""
     if not costs.is_known:
         return num_slots
     iterations_s = costs.steady_s(np.arange(1, num_slots + 1)) + other_models_s  # [S], with so many
@@ -212,8 +209,9 @@ class Correction:
 class Forecaster:
     """Estimates of one model from its iterations, prompts and speeches, and predictions for a new request.
 
-    first_iterations: of a stream, before its first window is due. steps: of a frame. is_timed: whether only as many streams may speak
-    as can be made in real time. One thread records; `first_audio_s` may be asked from any."""
+    first_iterations: of a stream, before its first window is due. steps: of a frame. is_timed: whether only
+    as many streams may speak as can be made in real time. One thread records; `first_audio_s` may be asked
+    from any."""
 
     def __init__(self, num_slots: int, frame_s: float, first_iterations: int, is_timed: bool, steps: int = 1):
         self.num_slots = num_slots
@@ -235,9 +233,8 @@ class Forecaster:
         self.outlook = replace(self.outlook, other_models_s=other_s)
 
     def record_speakers(self, left: np.ndarray, tokens: int, fastest_frame_s: float | None = None) -> None:
-        """left: frames that each stream is still to make. tokens: as in Outlook. fastest_frame_s: a frame's length
-        as the fastest listener plays it.
-        """
+        """left: frames that each stream is still to make. tokens: as in Outlook. fastest_frame_s: a frame's
+        length as the fastest listener plays it."""
         frame_s = self.frame_s if fastest_frame_s is None else fastest_frame_s
         self.outlook = replace(
             self.outlook,

@@ -84,6 +84,8 @@ class Policy(ABC):
 
     def cut(self, now: Snapshot, is_due: np.ndarray, flush: np.ndarray, takes_all: np.ndarray) -> WindowPlan:
         slots = np.flatnonzero(is_due)
+        if not slots.size:
+            return WindowPlan(slots, slots)
         is_reproducible = now.slots.listener.is_reproducible[slots]
         largest = np.where(is_reproducible, self.reproducible_size(now)[slots], now.shapes.largest)
         return WindowPlan(slots, np.where(flush[slots], 0, cut(now, slots, takes_all, largest)))
@@ -199,8 +201,8 @@ class Streaming(Policy):
         return now.remaining_s < AT_RISK_S
 
     def is_due(self, now: Snapshot) -> np.ndarray:
-        """Return which windows are due: a full one, a first one that fills its shape, and one of a listener at
-        risk that fills the middle shape. [S]"""
+        """Return which windows are due: a full one, a first one that fills its shape, and one of a listener
+        at risk that fills the middle shape. [S]"""
         is_first = now.slots.tape.num_rendered == 0
         is_hurried = is_first & (now.pending >= self.first_size(now))
         is_hurried |= self.is_at_risk(now) & (now.pending >= now.shapes.middle)

@@ -47,7 +47,7 @@ class Rounds:
         all_s = sum(self._own_s.values())
         for model, own_s in self._own_s.items():
             if self._launched[model]:
-                model.forecaster.record_iteration(model.load, own_s, all_s)
+                model.forecaster.record_iteration(model.round.load, own_s, all_s)
         return list(self._own_s)
 
     def between(self) -> None:
@@ -69,11 +69,11 @@ class Rounds:
             self.between()
         is_alone = not any(self._launched[model] for model in models)
         for model in models:
-            self._timed(model, lambda model: model.collect(self._launched[model], is_alone))
+            self._timed(model, lambda model: model.round.collect(self._launched[model], is_alone))
         self._depth -= 1
 
     def _launch(self, model: ModelWorker) -> None:
-        self._launched[model] = model.launch()
+        self._launched[model] = model.round.launch()
 
     def _timed(self, model: ModelWorker, work: Callable[[ModelWorker], None]) -> None:
         began_s = self.clock()

@@ -27,6 +27,8 @@ from serving.engine.schedule.windows import grouped
 from serving.protocol import Listener
 from zoo.contract import Window
 
+NOBODY = np.zeros(0, np.int64)
+
 
 class Scheduler:
     """frame_s: a frame's length; lanes: prompts of a slot, all of which are prefilled before it decodes.
@@ -123,6 +125,8 @@ class Scheduler:
         """Begin an iteration, and return the prompt positions that it prefills. now_s: without it every
         listener has enough to play; prefill_s: that the positions are likely to take."""
         self.iteration += 1
+        if not self.slots.prompt.queue:
+            return []
         now = self.snapshot(now_s)
         if self._waits_for_more() or self.policy.delays_prompts(now, prefill_s):
             return []
@@ -136,7 +140,7 @@ class Scheduler:
         """Return whether prompts are so few, and so soon after the last ones, that the others speak on
         without them."""
         prompt = self.slots.prompt
-        if self.iteration >= self.next_prefill or not prompt.queue:
+        if self.iteration >= self.next_prefill:
             return False
         num_left = int(prompt.num_left[list(prompt.queue)].sum())
         return num_left < self.policy.prefill_tokens and self.decoding_slots().size > 0
@@ -178,11 +182,13 @@ class Scheduler:
         launches all of them in this order: they count as rendered from here on."""
         now = self.snapshot(now_s)
         plan = self.policy.windows(now)
-        remaining_s = now.remaining_s
         self.is_flexible_time = self.policy.allows_flexible(now)
         tape, listener = self.slots.tape, self.slots.listener
         if plan.is_skipped is not None:
             listener.num_skipped += plan.is_skipped
+        if not plan.slots.size:
+            return []
+        remaining_s = now.remaining_s  # before these windows count
         start = tape.num_rendered[plan.slots]  # [B]
         stop = start + plan.count  # [B]
         tape.num_rendered[plan.slots] = stop
@@ -248,6 +254,8 @@ class Scheduler:
 
     def finished_slots(self) -> np.ndarray:
         """Return the slots that are done and wholly delivered, ascending. [B]"""
+        if not self.slots.tape.is_done.any():
+            return NOBODY
         return np.flatnonzero(self.snapshot(0.0).is_finished)
 
     # how things stand

@@ -68,20 +68,22 @@ def grouped(
     frames = shapes.fitting(plan.count)
     lengths = np.array(shapes.window.lengths or (0,))
     length = lengths[np.searchsorted(lengths, np.minimum(start + plan.count, lengths[-1]))]
-    keys = np.stack((frames, length, is_reproducible), 1)  # [B, 3]
+    # One number for each shape, since unique rows take five times as long.
+    keys = 2 * (frames * (lengths[-1] + 1) + length) + is_reproducible  # [B]
     renders = []
-    for key in np.unique(keys, axis=0):
-        rows = np.flatnonzero((keys == key).all(1))
+    for key in np.unique(keys):
+        rows = np.flatnonzero(keys == key)
+        first = rows[0]
         renders.append(
             Render(
                 plan.slots[rows],
                 start[rows],
                 plan.count[rows],
                 is_last[rows],
-                frames=int(key[0]),
+                frames=int(frames[first]),
                 handed_s=now_s,
-                length=int(key[1]),
-                is_reproducible=bool(key[2]),
+                length=int(length[first]),
+                is_reproducible=bool(is_reproducible[first]),
             )
         )
     return renders

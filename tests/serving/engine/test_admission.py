@@ -49,21 +49,21 @@ def learned(
 
 @settings(max_examples=30, deadline=None)
 @given(seconds, seconds, seconds, seconds)
-def test_what_a_turn_takes_is_learned_from_turns(own, slot, token, frame):
+def test_the_cost_of_an_iteration_is_learned_from_iterations(own, slot, token, frame):
     costs = learned(own, slot, token / 100, frame / 10)
     expected_s = own + 5 * slot + 1 * token + 3 * frame
     assert costs.iteration_s(5, 100, 30) == pytest.approx(expected_s, rel=0.02)
     assert costs.prefill_s(100) == pytest.approx(token, rel=0.1, abs=0.02 * expected_s)
 
 
-def test_a_long_turn_now_and_then_is_no_rule():
+def test_a_rare_long_iteration_hardly_changes_the_estimate():
     costs = learned(0.01, 0.001, 1e-5, 1e-4, noise=0.1)
     before_s = costs.iteration_s(4)
     costs.record(IterationLoad(4, 0, 0), 30.0)
     assert costs.iteration_s(4) < 2 * before_s
 
 
-def test_what_did_not_change_for_long_is_not_forgotten():
+def test_costs_are_remembered_while_the_load_does_not_change():
     """A thousand turns of four slots alone, and then a prompt."""
     costs = learned(0.01, 0.001, 1e-4, 1e-4)
     for _ in range(1000):
@@ -73,7 +73,7 @@ def test_what_did_not_change_for_long_is_not_forgotten():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_turns_of_one_kind_for_long_leave_estimates_where_they_were(seed):
+def test_equal_iterations_leave_other_estimates_unchanged(seed):
     """All slots taken, for thousands of turns, and times that stray: what was learned once became a hundred times too much,
     and everybody was refused."""
     chance, costs = np.random.default_rng(seed), Costs()
@@ -88,14 +88,14 @@ def test_turns_of_one_kind_for_long_leave_estimates_where_they_were(seed):
     assert 0 <= costs.prefill_s(100) < 0.1
 
 
-def test_turns_that_get_slower_are_seen():
+def test_slower_iterations_change_the_estimate():
     costs = learned(0.01, 0.001, 1e-5, 1e-4)
     for turn in range(400):
         costs.record(IterationLoad(turn % 9, 0, 4), 2 * (0.01 + 0.001 * (turn % 9) + 4e-4))
     assert costs.iteration_s(8, 0, 4) == pytest.approx(2 * 0.0184, rel=0.1)
 
 
-def test_lengths_follow_what_was_spoken():
+def test_lengths_are_learned_from_speeches():
     lengths = Lengths(prior=1.0)
     assert lengths.expected(100) == 100 and lengths.usual(100) == 200
     for frames in (40, 50, 60) * 20:
@@ -105,7 +105,7 @@ def test_lengths_follow_what_was_spoken():
     assert lengths.expected(0) > 0  # a text may be empty, and its speech is not
 
 
-def test_as_many_may_speak_as_are_made_faster_than_they_are_heard():
+def test_the_capacity_is_the_streams_made_in_real_time():
     costs = learned(0.01, 0.008, 1e-5, 0.0)
     assert capacity(costs, 0.08, 64) == int((CAPACITY_PART * 0.08 - 0.01) / 0.008)
     assert capacity(costs, 0.08, 4) == 4
@@ -115,7 +115,7 @@ def test_as_many_may_speak_as_are_made_faster_than_they_are_heard():
     assert capacity(Costs(), 0.08, 64) == 64  # nothing is known
 
 
-def test_first_audio_comes_after_prompts_and_who_speaks():
+def test_predicted_first_audio_counts_prompts_and_running_streams():
     costs = learned(0.01, 0.005, 1e-4, 0.0)
     free = Outlook(max_concurrency=2, first_iterations=3, left=(10.0,))
     turn_s = 0.01 + 2 * 0.005
@@ -138,14 +138,14 @@ def test_first_audio_comes_after_prompts_and_who_speaks():
     st.integers(1, 20),
     st.builds(Expected, st.floats(0, 500), st.floats(1, 500)),
 )
-def test_nobody_comes_earlier_for_a_longer_line(left, line, places, newcomer):
+def test_a_longer_queue_never_predicts_earlier_audio(left, line, places, newcomer):
     costs = learned(0.01, 0.001, 1e-5, 1e-4, turns=MIN_ITERATIONS)
     outlook = Outlook(places, 2, tuple(left))
     predictions = [first_audio_s(costs, outlook, line[:n], newcomer) for n in range(len(line) + 1)]
     assert all(earlier <= later + 1e-9 for earlier, later in itertools.pairwise(predictions))
 
 
-def test_predictions_are_corrected_by_how_they_turned_out():
+def test_predictions_are_corrected_by_measured_times():
     correction = Correction()
     for _ in range(200):
         correction.record(correction.factor * 1.0, 1.5)
@@ -170,7 +170,7 @@ def capacity_hz() -> float:
     return 8 / (48 * turn_s)
 
 
-def test_goodput_does_not_fall_under_load_and_who_is_let_in_hears_no_gap():
+def test_goodput_holds_under_overload_and_admitted_listeners_hear_no_gap():
     good = {}
     for times in (1, 2, 5):
         simulation = served(times * capacity_hz())
@@ -184,13 +184,13 @@ def test_goodput_does_not_fall_under_load_and_who_is_let_in_hears_no_gap():
     assert min(good[2], good[5]) >= 0.9 * max(good.values())
 
 
-def test_without_admission_by_time_nearly_nobody_is_heard_in_time():
+def test_without_admission_by_time_few_requests_are_heard_in_time():
     """That the test above can fail."""
     simulation = served(2 * capacity_hz(), max_ttfa_s=None)
     assert goodput(simulation.heard, 1.2, simulation.clock.now_s) < 0.5 * capacity_hz()
 
 
-def test_who_is_refused_is_refused_at_once_and_told_when_to_come():
+def test_a_refusal_is_immediate_and_says_when_to_retry():
     simulation = served(5 * capacity_hz(), 10.0)
     refused = [one for one in simulation.heard if isinstance(one.end, Full)]
     assert refused and all(one.ended_s == one.submitted_s for one in refused)
@@ -198,7 +198,7 @@ def test_who_is_refused_is_refused_at_once_and_told_when_to_come():
     assert "first audio is expected in" in str(refused[-1].end)
 
 
-def test_only_so_many_speak_as_are_made_in_time():
+def test_only_as_many_streams_run_as_are_made_in_real_time():
     """Turns of all eight would take longer than a frame lasts."""
     slow = Cost(step_s=lambda slots: 0.01 + 0.015 * slots, turn_s=0.001)
     simulation = Simulation(Voice(), slow, settings={"max_slots": 8, "max_ttfa_s": 30.0})
@@ -208,7 +208,7 @@ def test_only_so_many_speak_as_are_made_in_time():
     assert len(heard) > 20 and np.mean([one.late_s <= 0.05 for one in heard]) >= 0.99
 
 
-def test_where_nobody_listens_every_slot_speaks():
+def test_every_slot_runs_under_the_throughput_policy():
     slow = Cost(step_s=lambda slots: 0.01 + 0.015 * slots, turn_s=0.001)
     most = {}
     for policy in ("streaming", "throughput"):
@@ -232,7 +232,7 @@ def play(simulation: Simulation, seed: int, speed: float) -> Heard:
     return heard
 
 
-def test_fewer_speak_beside_a_listener_who_plays_faster():
+def test_fewer_streams_run_with_a_faster_listener():
     """Turns of all eight take most of a frame. For a listener who plays twice as fast they take half of it: it waits until so
     few speak, and so do those behind it, who would pass it otherwise."""
     slow = Cost(

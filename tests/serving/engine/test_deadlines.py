@@ -64,7 +64,7 @@ def one(*slots: dict[str, float]) -> tuple[int, int] | None:
 
 
 @pytest.mark.parametrize("frame_s", [0.0, 0.002, 0.02])
-def test_what_windows_take_is_learned_with_a_margin(frame_s):
+def test_the_cost_of_windows_is_learned_with_a_margin(frame_s):
     cost, chance = WindowCost(), np.random.default_rng(0)
     for frames in chance.integers(1, 100, 300):
         cost.record(float(frames), chance.normal(1, 0.02) * (0.05 + frame_s * frames))
@@ -74,7 +74,7 @@ def test_what_windows_take_is_learned_with_a_margin(frame_s):
         )
 
 
-def test_windows_of_one_size_say_what_that_size_takes():
+def test_windows_of_one_size_predict_that_size():
     cost = WindowCost()
     assert cost(4) == 0.0  # nothing is known
     for _ in range(9):
@@ -86,21 +86,21 @@ def test_windows_of_one_size_say_what_that_size_takes():
 # one after the other
 
 
-def test_whoever_must_goes_before_a_first_window():
+def test_a_listener_out_of_slack_goes_before_a_first_window():
     """The first window of 31 frames would take 0.29 s with its turn, and a listener's own 0.25, twice: another may have begun."""
     assert one({"left_s": 0.8, "pending": 25}, first()) == (1, MOST)
     assert one({"left_s": 0.75, "pending": 25}, first()) == (0, 25)
     assert one({"left_s": 0.75, "pending": 25, "plays": False}, first()) == (1, MOST)
 
 
-def test_windows_of_those_before_count():
+def test_windows_with_earlier_deadlines_reduce_the_slack():
     """Each of three alone has time for a first window; together the last has not, and the first of them begins."""
     three = [{"left_s": left_s, "pending": 25} for left_s in (1.1, 1.0, 0.9)]
     assert one(three[0], first()) == (1, MOST)
     assert one(*three, first()) == (2, 25)
 
 
-def test_steps_come_first_for_whom_only_they_help():
+def test_steps_come_first_if_the_urgent_listener_has_no_frames():
     late = {"left_s": 0.5, "pending": 0, "missing": 10}
     assert one(late, first()) is None
     assert one({**late, "left_s": 0.0}, first()) == (1, MOST)  # who has run dry has nothing to lose
@@ -113,7 +113,7 @@ def test_steps_that_frames_still_need_take_time_too(missing, slot):
     assert one({"left_s": 0.82, "pending": 0, "missing": missing}, first()) == (slot and (slot, MOST))
 
 
-def test_nobody_is_passed_for_ever():
+def test_a_first_window_is_skipped_a_bounded_number_of_times():
     late = {"left_s": 0.1, "pending": 25}
     assert one(late, first(num_skipped=MAX_WINDOWS_AHEAD - 1)) == (0, 25)
     assert one(late, first(num_skipped=MAX_WINDOWS_AHEAD)) == (1, MOST)
@@ -123,20 +123,20 @@ def test_nobody_is_passed_for_ever():
     )
 
 
-def test_while_somebody_has_heard_nothing_others_wait_until_they_must():
+def test_other_windows_wait_until_they_must_while_a_listener_has_heard_nothing():
     due = {"left_s": 2.0, "pending": 50, "is_due": True}
     assert one(due) == (0, 50)
     assert one(due, first(pending=0, is_first=False, is_new=True)) is None
 
 
 @pytest.mark.parametrize(("left_s", "frames"), [(9.0, 100), (1.0, 62), (0.8, 31), (0.7, 25)])
-def test_a_window_is_as_large_as_others_slack_allows(left_s, frames):
+def test_a_window_is_as_large_as_the_slack_of_others_allows(left_s, frames):
     """Two windows and one that may have begun take the other 0.756 s, and each frame more 0.0065."""
     due = {"left_s": 0.2, "pending": 100, "is_due": True}
     assert one(due, {"left_s": left_s, "pending": 0}) == (0, frames)
 
 
-def test_the_last_few_frames_go_along():
+def test_the_last_few_frames_join_the_window_before_them():
     tail = {"left_s": 0.2, "pending": 38, "is_ending": True}
     other = {"left_s": 0.6, "pending": 0}
     assert one(tail, other) == (0, 38)
@@ -144,7 +144,7 @@ def test_the_last_few_frames_go_along():
     assert one({**tail, "pending": 50}, other) == (0, 25)
 
 
-def test_a_full_window_waits_for_whom_its_deadline_is_after():
+def test_a_full_window_waits_for_listeners_with_earlier_deadlines():
     due = {"left_s": 2.0, "pending": 100, "is_due": True}
     assert one(due, {"left_s": 1.5, "pending": 0}) == (0, pytest.approx(100, abs=40))
     assert one(due, {"left_s": 0.6, "pending": 0, "missing": 5}) is None
@@ -167,19 +167,19 @@ def windows(made: Scheduler, now: float) -> list[tuple[list[int], list[int]]]:
     return [(render.slots.tolist(), render.count.tolist()) for render in made.take_due_windows(now)]
 
 
-def test_a_turn_has_one_window():
+def test_an_iteration_has_one_window():
     three = scheduler([25, 0, 30])
     assert [windows(three, 0.0) for _ in range(3)] == [[([0], [25])], [([2], [25])], []]
 
 
-def test_whom_nobody_waits_for_comes_last():
+def test_flexible_requests_get_their_windows_last():
     flexible_first = scheduler(
         [25, 50], listener=[Listener(is_flexible=True), Listener()], plays_until_s=[-np.inf, 0.9]
     )
     assert [windows(flexible_first, 0.0) for _ in range(3)] == [[([1], [50])], [([0], [25])], []]
 
 
-def test_a_second_pass_of_a_speech_is_no_newcomer():
+def test_a_second_pass_is_no_newcomer():
     assert windows(scheduler([25, 25], plays_until_s=[-np.inf, 0.5]), 0.0) == [([1], [25])]
     assert windows(scheduler([25, 25], plays_until_s=[-np.inf, 5.0]), 0.0) == [([0], [25])]
 
@@ -242,7 +242,7 @@ def at_random(rate: float, count: int, seed: int = 0) -> list[tuple[float, int, 
     st.lists(st.tuples(st.floats(0, 6), st.integers(1, 50), st.integers(1, 160)), min_size=1, max_size=6),
     st.sampled_from(["streaming", "throughput", "fifo"]),
 )
-def test_everybody_hears_all_of_it(arrivals, policy):
+def test_every_listener_hears_the_whole_speech(arrivals, policy):
     heard = asked(policy, arrivals)
     assert all(isinstance(one.end, Finished) for one in heard)
     assert sum(one.audio_s for one in heard) == pytest.approx(
@@ -256,7 +256,7 @@ def test_few_listeners_hear_no_gap(arrivals):
     assert max(one.late_s for one in asked("streaming", arrivals)) <= 1e-9
 
 
-def test_near_all_that_there_is_nobody_hears_a_gap_and_in_order_of_arrival_many_do():
+def test_near_capacity_streaming_has_no_gaps_and_fifo_has_many():
     streaming, fifo = (asked(policy, at_random(0.9, 120)) for policy in ("streaming", "fifo"))
     assert (
         np.mean([one.late_s > 1e-9 for one in streaming])
@@ -266,7 +266,7 @@ def test_near_all_that_there_is_nobody_hears_a_gap_and_in_order_of_arrival_many_
     )
 
 
-def test_more_than_there_is_makes_newcomers_wait_and_not_for_ever():
+def test_overload_makes_newcomers_wait_and_causes_no_gap():
     heard = asked("streaming", at_random(2.0, 80))
     assert all(isinstance(one.end, Finished) for one in heard)
     assert np.mean([one.late_s > 0.05 for one in heard]) <= 0.02
@@ -280,7 +280,7 @@ def test_a_machine_too_slow_for_one_serves_two():
     assert heard[1].ttfa_s < 0.5 * (heard[0].ended_s - heard[0].submitted_s)
 
 
-def test_steps_wait_for_windows_where_a_launch_returns_when_it_is_done():
+def test_steps_wait_for_windows_if_launches_are_synchronous():
     for is_async in (False, True):
         simulation = Simulation(grid_voice(), SLOW, is_async)
         model: ModelWorker = simulation.model

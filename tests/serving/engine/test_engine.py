@@ -63,7 +63,7 @@ def of_length(frames: int) -> Request:
 # being let in
 
 
-def test_a_full_engine_says_so_at_once():
+def test_a_full_engine_refuses_immediately():
     small = engine(max_waiting=2)
     speak(small, long(), long())
     with pytest.raises(Full, match="2 requests are waiting already; try again in 1 s") as refused:
@@ -81,7 +81,7 @@ def test_a_full_engine_says_so_at_once():
 
 
 def test_a_request_that_can_never_fit_is_refused():
-    small = engine(kv_bytes=4 * PAGE_BYTES)
+    small = engine(kv_memory_bytes=4 * PAGE_BYTES)
     with pytest.raises(
         ValueError,
         match="11 prompt positions and 60 frames need 5 pages of KV memory; this server has 3: ask for fewer",
@@ -92,7 +92,7 @@ def test_a_request_that_can_never_fit_is_refused():
     assert listener.frames == 37
 
 
-def test_codes_that_come_late_have_positions_too(monkeypatch):
+def test_delayed_codes_have_positions_too(monkeypatch):
     plain = TOY.prompt
 
     def late(request: Request) -> Prompt:
@@ -102,7 +102,7 @@ def test_codes_that_come_late_have_positions_too(monkeypatch):
 
     monkeypatch.setattr(TOY, "prompt", late)
     with pytest.raises(ValueError, match="11 prompt positions and 60 frames need 6 pages"):
-        engine(kv_bytes=6 * PAGE_BYTES).speak("large", long(), Listener())
+        engine(kv_memory_bytes=6 * PAGE_BYTES).speak("large", long(), Listener())
 
 
 def test_a_bad_request_is_refused_by_the_family_and_leaves_nothing():
@@ -116,11 +116,11 @@ def test_a_bad_request_is_refused_by_the_family_and_leaves_nothing():
     ("settings", "message"),
     [
         ({"max_slots": 0}, "max_slots is 0; at least 1 is needed"),
-        ({"kv_bytes": PAGE_BYTES}, "hold no page: a page of this model takes"),
+        ({"kv_memory_bytes": PAGE_BYTES}, "hold no page: a page of this model takes"),
         ({"policy": "quickly"}, "policy 'quickly' is unknown; there are: streaming, throughput"),
     ],
 )
-def test_settings_that_leave_no_room(settings, message):
+def test_settings_that_leave_no_room_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         engine(**settings)
 
@@ -146,9 +146,9 @@ def test_first_come_first_served(report_lag):
     assert Counter(log)[1, "Finished"] == 1 and Counter(log)[1, "Audio"] >= 1
 
 
-def test_who_lacks_pages_is_passed_by_a_small_one():
+def test_a_smaller_request_may_skip_one_that_lacks_pages():
     # five pages, and the one that is nobody's
-    scarce = engine(max_slots=3, kv_bytes=6 * PAGE_BYTES, saved_bytes=0)
+    scarce = engine(max_slots=3, kv_memory_bytes=6 * PAGE_BYTES, swap_memory_bytes=0)
     # four pages, one page
     large, small = long(text="0123456789", max_frames=50), long(text="b", max_frames=1)
     listeners = speak(scarce, large, replace(large, text="abcdefghij"), small)
@@ -215,7 +215,7 @@ def test_audio_comes_in_order_and_the_end_comes_last():
 
 
 @LAGS
-def test_cancel_frees_the_slot_within_one_turn(report_lag):
+def test_cancel_frees_the_slot_within_one_iteration(report_lag):
     single = engine(max_slots=1, report_lag=report_lag)
     first, second = speak(single, long(), long(seed=1))
     free = numbers(single)["pages_free"]
@@ -256,7 +256,7 @@ def test_a_listener_may_cancel_from_within_a_delivery():
 
 
 @pytest.mark.parametrize("place", ["open", "prefill", "step", "render"])
-def test_an_error_in_a_turn_fails_every_request_and_goes_on_to_the_caller(place, monkeypatch):
+def test_an_error_in_an_iteration_fails_every_request_and_reaches_the_caller(place, monkeypatch):
     """Two speak, one waits for a slot, one is still in the inbox; then something breaks while a newcomer is
     served."""
     broken = engine(report_lag=1)
@@ -312,7 +312,7 @@ class Listener(Listener):
             self.ended.set()
 
 
-def test_speaking_from_many_threads():
+def test_requests_may_come_from_many_threads():
     asked = requests("toy", 24)
     listeners = [Listener() for _ in asked]
     problems: list[BaseException] = []
@@ -342,7 +342,7 @@ def test_speaking_from_many_threads():
         np.testing.assert_allclose(heard.samples, whole, rtol=0, atol=1e-6)
 
 
-def test_stop_fails_whoever_is_there():
+def test_stop_fails_all_requests():
     """One speaks, one waits for the slot."""
     speaking, waiting = Listener(), Listener()
     with Running(engine(max_slots=1)) as single:
@@ -392,7 +392,7 @@ def test_work_is_counted():
 
 
 def test_stats():
-    fresh = engine(kv_bytes=11 * PAGE_BYTES)
+    fresh = engine(kv_memory_bytes=11 * PAGE_BYTES)
     rest = {
         "slots": 2,
         "running": 0,
@@ -467,7 +467,7 @@ def test_nothing_compiles_after_the_models_are_warm(is_prepared, monkeypatch):
 
 
 @pytest.mark.parametrize("warm_s", [3600.0, 0.0])
-def test_a_number_of_rows_is_not_rendered_for_the_first_time_for_a_listener(warm_s, monkeypatch):
+def test_warm_up_renders_every_number_of_rows(warm_s, monkeypatch):
     """As far as there is time for it before."""
     monkeypatch.setattr("serving.engine.device.warmup.WARM_S", warm_s)
     window, frame_samples = TOY.spec.window, TOY.spec.frame_samples
@@ -501,7 +501,7 @@ def test_a_late_delivery_is_an_underrun():
 
 
 @pytest.mark.parametrize("speakers", [1, 8])
-def test_a_turn_is_one_launch_however_many_speak(speakers, monkeypatch):
+def test_an_iteration_is_one_launch_for_any_number_of_slots(speakers, monkeypatch):
     """And one report comes back of it."""
     many = engine(max_slots=8)
     speak(many, *(long(seed=seed) for seed in range(speakers)))
@@ -533,7 +533,7 @@ def test_an_id_is_taken_once():
         room.speak("a", long(), Listener())
 
 
-def test_a_stopped_engine_takes_nothing():
+def test_a_stopped_engine_accepts_no_request():
     room = engine()
     room.stop()
     room.run()
@@ -542,7 +542,7 @@ def test_a_stopped_engine_takes_nothing():
 
 
 @pytest.mark.parametrize("field", [{"seed": 2**63}, {"max_frames": 0}])
-def test_what_no_model_can_take_is_no_request(field):
+def test_a_request_that_no_model_can_take_is_refused(field):
     with pytest.raises(RequestError, match=f"{next(iter(field))} is .* is possible") as error:
         Request(text="a", **field)
     assert error.value.param == next(iter(field))
@@ -559,7 +559,7 @@ def test_what_no_model_can_take_is_no_request(field):
         {"top_k": 0.5},
     ],
 )
-def test_what_this_model_cannot_take_never_reaches_a_slot(field):
+def test_a_request_that_this_model_cannot_take_never_reaches_a_slot(field):
     fresh = engine()
     with pytest.raises(RequestError, match=f"{next(iter(field))} is .*; possible: ") as error:
         fresh.speak("request", Request(text="a", **field), Listener())
@@ -568,4 +568,4 @@ def test_what_this_model_cannot_take_never_reaches_a_slot(field):
 
 def test_more_kv_memory_than_there_is_is_one_line():
     with pytest.raises(ValueError, match="more than this machine's cpu has"):
-        engine(kv_bytes=1 << 49)
+        engine(kv_memory_bytes=1 << 49)

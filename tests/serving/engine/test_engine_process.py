@@ -141,7 +141,7 @@ def until(fact):
         time.sleep(0.005)
 
 
-def test_status_goes_to_whoever_is_there_and_whoever_comes(bridge, peer):
+def test_status_goes_to_present_and_new_connections(bridge, peer):
     assert [peer.next(), peer.next()] == [protocol.Models([]), protocol.Status("loading")]
     peer.send(protocol.Speak("r", "m", protocol.Request("too early")))
     early = peer.next()
@@ -175,7 +175,7 @@ def test_a_request_and_its_audio(bridge, engine, peer):
     assert engine.cancelled == []
 
 
-def test_the_engine_is_told_how_fast_it_is_heard(bridge, engine, peer):
+def test_the_listener_reaches_the_engine(bridge, engine, peer):
     peer.next(), peer.next()
     fast = protocol.Listener(2.0, is_flexible=True, is_metered=True, wants_timestamps=True)
     for id, listener in (("a", protocol.Listener()), ("b", fast)):
@@ -215,7 +215,7 @@ def test_a_text_does_not_wait_for_recordings(bridge, engine, peer):
     until(lambda: len(engine.deliver) == 41)
 
 
-def test_nothing_is_kept_or_made_for_who_has_left_before_its_turn(bridge, engine, peer):
+def test_nothing_is_built_for_a_client_that_disconnected(bridge, engine, peer):
     engine.references_built.clear()
     clip = protocol.AudioClip(bytes(40), 16000)
     for i in range(40):
@@ -230,7 +230,7 @@ def test_nothing_is_kept_or_made_for_who_has_left_before_its_turn(bridge, engine
     assert sorted(engine.deliver) == ["r0", "r1"]
 
 
-def test_stats_come_by_themselves_once_there_is_an_engine(bridge, peer, monkeypatch):
+def test_stats_are_sent_once_there_is_an_engine(bridge, peer, monkeypatch):
     assert [peer.any(), peer.any()] == [protocol.Models([]), protocol.Status("loading")]
     monkeypatch.setattr(connections, "STATS_S", 0.01)
     bridge.open(ScriptedEngine(), [INFO])
@@ -243,7 +243,7 @@ def no_stats_by_themselves(monkeypatch):
     monkeypatch.setattr(connections, "STATS_S", 3600.0)
 
 
-def test_who_hears_that_the_engine_is_ready_has_its_stats(no_stats_by_themselves, bridge, peer):
+def test_stats_arrive_before_the_ready_status(no_stats_by_themselves, bridge, peer):
     assert [peer.any(), peer.any()] == [protocol.Models([]), protocol.Status("loading")]
     bridge.engine, bridge.models = ScriptedEngine(), protocol.Models([INFO])
     bridge.tell(protocol.Status("ready", 1.0))
@@ -262,7 +262,7 @@ def test_the_engines_stats_are_what_the_protocol_carries():
     assert set(engine.stats()["models"]["one"]) == set(protocol.ModelStats.__struct_fields__)
 
 
-def test_a_directory_that_is_no_model_is_named_before_any_is_loaded(tmp_path, monkeypatch):
+def test_a_directory_without_a_model_is_named_before_any_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("zoo.load", None)
     good = str(directory("qwen3_tts", "tiny"))
     with pytest.raises(ValueError, match=f"^model 'bad': {tmp_path} is not a model: it has no config.json"):
@@ -282,7 +282,7 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("built_for", "device", "told"), [("13.0", None, 1), ("13.0", "cpu", 0), (None, None, 0)]
 )
-def test_who_meant_a_gpu_is_told_that_there_is_none(monkeypatch, built_for, device, told):
+def test_a_missing_gpu_is_named(monkeypatch, built_for, device, told):
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with capture_logs() as lines:
@@ -292,7 +292,7 @@ def test_who_meant_a_gpu_is_told_that_there_is_none(monkeypatch, built_for, devi
     ] * told
 
 
-def test_loading_tells_how_far_it_is():
+def test_loading_reports_progress():
     models, told = (
         {"one": str(directory("qwen3_tts", "tiny")), "other": str(directory("qwen3_tts", "tiny-base"))},
         [],
@@ -334,7 +334,7 @@ def test_a_value_that_no_model_takes_is_named(bridge, engine, peer):
     ) and "max_frames is 0; from 1" in rejected.message
 
 
-def test_an_engine_that_stops_does_not_pass_off_a_part_as_the_whole(bridge, engine, peer):
+def test_an_engine_that_stops_fails_its_requests(bridge, engine, peer):
     peer.next(), peer.next()
     peer.send(protocol.Speak("r", "m", protocol.Request("Hello.")))
     until(lambda: "r" in engine.deliver)
@@ -356,7 +356,7 @@ def test_what_a_model_takes_is_described():
     assert protocol.to_http.decode(msgspec.msgpack.encode(protocol.Models([info]))) == protocol.Models([info])
 
 
-def test_all_events_of_a_turn_are_sent_at_once(bridge, engine, peer, monkeypatch):
+def test_all_events_of_an_iteration_are_sent_together(bridge, engine, peer, monkeypatch):
     woken = []
     plain = bridge.loop.call_soon_threadsafe
     for id in ("r", "s"):
@@ -378,7 +378,7 @@ def test_all_events_of_a_turn_are_sent_at_once(bridge, engine, peer, monkeypatch
     assert [message.pcm for message in messages[:8:2]] == [pcm16(event.samples) for event in audio]
 
 
-def test_what_clients_took_is_passed_on(bridge, engine, peer):
+def test_the_engine_learns_what_clients_consumed(bridge, engine, peer):
     for frames in (3, 4):
         peer.send(protocol.Heard("r", frames))
     until(lambda: engine.frames_heard == {"r": 7})
@@ -404,7 +404,7 @@ def test_a_cancel_while_the_prompt_is_built_goes_to_the_engine_at_once(bridge, e
     engine.prompt_built.set()
 
 
-def test_a_connection_that_goes_takes_its_own_requests_along(bridge, engine, peer):
+def test_a_closed_connection_cancels_its_own_requests(bridge, engine, peer):
     other = Peer(bridge.path)
     for client, id in ((other, "r"), (other, "s"), (peer, "t")):
         client.send(protocol.Speak(id, "m", protocol.Request("Hello.")))
@@ -416,7 +416,7 @@ def test_a_connection_that_goes_takes_its_own_requests_along(bridge, engine, pee
     assert [peer.next() for _ in range(3)][-1] == protocol.Finished("t", "stop", 0, {})
 
 
-def test_bytes_that_are_no_message_end_their_connection_alone(bridge, engine, peer):
+def test_malformed_bytes_end_their_connection_alone(bridge, engine, peer):
     peer.next(), peer.next()
     stranger = Peer(bridge.path)
     stranger.writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -486,7 +486,7 @@ def test_a_full_disk_is_one_line(error, capsys, monkeypatch):
     assert line.startswith("zoo: no room to compile: the disk of /some/cache or of ")
 
 
-def test_what_is_no_full_disk_goes_on():
+def test_other_errors_than_a_full_disk_are_raised():
     with pytest.raises(KeyError), disk_full.one_line_if_full():
         raise KeyError("else")
 

@@ -40,7 +40,7 @@ def run(simulation: Simulation, seconds: float = 100.0) -> None:
         pass
 
 
-def test_a_batch_does_not_hurt_who_is_listened_to():
+def test_flexible_requests_do_not_delay_listeners():
     """With 20 flexible requests beside it, first audio comes as it does alone, and there is no gap."""
     ttfa_s = {}
     for num_flex in (0, 20):
@@ -67,7 +67,7 @@ def test_a_quarter_of_the_slots_is_kept_from_flexible_requests():
     assert len(simulation.model.running) == 8
 
 
-def test_flexible_requests_are_taken_however_long_the_wait_up_to_a_bound_of_their_own():
+def test_flexible_requests_have_a_queue_limit_and_no_time_limit():
     simulation = room(max_ttfa_s=0.5)
     run(simulation, 1.0)
     batch = [submit(simulation, 100 + i, True) for i in range(20)]

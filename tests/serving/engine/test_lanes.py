@@ -134,7 +134,7 @@ def test_a_slot_has_the_pages_of_all_its_lanes_or_none():
     """11 positions and 38, and 30 frames: 3 pages and 5, of which the null prompt's 2 can be shared."""
     asked = long(max_frames=30)
     # 13 to be had: the other request lacks one, or has enough once it shares
-    small = engine(kv_bytes=(1 + 13) * PAGE_BYTES, saved_bytes=0)
+    small = engine(kv_memory_bytes=(1 + 13) * PAGE_BYTES, swap_memory_bytes=0)
     everything = at_rest(small)
     first, second = Listener(), Listener()
     small.speak("first", asked, first)
@@ -159,7 +159,7 @@ def test_a_request_that_can_never_fit_counts_all_its_lanes():
         ValueError,
         match="49 prompt positions and 30 frames need 8 pages of KV memory; this server has 7: ask for fewer",
     ):
-        engine(kv_bytes=8 * PAGE_BYTES).speak("large", long(max_frames=30), Listener())
+        engine(kv_memory_bytes=8 * PAGE_BYTES).speak("large", long(max_frames=30), Listener())
 
 
 def test_memory_is_for_all_lanes():
@@ -169,7 +169,7 @@ def test_memory_is_for_all_lanes():
 def test_steps_that_write_have_positions_too():
     """11 positions, 30 frames, a delay of 2 and 10 steps of text: 4 pages; the null prompt's lane: 5."""
     with pytest.raises(ValueError, match="49 prompt positions and 30 frames need 9 pages"):
-        engine(SCRIBE, kv_bytes=2 * PAGE_BYTES).speak("large", long(max_frames=30), Listener())
+        engine(SCRIBE, kv_memory_bytes=2 * PAGE_BYTES).speak("large", long(max_frames=30), Listener())
 
 
 # text
@@ -232,7 +232,7 @@ def test_text_begins_before_the_audio_and_goes_on_among_it(report_lag):
     assert Text in kinds[:first_audio] and Text in kinds[first_audio:] and kinds[-1] is Finished
 
 
-def test_who_is_cancelled_has_what_was_written_so_far():
+def test_a_cancelled_request_has_the_text_written_so_far():
     single, listener = engine(SCRIBE), Listener()
     asked = one(lambda request: len(tokens(request, "text")) > 3)
     single.speak("request", asked, listener)
@@ -244,6 +244,6 @@ def test_who_is_cancelled_has_what_was_written_so_far():
     assert alone("toy_delay", asked).text.startswith("".join(listener.texts))
 
 
-def test_a_token_that_nobody_can_spell_is_no_silence():
+def test_a_family_without_detokenize_cannot_write_text():
     with pytest.raises(AssertionError, match="toy wrote the text token 3, and cannot detokenize it"):
         family("toy").detokenize(3)

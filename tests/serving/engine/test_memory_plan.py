@@ -34,13 +34,13 @@ def test_weights_and_state_are_what_the_loaded_model_has(name):
 
 
 @FAMILIES
-def test_on_a_cpu_what_its_kernels_read_of_the_weights_is_beside_them(name):
+def test_packed_weights_of_cpu_kernels_are_counted(name):
     kept = residual.prepare(family(name))
     assert plan(shapes(name), 3, is_for_cpu=True).weights == plan(shapes(name), 3).weights + kept
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN")
-def test_what_a_library_laid_out_for_itself_is_counted():
+def test_weights_packed_by_a_library_are_counted():
     weight = torch.ones(96, 64)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     assert packed.is_mkldnn and num_bytes([packed, weight, weight[1:]]) == 2 * weight.nbytes
@@ -55,7 +55,7 @@ def test_a_model_of_shapes_reads_no_weight(name, tmp_path, monkeypatch):
     assert {p.device.type for p in shapes(name).parameters()} == {"meta"}
 
 
-def test_the_most_that_is_there_at_once():
+def test_the_peak_counts_what_exists_at_once():
     with Peak() as peak:
         x = torch.empty(100, device="meta")
         y = x + 1  # 800 bytes
@@ -66,50 +66,50 @@ def test_the_most_that_is_there_at_once():
     assert peak.most == 800 and peak.now == 0
 
 
-def test_more_slots_want_more_of_all_but_weights():
+def test_more_slots_need_more_of_all_but_weights():
     few, many = (plan(shapes("qwen3_tts"), slots) for slots in (2, 16))
     assert few.weights == many.weights
     assert few.state < many.state and few.launch < many.launch and few.kv_cache < many.kv_cache
 
 
 @pytest.mark.slow
-def test_as_many_slots_as_there_is_room_for():
+def test_slots_are_as_many_as_fit_the_memory():
     model = shapes("qwen3_tts")
     exact = plan(model, 8)
     assert fit([model], exact.total) == (8, exact.kv_cache)
-    slots, kv_bytes = fit([model], exact.total - 1)
-    assert slots == 4 and kv_bytes > exact.kv_cache // 2
+    slots, kv_memory_bytes = fit([model], exact.total - 1)
+    assert slots == 4 and kv_memory_bytes > exact.kv_cache // 2
     assert fit([model], 1 << 40)[0] == 64
     assert fit([model], 1 << 40, max_slots=3)[0] == 3
     with pytest.raises(ValueError, match=r"the device has 1000 bytes to give; with max_slots 1 .*qwen3_tts"):
         fit([model], 1000)
 
 
-def test_a_gpu_s_free_memory_decides_what_nobody_gave(monkeypatch):
+def test_free_gpu_memory_decides_unset_sizes(monkeypatch):
     exact = plan(shapes("qwen3_tts", "bfloat16"), 2)
     models = {"a": str(directory("qwen3_tts", "tiny"))}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     free = int(exact.total / (1 - SPARE_PART)) + 1
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    slots, kv_bytes = sizes(Options("", models))
-    assert slots == 2 and 0 <= kv_bytes - exact.kv_cache <= 1
-    assert sizes(Options("", models, max_slots=1))[1] > kv_bytes
-    assert sizes(Options("", models, max_slots=1, kv_bytes=77)) == (1, 77)
+    slots, kv_memory_bytes = sizes(Options("", models))
+    assert slots == 2 and 0 <= kv_memory_bytes - exact.kv_cache <= 1
+    assert sizes(Options("", models, max_slots=1))[1] > kv_memory_bytes
+    assert sizes(Options("", models, max_slots=1, kv_memory_bytes=77)) == (1, 77)
     with pytest.raises(ValueError, match="with max_slots 4 these are needed"):
         sizes(Options("", models, max_slots=4))
 
 
-def test_a_cpu_is_not_asked():
+def test_sizes_on_a_cpu_need_no_survey():
     assert sizes(Options("", {"a": "nowhere"}, device="cpu")) == (8, None)
-    assert sizes(Options("", {"a": "nowhere"}, device="cpu", max_slots=3, kv_bytes=5)) == (3, 5)
+    assert sizes(Options("", {"a": "nowhere"}, device="cpu", max_slots=3, kv_memory_bytes=5)) == (3, 5)
 
 
 @pytest.mark.slow
 def test_several_models_share_the_room():
     models = [shapes("qwen3_tts"), shapes("higgs_v3")]
     both = [plan(model, 4) for model in models]
-    slots, kv_bytes = fit(models, sum(one.total for one in both))
-    assert slots == 4 and kv_bytes == sum(one.kv_cache for one in both)
+    slots, kv_memory_bytes = fit(models, sum(one.total for one in both))
+    assert slots == 4 and kv_memory_bytes == sum(one.kv_cache for one in both)
 
 
 def test_a_cpu_has_more_slots_for_throughput_as_far_as_its_memory_holds_them(monkeypatch):

@@ -260,7 +260,7 @@ def test_pages_without_content_go_before_cached_ones():
     assert pages.evicted == 1
 
 
-def test_a_double_free_is_told_with_both_values():
+def test_a_double_free_is_reported_with_both_values():
     pages = Pages(4)
     held = pages.take(2)
     pages.give_back(held)

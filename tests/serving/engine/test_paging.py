@@ -30,8 +30,8 @@ slow_for_families = pytest.mark.parametrize(
 def simulation(pages: int, slots: int = 4, guard: float = 1.0, **more) -> Simulation:
     """guard: times its frames that a speech may have, as far as its prompt says."""
     voice = Voice(frames_per_byte=0.8, guard=guard)
-    kv_bytes = (1 + pages) * PAGE_TOKENS * token_bytes(voice)
-    return Simulation(voice, FAST, settings={"max_slots": slots, "kv_bytes": kv_bytes, **more})
+    kv_memory_bytes = (1 + pages) * PAGE_TOKENS * token_bytes(voice)
+    return Simulation(voice, FAST, settings={"max_slots": slots, "kv_memory_bytes": kv_memory_bytes, **more})
 
 
 def text(size: int, seed: int = 0, **fields) -> Request:
@@ -55,7 +55,7 @@ def whole(heard: Heard, frames: int) -> None:
 def test_three_long_texts_do_not_fill_an_arena_that_has_room_for_their_speech():
     """Each could come to need 27 of its pages, and speaks on twelve."""
     for reserve in (True, False):
-        together = simulation(pages=60, guard=4.0, saved_bytes=0 if reserve else None)
+        together = simulation(pages=60, guard=4.0, swap_memory_bytes=0 if reserve else None)
         together.model.forecaster.lengths.record(100, 80)
         listeners = [together.submit(text(100, seed)) for seed in range(3)]
         together.turn()
@@ -65,7 +65,7 @@ def test_three_long_texts_do_not_fill_an_arena_that_has_room_for_their_speech():
             whole(heard, 80)
 
 
-def test_who_speaks_longer_than_usual_grows_and_nobody_hears_who_is_paused():
+def test_longer_speeches_grow_and_pauses_are_inaudible():
     """Four speeches of which the arena holds three: they are far ahead of their listeners by the time that it is full."""
     room = simulation(pages=4 * 20 + 3)
     room.model.forecaster.lengths.record(40, 20)
@@ -78,16 +78,16 @@ def test_who_speaks_longer_than_usual_grows_and_nobody_hears_who_is_paused():
     at_rest(room)
 
 
-def test_nothing_is_paused_where_all_is_reserved():
-    room = simulation(pages=200, saved_bytes=0)
+def test_nothing_is_paused_if_all_pages_are_reserved():
+    room = simulation(pages=200, swap_memory_bytes=0)
     listeners = [room.submit(text(40, seed, max_frames=100)) for seed in range(8)]
     room.run([])
     assert room.engine.paging.num_pauses == 0 and all(heard.end for heard in listeners)
 
 
-def test_no_more_is_promised_than_the_arena_and_the_host_hold():
+def test_commitments_fit_the_arena_and_the_host():
     """Each may come to need nine pages; 13, and as many on the host, are there for two."""
-    room = simulation(pages=13, saved_bytes=13 * PAGE_TOKENS * token_bytes(Voice()))
+    room = simulation(pages=13, swap_memory_bytes=13 * PAGE_TOKENS * token_bytes(Voice()))
     room.model.forecaster.lengths.record(40, 4)
     for seed in range(4):
         room.submit(text(40, seed, max_frames=100))
@@ -97,8 +97,8 @@ def test_no_more_is_promised_than_the_arena_and_the_host_hold():
     at_rest(room)
 
 
-def test_small_requests_pass_one_that_lacks_pages_a_bounded_number_of_times():
-    room = simulation(pages=12, slots=2, saved_bytes=0)
+def test_smaller_requests_skip_one_that_lacks_pages_a_bounded_number_of_times():
+    room = simulation(pages=12, slots=2, swap_memory_bytes=0)
     room.submit(text(40, 0, max_frames=110))  # ten pages
     large = room.submit(text(40, 1, max_frames=110))
     small = [room.submit(text(4, 2 + i, max_frames=2)) for i in range(3 * MAX_SKIPS)]
@@ -132,8 +132,8 @@ arrivals = st.lists(
 @given(arrivals, st.integers(68, 120), st.integers(0, 200), st.integers(1, 6), st.booleans())
 def test_every_request_ends_whole_however_few_pages_there_are(asked, pages, saved, slots, is_async):
     """And no position is written without a page of its own (the runner looks)."""
-    saved_bytes = saved * PAGE_TOKENS * token_bytes(Voice())
-    room = simulation(pages, slots, guard=4.0, saved_bytes=saved_bytes)
+    swap_memory_bytes = saved * PAGE_TOKENS * token_bytes(Voice())
+    room = simulation(pages, slots, guard=4.0, swap_memory_bytes=swap_memory_bytes)
     room.is_async = is_async
     room.__post_init__()
     expected, cancelled = [], set()
@@ -160,10 +160,15 @@ def test_every_request_ends_whole_however_few_pages_there_are(asked, pages, save
 
 @slow_for_families
 @pytest.mark.parametrize("report_lag", [0, 1])
-def test_a_paused_stream_goes_on_bit_for_bit(name, report_lag, monkeypatch):
+def test_a_paused_stream_continues_bit_for_bit(name, report_lag, monkeypatch):
     """Whoever speaks is paused every third turn, and comes back to other pages."""
     engine = Engine(
-        family(name), max_slots=3, saved_bytes=1 << 30, compile=False, report_lag=report_lag, clock=Clock()
+        family(name),
+        max_slots=3,
+        swap_memory_bytes=1 << 30,
+        compile=False,
+        report_lag=report_lag,
+        clock=Clock(),
     )
     plain, turns = engine.paging.deal, itertools.count()
 

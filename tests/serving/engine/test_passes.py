@@ -73,7 +73,7 @@ def test_a_later_pass_goes_on_from_what_was_spoken():
     assert not torch.equal(twice[len(spoken) :], alone("toy_grid", asked(text=text)).frames)
 
 
-def test_a_next_pass_comes_before_those_that_wait():
+def test_a_next_pass_goes_before_waiting_requests():
     room = engine(max_slots=1)
     listeners = [Listener(), Listener()]
     room.speak("first", asked(options={"echoes": 2}), listeners[0])
@@ -86,7 +86,7 @@ def test_a_next_pass_comes_before_those_that_wait():
     close(listeners[1], asked(seed=9))
 
 
-def test_the_listener_s_time_goes_on_from_pass_to_pass():
+def test_playback_continues_from_pass_to_pass():
     """A gap between two passes is an underrun, as any other."""
     room, listener = engine(), Listener()
     [model] = room.models.values()
@@ -201,7 +201,7 @@ def test_more_text_than_a_slot_holds_fails_that_request_alone():
     close(other, asked(seed=8))
 
 
-def test_who_waits_for_text_can_be_cancelled():
+def test_a_request_that_waits_for_text_can_be_cancelled():
     room, listener = engine(), Listener()
     free = room.pages.free
     room.speak("request", asked(text=TEXT[:HEAD], is_open=True), listener)
@@ -222,7 +222,7 @@ def test_a_model_without_open_text_refuses_it():
         zoo.generate(TOY, asked(is_open=True))
 
 
-def test_a_resting_engine_wakes_for_text():
+def test_an_idle_engine_wakes_for_text():
     """In a thread, as in a server: nothing turns until text comes."""
     import threading
 
@@ -337,7 +337,7 @@ def test_a_long_text_is_one_answer_that_equals_the_plain_loop_s(speaker, report_
 
 
 @LAGS
-def test_who_asks_is_told_which_samples_each_piece_took(speaker, report_lag):
+def test_timestamps_say_which_samples_each_piece_took(speaker, report_lag):
     room, events, others = engine(speaker, report_lag=report_lag), [], []
     request = spoken_in(speaker)
     place = room.accept("timed", events.append, listener=settings.Listener(wants_timestamps=True))

@@ -53,7 +53,7 @@ def run(engine: Engine) -> None:
         engine.clock.now_s += 0.03
 
 
-def test_one_bound_holds_for_all_who_have_no_slot():
+def test_one_limit_holds_for_all_requests_without_a_slot():
     """Two whose prompts are being made, two in the inbox, two in the line."""
     room = engine(max_slots=1, max_waiting=6)
     for place in accept(room, "a", "b", "c"):
@@ -71,7 +71,7 @@ def test_one_bound_holds_for_all_who_have_no_slot():
     accept(room, "h")
 
 
-def test_who_leaves_before_its_turn_is_dropped_before_its_prompt_is_made():
+def test_no_prompt_is_built_for_a_client_that_disconnected():
     room = engine(max_waiting=2)
     first, second = accept(room, "first", "second", reference_bytes=MIB)
     room.cancel("first")
@@ -86,7 +86,7 @@ def test_who_leaves_before_its_turn_is_dropped_before_its_prompt_is_made():
     assert room.stats()["models"]["toy"]["left_early"] == 1 and not room.num_requests
 
 
-def test_who_leaves_while_its_prompt_is_made_never_reaches_the_line():
+def test_a_request_cancelled_during_its_prompt_is_never_queued():
     room = engine()
     [place] = accept(room, "clone", reference_bytes=MIB)
     [family] = room.arena.families
@@ -104,8 +104,8 @@ def test_who_leaves_while_its_prompt_is_made_never_reaches_the_line():
     assert place.deliver.end == Finished("cancelled", 0, {}) and not room.num_requests
 
 
-def test_recordings_are_bounded_in_bytes_and_one_may_always_come():
-    room = engine(max_reference_bytes=10 * MIB)
+def test_recordings_have_a_byte_limit_that_one_may_exceed():
+    room = engine(reference_memory_bytes=10 * MIB)
     [large] = accept(room, "large", reference_bytes=40 * MIB)
     with pytest.raises(
         Full, match="recordings of 40 MiB wait to be encoded already, and 10 MiB are the most"
@@ -118,7 +118,7 @@ def test_recordings_are_bounded_in_bytes_and_one_may_always_come():
         accept(room, "one more", reference_bytes=1)
 
 
-def test_a_prompt_that_cannot_be_made_gives_its_place_back():
+def test_a_failed_prompt_leaves_the_queue():
     room = engine(max_waiting=1)
     [place] = accept(room, "bad", reference_bytes=MIB)
     with pytest.raises(RequestError, match="text is empty"):
@@ -127,14 +127,14 @@ def test_a_prompt_that_cannot_be_made_gives_its_place_back():
     accept(room, "good")
 
 
-def test_an_id_that_is_taken_is_taken_from_the_beginning():
+def test_an_id_is_taken_from_acceptance_on():
     room = engine()
     accept(room, "one")
     with pytest.raises(ValueError, match="'one' is under way already"):
         accept(room, "one")
 
 
-def test_an_engine_that_stops_tells_those_whose_prompts_are_being_made():
+def test_stop_fails_requests_whose_prompts_are_being_built():
     room = engine()
     first, second = accept(room, "first", "second")
     room.cancel("second")

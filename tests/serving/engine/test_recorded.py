@@ -38,7 +38,7 @@ EACH = [name if name in TOYS else pytest.param(name, marks=pytest.mark.slow) for
 
 @pytest.mark.parametrize("under_way", [1, GPU_RENDERS_IN_FLIGHT])
 @pytest.mark.parametrize("name", EACH)
-def test_what_is_recorded_and_late_says_what_each_says_alone(name, under_way, monkeypatch):
+def test_recorded_graphs_with_late_reports_equal_the_plain_loop(name, under_way, monkeypatch):
     monkeypatch.setattr(model_worker, "GPU_RENDERS_IN_FLIGHT", under_way)
     chance = random.Random(len(name))
     LateStream.chance = random.Random(7)
@@ -67,7 +67,7 @@ def test_what_is_recorded_and_late_says_what_each_says_alone(name, under_way, mo
             turn += 1
             assert turn < 400 * num, "the engine does not come to an end"
             window = model.family.spec.window
-            assert len(model.renders) < under_way + len(window.sizes) * len(window.lengths or (0,))
+            assert len(model.round.renders) < under_way + len(window.sizes) * len(window.lengths or (0,))
         while engine.turn():
             pass
         assert engine.pages.free == free and len(model.tenants.free) == 2
@@ -105,7 +105,7 @@ def test_renders_alone_are_recorded_in_the_codec_s_precision(codec, is_tf32):
     assert seen == {"render": {is_tf32}, "hidden": {False}}
 
 
-def test_a_codec_precision_that_is_none():
+def test_an_unknown_codec_precision_is_refused():
     with pytest.raises(ValueError, match="codec 'int4' is no precision; possible: float32, tf32"):
         Engine(TOYS["toy"](), codec="int4")
     with pytest.raises(ValueError, match="tf32 is arithmetic of a GPU, and the model is on cpu"):

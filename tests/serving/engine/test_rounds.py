@@ -108,7 +108,7 @@ busy_ones = st.lists(
 
 @EXAMPLES
 @given(busy_ones, st.integers(1, 200), st.lists(st.floats(0.3, 1), min_size=1, max_size=8))
-def test_first_audio_waits_for_no_round_of_another_model(others, tokens, gaps):
+def test_first_audio_does_not_wait_for_the_round_of_another_model(others, tokens, gaps):
     """Whoever speaks there, comes there, and fills long prompts there: first audio takes what its own prompt, step and window
     take, and what is left of the launches under way, a prompt and a step at most."""
     begins_s, at_s = 0.0, []
@@ -137,7 +137,7 @@ def test_first_audio_waits_for_no_round_of_another_model(others, tokens, gaps):
         max_size=30,
     )
 )
-def test_nobody_hears_a_gap_where_both_have_short_turns(arrivals):
+def test_two_models_with_short_iterations_cause_no_gap(arrivals):
     """Whatever falls into the rounds of both takes half of a frame at most; who is left out for a while is back in time."""
     worst_s = FRAME_S / 4
     cost = Cost(
@@ -170,7 +170,7 @@ def test_a_model_whose_listeners_have_time_lets_others_begin():
     assert all(isinstance(one.end, Finished) and one.late_s == 0 for one in [*speakers, newcomer])
 
 
-def test_who_is_left_out_has_a_round_before_its_listeners_run_dry():
+def test_a_model_left_out_has_a_round_before_its_listeners_run_dry():
     """There somebody is always about to begin: no listener here hears it, and all end."""
     prompts = Cost(QUICK.step_s, lambda tokens: 0.02, QUICK.render_s)
     two = Two(prompts)
@@ -181,7 +181,7 @@ def test_who_is_left_out_has_a_round_before_its_listeners_run_dry():
 
 
 @pytest.mark.parametrize("policy", ["throughput", "fifo"])
-def test_without_regard_to_time_all_have_a_round_in_their_order(policy):
+def test_other_policies_give_every_model_a_round_in_order(policy):
     two = Two(policy=policy)
     two.ask("busy", 10, 50)
     for _ in range(30):
@@ -209,7 +209,7 @@ def test_without_regard_to_time_all_have_a_round_in_their_order(policy):
     ),
     st.sampled_from([0.0, 0.02]),
 )
-def test_who_leaves_in_the_middle_of_a_round_leaves_nothing_behind(asked, prefill_s):
+def test_a_cancel_during_a_round_leaves_nothing_behind(asked, prefill_s):
     """Between any two launches, whatever was to be rendered or filled for it then; also where turns are long, and prompts seem to
     take no time."""
     long = Cost(lambda slots: 0.04, lambda tokens: prefill_s, lambda rows, frames: 0.01)

@@ -42,9 +42,9 @@ def test_any_two_settings_share_what_was_compiled(monkeypatch, tmp_path, capfd):
     pages = Counter[int]()
     for names, settings in [
         (["hum", "buzz"], {"max_slots": 2}),
-        (["hum"], {"max_slots": 5, "kv_bytes": 1 << 20}),
+        (["hum"], {"max_slots": 5, "kv_memory_bytes": 1 << 20}),
         (["buzz"], {"max_slots": 1}),
-        (["buzz", "hum"], {"max_slots": 3, "kv_bytes": 1 << 19, "policy": "throughput"}),
+        (["buzz", "hum"], {"max_slots": 3, "kv_memory_bytes": 1 << 19, "policy": "throughput"}),
         (["hum"], {"max_slots": 2, "is_deterministic": True}),
     ]:
         engine, made = start(monkeypatch, tmp_path, *names, **settings)

@@ -75,13 +75,18 @@ def long(**fields) -> Request:
 
 @pytest.mark.slow
 @LAGS
-def test_each_speaks_as_it_does_alone(report_lag):
+def test_each_model_speaks_as_it_does_alone(report_lag):
     """Every family there is, and one whose rows are odd. Requests come a few at a time, in no order, onto
     fewer slots and few pages."""
     families = {"buzz": FAMILIES["buzz"], **{name: family(name) for name in NAMES}}
-    kv_bytes = 12 * len(families) * common_page_bytes(list(families.values()))
+    kv_memory_bytes = 12 * len(families) * common_page_bytes(list(families.values()))
     together = Engine(
-        families, max_slots=2, kv_bytes=kv_bytes, compile=False, report_lag=report_lag, clock=Clock()
+        families,
+        max_slots=2,
+        kv_memory_bytes=kv_memory_bytes,
+        compile=False,
+        report_lag=report_lag,
+        clock=Clock(),
     )
     assert len({model.runner.page_tokens for model in together.models.values()}) > 2
     asked = [
@@ -100,7 +105,7 @@ def test_each_speaks_as_it_does_alone(report_lag):
 
 
 @LAGS
-def test_what_another_dtype_left_behind_is_not_read(report_lag, monkeypatch):
+def test_pages_of_another_dtype_are_cleared(report_lag, monkeypatch):
     """All that was written in float32 is NaN in bfloat16: in pages that change hands, in the other's scratch,
     and in pages that a slot's earlier tenant had. The short ones' rows read on to the length of the long
     one's."""
@@ -108,7 +113,7 @@ def test_what_another_dtype_left_behind_is_not_read(report_lag, monkeypatch):
     both = Engine(
         {"full": FAMILIES["hum"], "half": half},
         max_slots=3,
-        kv_bytes=16 * 16 * 480,
+        kv_memory_bytes=16 * 16 * 480,
         compile=False,
         report_lag=report_lag,
         clock=Clock(),
@@ -150,7 +155,7 @@ def test_random_cancels_leave_every_page_and_slot_where_it_was(report_lag):
         "hum",
         "buzz",
         max_slots=4,
-        kv_bytes=20 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
+        kv_memory_bytes=20 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
         report_lag=report_lag,
     )
     before, chance = at_rest(both), random.Random(report_lag)
@@ -178,7 +183,7 @@ def test_random_cancels_leave_every_page_and_slot_where_it_was(report_lag):
     assert at_rest(both) == before
 
 
-def test_one_models_end_frees_its_own_pages_alone():
+def test_the_end_of_a_request_frees_its_own_pages_alone():
     both = engine("hum", "buzz")
     everything = both.pages.free
     listeners = speak(both, [("hum", long()), ("hum", long(seed=1)), ("hum", long(seed=2)), ("buzz", long())])
@@ -209,15 +214,15 @@ def holder(engine: Engine, listener: Listener) -> bool:
     )
 
 
-def test_who_lacks_pages_is_passed_by_another_models_requests_a_bounded_number_of_times():
+def test_requests_of_another_model_skip_one_that_lacks_pages_a_bounded_number_of_times():
     """The one at the head of the line needs most of the arena; the other model could always use what there
     is, and asks for ever."""
     both = engine(
         "hum",
         "buzz",
         max_slots=4,
-        kv_bytes=8 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
-        saved_bytes=0,
+        kv_memory_bytes=8 * common_page_bytes([FAMILIES["hum"], FAMILIES["buzz"]]),
+        swap_memory_bytes=0,
     )
     # a page each
     small = [("hum", long(max_frames=12, text=text)) for text in ("aaaa", "bbbb", "cccc", "dddd")]
@@ -238,7 +243,7 @@ def test_who_lacks_pages_is_passed_by_another_models_requests_a_bounded_number_o
     assert all(isinstance(listener.end, Finished) for listener in (*early, large, *late))
 
 
-def test_a_model_without_a_free_slot_holds_up_no_other():
+def test_a_model_without_a_free_slot_does_not_delay_others():
     both = engine("hum", "buzz", max_slots=1)
     first, second, other = speak(both, [("hum", long()), ("hum", long(seed=1)), ("buzz", long())])
     both.turn()
@@ -246,7 +251,7 @@ def test_a_model_without_a_free_slot_holds_up_no_other():
     assert [model["waiting"] for model in both.stats()["models"].values()] == [1, 0]
 
 
-def test_a_full_line_is_that_models_own():
+def test_a_full_queue_refuses_requests_of_its_own_model_alone():
     both = engine("hum", "buzz", max_waiting=2)
     speak(both, [("hum", long()), ("hum", long(seed=1))])
     with pytest.raises(Full, match="2 requests are waiting already"):
@@ -259,7 +264,7 @@ def test_a_full_line_is_that_models_own():
     }
 
 
-def test_every_model_with_work_has_one_round_a_turn_and_no_other_has_any(monkeypatch):
+def test_each_model_with_work_has_one_round_an_iteration(monkeypatch):
     three = engine(*FAMILIES)
     calls: Counter[str] = Counter()
     for name, model in three.models.items():
@@ -308,7 +313,7 @@ def test_a_page_holds_whole_rows_of_every_model_and_wastes_little(shapes, dtypes
         assert size % token_bytes(each) < size / PAGE_TOKENS
 
 
-def test_rows_that_no_page_suits():
+def test_rows_that_fit_no_page_are_refused():
     families = [Toy(kv=KV(1, 1, 254)), Toy(kv=KV(1, 1, 262))]  # 8 * 127 and 8 * 131 bytes
     with pytest.raises(
         ValueError,
@@ -317,7 +322,7 @@ def test_rows_that_no_page_suits():
         Arena(families, 1 << 30)
 
 
-def test_memory_is_that_of_all_together():
+def test_the_arena_has_room_for_all_models():
     both = engine("hum", "buzz", max_slots=3)
     wanted = sum(usual_kv_bytes(FAMILIES[name], 3) for name in ("hum", "buzz"))
     assert wanted - both.arena.page_bytes < both.arena.bytes.numel() <= wanted
@@ -326,7 +331,7 @@ def test_memory_is_that_of_all_together():
         ValueError,
         match="100 bytes of KV memory hold no page: a page of these models takes 7680, and 3 are the least",
     ):
-        engine("hum", "buzz", kv_bytes=100)
+        engine("hum", "buzz", kv_memory_bytes=100)
 
 
 # names, warmth

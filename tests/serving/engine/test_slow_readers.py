@@ -37,22 +37,22 @@ def run(room: Simulation, until_s: float) -> None:
             room.clock.now_s += 0.05
 
 
-def test_who_does_not_read_is_held_back_and_then_left(room):
+def test_a_client_that_does_not_read_is_paused_and_then_fails(room):
     heard = submit(room, 0)
     run(room, 15.0)
     assert UNREAD_S <= heard.audio_s < UNREAD_S + 2 * LARGEST_S and heard.end is None
     assert room.engine.stats()["models"]["simulated"]["held"] == 1
     held_s = float(room.model.scheduler.slots.listener.backpressure_since_s.min())
-    assert room.engine._stalls_in_s() == pytest.approx(held_s + STALL_S - room.clock.now_s, abs=0.01)
+    assert room.engine.lifecycle.stalls_in_s() == pytest.approx(held_s + STALL_S - room.clock.now_s, abs=0.01)
     run(room, held_s + STALL_S - 0.5)
     assert heard.end is None
     run(room, held_s + STALL_S + 0.5)
     assert heard.end == Failed("the client has not taken what was spoken for 20 s", "stalled")
-    assert room.engine._stalls_in_s() is None and not room.model.running
+    assert room.engine.lifecycle.stalls_in_s() is None and not room.model.running
     assert room.engine.pages.free == room.engine.pages.num_pages
 
 
-def test_who_reads_on_goes_on_and_hears_all(room):
+def test_a_client_that_reads_on_continues_and_hears_all(room):
     heard, taken = submit(room, 0), 0
     while heard.end is None:
         run(room, room.clock.now_s + 8.0)
@@ -76,7 +76,7 @@ def test_a_slow_reader_is_served_at_its_own_pace(room):
     assert isinstance(heard.end, Finished)
 
 
-def test_slow_readers_slow_nobody(room):
+def test_slow_readers_do_not_slow_others(room):
     alone = Simulation(Voice(), FAST, settings={"max_slots": 4})
     [expected] = alone.run([(0.0, Request(text="x" * 20, seed=9, max_frames=100))])
     for seed in range(3):
@@ -91,7 +91,7 @@ def test_slow_readers_slow_nobody(room):
     assert heard.ended_s - before_s == pytest.approx(expected.ended_s, abs=0.05)
 
 
-def test_who_does_not_say_what_it_takes_is_not_held(room):
+def test_a_listener_that_is_not_metered_is_never_paused(room):
     heard = submit(room, 0, is_metered=False)
     room.run([])
     assert isinstance(heard.end, Finished) and heard.audio_s == pytest.approx(48)

@@ -181,7 +181,7 @@ def speak(engine: Engine, id: str, one: Asked, deliver: Callable[[Event], None])
 
 
 def as_on_a_gpu(model: ModelWorker) -> None:
-    model.max_renders = GPU_RENDERS_IN_FLIGHT
+    model.round.max_renders = GPU_RENDERS_IN_FLIGHT
     model.scheduler.prefill_interval = GPU_PREFILL_INTERVAL
 
 
@@ -256,7 +256,7 @@ def one_voice(
 
 def few_pages(voice: Voice, pages: int) -> dict[str, int]:
     page_bytes = PAGE_TOKENS * token_bytes(voice)
-    return {"kv_bytes": (1 + pages) * page_bytes, "saved_bytes": 3 * pages * page_bytes}
+    return {"kv_memory_bytes": (1 + pages) * page_bytes, "swap_memory_bytes": 3 * pages * page_bytes}
 
 
 def several(is_async: bool, policy: str) -> list[str]:

@@ -86,8 +86,8 @@ class Room:
             is_async,
             {
                 "max_slots": slots,
-                "kv_bytes": (1 + pages) * page_bytes,
-                "saved_bytes": saved_pages * page_bytes,
+                "kv_memory_bytes": (1 + pages) * page_bytes,
+                "swap_memory_bytes": saved_pages * page_bytes,
                 "policy": policy,
                 "max_ttfa_s": max_ttfa_s,
                 "max_waiting": MAX_WAITING,
@@ -227,7 +227,7 @@ def test_every_request_ends_once_and_leaves_nothing(all_asked, room):
         max_size=30,
     ),
 )
-def test_nobody_hears_a_gap_where_every_turn_is_short_enough(slots, is_async, arrivals):
+def test_short_iterations_cause_no_gap(slots, is_async, arrivals):
     """A load that is feasible by construction: whatever falls into a turn (a step of all slots, all the prompt positions that
     there may be, a window of the largest shape for each) takes a third of a frame at most, and most of that whatever it is."""
     worst_s = FRAME_S / 3
@@ -254,7 +254,7 @@ def test_nobody_hears_a_gap_where_every_turn_is_short_enough(slots, is_async, ar
     st.integers(2, 4),
     st.lists(st.tuples(st.floats(0, 6), st.integers(1, 40), st.integers(1, 30)), max_size=60),
 )
-def test_a_large_head_is_passed_a_bounded_number_of_times(pages, slots, small):
+def test_a_large_request_at_the_head_is_skipped_a_bounded_number_of_times(pages, slots, small):
     """It needs nearly all pages, and small ones keep coming: MAX_SKIPS of them go before it, and it is next."""
     room = Room(slots, pages, 0, "streaming", False, None, guard=2.0)
     room.engine.limits.max_waiting = 100
@@ -269,7 +269,7 @@ def test_a_large_head_is_passed_a_bounded_number_of_times(pages, slots, small):
     assert len([index for index in before if index > len(first)]) <= MAX_SKIPS
 
 
-def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
+def test_an_urgent_listener_does_not_wait_for_the_windows_of_others():
     """Where a launch returns when it is done, a window is given before the next one of the same turn is made, and is on its
     way by then."""
     room, rendered, given, turns = Room(6, 2000, 0, "streaming", False, None), [], [], []
@@ -303,7 +303,7 @@ def test_who_is_in_a_hurry_does_not_wait_for_the_windows_of_others():
     assert any(after - before > 1 for before, after in itertools.pairwise(turns))
 
 
-def test_first_audio_lasts_until_there_is_more_where_turns_are_long(monkeypatch):
+def test_first_audio_lasts_until_the_next_window_if_iterations_are_long(monkeypatch):
     """A turn takes most of a frame, and one that fills a prompt takes longer than a frame: who was given one frame ran dry."""
     cost = Cost(
         step_s=lambda slots: 0.042 + 0.001 * slots,
@@ -360,7 +360,7 @@ def asked_at(simulation: Simulation, arrivals: list[tuple[float, int]]) -> list[
     st.integers(1, 4),
     st.lists(st.tuples(st.floats(0, 4), st.integers(5, 60)), min_size=1, max_size=12),
 )
-def test_newcomers_cost_nobody_a_gap_where_a_turn_takes_most_of_a_frame(slots, arrivals):
+def test_newcomers_cause_no_gap_if_an_iteration_takes_most_of_a_frame(slots, arrivals):
     """Up to four who speak, whoever comes whenever: a turn of four takes two thirds of a frame, and with newcomers more than one."""
     heard = asked_at(begun(slow(), slots), arrivals)
     assert all(isinstance(one.end, Finished) for one in heard)
@@ -378,7 +378,7 @@ def at_random(rate: float, count: int, frames: int = 25) -> list[tuple[float, in
     return [(float(at_s), frames) for at_s in times]
 
 
-def test_a_launch_that_takes_twice_its_time_is_not_heard(monkeypatch):
+def test_a_launch_that_takes_twice_its_time_causes_no_gap(monkeypatch):
     """First audio lasts for more turns than it takes to make the next."""
     late = []
     for turns in (3, policies.FIRST_WINDOW_ITERATIONS):
@@ -394,7 +394,7 @@ def test_a_launch_that_takes_twice_its_time_is_not_heard(monkeypatch):
     st.integers(1, 4),
     st.lists(st.tuples(st.floats(0, 4), st.integers(5, 60)), min_size=1, max_size=12),
 )
-def test_a_prompt_that_takes_longer_than_a_turn_costs_nobody_a_gap(slots, arrivals):
+def test_a_prompt_longer_than_an_iteration_causes_no_gap(slots, arrivals):
     """Who would run dry meanwhile is served before it is filled."""
     cost = replace(slow(), prefill_s=lambda tokens: 0.06)
     heard = asked_at(begun(cost, slots), arrivals)
@@ -402,7 +402,7 @@ def test_a_prompt_that_takes_longer_than_a_turn_costs_nobody_a_gap(slots, arriva
     assert max(one.late_s for one in heard) <= 1e-9
 
 
-def test_prompts_wait_while_somebody_would_run_dry(monkeypatch):
+def test_prompts_wait_while_a_listener_would_run_dry(monkeypatch):
     """They take 120 ms, more than most listeners have in hand."""
     late, waits = [], Streaming.delays_prompts
     for waiting in (lambda *_: False, waits):
@@ -413,7 +413,7 @@ def test_prompts_wait_while_somebody_would_run_dry(monkeypatch):
     assert now < 0.02 < 0.1 < without
 
 
-def test_windows_that_go_along_leave_time_for_more(monkeypatch):
+def test_batched_windows_leave_time_for_more_streams(monkeypatch):
     """Most of the machine is asked for: with a launch for each listener newcomers wait longer. A window alone takes 20 ms, each
     other row of it 9, as it was measured."""
     facts = []
@@ -437,7 +437,7 @@ def test_windows_that_go_along_leave_time_for_more(monkeypatch):
     assert joined_rows > 1.2 * rows and joined_ttfa_s < 0.8 * ttfa_s and max(late, joined_late) <= 0.03
 
 
-def test_estimates_that_nothing_corrects_are_tried(monkeypatch):
+def test_stale_estimates_are_tried(monkeypatch):
     """Turns of two seemed to take twice as long as turns of one, so one speaks at a time: what two take is not seen again unless
     somebody tries, while who speaks has audio in hand."""
     waited = []

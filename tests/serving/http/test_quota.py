@@ -29,7 +29,7 @@ CLONE = {"model": "cloner", "ref_audio": BASE64}
 
 @pytest.fixture
 def server(tmp_path):
-    with Server(tmp_path, models=[MODEL, CLONER], limits=Limits(num_reading=4)) as server:
+    with Server(tmp_path, models=[MODEL, CLONER], limits=Limits(reading=4)) as server:
         yield server
 
 

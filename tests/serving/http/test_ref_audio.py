@@ -293,7 +293,7 @@ def host():
 
 @pytest.fixture(scope="module")
 def fetching(tmp_path_factory):
-    limits = Limits(reference_bytes=500_000, reference_urls=True)
+    limits = Limits(reference_bytes=500_000, allows_url_references=True)
     with Server(tmp_path_factory.mktemp("s"), models=[CLONER], limits=limits) as server:
         yield server
 

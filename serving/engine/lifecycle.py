@@ -1,0 +1,202 @@
+"""What becomes of a request that has a prompt, on the engine's thread: it gets a slot, its passes follow one
+another, and it ends, is cancelled or fails.
+
+Admission, in order:
+- Slots are each model's own: a model whose slots are all taken holds up only its own requests.
+- Pages are shared: of the requests whose model has a free slot the one that came first goes first. If it
+lacks pages, smaller ones of any model may skip it, a bounded number of times. Requests that hold pages end,
+so every request is admitted at some time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+import structlog
+
+from serving.engine.composer import Composer
+from serving.engine.events import Event, Failed, Finished
+from serving.engine.intake import Intake
+from serving.engine.job import Job, QueuedRequest
+from serving.engine.memory.paging import Paging
+from serving.engine.model_worker import ModelWorker
+from serving.engine.schedule.numbers import MAX_SKIPS
+from zoo.contract import Prompt
+from zoo.request import RequestError
+
+STALLED = "the client has not taken what was spoken for {:g} s"
+INTERNAL = "an error in the engine; its log says more"
+
+log = structlog.get_logger()
+
+
+class Lifecycle:
+    """max_stall_s: a request whose client has been paused by backpressure for so long fails."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelWorker],
+        paging: Paging,
+        intake: Intake,
+        composer: Composer,
+        max_stall_s: float,
+        clock: Callable[[], float],
+    ):
+        self.models = models
+        self.paging = paging
+        self.intake = intake
+        self.inbox = intake.inbox
+        self.composer = composer
+        self.max_stall_s = max_stall_s
+        self.clock = clock
+        self._arrivals = itertools.count()
+
+    # news
+
+    def take_news(self) -> None:
+        news = self.inbox.take()
+        for queued in news.left:
+            queued.model.counters.num_left_early += 1
+            queued.deliver(Finished("cancelled", 0, {}))
+        for job in news.jobs:
+            job.arrival = next(self._arrivals)
+            self.intake.known[job.id] = job
+            job.queued_s = self.clock()
+            job.model.queue.jobs.append(job)
+        for job, prompt in news.composed:
+            self._queue_pass(job, prompt)
+        for id, tokens, is_last in news.fed:
+            self._feed(id, tokens, is_last)
+        for id, frames in news.consumed:
+            if (consumer := self.intake.known.get(id)) is not None:
+                consumer.model.consume(consumer, frames)
+        for id in news.cancelled:
+            if (cancelled := self.intake.known.get(id)) is not None:
+                self._release(cancelled, cancelled.cancelled())
+
+    def take_in(self) -> bool:
+        """Take news between the launches of an iteration. Return whether there was any."""
+        if not self.inbox.news:
+            return False
+        self.take_news()
+        self.admit()
+        return True
+
+    def _feed(self, id: str, tokens: list[int], is_last: bool) -> None:
+        job = self.intake.known.get(id)
+        if job is None:
+            return
+        if job.slot < 0:
+            job.unfed.append((tokens, is_last))
+            return
+        try:
+            job.model.feed(job, tokens, is_last)
+        except RequestError as error:
+            self._release(job, Failed(str(error)))
+
+    # slots
+
+    def admit(self) -> None:
+        """First come, first served, of the requests whose model has room for them, flexible ones last."""
+        while self.paging.may_admit and self._admit_one():
+            pass
+
+    def _admit_one(self) -> bool:
+        able = [job for model in self.models.values() for job in model.candidates(MAX_SKIPS + 1)]
+        candidates = sorted(able, key=lambda job: job.rank)
+        for job in candidates:
+            head = candidates[0]
+            if job is not head and head.pages.num_skips >= MAX_SKIPS:
+                break
+            if job.model.admit(job, self.paging.uncommitted):
+                head.pages.num_skips += job is not head
+                self._is_in(job)
+                return True
+        return False
+
+    def _is_in(self, job: Job) -> None:
+        """The job has a slot."""
+        with self.inbox.lock:
+            job.model.queue.requests.pop(job.id, None)  # None: of a later pass
+        unfed = job.unfed
+        job.unfed = []
+        for tokens, is_last in unfed:
+            self._feed(job.id, tokens, is_last)
+
+    # passes
+
+    def finish_pass(self, job: Job) -> None:
+        """End the answer, or have its next pass made ready; until then its slot is kept. The listener has all
+        of this pass."""
+        job.model.record_pass(job)
+        job.report_pass()
+        if job.model.family.spec.shares_turns:
+            job.model.publish_turn(job)
+        if job.prompt.is_final:
+            self._end(job)
+        else:
+            self.composer.compose(job, job.model.tape(job))
+
+    def _queue_pass(self, job: Job, composed: Future[Prompt | None]) -> None:
+        """Queue a next pass before all requests that wait, since its own came before them; or end the answer
+        if none follows."""
+        if self.intake.known.get(job.id) is not job or composed.cancelled():
+            return
+        error = composed.exception()
+        if error is not None:
+            if not isinstance(error, RequestError):
+                log.error("unexpected", id=job.id, exc_info=error)
+            return self._release(job, Failed(str(error) if isinstance(error, RequestError) else INTERNAL))
+        prompt = composed.result()
+        if prompt is None:
+            return self._end(job)
+        job.model.release(job)
+        job.next_pass(prompt)
+        job.queued_s = self.clock()
+        job.model.queue.jobs.appendleft(job)
+
+    # ends
+
+    def _end(self, job: Job) -> None:
+        """All of it was spoken."""
+        if job.num_frames:
+            job.model.forecaster.lengths.record(job.request.text_bytes, job.num_frames)
+        self._release(job, job.ending())
+
+    def drop_stalled(self) -> None:
+        since_s = self.clock() - self.max_stall_s
+        for model in self.models.values():
+            for job in model.stalled_jobs(since_s):
+                self._release(job, Failed(STALLED.format(self.max_stall_s), code="stalled"))
+
+    def stalls_in_s(self) -> float | None:
+        """Return the seconds until the first stalled client is dropped; None if all clients read."""
+        rows = [model.scheduler.slots.listener for model in self.models.values()]
+        since_s = min(float(row.backpressure_since_s.min()) for row in rows)
+        drop_s = since_s + self.max_stall_s - self.clock()
+        return max(drop_s, 0.0) + 0.001 if math.isfinite(drop_s) else None
+
+    def _release(self, job: Job, last: Event) -> None:
+        del self.intake.known[job.id]
+        with self.inbox.lock:
+            job.model.queue.requests.pop(job.id, None)
+        job.model.release(job)
+        job.deliver(last)
+
+    def end_all(self, last: Failed) -> None:
+        with self.inbox.lock:
+            self.intake.is_over = True
+            for model in self.models.values():
+                for queued in tuple(model.queue.requests.values()):
+                    self.intake.leave(queued)
+            news = self.inbox.news
+            late: list[Job | QueuedRequest] = [*news.jobs, *news.left]
+            news.jobs.clear()
+            news.left.clear()
+        for job in tuple(self.intake.known.values()):
+            self._release(job, last)
+        for one in late:
+            one.deliver(last)

@@ -1,0 +1,154 @@
+"""One round of a model: launch prompts and a step, then read reports, render windows and deliver samples.
+
+    launch ──> prefill, step ──> collect ──> reports ──> windows ──> samples ──> client
+
+The round keeps what is in flight: launches whose reports are not read, and renders whose samples are not
+there. Everything else belongs to the model worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from serving.engine.counters import ModelCounters
+from serving.engine.device.launches import Render
+from serving.engine.device.streams import AsyncCopy
+from serving.engine.events import Audio
+from serving.engine.job import Job
+from serving.engine.memory.slot_pages import SlotPages
+from serving.engine.schedule.admission import Forecaster, IterationLoad
+from serving.engine.schedule.scheduler import Scheduler
+from serving.engine.tenants import Tenants
+
+
+@dataclass(eq=False, kw_only=True)
+class ModelRound:
+    """report_lag: launches whose reports are left for the next round. is_reproducible: each chunk of a prompt
+    is launched alone. max_renders: in flight. after_delivery: called when some of an iteration's audio was
+    given, and more may be made; between: after each window, when requests may come and go."""
+
+    scheduler: Scheduler
+    runner: Any
+    forecaster: Forecaster
+    pages: SlotPages
+    tenants: Tenants
+    counters: ModelCounters
+    running: dict[int, Job]  # by slot
+    clock: Callable[[], float]
+    report_lag: int
+    is_reproducible: bool
+    max_renders: float = math.inf
+    after_delivery: Callable[[], None] = lambda: None
+    between: Callable[[], None] = lambda: None
+    load: IterationLoad = field(default_factory=IterationLoad)  # of this iteration
+    launches: deque[tuple[np.ndarray, np.ndarray, AsyncCopy]] = field(default_factory=deque)
+    renders: deque[tuple[Render, np.ndarray, AsyncCopy]] = field(default_factory=deque)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self.launches and not self.renders
+
+    def launch(self) -> bool:
+        """Launch one stretch of prompts, then one step of all slots that may take it. Return whether there
+        was anything to launch."""
+        num_tokens = self._prefill()
+        slots = self.scheduler.decoding_slots()
+        if slots.size:
+            self.launches.append((slots, self.tenants.generation[slots], self.runner.step(slots)))
+            self.scheduler.record_step(slots)
+        self.load = IterationLoad(slots.size, num_tokens)
+        return bool(num_tokens) or bool(slots.size)
+
+    def _prefill(self) -> int:
+        """Return how many positions were launched."""
+        num_waiting = min(self.scheduler.tokens_left, self.scheduler.policy.prefill_tokens)
+        prefill_s = self.forecaster.costs.prefill_s(num_waiting)
+        chunks = self.scheduler.next_chunks(self.clock(), prefill_s)
+        if not chunks:
+            return 0
+        for launch in [[chunk] for chunk in chunks] if self.is_reproducible else [chunks]:
+            self.runner.prefill(launch)
+        for chunk in chunks:
+            self.scheduler.record_prefill(chunk)
+            if chunk.is_last:
+                job = self.running[chunk.slot]
+                self.pages.publish(chunk.lane, job.prompt.lanes[chunk.lane].prefix_keys[:-1], job)
+        return sum(chunk.stop - chunk.start for chunk in chunks)
+
+    def collect(self, launched: bool, is_alone: bool = True) -> None:
+        """Take reports, render the windows that are due because of them, and deliver samples.
+
+        While there are launches in flight, the last `report_lag` of them are left alone. Windows are handed
+        on as they are done; if no model has anything else to do (`is_alone`), the next one is waited for.
+        """
+        self._collect_reports(self.report_lag if launched else 0)
+        self._render()
+        self._deliver(is_waiting=is_alone and not launched)
+
+    def _collect_reports(self, report_lag: int) -> None:
+        while len(self.launches) > report_lag:
+            slots, generation, copy = self.launches.popleft()
+            [report] = copy.read()
+            same = self.tenants.stayed(slots, generation)
+            slots = slots[same]
+            ready, done, written = report[same].T
+            # A slot that was done already took a step in vain, whose report repeats the one before.
+            has_text = ((written >= 0) | (done > 0)) & ~self.scheduler.slots.tape.is_done[slots]
+            self.scheduler.report(slots, ready, done > 0)
+            texts = zip(slots[has_text], written[has_text], done[has_text], strict=True)
+            for slot, token, is_done in texts:
+                self.running[int(slot)].write(int(token), bool(is_done))
+
+    def _render(self) -> None:
+        if len(self.renders) >= self.max_renders:
+            return
+        renders = self.scheduler.take_due_windows(self.clock())
+        self.load.frames += sum(render.frames * len(render.slots) for render in renders)
+        # A slot that changes hands between two windows is kept until its own is made, for no listener.
+        generations = [self.tenants.generation[render.slots] for render in renders]
+        for render in renders:
+            self.tenants.num_rendering[render.slots] += 1
+        for render, generation in zip(renders, generations, strict=True):
+            self.renders.append((render, generation, self.runner.render(render)))
+            # Where a launch returns when it is done, an urgent listener does not wait for the others'
+            # windows.
+            self._deliver(is_waiting=False)
+            self.after_delivery()
+            self.between()
+
+    def _deliver(self, is_waiting: bool) -> None:
+        while self.renders and (is_waiting or self.renders[0][2].is_there):
+            is_waiting = False
+            render, generation, copy = self.renders.popleft()
+            samples, valid = copy.read()
+            self.tenants.num_rendering[render.slots] -= 1
+            rows = np.flatnonzero(self.tenants.stayed(render.slots, generation))
+            slots = render.slots[rows]
+            counts = render.count[rows]
+            num_samples = valid[rows]
+            windows = zip(rows.tolist(), slots.tolist(), counts.tolist(), num_samples.tolist(), strict=True)
+            for row, slot, frames, num in windows:
+                self._give(self.running[slot], samples[row, :num].copy(), frames)
+            given_s = num_samples / self.runner.family.spec.sample_rate_hz
+            self.counters.audio_s += float(given_s.sum())
+            is_last = render.is_last[rows]
+            self.scheduler.record_delivery(slots, counts, given_s, is_last, render.handed_s, self.clock())
+        self.tenants.free_up()
+
+    def _give(self, job: Job, samples: np.ndarray, frames: int) -> None:
+        job.deliver(Audio(samples, frames))
+        job.past.num_samples += len(samples)
+        if not len(samples) or job.past.is_heard:
+            return
+        job.past.is_heard = True
+        took_s = self.clock() - job.request.accepted_s
+        self.counters.first_audio_s = took_s
+        if job.request.predicted_s is not None:
+            self.forecaster.correction.record(job.request.predicted_s, took_s)
