@@ -21,17 +21,19 @@ from torch import Tensor
 from zoo.contract import Prompt, Spec, State
 from zoo.zonos.config import BOOKS, CODES, DELAY, END, MASK
 
+NEVER = 1 << 40  # a step that no speech reaches
+
 
 class DelayState(State):
     """The state of a slot, with tensors added. row and previous [S+1, K]: the codes of the last two steps, with END and
     MASK. ramp [S+1, K-1, K]: codes of the first steps that are known before, of codebook k in steps below k. end [S+1]: the
-    final number of frames, the cap until codebook 0 ends the speech; has_ended [S+1] says which it is."""
+    final number of frames, the cap until codebook 0 ends the speech earlier. ended_at [S+1]: the step in which it did."""
 
     row: Tensor
     previous: Tensor
     ramp: Tensor
     end: Tensor
-    has_ended: Tensor
+    ended_at: Tensor
 
     def __init__(self, spec: Spec, slots: int, max_frames: int, dtype: torch.dtype, device: torch.device):
         super().__init__(spec, slots, max_frames, dtype, device)
@@ -39,7 +41,7 @@ class DelayState(State):
         self.add("previous", BOOKS, dtype=torch.int64, default=MASK)
         self.add("ramp", DELAY, BOOKS, dtype=torch.int64, default=MASK)
         self.add("end", dtype=torch.int64)
-        self.add("has_ended", dtype=torch.bool)
+        self.add("ended_at", dtype=torch.int64, default=NEVER)
 
     def open(self, slot: int, prompt: Prompt) -> None:
         super().open(slot, prompt)
@@ -54,12 +56,12 @@ class DelayState(State):
         book = torch.arange(BOOKS, device=slots.device)
         known = self.ramp[slots, steps.clamp(max=DELAY - 1)]  # [B, K]
         row = torch.where(book > steps[:, None], known, drawn)  # [B, K]
-        end, had_ended = self.end[slots], self.has_ended[slots]
-        ends_now = alive & ~had_ended & (steps > 0) & (steps < end) & (row[:, 0] == END)
-        end, has_ended = torch.where(ends_now, steps, end), had_ended | ends_now
-        late = (steps - end)[:, None]
-        closing = torch.where(book == late, END, torch.where(book < late, MASK, row))
-        row = torch.where(has_ended[:, None], closing, row)
+        ended_at = self.ended_at[slots]
+        ends_now = alive & (steps > 0) & (steps < ended_at) & (row[:, 0] == END)
+        ended_at = torch.where(ends_now, steps, ended_at)
+        end = torch.minimum(self.end[slots], ended_at)
+        late = (steps - ended_at)[:, None]
+        row = torch.where(book == late, END, torch.where(book < late, MASK, row))
 
         frame = steps[:, None] - book  # [B, K], the frame of each code
         kept = alive[:, None] & (frame >= 0) & (frame < end[:, None])
@@ -70,7 +72,7 @@ class DelayState(State):
         self.previous[slots] = torch.where(alive[:, None], self.row[slots], self.previous[slots])
         self.row[slots] = torch.where(alive[:, None], row, self.row[slots])
         self.end[slots] = end
-        self.has_ended[slots] = has_ended
+        self.ended_at[slots] = ended_at
         self.steps[slots] = taken
         self.ready[slots] = torch.minimum((taken - DELAY).clamp(min=0), end)
         self.done[slots] = ~alive | (taken >= end + DELAY)

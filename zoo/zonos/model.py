@@ -153,7 +153,7 @@ class Zonos(Family[ZonosState]):
     ) -> dict[str, Any]:
         names = ("temperature", "top_k", "top_p", "min_p", "cfg_scale")
         slot = {name: values[name] for name in names}
-        slot |= {"seed": request.seed, "penalty": values["repetition_penalty"]}
+        slot |= {"seed": request.seed, "penalty": values["recent_penalty"]}
         if len(script.codes) == 0:
             return slot
         last = script.codes[-CONTEXT:]

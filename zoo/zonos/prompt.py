@@ -38,6 +38,7 @@ HELP = {
     "speaking_rate": "phonemes per second: 10 is slow, 30 very fast",
 }
 HINTS = {
+    "repetition_penalty": "set recent_penalty",
     "voice": "or give a reference",
     "instructions": "set emotion_happiness and the other emotions, speaking_rate and pitch_std",
 }
@@ -49,8 +50,9 @@ def options(config: Config) -> tuple[Option, ...]:
         *(_emotion(name, default) for name, default in zip(EMOTIONS, EMOTION, strict=True)),
         *(_number(condition) for condition in config.conditions if condition.name in DEFAULTS),
         Option("cfg_scale", float, "strength of guidance; 1 turns it off", GUIDANCE, (1, MAX_GUIDANCE)),
-        *sampling_options(TEMPERATURE, TOP_K, TOP_P, PENALTY),
+        *sampling_options(TEMPERATURE, TOP_K, TOP_P),
         Option("min_p", float, "drop codes less likely than this share of the likeliest; 0 keeps all", MIN_P, (0, 1)),
+        Option("recent_penalty", float, "how strongly to penalize the codes of the last two steps; 1 is off", PENALTY, (1, 10)),
         Option(SOUND_ONLY, bool, "clone only the voice of the reference, without continuing it", False),
     )  # fmt: skip
 

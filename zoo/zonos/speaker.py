@@ -159,7 +159,7 @@ class SpeakerEncoder(nn.Module):
     def prepare(self) -> None:
         """Make what does not depend on the weights. Call once after loading them."""
         device = self.projection.weight.device
-        self.register_buffer("filters", htk_filters().float().to(device), persistent=False)
+        self.register_buffer("filters", htk_filters().to(device), persistent=False)
         self.register_buffer("window", torch.hann_window(WINDOW, device=device), persistent=False)
 
     def forward(self, samples: Tensor, rate_hz: int) -> Tensor:
@@ -178,13 +178,16 @@ def resampler(rate_hz: int) -> Resample:
 
 
 def htk_filters() -> Tensor:
-    """Return mel filters [80, 257] float64: triangles of height 1, evenly spaced in HTK's mel, from 0 to 8000 Hz."""
+    """Return mel filters [80, 257]: triangles of height 1, evenly spaced in HTK's mel, from 0 to 8000 Hz. They are computed
+    in fp32 as in the reference, because the logarithm of a quiet band shows the difference."""
     top = 2595 * math.log10(1 + RATE_HZ / 2 / 700)
-    mel = torch.linspace(0, top, MELS + 2, dtype=torch.float64)
+    mel = torch.linspace(0, top, MELS + 2, dtype=torch.float32)
     edges = 700 * (10 ** (mel / 2595) - 1)
-    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
-    hz = torch.linspace(0, RATE_HZ / 2, FFT // 2 + 1, dtype=torch.float64)
-    return torch.minimum((hz - low) / (middle - low), (high - hz) / (high - middle)).clamp(min=0)
+    width = edges.diff()[:, None]
+    hz = torch.linspace(0, RATE_HZ / 2, FFT // 2 + 1, dtype=torch.float32)
+    rising = (hz - edges[:-2, None]) / width[:-1]
+    falling = (edges[2:, None] - hz) / width[1:]
+    return torch.minimum(rising, falling).clamp(min=0)
 
 
 def table(net: nn.Module) -> dict[str, str]:
