@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from zonos import sampling
 
 from zoo.zonos import demo
-from zoo.zonos.reference import CODEC, LANGUAGES, Model, conditioning, load_speaker, sampling, tokens
+from zoo.zonos.reference import CODEC, LANGUAGES, Model, conditioning, load_speaker, tokens
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "zonos"
@@ -64,8 +65,10 @@ PHONEMES = (
 NUMBERS = (
     "$5.20", "$1,000.50", "$0", "£3", "1,250", "1999", "2005", "2010", "1100", "3000", "3rd", "2.5", "1000001", "2000",
     "2900", "1001", "0", "007", "$1", "$1.01", "$.50", "$1.2.3", "£1,234", "1,2", "21st of May 1984", "3.14.15", "12,345,678",
-    "1000", "2999", "1003", "10000000000", "$1,234,567.89",
+    "1000", "2999", "1003", "10000000000", "$1,234,567.89", "$10.00", "$0.5", "0th", "21th", "12th", "20th", "112th", "1984th",
+    "999999999999999999999999999999999999",
 )  # fmt: skip
+RANDOM_NUMBERS = 150  # of up to 36 digits, every third with "th"
 
 
 def record() -> np.ndarray:
@@ -193,6 +196,17 @@ def write_manifests(place: Path) -> None:
     (MANIFESTS / "zonos_speaker.txt").write_text("\n".join(sorted(rows)) + "\n")
 
 
+def numbers() -> dict[str, str]:
+    """Return numbers and how the reference spells them."""
+    random = np.random.default_rng(SEED)
+    digits = (
+        "".join(map(str, random.integers(0, 10, 1 + i % 36) * (random.random() < 0.7)))
+        for i in range(RANDOM_NUMBERS)
+    )
+    drawn = [number + ("th" if i % 3 == 0 else "") for i, number in enumerate(digits)]
+    return {text: conditioning.normalize_numbers(text) for text in (*NUMBERS, *drawn)}
+
+
 def texts() -> dict[str, Any]:
     """Return phonemes and ids of texts, and how numbers are spelled, by espeak-ng of VERSIONS."""
     read = [
@@ -206,7 +220,7 @@ def texts() -> dict[str, Any]:
     ]
     return {
         "phonemes": read,
-        "numbers": {text: conditioning.normalize_numbers(text) for text in NUMBERS},
+        "numbers": numbers(),
         "languages": LANGUAGES,
     }
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 from typing import Any
 
 from zoo.request import Request, RequestError
 from zoo.text.pieces import language_of
+from zoo.zonos.spelling import spell
 
 EXTRA = "pip install 'speechzoo[phonemes]'"
 UNKNOWN, BEGIN, FINISH = 1, 2, 3
 NUM_SPECIAL = 4
-MAX_DIGITS = 33  # of a number that inflect has a name for; longer ones are read digit by digit
 PUNCTUATION = ';:,.!?¡¿—…"«»“”() *~-/\\&'
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 IPA = (
@@ -32,12 +31,14 @@ NUM_IDS = NUM_SPECIAL + len(SYMBOLS)
 # The apostrophe is in the table twice; the later row counts.
 ID_OF = {symbol: i for i, symbol in enumerate(SYMBOLS, NUM_SPECIAL)}
 # espeak-ng's names; a language's index is its id.
-LANGUAGES: tuple[str, ...] = tuple(
-    """af am an ar as az ba bg bn bpy bs ca cmn cs cy da de el en-029 en-gb en-gb-scotland en-gb-x-gbclan en-gb-x-gbcwmd
-    en-gb-x-rp en-us eo es es-419 et eu fa fa-latn fi fr-be fr-ch fr-fr ga gd gn grc gu hak hi hr ht hu hy hyw ia id is it ja
-    jbo ka kk kl kn ko kok ku ky la lfn lt lv mi mk ml mr ms mt my nb nci ne nl om or pa pap pl pt pt-br py quc ro ru ru-lv sd
-    shn si sk sl sq sr sv sw ta te tn tr tt ur uz vi vi-vn-x-central vi-vn-x-south yue""".split()
-)
+_LANGUAGES = """
+af am an ar as az ba bg bn bpy bs ca cmn cs cy da de el en-029 en-gb en-gb-scotland en-gb-x-gbclan
+en-gb-x-gbcwmd en-gb-x-rp en-us eo es es-419 et eu fa fa-latn fi fr-be fr-ch fr-fr ga gd gn grc gu
+hak hi hr ht hu hy hyw ia id is it ja jbo ka kk kl kn ko kok ku ky la lfn lt lv mi mk ml mr ms mt my
+nb nci ne nl om or pa pap pl pt pt-br py quc ro ru ru-lv sd shn si sk sl sq sr sv sw ta te tn tr tt
+ur uz vi vi-vn-x-central vi-vn-x-south yue
+"""
+LANGUAGES = tuple(_LANGUAGES.split())
 # ISO codes that espeak-ng names otherwise.
 ALIASES = {"en": "en-us", "fr": "fr-fr", "zh": "cmn"}
 # The reference reads Japanese through Sudachi, which is not supported.
@@ -63,7 +64,7 @@ class Phonemizer:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.backends: dict[str, Any] = {}
-        self._engine, self._words = _packages()
+        self._engine = _engine()
 
     def __deepcopy__(self, memo: object) -> Phonemizer:
         """Return a new one for a copy of a family: espeak-ng's library cannot be copied."""
@@ -74,11 +75,10 @@ class Phonemizer:
 
     def read(self, text: str, language: str) -> str:
         """Return the phonemes of a text, with its punctuation and with stress marks."""
-        words = numbers(text, self._words)
         with self.lock:
             if language not in self.backends:
                 self.backends[language] = self._backend(language)
-            lines = self.backends[language].phonemize([words], strip=True)
+            lines = self.backends[language].phonemize([spell(text)], strip=True)
         return lines[0] if lines else ""
 
     def _backend(self, language: str) -> Any:
@@ -96,50 +96,14 @@ class Phonemizer:
             raise RequestError("language", f"espeak-ng cannot read {language}: {error}") from None
 
 
-def _packages() -> tuple[Any, Any]:
-    """Return phonemizer's espeak backend and inflect's function that spells a number. Raises ValueError."""
+def _engine() -> Any:
+    """Return phonemizer's espeak backend. Raises ValueError if it is not installed."""
     try:
         import espeakng_loader
 
         os.environ.setdefault("PHONEMIZER_ESPEAK_LIBRARY", espeakng_loader.get_library_path())
         os.environ.setdefault("ESPEAK_DATA_PATH", espeakng_loader.get_data_path())
-        import inflect
         from phonemizer.backend import EspeakBackend
     except ImportError as error:
         raise ValueError(f"Zonos reads phonemes, and {error.name} is not installed: {EXTRA}") from None
-    return EspeakBackend, inflect.engine().number_to_words
-
-
-def numbers(text: str, words: Any) -> str:
-    """Return a text with its numbers, amounts in pounds and dollars, and ordinals in English words, whatever the text's
-    language is. words: inflect's `number_to_words`."""
-    text = re.sub(r"[0-9][0-9,]+[0-9]", lambda match: match[0].replace(",", ""), text)
-    text = re.sub(r"£([0-9,]*[0-9]+)", r"\1 pounds", text)
-    text = re.sub(r"\$([0-9.,]*[0-9]+)", lambda match: _dollars(match[1]), text)
-    text = re.sub(r"[0-9]+\.[0-9]+", lambda match: match[0].replace(".", " point "), text)
-    text = re.sub(r"[0-9]+(?:st|nd|rd|th)", lambda match: words(match[0]), text)
-    return re.sub(r"[0-9]+", lambda match: _integer(match[0], words), text)
-
-
-def _dollars(amount: str) -> str:
-    """Return an amount such as "5.20" with its units; the numbers stay digits."""
-    whole, *rest = amount.replace(",", "").split(".")
-    if len(rest) > 1:
-        return f"{amount} dollars"
-    counted = ((int(whole or 0), "dollar"), (int(rest[0] or 0) if rest else 0, "cent"))
-    said = [f"{count} {unit}" + "s" * (count != 1) for count, unit in counted if count]
-    return ", ".join(said) or "zero dollars"
-
-
-def _integer(digits: str, words: Any) -> str:
-    """Return an integer in words: from 1001 to 2999 as a year is read."""
-    if len(digits) > MAX_DIGITS:
-        return " ".join(words(digit) for digit in digits)
-    value = int(digits)
-    if not 1000 < value < 3000 or value == 2000:
-        return words(digits, andword="")
-    if 2000 < value < 2010:
-        return f"two thousand {words(value % 100)}"
-    if value % 100 == 0:
-        return f"{words(value // 100)} hundred"
-    return words(value, andword="", zero="oh", group=2).replace(", ", " ")
+    return EspeakBackend

@@ -38,10 +38,10 @@ for missing, members in (("kanjize", ("number2kanji",)), ("sudachipy", ("Diction
 os.environ.setdefault("PHONEMIZER_ESPEAK_LIBRARY", espeakng_loader.get_library_path())
 os.environ.setdefault("ESPEAK_DATA_PATH", espeakng_loader.get_data_path())
 
-import zonos.model
-from zonos import conditioning, sampling, speaker_cloning
-from zonos.backbone._torch import TorchZonosBackbone
-from zonos.config import ZonosConfig
+import zonos.model  # noqa: E402
+from zonos import conditioning, speaker_cloning  # noqa: E402
+from zonos.backbone._torch import TorchZonosBackbone  # noqa: E402
+from zonos.config import ZonosConfig  # noqa: E402
 
 NAME = "Zyphra/Zonos bc40d98"
 RATE_HZ, BOOKS, FRAME_SAMPLES = 44100, 9, 512
