@@ -26,8 +26,8 @@ from zoo.request import AudioClip, Reference, Request
 from zoo.zonos import build, demo, speaker, weights
 from zoo.zonos.config import read_configs
 from zoo.zonos.model import penalise_recent
-from zoo.zonos.spelling import spell
 from zoo.zonos.phonemes import LANGUAGES, Phonemizer
+from zoo.zonos.spelling import spell
 
 HERE = Path(__file__).parent / "zonos"
 MANIFESTS = HERE.parent.parent / "manifests"

@@ -184,11 +184,18 @@ class Zonos(Family[ZonosState]):
             x = layer(x, cos, sin, Paged(batch, i))
         return self.backbone.norm(x)
 
+    def logits(self, h: Tensor) -> Tensor:
+        """h [N, D] -> [N, K, V] float32"""
+        return torch.stack([part.float() for part in self.backbone.heads(h)], 1)
+
+    def guided(self, state: ZonosState, slots: Tensor, h: Tensor) -> Tensor:
+        """h [2 B, D] -> [B, K, V] float32"""
+        return merge(self.logits(h), state.cfg_scale[slots])
+
     def scores(self, state: ZonosState, slots: Tensor, h: Tensor) -> Tensor:
-        """Return the logits [B, K, V] in fp32 for h [2 B, D]: guidance, then only codebook 0 may end, then the penalty.
-        The first step has neither of the last two."""
-        logits = torch.stack([part.float() for part in self.backbone.heads(h)], 1)  # [2 B, K, V]
-        logits = merge(logits, state.cfg_scale[slots])  # [B, K, V]
+        """Return the logits [B, K, V] for h [2 B, D]: guidance, then only codebook 0 may end, then the penalty. The first
+        step has neither of the last two."""
+        logits = self.guided(state, slots, h)
         is_later = state.steps[slots] > 0
         book = torch.arange(BOOKS, device=slots.device)
         never = is_later[:, None] & (book > 0)  # [B, K]
