@@ -10,6 +10,8 @@ transformers 5.23, models/dac.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,6 +34,12 @@ class Codebook(nn.Module):
         narrow = F.normalize(self.project_in(latent).mT, dim=-1)
         return F.linear(narrow, F.normalize(self.rows.weight, dim=-1)).argmax(-1)
 
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Return the latent of each code [V, C], without the bias [C], and the bias, in fp64."""
+        out = self.project_out
+        assert out.bias is not None, "the codebooks of DAC have a bias"
+        return self.rows.weight.double() @ out.weight[:, :, 0].double().T, out.bias.double()
+
     def forward(self, code: Tensor) -> Tensor:
         """Return the latents [B, C, F] of codes [B, F]."""
         return self.project_out(self.rows(code).mT)
@@ -50,18 +58,18 @@ class Codec(nn.Module):
     @torch.no_grad()
     def prepare(self) -> None:
         """Fold each codebook and its projection into one row per code, in fp64."""
-        tables = [
-            book.rows.weight.double() @ book.project_out.weight[:, :, 0].double().T for book in self.books
-        ]  # type: ignore[union-attr,operator,index]
-        bias = torch.stack([book.project_out.bias.double() for book in self.books]).sum(0)  # type: ignore[union-attr,operator]
-        self.decoder.keep(tables, bias)
+        folded = [book.folded() for book in self.codebooks()]
+        self.decoder.keep([table for table, _ in folded], torch.stack([bias for _, bias in folded]).sum(0))
+
+    def codebooks(self) -> Iterator[Codebook]:
+        return iter(self.books)  # type: ignore[arg-type]
 
     def encode(self, samples: Tensor) -> Tensor:
         """Encode samples [B, N], with zeros up to a whole frame, to codes [B, F, K]."""
         samples = F.pad(samples, (0, -samples.shape[1] % self.frame_samples))
         latent = self.encoder(samples[:, None])
         codes = []
-        for book in self.books:
-            codes.append(book.nearest(latent))  # type: ignore[operator]
+        for book in self.codebooks():
+            codes.append(book.nearest(latent))
             latent = latent - book(codes[-1])
         return torch.stack(codes, -1)

@@ -67,7 +67,7 @@ def test_without_the_speaker_encoder_the_model_speaks_and_refuses_references(cop
     shutil.rmtree(copy / speaker.FOLDER)
     ours = zoo.load(copy, "cpu")
     assert len(zoo.generate(ours, Request(text="a", max_frames=2)).frames) == 2
-    with pytest.raises(RequestError, match="clones need Zyphra/Zonos-v0.1-speaker-embedding; put it into"):
+    with pytest.raises(RequestError, match=r"clones need Zyphra/Zonos-v0\.1-speaker-embedding; put it into"):
         ours.prompt(Request(text="a", references=(Reference(CLIP),)))
 
 
