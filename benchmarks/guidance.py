@@ -1,6 +1,7 @@
 """Measure the cost of guidance: the engine's throughput with two lanes a slot, divided by that with one.
 
     python benchmarks/guidance.py [--streams 1 4 8] [--requests 8] [--frames 48] [--size mid] [--dtype float32] [--eager] [--json]
+    python benchmarks/guidance.py --model DIR ...    a model of the family zonos instead, a random one without ends
 
 The model is a plain transformer. Both variants have the same random weights and generate the same number of
 frames for the same number of requests. Every request has its own text; with two lanes, all requests share one
@@ -15,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import zoo
 from compile_cache.strategy import Strategy
 from serving.engine.device.prepare_for_host import cached, prepare_for_host
 from serving.engine.engine import Audio, Engine
@@ -37,6 +39,8 @@ from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.sampling import draw, gumbel
 from zoo.request import Option, Request
+from zoo.zonos.config import END
+from zoo.zonos.model import Zonos, ZonosState
 
 HEAD_DIM, KV_HEADS, BOOKS, CODES = 64, 4, 4, 1024
 TEXT, NULL = 120, (0,) * 100  # bytes of a request's text; what the second lane reads instead
@@ -147,11 +151,37 @@ class Speaker(Family[SpeakerState]):
         return state.window(view).flatten(1).float() / CODES, view.count * BOOKS
 
 
+class Unguided(Zonos):
+    """Zonos with one lane: it never reads the prompt without conditions."""
+
+    def prompt(self, request: Request) -> Prompt:
+        prompt = super().prompt(request)
+        prompt.null = None
+        return prompt
+
+    def embed(self, state: ZonosState, slots: Tensor) -> Tensor:
+        return self.backbone.rows(state.row[slots])
+
+    def guided(self, state: ZonosState, slots: Tensor, h: Tensor) -> Tensor:
+        return self.logits(h)
+
+
+def endless(path: Path, dtype: torch.dtype, lanes: int) -> Zonos:
+    """Return a model of random weights that never draws the end, with one lane or two."""
+    family = zoo.load(path, "cpu", str(dtype).removeprefix("torch."))
+    assert isinstance(family, Zonos), f"{path} is of the family {family.spec.family}, not of zonos"
+    family.backbone.heads.weight[END] = 0
+    if lanes == 2:
+        return family
+    spec = replace(family.spec, lanes=1)
+    return Unguided(family.config, spec, family.backbone, family.codec, family.writer).eval()
+
+
 class Timed:
     """An engine of one such model, and the throughput of a round."""
 
-    def __init__(self, size: Size, lanes: int, streams: int, frames: int, dtype: torch.dtype, compile: bool):
-        self.family = Speaker(size, lanes, frames, dtype)
+    def __init__(self, family: Family[Any], streams: int, compile: bool):
+        self.family = family
         self.parameters = sum(parameter.numel() for parameter in self.family.parameters())
         prepare_for_host(self.family)
         self.engine = Engine(self.family, max_slots=streams, compile=compile, report_lag=1)
@@ -160,20 +190,21 @@ class Timed:
         self.rounds = 0
 
     def round(self, requests: int, frames: int) -> dict[str, float]:
-        heard, steps = 0, 0
+        heard, steps, steps_s = 0, 0, 0.0
 
         def hear(event: Any) -> None:
             nonlocal heard
             heard += event.frames if isinstance(event, Audio) else 0
 
         def count(event: str, rows: int, seconds: float) -> None:
-            nonlocal steps
-            steps += event == "step"
+            nonlocal steps, steps_s
+            if event == "step":
+                steps, steps_s = steps + 1, steps_s + seconds
 
         self.model.runner.observer = count
         texts = np.random.default_rng(self.rounds).integers(97, 123, (requests, TEXT), np.uint8)
         self.rounds += 1
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         for i, text in enumerate(texts):
             said, options = text.tobytes().decode(), {"cfg_scale": 2.0}
             request = Request(text=said, seed=i, max_frames=frames, options=options)
@@ -183,7 +214,9 @@ class Timed:
         took_s = time.perf_counter() - began
         self.model.runner.observer = None
         assert heard == requests * frames, f"received {heard} frames instead of {requests * frames}"
-        return {"frames_per_s": heard / took_s, "steps_per_s": steps / took_s, "steps": steps}
+        cpu_ms = (time.process_time() - began_cpu) / heard * 1e3
+        rates = {"frames_per_s": heard / took_s, "steps_per_s": steps / took_s, "cpu_ms": cpu_ms}
+        return rates | {"steps": steps, "step_ms": steps_s / steps * 1e3}
 
 
 def main() -> None:
@@ -195,19 +228,27 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="mid")
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    dtype = getattr(torch, options.dtype)
+    size = SIZES[options.size]
+
+    def made(lanes: int) -> Family[Any]:
+        if options.model is None:
+            return Speaker(size, lanes, options.frames, dtype)
+        return endless(options.model, dtype, lanes)
+
     result: dict[str, Any] = {
-        "size": asdict(SIZES[options.size]),
+        "size": str(options.model) if options.model else asdict(size),
         "dtype": options.dtype,
         "requests": options.requests,
         "runs": [],
     }
     for streams in options.streams:
-        shape = (streams, options.frames, getattr(torch, options.dtype), not options.eager)
-        both = {lanes: Timed(SIZES[options.size], lanes, *shape) for lanes in (1, 2)}
+        both = {lanes: Timed(made(lanes), streams, not options.eager) for lanes in (1, 2)}
         rounds: dict[int, list[dict[str, float]]] = {1: [], 2: []}
         for timed in both.values():
             timed.round(options.requests, 2)
@@ -223,15 +264,17 @@ def main() -> None:
             "two_lanes": two,
             "pages_shared": both[2].engine.stats()["pages_shared"],
             "ratio": two["frames_per_s"] / one["frames_per_s"],
+            # of the best rounds; other programs on the machine change it less
+            "cpu_ratio": min(r["cpu_ms"] for r in rounds[1]) / min(r["cpu_ms"] for r in rounds[2]),
         }
         result["runs"].append(run)
         if not options.json:
             ones, twos = (
-                f"{found['steps_per_s']:.1f} steps/s, {found['frames_per_s']:.1f} frames/s"
+                f"{found['step_ms']:.1f} ms a step, {found['frames_per_s']:.1f} frames/s"
                 for found in (one, two)
             )
             print(
-                f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; ratio {run['ratio']:.2f}",
+                f"{streams:3} streams, {options.requests} requests: one lane {ones}; two {twos}; ratio {run['ratio']:.2f}, by CPU time {run['cpu_ratio']:.2f}",
                 flush=True,
             )
     if options.json:

@@ -41,6 +41,7 @@ AIMS = {
     "cosyvoice2": 300,
     "csm": 400,
     "orpheus": 100,
+    "zonos": 150,
 }
 RATES = {"qwen3_tts": (40, 1), "cosyvoice2": (12,)}  # requests a second
 RATE_S = 60  # seconds of requests at each rate

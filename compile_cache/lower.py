@@ -115,10 +115,11 @@ def any_size(tensors: Iterable[Tensor], dim: int, name: str) -> None:
     Equal names mean equal sizes.
     On a CPU this includes size 1. On a GPU, size 1 gets its own graph, and the others share a graph that was
     laid out for the first size. Fully unknown sizes would prevent kernel fusion there (Higgs Audio V3: 65
-    generated kernels per step instead of 30).
+    generated kernels per step instead of 30). With two lanes, a step of one slot has two positions; that size is
+    a constant of the graph for one slot, so the mark must not insist on it.
     """
     for tensor in tensors:
         if tensor.device.type == "cpu":
             torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)
         elif tensor.shape[dim] > 1:
-            torch._dynamo.mark_dynamic(tensor, dim)
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)

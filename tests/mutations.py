@@ -14,7 +14,13 @@ from models import directory
 
 import zoo
 
-FILES = ("config.json", "generation_config.json", "speech_tokenizer/config.json", "snac_24khz/config.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "speech_tokenizer/config.json",
+    "snac_24khz/config.json",
+    "dac_44khz/config.json",
+)
 REMOVED = object()
 OTHERS = (REMOVED, None, "5", "", [], {}, True, -1, 0, 10**9, 0.5, float("nan"), [None])
 

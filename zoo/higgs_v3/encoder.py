@@ -16,53 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.higgs_v3.config import SAMPLE_RATE_HZ, SEMANTIC_RATE_HZ, CodecConfig
-from zoo.higgs_v3.layers import DILATIONS, EDGES, KERNEL, Residual
 from zoo.higgs_v3.semantic import Hubert, Position
+from zoo.nn import dac
 from zoo.nn.resample import Resample
-from zoo.nn.snake import Snake
 
 SEMANTIC_PAD = 160  # zeros on both sides, at 16 kHz: half a HuBERT frame
-
-
-class AcousticBlock(nn.Module):
-    """Three residual units and a strided convolution: [B, C, N] -> [B, 2C, about N / rate]."""
-
-    def __init__(self, channels: int, rate: int):
-        super().__init__()
-        self.residuals = nn.ModuleList(Residual(channels, dilation) for dilation in DILATIONS)
-        self.snake = Snake(channels)
-        self.down = nn.Conv1d(channels, 2 * channels, 2 * rate, rate, padding=-(-rate // 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for residual, edge in zip(self.residuals, EDGES, strict=True):
-            x = residual(F.pad(x, (edge, edge)))
-        return self.down(self.snake(x))
-
-
-class Acoustic(nn.Module):
-    """The acoustic branch: samples [B, 1, N] -> [B, C, F]."""
-
-    def __init__(self, config: CodecConfig):
-        super().__init__()
-        channels, self.ratios = config.encoder_channels, config.ratios
-        self.stem = nn.Conv1d(1, channels, KERNEL, padding=KERNEL // 2)
-        self.blocks = nn.ModuleList(
-            AcousticBlock(channels << i, rate) for i, rate in enumerate(config.ratios)
-        )
-        self.snake = Snake(channels << len(config.ratios))
-        self.tail = nn.Conv1d(channels << len(config.ratios), config.latent, 3, padding=1)
-
-    def frames(self, samples: int) -> int:
-        """Return the number of frames for `samples` samples."""
-        for rate in self.ratios:
-            samples = (samples + 2 * -(-rate // 2) - 2 * rate) // rate + 1
-        return samples
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.tail(self.snake(x))
 
 
 class SemanticUnit(nn.Module):
@@ -89,7 +47,7 @@ class Encoder(nn.Module):
         super().__init__()
         hidden = config.semantic.hidden
         self.pad = config.frame_samples // 2
-        self.acoustic = Acoustic(config)
+        self.acoustic = dac.Encoder(config.latent, config.encoder_channels, config.ratios)
         self.hubert = Hubert(config.semantic)
         self.semantic = nn.Sequential(
             nn.Conv1d(hidden, hidden, 3, padding=1, bias=False), SemanticBlock(hidden), SemanticBlock(hidden)

@@ -1,4 +1,4 @@
-"""Layers that the codec's encoder and decoder share. Source: transformers 5.23, models/dac and
+"""The codebooks, which the codec's encoder and decoder share. Source: transformers 5.23,
 models/higgs_audio_v2_tokenizer."""
 
 from __future__ import annotations
@@ -10,32 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.higgs_v3.config import CodecConfig
-from zoo.nn.snake import Snake
-
-KERNEL = 7
-DILATIONS = (1, 3, 9)  # one per residual unit of a block
-# How many positions each unit reads on both sides.
-EDGES = tuple(KERNEL // 2 * dilation for dilation in DILATIONS)
-
-
-class Residual(nn.Module):
-    """A residual unit, [B, C, N] -> [B, C, N - 2 edge]: it returns only positions whose inputs are all
-    present. To keep the length, pad the input with `edge` zeros on both sides."""
-
-    conv: type[nn.Conv1d] = nn.Conv1d
-
-    def __init__(self, channels: int, dilation: int):
-        super().__init__()
-        self.edge = KERNEL // 2 * dilation
-        self.snake1 = Snake(channels)
-        self.conv1 = self.conv(channels, channels, KERNEL, dilation=dilation)
-        self.snake2 = Snake(channels)
-        self.conv2 = self.conv(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv2(self.snake2(self.conv1(self.snake1(x)))).add_(
-            x[..., self.edge : x.shape[2] - self.edge]
-        )
 
 
 class Codebook(nn.Module):

@@ -9,6 +9,7 @@ from zoo.checkpoint.names import decoder_block
 from zoo.higgs_v3.codec import Codec
 from zoo.higgs_v3.config import CodecConfig, Config
 from zoo.higgs_v3.model import Backbone
+from zoo.nn import dac
 
 CODEC = "tied.embedding.modality_embeddings.0.model"
 # Copies of the two embeddings. The file contains them but the index does not name them, so a loader that
@@ -75,11 +76,6 @@ def _codec(config: CodecConfig) -> dict[str, str]:
     def both(theirs: str, ours: str) -> None:
         names.update({f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in ("weight", "bias")})
 
-    def residual(theirs: str, ours: str) -> None:
-        for n in (1, 2):
-            names[f"{theirs}.snake{n}.alpha"] = f"{ours}.snake{n}.alpha"
-            both(f"{theirs}.conv{n}", f"{ours}.conv{n}")
-
     for k in range(config.codebooks):
         theirs, ours = f"quantizer.quantizers.{k}", f"quantizer.books.{k}"
         names[f"{theirs}.codebook.embed"] = f"{ours}.rows"
@@ -87,18 +83,9 @@ def _codec(config: CodecConfig) -> dict[str, str]:
         both(f"{theirs}.project_out", f"{ours}.project_out")
     both("fc2", "decoder.project")
     both("fc", "encoder.join")
-    for theirs, ours, sample in (
-        ("acoustic_decoder", "decoder", ("conv_t1", "up")),
-        ("acoustic_encoder", "encoder.acoustic", ("conv1", "down")),
-    ):
-        both(f"{theirs}.conv1", f"{ours}.stem")
-        for i in range(len(config.ratios)):
-            names[f"{theirs}.block.{i}.snake1.alpha"] = f"{ours}.blocks.{i}.snake.alpha"
-            both(f"{theirs}.block.{i}.{sample[0]}", f"{ours}.blocks.{i}.{sample[1]}")
-            for j in range(3):
-                residual(f"{theirs}.block.{i}.res_unit{j + 1}", f"{ours}.blocks.{i}.residuals.{j}")
-        names[f"{theirs}.snake1.alpha"] = f"{ours}.snake.alpha"
-        both(f"{theirs}.conv2", f"{ours}.tail")
+    blocks = len(config.ratios)
+    names |= dac.names("acoustic_decoder", "decoder", blocks, dac.UP)
+    names |= dac.names("acoustic_encoder", "encoder.acoustic", blocks, dac.DOWN)
 
     names["encoder_semantic.conv.weight"] = "encoder.semantic.0.weight"
     for i in range(2):

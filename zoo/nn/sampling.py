@@ -154,6 +154,14 @@ def draw_on_gpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     return _draw(logits, temperature, top_k, top_p, noise)
 
 
+def drop_unlikely(noise: Tensor, logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Return the noise [B, V] for `draw` with -inf for tokens that are less likely than min_p [B] times the likeliest
+    one. The quotient of two probabilities does not change when top-k and top-p drop others, so the order does not matter.
+    Source: Nguyen et al. 2024 (arXiv 2407.01082)."""
+    least = logits.amax(-1, keepdim=True) + (min_p.log() * temperature.clamp(min=GREEDY))[:, None]
+    return noise.masked_fill(logits < least, -torch.inf)
+
+
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     """Make tokens less likely that were produced before: seen [B, V] bool, penalty [B]. Source: the CTRL
     paper (arXiv 1909.05858), section 4.1."""

@@ -3,6 +3,7 @@
 import { Recording } from "./reference.js";
 
 const $ = (id) => document.getElementById(id);
+const WIDEST = 100_000; // of a range with a slider; wider ones only keep out mistakes
 
 export class Form {
   /** `onChange`: called when a value has changed. */
@@ -98,7 +99,7 @@ export class Form {
     if (!field) return false;
     field.closest("details")?.setAttribute("open", "");
     field.querySelector(".error").textContent = message;
-    const control = field.querySelector("input, select, textarea");
+    const control = field.querySelector("input:not([type=range]), select, textarea");
     control.setAttribute("aria-invalid", "true");
     control.focus();
     return true;
@@ -114,8 +115,8 @@ function clearError(field) {
   field.querySelector("[aria-invalid]")?.removeAttribute("aria-invalid");
 }
 
-/** Makes a field for an option of the model: a checkbox, a selection, or a text line. An empty line means the default. */
-function optionField({ name, type, help, possible, default: standard, choices }) {
+/** Makes a field for an option of the model: a checkbox, a selection, or a text line, with a slider for a number in a range. An empty line means the default. */
+function optionField({ name, type, help, possible, default: standard, range, choices }) {
   const field = $("option").content.firstElementChild.cloneNode(true);
   const id = `option-${name}`;
   field.dataset.field = name;
@@ -143,11 +144,25 @@ function optionField({ name, type, help, possible, default: standard, choices })
   Object.assign(control, { id, name });
   control.setAttribute("aria-describedby", `${id}-hint ${id}-error`);
   label.after(control);
+  if (control.dataset.sent === "number" && range && standard !== null && range[1] - range[0] <= WIDEST) {
+    control.before(slider(control, type, range, standard));
+    field.classList.add("slid");
+  }
   const hint = field.querySelector(".hint");
   hint.id = `${id}-hint`;
   hint.textContent = type === "bool" || choices.length ? help : `${help} (${possible})`;
   field.querySelector(".error").id = `${id}-error`;
   return field;
+}
+
+/** Makes a slider that writes its value into a text line, and that follows what is typed there. An empty line means the default. */
+function slider(line, type, [low, high], standard) {
+  const made = document.createElement("input");
+  Object.assign(made, { type: "range", min: low, max: high, step: type === "int" ? 1 : "any", value: standard });
+  made.setAttribute("aria-label", `${line.name.replaceAll("_", " ")}, slider`);
+  made.addEventListener("input", () => (line.value = type === "int" ? made.value : Number(made.value).toPrecision(3) * 1));
+  line.addEventListener("input", () => (made.value = line.value.trim() === "" ? standard : line.value));
+  return made;
 }
 
 /** Replaces the options of a selection. The chosen one stays if it is among the new ones. */

@@ -334,6 +334,23 @@ def test_the_models_options_are_shown_and_only_set_values_are_sent(page, server)
     assert asked_last(server) == {"text": "frames 1", "instructions": "A calm voice.", "seed": 7}
 
 
+def test_a_number_with_a_range_and_a_default_has_a_slider(page, server):
+    page.click("summary")
+    assert page.locator("#options [type=range]").count() == 2  # not of solver_steps: the model decides
+    slider = page.locator("[data-field=cfg_scale] [type=range]")
+    assert [slider.get_attribute(name) for name in ("min", "max")] == ["0", "100"]
+    assert slider.input_value() == "2" and page.input_value("#option-cfg_scale") == ""
+    slider.fill("3.25")
+    assert page.input_value("#option-cfg_scale") == "3.25"
+    speak(page, "frames 1")
+    wait(page, IS_OVER)
+    assert asked_last(server)["options"] == {"cfg_scale": 3.25}
+    page.fill("#option-cfg_scale", "40")
+    assert slider.input_value() == "40"
+    page.fill("#option-cfg_scale", "")
+    assert slider.input_value() == "2"
+
+
 def choose_recording(page, tmp_path, name="the speaker's.wav", **more):
     (tmp_path / name).write_bytes(recording(**more))
     page.select_option("#model", "cloner")

@@ -1,0 +1,64 @@
+"""What a clone needs of a recording: the vector of its voice and, to continue it, its codes. Both are made once, in fp32, and
+kept.
+
+    clip ─ mono ─ speaker encoder ──────────────> voice [128]
+         └ 44.1 kHz ─ zeros up to a whole frame ─ DAC's encoder ─> codes [F, 9]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.request import AudioClip
+from zoo.voices.encoded_files import EncodedFiles, encoder_key
+from zoo.voices.references import References, content, mono
+from zoo.zonos.codec import Codec
+from zoo.zonos.config import SAMPLE_RATE_HZ
+from zoo.zonos.speaker import RATE_HZ, SpeakerEncoder
+
+FAMILY = "zonos"
+REFERENCE_S = (0.1, 30.0)  # the original advises 5 to 30 s
+COMMON_HZ = 100  # the rates of recordings are multiples of it
+
+
+@dataclass(frozen=True)
+class EncodedReference:
+    voice: Tensor  # [128] bfloat16 on the CPU
+    codes: Tensor  # [F, 9] on the CPU
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"voice": self.voice, "codes": self.codes}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.voice.nbytes + self.codes.nbytes
+
+
+class Cloner:
+    """AudioClip -> EncodedReference. May be called from several threads."""
+
+    def __init__(self, codec: Codec, speaker: SpeakerEncoder | None, device: torch.device):
+        self.codec, self.speaker, self.device = codec, speaker, device
+        self.references: References[EncodedReference] = References()
+        modules = [module for module in (codec, speaker) if module is not None]
+        self.files = EncodedFiles(FAMILY, encoder_key(FAMILY, None, *modules))
+
+    def __call__(self, clip: AudioClip) -> EncodedReference:
+        """Raises ValueError (`param` "references") for audio that is not a reference."""
+        name = content(clip)
+        file = self.files.of(clip, name, lambda tensors: EncodedReference(**tensors))
+        return self.references.get(name, lambda: self._encode(clip), file)
+
+    @torch.inference_mode()
+    def _encode(self, clip: AudioClip) -> EncodedReference:
+        assert self.speaker is not None, "a reference, and no speaker encoder: the spec takes none"
+        # The encoder's own resampler needs a filter per phase; rates that would have too many go through soxr.
+        rate_hz = clip.sample_rate_hz if clip.sample_rate_hz % COMMON_HZ == 0 else RATE_HZ
+        own, wide = (
+            torch.tensor(mono(clip, hz, REFERENCE_S), device=self.device) for hz in (rate_hz, SAMPLE_RATE_HZ)
+        )
+        voice = self.speaker(own, rate_hz)
+        return EncodedReference(voice.bfloat16().cpu(), self.codec.encode(wide[None])[0].cpu())
