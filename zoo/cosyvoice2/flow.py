@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.cosyvoice2.config import MELS, NUM_UP_LAYERS, FlowConfig
-from zoo.cosyvoice2.estimator import PAIR, Estimator
-from zoo.cosyvoice2.flow_encoder import FlowEncoder
-from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MAX_FRAMES, TOKEN_FRAMES
-from zoo.cosyvoice2.stretch import Seen, Stretch
+from zoo.cosyvoice2.config import FlowConfig
+from zoo.cosyvoice2.strategy import MAX_FRAMES
 from zoo.nn.conv import CodecState
+from zoo.nn.s3.encoder import FlowEncoder
+from zoo.nn.s3.estimator import PAIR, Estimator
+from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, NUM_UP_LAYERS, TOKEN_FRAMES
+from zoo.nn.s3.stretch import Seen, Stretch
 
 STEPS = 10
 NOISE_BLOCK = 15_000  # frames in the reference's buffer

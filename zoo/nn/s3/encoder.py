@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.cosyvoice2.config import NUM_UP_LAYERS, FlowConfig
-from zoo.cosyvoice2.strategy import LOOKAHEAD, TOKEN_FRAMES
-from zoo.cosyvoice2.stretch import Seen, Stretch
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
+from zoo.nn.s3.sizes import LOOKAHEAD, NUM_UP_LAYERS, TOKEN_FRAMES, FlowSizes
+from zoo.nn.s3.stretch import Seen, Stretch
 
 EMBED_EPS, LAYER_EPS = 1e-5, 1e-12
 LOOKBACK = 2  # of the second lookahead convolution
@@ -67,7 +66,7 @@ class RelativeAttention(nn.Module):
 class ConformerLayer(nn.Module):
     """A pre-norm transformer layer: the conformer without its convolution and second feed-forward."""
 
-    def __init__(self, config: FlowConfig):
+    def __init__(self, config: FlowSizes):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, eps=LAYER_EPS)
         self.attention = RelativeAttention(config.width, config.heads)
@@ -91,7 +90,7 @@ class Embed(nn.Module):
 
 
 class FlowEncoder(nn.Module):
-    def __init__(self, config: FlowConfig):
+    def __init__(self, config: FlowSizes):
         super().__init__()
         width = config.width
         self.embed = Embed(width)
