@@ -145,11 +145,12 @@ class Flow(nn.Module):
         is_there = torch.arange(codes.shape[1], device=codes.device) < num_there[:, None]
         rows = cache.encoder_past[stretch.slots]
         state = CodecState(self.encoder.layout, rows, stretch.tokens, stretch.count)
-        mu = self.output(self.encoder(self.codes(codes), is_there, stretch, state, cache.encoder))
+        sights = Seen(stretch, 1), Seen(stretch, TOKEN_FRAMES)
+        mu = self.output(self.encoder(self.codes(codes), is_there, sights, state, cache.encoder))
         cache.encoder_past[stretch.slots] = state.next()
         speaker = self.speaker(F.normalize(speaker, dim=1).to(mu.dtype))
         given = torch.cat((mu, speaker[:, None].expand_as(mu), prompt.to(mu.dtype)), -1)  # [B, 2T, 3 MELS]
-        return self._solve(given, self.noise_of(stretch) if start is None else start, stretch, cache)
+        return self._solve(given, self.noise_of(stretch) if start is None else start, sights[1], cache)
 
     def noise_of(self, stretch: Stretch) -> Tensor:
         """Return the fixed noise of a stretch's positions [B, 2T, MELS]."""
@@ -157,12 +158,11 @@ class Flow(nn.Module):
         place = TOKEN_FRAMES * stretch.start[:, None] + frames
         return self.noise[place.clamp(max=len(self.noise) - 1)]
 
-    def _solve(self, given: Tensor, x: Tensor, stretch: Stretch, cache: FlowCache) -> Tensor:
+    def _solve(self, given: Tensor, x: Tensor, seen: Seen, cache: FlowCache) -> Tensor:
         """Solve from noise x [B, Q, MELS] with the condition given [B, Q, 3 MELS]. Returns [B, Q, MELS].
 
         The state and the velocities are fp32.
         """
-        seen = Seen(stretch, TOKEN_FRAMES)
         pairs = torch.stack((given, torch.zeros_like(given)), 1)  # [B, PAIR, Q, 3 MELS]
         mask = None
         if x.device.type != "cuda":  # on a GPU an operator reads the cache in place and needs no mask

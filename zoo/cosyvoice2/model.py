@@ -55,7 +55,7 @@ from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
 from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
-from zoo.nn.s3.sizes import FRAME_SAMPLES, GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
+from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
 from zoo.nn.s3.stretch import Stretch, may_follow_values
 from zoo.nn.sampling import gumbel, normal
 from zoo.request import Request, RequestError, Share
@@ -500,4 +500,3 @@ def check_length(text: Interleaved) -> None:
     if text.num_text > MAX_TEXT_TOKENS:
         given = f"the transcript and the text have {text.num_text} tokens so far"
         raise RequestError("text", f"{given}; at most {MAX_TEXT_TOKENS} are possible")
-
