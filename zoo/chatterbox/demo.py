@@ -272,9 +272,7 @@ def write_texts(directory: Path, config: Config) -> None:
         name = "tokenizer.json" if config.kind == "english" else "grapheme_mtl_merged_expanded_v1.json"
         synthetic.write_json(directory / name, vocabulary.tokenizer(config.kind == "multilingual"))
         if config.kind == "multilingual":
-            (directory / "Cangjie5_TC.json").write_text(
-                json.dumps(["你\tonf", "好\tvnd"]), encoding="utf-8"
-            )
+            (directory / "Cangjie5_TC.json").write_text(json.dumps(["你\tonf", "好\tvnd"]), encoding="utf-8")
         return
     words = vocabulary.gpt2_words(config.t3.text_vocab == vocabulary.GPT2_SIZE)
     synthetic.write_json(directory / "vocab.json", words)

@@ -136,7 +136,9 @@ def is_gpt2_matrix(name: str) -> bool:
 
 def folded(file: TensorFile) -> TensorFile:
     """Return CAM++ with the normalisation that follows a convolution folded into it, as its exporter does."""
-    convolutions = (name.removesuffix(".weight") for name, header in file.headers.items() if len(header.shape) > 2)
+    convolutions = (
+        name.removesuffix(".weight") for name, header in file.headers.items() if len(header.shape) > 2
+    )
     found = {owner: names.folded_norm(owner) for owner in convolutions}
     owners = {owner: norm for owner, norm in found.items() if norm is not None}
     gone = {f"{norm}.{kind}" for norm in owners.values() for kind in ("weight", "bias", *names.STATISTICS)}
