@@ -114,8 +114,8 @@ function clearError(field) {
   field.querySelector("[aria-invalid]")?.removeAttribute("aria-invalid");
 }
 
-/** Makes a field for an option of the model: a checkbox, a selection, or a text line. An empty line means the default. */
-function optionField({ name, type, help, possible, default: standard, choices }) {
+/** Makes a field for an option of the model: a checkbox, a selection, or a text line. An empty line means the default. A number between bounds has a slider, too. */
+function optionField({ name, type, help, possible, default: standard, range, choices }) {
   const field = $("option").content.firstElementChild.cloneNode(true);
   const id = `option-${name}`;
   field.dataset.field = name;
@@ -143,11 +143,26 @@ function optionField({ name, type, help, possible, default: standard, choices })
   Object.assign(control, { id, name });
   control.setAttribute("aria-describedby", `${id}-hint ${id}-error`);
   label.after(control);
+  if (type === "float" && range && standard !== null) control.after(slider(control, range, standard));
   const hint = field.querySelector(".hint");
   hint.id = `${id}-hint`;
   hint.textContent = type === "bool" || choices.length ? help : `${help} (${possible})`;
   field.querySelector(".error").id = `${id}-error`;
   return field;
+}
+
+/** Makes a slider that shows the number in a text line, or its default if the line is empty, and writes to that line. */
+function slider(line, [low, high], standard) {
+  const step = (high - low) / SLIDER_STEPS;
+  const control = document.createElement("input");
+  Object.assign(control, { type: "range", min: low, max: high, step: "any", value: standard });
+  control.setAttribute("aria-label", `${line.name.replaceAll("_", " ")} (slider)`);
+  line.addEventListener("input", () => (control.value = line.value.trim() || standard));
+  control.addEventListener("input", () => {
+    line.value = Number(Math.max(low, Math.round(control.value / step) * step).toPrecision(6));
+    line.dispatchEvent(new Event("input", { bubbles: true }));
+  });
+  return control;
 }
 
 /** Replaces the options of a selection. The chosen one stays if it is among the new ones. */
@@ -161,4 +176,5 @@ function hide(field, isHidden) {
   document.querySelector(`[data-field=${field}]`).hidden = isHidden;
 }
 
+const SLIDER_STEPS = 200;
 const number = (text) => (Number.isFinite(Number(text)) ? Number(text) : text);

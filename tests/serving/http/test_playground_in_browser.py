@@ -263,7 +263,7 @@ def test_an_error_is_shown_next_to_its_field(page, param):
     speak(page, f"reject {param}")
     field = page.locator(f"[data-field={name}]")
     sync_api.expect(field.locator(".error")).to_have_text(f"{name} is not possible")
-    control = field.locator("input, select, textarea")
+    control = field.locator("input, select, textarea").first
     sync_api.expect(control).to_be_focused()
     assert control.get_attribute("aria-invalid") == "true" and field.locator(".error").is_visible()
     assert field.locator(".error").get_attribute("id") in control.get_attribute("aria-describedby")
@@ -305,8 +305,11 @@ def test_the_models_options_are_shown_and_only_set_values_are_sent(page, server)
     page.click("summary")
     assert page.evaluate(names) == [option.name for option in MODEL.options]
     assert page.get_attribute("#option-temperature", "placeholder") == "0.9"
+    slider = "[data-field=temperature] [type=range]"
+    assert page.input_value(slider) == "0.9" and page.get_attribute(slider, "max") == "2"
     assert "how far sampling strays (a number from 0 to 2)" in page.text_content("[data-field=temperature]")
     page.fill("#option-temperature", "0.5")
+    assert page.input_value(slider) == "0.5"
     page.select_option("#option-text_mode", "interleaved")
     page.fill("#seed", "7")
     speak(page, "frames 1")
@@ -319,6 +322,11 @@ def test_the_models_options_are_shown_and_only_set_values_are_sent(page, server)
         "options": {"text_mode": "interleaved"},
     }
     assert asked_last(server) == given
+
+    slide = "(value) => { const slider = document.querySelector('[data-field=temperature] [type=range]');"
+    slide += " slider.value = value; slider.dispatchEvent(new Event('input')); }"
+    page.evaluate(slide, 1.302)
+    assert page.input_value("#option-temperature") == "1.3"
 
     page.select_option("#model", "cloner")
     assert page.evaluate(names) == ["x_vector_only_mode"] and page.is_visible("#recording")
