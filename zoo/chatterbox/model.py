@@ -26,6 +26,7 @@ from zoo.chatterbox.sampling import draw_after_penalty, draw_before_penalty
 from zoo.chatterbox.strategy import MAX_FRAMES, STRATEGY
 from zoo.chatterbox.t3 import T3
 from zoo.chatterbox.vocoder import Vocoder
+from zoo.chatterbox.watermark import marked
 from zoo.check import check
 from zoo.contract import Batch, Family, Lane, Prompt, Spec, State, View, frame_cap
 from zoo.nn.conv import CodecState
@@ -58,8 +59,9 @@ class VoiceRows:
 
 
 class ChatterboxState(State):
-    """Adds sampling values [S+1], the last id drawn [S+1] and all ids drawn [S+1, V], and the voice as the flow
-    reads it: number of codes [S+1], codes [S+1, MAX_PROMPT], mel [S+1, 2 MAX_PROMPT, MELS], timbre [S+1, D]."""
+    """Adds sampling values [S+1], the last id drawn [S+1] and all ids drawn [S+1, V], whether a watermark is wanted
+    [S+1], and the voice as the flow reads it: number of codes [S+1], codes [S+1, MAX_PROMPT], mel
+    [S+1, 2 MAX_PROMPT, MELS], timbre [S+1, D]."""
 
     temperature: Tensor
     min_p: Tensor
@@ -69,6 +71,7 @@ class ChatterboxState(State):
     guidance: Tensor
     last: Tensor
     seen: Tensor
+    is_marked: Tensor
     num_prompt: Tensor
     prompt: Tensor
     prompt_mel: Tensor
@@ -85,6 +88,7 @@ class ChatterboxState(State):
         self.add("guidance", default=1)
         self.add("last", dtype=torch.int64)
         self.add("seen", family.config.t3.num_outputs, dtype=torch.bool)
+        self.add("is_marked", dtype=torch.bool)
         self.add("num_prompt", dtype=torch.int64)
         self.add("prompt", MAX_PROMPT, dtype=torch.int64)
         self.add("prompt_mel", TOKEN_FRAMES * MAX_PROMPT, MELS, dtype=mel_dtype)
@@ -117,6 +121,10 @@ class Chatterbox(Family[ChatterboxState]):
     @torch.inference_mode()
     def prompt(self, request: Request) -> Prompt:
         values = check(request, self.spec)
+        if values.get("watermark") and self.device.type != "cpu":
+            raise RequestError(
+                "watermark", "the watermark is computed on a CPU only: serve with --device cpu"
+            )
         script = self.writer(request, values)
         voice = self._voice(request)
         ids = torch.tensor(script.ids, device=self.device)
@@ -170,6 +178,7 @@ class Chatterbox(Family[ChatterboxState]):
             "seed": request.seed,
             "penalty": values["repetition_penalty"],
             "guidance": 1 + values.get("cfg_weight", 0.0),
+            "is_marked": values.get("watermark", False),
             "num_prompt": len(voice.flow_codes),
             "prompt": voice.flow_codes,
             "prompt_mel": voice.mel,
@@ -230,7 +239,9 @@ class Chatterbox(Family[ChatterboxState]):
                 slots, start, counts, is_last = rows
                 one = replace(view, slots=slots, start=start, count=counts, is_last=is_last)
                 made, num = self._speech(state, one, count)
-                samples[i, : made.shape[1]], valid[i] = made[0], num[0]
+                valid[i] = num[0]
+                speech = made[0, : num[0]]
+                samples[i, : num[0]] = marked(speech) if state.is_marked[slots[0]] else speech
         return samples, valid
 
     def _most_samples(self, frames: int) -> int:

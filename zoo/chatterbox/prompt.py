@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from zoo.chatterbox import watermark
 from zoo.chatterbox.config import Config
 from zoo.chatterbox.languages import LANGUAGES, in_language
 from zoo.checkpoint.json_files import read_json
@@ -54,6 +55,7 @@ HINTS = {
     "voice": "or give a reference",
     "instructions": "use exaggeration, or tags in the text such as [laughter]",
     "language": "use Chatterbox Multilingual for other languages than English",
+    "watermark": watermark.HINT,
 }
 TURBO_HINTS = {
     "voice": "or give a reference",
@@ -61,13 +63,16 @@ TURBO_HINTS = {
     "language": "use Chatterbox Multilingual for other languages than English",
     "exaggeration": "this option belongs to Chatterbox and Chatterbox Multilingual",
     "cfg_weight": "Chatterbox Turbo runs without guidance",
+    "watermark": watermark.HINT,
 }
 
 
 def options(config: Config) -> tuple[Option, ...]:
     """Return the options of a variant with the reference's defaults."""
+    mark = Option("watermark", bool, "put the original's inaudible watermark into the speech", False)
+    marks = (mark,) if watermark.is_installed() else ()
     if config.is_turbo:
-        return sampling_options(0.8, 1000, 0.95, 1.2)
+        return (*sampling_options(0.8, 1000, 0.95, 1.2), *marks)
     temperature, _, top_p, penalty = sampling_options(
         0.8, 0, 1.0, 2.0 if config.kind == "multilingual" else 1.2
     )
@@ -90,6 +95,7 @@ def options(config: Config) -> tuple[Option, ...]:
             0.5,
             (0, 1),
         ),
+        *marks,
     )
 
 
