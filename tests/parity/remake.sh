@@ -14,3 +14,4 @@ tests/parity/environments.sh "$@"
 .venv-parity-cosyvoice2/bin/python tests/parity/oracle_cosyvoice2.py
 .venv-parity-orpheus/bin/python tests/parity/oracle_orpheus.py
 .venv-parity-csm/bin/python tests/parity/oracle_csm.py
+.venv-parity-chatterbox/bin/python tests/parity/oracle_chatterbox.py

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from zoo.nn.s3.tokenizer import FFT, S3Config
 from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
 
 Shapes = dict[str, tuple[int, ...]]
+Sizes = dict[str, Any]  # fields of Size
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,21 @@ PARITY = replace(
     encoder=512, encoder_heads=8, encoder_inner=64, channels=64, vocoder=64, f0=32, s3_width=128, s3_layers=2,
 )  # fmt: skip
 MID = replace(Size(), hidden=512, heads=8, inner=2048, layers=15, encoder_layers=3, num_blocks=2, num_mid=4)
-MULTILINGUAL = {"t3_file": "t3_mtl23ls_v2.safetensors", "text_vocab": vocabulary.MULTILINGUAL_SIZE}
-GPT2 = {"num_outputs": 6563, "text_positions": 0, "speech_positions": 0, "queries": 0}
-TURBO = GPT2 | {"t3_file": "t3_turbo_v1.safetensors", "text_vocab": vocabulary.GPT2_SIZE, "positions": 8196}
-SMALL_TURBO = TURBO | {"text_vocab": 512, "positions": 1200}
-NANO = TURBO | {"t3_file": "t3_nano_v1.safetensors", "hidden": 768, "heads": 12, "inner": 3072, "layers": 12}
+MULTILINGUAL: Sizes = {"t3_file": "t3_mtl23ls_v2.safetensors", "text_vocab": vocabulary.MULTILINGUAL_SIZE}
+GPT2: Sizes = {"num_outputs": 6563, "text_positions": 0, "speech_positions": 0, "queries": 0}
+TURBO: Sizes = GPT2 | {
+    "t3_file": "t3_turbo_v1.safetensors",
+    "text_vocab": vocabulary.GPT2_SIZE,
+    "positions": 8196,
+}
+SMALL_TURBO: Sizes = TURBO | {"text_vocab": 512, "positions": 1200}
+NANO: Sizes = TURBO | {
+    "t3_file": "t3_nano_v1.safetensors",
+    "hidden": 768,
+    "heads": 12,
+    "inner": 3072,
+    "layers": 12,
+}
 CONFIGS = {
     "tiny": TINY,
     "tiny-multilingual": replace(TINY, **MULTILINGUAL),
@@ -263,7 +275,7 @@ def made(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return slaney_filters(SPEECH_HZ, FFT, shape[0]).float()
     if name == "tokenizer.window":
         return torch.hann_window(FFT)
-    return torch.from_numpy(fill(name, shape, seed))
+    return torch.from_numpy(fill(name, shape, seed)).contiguous()
 
 
 def write_texts(directory: Path, config: Config) -> None:
