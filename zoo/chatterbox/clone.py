@@ -101,10 +101,10 @@ class Cloner:
         if self.is_turbo:
             samples = at_loudness(samples, RATE_HZ, LOUDNESS_LUFS)
         speech = self._tensor(resampled(samples, RATE_HZ, SPEECH_HZ))
-        samples = self._tensor(samples[: MAX_PROMPT // CODES_PER_S * RATE_HZ])
-        flow_speech = Resample(RATE_HZ, SPEECH_HZ).to(self.device)(samples[None])[0]
+        first = self._tensor(samples[: MAX_PROMPT // CODES_PER_S * RATE_HZ])
+        flow_speech = Resample(RATE_HZ, SPEECH_HZ).to(self.device)(first[None])[0]
         flow_codes = self._codes(flow_speech)
-        mel = self.mel(samples[None])[0].mT  # [F, MELS]
+        mel = self.mel(first[None])[0].mT  # [F, MELS]
         num = min(len(flow_codes), len(mel) // TOKEN_FRAMES)
         return Voice(
             name=name,
@@ -163,8 +163,7 @@ class Entry:
     def row(self, key: str, shape: tuple[int, ...]) -> Tensor:
         """Return the only row of a tensor [1, *shape] as fp32. -1 in shape: any number. Raises ValueError."""
         value = self.values.get(key) if isinstance(self.values, dict) else None
-        is_row = isinstance(value, Tensor) and value.dim() == 1 + len(shape) and len(value) == 1
-        if not is_row or any(a not in (-1, b) for a, b in zip(shape, value.shape[1:], strict=True)):
+        if not isinstance(value, Tensor) or not fits(value, (1, *shape)):
             came = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{self.path}: {self.name}.{key} is {came}; a tensor {[1, *shape]} is needed")
         if not value.isfinite().all():
@@ -180,3 +179,8 @@ class Entry:
                 f"{self.path}: codes of {self.name}.{key} are {came}; 0 to {NUM_CODES - 1} are possible"
             )
         return row
+
+
+def fits(value: Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor has a shape, in which -1 means any number."""
+    return value.dim() == len(shape) and all(a in (-1, b) for a, b in zip(shape, value.shape, strict=True))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from zoo.chatterbox import vocabulary
 from zoo.chatterbox.clone import VOICES_FILE
@@ -303,7 +304,7 @@ def voice(config: Config, seed: int, num_codes: int = 38) -> dict[str, dict[str,
     mel = torch.from_numpy(fill("voice.weight", (1, 2 * num_codes, MELS), seed)) * MELS - 4
     speaker = torch.from_numpy(fill("speaker.embedding.weight", (1, SPEAKER), seed)).relu()
     t3: dict[str, Tensor | None] = {
-        "speaker_emb": speaker / speaker.norm(),
+        "speaker_emb": F.normalize(speaker, dim=1),
         "clap_emb": None,
         "cond_prompt_speech_tokens": (codes + 7) % NUM_CODES,
         "cond_prompt_speech_emb": None,

@@ -5,7 +5,7 @@ from zoo.contract import Window
 
 MAX_FRAMES = 1000  # codes of a speech: 40 s
 MAX_POSITIONS = 4096  # of voice, text and codes together
-LENGTHS = (125, 250, 500, MAX_FRAMES)
+LENGTHS = (200, 400, MAX_FRAMES)
 # Every mel frame depends on every code, so a speech is one window: no earlier stretch ends on the grid.
 WINDOW = Window(sizes=(MAX_FRAMES,), grid=MAX_FRAMES, lengths=LENGTHS)
 BATCH, ROWS = ("batch",), ("batch", "frames")

@@ -43,6 +43,9 @@ def stretches(mel: Tensor) -> Tensor:
 
 
 class VoiceEncoder(nn.Module):
+    window: Tensor  # [FFT]
+    filters: Tensor  # [FILTERS, FFT / 2 + 1]
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(FILTERS, SPEAKER, LAYERS, batch_first=True)
