@@ -94,11 +94,11 @@ CONFIGS = {
     "tiny-turbo": replace(TINY, **SMALL_TURBO),
     "parity": PARITY,
     "parity-multilingual": replace(PARITY, **MULTILINGUAL),
-    "parity-turbo": replace(PARITY, **SMALL_TURBO, **{"hidden": 128, "heads": 2}),
+    "parity-turbo": replace(PARITY, heads=2, **SMALL_TURBO),
     "mid": MID,
     "full": Size(),
     "full-multilingual": replace(Size(), **MULTILINGUAL),
-    "full-turbo": replace(Size(), **TURBO, **{"layers": 24}),
+    "full-turbo": replace(Size(), layers=24, **TURBO),
     "full-nano": replace(Size(), **NANO),
 }
 SIZES = tuple(CONFIGS)
