@@ -28,9 +28,9 @@ from torch import Tensor
 
 from zoo.checkpoint import loading, onnx_file, synthetic
 from zoo.cosyvoice2 import demo, reference, weights
-from zoo.cosyvoice2.campplus import CamPlus
 from zoo.cosyvoice2.config import Config
 from zoo.cosyvoice2.reference import CAMPPlus, greedy, greedy_ids, make_tokenizer, prompt_mel
+from zoo.nn.s3.campplus import CamPlus
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "cosyvoice2"

@@ -15,3 +15,4 @@ tests/parity/environments.sh "$@"
 .venv-parity-orpheus/bin/python tests/parity/oracle_orpheus.py
 .venv-parity-csm/bin/python tests/parity/oracle_csm.py
 .venv-parity-zonos/bin/python tests/parity/oracle_zonos.py
+.venv-parity-chatterbox/bin/python tests/parity/oracle_chatterbox.py

@@ -21,14 +21,14 @@ import zoo
 from zoo.checkpoint import synthetic
 from zoo.contract import View
 from zoo.cosyvoice2 import demo, weights
-from zoo.cosyvoice2.campplus import CamPlus
 from zoo.cosyvoice2.flow import FlowCache, fixed_noise
 from zoo.cosyvoice2.model import CosyVoice2
-from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD
-from zoo.cosyvoice2.stretch import Stretch
-from zoo.cosyvoice2.vocoder import Place
 from zoo.cosyvoice2.voices import Voice
 from zoo.nn.conv import CodecState
+from zoo.nn.s3.campplus import CamPlus
+from zoo.nn.s3.hift import Place
+from zoo.nn.s3.sizes import GRID, LOOKAHEAD
+from zoo.nn.s3.stretch import Stretch
 from zoo.request import AudioClip, Request
 
 HERE = Path(__file__).parent / "cosyvoice2"

@@ -36,13 +36,13 @@ def load(
 
     from zoo.checkpoint import loading
     from zoo.cosyvoice2 import weights
-    from zoo.cosyvoice2.campplus import CamPlus
     from zoo.cosyvoice2.clone import Cloner
     from zoo.cosyvoice2.config import BLANK
     from zoo.cosyvoice2.model import CosyVoice2
     from zoo.cosyvoice2.prompt import PromptWriter
-    from zoo.cosyvoice2.s3_tokenizer import S3Tokenizer
     from zoo.cosyvoice2.voices import read_voices
+    from zoo.nn.s3.campplus import CamPlus
+    from zoo.nn.s3.tokenizer import S3Tokenizer
 
     if adapter is not None:
         raise ValueError(f"{NAME} takes no adapter, and {adapter} is given: load the model without one")
@@ -84,7 +84,7 @@ def build(config):
 
     from zoo.cosyvoice2.flow import Flow
     from zoo.cosyvoice2.model import SpeechLM
-    from zoo.cosyvoice2.vocoder import Vocoder
+    from zoo.nn.s3.hift import Vocoder
 
     with torch.device("meta"):
         return SpeechLM(config.lm), Flow(config.flow), Vocoder(config.vocoder)
@@ -96,11 +96,12 @@ def describe(directory: Path):
 
     from zoo.contract import KV, Spec
     from zoo.cosyvoice2.clone import REFERENCE_S
-    from zoo.cosyvoice2.config import MELS, RATE_HZ, YAML, Config
+    from zoo.cosyvoice2.config import YAML, Config
     from zoo.cosyvoice2.prompt import HINTS, PIECE_S, TAGS, options
-    from zoo.cosyvoice2.strategy import FRAME_SAMPLES, MAX_FRAMES, MEL_SAMPLES, TOKEN_FRAMES, WINDOW
-    from zoo.cosyvoice2.vocoder import Plan
+    from zoo.cosyvoice2.strategy import MAX_FRAMES, WINDOW
     from zoo.cosyvoice2.voices import read_voices
+    from zoo.nn.s3.hift import Plan
+    from zoo.nn.s3.sizes import FRAME_SAMPLES, MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
 
     if not (directory / YAML).exists():
         other = next(name for marker, name in OTHERS.items() if (directory / marker).exists())

@@ -13,14 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.cosyvoice2.campplus import CamPlus, Fbank
-from zoo.cosyvoice2.config import MELS, RATE_HZ
-from zoo.cosyvoice2.s3_tokenizer import RATE_HZ as SPEECH_HZ
-from zoo.cosyvoice2.s3_tokenizer import S3Tokenizer, WhisperMel
-from zoo.cosyvoice2.strategy import MEL_SAMPLES, TOKEN_FRAMES
 from zoo.cosyvoice2.voices import Voice
 from zoo.nn.mel import LogMel
 from zoo.nn.resample import Resample
+from zoo.nn.s3.campplus import CamPlus, Fbank
+from zoo.nn.s3.sizes import MEL_SAMPLES, MELS, RATE_HZ, TOKEN_FRAMES
+from zoo.nn.s3.tokenizer import RATE_HZ as SPEECH_HZ
+from zoo.nn.s3.tokenizer import S3Tokenizer, WhisperMel
 from zoo.request import AudioClip
 from zoo.voices.encoded_files import EncodedFiles, encoder_key
 from zoo.voices.references import References, content, mono

@@ -30,16 +30,22 @@ from zoo.checkpoint.config import (
     ConfigBlock,
 )
 from zoo.checkpoint.json_files import read_json
-from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MEL_SAMPLES, TOKEN_FRAMES
+from zoo.nn.s3.sizes import (
+    GRID,
+    LOOKAHEAD,
+    MEL_SAMPLES,
+    MELS,
+    NUM_CODES,
+    RATE_HZ,
+    TOKEN_FRAMES,
+    FlowSizes,
+    VocoderSizes,
+)
 
 YAML, LM_CONFIG = "cosyvoice2.yaml", "config.json"
 BLANK = "CosyVoice-BlankEN"  # the directory of the text tokenizer and of the language model's config
-RATE_HZ = 24_000
-MELS = 80
-NUM_CODES = 6561  # eight base-3 digits from the tokenizer
 NUM_STOPS = 3  # ids after the codes in the tables: the end, an unused one, and FILL
 FILL = NUM_CODES + 2  # "more text", in interleaved speech
-NUM_UP_LAYERS = 4
 MAX_RAS_WINDOW = 100  # codes
 
 
@@ -149,22 +155,8 @@ class Sampling:
         )
 
 
-@dataclass(frozen=True)
-class FlowConfig:
-    """The sizes of the flow, which turns codes into mel frames."""
-
-    num_codes: int
-    width: int  # of the encoder
-    heads: int
-    inner: int
-    layers: int  # at the token rate; NUM_UP_LAYERS more follow at the frame rate
-    speaker: int  # width of the speaker vector
-    channels: int  # of the estimator
-    estimator_heads: int
-    head_dim: int
-    num_blocks: int  # transformer blocks per stage
-    num_mid: int  # stages between the first and the last
-    guidance: float
+class FlowConfig(FlowSizes):
+    """The sizes of the flow, as the yaml gives them."""
 
     @classmethod
     def read(cls, block: ConfigBlock, root: ConfigBlock) -> FlowConfig:
@@ -198,25 +190,8 @@ class FlowConfig:
         )
 
 
-@dataclass(frozen=True)
-class VocoderConfig:
-    """The sizes of HiFT, which turns mel frames into samples."""
-
-    channels: int
-    harmonics: int  # including the fundamental
-    alpha: float  # amplitude of the source's sines
-    sigma: float  # amplitude of the source's noise in voiced frames
-    voiced_hz: float
-    rates: tuple[int, ...]
-    kernels: tuple[int, ...]
-    fft: int
-    hop: int
-    resblock_kernels: tuple[int, ...]
-    resblock_dilations: tuple[int, ...]
-    source_kernels: tuple[int, ...]
-    slope: float
-    limit: float
-    f0_channels: int
+class VocoderConfig(VocoderSizes):
+    """The sizes of HiFT, as the yaml gives them."""
 
     @classmethod
     def read(cls, block: ConfigBlock) -> VocoderConfig:

@@ -22,10 +22,11 @@ import torch
 
 from zoo.checkpoint import synthetic
 from zoo.checkpoint.synthetic import Rule
-from zoo.cosyvoice2.config import BLANK, LM_CONFIG, MELS, NUM_CODES, YAML, Config
-from zoo.cosyvoice2.s3_tokenizer import S3Config, S3Tokenizer
+from zoo.cosyvoice2.config import BLANK, LM_CONFIG, YAML, Config
 from zoo.cosyvoice2.vocabulary import merges, vocabulary
 from zoo.cosyvoice2.voices import VOICES_FILE
+from zoo.nn.s3.sizes import MELS, NUM_CODES
+from zoo.nn.s3.tokenizer import S3Config, S3Tokenizer
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def write(
     """
     from zoo.checkpoint.loading import published, weight_normed
     from zoo.cosyvoice2 import build, demo_onnx, weights
-    from zoo.cosyvoice2.campplus import CamPlus
+    from zoo.nn.s3.campplus import CamPlus
 
     synthetic.check_dtype(dtype)
     directory = write_texts(directory, size)

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.cosyvoice2.config import MELS, NUM_UP_LAYERS, FlowConfig
-from zoo.cosyvoice2.estimator import PAIR, Estimator
-from zoo.cosyvoice2.flow_encoder import FlowEncoder
-from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, MAX_FRAMES, TOKEN_FRAMES
-from zoo.cosyvoice2.stretch import Seen, Stretch
+from zoo.cosyvoice2.config import FlowConfig
+from zoo.cosyvoice2.strategy import MAX_FRAMES
 from zoo.nn.conv import CodecState
+from zoo.nn.s3.encoder import FlowEncoder
+from zoo.nn.s3.estimator import PAIR, Estimator
+from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, NUM_UP_LAYERS, TOKEN_FRAMES
+from zoo.nn.s3.stretch import Seen, Stretch
 
 STEPS = 10
 NOISE_BLOCK = 15_000  # frames in the reference's buffer
@@ -144,11 +145,12 @@ class Flow(nn.Module):
         is_there = torch.arange(codes.shape[1], device=codes.device) < num_there[:, None]
         rows = cache.encoder_past[stretch.slots]
         state = CodecState(self.encoder.layout, rows, stretch.tokens, stretch.count)
-        mu = self.output(self.encoder(self.codes(codes), is_there, stretch, state, cache.encoder))
+        sights = Seen(stretch, 1), Seen(stretch, TOKEN_FRAMES)
+        mu = self.output(self.encoder(self.codes(codes), is_there, sights, state, cache.encoder))
         cache.encoder_past[stretch.slots] = state.next()
         speaker = self.speaker(F.normalize(speaker, dim=1).to(mu.dtype))
         given = torch.cat((mu, speaker[:, None].expand_as(mu), prompt.to(mu.dtype)), -1)  # [B, 2T, 3 MELS]
-        return self._solve(given, self.noise_of(stretch) if start is None else start, stretch, cache)
+        return self._solve(given, self.noise_of(stretch) if start is None else start, sights[1], cache)
 
     def noise_of(self, stretch: Stretch) -> Tensor:
         """Return the fixed noise of a stretch's positions [B, 2T, MELS]."""
@@ -156,12 +158,11 @@ class Flow(nn.Module):
         place = TOKEN_FRAMES * stretch.start[:, None] + frames
         return self.noise[place.clamp(max=len(self.noise) - 1)]
 
-    def _solve(self, given: Tensor, x: Tensor, stretch: Stretch, cache: FlowCache) -> Tensor:
+    def _solve(self, given: Tensor, x: Tensor, seen: Seen, cache: FlowCache) -> Tensor:
         """Solve from noise x [B, Q, MELS] with the condition given [B, Q, 3 MELS]. Returns [B, Q, MELS].
 
         The state and the velocities are fp32.
         """
-        seen = Seen(stretch, TOKEN_FRAMES)
         pairs = torch.stack((given, torch.zeros_like(given)), 1)  # [B, PAIR, Q, 3 MELS]
         mask = None
         if x.device.type != "cuda":  # on a GPU an operator reads the cache in place and needs no mask

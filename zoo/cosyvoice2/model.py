@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from zoo.check import check, shares
 from zoo.contract import Batch, Family, Prompt, Spec, State, View, frame_cap
 from zoo.cosyvoice2.clone import Cloner
-from zoo.cosyvoice2.config import FILL, MAX_RAS_WINDOW, MELS, Config, LMConfig
+from zoo.cosyvoice2.config import FILL, MAX_RAS_WINDOW, Config, LMConfig
 from zoo.cosyvoice2.flow import PAST_TOKENS, Flow, FlowCache
 from zoo.cosyvoice2.order import (
     CODE,
@@ -46,17 +46,7 @@ from zoo.cosyvoice2.prompt import (
     Script,
 )
 from zoo.cosyvoice2.sampling import repetition_aware
-from zoo.cosyvoice2.strategy import (
-    FRAME_SAMPLES,
-    GRID,
-    LOOKAHEAD,
-    MEL_SAMPLES,
-    SIZES,
-    STRATEGY,
-    TOKEN_FRAMES,
-)
-from zoo.cosyvoice2.stretch import Stretch, may_follow_values
-from zoo.cosyvoice2.vocoder import NO_LIMIT, Place, Vocoder
+from zoo.cosyvoice2.strategy import SIZES, STRATEGY
 from zoo.cosyvoice2.voices import MAX_REST, FlowPrompt, Voice, flow_prompt
 from zoo.nn.attention import Paged, attend
 from zoo.nn.conv import CodecState
@@ -64,6 +54,9 @@ from zoo.nn.linear import FusedLinear, SwiGLU
 from zoo.nn.norm import RMSNorm
 from zoo.nn.rope import rope_table, rotate
 from zoo.nn.rows import to_device
+from zoo.nn.s3.hift import NO_LIMIT, Place, Vocoder
+from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MEL_SAMPLES, MELS, TOKEN_FRAMES
+from zoo.nn.s3.stretch import Stretch, may_follow_values
 from zoo.nn.sampling import gumbel, normal
 from zoo.request import Request, RequestError, Share
 from zoo.voices.references import References
@@ -507,6 +500,3 @@ def check_length(text: Interleaved) -> None:
     if text.num_text > MAX_TEXT_TOKENS:
         given = f"the transcript and the text have {text.num_text} tokens so far"
         raise RequestError("text", f"{given}; at most {MAX_TEXT_TOKENS} are possible")
-
-
-assert FRAME_SAMPLES == TOKEN_FRAMES * MEL_SAMPLES

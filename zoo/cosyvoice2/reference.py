@@ -41,9 +41,10 @@ from torch import Tensor
 
 from zoo.checkpoint import loading
 from zoo.cosyvoice2 import weights
-from zoo.cosyvoice2.campplus import CamPlus
-from zoo.cosyvoice2.config import BLANK, NUM_CODES, Config
+from zoo.cosyvoice2.config import BLANK, Config
 from zoo.cosyvoice2.prompt import BASE, END_OF_PROMPT, TAGS
+from zoo.nn.s3.campplus import CamPlus
+from zoo.nn.s3.sizes import NUM_CODES
 from zoo.reference_script import answer, speed
 
 NAME = "cosyvoice-minicpmo 0.1.0"

@@ -2,10 +2,8 @@
 
 from compile_cache.strategy import Part, Parts, Strategy, Whole
 from zoo.contract import Window
+from zoo.nn.s3.sizes import GRID, LOOKAHEAD
 
-GRID = 25  # tokens of a chunk, which all attend to each other
-LOOKAHEAD = 3  # tokens after a chunk that the flow's encoder reads
-FRAME_SAMPLES, MEL_SAMPLES, TOKEN_FRAMES = 960, 480, 2
 MAX_FRAMES = 15_000  # ten minutes
 SIZES = (GRID, 2 * GRID, 4 * GRID)
 WINDOW = Window(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from zoo.checkpoint.tensor_files import read_pickle
-from zoo.cosyvoice2.config import MELS, Config
+from zoo.cosyvoice2.config import Config
 from zoo.cosyvoice2.flow import Flow, FlowCache
-from zoo.cosyvoice2.strategy import GRID, LOOKAHEAD, TOKEN_FRAMES
-from zoo.cosyvoice2.stretch import Stretch
+from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, TOKEN_FRAMES
+from zoo.nn.s3.stretch import Stretch
 
 VOICES_FILE = "spk2info.pt"
 MAX_PROMPT = 250  # the flow reads only the last 250 codes of a prompt: 10 s

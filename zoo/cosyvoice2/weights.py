@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.checkpoint.names import decoder_block, qkv
 from zoo.checkpoint.tensor_files import TensorFile, open_file, open_onnx_parameters
+from zoo.nn.s3.names import both, campplus, flow, folded_norm, is_weight_normed, tokenizer_layers, vocoder
 
 if TYPE_CHECKING:
-    from zoo.cosyvoice2.config import FlowConfig, LMConfig, VocoderConfig
-    from zoo.cosyvoice2.s3_tokenizer import S3Config
+    from zoo.cosyvoice2.config import LMConfig
+    from zoo.nn.s3.tokenizer import S3Config
 
 LM_FILE, FLOW_FILE, VOCODER_FILE = "llm.pt", "flow.pt", "hift.pt"
 SPEAKER_FILE, TOKENIZER_FILE = "campplus.onnx", "speech_tokenizer_v2.onnx"
+__all__ = ["campplus", "flow", "folded_norm", "is_weight_normed", "vocoder"]  # shared tables
 TEXT_HEAD = "llm.model.lm_head.weight"  # a copy of the text table; never used
 # Tensors of the tokenizer to which the exporter gave numbers.
 # Source: xingchensong/S3Tokenizer, s3tokenizer/utils.py, onnx2torch.
@@ -26,13 +27,6 @@ NUMBERED = {
     "onnx::MatMul_2536": "digits.weight",
     "quantizer.project_in.bias": "digits.bias",
 }
-WB = ("weight", "bias")
-STATISTICS = ("running_mean", "running_var")
-
-
-def _both(pairs: dict[str, str], kinds: Iterable[str] = WB) -> dict[str, str]:
-    """Return a table of tensors from a table of modules."""
-    return {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in pairs.items() for kind in kinds}
 
 
 def lm(config: LMConfig) -> dict[str, str]:
@@ -47,132 +41,17 @@ def lm(config: LMConfig) -> dict[str, str]:
     for i in range(config.layers):
         theirs, ours = f"llm.model.model.layers.{i}", f"layers.{i}"
         names |= decoder_block(theirs, ours, has_qk_norm=False) | qkv(theirs, ours, "bias")
-    return names | _both({"llm_decoder": "head"})
-
-
-def flow(config: FlowConfig) -> dict[str, str]:
-    """Return the names of flow.pt -> those of Flow."""
-    from zoo.cosyvoice2.config import NUM_UP_LAYERS
-
-    names = {"input_embedding.weight": "codes.weight"}
-    pairs = {
-        "spk_embed_affine_layer": "speaker",
-        "encoder_proj": "output",
-        "encoder.after_norm": "encoder.norm",
-    }
-    for theirs, ours in (("embed", "embed"), ("up_embed", "up_embed")):
-        pairs |= {
-            f"encoder.{theirs}.out.0": f"encoder.{ours}.linear",
-            f"encoder.{theirs}.out.1": f"encoder.{ours}.norm",
-        }
-    ahead = "encoder.pre_lookahead_layer"
-    pairs |= {
-        f"{ahead}.conv1": "encoder.ahead",
-        f"{ahead}.conv2": "encoder.behind",
-        "encoder.up_layer.conv": "encoder.up",
-    }
-    layers = [(f"encoder.encoders.{i}", f"encoder.layers.{i}") for i in range(config.layers)]
-    layers += [(f"encoder.up_encoders.{i}", f"encoder.up_layers.{i}") for i in range(NUM_UP_LAYERS)]
-    for theirs, ours in layers:
-        pairs |= {
-            f"{theirs}.self_attn.linear_{part}": f"{ours}.attention.{part}" for part in ("q", "k", "v", "out")
-        }
-        pairs |= {f"{theirs}.norm_mha": f"{ours}.attention_norm", f"{theirs}.norm_ff": f"{ours}.mlp_norm"}
-        pairs |= {
-            f"{theirs}.feed_forward.w_1": f"{ours}.widen",
-            f"{theirs}.feed_forward.w_2": f"{ours}.narrow",
-        }
-        names[f"{theirs}.self_attn.linear_pos.weight"] = f"{ours}.attention.position.weight"
-        names[f"{theirs}.self_attn.pos_bias_u"] = f"{ours}.attention.content_bias"
-        names[f"{theirs}.self_attn.pos_bias_v"] = f"{ours}.attention.position_bias"
-    return names | _both(pairs) | _estimator(config)
-
-
-def _estimator(config: FlowConfig) -> dict[str, str]:
-    root, own = "decoder.estimator", "estimator"
-    pairs = {
-        f"{root}.time_mlp.linear_1": f"{own}.time1",
-        f"{root}.time_mlp.linear_2": f"{own}.time2",
-        f"{root}.down_blocks.0.2": f"{own}.first_conv",
-        f"{root}.up_blocks.0.2": f"{own}.last_conv",
-        f"{root}.final_block.block.0": f"{own}.final.conv",
-        f"{root}.final_block.block.2": f"{own}.final.norm",
-        f"{root}.final_proj": f"{own}.out",
-    }
-    stages = [("down_blocks.0", "first"), ("up_blocks.0", "last")]
-    stages += [(f"mid_blocks.{i}", f"middle.{i}") for i in range(config.num_mid)]
-    names: dict[str, str] = {}
-    for theirs, ours in ((f"{root}.{theirs}", f"{own}.{ours}") for theirs, ours in stages):
-        pairs |= {
-            f"{theirs}.0.mlp.1": f"{ours}.resnet.time",
-            f"{theirs}.0.res_conv": f"{ours}.resnet.shortcut",
-        }
-        for block in ("block1", "block2"):
-            pairs[f"{theirs}.0.{block}.block.0"] = f"{ours}.resnet.{block}.conv"
-            pairs[f"{theirs}.0.{block}.block.2"] = f"{ours}.resnet.{block}.norm"
-        for j in range(config.num_blocks):
-            block, mine = f"{theirs}.1.{j}", f"{ours}.blocks.{j}"
-            pairs |= {f"{block}.norm1": f"{mine}.attention_norm", f"{block}.norm3": f"{mine}.mlp_norm"}
-            pairs |= {f"{block}.attn1.to_out.0": f"{mine}.out", f"{block}.ff.net.0.proj": f"{mine}.widen"}
-            pairs[f"{block}.ff.net.2"] = f"{mine}.narrow"
-            names |= {
-                f"{block}.attn1.to_{part}.weight": f"{mine}.qkv.weight[{k}]" for k, part in enumerate("qkv")
-            }
-    return names | _both(pairs)
-
-
-def vocoder(config: VocoderConfig, prefix: str = "") -> dict[str, str]:
-    """Return the names of hift.pt without weight norm -> those of Vocoder."""
-    pairs = {
-        "conv_pre": "stem",
-        "conv_post": "tail",
-        "m_source.l_linear": "mix",
-        "f0_predictor.classifier": "f0.out",
-    }
-    pairs |= {f"f0_predictor.condnet.{2 * i}": f"f0.convs.{i}" for i in range(5)}
-    names: dict[str, str] = {}
-    blocks = [(f"source_resblocks.{i}", f"source_blocks.{i}") for i in range(len(config.rates))]
-    blocks += [
-        (f"resblocks.{i}", f"blocks.{i}") for i in range(len(config.rates) * len(config.resblock_kernels))
-    ]
-    for i in range(len(config.rates)):
-        pairs |= {f"ups.{i}": f"ups.{i}", f"source_downs.{i}": f"downs.{i}"}
-    for theirs, ours in blocks:
-        for half in "12":
-            for j in range(len(config.resblock_dilations)):
-                pairs[f"{theirs}.convs{half}.{j}"] = f"{ours}.convs{half}.{j}"
-                names[f"{theirs}.activations{half}.{j}.alpha"] = f"{ours}.snakes{half}.{j}.alpha"
-    return {f"{prefix}{theirs}": ours for theirs, ours in (names | _both(pairs)).items()}
-
-
-def is_weight_normed(name: str) -> bool:
-    """Return whether a tensor of hift.pt has weight norm."""
-    return "source_downs." not in name
+    return names | both({"llm_decoder": "head"})
 
 
 def s3_tokenizer(config: S3Config) -> dict[str, str]:
     """Return the names of speech_tokenizer_v2.onnx -> those of S3Tokenizer."""
-    names = dict(NUMBERED)
-    for i in range(config.layers):
-        theirs, ours = f"blocks.{i}", f"layers.{i}"
-        pairs = {
-            f"{theirs}.attn.query": f"{ours}.q",
-            f"{theirs}.attn.value": f"{ours}.v",
-            f"{theirs}.attn.out": f"{ours}.out",
-        }
-        pairs |= {f"{theirs}.attn_ln": f"{ours}.attention_norm", f"{theirs}.mlp_ln": f"{ours}.mlp_norm"}
-        pairs |= {f"{theirs}.mlp.0": f"{ours}.widen", f"{theirs}.mlp.2": f"{ours}.narrow"}
-        names |= _both(pairs)
-        names |= {
-            f"{theirs}.attn.key.weight": f"{ours}.k.weight",
-            f"{theirs}.attn.fsmn_block.weight": f"{ours}.memory.weight",
-        }
-    return names
+    return NUMBERED | tokenizer_layers(config.layers)
 
 
 def open_tokenizer(directory: Path) -> tuple[TensorFile, S3Config]:
     """Return the tokenizer's file and the sizes of its tensors. Raises ValueError."""
-    from zoo.cosyvoice2.s3_tokenizer import HEAD_DIM, S3Config
+    from zoo.nn.s3.tokenizer import HEAD_DIM, S3Config
 
     file = open_onnx_parameters(directory / TOKENIZER_FILE, frozenset(NUMBERED))
     first = file.headers.get("onnx::Conv_2216")
@@ -184,34 +63,6 @@ def open_tokenizer(directory: Path) -> tuple[TensorFile, S3Config]:
     return file, S3Config(mels=first.shape[1], width=first.shape[0], layers=layers)
 
 
-def campplus() -> dict[str, str]:
-    """Return the names of campplus.onnx -> those of CamPlus."""
-    from zoo.cosyvoice2.campplus import BLOCKS
-
-    pairs = {"head.conv1": "head.conv1", "head.conv2": "head.conv2", "xvector.tdnn.linear": "stem"}
-    norms: dict[str, str] = {}
-    names = {"xvector.dense.linear.weight": "out.weight"}
-    # only the statistics, because its scale and shift are constants of the graph: 1 and 0
-    names |= _both({"xvector.dense.nonlinear.batchnorm": "norm"}, STATISTICS)
-    for i, (layer, block) in enumerate(((1, 0), (1, 1), (2, 0), (2, 1))):
-        theirs = f"head.layer{layer}.{block}"
-        pairs |= {f"{theirs}.{conv}": f"head.blocks.{i}.{conv}" for conv in ("conv1", "conv2")}
-        if block == 0:
-            pairs[f"{theirs}.shortcut.0"] = f"head.blocks.{i}.shortcut"
-    for i, (num_layers, _) in enumerate(BLOCKS):
-        for k in range(num_layers):
-            theirs, ours = f"xvector.block{i + 1}.tdnnd{k + 1}", f"blocks.{i}.{k}"
-            norms[f"{theirs}.nonlinear1.batchnorm"] = f"{ours}.norm"
-            pairs |= {f"{theirs}.linear1": f"{ours}.squeeze", f"{theirs}.cam_layer.linear1": f"{ours}.gate1"}
-            pairs[f"{theirs}.cam_layer.linear2"] = f"{ours}.gate2"
-            names[f"{theirs}.cam_layer.linear_local.weight"] = f"{ours}.local.weight"
-        theirs, ours = f"xvector.transit{i + 1}", f"transits.{i}"
-        norms[f"{theirs}.nonlinear.batchnorm"] = f"{ours}.norm"
-        names[f"{theirs}.linear.weight"] = f"{ours}.linear.weight"
-    names[f"{theirs}.linear.bias"] = f"{ours}.linear.bias"
-    return names | _both(pairs) | _both(norms, (*WB, *STATISTICS))
-
-
 def open_speaker(directory: Path) -> TensorFile:
     return open_onnx_parameters(directory / SPEAKER_FILE)
 
@@ -220,22 +71,3 @@ def open_vocoder(directory: Path) -> tuple[TensorFile, str]:
     """Return hift.pt and the prefix of its names, which is empty unless its trainer saved it."""
     file, prefix = open_file(directory / VOCODER_FILE), "generator."
     return file, prefix if any(name.startswith(prefix) for name in file.headers) else ""
-
-
-_FOLDED = {
-    "xvector.tdnn.linear": "xvector.tdnn.nonlinear.batchnorm",
-    "xvector.transit3.linear": "xvector.out_nonlinear.batchnorm",
-    "head.conv1": "head.bn1",
-    "head.conv2": "head.bn2",
-}
-
-
-def folded_norm(owner: str) -> str | None:
-    """Return the normalisation that the exported file has folded into a convolution of CAM++, or None."""
-    parent, _, last = owner.rpartition(".")
-    if owner in _FOLDED:
-        return _FOLDED[owner]
-    if parent.startswith("head.layer"):
-        return f"{parent}.1" if last == "0" else f"{parent}.bn{last[-1]}"
-    is_dense = ".tdnnd" in parent and last == "linear1" and not parent.endswith("cam_layer")
-    return f"{parent}.nonlinear2.batchnorm" if is_dense else None

@@ -97,7 +97,7 @@ def attend(q: Tensor, kv: Tensor, rows: Tensor, lengths: Tensor, page_tokens: in
 def attend_stretch(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, index: Tensor, mask: Tensor, heads: int
 ) -> Tensor:
-    """Attention of `cosyvoice2.estimator` -> [B * L, Q, H * D]. Queries q [B * L, Q, H * D] see the first
+    """Attention of `nn.s3.estimator` -> [B * L, Q, H * D]. Queries q [B * L, Q, H * D] see the first
     positions of cache [S, P, L, 2 * H * D] and the new keys and values k, v (shaped like q) where mask [B, Q,
     held + Q] is true. The new ones are then written to the cache at slots [B] and index [B, Q]."""
     assert _library is not None and cache.is_contiguous() and mask.dtype == torch.bool
@@ -167,7 +167,7 @@ def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
 
 def norm_mish(x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float) -> Tensor:
     """Return mish(layer norm x) + shift for x [..., C]; weight, bias and shift have C values and x's dtype;
-    `cosyvoice2.estimator`."""
+    `nn.s3.estimator`."""
     assert _library is not None and x.dtype == weight.dtype == bias.dtype
     assert shift is None or (
         shift.dtype == x.dtype and shift.numel() == x.shape[-1] and shift.is_contiguous()

@@ -161,7 +161,7 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, nois
 
 
 def uniform(seed: Tensor, step: Tensor, first: int, streams: int, width: int) -> Tensor:
-    """seed, step [B] int64 -> [B, streams, width] float32, bitwise equal to `sampling._uniform`."""
+    """seed, step [B] int64 -> [B, streams, width] float32, bitwise equal to `sampling.uniform_noise`."""
     out = torch.empty(len(seed), streams, width, dtype=torch.float32, device=seed.device)
     block = min(1024, triton.next_power_of_2(width))
     grid = len(seed) * streams, triton.cdiv(width, block)

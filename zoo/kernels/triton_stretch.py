@@ -1,4 +1,4 @@
-"""`zoo.cosyvoice2.stretch.stretch_attention` on a GPU, in Triton. One program has a tile of a stretch's
+"""`zoo.nn.s3.stretch.stretch_attention` on a GPU, in Triton. One program has a tile of a stretch's
 queries, in one head of one row. It passes over the keys in its stream's cache, then over the new keys that
 are visible. Their number is read on the device: a young stream is cheap, a recorded launch stays valid while
 streams grow, and unwritten positions are not loaded. One comparison of positions decides whether a query sees
@@ -182,7 +182,7 @@ def stretch_attention(
     chunk: int,
     heads: int,
 ) -> Tensor:
-    """Do the same as `zoo.cosyvoice2.stretch.stretch_attention`. q, k and v may be slices of one tensor."""
+    """Do the same as `zoo.nn.s3.stretch.stretch_attention`. q, k and v may be slices of one tensor."""
     (rows, num, width), (_, num_slots, num_places, lanes, kept_width) = q.shape, caches.shape
     assert caches.is_contiguous() and kept_width == 2 * width and q.dtype == caches.dtype, (
         f"{q.dtype} of {width} over {caches.dtype} of {kept_width}, {caches.stride()}"

@@ -39,7 +39,7 @@ def noise_keys(seed: Tensor, step: Tensor, first: int, streams: int) -> Tensor:
 def gumbel(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
     """seed, step [B] int64 -> standard Gumbel noise [B, streams, width] float32, independent of the row's
     index."""
-    return -torch.log(-torch.log(_uniform(seed, step, streams, width)))
+    return -torch.log(-torch.log(uniform_noise(seed, step, streams, width)))
 
 
 def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
@@ -51,7 +51,7 @@ def normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
 
 
 def _normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
-    return math.sqrt(2) * torch.erfinv(2 * _uniform(seed, step, range(1), width)[:, 0] - 1)
+    return math.sqrt(2) * torch.erfinv(2 * uniform_noise(seed, step, range(1), width)[:, 0] - 1)
 
 
 def _empty_normal(seed: Tensor, step: Tensor, width: int) -> Tensor:
@@ -63,7 +63,7 @@ def normal_on_cpu(seed: Tensor, step: Tensor, width: int) -> Tensor:
     return (kernels.normal if kernels.has(seed) else _normal)(seed, step, width)
 
 
-def _uniform(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
+def uniform_noise(seed: Tensor, step: Tensor, streams: range, width: int) -> Tensor:
     """-> [B, streams, width] float32 between 0 and 1"""
     if seed.device.type in ("cpu", "cuda"):
         return torch.ops.zoo.uniform.default(seed, step, streams.start, len(streams), width)

@@ -61,7 +61,7 @@ def encoder_key(family: str, settings: object, *modules: nn.Module) -> str:
 def code(family: str) -> list[Path]:
     """Return the files that the encoders of a family may run."""
     folders = (family, "nn", "kernels")
-    files = [file for folder in folders for file in sorted((ZOO / folder).glob("*.py"))]
+    files = [file for folder in folders for file in sorted((ZOO / folder).rglob("*.py"))]
     return [*files, ZOO / "voices" / "references.py"]
 
 

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from zoo import kernels
-from zoo.cosyvoice2.estimator import KERNEL, PAIR, Conv, TransformerBlock, attend, mish, pointwise
-from zoo.cosyvoice2.stretch import Seen, Stretch
 from zoo.nn.conv import CodecState, StateLayout
+from zoo.nn.s3.estimator import KERNEL, PAIR, Conv, TransformerBlock, attend, mish, pointwise
+from zoo.nn.s3.stretch import Seen, Stretch
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

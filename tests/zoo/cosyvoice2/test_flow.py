@@ -15,10 +15,10 @@ from compile_cache import lower as lowering
 from compile_cache.counts import counts
 from compile_cache.lower import lower
 from compile_cache.strategy import Parts
-from zoo.cosyvoice2.config import MELS
 from zoo.cosyvoice2.flow import Flow, FlowCache, zeros
-from zoo.cosyvoice2.strategy import ADVANCE, GRID, LOOKAHEAD, TOKEN_FRAMES
-from zoo.cosyvoice2.stretch import Seen, Stretch
+from zoo.cosyvoice2.strategy import ADVANCE
+from zoo.nn.s3.sizes import GRID, LOOKAHEAD, MELS, TOKEN_FRAMES
+from zoo.nn.s3.stretch import Seen, Stretch
 
 STATM = Path("/proc/self/statm")
 CAPACITY, SLOTS = 4 * GRID, 6

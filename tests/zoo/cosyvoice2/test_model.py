@@ -15,8 +15,8 @@ from zoo.contract import View
 from zoo.cosyvoice2.model import MAX_CODES_AT_ONCE, CosyVoice2, CosyVoice2State
 from zoo.cosyvoice2.prompt import END_OF_PROMPT
 from zoo.cosyvoice2.sampling import nucleus, repetition_aware
-from zoo.cosyvoice2.strategy import GRID
 from zoo.cosyvoice2.voices import MAX_PROMPT, MAX_REST
+from zoo.nn.s3.sizes import GRID
 from zoo.request import AudioClip, Reference, Request, RequestError
 
 CLIP = AudioClip(np.sin(np.arange(40_000) ** 1.4 / 30).astype(np.float32) / 4, 16000)  # 2.5 s

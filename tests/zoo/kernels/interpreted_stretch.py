@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoo.cosyvoice2.stretch import Seen, Stretch, stretch_attention
 from zoo.kernels import triton_stretch
+from zoo.nn.s3.stretch import Seen, Stretch, stretch_attention
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

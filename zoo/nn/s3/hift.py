@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo import kernels
-from zoo.cosyvoice2.config import MELS, RATE_HZ, VocoderConfig
-from zoo.cosyvoice2.strategy import MEL_SAMPLES
-from zoo.cosyvoice2.stretch import may_follow_values
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.residual import ShortFilters
+from zoo.nn.s3.sizes import MEL_SAMPLES, MELS, RATE_HZ, VocoderSizes
+from zoo.nn.s3.stretch import may_follow_values
 from zoo.nn.snake import snake
 
 NUM_F0_CONVS, F0_KERNEL, KERNEL = 5, 3, 7
@@ -76,7 +75,7 @@ class Plan:
         return -(-self.lag // MEL_SAMPLES)
 
     @classmethod
-    def of(cls, config: VocoderConfig) -> Plan:
+    def of(cls, config: VocoderSizes) -> Plan:
         f0_lag = NUM_F0_CONVS * (F0_KERNEL // 2)
         source_lag = MEL_SAMPLES * f0_lag + HALF  # a sine runs from the middle of a frame to that of the next
         stft_lag = -(-(source_lag + config.fft // 2) // config.hop) - 1
@@ -320,7 +319,7 @@ class Vocoder(nn.Module):
     waves: Tensor  # [fft, bins], cosines and negative sines: the Fourier transform of a frame
     synthesis: Tensor  # [bins, fft], its inverse
 
-    def __init__(self, config: VocoderConfig):
+    def __init__(self, config: VocoderSizes):
         super().__init__()
         self.config, self.plan = config, Plan.of(config)
         bins = config.fft + 2  # real and imaginary parts

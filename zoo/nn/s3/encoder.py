@@ -9,15 +9,15 @@ with relative positions follows Transformer-XL (arXiv 1901.02860), section 3.3.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.cosyvoice2.config import NUM_UP_LAYERS, FlowConfig
-from zoo.cosyvoice2.strategy import LOOKAHEAD, TOKEN_FRAMES
-from zoo.cosyvoice2.stretch import Seen, Stretch
 from zoo.nn.conv import CausalConv1d, CodecState, StateLayout
+from zoo.nn.s3.sizes import LOOKAHEAD, NUM_UP_LAYERS, TOKEN_FRAMES, FlowSizes
+from zoo.nn.s3.stretch import Seen
 
 EMBED_EPS, LAYER_EPS = 1e-5, 1e-12
 LOOKBACK = 2  # of the second lookahead convolution
@@ -67,7 +67,7 @@ class RelativeAttention(nn.Module):
 class ConformerLayer(nn.Module):
     """A pre-norm transformer layer: the conformer without its convolution and second feed-forward."""
 
-    def __init__(self, config: FlowConfig):
+    def __init__(self, config: FlowSizes):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, eps=LAYER_EPS)
         self.attention = RelativeAttention(config.width, config.heads)
@@ -91,7 +91,7 @@ class Embed(nn.Module):
 
 
 class FlowEncoder(nn.Module):
-    def __init__(self, config: FlowConfig):
+    def __init__(self, config: FlowSizes):
         super().__init__()
         width = config.width
         self.embed = Embed(width)
@@ -105,22 +105,29 @@ class FlowEncoder(nn.Module):
         self.layout = StateLayout(self)
 
     def forward(
-        self, x: Tensor, is_there: Tensor, stretch: Stretch, state: CodecState, caches: list[Tensor]
+        self,
+        x: Tensor,
+        is_there: Tensor,
+        sights: tuple[Seen, Seen],
+        state: CodecState,
+        caches: Sequence[Tensor],
     ) -> Tensor:
         """Return the condition [B, 2T, D] of code embeddings x [B, T + LOOKAHEAD, D].
 
-        is_there [B, T + LOOKAHEAD]: whether the speech has that code; caches: one per layer.
+        is_there [B, T + LOOKAHEAD]: whether the speech has that code; sights: what a token and what a frame
+        sees; caches: one per layer.
         """
+        by_token, by_frame = sights
         x = self.embed(x) * is_there[..., None]
         ahead = F.leaky_relu(self.ahead(x.mT), SLOPE)  # [B, D, T]
-        x = x[:, : stretch.tokens] + self.behind(ahead, state).mT
-        x = self._stack(self.layers, x, Seen(stretch, 1), caches[: len(self.layers)])
+        x = x[:, : by_token.num] + self.behind(ahead, state).mT
+        x = self._stack(self.layers, x, by_token, caches[: len(self.layers)])
         x = x.repeat_interleave(TOKEN_FRAMES, 1)
         x = self.up_embed(self.up(x.mT, state).mT)
-        x = self._stack(self.up_layers, x, Seen(stretch, TOKEN_FRAMES), caches[len(self.layers) :])
+        x = self._stack(self.up_layers, x, by_frame, caches[len(self.layers) :])
         return self.norm(x)
 
-    def _stack(self, layers: nn.ModuleList, x: Tensor, seen: Seen, caches: list[Tensor]) -> Tensor:
+    def _stack(self, layers: nn.ModuleList, x: Tensor, seen: Seen, caches: Sequence[Tensor]) -> Tensor:
         table = relative_table(1 - seen.grid, seen.max_distance, x.shape[-1], x)
         for layer, cache in zip(layers, caches, strict=True):
             x = layer(x, seen, cache, table)

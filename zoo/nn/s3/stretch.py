@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zoo import kernels
-from zoo.cosyvoice2.strategy import GRID
 from zoo.kernels.operator import operator, written_in_regions
+from zoo.nn.s3.sizes import GRID
 
 
 @dataclass
@@ -121,6 +121,35 @@ class Seen:
         whole = torch.cat((cache[self.slots, : self.held], new), 1)
         cache[self.slots[:, None], self.index] = new
         return whole
+
+
+class Whole(Seen):
+    """A whole stream at once: every position sees every other one, and nothing is kept.
+
+    Its caches have one place per row, which nothing reads: `scratch`.
+    """
+
+    def __init__(self, count: Tensor, num: int):
+        """count [B]: the positions of each row, padded to num."""
+        self.start = torch.zeros_like(count)
+        self.count, self.num_kept = count, self.start
+        self.slots = torch.arange(len(count), device=count.device)
+        self.held, self.num, self.grid = 0, num, num
+        self.max_distance = num - 1
+        self.index = self.start[:, None].expand(-1, num)
+        own = torch.arange(num, device=count.device)
+        # every position sees itself, padding too: a fully masked row would give NaN
+        mask = (own < count[:, None])[:, None] | torch.eye(num, dtype=torch.bool, device=count.device)
+        distance = (own[:, None] - own).expand(len(count), -1, -1)
+        self._sight = mask, distance  # [B, Q, Q] each
+
+    def scratch(self, like: Tensor, layers: int, lanes: int, width: int) -> Tensor:
+        """Return caches of `layers` layers, all in the same memory, [layers, B, 1, lanes, width]."""
+        place = like.new_zeros(1, len(self.slots), 1, lanes, width)
+        return place.expand(layers, -1, -1, -1, -1)
+
+    def exchange(self, cache: Tensor, new: Tensor) -> Tensor:
+        return new
 
 
 def like_rows(q: Tensor, *others: object) -> Tensor:

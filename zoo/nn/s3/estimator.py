@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo import kernels
-from zoo.cosyvoice2.config import MELS, FlowConfig
-from zoo.cosyvoice2.stretch import Seen, may_follow_values
 from zoo.nn.cfm import sinusoid
 from zoo.nn.conv import CodecState, Stateful, StateLayout
 from zoo.nn.linear import FusedLinear
 from zoo.nn.packed import can_be_packed, convolve, linear_add, linear_gelu, packed_convolution
+from zoo.nn.s3.sizes import MELS, FlowSizes
+from zoo.nn.s3.stretch import Seen, may_follow_values
 
 KERNEL = 3  # of every convolution
 PAIR = 2  # with the condition, and without it
@@ -154,15 +154,16 @@ class TransformerBlock(nn.Module):
         """Return attention [2B, Q, inner] of q, k, v [2B, Q, inner] and the cache, and update the cache."""
         if may_follow_values(q) and kernels.know(q, k, v, cache):
             return kernels.attend_stretch(q, k, v, cache, seen.slots, seen.index, seen.mask, self.heads)
-        new = torch.cat((k, v), -1).unflatten(0, (-1, PAIR)).transpose(1, 2)  # [B, Q, PAIR, 2 inner]
-        kv = seen.exchange(cache, new).unflatten(-1, (2, self.heads, -1))  # [B, K, PAIR, 2, H, dim]
-        k, v = kv.permute(3, 0, 2, 4, 1, 5).flatten(1, 2)  # 2 of [2B, H, K, dim]
+        lanes = cache.shape[2]
+        new = torch.cat((k, v), -1).unflatten(0, (-1, lanes)).transpose(1, 2)  # [B, Q, L, 2 inner]
+        kv = seen.exchange(cache, new).unflatten(-1, (2, self.heads, -1))  # [B, K, L, 2, H, dim]
+        k, v = kv.permute(3, 0, 2, 4, 1, 5).flatten(1, 2)  # 2 of [L * B, H, K, dim]
         q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return attend(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
 class Stage(nn.Module):
-    def __init__(self, config: FlowConfig, channels: int):
+    def __init__(self, config: FlowSizes, channels: int):
         super().__init__()
         out_channels = config.channels
         self.resnet = Resnet(channels, out_channels, 4 * out_channels)
@@ -198,11 +199,12 @@ class Estimator(nn.Module):
     shifts: Tensor  # [steps, stages, channels], the embeddings of the solver's times
     numbers: Tensor  # [layers], the numbers of the transformer blocks
 
-    def __init__(self, config: FlowConfig):
+    def __init__(self, config: FlowSizes):
         super().__init__()
         channels = config.channels
         self.time1 = nn.Linear(4 * MELS, 4 * channels)
         self.time2 = nn.Linear(4 * channels, 4 * channels)
+        self.time_mixer = nn.Linear(8 * channels, 4 * channels, bias=False) if config.is_meanflow else None
         self.first = Stage(config, 4 * MELS)
         self.first_conv = Conv(channels, channels)
         self.middle = nn.ModuleList(Stage(config, channels) for _ in range(config.num_mid))
@@ -217,17 +219,27 @@ class Estimator(nn.Module):
         return self.first, *self.middle, self.last
 
     @torch.no_grad()
-    def prepare(self, times: Tensor) -> None:
-        """Lay out the weights and embed the solver's times [steps], in fp32 from 0 (noise) to 1."""
+    def prepare(self, times: Tensor, ends: Tensor | None = None) -> None:
+        """Lay out the weights and embed the solver's times [steps], in fp32 from 0 (noise) to 1.
+
+        ends [steps]: where each step ends, for a mean flow.
+        """
         for module in self.modules():
             if isinstance(module, Conv):
                 module.prepare()
-        time = torch.stack([sinusoid(t, 4 * MELS) for t in times]).to(self.time1.weight.dtype)
-        time = F.mish(self.time2(F.silu(self.time1(time))))
+        time = self._embed(times)  # [steps, 4 * channels]
+        if self.time_mixer is not None:
+            assert ends is not None, "a mean flow needs the ends of its steps"
+            time = self.time_mixer(torch.cat((time, self._embed(ends)), -1))
+        time = F.mish(time)
         shifts = torch.stack([stage.resnet.time(time) for stage in self.stages], 1)
         self.register_buffer("shifts", shifts, persistent=False)
         numbers = torch.arange(len(self.stages) * len(self.first.blocks), device=time.device)
         self.register_buffer("numbers", numbers, persistent=False)
+
+    def _embed(self, times: Tensor) -> Tensor:
+        time = torch.stack([sinusoid(t, 4 * MELS) for t in times]).to(self.time1.weight.dtype)
+        return self.time2(F.silu(self.time1(time)))
 
     def forward(
         self, x: Tensor, shifts: Tensor, state: CodecState, seen: Seen, mask: Tensor | None, caches: Tensor

@@ -1,0 +1,330 @@
+"""Chatterbox as a family: embed, hidden, emit, render.
+
+    slot ── embed ──> [L B, D] ── hidden: 30 paged blocks ──> [L B, D] ── emit ──> a code on the tape ── render ──> 24 kHz
+             │ row of the last code,                           │ head, guidance,      │ flow and vocoder over
+             │ the same for both lanes                         │ sampling             │ the whole speech
+
+The flow is not causal, so a speech is rendered when it ends. Long texts are spoken in short pieces.
+Source: chatterbox-tts 0.1.7, models/t3/t3.py, models/s3gen/s3gen.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.chatterbox.clone import MAX_PROMPT, Cloner, Voice
+from zoo.chatterbox.config import END, Config
+from zoo.chatterbox.flow import Flow
+from zoo.chatterbox.prompt import PromptWriter
+from zoo.chatterbox.sampling import draw_after_penalty, draw_before_penalty
+from zoo.chatterbox.strategy import MAX_FRAMES, STRATEGY
+from zoo.chatterbox.t3 import T3
+from zoo.chatterbox.vocoder import Vocoder
+from zoo.chatterbox.watermark import marked
+from zoo.check import check
+from zoo.contract import Batch, Family, Lane, Prompt, Spec, State, View, frame_cap
+from zoo.nn.conv import CodecState
+from zoo.nn.guidance import merge
+from zoo.nn.keys import prefix_key
+from zoo.nn.s3.hift import Place
+from zoo.nn.s3.sizes import FRAME_SAMPLES, MEL_SAMPLES, MELS, NUM_CODES, TOKEN_FRAMES
+from zoo.nn.s3.stretch import may_follow_values
+from zoo.nn.sampling import gumbel, normal, uniform_noise
+from zoo.request import Request, RequestError
+from zoo.text.pieces import most_s
+from zoo.voices.references import References
+
+BEGIN_KEY, NULL_KEY = prefix_key("chatterbox begin"), prefix_key("chatterbox null")
+SILENCE, NUM_SILENT = 4299, 3  # the codes that end every speech of Turbo
+FADE = MEL_SAMPLES  # samples of silence, and then of the fade, at the beginning of a speech
+# Steps of the noise: the language model draws below them.
+SPEECH_STEP, PROMPT_STEP, SOURCE_STEP, PHASE_STEP = 1 << 30, 1 << 31, 1 << 32, 1 << 33
+
+
+class VoiceRows:
+    """A voice as the language model reads it, without the emotion: rows [P, D]."""
+
+    def __init__(self, rows: Tensor):
+        self.rows = rows
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes
+
+
+class ChatterboxState(State):
+    """Adds sampling values [S+1], the last id drawn [S+1] and all ids drawn [S+1, V], whether a watermark is wanted
+    [S+1], and the voice as the flow reads it: number of codes [S+1], codes [S+1, MAX_PROMPT], mel
+    [S+1, 2 MAX_PROMPT, MELS], timbre [S+1, D]."""
+
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    penalty: Tensor
+    guidance: Tensor
+    last: Tensor
+    seen: Tensor
+    is_marked: Tensor
+    num_prompt: Tensor
+    prompt: Tensor
+    prompt_mel: Tensor
+    timbre: Tensor
+
+    def __init__(self, family: Chatterbox, slots: int, max_frames: int):
+        super().__init__(family.spec, slots, max_frames, family.dtype, family.device)
+        mel_dtype = family.vocoder.mix.weight.dtype
+        self.add("temperature")
+        self.add("min_p")
+        self.add("top_k", dtype=torch.int64)
+        self.add("top_p", default=1)
+        self.add("penalty", default=1)
+        self.add("guidance", default=1)
+        self.add("last", dtype=torch.int64)
+        self.add("seen", family.config.t3.num_outputs, dtype=torch.bool)
+        self.add("is_marked", dtype=torch.bool)
+        self.add("num_prompt", dtype=torch.int64)
+        self.add("prompt", MAX_PROMPT, dtype=torch.int64)
+        self.add("prompt_mel", TOKEN_FRAMES * MAX_PROMPT, MELS, dtype=mel_dtype)
+        self.add("timbre", family.config.flow.speaker, default=1, dtype=mel_dtype)
+
+
+class Chatterbox(Family[ChatterboxState]):
+    """Chatterbox as a family."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: Spec,
+        t3: T3,
+        flow: Flow,
+        vocoder: Vocoder,
+        writer: PromptWriter,
+        voice: Voice | None,
+        cloner: Cloner,
+    ):
+        super().__init__()
+        self.config, self.spec, self.strategy = config, spec, STRATEGY
+        self.t3, self.flow, self.vocoder = t3, flow, vocoder
+        self.writer, self.voice, self.cloner = writer, voice, cloner
+        self.dtype, self.device = t3.head.weight.dtype, t3.head.weight.device
+        self.voice_rows: References[VoiceRows] = References()
+
+    # on the host, outside the engine's loop
+
+    @torch.inference_mode()
+    def prompt(self, request: Request) -> Prompt:
+        values = check(request, self.spec)
+        if values.get("watermark") and self.device.type != "cpu":
+            raise RequestError(
+                "watermark", "the watermark is computed on a CPU only: serve with --device cpu"
+            )
+        script = self.writer(request, values)
+        voice = self._voice(request)
+        ids = torch.tensor(script.ids, device=self.device)
+        text, null_text = self.t3.text_rows(ids)
+        before, keys = self._voice_inputs(voice, values)
+        begin = self.t3.begin_rows()
+        inputs = torch.cat((before, text, begin))
+        ends = (BEGIN_KEY,) * len(begin)
+        null = None
+        if self.spec.lanes == 2:
+            null_keys = (*keys, *[NULL_KEY] * len(null_text), *ends)
+            null = Lane(torch.cat((before, null_text, begin)), null_keys)
+        guard = max(1, round(most_s(request.text) * self.spec.frame_rate_hz))
+        return Prompt(
+            inputs=inputs,
+            prefix_keys=(*keys, *script.ids, *ends),
+            null=null,
+            max_frames=frame_cap(self.spec, request, len(inputs), min(guard, MAX_FRAMES)),
+            slot=self._slot(request, values, voice),
+            usage={"input_tokens": len(script.ids), "prompt_positions": len(inputs)},
+        )
+
+    def _voice(self, request: Request) -> Voice:
+        if request.references:
+            return self.cloner(request.references[0].clip)
+        if self.voice is None:
+            raise RequestError(
+                "references", f"a reference is needed: this checkpoint of {self.spec.name} has no voice"
+            )
+        return self.voice
+
+    def _voice_inputs(self, voice: Voice, values: dict[str, Any]) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the rows [P, D] before the text, and their keys. The rows of the voice are made once."""
+
+        def make() -> VoiceRows:
+            return VoiceRows(self.t3.voice_rows(voice.speaker, voice.codes))
+
+        rows = self.voice_rows.get(voice.name, make).rows
+        keys = tuple(prefix_key(voice.name, i) for i in range(len(rows)))
+        if self.config.is_turbo:
+            return rows, keys
+        exaggeration = values["exaggeration"]
+        return torch.cat((rows, self.t3.emotion_row(exaggeration))), (
+            *keys,
+            prefix_key("emotion", exaggeration),
+        )
+
+    def _slot(self, request: Request, values: dict[str, Any], voice: Voice) -> dict[str, Any]:
+        slot = {name: values[name] for name in ("temperature", "top_p", "min_p", "top_k") if name in values}
+        return slot | {
+            "seed": request.seed,
+            "penalty": values["repetition_penalty"],
+            "guidance": 1 + values.get("cfg_weight", 0.0),
+            "is_marked": values.get("watermark", False),
+            "num_prompt": len(voice.flow_codes),
+            "prompt": voice.flow_codes,
+            "prompt_mel": voice.mel,
+            "timbre": voice.timbre,
+        }
+
+    # at start-up and admission
+
+    def state(self, slots: int, max_frames: int | None = None) -> ChatterboxState:
+        return ChatterboxState(self, slots, min(max_frames or self.spec.max_frames, self.spec.max_frames))
+
+    # on the device
+
+    def embed(self, state: ChatterboxState, slots: Tensor) -> Tensor:
+        """Return the rows [L * B, D] of the last id that was drawn, the same for both lanes."""
+        return self.t3.code_rows(state.last[slots], state.steps[slots]).repeat(self.spec.lanes, 1)
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        return self.t3.stack(inputs, batch)
+
+    def emit(self, state: ChatterboxState, slots: Tensor, h: Tensor) -> None:
+        """Append one code (40 ms) to each slot's tape, or end the speech. An id that is neither a code nor the end
+        is read by the next step, but not spoken."""
+        steps, alive = state.steps[slots], ~state.done[slots]
+        token = self._drawn(state, slots, h)  # [B]
+        ended = token == END
+        if self.config.is_turbo:
+            ended = ended & (steps > 0)  # the reference looks for the end from the second id on
+        is_token = torch.arange(state.seen.shape[1], device=h.device) == token[:, None]
+        state.seen[slots] = state.seen[slots] | (alive[:, None] & is_token)
+        state.last[slots] = torch.where(alive, token, state.last[slots])
+        state.append(slots, token[:, None].clamp(max=NUM_CODES - 1), ended, token < NUM_CODES)
+        state.done[slots] = state.done[slots] | (state.steps[slots] >= state.limit[slots])
+
+    def _drawn(self, state: ChatterboxState, slots: Tensor, h: Tensor) -> Tensor:
+        """Return ids [B] for hidden states h [L * B, D]."""
+        logits = self.t3.head(h).float()
+        noise = gumbel(state.seed[slots], state.steps[slots], range(1), logits.shape[1])[:, 0]
+        penalty, temperature, top_p = state.penalty[slots], state.temperature[slots], state.top_p[slots]
+        is_begin = torch.arange(logits.shape[1], device=h.device) == NUM_CODES  # it counts as drawn
+        if self.config.is_turbo:
+            is_begin = is_begin & (state.steps[slots] == 0)[:, None]  # before the first id only
+            seen = state.seen[slots] | is_begin
+            return draw_before_penalty(logits, seen, penalty, temperature, state.top_k[slots], top_p, noise)
+        logits = merge(logits, state.guidance[slots])
+        seen = state.seen[slots] | is_begin
+        return draw_after_penalty(logits, seen, penalty, temperature, state.min_p[slots], top_p, noise)
+
+    def render(self, state: ChatterboxState, view: View) -> tuple[Tensor, Tensor]:
+        """Render whole speeches. On a CPU each has its own length, so nothing is padded."""
+        if not may_follow_values(view.slots):
+            return self._speech(state, view, view.length)
+        samples = torch.zeros(len(view.slots), self._most_samples(view.frames))
+        valid = torch.zeros_like(view.count)
+        for i, count in enumerate(view.count.tolist()):
+            if count:
+                rows = (x[i : i + 1] for x in (view.slots, view.start, view.count, view.is_last))
+                slots, start, counts, is_last = rows
+                one = replace(view, slots=slots, start=start, count=counts, is_last=is_last)
+                made, num = self._speech(state, one, count)
+                valid[i] = num[0]
+                speech = made[0, : num[0]]
+                samples[i, : num[0]] = marked(speech) if state.is_marked[slots[0]] else speech
+        return samples, valid
+
+    def _most_samples(self, frames: int) -> int:
+        return (frames + self._num_silent) * FRAME_SAMPLES
+
+    @property
+    def _num_silent(self) -> int:
+        return NUM_SILENT if self.config.is_turbo else 0
+
+    def _speech(self, state: ChatterboxState, view: View, frames: int) -> tuple[Tensor, Tensor]:
+        """Return samples [B, N] of speeches of at most `frames` codes, and the number of valid ones [B]."""
+        slots, mel_dtype = view.slots, state.prompt_mel.dtype
+        num_prompt = state.num_prompt[slots]
+        count = torch.where(view.count > 0, view.count + self._num_silent, 0)
+        spoken, most = frames + self._num_silent, MAX_PROMPT
+        if may_follow_values(num_prompt):
+            most = int(num_prompt.max())
+        tokens = most + spoken
+        codes = self._codes(state, view, torch.arange(tokens, device=slots.device))
+        prompt = F.pad(state.prompt_mel[slots, : TOKEN_FRAMES * most], (0, 0, 0, TOKEN_FRAMES * spoken))
+        noise = self._flow_noise(state, slots, torch.arange(TOKEN_FRAMES * tokens, device=slots.device))
+        mel = self.flow(codes, num_prompt + count, prompt, state.timbre[slots], noise.to(mel_dtype))
+        at = TOKEN_FRAMES * num_prompt[:, None] + torch.arange(TOKEN_FRAMES * spoken, device=slots.device)
+        mel = mel.gather(1, at[..., None].expand(-1, -1, MELS))
+        samples = self._samples(state, slots, mel.to(mel_dtype), TOKEN_FRAMES * count)
+        return F.pad(samples, (0, self._most_samples(view.frames) - samples.shape[1])), FRAME_SAMPLES * count
+
+    def _codes(self, state: ChatterboxState, view: View, place: Tensor) -> Tensor:
+        """Return the codes [B, T] at places [T]: those of the voice, of the speech, and the silence after it."""
+        slots, num_prompt = view.slots[:, None], state.num_prompt[view.slots][:, None]
+        at = place - num_prompt  # [B, T], in the speech
+        spoken = state.tape[slots, at.clamp(min=0, max=state.tape.shape[1] - 1), 0]
+        spoken = torch.where(at < view.count[:, None], spoken, SILENCE)
+        return torch.where(at < 0, state.prompt[slots, place.clamp(max=MAX_PROMPT - 1)], spoken)
+
+    def _flow_noise(self, state: ChatterboxState, slots: Tensor, place: Tensor) -> Tensor:
+        """Return where the flow starts from [B, F, MELS] at mel frames [F]. A frame's noise depends only on its
+        place in the voice or in the speech."""
+        at = place - TOKEN_FRAMES * state.num_prompt[slots, None]  # [B, F]
+        if state.noise is not None:
+            given = state.noise[..., :MELS].flatten(0, 1)  # [2F, MELS]
+            return given[at.clamp(min=0, max=len(given) - 1)] * (at >= 0)[..., None]
+        step = torch.where(at >= 0, SPEECH_STEP + at, PROMPT_STEP + place)
+        return normal(state.seed[slots, None].expand_as(step).flatten(), step.flatten(), MELS).view(
+            *step.shape, MELS
+        )
+
+    def _samples(self, state: ChatterboxState, slots: Tensor, mel: Tensor, limit: Tensor) -> Tensor:
+        """Return samples [B, F * MEL_SAMPLES] of mel [B, F, MELS], of which the first `limit` [B] are speech."""
+        plan, num = self.vocoder.plan, mel.shape[1]
+        frames = num + plan.flush
+        place = Place(torch.zeros_like(limit), limit, frames)
+        rows = mel.new_zeros(len(mel), self.vocoder.layout.size)
+        past = CodecState(self.vocoder.layout, rows, frames, limit)
+        at = place.at(1, plan.f0_lag + 1, frames + 1)
+        noise, phase = self._source_noise(state, slots, at), self._phase(state, slots)
+        samples, _ = self.vocoder(F.pad(mel, (0, 0, 0, plan.flush)), place, past, phase, noise)
+        samples = samples[:, plan.lag :][:, : num * MEL_SAMPLES]
+        faded = samples[:, : 2 * FADE] * self._fade(samples)
+        return torch.cat((faded, samples[:, 2 * FADE :]), 1).float()
+
+    def _fade(self, like: Tensor) -> Tensor:
+        """Return the gain of a speech's first samples [2 FADE]: zero, then half a cosine up to one."""
+        angle = torch.linspace(math.pi, 0, FADE, device=like.device, dtype=like.dtype)
+        return torch.cat((torch.zeros_like(angle), (angle.cos() + 1) / 2))
+
+    def _source_noise(self, state: ChatterboxState, slots: Tensor, frame: Tensor) -> Tensor:
+        """Return the noise of the vocoder's source [B, W, MEL_SAMPLES, H] for mel frames of the speech [B, W]."""
+        frame, shape = frame.clamp(min=0), (MEL_SAMPLES, self.config.vocoder.harmonics)
+        if state.noise is not None:
+            given = state.noise[..., MELS:].flatten(0, 1)  # [2F, MEL_SAMPLES * H]
+            return given[frame.clamp(max=len(given) - 1)].unflatten(2, shape)
+        seeds = state.seed[slots, None].expand_as(frame)
+        noise = normal(seeds.flatten(), SOURCE_STEP + frame.flatten(), math.prod(shape))
+        return noise.view(*frame.shape, *shape)
+
+    def _phase(self, state: ChatterboxState, slots: Tensor) -> Tensor:
+        """Return where the phases of the harmonics begin [B, H], in turns; the first one's is 0."""
+        harmonics = self.config.vocoder.harmonics
+        phase = torch.zeros(len(slots), harmonics, dtype=torch.float64, device=slots.device)
+        if state.noise is None:
+            seed = state.seed[slots]
+            phase[:, 1:] = uniform_noise(seed, torch.full_like(seed, PHASE_STEP), range(1), harmonics)[
+                :, 0, 1:
+            ]
+        return phase

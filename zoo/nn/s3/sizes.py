@@ -1,0 +1,56 @@
+"""The rates and sizes of the networks around S3 codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RATE_HZ = 24_000
+MELS = 80
+NUM_CODES = 6561  # eight base-3 digits from the tokenizer
+NUM_UP_LAYERS = 4
+GRID = 25  # tokens of a chunk, which all attend to each other
+LOOKAHEAD = 3  # tokens after a chunk that the flow's encoder reads
+FRAME_SAMPLES, MEL_SAMPLES, TOKEN_FRAMES = 960, 480, 2
+
+
+@dataclass(frozen=True)
+class FlowSizes:
+    """The sizes of the flow, which turns codes into mel frames."""
+
+    num_codes: int
+    width: int  # of the encoder
+    heads: int
+    inner: int
+    layers: int  # at the token rate; NUM_UP_LAYERS more follow at the frame rate
+    speaker: int  # width of the speaker vector
+    channels: int  # of the estimator
+    estimator_heads: int
+    head_dim: int
+    num_blocks: int  # transformer blocks per stage
+    num_mid: int  # stages between the first and the last
+    guidance: float
+    is_meanflow: bool = False  # steps are told their end, and rows come alone, without guidance
+
+
+@dataclass(frozen=True)
+class VocoderSizes:
+    """The sizes of HiFT, which turns mel frames into samples."""
+
+    channels: int
+    harmonics: int  # including the fundamental
+    alpha: float  # amplitude of the source's sines
+    sigma: float  # amplitude of the source's noise in voiced frames
+    voiced_hz: float
+    rates: tuple[int, ...]
+    kernels: tuple[int, ...]
+    fft: int
+    hop: int
+    resblock_kernels: tuple[int, ...]
+    resblock_dilations: tuple[int, ...]
+    source_kernels: tuple[int, ...]
+    slope: float
+    limit: float
+    f0_channels: int
+
+
+assert FRAME_SAMPLES == TOKEN_FRAMES * MEL_SAMPLES
