@@ -120,7 +120,7 @@ class Lifecycle:
     def _is_in(self, job: Job) -> None:
         """The job has a slot."""
         with self.inbox.lock:
-            job.model.queue.requests.pop(job.id, None)  # None: of a later pass
+            job.model.queue.remove(job.id)
         unfed = job.unfed
         job.unfed = []
         for tokens, is_last in unfed:
@@ -172,6 +172,21 @@ class Lifecycle:
             for job in model.stalled_jobs(since_s):
                 self._release(job, Failed(STALLED.format(self.max_stall_s), code="stalled"))
 
+    def refuse_late(self) -> None:
+        """End the requests in line that would now be heard much later than the limit."""
+        for queued, full in self.intake.late():
+            job = self.intake.known.get(queued.id)
+            if job is None and queued.is_made:
+                continue  # its job comes with the next news
+            queued.model.counters.num_refused += 1
+            last = Failed(str(full), code="engine_full", retry_after_s=full.retry_after_s)
+            if job is not None:
+                self._release(job, last)
+                continue
+            with self.inbox.lock:
+                self.intake.leave(queued)
+            queued.deliver(last)
+
     def stalls_in_s(self) -> float | None:
         """Return the seconds until the first stalled client is dropped; None if all clients read."""
         rows = [model.scheduler.slots.listener for model in self.models.values()]
@@ -182,18 +197,19 @@ class Lifecycle:
     def _release(self, job: Job, last: Event) -> None:
         del self.intake.known[job.id]
         with self.inbox.lock:
-            job.model.queue.requests.pop(job.id, None)
+            job.model.queue.remove(job.id)
         job.model.release(job)
         job.deliver(last)
 
     def end_all(self, last: Failed) -> None:
         with self.inbox.lock:
             self.intake.is_over = True
-            for model in self.models.values():
-                for queued in tuple(model.queue.requests.values()):
-                    self.intake.leave(queued)
+            queued = [each for model in self.models.values() for each in model.queue.requests.values()]
+            for each in queued:
+                self.intake.leave(each)
             news = self.inbox.news
-            late: list[Job | QueuedRequest] = [*news.jobs, *news.left]
+            unmade = [each for each in queued if not each.is_made]
+            late: list[Job | QueuedRequest] = [*news.jobs, *news.left, *unmade]
             news.jobs.clear()
             news.left.clear()
         for job in tuple(self.intake.known.values()):

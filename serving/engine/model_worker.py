@@ -219,10 +219,15 @@ class ModelWorker:
     def record_speakers(self) -> None:
         """Refresh the estimates that the next iteration's decisions read."""
         scheduler, forecaster = self.scheduler, self.forecaster
-        forecaster.record_speakers(scheduler.frames_left, scheduler.tokens_left, scheduler.shortest_frame_s)
+        forecaster.record_speakers(scheduler.frames_left, scheduler.tokens_left, self._speeds)
         scheduler.timing.iteration_s = forecaster.iteration_s
         scheduler.timing.other_models_s = forecaster.outlook.other_models_s
         scheduler.timing.step_s = forecaster.costs.iteration_s(slots=len(self.running))
+
+    @property
+    def _speeds(self) -> list[float]:
+        """At which speeds listeners play."""
+        return [job.listener.speed for job in self.running.values() if not job.listener.is_flexible]
 
     # pages
 

@@ -283,6 +283,7 @@ class Simulation:
             **self.settings,
         )
         [self.model] = self.engine.models.values()
+        self.model.forecaster.seed(self.cost, self.voice.spec.window.sizes)  # as a warm-up does
         self.heard: list[Heard] = []
 
     def submit(self, request: Request, **how: Any) -> Heard:

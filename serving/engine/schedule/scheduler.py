@@ -296,11 +296,6 @@ class Scheduler:
         return np.maximum(tape.num_expected[speaks] - tape.num_ready[speaks], 1.0)
 
     @property
-    def shortest_frame_s(self) -> float:
-        """A frame's length as the fastest listener plays it."""
-        return float(self.slots.listener.frame_s[self.slots.speaks].min(initial=self.timing.frame_s))
-
-    @property
     def tokens_left(self) -> int:
         """Prompt positions that are not filled."""
         is_asked = self.slots.is_occupied & ~self.slots.listener.is_flexible

@@ -84,6 +84,8 @@ class Trace:
         self.engine = Engine(
             voices, clock=self.clock, make_runner=make, compile=False, report_lag=int(is_async), **settings
         )
+        for name, model in self.engine.models.items():
+            model.forecaster.seed(costs[name], model.family.spec.window.sizes)  # as a warm-up does
         self.engine.composer.executor = AtOnce()
         if is_async:
             for model in self.engine.models.values():
