@@ -275,7 +275,8 @@ class Engine:
         for model in self.models.values():
             model.record_speakers()
         self.lifecycle.refuse_late()
-        return bool(finished) or any(not model.is_idle for model in self.models.values())
+        are_idle = self.paging.is_idle and all(model.is_idle for model in self.models.values())
+        return bool(finished) or not are_idle
 
 
 def check_settings(families: Mapping[str, Family[Any]], codec: str, max_slots: int) -> None:

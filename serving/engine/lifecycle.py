@@ -111,11 +111,18 @@ class Lifecycle:
             head = candidates[0]
             if job is not head and head.pages.num_skips >= MAX_SKIPS:
                 break
-            if job.model.admit(job, self.paging.uncommitted):
+            if self._admit_job(job, may_pause=job is head):
                 head.pages.num_skips += job is not head
                 self._is_in(job)
                 return True
         return False
+
+    def _admit_job(self, job: Job, may_pause: bool) -> bool:
+        """Return whether a job got its slot and its pages, which others may be paused for."""
+        uncommitted = self.paging.uncommitted
+        if job.model.admit(job, uncommitted):
+            return True
+        return may_pause and self.paging.make_room(job) and job.model.admit(job, uncommitted)
 
     def _is_in(self, job: Job) -> None:
         """The job has a slot."""

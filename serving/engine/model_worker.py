@@ -135,8 +135,7 @@ class ModelWorker:
         committed = self.num_pages(job.prompt)
         if self.pages.pages.free <= job.pages.too_few or committed > max_committed:
             return False
-        needed = self.pages.num_needed(job.prompt, self._usual_frames(job) if self.settings.grows else None)
-        skips = self.pages.take(job, needed)
+        skips = self.pages.take(job, self._needed(job))
         if skips is None:
             job.pages.too_few = self.pages.pages.free
             return False
@@ -147,6 +146,14 @@ class ModelWorker:
         self.running[job.slot] = job
         self._open(job, skips)
         return True
+
+    def _needed(self, job: Job) -> list[int]:
+        """Return the pages of each lane with which a job begins."""
+        return self.pages.num_needed(job.prompt, self._usual_frames(job) if self.settings.grows else None)
+
+    def num_to_admit(self, job: Job) -> int:
+        """Return the pages with which a job begins; fewer if some are shared."""
+        return sum(self._needed(job))
 
     def _open(self, job: Job, skips: list[int]) -> None:
         is_reproducible = job.listener.is_reproducible or self.settings.is_reproducible
@@ -241,9 +248,11 @@ class ModelWorker:
             return []
         return [self.running[slot] for slot in self.pages.short_slots(self.scheduler.decoding_slots())]
 
-    def decoding_jobs(self) -> list[Job]:
-        """Return the jobs that take steps, and could be paused."""
-        return [self.running[slot] for slot in self.scheduler.decoding_slots().tolist()]
+    def may_step(self, job: Job, is_flexible_time: bool | None = None) -> bool:
+        """Return whether a job would take steps if it had pages. is_flexible_time: None for now's."""
+        if is_flexible_time is None:
+            is_flexible_time = self.scheduler.is_flexible_time
+        return bool(self.scheduler.slots.may_step(is_flexible_time)[job.slot])
 
     def buffered_s(self, job: Job) -> float:
         """Return the audio that a job's listener has not played yet."""

@@ -136,14 +136,14 @@ class Runner:
 
     def save(self, pages: Sequence[int]) -> AsyncCopy:
         """Copy to the host what is written to these pages by now, and by work in flight."""
-        at = torch.tensor(pages)
+        at = torch.tensor(pages, dtype=torch.int64)
         return self.streams.lm.run(lambda: (self.arena.by_page[to_device(at, self.device)],))
 
     def restore(self, pages: Sequence[int], saved: AsyncCopy) -> None:
         """Write what was saved to as many other pages."""
         [values] = saved.tensors()
         assert len(pages) == len(values), f"{len(values)} saved pages are written to {len(pages)}"
-        at = torch.tensor(pages)
+        at = torch.tensor(pages, dtype=torch.int64)
 
         def work() -> tuple[()]:
             self.arena.by_page[to_device(at, self.device)] = values.to(self.device, non_blocking=True)

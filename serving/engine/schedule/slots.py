@@ -150,9 +150,13 @@ class Slots:
         """Which slots make audio that a listener waits for. [S]"""
         return self.is_occupied & ~self.tape.is_done & ~self.listener.is_flexible
 
-    def stepping(self, is_flexible_time: bool) -> np.ndarray:
-        """Return the slots that take a step now, ascending. [B]"""
-        waits = self.tape.is_done | self.lacks_pages | self.listener.has_backpressure
+    def may_step(self, is_flexible_time: bool) -> np.ndarray:
+        """Return which slots would take steps if they had pages. [S]"""
+        waits = self.tape.is_done | self.listener.has_backpressure | (self.steps_left <= 0)
         if not is_flexible_time:
             waits = waits | self.listener.is_flexible
-        return np.flatnonzero(self.is_decoding & ~waits & (self.steps_left > 0))
+        return self.is_occupied & ~waits
+
+    def stepping(self, is_flexible_time: bool) -> np.ndarray:
+        """Return the slots that take a step now, ascending. [B]"""
+        return np.flatnonzero(self.is_decoding & ~self.lacks_pages & self.may_step(is_flexible_time))
