@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,10 +33,12 @@ class Worker(Protocol):
     def num_ready(self, slot: int) -> int: ...
     def is_done(self, slot: int) -> bool: ...
     def admit(self, job: Job, max_committed: int) -> bool: ...
+    def begin_pass(self, job: Job) -> bool: ...
     def release(self, job: Job) -> None: ...
     def feed(self, job: Job, tokens: Sequence[int], is_last: bool) -> None: ...
     def consume(self, job: Job, frames: int) -> None: ...
     def may_step(self, job: Job, is_flexible_time: bool | None = None) -> bool: ...
+    def num_to_resume(self, job: Job) -> int: ...
     def num_to_admit(self, job: Job) -> int: ...
     def buffered_s(self, job: Job) -> float: ...
     def pause(self, job: Job) -> None: ...
@@ -93,8 +94,6 @@ class Past:
     usage: dict[str, int] = field(default_factory=dict)
     num_samples: int = 0
     num_reported: int = 0
-    plays_until_s: float = -np.inf
-    num_unread: int = 0
     is_heard: bool = False  # whether audio was delivered
 
 
@@ -107,7 +106,7 @@ class Job:
     passes: Generator[Prompt, Tensor, None]
     is_made: torch.cuda.Event | None = None  # when the device has the prompt
     arrival: int = -1  # in the order in which all models' requests came
-    queued_s: float = 0.0  # when it, or its pass, began to wait for a slot
+    queued_s: float = 0.0  # when it began to wait for a slot
     slot: int = -1
     pages: HeldPages = field(default_factory=HeldPages)
     past: Past = field(default_factory=Past)
@@ -172,7 +171,7 @@ class Job:
         past.num_reported = past.num_samples
 
     def next_pass(self, prompt: Prompt) -> None:
-        """Begin the next pass: this one is spoken, and its slot was given back."""
+        """Go on with the next pass: this one is spoken."""
         self.past.usage = {name: value for name, value in self.usage.items() if name != "text_tokens"}
         self.prompt = prompt
         self.is_composing = False

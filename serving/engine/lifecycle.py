@@ -67,7 +67,7 @@ class Lifecycle:
             job.queued_s = self.clock()
             job.model.queue.jobs.append(job)
         for job, prompt in news.composed:
-            self._queue_pass(job, prompt)
+            self._begin_pass(job, prompt)
         for id, tokens, is_last in news.fed:
             self._feed(id, tokens, is_last)
         for id, frames in news.consumed:
@@ -147,9 +147,8 @@ class Lifecycle:
         else:
             self.composer.compose(job, job.model.tape(job))
 
-    def _queue_pass(self, job: Job, composed: Future[Prompt | None]) -> None:
-        """Queue a next pass before all requests that wait, since its own came before them; or end the answer
-        if none follows."""
+    def _begin_pass(self, job: Job, composed: Future[Prompt | None]) -> None:
+        """Begin a next pass in its slot, or end the answer if none follows."""
         if self.intake.known.get(job.id) is not job or composed.cancelled():
             return
         error = composed.exception()
@@ -160,10 +159,8 @@ class Lifecycle:
         prompt = composed.result()
         if prompt is None:
             return self._end(job)
-        job.model.release(job)
         job.next_pass(prompt)
-        job.queued_s = self.clock()
-        job.model.queue.jobs.appendleft(job)
+        self.paging.begin_pass(job)
 
     # ends
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -144,8 +145,31 @@ class ModelWorker:
         job.slot = self.tenants.free.pop()
         job.pages.committed = committed
         self.running[job.slot] = job
-        self._open(job, skips)
+        is_reproducible = job.listener.is_reproducible or self.settings.is_reproducible
+        listener = replace(job.listener, is_reproducible=is_reproducible)
+        self._begin(job, skips, partial(self.scheduler.open, listener=listener))
         return True
+
+    def begin_pass(self, job: Job) -> bool:
+        """Begin a job's next pass in its slot: its listener waits for no place. Return whether it has pages;
+        without any it is paused."""
+        job.past.frames += job.pass_frames
+        self.pages.give_back(job)
+        job.pages.drop()
+        job.pages.committed = self.num_pages(job.prompt)
+        self.tenants.renew(job.slot)
+        skips = self.pages.take(job, self._needed(job))
+        if skips is None and self.settings.grows:
+            first_frames = self.scheduler.shapes.first_frames
+            skips = self.pages.take(job, self.pages.num_needed(job.prompt, first_frames))
+        has_pages = skips is not None
+        if skips is None:
+            skips = [0 for _ in job.prompt.lanes]
+            job.pages.lanes = [[] for _ in job.prompt.lanes]
+            job.pages.saved = self.runner.save([])
+        self._begin(job, skips, self.scheduler.begin_pass)
+        self.scheduler.slots.lacks_pages[job.slot] = not has_pages
+        return has_pages
 
     def _needed(self, job: Job) -> list[int]:
         """Return the pages of each lane with which a job begins."""
@@ -155,18 +179,15 @@ class ModelWorker:
         """Return the pages with which a job begins; fewer if some are shared."""
         return sum(self._needed(job))
 
-    def _open(self, job: Job, skips: list[int]) -> None:
-        is_reproducible = job.listener.is_reproducible or self.settings.is_reproducible
-        self.scheduler.open(
+    def _begin(self, job: Job, skips: list[int], begin: Callable[..., None]) -> None:
+        begin(
             job.slot,
             [len(lane.inputs) - 1 for lane in job.prompt.lanes],
             skips,
-            listener=replace(job.listener, is_reproducible=is_reproducible),
             grid_offset=job.prompt.grid_offset,
             steps=job.prompt.num_fed_steps,
-            plays_until_s=job.past.plays_until_s,
             expected_frames=self._expected_frames(job),
-            num_unread=job.past.num_unread,
+            is_final=job.prompt.is_final,
         )
         self.runner.streams.lm.wait_for(job.is_made)
         self.runner.open(job.slot, job.prompt, job.pages.lanes, skips)
@@ -179,10 +200,7 @@ class ModelWorker:
             self.queue.jobs.remove(job)
             return
         del self.running[job.slot]
-        rows = self.scheduler.slots.listener
         job.past.frames += job.pass_frames
-        job.past.plays_until_s = float(rows.plays_until_s[job.slot])
-        job.past.num_unread = int(rows.num_unread[job.slot])
         self.scheduler.close(job.slot)
         self.runner.close(job.slot)
         self.pages.give_back(job)
@@ -203,8 +221,6 @@ class ModelWorker:
         """Record that a job's listener consumed so many frames."""
         if job.slot >= 0:
             self.scheduler.consume(job.slot, frames, self.clock())
-        elif job.listener.is_metered:
-            job.past.num_unread = max(job.past.num_unread - frames, 0)
 
     def stalled_jobs(self, since_s: float) -> list[Job]:
         """Return the jobs that have been paused by backpressure since before then."""
@@ -263,9 +279,18 @@ class ModelWorker:
         self.pages.save(job)
         self.scheduler.slots.lacks_pages[job.slot] = True
 
+    def _needed_to_resume(self, job: Job) -> list[int]:
+        if self.settings.grows:
+            return self.pages.needed_to_resume(job)
+        return self.pages.num_needed(job.prompt)
+
+    def num_to_resume(self, job: Job) -> int:
+        """Return the pages without which a paused job cannot go on."""
+        return sum(self._needed_to_resume(job))
+
     def resume(self, job: Job) -> bool:
         """Return whether there were enough pages for a paused job."""
-        is_back = self.pages.restore(job)
+        is_back = self.pages.restore(job, self._needed_to_resume(job))
         if is_back:
             self.scheduler.slots.lacks_pages[job.slot] = False
         return is_back

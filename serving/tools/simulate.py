@@ -8,6 +8,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from serving.engine.device.launches import Chunk, Render
 from serving.engine.device.streams import Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window
-from zoo.request import Request
+from zoo.request import Request, RequestError
 
 RATE_HZ = 1000  # of simulated samples: a frame of any length has whole ones
 
@@ -257,6 +258,20 @@ class Heard:
         return None if self.first_s is None else self.first_s - self.submitted_s
 
 
+class AtOnce:
+    """An executor without a thread, so that next passes come at the same simulated time in each run."""
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args))
+        except RequestError as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **how: bool) -> None: ...
+
+
 @dataclass
 class Simulation:
     """An engine of one voice, and its listeners. report_lag: launches that are under way when a step's report
@@ -282,6 +297,7 @@ class Simulation:
             report_lag=int(self.is_async) if self.report_lag is None else self.report_lag,
             **self.settings,
         )
+        self.engine.composer.executor = AtOnce()
         [self.model] = self.engine.models.values()
         self.model.forecaster.seed(self.cost, self.voice.spec.window.sizes)  # as a warm-up does
         self.heard: list[Heard] = []

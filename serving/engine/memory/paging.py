@@ -56,14 +56,18 @@ class Paging:
     def deal(self) -> None:
         """Before steps are launched, give a page to each slot that takes one and lacks it, and resume what
         can be resumed."""
-        if not self.max_saved:
-            return
-        short = [job for model in self.models() for job in model.short_jobs()]
+        short = [job for model in self.models() for job in model.short_jobs()] if self.max_saved else []
         for job in sorted(short, key=buffer):
             self._grow(job)
         for job in sorted(self._paused(), key=buffer):
             if job.model.may_step(job) and not self._resume(job):
                 return
+
+    def begin_pass(self, job: Job) -> None:
+        """Begin the next pass of an answer in its slot. If it lacks pages, it is paused, and gets those of
+        others before its listener has played its audio."""
+        if not job.model.begin_pass(job):
+            self.paused.append(job)
 
     def make_room(self, job: Job) -> bool:
         """Pause flexible requests and jobs that take no step, until a listener's first pages are free. Return
@@ -84,9 +88,8 @@ class Paging:
 
     def _resume(self, job: Job) -> bool:
         """Return whether a paused job has its pages again, if need be those of others."""
-        others = [other for other in self._holders() if gives_way(other, job)]
-        num = int(job.model.pages.needed_to_resume(job).sum())
-        return self._pause_until(num, others) and job.model.resume(job)
+        others = [other for other in self._holders() if gives_way(other, job)] if self.max_saved else []
+        return self._pause_until(job.model.num_to_resume(job), others) and job.model.resume(job)
 
     def _pause_until(self, num: int, others: list[Job]) -> bool:
         """Pause as few of the others as needed to have so many free pages, and none if that is not possible."""

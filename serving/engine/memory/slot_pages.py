@@ -87,11 +87,11 @@ class SlotPages:
         """Return how many pages each lane has written to."""
         return (-(-self.runner.kv_lens[self._sequences(job)] // self.runner.page_tokens)).tolist()
 
-    def needed_to_resume(self, job: Job) -> np.ndarray:
+    def needed_to_resume(self, job: Job) -> list[int]:
         """Return the pages of each lane of a paused job, for its prompt, its positions and its next step."""
         prompt = [len(lane.inputs) for lane in job.prompt.lanes]
         positions = np.maximum(self.runner.kv_lens[self._sequences(job)] + 1, prompt)
-        return -(-positions // self.runner.page_tokens)
+        return (-(-positions // self.runner.page_tokens)).tolist()
 
     def save(self, job: Job) -> None:
         """Copy what a job's pages hold to the host, and give them back."""
@@ -102,11 +102,10 @@ class SlotPages:
         job.pages.lanes = [[] for _ in job.pages.lanes]
         self.count(job)
 
-    def restore(self, job: Job) -> bool:
-        """Return whether there were enough pages for a paused job."""
+    def restore(self, job: Job, needed: Sequence[int]) -> bool:
+        """Give a paused job so many pages for each lane. Return whether there were enough."""
         saved = job.pages.saved
         assert saved is not None, f"{job.id} is resumed, but it is not paused"
-        needed = self.needed_to_resume(job).tolist()
         fresh = self.pages.take(sum(needed))
         if fresh is None:
             return False

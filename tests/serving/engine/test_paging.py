@@ -263,7 +263,7 @@ def test_a_session_that_waits_for_text_gives_up_its_pages_and_blocks_nobody():
     heard = ask(room, 0, 330, Listener(), text_bytes=400)
     run_until(room, 6.0)
     assert [job.id for job in room.engine.paging.paused] == ["10"] and heard.first_s is not None
-    room.run([], until_s=40.0)
+    run_until(room, 40.0)
     whole(heard, 330)
     late = ask(room, 1, 10, Listener())
     run_until(room, 45.0)

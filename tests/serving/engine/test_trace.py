@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +25,7 @@ from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from serving.engine.model_worker import ModelWorker
 from serving.engine.schedule.numbers import GPU_PREFILL_INTERVAL, GPU_RENDERS_IN_FLIGHT
 from serving.protocol import Listener
-from serving.tools.simulate import Clock, Cost, SimulatedRunner, Voice
+from serving.tools.simulate import AtOnce, Clock, Cost, SimulatedRunner, Voice
 from zoo.contract import Window
 from zoo.request import Request
 
@@ -52,18 +51,6 @@ class Asked:
     num_read: int = 0
     num_fed: int = 0
     end: Event | None = None
-
-
-class AtOnce:
-    """An executor without a thread, so that next passes come at the same simulated time in each run."""
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(work(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 class Trace:
