@@ -433,6 +433,16 @@ def test_the_most_frames_end_an_answer_between_its_pieces():
     assert not model.running and not room.num_requests
 
 
+def test_the_most_frames_limit_whatever_a_family_derives_from_them(monkeypatch):
+    """This one keeps the number of its last frame in the slot."""
+    model = family("toy_delay")
+    monkeypatch.setattr(model, "spec", replace(model.spec, piece_s=4.0))
+    request = Request(text=LONG * 3, seed=3, max_frames=19)
+    assert len(pieces_of(request, model.spec)) > 1
+    [listener] = serve(engine(model), {0: [request]})
+    assert listener.frames == listener.end.frames == 19
+
+
 @pytest.mark.parametrize("turns", range(0, 40, 3))
 def test_a_cancel_anywhere_in_a_long_text_leaves_nothing_behind(turns):
     room, listener = engine(family("toy_echoing")), Listener()
