@@ -145,7 +145,7 @@ class Lifecycle:
         if job.prompt.is_final:
             self._end(job)
         else:
-            self.composer.compose(job, job.model.tape(job))
+            self.composer.compose(job, job.model.copy_tape(job))
 
     def _begin_pass(self, job: Job, composed: Future[Prompt | None]) -> None:
         """Begin a next pass in its slot, or end the answer if none follows."""

@@ -36,12 +36,14 @@ class ModelQueue:
         return [job for job in jobs if is_able[job.listener.is_flexible]][:count]
 
     def has_room(self, is_flexible: bool, running: Collection[Job]) -> bool:
-        """Return whether one more may speak now. Some slots are kept from flexible requests."""
+        """Return whether one more may speak now. Some slots are kept from flexible requests, and a
+        session that waits for text takes the place of nobody."""
         listeners = [job for job in running if not job.listener.is_flexible]
         if is_flexible:
             return len(running) - len(listeners) < self.num_slots - slots_kept(self.num_slots)
-        num = len(listeners)
-        speeds = [job.listener.speed for job in listeners]
+        is_quiet = self.scheduler.is_quiet(self.clock())
+        speeds = [job.listener.speed for job in listeners if not is_quiet[job.slot]]
+        num = len(speeds)
         max_streams = min(self.forecaster.outlook.max_concurrency, self.forecaster.max_concurrency(speeds))
         return num < max_streams or (num == max_streams and self._may_try(num + 1))
 

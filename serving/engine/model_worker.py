@@ -20,6 +20,7 @@ from torch import Tensor
 from serving.engine.counters import ModelCounters
 from serving.engine.device.arena import Arena
 from serving.engine.device.runner import Runner
+from serving.engine.device.streams import AsyncCopy
 from serving.engine.job import Job
 from serving.engine.memory.pages import Pages
 from serving.engine.memory.slot_pages import SlotPages
@@ -303,9 +304,14 @@ class ModelWorker:
     def is_done(self, slot: int) -> bool:
         return bool(self.scheduler.slots.tape.is_done[slot])
 
-    def tape(self, job: Job) -> Tensor:
-        """Return the frames of a job's pass so far [F, *frame], on the host."""
+    def copy_tape(self, job: Job) -> AsyncCopy:
+        """Return the frames of a job's pass so far [F, *frame], on their way to the host."""
         return self.runner.frames(job.slot, self.num_ready(job.slot))
+
+    def tape(self, job: Job) -> Tensor:
+        """Return the same on the host. Waits for the device."""
+        [frames] = self.copy_tape(job).tensors()
+        return frames
 
     def finished(self) -> list[Job]:
         """Return the jobs whose pass is over and whose listener has all of it."""

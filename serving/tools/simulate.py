@@ -20,7 +20,7 @@ from torch import Tensor
 from compile_cache.strategy import Strategy
 from serving.engine.device.arena import Arena
 from serving.engine.device.launches import Chunk, Render
-from serving.engine.device.streams import Streams
+from serving.engine.device.streams import AsyncCopy, Streams
 from serving.engine.engine import Audio, Engine, Event, Failed, Finished, Full
 from zoo.contract import KV, Batch, Family, Lane, Prompt, Spec, State, View, Window
 from zoo.request import Request, RequestError
@@ -191,8 +191,8 @@ class SimulatedRunner:
     def restore(self, pages: Sequence[int], saved: Copy) -> None:
         self._launch(self.cost.save_s * len(pages))
 
-    def frames(self, slot: int, count: int) -> Tensor:
-        return torch.zeros(count, 1, dtype=torch.int64)
+    def frames(self, slot: int, count: int) -> AsyncCopy:
+        return AsyncCopy((torch.zeros(count, 1, dtype=torch.int64),))
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

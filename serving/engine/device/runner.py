@@ -157,11 +157,9 @@ class Runner:
         with self.streams.lm.here(), torch.inference_mode():
             return self.family.feed(self.state, slot, tokens, is_last)
 
-    def frames(self, slot: int, count: int) -> Tensor:
-        """Return the first frames on a slot's tape [F, *frame], on the host. Waits for the device, so only at
-        the end of a pass."""
-        (frames,) = self.streams.lm.run(lambda: (self.state.tape[slot, :count],)).tensors()
-        return frames
+    def frames(self, slot: int, count: int) -> AsyncCopy:
+        """Return the first frames on a slot's tape [F, *frame], on their way to the host."""
+        return self.streams.lm.run(lambda: (self.state.tape[slot, :count],))
 
     # launches
 

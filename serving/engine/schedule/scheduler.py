@@ -306,6 +306,10 @@ class Scheduler:
         """Return the audio that each listener has not played, on the tape included. [S]"""
         return self.snapshot(now_s).buffered_s
 
+    def is_quiet(self, now_s: float) -> np.ndarray:
+        """Return which slots wait for text while their listeners have played all audio. [S]"""
+        return self.slots.is_starved & (self.buffered_s(now_s) <= 0)
+
     @property
     def num_underruns(self) -> int:
         """Underruns of all listeners since the start."""

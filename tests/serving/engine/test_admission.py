@@ -336,6 +336,28 @@ def test_a_line_is_walked_once_an_iteration(monkeypatch):
     assert len(joined) < 40
 
 
+def test_a_session_that_waits_for_text_takes_the_place_of_nobody():
+    """Two may speak at once. Two sessions have played all of their audio, so two listeners are heard at once, and then
+    the sessions speak on."""
+    slow = Cost(step_s=lambda slots: 0.01 + 0.025 * slots, render_s=lambda rows, frames: 0.0)
+    simulation = Simulation(Voice(guard=1.0), slow, settings={"max_slots": 8, "max_ttfa_s": 60.0})
+    assert simulation.model.forecaster.max_concurrency([]) == 2
+    sessions = [
+        simulation.submit(Request(text="x" * 10, seed=i, max_frames=60, is_open=True)) for i in (1, 2)
+    ]
+    while simulation.turn() or simulation.clock.now_s < 5.0:
+        pass
+    assert simulation.model.scheduler.slots.is_starved.sum() == 2
+    first, second, third = (simulation.submit(Request(text="x" * 60, seed=i)) for i in (3, 4, 5))
+    while simulation.turn():
+        pass
+    assert first.ttfa_s < 0.5 and second.ttfa_s < 0.5 and third.ttfa_s > 2.0
+    for name in ("request-1", "request-2"):
+        simulation.engine.feed(name, range(60), is_last=True)
+    simulation.run([])
+    assert all(isinstance(one.end, Finished) for one in (*sessions, first, second, third))
+
+
 def test_a_request_whose_prompt_fails_leaves_the_line():
     """An engine that rests has no iteration in which the line would be made again."""
     simulation = Simulation(Voice(), COST, settings={"max_slots": 2, "max_ttfa_s": 2.0})

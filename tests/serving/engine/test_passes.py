@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from toy_grid import HEAD, MAX_TRAILING, GridToy
 import zoo
 from serving import protocol as settings
 from serving.engine.device.arena import PAGE_TOKENS, token_bytes
+from serving.engine.device.streams import AsyncCopy
 from serving.engine.engine import Audio, Engine, Failed, Finished, Spoken
 from serving.tools.simulate import Cost, Heard, Simulation, Voice
 from zoo.contract import following
@@ -121,6 +123,30 @@ def test_next_passes_get_their_pages_before_newcomers_and_while_their_audio_last
     pages = {"kv_bytes": 41 * page_bytes, "saved_bytes": saved_pages * page_bytes}
     heard = long_texts(4, 60.0, **pages)
     assert saved_pages == 0 or max(one.late_s for one in heard) == 0
+
+
+def test_the_engine_does_not_wait_for_the_frames_of_a_pass(monkeypatch):
+    """The thread that builds the next prompt does."""
+    waiting = []
+    tensors = AsyncCopy.tensors
+
+    def waits(copy: AsyncCopy) -> tuple[torch.Tensor, ...]:
+        waiting.append(threading.current_thread().name)
+        return tensors(copy)
+
+    room, listener = engine(family("toy_echoing")), Listener()
+    [model] = room.models.values()
+    copy_tape = model.copy_tape
+    model.copy_tape = lambda job: Watched(copy_tape(job).tensors())
+    monkeypatch.setattr(Watched, "tensors", waits)
+    room.speak("request", Request(text=LONG, seed=4), listener)
+    run(room)
+    assert isinstance(listener.end, Finished)
+    assert waiting and all(name.startswith("compose") for name in waiting)
+
+
+class Watched(AsyncCopy):
+    """The copy of a tape."""
 
 
 def test_a_listener_between_two_passes_is_counted():
