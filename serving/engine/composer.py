@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from compile_cache import threads
 from serving.engine.device.streams import AsyncCopy, Stream
@@ -19,7 +19,7 @@ class Composer:
         self.inbox = inbox
         self.stream = stream
         self.check_room = check_room
-        self.executor = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
+        self.executor: Executor = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
 
     def compose(self, job: Job, tape: AsyncCopy) -> None:
         """Begin the prompt that follows a pass of these frames [F, *frame]; it arrives in the inbox. Only this

@@ -8,7 +8,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -258,18 +258,16 @@ class Heard:
         return None if self.first_s is None else self.first_s - self.submitted_s
 
 
-class AtOnce:
+class AtOnce(Executor):
     """An executor without a thread, so that next passes come at the same simulated time in each run."""
 
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+    def submit(self, work: Callable[..., Any], /, *args: Any, **fields: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(work(*args))
+            future.set_result(work(*args, **fields))
         except RequestError as error:
             future.set_exception(error)
         return future
-
-    def shutdown(self, **how: bool) -> None: ...
 
 
 @dataclass
