@@ -22,8 +22,8 @@ class Composer:
         self.executor: Executor = ThreadPoolExecutor(1, "compose", threads.use_one_thread)
 
     def compose(self, job: Job, tape: AsyncCopy) -> None:
-        """Begin the prompt that follows a pass of these frames [F, *frame]; it arrives in the inbox. Only this
-        thread waits until the device has copied them."""
+        """Begin the prompt that follows a pass of these frames [F, *frame]; it arrives in the inbox. Only
+        that thread waits until the device has copied them."""
         job.is_composing = True
         future = self.executor.submit(self._next_prompt, job, tape)
         future.add_done_callback(lambda future: self._done(job, future))

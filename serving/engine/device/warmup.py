@@ -75,7 +75,7 @@ def warm_prefill(runner: Runner) -> None:
 
 
 def prefill_of(runner: Runner, num_tokens: int) -> tuple[Tensor, Batch]:
-    """Return the inputs of a prefill of the spare slot. On a GPU there may be more: as many as are recorded."""
+    """Return the inputs of a prefill of the spare slot. On a GPU there are as many as are recorded."""
     room = runner.table.max_pages * runner.page_tokens
     sequences, own = runner.sequences(spare_slots(runner, 1))[:1], min(num_tokens, room)
     runner.kv_lens[sequences] = own

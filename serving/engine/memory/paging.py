@@ -92,7 +92,7 @@ class Paging:
         return self._pause_until(job.model.num_to_resume(job), others) and job.model.resume(job)
 
     def _pause_until(self, num: int, others: list[Job]) -> bool:
-        """Pause as few of the others as needed to have so many free pages, and none if that is not possible."""
+        """Pause as few of the others as needed to have so many free pages, and none if all are too few."""
         theirs = sum(len(pages) for other in others for pages in other.pages.lanes)
         if self.pages.free + theirs < num:
             return False

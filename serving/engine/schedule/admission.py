@@ -284,8 +284,8 @@ class Forecaster:
         )
 
     def max_concurrency(self, speeds: Sequence[float]) -> int:
-        """Return how many may speak at once, next to listeners who play at these speeds. A fast listener counts
-        as often as its speed, unless the model alone cannot speak so fast."""
+        """Return how many may speak at once, next to listeners who play at these speeds. A fast listener
+        counts as often as its speed, unless the model alone cannot speak so fast."""
         if not self.is_timed or not self.costs.is_known:
             return self.num_slots
         step_s = self.frame_s / self.steps
