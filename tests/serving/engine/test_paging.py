@@ -196,7 +196,7 @@ def test_flexible_requests_give_up_their_pages_for_listeners(text_bytes):
     listeners grow: they hear the same as without the flexible requests."""
     ttfa_s, pauses = {}, {}
     for num_flexible in (0, 4):
-        room = simulation(pages=65, slots=8, saved_bytes=400 * PAGE_TOKENS * token_bytes(Voice()))
+        room = simulation(pages=65, slots=8, swap_memory_bytes=400 * PAGE_TOKENS * token_bytes(Voice()))
         flexible = [ask(room, 100 + i, 300, FLEXIBLE, text_bytes) for i in range(num_flexible)]
         run_until(room, 0.9)
         paused = watch_pauses(room)
@@ -284,7 +284,7 @@ mixed = st.lists(
 @given(mixed, st.integers(68, 100), st.integers(0, 200), st.integers(1, 6), st.booleans())
 def test_listeners_of_every_kind_end_whole_however_few_pages_there_are(asked, pages, saved, slots, is_async):
     saved_bytes = saved * PAGE_TOKENS * token_bytes(Voice())
-    room = simulation(pages, slots, guard=4.0, saved_bytes=saved_bytes, max_unread_s=1.0)
+    room = simulation(pages, slots, guard=4.0, swap_memory_bytes=saved_bytes, max_unread_s=1.0)
     room.is_async = is_async
     room.__post_init__()
     heard = {}

@@ -120,7 +120,7 @@ def test_who_speaks_needs_no_place_for_a_next_pass():
 @pytest.mark.parametrize("saved_pages", [0, 400])
 def test_next_passes_get_their_pages_before_newcomers_and_while_their_audio_lasts(saved_pages):
     page_bytes = PAGE_TOKENS * token_bytes(Voice())
-    pages = {"kv_bytes": 41 * page_bytes, "saved_bytes": saved_pages * page_bytes}
+    pages = {"kv_memory_bytes": 41 * page_bytes, "swap_memory_bytes": saved_pages * page_bytes}
     heard = long_texts(4, 60.0, **pages)
     assert saved_pages == 0 or max(one.late_s for one in heard) == 0
 
